@@ -1,0 +1,162 @@
+"""Hydra configs of the project, and the checks that refuse a wrong one before anything expensive starts."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+FOLDER = Path(__file__).resolve().parent
+GROUPS = ("loss", "experiment")
+"""Config groups: chosen by name (``loss=grpo``), not keys of their own."""
+
+
+def known_keys() -> set[str]:
+    """Every public key, dotted, as the default config and the default loss define them."""
+    base = OmegaConf.load(FOLDER / "grpo_gsm8k.yaml")
+    base = OmegaConf.merge({k: v for k, v in base.items() if k not in ("defaults", "hydra")},
+                           {"loss": OmegaConf.load(FOLDER / "loss" / "grpo.yaml")})
+    return set(leaves(base))
+
+
+def leaves(node: DictConfig, prefix: str = "") -> list[str]:
+    """Dotted names of a config's leaves; lists are leaves.
+
+    >>> leaves(OmegaConf.create({"env": {"repeats": 8, "examples": []}}))
+    ['env.repeats', 'env.examples']
+    """
+    names = []
+    for key in node:
+        value = node._get_node(key)
+        if isinstance(value, DictConfig) and not value._is_none():
+            names += leaves(value, f"{prefix}{key}.")
+        else:
+            names.append(f"{prefix}{key}")
+    return names
+
+
+def check_keys(names: Iterable[str]) -> None:
+    """Refuses keys that nothing reads.
+
+    Raises:
+        ValueError: names each unknown key and the nearest known one.
+
+    >>> check_keys(["optimizer.lrr"])
+    Traceback (most recent call last):
+    ...
+    ValueError: unknown config key optimizer.lrr; did you mean optimizer.lr?
+    """
+    known = known_keys()
+    sections = {key.rsplit(".", i)[0] for key in known for i in range(1, key.count(".") + 1)}
+    unknown = [name for name in names if name not in known | sections]
+    if unknown:
+        raise ValueError("\n".join(f"unknown config key {name}{_nearest(name, known)}" for name in unknown))
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    # The right name in the wrong section is the likeliest slip of all.
+    leaf = name.rsplit(".", 1)[-1]
+    same_leaf = sorted(key for key in known if key.rsplit(".", 1)[-1] == leaf)
+    best = same_leaf or close
+    return f"; did you mean {' or '.join(best)}?" if best else "; `--cfg job` prints every key"
+
+
+def check_overrides(arguments: Sequence[str]) -> None:
+    """Checks the command line's overrides by name, since Hydra's own message suggests no nearest key.
+
+    Raises:
+        ValueError: an unknown key.
+    """
+    words = [a for a in arguments if "=" in a and not a.startswith("-")]
+    overrides = OverridesParser.create().parse_overrides(words)
+    check_keys(
+        o.key_or_group
+        for o in overrides
+        if not o.is_delete() and o.key_or_group.split(".")[0] not in ("hydra",) and o.key_or_group not in GROUPS
+    )
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuses a config that cannot run, by its keys and by its numbers.
+
+    Raises:
+        ValueError: what is wrong, with the numbers, and what to change.
+    """
+    check_keys(leaves(cfg))
+    missing = sorted(known_keys() - set(leaves(cfg)))
+    if missing:
+        raise ValueError(f"the config lacks {', '.join(missing)}; build it on grpo_gsm8k by `defaults: [grpo_gsm8k]`")
+    repeats, batch = cfg.env.repeats, cfg.train.optim_batch_size
+    collected = cfg.env.num_envs * repeats
+    if repeats < 2:
+        raise ValueError(f"env.repeats is {repeats}; a group of one answer has no advantage, use 2 or more")
+    if batch % repeats:
+        raise ValueError(
+            f"train.optim_batch_size={batch} is not a multiple of env.repeats={repeats}: a group would be cut; "
+            f"use {max(1, batch // repeats) * repeats} or {(batch // repeats + 1) * repeats}"
+        )
+    if collected % batch:
+        raise ValueError(
+            f"env.num_envs x env.repeats = {cfg.env.num_envs} x {repeats} = {collected} answers a collection do not "
+            f"divide into batches of train.optim_batch_size={batch}; make {collected} a multiple of it"
+        )
+    if cfg.train.total_dialog_turns < collected:
+        raise ValueError(f"train.total_dialog_turns={cfg.train.total_dialog_turns} is less than one collection of {collected} answers")
+    if cfg.inference_model.max_model_len <= cfg.sampling.max_new_tokens:
+        raise ValueError(
+            f"inference_model.max_model_len={cfg.inference_model.max_model_len} leaves no room for a prompt beside "
+            f"sampling.max_new_tokens={cfg.sampling.max_new_tokens}"
+        )
+    _one_of(cfg, "inference_model.engine", ("vllm", "transformers"))
+    _one_of(cfg, "env.dataset", ("gsm8k",))
+    _one_of(cfg, "env.long_prompt", ("error", "skip"))
+    _one_of(cfg, "train_model.dtype", ("bfloat16", "float32"))
+    _one_of(cfg, "loss.aggregate", ("sequence_mean", "token_mean"))
+    _one_of(cfg, "loss.advantage", ("zscore", "no_std", "leave_one_out"))
+    _one_of(cfg, "logger.backend", ("none", "wandb"))
+    for key in ("train.micro_batch_tokens", "train.epochs", "env.num_envs"):
+        if OmegaConf.select(cfg, key) < 1:
+            raise ValueError(f"{key} is {OmegaConf.select(cfg, key)}; it must be at least 1")
+
+
+def _one_of(cfg: DictConfig, key: str, choices: Sequence[str]) -> None:
+    value = OmegaConf.select(cfg, key)
+    if value not in choices:
+        close = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"{key} is {value!r}; it can be {', '.join(choices)}{hint}")
+
+
+def main(config_name: str) -> Callable:
+    """Decorator for a script's main function: Hydra's own, with our checks, and wrong input told in one line.
+
+    The config folder is the project's; ``hydra.searchpath`` adds others.
+    """
+
+    def decorate(function: Callable[[DictConfig], object]) -> Callable[[], None]:
+        @functools.wraps(function)
+        def run(cfg: DictConfig) -> object:
+            try:
+                check(cfg)
+                return function(cfg)
+            except ValueError as error:
+                # A wrong setting needs no traceback; a bug raises something else, and keeps its own.
+                raise SystemExit(f"error: {error}") from error
+
+        def entry() -> None:
+            try:
+                check_overrides(sys.argv[1:])
+            except ValueError as error:
+                raise SystemExit(f"error: {error}") from None
+            hydra.main(version_base="1.3", config_path=str(FOLDER), config_name=config_name)(run)()
+
+        return entry
+
+    return decorate

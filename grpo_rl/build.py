@@ -1,0 +1,161 @@
+"""From a config to the parts of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from grpo_rl.devices import Devices
+from grpo_rl.engines.base import Engine, Sampling
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.gsm8k import GSM8KEnv, load_rows
+from grpo_rl.optimizer import PolicyOptimizer
+from grpo_rl.policies.train import ReferencePolicy, TrainPolicy
+
+
+def make_tokenizer(model_folder: Path) -> PreTrainedTokenizerBase:
+    """The model's tokenizer."""
+    return AutoTokenizer.from_pretrained(model_folder)
+
+
+def make_env(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
+    """The environment of ``env.dataset``, its prompts checked against the context.
+
+    Raises:
+        ValueError: the data can't be found or read, or a prompt is too long and ``env.long_prompt`` is ``error``.
+    """
+    env = GSM8KEnv(
+        num_envs=cfg.env.num_envs,
+        repeats=cfg.env.repeats,
+        tokenizer=tokenizer,
+        path=cfg.env.path,
+        split="train",
+        system_prompt=cfg.env.system_prompt,
+        examples=list(cfg.env.examples),
+        reward=cfg.env.reward,
+        max_prompt_tokens=cfg.inference_model.max_model_len - cfg.sampling.max_new_tokens,
+        long_prompt=cfg.env.long_prompt,
+        seed=cfg.train.seed,
+    )
+    env.check_prompts()
+    return env
+
+
+def eval_rows(cfg: DictConfig) -> list[dict]:
+    """The first ``evaluate.rows`` held-out rows; none where none are asked for.
+
+    Raises:
+        ValueError: fewer rows are there, or the data can't be found: a local ``env.path`` needs ``env.eval_path``.
+    """
+    wanted = cfg.evaluate.rows
+    if not wanted:
+        return []
+    if cfg.env.path and not cfg.env.eval_path:
+        raise ValueError(f"evaluate.rows={wanted} needs env.eval_path beside env.path={cfg.env.path}")
+    rows = load_rows(cfg.env.eval_path, "test")
+    if len(rows) < wanted:
+        raise ValueError(f"evaluate.rows={wanted}, but the held-out data has {len(rows)} rows")
+    return list(rows)[:wanted]
+
+
+def make_engine(cfg: DictConfig, model_folder: Path, devices: Devices) -> Engine:
+    """The inference engine of ``inference_model.engine``.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    model = cfg.inference_model
+    dtype = cfg.train_model.dtype
+    if model.engine == "transformers":
+        from grpo_rl.engines.transformers import TransformersEngine
+
+        return TransformersEngine(model_folder, model.max_model_len, dtype=dtype, device=devices.inference[0])
+    try:
+        from grpo_rl.engines.vllm import VLLMEngine
+    except ImportError as error:
+        raise ValueError(
+            f"vLLM can't be imported ({error}); install the extra `vllm` (CUDA) or `cpu`, "
+            "or set inference_model.engine=transformers"
+        ) from error
+    return VLLMEngine(
+        model_folder,
+        model.max_model_len,
+        seed=cfg.train.seed,
+        tensor_parallel_size=devices.tensor_parallel_size,
+        gpu_memory_utilization=model.gpu_memory_utilization,
+        enforce_eager=model.enforce_eager,
+        dtype=dtype,
+    )
+
+
+def make_sampling(cfg: DictConfig) -> Sampling:
+    """How training answers are sampled."""
+    return Sampling(cfg.sampling.temperature, cfg.sampling.top_p, cfg.sampling.max_new_tokens)
+
+
+def total_steps(cfg: DictConfig) -> int:
+    """Collections of the whole run: ``total_dialog_turns`` answers, ``num_envs x repeats`` at a time, rounded up."""
+    return -(-cfg.train.total_dialog_turns // (cfg.env.num_envs * cfg.env.repeats))
+
+
+def optimizer_steps(cfg: DictConfig) -> int:
+    """Optimizer steps of the whole run."""
+    per_collection = cfg.env.num_envs * cfg.env.repeats // cfg.train.optim_batch_size
+    return total_steps(cfg) * per_collection * cfg.train.epochs
+
+
+def model_bytes(model_folder: Path) -> int:
+    """Bytes of the model's weight files."""
+    return sum(path.stat().st_size for path in model_folder.glob("*.safetensors"))
+
+
+def make_policy(cfg: DictConfig, model_folder: Path, devices: Devices) -> TrainPolicy:
+    """The policy that learns.
+
+    Raises:
+        ValueError: several training devices; this script trains on one.
+    """
+    if len(devices.train) > 1:
+        raise ValueError(
+            f"{len(devices.train)} training devices; this script trains on one, set train_model.num_devices=1"
+        )
+    return TrainPolicy.load(
+        model_folder,
+        getattr(torch, cfg.train_model.dtype),
+        devices.train[0],
+        cfg.sampling.temperature,
+        cfg.train_model.gradient_checkpointing,
+    )
+
+
+def make_reference(cfg: DictConfig, model_folder: Path, devices: Devices) -> ReferencePolicy | None:
+    """The frozen reference; None where nothing reads it."""
+    if not cfg.policy.kl_coef:
+        return None
+    dtype = getattr(torch, cfg.train_model.dtype)
+    return ReferencePolicy.load(model_folder, dtype, devices.ref[0], cfg.sampling.temperature)
+
+
+def make_optimizer(cfg: DictConfig, policy: TrainPolicy) -> PolicyOptimizer:
+    """The optimizer of ``optimizer.name`` over the policy."""
+    return PolicyOptimizer(
+        policy.model,
+        **cfg.optimizer,
+        total_steps=optimizer_steps(cfg),
+        mixed_precision=cfg.train.mixed_precision,
+        max_bad_steps=cfg.train.max_bad_steps,
+    )
+
+
+def micro_batching(cfg: DictConfig) -> dict:
+    """How an optimizer step's groups are split and weighed."""
+    return {
+        "max_tokens": cfg.train.micro_batch_tokens,
+        "count": cfg.train.gradient_accumulation_steps,
+        "aggregate": cfg.loss.aggregate,
+        # With a KL or entropy term every group has a gradient.
+        "skip_zero_advantage": not (cfg.policy.kl_coef or cfg.policy.entropy_coef),
+    }

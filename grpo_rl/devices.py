@@ -1,0 +1,250 @@
+"""The device plan: which GPUs train, score the reference and sample, or an error that says what does not fit."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices of each role. Roles either share devices or have disjoint ones.
+
+    Args:
+        train: the trainer's ranks, in order.
+        ref: the frozen reference's; empty when there is no reference.
+        inference: the engine's, in order; each ``tensor_parallel_size`` of them in a row hold one copy of the model.
+    """
+
+    train: tuple[torch.device, ...]
+    ref: tuple[torch.device, ...]
+    inference: tuple[torch.device, ...]
+    tensor_parallel_size: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model that sample side by side."""
+        return len(self.inference) // self.tensor_parallel_size
+
+    @property
+    def colocated(self) -> bool:
+        """True where training and sampling take turns on the same devices."""
+        return not set(self.train).isdisjoint(self.inference)
+
+    def __str__(self) -> str:
+        roles = {"train": self.train, "ref": self.ref, "inference": self.inference}
+        plan = ", ".join(f"{role} {' '.join(map(str, devices)) or 'none'}" for role, devices in roles.items())
+        return f"{plan} ({self.replicas} x tensor_parallel_size {self.tensor_parallel_size})"
+
+
+def allocate(
+    cfg: Any, mode: str = "sync", visible: int | None = None, num_attention_heads: int | None = None
+) -> Devices:
+    """The devices of training, reference and inference.
+
+    Each of ``cfg.train_model``, ``cfg.ref_model`` and ``cfg.inference_model`` gives ``num_devices`` (recommended) or
+    ``devices``, a list of indices. Lists are taken as they are; counts are then given out from the lowest free index,
+    in the order train, ref, inference, so that the groups are disjoint. Left null:
+
+    - train takes one device;
+    - ref shares the training devices (and is there at all only with ``policy.kl_coef`` > 0);
+    - inference shares the training devices in sync mode, and takes all that are left in async mode, where training
+      and sampling run at the same time.
+
+    With no GPU every role shares the CPU, which is logged once.
+
+    Args:
+        cfg: the run's config, or any object with these attributes.
+        mode: ``sync`` or ``async``.
+        visible: number of GPUs to plan for; by default those of this machine.
+        num_attention_heads: of the model, where known: tensor parallelism has to divide it.
+
+    Raises:
+        ValueError: what was asked for does not fit; the message has the numbers and the remedy.
+
+    >>> from types import SimpleNamespace as Config
+    >>> print(allocate(Config(
+    ...     train_model=Config(num_devices=2, devices=None), ref_model=Config(num_devices=1, devices=None),
+    ...     inference_model=Config(num_devices=4, devices=None, tensor_parallel_size=2),
+    ...     policy=Config(kl_coef=0.1)), visible=8))
+    train cuda:0 cuda:1, ref cuda:2, inference cuda:3 cuda:4 cuda:5 cuda:6 (2 x tensor_parallel_size 2)
+    """
+    if mode not in ("sync", "async"):
+        raise ValueError(f"mode is {mode!r}; it is sync or async")
+    if visible is None:
+        visible = torch.cuda.device_count()
+    roles = [_Role.read(cfg, name) for name in ("train", "ref", "inference")]
+    has_ref = cfg.policy.kl_coef > 0
+    if not has_ref:
+        asked = roles.pop(1)
+        if asked.count is not None:
+            raise ValueError(
+                f"{asked.section} asks for {_devices(asked.count)}, but with policy.kl_coef={cfg.policy.kl_coef} no "
+                f"reference is loaded; set policy.kl_coef above 0, or leave {asked.section} null"
+            )
+    if visible == 0:
+        plan = _share_cpu(roles)
+    else:
+        plan = _give_out(roles, mode, visible)
+    tensor_parallel_size = _tensor_parallel_size(
+        cfg.inference_model.tensor_parallel_size, len(plan["inference"]), num_attention_heads
+    )
+    return Devices(plan["train"], plan.get("ref", ()), plan["inference"], tensor_parallel_size)
+
+
+@dataclass(frozen=True)
+class _Role:
+    """What the config asks for one role; ``count`` and ``indices`` are None where it is left to us."""
+
+    name: str
+    count: int | None
+    indices: tuple[int, ...] | None
+
+    @property
+    def section(self) -> str:
+        return f"{self.name}_model"
+
+    @classmethod
+    def read(cls, cfg: Any, name: str) -> _Role:
+        section = getattr(cfg, f"{name}_model")
+        count, indices = section.num_devices, section.devices
+        if count is not None and (not _is_whole(count) or count < 1):
+            raise ValueError(f"{name}_model.num_devices={count!r}; it is a whole number from 1, or null")
+        if indices is None:
+            return cls(name, count, None)
+        if isinstance(indices, str) or not isinstance(indices, Iterable):
+            raise ValueError(f"{name}_model.devices={indices!r}; it is a list of GPU indices such as [0, 1], or null")
+        indices = list(indices)
+        if not indices or any(not _is_whole(index) or index < 0 for index in indices):
+            raise ValueError(f"{name}_model.devices={indices}; it is a list of GPU indices such as [0, 1], or null")
+        if len(set(indices)) != len(indices):
+            raise ValueError(f"{name}_model.devices={indices} names a GPU twice")
+        if count not in (None, len(indices)):
+            raise ValueError(
+                f"{name}_model.num_devices={count}, but {name}_model.devices={indices} names {len(indices)}; "
+                "give one of the two"
+            )
+        return cls(name, len(indices), tuple(indices))
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
+def _devices(count: int) -> str:
+    return f"{count} device" + ("s" if count > 1 else "")
+
+
+def _share_cpu(roles: list[_Role]) -> dict[str, tuple[torch.device, ...]]:
+    for role in roles:
+        if role.indices is not None:
+            raise ValueError(
+                f"{role.section}.devices={list(role.indices)}, but no GPU is visible; leave it null to use the CPU"
+            )
+        if role.count is not None and role.count > 1:
+            raise ValueError(
+                f"{role.section}.num_devices={role.count}, but no GPU is visible; leave it null to use the CPU"
+            )
+    _say_everything_shares_the_cpu()
+    return {role.name: (torch.device("cpu"),) for role in roles}
+
+
+@functools.cache
+def _say_everything_shares_the_cpu() -> None:
+    log.warning("no GPU is visible: training and sampling share the CPU")
+
+
+def _give_out(roles: list[_Role], mode: str, visible: int) -> dict[str, tuple[torch.device, ...]]:
+    """Indices of each role on a machine with GPUs: the lists first, then counts from what is left."""
+    owner: dict[int, _Role] = {}
+    for role in roles:
+        for index in role.indices or ():
+            if index >= visible:
+                raise ValueError(
+                    f"{role.section}.devices={list(role.indices or ())}: there is no GPU {index}, {visible} visible "
+                    f"(0 to {visible - 1})"
+                )
+            if index in owner:
+                raise ValueError(
+                    f"GPU {index} is in both {owner[index].section}.devices and {role.section}.devices; make the "
+                    f"lists disjoint, or leave {role.section}.devices null to share"
+                )
+            owner[index] = role
+
+    # Only training has a size of its own when it is left null; the others share it or take what is left.
+    counts = {role.name: role.count or (1 if role.name == "train" else 0) for role in roles}
+    total = sum(counts.values())
+    if total > visible:
+        raise ValueError(f"{_sum(counts)}, {visible} visible; {_remedy(roles, mode)}")
+    free = [index for index in range(visible) if index not in owner]
+    plan: dict[str, tuple[int, ...]] = {}
+    for role in roles:
+        take = counts[role.name] if role.indices is None else 0
+        plan[role.name] = role.indices or tuple(free[:take])
+        free = free[take:]
+    if "ref" in plan and not plan["ref"]:
+        plan["ref"] = plan["train"]
+    if not plan["inference"]:
+        if mode == "sync":
+            plan["inference"] = plan["train"]
+        elif free:
+            plan["inference"] = tuple(free)
+        else:
+            raise ValueError(
+                f"{_sum(counts)}, {visible} visible: none is left to sample, and in async mode inference shares none; "
+                "use sync mode, or give training fewer"
+            )
+    return {name: tuple(torch.device("cuda", index) for index in indices) for name, indices in plan.items()}
+
+
+def _sum(counts: dict[str, int]) -> str:
+    """
+    >>> _sum({"train": 2, "ref": 1, "inference": 6}), _sum({"train": 1, "inference": 0})
+    ('train 2 + ref 1 + inference 6 = 9 GPUs', 'train 1 GPU')
+    """
+    parts = {name: count for name, count in counts.items() if count}
+    total = sum(parts.values())
+    gpus = f"{total} GPU" + ("s" if total > 1 else "")
+    terms = " + ".join(f"{name} {count}" for name, count in parts.items())
+    return f"{terms} = {gpus}" if len(parts) > 1 else f"{next(iter(parts))} {gpus}"
+
+
+def _remedy(roles: list[_Role], mode: str) -> str:
+    """What to change when the groups need more than there is: the largest one, the last of equals."""
+    role = max(reversed(roles), key=lambda role: role.count or 0)
+    key = "num_devices" if role.indices is None else "devices"
+    if role.count is not None and role.count > 1:
+        return f"lower {role.section}.num_devices" if key == "num_devices" else f"shorten {role.section}.devices"
+    if role.name == "inference" and mode == "async":
+        return "use sync mode, where inference can share the training device"
+    return f"leave {role.section}.{key} null to share the training device"
+
+
+def _tensor_parallel_size(asked: int | None, devices: int, num_attention_heads: int | None) -> int:
+    size = devices if asked is None else asked
+    meaning = "null, all inference devices: " if asked is None else ""
+    if not _is_whole(size) or size < 1:
+        raise ValueError(f"inference_model.tensor_parallel_size={size!r}; it is a whole number from 1, or null")
+    if devices % size:
+        raise ValueError(
+            f"inference_model.tensor_parallel_size={size} does not divide the {_devices(devices)} of inference; "
+            f"use one of {_divisors(devices)}"
+        )
+    if num_attention_heads is not None and num_attention_heads % size:
+        fitting = [d for d in _divisors(devices) if num_attention_heads % d == 0]
+        raise ValueError(
+            f"inference_model.tensor_parallel_size={size} ({meaning}{num_attention_heads} attention heads cannot be "
+            f"split {size} ways); use one of {fitting}"
+        )
+    return size
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,144 @@
+"""What every inference engine offers: ids in, ids out, and weights that can be proven to have arrived.
+
+Letters: G answers to one prompt, R response tokens of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are sampled.
+
+    Args:
+        temperature: logits are divided by it; 0 is greedy.
+        top_p: mass of the nucleus; 1 samples from the whole distribution.
+        max_new_tokens: an answer that reaches this many tokens without ending is truncated.
+        min_new_tokens: no end of sequence before this many tokens; benchmarks use it to fix the work.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature <= 2:
+            raise ValueError(f"sampling.temperature is {self.temperature}; it must be in [0, 2], 0 being greedy")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p is {self.top_p}; it must be in (0, 1]")
+        if self.max_new_tokens < 1 or self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"sampling.max_new_tokens is {self.max_new_tokens}; it must be at least 1 and at least "
+                f"min_new_tokens ({self.min_new_tokens})"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """The G answers to one prompt, flat with offsets, as in `grpo_rl.rollout.Group`.
+
+    Args:
+        response_ids: [R] int64, the end-of-sequence token included where one was sampled.
+        log_probs: [R] float32, of the sampled tokens at the sampling temperature, in nats; greedy answers carry
+            those at temperature 1.
+        offsets: [G + 1] int64.
+        truncated: [G] True where an answer met ``max_new_tokens`` (finish reason "length").
+        version: policy version of the weights that sampled it.
+    """
+
+    response_ids: Int[Tensor, " R"]
+    log_probs: Float[Tensor, " R"]
+    offsets: Int[Tensor, " G1"]
+    truncated: Bool[Tensor, " G"]
+    version: int
+
+    @property
+    def responses(self) -> tuple[Tensor, ...]:
+        """Ids of each answer."""
+        return self.response_ids.split(self.offsets.diff().tolist())
+
+    @classmethod
+    def from_lists(
+        cls, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], truncated: Sequence[bool], version: int
+    ) -> Samples:
+        """Samples from one list an answer.
+
+        >>> Samples.from_lists([[5], [6, 7]], [[-0.5], [-0.1, -0.2]], [False, True], 3).offsets.tolist()
+        [0, 1, 3]
+        """
+        return cls(
+            response_ids=torch.tensor([i for answer in ids for i in answer], dtype=torch.long),
+            log_probs=torch.tensor([x for answer in log_probs for x in answer], dtype=torch.float32),
+            offsets=torch.tensor([0, *map(len, ids)]).cumsum(0),
+            truncated=torch.tensor(truncated, dtype=torch.bool),
+            version=version,
+        )
+
+
+class Engine(Protocol):
+    """An engine holds one copy of the policy and samples from it."""
+
+    version: int
+    """Policy version of the weights it holds."""
+
+    dtype: torch.dtype
+    """Of the weights it holds; what is sent is rounded to it."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
+        """``n`` answers to each prompt, in the prompts' order.
+
+        Raises:
+            ValueError: a prompt is empty or leaves no room for an answer, or several greedy answers are asked for.
+        """
+        ...
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Takes weights by their checkpoint names; answers from now on carry ``version``; cached prefixes are dropped."""
+        ...
+
+    def fingerprints(self, shapes: Mapping[str, torch.Size]) -> dict[str, int]:
+        """Fingerprint (see `grpo_rl.weights.fingerprint`) of the weight it computes with, for each checkpoint name.
+
+        Raises:
+            LookupError: it cannot say where it holds one of the names.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Frees what it can until :meth:`wake`; a sleeping engine generates nothing."""
+        ...
+
+    def wake(self) -> None:
+        """Ready again, with the weights it had."""
+        ...
+
+    def close(self) -> None:
+        """Frees everything; the engine is of no use after it."""
+        ...
+
+
+def check_request(prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, max_model_len: int) -> None:
+    """Refuses what no engine can answer.
+
+    Raises:
+        ValueError: a prompt is empty or as long as the context, or several greedy answers are asked for.
+    """
+    for i, prompt in enumerate(prompts):
+        if not 0 < len(prompt) < max_model_len:
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens; it needs at least 1 and fewer than max_model_len={max_model_len}"
+            )
+    if n > 1 and sampling.temperature == 0:
+        raise ValueError(f"{n} greedy answers to one prompt would all be equal; ask for n=1 or a temperature above 0")

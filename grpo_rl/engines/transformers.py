@@ -1,0 +1,166 @@
+"""transformers' own generation as an engine: the fallback where vLLM cannot be installed, and the one that resumes
+bit for bit, since all its randomness is torch's."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from grpo_rl.engines.base import Samples, Sampling, check_request
+from grpo_rl.weights.fingerprint import fingerprint
+
+
+class TransformersEngine:
+    """A copy of the model that answers by ``model.generate``.
+
+    Args:
+        model: a local model folder.
+        max_model_len: prompt and answer, in tokens.
+        dtype: of the weights and the computation.
+        device: where it runs.
+        max_batch: answers computed at the same time.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        max_model_len: int,
+        dtype: str = "bfloat16",
+        device: torch.device | str = "cpu",
+        max_batch: int = 64,
+    ) -> None:
+        self.version = 0
+        self.max_model_len = max_model_len
+        self.dtype = getattr(torch, dtype)
+        self._device = torch.device(device)
+        self._max_batch = max_batch
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=self.dtype).to(self._device).eval()
+        self._model.requires_grad_(False)
+        ends = self._model.generation_config.eos_token_id
+        self._ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
+        """See :meth:`grpo_rl.engines.base.Engine.generate`."""
+        assert self._model.device == self._device, "wake() the engine before it generates"
+        check_request(prompts, n, sampling, self.max_model_len)
+        at_once = max(1, self._max_batch // n)
+        samples = []
+        for start in range(0, len(prompts), at_once):
+            samples += self._generate(prompts[start : start + at_once], n, sampling)
+        return samples
+
+    @torch.no_grad()
+    def _generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
+        longest = max(map(len, prompts))
+        pad = self._ends[0] if self._ends else 0
+        ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=self._device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self._device)
+        room = [min(sampling.max_new_tokens, self.max_model_len - len(p)) for p in prompts]
+        recorder = _Recorder(longest)
+        warpers = LogitsProcessorList()
+        if sampling.temperature not in (0.0, 1.0):
+            warpers.append(TemperatureLogitsWarper(sampling.temperature))
+        if sampling.temperature and sampling.top_p < 1:
+            warpers.append(TopPLogitsWarper(sampling.top_p))
+        warpers.append(recorder)
+        sequences = self._model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            logits_processor=warpers,
+            # Fresh, so that a model's own defaults (top_k = 50, say) do not bend the distribution unseen.
+            generation_config=GenerationConfig(
+                do_sample=sampling.temperature > 0,
+                top_k=0,
+                num_return_sequences=n,
+                max_new_tokens=max(room),
+                min_new_tokens=sampling.min_new_tokens or None,
+                eos_token_id=self._ends or None,
+                pad_token_id=pad,
+            ),
+        )
+        log_probs = recorder.log_probs(sequences).tolist()
+        answers = sequences[:, longest:].tolist()
+        kept = [self._cut(answer, room[i // n], sampling.min_new_tokens) for i, answer in enumerate(answers)]
+        return [
+            Samples.from_lists(
+                [ids for ids, _ in kept[i : i + n]],
+                [log_probs[j][: len(kept[j][0])] for j in range(i, i + n)],
+                [truncated for _, truncated in kept[i : i + n]],
+                self.version,
+            )
+            for i in range(0, len(kept), n)
+        ]
+
+    def _cut(self, answer: list[int], room: int, at_least: int) -> tuple[list[int], bool]:
+        """The answer up to and with its end of sequence, and whether it was cut at ``room`` tokens instead."""
+        for i, token in enumerate(answer[:room]):
+            if token in self._ends and i >= at_least:
+                return answer[: i + 1], False
+        return answer[:room], True
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See :meth:`grpo_rl.engines.base.Engine.update_weights`."""
+        held = dict(self._model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in weights:
+                if name not in held:
+                    raise LookupError(f"{type(self._model).__name__} has no parameter {name!r}")
+                held[name].copy_(tensor)
+        self.version = version
+
+    def fingerprints(self, shapes: Mapping[str, torch.Size]) -> dict[str, int]:
+        """See :meth:`grpo_rl.engines.base.Engine.fingerprints`."""
+        held = dict(self._model.named_parameters())
+        return {name: fingerprint(held[name]) for name in shapes}
+
+    def sleep(self) -> None:
+        """Moves the weights to host memory."""
+        self._model.to("meta" if self._device.type == "meta" else "cpu")
+
+    def wake(self) -> None:
+        """See :meth:`grpo_rl.engines.base.Engine.wake`."""
+        self._model.to(self._device)
+
+    def close(self) -> None:
+        """See :meth:`grpo_rl.engines.base.Engine.close`."""
+        self._model = None
+        gc.collect()
+
+
+class _Recorder(LogitsProcessor):
+    """Notes the log-probability of each sampled token; last in the list, it sees what is sampled from.
+
+    Only one step's [B, V] is held: a token is known when the next one is asked for.
+    """
+
+    def __init__(self, prompt_length: int) -> None:
+        self._prompt_length = prompt_length
+        self._last: Tensor | None = None
+        self._taken: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._take(input_ids)
+        self._last = scores.float().log_softmax(-1)
+        return scores
+
+    def _take(self, sequences: Tensor) -> None:
+        position = self._prompt_length + len(self._taken)
+        if self._last is not None and sequences.shape[1] > position:
+            self._taken.append(self._last.gather(-1, sequences[:, position, None])[:, 0])
+
+    def log_probs(self, sequences: Tensor) -> Tensor:
+        """[B, steps] once generation has ended."""
+        self._take(sequences)
+        return torch.stack(self._taken, dim=1)

@@ -1,0 +1,55 @@
+"""Every TensorDict key of the project: shape, dtype, who writes it, who reads it.
+
+A row of a batch is one trajectory (one answer). Letters: P prompt tokens, R response tokens, T = P + R.
+The names are TorchRL's, so that its own modules accept our TensorDicts.
+"""
+
+from __future__ import annotations
+
+QUERY = "query"
+"""str: the dataset row's question. Written by ``LLMEnv.reset``, read by people and logs only, never to group."""
+
+TOKENS_PROMPT = ("tokens", "prompt")
+"""[P] int64: the prompt as the engine gets it. Written by ``LLMEnv.reset``, read by engines."""
+
+TOKENS_RESPONSE = ("tokens", "response")
+"""[R] int64: the sampled answer, as ids. Written by the policy (an engine), read by ``LLMEnv.step``."""
+
+TOKENS_FULL = ("tokens", "full")
+"""[T] int64: prompt and answer. Written by ``Group.to_tensordict``, read by TorchRL's losses."""
+
+LOG_PROBS_FULL = ("log_probs", "full")
+"""[T] float32: the sampler's log-probabilities, 0 on the prompt. Written and read like ``TOKENS_FULL``."""
+
+LOG_PROBS_RESPONSE = ("log_probs", "response")
+"""[R] float32: the sampler's log-probabilities of the answer. Written by the policy, read by the collector."""
+
+ASSISTANT_MASK = ("masks", "all_assistant_mask")
+"""[T] bool: True on tokens that the policy chose. Written and read like ``TOKENS_FULL``."""
+
+ATTENTION_MASK = ("masks", "all_attention_mask")
+"""[T] bool: True on real tokens. Written and read like ``TOKENS_FULL``."""
+
+REWARD = ("next", "reward")
+"""[1] float32 after a step, [1, 1] in the LLM layout: total reward. Written by ``LLMEnv.step``, read by advantages."""
+
+REWARD_PARTS = ("reward_parts",)
+"""Prefix of the named reward parts, [1] float32 each, inside the step's result. Written by ``LLMEnv.step``."""
+
+ADVANTAGE = "advantage"
+"""[T, 1] float32: the answer's advantage on each token. Written by ``GroupBuffer``, read by losses."""
+
+GROUP_ID = "group_id"
+"""[1] int64: ties the answers to one prompt together. Written by ``LLMEnv.reset``, read by the collector."""
+
+ROW = "row"
+"""[1] int64: index of the dataset row. Written by ``LLMEnv.reset``, read by the collector and the logs."""
+
+VERSIONS = "policy_version"
+"""[R] int64: version of the weights that sampled each token. Written by the policy, read by the staleness metrics."""
+
+TRUNCATED = "answer_truncated"
+"""[1] bool: the answer met ``sampling.max_new_tokens``. Written by the policy, read by metrics."""
+
+LOG_RATIO = "log_ratio"
+"""[N] float: log pi_theta - log pi_old of the N trained tokens. Only inside the loss module's metrics."""

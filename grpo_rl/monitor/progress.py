@@ -1,0 +1,280 @@
+"""The terminal view of a run: a live panel where somebody watches, one plain line a step where nobody does."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from grpo_rl.monitor.completions import printable
+from grpo_rl.monitor.metrics import REWARD_STATISTICS
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+SAMPLE_LINES = 5
+ETA_STEPS = 20
+"""The ETA goes by the mean of this many last steps, so that it follows answers that grow or shrink."""
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """The values as block characters, from the least (lowest block) to the greatest; NaN is a gap.
+
+    More values than ``width`` are averaged in equal bins.
+
+    >>> sparkline([0.0, 1.0, float("nan"), 2.0])
+    '▁▅ █'
+    >>> sparkline(range(100), width=5)
+    '▁▃▅▆█'
+    """
+    values = [float(v) for v in values]
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [_mean(values[a:b]) for a, b in itertools.pairwise(edges)]
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return " " * len(values)
+    low, span = min(finite), max(finite) - min(finite)
+
+    def block(value: float) -> str:
+        if not math.isfinite(value):
+            return " "
+        return BLOCKS[int((value - low) / span * (len(BLOCKS) - 1) + 0.5) if span else 0]
+
+    return "".join(map(block, values))
+
+
+class Progress:
+    """Shows a run in the terminal; used as a context manager.
+
+    Args:
+        total_steps: steps of the whole run.
+        first_step: steps that were done before a resume; they count as progress, not for the ETA.
+        console: where to print; the terminal by default. Without one, each step is one plain line.
+        clock: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        console: Console | None = None,
+        *,
+        first_step: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_steps, self.step = total_steps, first_step
+        self.console = console or Console()
+        self._clock = clock
+        self._started = self._last = clock()
+        self._durations: deque[float] = deque(maxlen=ETA_STEPS)
+        self._metrics: dict[str, float] = {}
+        self._rewards: list[float] = []
+        self._held_out: list[float] = []
+        self._sample = ""
+        self._phase = "starting"
+        self._live = (
+            Live(get_renderable=self._panel, console=self.console, refresh_per_second=4)
+            if self.console.is_terminal and not self.console.is_dumb_terminal
+            else None
+        )
+
+    def __enter__(self) -> Progress:  # noqa: PYI034 - Self is refused by the shape checks in tests
+        self._started = self._last = self._clock()
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            # The last state stays in the scrollback, and should not claim that a phase still runs.
+            self.phase("finished" if self.step >= self.total_steps else "stopped")
+            self._live.stop()
+
+    def phase(self, name: str) -> None:
+        """Names what is going on: sampling, training, weights, evaluating, checkpoint."""
+        self._phase = name
+
+    def update(self, step: int, metrics: Mapping[str, float], sample: str = "") -> None:
+        """Takes the metrics of a finished step and one of its answers; ``eval/*`` may come along or alone."""
+        metrics = {name: float(value) for name, value in metrics.items()}
+        if "eval/reward" in metrics:
+            self._held_out.append(metrics["eval/reward"])
+        if step > self.step:
+            now = self._clock()
+            self._durations.append((now - self._last) / (step - self.step))
+            self._last, self.step = now, step
+        if "reward/mean" in metrics:
+            self._rewards.append(metrics["reward/mean"])
+        self._metrics |= metrics
+        self._sample = printable(sample).strip() or self._sample
+        if not self._live:
+            # soft_wrap: a line in a log file is one line, however long.
+            self.console.print(Text(self._line(metrics)), soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Prints a message above the live view."""
+        self.console.print(Text(printable(text)), soft_wrap=self._live is None)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds that the remaining steps will take; None before the first step."""
+        if not self._durations:
+            return None
+        return (self.total_steps - self.step) * sum(self._durations) / len(self._durations)
+
+    def _line(self, metrics: Mapping[str, float]) -> str:
+        fields = [f"step {self.step}/{self.total_steps}"]
+        if "eval/reward" in metrics:
+            fields.append(f"held-out reward {metrics['eval/reward']:.3f}")
+        if "reward/mean" in metrics:
+            fields.append(f"reward {metrics['reward/mean']:.3f}")
+            fields += [f"{name} {metrics[f'reward/{name}']:.3f}" for name in _parts(metrics)]
+        fields += [f"{label} {text}" for label, text in _health(metrics) + _lengths(metrics) + _rates(metrics)]
+        if self._durations and "reward/mean" in metrics:
+            fields.append(f"{self._durations[-1]:.1f} s/step, ETA {duration(self.eta_s or 0)}")
+        return " · ".join(fields)
+
+    def _panel(self) -> RenderableType:
+        # One column less than the terminal: some terminals wrap a line that fills them.
+        width = min(self.console.width, 110) - 1
+        metrics = self._metrics
+        head = Table.grid(expand=True)
+        head.add_column(ratio=1)
+        head.add_column(justify="right")
+        elapsed = duration(self._clock() - self._started)
+        eta = f" · ETA {duration(max(self.eta_s - (self._clock() - self._last), 0))}" if self.eta_s else ""
+        head.add_row(Text(self._phase, style="cyan"), Text(f"{elapsed}{eta}", style="dim"))
+
+        body = Table.grid(padding=(0, 2))
+        body.add_column(style="dim", no_wrap=True)
+        body.add_column(overflow="fold")
+        if self._rewards:
+            reward = Text(f"{self._rewards[-1]:.3f}  ", style="bold")
+            reward.append(sparkline(self._rewards, max(width - 40, 10)), style="green")
+            body.add_row("reward", reward)
+        if parts := _parts(metrics):
+            body.add_row("", _pairs([(name, f"{metrics[f'reward/{name}']:.3f}") for name in parts]))
+        if self._held_out:
+            values = [self._held_out[0], self._held_out[-1]] if len(self._held_out) > 1 else self._held_out
+            body.add_row("held-out", Text(" → ".join(f"{value:.3f}" for value in values)))
+        for label, pairs in (("policy", _health(metrics)), ("answers", _lengths(metrics)), ("speed", _rates(metrics))):
+            if pairs:
+                body.add_row(label, _pairs(pairs))
+
+        bar = ProgressBar(
+            total=max(self.total_steps, 1), completed=self.step, complete_style="blue", finished_style="blue"
+        )
+        # A bare bar ends without a line break and would swallow the row after it.
+        rows: list[RenderableType] = [head, Padding(bar, (0, 0, 1, 0))]
+        if body.row_count:
+            rows.append(body)
+        if self._sample:
+            rows += [Rule("a sample", style="dim", align="left"), self._sample_text(width - 4)]
+        title = Text.assemble(("GRPO", "bold"), f" · step {self.step}/{self.total_steps}")
+        return Panel(Group(*rows), title=title, title_align="left", width=width, box=box.ROUNDED, border_style="blue")
+
+    def _sample_text(self, width: int) -> Text:
+        # Wrapped here, not by the panel, as the number of rows has to be known to cut it.
+        lines = Text(self._sample).wrap(self.console, width, overflow="fold")
+        kept = [line.plain.rstrip() for line in lines[:SAMPLE_LINES]]
+        return Text("\n".join(kept if len(lines) <= SAMPLE_LINES else [*kept[:-1], "…"]))
+
+
+def summary_panel(
+    summary: Mapping[str, Any],
+    *,
+    checkpoint: str | Path | None = None,
+    model: str | Path | None = None,
+    report: str | Path | None = None,
+) -> Panel:
+    """The end of a run: held-out reward before and after, the gain with its interval, and where things are.
+
+    Args:
+        summary: the content of ``summary.json``; what is missing is left out.
+    """
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")  # a path is folded, never cut: it is there to be copied
+    if summary.get("eval_before") is not None and summary.get("eval_after") is not None:
+        line = Text(f"{summary['eval_before']:.3f} → ")
+        line.append(f"{summary['eval_after']:.3f}", style="bold")
+        table.add_row("held-out reward", line)
+    style = "blue"
+    if summary.get("eval_gain") is not None and summary.get("eval_gain_ci95"):
+        low, high = summary["eval_gain_ci95"]
+        style = "green" if low > 0 else "red" if high < 0 else "yellow"
+        verdict = "learned" if low > 0 else "got worse" if high < 0 else "no clear change: the interval holds 0"
+        table.add_row(
+            "gain",
+            Text.assemble((f"{summary['eval_gain']:+.3f}", f"bold {style}"),
+                          f"  95 % interval {low:+.3f} to {high:+.3f}  ", (verdict, style)),
+        )
+    if summary.get("steps") is not None:
+        took = f" in {duration(summary['seconds'])}" if summary.get("seconds") is not None else ""
+        table.add_row("steps", Text(f"{summary['steps']}{took}"))
+    for label, path in (("checkpoint", checkpoint), ("model", model), ("report", report)):
+        if path is not None:
+            table.add_row(label, Text(str(path)))
+    return Panel(table, title="Result", title_align="left", box=box.ROUNDED, border_style=style, expand=False)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person reads them.
+
+    >>> duration(9), duration(754), duration(93784)
+    ('0:09', '12:34', '1d 2:03:04')
+    """
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    clock = f"{hour}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    return f"{days}d {clock}" if days else clock
+
+
+
+def _parts(metrics: Mapping[str, float]) -> list[str]:
+    names = [name.removeprefix("reward/") for name in metrics if name.startswith("reward/")]
+    return [name for name in names if name not in REWARD_STATISTICS]
+
+
+def _health(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    labels = {"entropy": "entropy", "kl/ref": "kl", "grad_norm": "grad norm"}
+    return [(label, f"{metrics[name]:.3g}") for name, label in labels.items() if name in metrics]
+
+
+def _lengths(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    pairs = []
+    if "response/mean_length" in metrics:
+        pairs.append(("length", f"{metrics['response/mean_length']:.1f}"))
+    if "response/truncated_fraction" in metrics:
+        pairs.append(("cut off", f"{metrics['response/truncated_fraction']:.0%}"))
+    return pairs
+
+
+def _rates(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    labels = {"throughput/sample_tokens_per_s": "sampling", "throughput/train_tokens_per_s": "training"}
+    return [(label, f"{metrics[name]:,.0f} tokens/s") for name, label in labels.items() if name in metrics]
+
+
+def _pairs(pairs: Sequence[tuple[str, str]]) -> Text:
+    text = Text()
+    for i, (label, value) in enumerate(pairs):
+        text.append("   " if i else "").append(f"{label} ", style="dim").append(value)
+    return text
+
+
+def _mean(values: Sequence[float]) -> float:
+    finite = [v for v in values if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else math.nan

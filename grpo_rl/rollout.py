@@ -1,0 +1,198 @@
+"""A group: one prompt and the G answers sampled for it, ragged and without padding.
+
+Dimension letters: P prompt tokens, R response tokens of the whole group, G responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from tensordict import TensorDict, lazy_stack
+from torch import Tensor
+
+from grpo_rl import keys
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One prompt, stored once, and its G responses, stored flat with offsets.
+
+    Response ``g`` owns ``response_ids[offsets[g]:offsets[g + 1]]``; every per-token field is cut the same way.
+    What ties a group together is ``group_id``, never the text of its prompt: two rows may ask the same question.
+
+    Args:
+        group_id: unique in the run.
+        row: index of the dataset row.
+        prompt_ids: [P] what the engine was given.
+        response_ids: [R] what the engine sampled, the end-of-sequence token included where there was one.
+        log_probs: [R] the sampler's log-probabilities at the sampling temperature, in nats.
+        versions: [R] policy version that sampled each token.
+        trainable: [R] False for tokens that the policy did not choose (a tool's reply).
+        offsets: [G + 1] where each response starts; ``offsets[-1] == R``.
+        rewards: [G] total reward.
+        reward_parts: named parts of the reward, [G] each.
+        truncated: [G] True where the answer met the length limit.
+        advantages: [G], once they are known.
+        ref_log_probs: [R] the frozen reference's log-probabilities, where there is one.
+
+    >>> group = Group(
+    ...     0, 0, torch.tensor([5, 6]), torch.tensor([7, 8, 9]), torch.zeros(3), torch.zeros(3, dtype=torch.long),
+    ...     torch.ones(3, dtype=torch.bool), torch.tensor([0, 1, 3]), torch.tensor([0.0, 1.0]), {},
+    ...     torch.zeros(2, dtype=torch.bool))
+    >>> group.size, [ids.tolist() for ids in group.responses]
+    (2, [[7], [8, 9]])
+    """
+
+    group_id: int
+    row: int
+    prompt_ids: Int[Tensor, " P"]
+    response_ids: Int[Tensor, " R"]
+    log_probs: Float[Tensor, " R"]
+    versions: Int[Tensor, " R"]
+    trainable: Bool[Tensor, " R"]
+    offsets: Int[Tensor, " G1"]
+    rewards: Float[Tensor, " G"]
+    reward_parts: dict[str, Tensor] = field(default_factory=dict)
+    truncated: Bool[Tensor, " G"] | None = None
+    advantages: Float[Tensor, " G"] | None = None
+    ref_log_probs: Float[Tensor, " R"] | None = None
+
+    def __post_init__(self) -> None:
+        tokens = int(self.offsets[-1])
+        assert len(self.rewards) == self.size, (len(self.rewards), self.size)
+        for name in ("response_ids", "log_probs", "versions", "trainable"):
+            assert len(getattr(self, name)) == tokens, (name, len(getattr(self, name)), tokens)
+
+    @property
+    def size(self) -> int:
+        """Number of responses, G."""
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Int[Tensor, " G"]:
+        """Tokens of each response."""
+        return self.offsets.diff()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a shared-prefix forward computes: the prompt once, then every response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def responses(self) -> tuple[Tensor, ...]:
+        """Ids of each response."""
+        return self.response_ids.split(self.lengths.tolist())
+
+    def with_advantages(self, advantages: Float[Tensor, " G"]) -> Group:
+        """The same group with its advantages written."""
+        return replace(self, advantages=advantages)
+
+    def with_ref_log_probs(self, ref_log_probs: Float[Tensor, " R"]) -> Group:
+        """The same group with the reference's log-probabilities written."""
+        return replace(self, ref_log_probs=ref_log_probs)
+
+    def state_dict(self) -> dict:
+        """Plain tensors, numbers and dicts, loadable with ``weights_only=True``."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def to_tensordict(self) -> TensorDict:
+        """G trajectories in TorchRL's ragged LLM layout (see `grpo_rl.keys`), one lazily stacked entry a response.
+
+        Source: ``torchrl.objectives.llm.GRPOLoss`` and ``MCAdvantage``, TorchRL 0.14.
+        """
+        rows = []
+        for g, ids in enumerate(self.responses):
+            span = slice(int(self.offsets[g]), int(self.offsets[g + 1]))
+            prompt = len(self.prompt_ids)
+            full = torch.cat([self.prompt_ids, ids])
+            row = TensorDict(batch_size=[])
+            row[keys.TOKENS_PROMPT] = self.prompt_ids
+            row[keys.TOKENS_RESPONSE] = ids
+            row[keys.TOKENS_FULL] = full
+            row[keys.LOG_PROBS_FULL] = torch.cat([torch.zeros(prompt), self.log_probs[span]])
+            row[keys.ASSISTANT_MASK] = torch.cat([torch.zeros(prompt, dtype=torch.bool), self.trainable[span]])
+            row[keys.ATTENTION_MASK] = torch.ones_like(full, dtype=torch.bool)
+            row[keys.REWARD] = self.rewards[g].reshape(1, 1)
+            row[keys.GROUP_ID] = torch.tensor(self.group_id)
+            row[keys.ROW] = torch.tensor(self.row)
+            row[keys.VERSIONS] = self.versions[span]
+            if self.truncated is not None:
+                row[keys.TRUNCATED] = self.truncated[g].reshape(1)
+            for name, part in self.reward_parts.items():
+                row[keys.REWARD_PARTS + (name,)] = part[g]
+            if self.advantages is not None:
+                row[keys.ADVANTAGE] = self.advantages[g].expand(len(full), 1)
+            rows.append(row)
+        return lazy_stack(rows)
+
+    @classmethod
+    def from_tensordict(cls, td: TensorDict) -> Group:
+        """The group whose G trajectories ``td`` holds: the inverse of :meth:`to_tensordict`.
+
+        Raises:
+            ValueError: the rows belong to different groups or prompts.
+        """
+        rows = list(td.unbind(0))
+        group_ids = {int(row[keys.GROUP_ID]) for row in rows}
+        prompt_ids = rows[0][keys.TOKENS_PROMPT]
+        if len(group_ids) != 1 or any(not torch.equal(row[keys.TOKENS_PROMPT], prompt_ids) for row in rows):
+            raise ValueError(f"these {len(rows)} rows belong to groups {sorted(group_ids)}; give one group's rows")
+        prompt = len(prompt_ids)
+        lengths = torch.tensor([0] + [len(row[keys.TOKENS_RESPONSE]) for row in rows])
+        parts = rows[0].get(keys.REWARD_PARTS, None)
+        has_advantage = rows[0].get(keys.ADVANTAGE, None) is not None
+        has_truncated = rows[0].get(keys.TRUNCATED, None) is not None
+        return cls(
+            group_id=group_ids.pop(),
+            row=int(rows[0][keys.ROW]),
+            prompt_ids=prompt_ids,
+            response_ids=torch.cat([row[keys.TOKENS_RESPONSE] for row in rows]),
+            log_probs=torch.cat([row[keys.LOG_PROBS_FULL][prompt:] for row in rows]),
+            versions=torch.cat([row[keys.VERSIONS] for row in rows]),
+            trainable=torch.cat([row[keys.ASSISTANT_MASK][prompt:] for row in rows]),
+            offsets=lengths.cumsum(0),
+            rewards=torch.stack([row[keys.REWARD].reshape(()) for row in rows]),
+            reward_parts={} if parts is None else {
+                name: torch.stack([row[keys.REWARD_PARTS + (name,)] for row in rows]) for name in parts.keys()
+            },
+            truncated=torch.cat([row[keys.TRUNCATED] for row in rows]) if has_truncated else None,
+            advantages=torch.stack([row[keys.ADVANTAGE][0, 0] for row in rows]) if has_advantage else None,
+        )
+
+
+def micro_batches(groups: Sequence[Group], max_tokens: int, count: int | None = None) -> list[list[Group]]:
+    """The groups split into micro-batches of balanced cost, each within ``max_tokens`` where its groups allow it.
+
+    Largest first into the lightest micro-batch (Graham's LPT rule). A group larger than the budget is alone in its own.
+
+    Args:
+        max_tokens: tokens computed at a time, prompts counted once.
+        count: exactly this many micro-batches instead.
+
+    Raises:
+        ValueError: fewer groups than micro-batches.
+
+    >>> from grpo_rl.testing import random_group
+    >>> groups = [random_group(prompt=2, lengths=[n], group_id=n) for n in (8, 3, 4)]
+    >>> [[g.group_id for g in micro] for micro in micro_batches(groups, max_tokens=12)]
+    [[8], [4, 3]]
+    """
+    if count is not None and count > len(groups):
+        raise ValueError(f"gradient_accumulation_steps={count} micro-batches cannot be made of {len(groups)} groups")
+    total = sum(group.num_tokens for group in groups)
+    size = count or max(1, -(-total // max_tokens))
+    ordered = sorted(groups, key=lambda group: group.num_tokens, reverse=True)
+    while True:
+        bins: list[list[Group]] = [[] for _ in range(min(size, len(groups)))]
+        loads = [0] * len(bins)
+        for group in ordered:
+            lightest = loads.index(min(loads))
+            bins[lightest].append(group)
+            loads[lightest] += group.num_tokens
+        fits = all(load <= max_tokens or len(b) == 1 for b, load in zip(bins, loads, strict=True))
+        if fits or count is not None:
+            return bins
+        size += 1

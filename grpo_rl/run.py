@@ -1,0 +1,373 @@
+"""Run: one object that logs, checkpoints, resumes, evaluates, and frees everything on exit, also on error."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDictBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_rl import checkpoint
+from grpo_rl.build import total_steps
+from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.engines.base import Engine, Sampling
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.evaluate import Evaluation, evaluate, paired_gain
+from grpo_rl.losses.grpo import METRIC_SUMS
+from grpo_rl.monitor.completions import CompletionsLog, completion_rows
+from grpo_rl.monitor.metrics import MetricsLog, reward_metrics, time_metrics
+from grpo_rl.monitor.progress import Progress, summary_panel
+from grpo_rl.monitor.report import write_report
+from grpo_rl.monitor.wandb import WandbLog
+from grpo_rl.optimizer import PolicyOptimizer, StepResult
+from grpo_rl.rollout import Group
+from grpo_rl.weights.push import WeightSync
+
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+"""fp32 weights and AdamW's two moments."""
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+Owned = TypeVar("Owned", bound=_Closable)
+
+
+class Run:
+    """A training run in its folder; used as a context manager.
+
+    Args:
+        cfg: the whole config.
+        env: the training environment, for its data position and its texts.
+        folder: where the run writes; a resumed run goes on in the folder of its checkpoint.
+        eval_rows: held-out rows, judged before and after.
+        model_bytes: size of the model's files, to see beforehand whether checkpoints fit on the disk.
+
+    Raises:
+        ValueError: the folder can't be written, the disk is too small, or the checkpoint is of another config.
+    """
+
+    def __init__(
+        self, cfg: DictConfig, env: LLMEnv, folder: str | Path, eval_rows: Sequence[dict] = (), model_bytes: int = 0
+    ) -> None:
+        self.cfg, self.env = cfg, env
+        self._config = json.dumps(OmegaConf.to_container(cfg, resolve=True), sort_keys=True)
+        self._eval_rows = list(eval_rows)
+        self._eval_before: list[float] = []
+        self._eval_after: list[float] = []
+        self.step = 0
+        self.collected = 0
+        self._seconds_before = 0.0
+        self._restored = self._find_checkpoint()
+        self.folder = self._restored[0].parent.parent if self._restored else Path(folder)
+        self._check_disk(model_bytes)
+        if self._restored:
+            state = self._restored[1]
+            checkpoint.check_config(state["config"], self._config)
+            self.step, self.collected = state["step"], state["collected"]
+            self._seconds_before, self._eval_before = state["seconds"], state["eval_before"]
+        self._meter = _Meter()
+        self._interrupted = False
+        self._stack = ExitStack()
+
+    def _find_checkpoint(self) -> tuple[Path, dict] | None:
+        if self.cfg.resume is None:
+            return None
+        path = checkpoint.find(str(self.cfg.resume), Path("outputs"))
+        return (path.resolve(), checkpoint.load(path)) if path else None
+
+    def _check_disk(self, model_bytes: int) -> None:
+        probe = self.folder / ".write_probe"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            raise ValueError(f"the run can't write to {self.folder} ({error.strerror}); set hydra.run.dir") from error
+        checkpoints = 1 + min(self.cfg.train.keep_checkpoints, 1)
+        needed = model_bytes / 2 * CHECKPOINT_BYTES_PER_PARAMETER * checkpoints + model_bytes
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise ValueError(
+                f"{self.folder} has {free / 2**30:.1f} GiB free, and {checkpoints} checkpoints with the exported model "
+                f"take about {needed / 2**30:.1f} GiB; free some space or set hydra.run.dir"
+            )
+
+    def __enter__(self) -> Run:
+        logger = self.cfg.logger
+        self.metrics = MetricsLog(self.folder)
+        self.completions = CompletionsLog(self.folder) if logger.completions else None
+        if self._restored:
+            self.metrics.truncate(self.step)
+            if self.completions:
+                self.completions.truncate(self.step)
+        self.wandb = None
+        if logger.backend == "wandb":
+            self.wandb = self.own(
+                WandbLog(
+                    self.folder, json.loads(self._config), project=logger.project, name=logger.name, mode=logger.mode
+                )
+            )
+        self.progress = self._stack.enter_context(Progress(total_steps(self.cfg), first_step=self.step))
+        self._install_interrupt()
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        gc.collect()
+
+    def own(self, thing: Owned) -> Owned:
+        """The thing itself, which the run closes when it ends, however it ends."""
+        self._stack.callback(thing.close)
+        return thing
+
+    def _install_interrupt(self) -> None:
+        def on_interrupt(*_: object) -> None:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+            self.progress.note("Finishing this step, then a checkpoint. Ctrl-C again stops now.")
+
+        try:
+            before = signal.signal(signal.SIGINT, on_interrupt)
+        except ValueError:
+            return  # not in the main thread: whoever owns it handles Ctrl-C
+        self._stack.callback(signal.signal, signal.SIGINT, before)
+
+    def restore(self, optimizer: PolicyOptimizer, weights: WeightSync) -> None:
+        """Puts optimizer, model, data position, policy version and random state back to where the checkpoint was."""
+        if not self._restored:
+            return
+        path, state = self._restored
+        optimizer.load_state_dict(state["optimizer"])
+        self.env.load_state_dict(json.loads(state["env"]))
+        # The push that follows gives the version that the checkpointed run went on with.
+        weights.version = state["version"] - 1
+        checkpoint.set_rng_state(state["rng"])
+        self._restored = None
+        self.progress.note(f"Resumed after step {self.step} from {path}")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Shows and times a part of the step: sample, score, train, sync."""
+        self.progress.phase(name)
+        start = time.perf_counter()
+        yield
+        self._meter.seconds[name] = self._meter.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def steps(self, collector: SyncCollector) -> Iterator[list[Group]]:
+        """The collections of the run, one a step, until the end or Ctrl-C."""
+        while self.collected < self.cfg.train.total_dialog_turns:
+            self._meter = _Meter()
+            self.progress.phase("sample")
+            groups = collector.collect()
+            self.collected = collector.collected
+            self._meter.seconds["sample"] = collector.sample_s
+            yield groups
+            if self._interrupted:
+                self.save_checkpoint()
+                self._write_summary()
+                raise SystemExit(f"Stopped after step {self.step}. Go on with: resume={self.folder}")
+
+    def count(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
+        """Adds a micro-batch to the step's metrics."""
+        self._meter.add_losses(tokens, losses)
+
+    def count_step(self, result: StepResult) -> None:
+        """Adds an optimizer step to the step's metrics."""
+        self._meter.add_step(result)
+
+    def finish_step(
+        self, groups: Sequence[Group], optimizer: PolicyOptimizer, weights: WeightSync, engine: Engine
+    ) -> None:
+        """Logs the step, evaluates and checkpoints where it is time to.
+
+        Args:
+            groups: with advantages, as they were trained on.
+        """
+        self.step += 1
+        sampled_under = weights.version - 1
+        metrics = (
+            reward_metrics(groups, sampled_under)
+            | self._meter.metrics(sum(len(group.response_ids) for group in groups))
+            | {"policy_version": sampled_under, "optimizer/skipped_steps": optimizer.bad_steps}
+        )
+        if self._eval_rows and self.cfg.evaluate.frequency and self.step % self.cfg.evaluate.frequency == 0:
+            metrics |= self._evaluate(engine).metrics()
+        self._log(metrics, groups)
+        self._optimizer, self._weights = optimizer, weights
+        frequency = self.cfg.train.checkpoint_frequency
+        if frequency and self.step % frequency == 0:
+            self.save_checkpoint()
+
+    def _log(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+        self.metrics.log(self.step, metrics)
+        rows = completion_rows(groups, self.env.decode, self.env.gold)
+        if self.completions:
+            self.completions.log(self.step, rows)
+        if self.wandb:
+            self.wandb.log(self.step, metrics)
+            self.wandb.table(self.step, rows)
+        self.progress.update(self.step, metrics, sample=f"{self.env.query(groups[0].row)}\n{rows[0]['completion']}")
+
+    def save_checkpoint(self) -> Path:
+        """Writes a checkpoint of this moment."""
+        self.progress.phase("checkpoint")
+        state = {
+            "step": self.step,
+            "collected": self.collected,
+            "optimizer": self._optimizer.state_dict(),
+            "env": json.dumps(self.env.state_dict()),
+            "version": self._weights.version,
+            "rng": checkpoint.rng_state(),
+            "config": self._config,
+            "eval_before": self._eval_before,
+            "seconds": self.seconds,
+        }
+        self.checkpoint = checkpoint.save(
+            self.folder / "checkpoints", self.step, state, self.cfg.train.keep_checkpoints
+        )
+        return self.checkpoint
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run, that before a resume included."""
+        return self._seconds_before + time.perf_counter() - self._started
+
+    def evaluate_before(self, engine: Engine) -> None:
+        """Held-out reward of the model that training starts from; a resumed run has it already."""
+        if self._eval_rows and not self._eval_before:
+            evaluation = self._evaluate(engine)
+            self._eval_before = evaluation.rewards
+            self.metrics.log(0, evaluation.metrics())
+            self.progress.update(0, evaluation.metrics())
+
+    def _evaluate(self, engine: Engine) -> Evaluation:
+        self.progress.phase("evaluating")
+        sampling = Sampling(temperature=0.0, max_new_tokens=self.cfg.sampling.max_new_tokens)
+        env = self.env
+        return evaluate(engine, self._eval_rows, env.encode, env.decode, env.task.score, sampling)
+
+    def finish(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> dict:
+        """Last evaluation, checkpoint, exported model, summary and report; shows where they are."""
+        if self._eval_rows:
+            evaluation = self._evaluate(engine)
+            self._eval_after = evaluation.rewards
+            self.metrics.log(self.step, evaluation.metrics())
+            self.progress.update(self.step, evaluation.metrics())
+        path = self.save_checkpoint()
+        exported = self.folder / "model"
+        _export(model, tokenizer, exported)
+        summary = self._write_summary()
+        report = write_report(self.folder)
+        self._stack.callback(
+            self.progress.console.print, summary_panel(summary, checkpoint=path, model=exported, report=report)
+        )
+        return summary
+
+    def _write_summary(self) -> dict:
+        summary: dict[str, object] = {
+            "steps": self.step,
+            "seconds": round(self.seconds, 1),
+            "seed": self.cfg.train.seed,
+            "model": self.cfg.model.name,
+            "checkpoint": str(self.checkpoint),
+        }
+        if self._eval_before:
+            summary["eval_before"] = sum(self._eval_before) / len(self._eval_before)
+        if self._eval_before and self._eval_after:
+            gain = paired_gain(self._eval_before, self._eval_after)
+            summary |= {
+                "eval_after": sum(self._eval_after) / len(self._eval_after),
+                "eval_gain": gain.mean,
+                "eval_gain_ci95": gain.ci95,
+            }
+        partial = self.folder / "summary.json.partial"
+        partial.write_text(json.dumps(summary, indent=2) + "\n")
+        os.replace(partial, self.folder / "summary.json")
+        return summary
+
+
+class _Meter:
+    """Sums of one step, from which its metrics are made."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+        self._sums = dict.fromkeys(("objective", "kl", "entropy", *METRIC_SUMS), 0.0)
+        self._results: list[StepResult] = []
+        self._gaps: list[torch.Tensor] = []
+        self._trained_tokens = 0
+
+    def add_losses(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
+        for name in ("objective", "kl", "entropy"):
+            self._sums[f"loss_{name}"] = self._sums.get(f"loss_{name}", 0.0) + float(losses[f"loss_{name}"])
+        for name in METRIC_SUMS:
+            self._sums[name] += float(losses[name])
+        self._trained_tokens += len(tokens)
+        if not self._results:
+            # No optimizer step since the push: trainer and sampler hold the same weights, the gap is numeric.
+            gap = (tokens["log_prob"].detach() - tokens["old_log_prob"]).abs()
+            self._gaps.append(gap[tokens["trainable"]])
+
+    def add_step(self, result: StepResult) -> None:
+        self._results.append(result)
+
+    def metrics(self, sampled_tokens: int) -> dict[str, float]:
+        steps = max(len(self._results), 1)
+        metrics = {f"loss/{n}": self._sums.get(f"loss_{n}", 0.0) / steps for n in ("objective", "kl", "entropy")}
+        metrics["loss/total"] = sum(metrics.values())
+        if tokens := self._sums["tokens"]:
+            metrics |= {
+                "kl/ref": self._sums["kl_ref"] / tokens,
+                "kl/sampler": self._sums["kl_sampler"] / tokens,
+                "entropy": self._sums["entropy"] / tokens,
+                "clip/low_fraction": self._sums["clip_low"] / tokens,
+                "clip/high_fraction": self._sums["clip_high"] / tokens,
+                # Kish's effective sample size, as a fraction of the tokens.
+                "ess": self._sums["ratio"] ** 2 / (self._sums["ratio_squared"] * tokens),
+            }
+        if self._gaps:
+            gaps = torch.cat(self._gaps)
+            metrics |= {"mismatch/mean": gaps.mean().item(), "mismatch/max": gaps.max().item()}
+        if self._results:
+            metrics |= {
+                "grad_norm": sum(r.grad_norm for r in self._results) / steps,
+                "lr": self._results[-1].lr,
+            }
+        seconds = time.perf_counter() - self.started
+        metrics |= time_metrics(self.seconds, seconds, sampled_tokens, self._trained_tokens)
+        return metrics | {"memory/peak_gib": _peak_gib()}
+
+
+def _peak_gib() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def _export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes the model for ``from_pretrained``; our attention's name must not travel with it."""
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    finally:
+        model.set_attn_implementation(attention)

@@ -1,0 +1,1 @@
+"""Train -> engine transfer of weights, with versions and proof of delivery."""

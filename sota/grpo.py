@@ -1,0 +1,56 @@
+"""GRPO, sample and train in turns: `python sota/grpo.py env.path=train.jsonl optimizer.lr=1e-5`."""
+
+from hydra.core.hydra_config import HydraConfig
+
+from grpo_rl import build
+from grpo_rl.buffer import GroupBuffer
+from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.config import main
+from grpo_rl.devices import allocate
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.models import resolve_model
+from grpo_rl.policies.train import scored_micro_batches
+from grpo_rl.run import Run
+from grpo_rl.weights.push import WeightSync
+
+
+@main(config_name="grpo_gsm8k")
+def grpo(cfg):
+    devices = allocate(cfg)  # which device trains, which scores the reference, which samples
+    model_folder = resolve_model(cfg.model.name)
+    tokenizer = build.make_tokenizer(model_folder)
+    env = build.make_env(cfg, tokenizer)  # prompts in, rewards out
+    held_out = build.eval_rows(cfg)
+
+    with Run(cfg, env, HydraConfig.get().runtime.output_dir, held_out, build.model_bytes(model_folder)) as run:
+        policy = build.make_policy(cfg, model_folder, devices)
+        reference = build.make_reference(cfg, model_folder, devices)  # None at kl_coef=0
+        optimizer = run.own(build.make_optimizer(cfg, policy))
+        engine = run.own(build.make_engine(cfg, model_folder, devices))
+        loss = GRPOLoss(cfg.loss.clip_low, cfg.loss.clip_high, cfg.policy.kl_coef, cfg.policy.entropy_coef)
+        buffer = GroupBuffer(cfg.env.num_envs, cfg.train.optim_batch_size // cfg.env.repeats, cfg.loss.advantage)
+        weights = WeightSync(policy.model, engine)
+
+        run.restore(optimizer, weights)
+        weights.push()  # the engine now holds, provably, what will be trained
+        run.evaluate_before(engine)
+        collector = SyncCollector(env, engine, build.make_sampling(cfg), cfg.train.total_dialog_turns, run.collected)
+        for groups in run.steps(collector):
+            with run.phase("score"):
+                groups = reference.annotate(groups, cfg.train.micro_batch_tokens) if reference else groups
+            buffer.extend(groups)  # rewards of a group become advantages
+            with run.phase("train"):
+                for batch in buffer.batches(cfg.train.epochs):
+                    for tokens in scored_micro_batches(policy, batch, **build.micro_batching(cfg)):
+                        losses = loss(tokens)
+                        (losses["loss_objective"] + losses["loss_kl"] + losses["loss_entropy"]).backward()
+                        run.count(tokens, losses)
+                    run.count_step(optimizer.step())
+            with run.phase("sync"):
+                weights.push()
+            run.finish_step(buffer.drain(), optimizer, weights, engine)
+        return run.finish(policy.model, tokenizer, engine)
+
+
+if __name__ == "__main__":
+    grpo()

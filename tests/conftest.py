@@ -1,0 +1,32 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real data sets; tests that need it are skipped where $GRPO_RL_DATA is unset."""
+    if not (folder := os.environ.get("GRPO_RL_DATA")):
+        pytest.skip("GRPO_RL_DATA is unset")
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The default model's folder, in the user's cache: fetched and converted by the first test that needs it."""
+    from grpo_rl.models import DEFAULT_MODEL, resolve_model
+
+    return resolve_model(DEFAULT_MODEL)

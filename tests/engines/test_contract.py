@@ -1,0 +1,155 @@
+"""One contract, every engine: the same tests run over vLLM and transformers with a tiny random model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from grpo_rl.engines.base import Sampling
+from grpo_rl.weights.push import WeightDeliveryError, WeightSync
+
+PROMPTS = [[5, 6, 7, 8], [9], [5, 6, 7, 8, 10, 11]]
+END = 2
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A random Llama with grouped-query heads and tied weights, its distribution far from uniform."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True,
+        bos_token_id=1, eos_token_id=END, pad_token_id=END, initializer_range=0.3,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["transformers", "vllm"])
+def engine(request, model_folder):
+    if request.param == "vllm":
+        pytest.importorskip("vllm")
+        from grpo_rl.engines.vllm import VLLMEngine
+
+        made = VLLMEngine(model_folder, max_model_len=64)
+    else:
+        from grpo_rl.engines.transformers import TransformersEngine
+
+        made = TransformersEngine(model_folder, max_model_len=64)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def trainer_model(model_folder):
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
+
+
+def expected_log_probs(model, prompt, response, temperature):
+    """By a plain forward pass of one sequence in fp32."""
+    ids = torch.tensor([list(prompt) + response.tolist()])
+    logits = model.float()(ids).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+
+
+def test_every_prompt_gets_n_answers_in_order_with_one_log_prob_a_token(engine):
+    samples = engine.generate(PROMPTS, n=3, sampling=Sampling(max_new_tokens=5))
+    assert len(samples) == len(PROMPTS)
+    for sample in samples:
+        assert len(sample.responses) == 3 and len(sample.log_probs) == len(sample.response_ids)
+        assert (sample.log_probs <= 0).all() and sample.version == engine.version
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_log_probs_are_those_of_the_model_at_the_sampling_temperature(engine, trainer_model, temperature):
+    WeightSync(trainer_model, engine, engine.version).push()
+    samples = engine.generate(PROMPTS, n=4, sampling=Sampling(temperature=temperature, max_new_tokens=8))
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        for response, log_probs in zip(
+            sample.responses, sample.log_probs.split(sample.offsets.diff().tolist()), strict=True
+        ):
+            expected = expected_log_probs(trainer_model, prompt, response, temperature)
+            # The engine computes in bf16; a log-prob at the wrong temperature or position would be off by whole nats.
+            assert (log_probs - expected).abs().mean() < 0.1
+            assert (log_probs - expected).abs().max() < 0.5
+
+
+def test_an_answer_ends_with_the_end_token_or_is_truncated(engine):
+    samples = engine.generate(PROMPTS, n=16, sampling=Sampling(temperature=2.0, max_new_tokens=40))
+    ended = truncated = 0
+    for sample in samples:
+        for response, cut in zip(sample.responses, sample.truncated.tolist(), strict=True):
+            assert END not in response[:-1].tolist()
+            assert cut == (response[-1].item() != END)
+            ended, truncated = ended + (not cut), truncated + cut
+            if cut:
+                assert len(response) == 40
+    assert ended and truncated
+
+
+def test_the_greedy_answer_is_the_most_likely(engine, trainer_model):
+    WeightSync(trainer_model, engine, engine.version).push()
+    (sample,) = engine.generate([PROMPTS[0]], n=1, sampling=Sampling(temperature=0.0, max_new_tokens=3))
+    logits = trainer_model.float()(torch.tensor([PROMPTS[0]])).logits[0, -1]
+    assert logits.max() - logits[sample.responses[0][0]] < 0.1  # bf16 may swap two that are this close
+
+
+def test_minimum_length_holds_back_the_end(engine):
+    samples = engine.generate(PROMPTS, n=8, sampling=Sampling(temperature=2.0, max_new_tokens=20, min_new_tokens=20))
+    assert all(sample.offsets.diff().eq(20).all() for sample in samples)
+
+
+def test_prompts_that_leave_no_room_are_refused(engine):
+    with pytest.raises(ValueError, match="64 tokens"):
+        engine.generate([[3] * 64], n=1, sampling=Sampling())
+    with pytest.raises(ValueError, match="0 tokens"):
+        engine.generate([[]], n=1, sampling=Sampling())
+
+
+def test_several_greedy_answers_are_refused(engine):
+    with pytest.raises(ValueError, match="2 greedy answers"):
+        engine.generate([[5]], n=2, sampling=Sampling(temperature=0.0))
+
+
+def test_pushed_weights_are_what_it_samples_from(engine, trainer_model):
+    sync = WeightSync(trainer_model, engine, engine.version)
+    before = engine.version
+    # A peaked new policy: a final norm scaled by 8 makes the logits 8 times as large.
+    with torch.no_grad():
+        trainer_model.model.norm.weight.mul_(8)
+        trainer_model.model.layers[0].self_attn.k_proj.weight.neg_()
+    assert sync.push() == before + 1 == engine.version
+    (sample,) = engine.generate([PROMPTS[0]], n=4, sampling=Sampling(max_new_tokens=6))
+    for response, log_probs in zip(
+        sample.responses, sample.log_probs.split(sample.offsets.diff().tolist()), strict=True
+    ):
+        expected = expected_log_probs(trainer_model, PROMPTS[0], response, 1.0)
+        assert (log_probs - expected).abs().mean() < 0.5
+    assert sample.version == before + 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.k_proj.weight",
+     "model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.up_proj.weight",
+     "model.layers.0.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight"],
+)
+def test_one_changed_number_is_a_failed_delivery_that_names_the_tensor(engine, trainer_model, name):
+    sync = WeightSync(trainer_model, engine, engine.version)
+    sync.push()
+    with torch.no_grad():
+        parameter = trainer_model.get_parameter(name).view(-1)
+        parameter[17] = parameter[17] * 1.01 + 0.01
+    with pytest.raises(WeightDeliveryError, match=rf"1 of \d+ tensors .*{name}"):
+        sync.verify()
+
+
+def test_sleeping_and_waking_keeps_the_weights(engine, trainer_model):
+    sync = WeightSync(trainer_model, engine, engine.version)
+    sync.push()
+    engine.sleep()
+    engine.wake()
+    sync.verify()
+    assert engine.generate([[5]], n=1, sampling=Sampling(max_new_tokens=2))

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_rl.monitor.completions import CompletionsLog, completion_rows, logged_steps, printable, read_step
+from grpo_rl.testing import random_group
+
+
+def rows(step: int = 0, advantages: bool = True) -> list[dict]:
+    group = dataclasses.replace(
+        random_group(prompt=2, lengths=[1, 3], rewards=[0.0, 2.5], group_id=step),
+        reward_parts={"correct": torch.tensor([0.0, 2.0]), "format": torch.tensor([0.0, 0.5])},
+        versions=torch.tensor([step, step, step + 1, step + 1]),
+        truncated=torch.tensor([False, True]),
+        advantages=torch.tensor([-1.0, 1.0]) if advantages else None,
+    )
+    return completion_rows([group], decode=lambda ids: f"<{len(ids)}>", answer=lambda row: 40 + row)
+
+
+def test_a_row_says_all_about_one_answer():
+    assert rows(3)[1] == {
+        "group_id": 3, "row": 3, "prompt": "<2>", "completion": "<3>", "answer": "43", "reward": 2.5,
+        "reward_correct": 2.0, "reward_format": 0.5, "advantage": 1.0, "tokens": 3, "truncated": True,
+        "policy_version": 3,
+    }
+
+
+def test_pandas_reads_the_folder_as_one_table_in_the_order_of_steps(tmp_path):
+    log = CompletionsLog(tmp_path)
+    for step in (2, 0, 10, 1):
+        log.log(step, rows(step))
+    (log.path / ".part-00000011.tmp").write_bytes(b"half a part")
+    table = pd.read_parquet(tmp_path / "completions.parquet")
+    assert table["step"].tolist() == [0, 0, 1, 1, 2, 2, 10, 10]
+    assert list(table.columns) == [
+        "step", "group_id", "row", "prompt", "completion", "answer", "reward", "reward_correct", "reward_format",
+        "advantage", "tokens", "truncated", "policy_version",
+    ]
+    assert table["reward"].sum() == pytest.approx(4 * 2.5)
+
+
+def test_a_step_without_advantages_does_not_break_the_dataset(tmp_path):
+    log = CompletionsLog(tmp_path)
+    log.log(0, rows(0, advantages=False))
+    log.log(1, rows(1))
+    assert pd.read_parquet(log.path)["advantage"].isna().tolist() == [True, True, False, False]
+
+
+def test_truncating_leaves_the_steps_up_to_the_checkpoint(tmp_path):
+    log = CompletionsLog(tmp_path)
+    for step in range(5):
+        log.log(step, rows(step))
+    (log.path / ".part-00000005.tmp").write_bytes(b"")
+    CompletionsLog(tmp_path).truncate(2)
+    assert logged_steps(tmp_path) == [0, 1, 2]
+    assert sorted(p.name for p in log.path.iterdir()) == [f"part-0000000{i}.parquet" for i in range(3)]
+
+
+def test_a_run_without_completions_has_no_steps(tmp_path):
+    assert logged_steps(tmp_path) == []
+
+
+def test_half_a_character_can_be_written(tmp_path):
+    log = CompletionsLog(tmp_path)
+    log.log(0, [rows()[0] | {"completion": "broken \ud83d"}])
+    assert read_step(tmp_path, 0)[0]["completion"] == "broken ?"
+
+
+@pytest.mark.parametrize(
+    "hostile, shown",
+    [
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b]8;;http://evil\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x9b2Jgone", "gone"),
+        ("a\x1bPdevice string\x1b\\b", "ab"),
+        ("bell\x07 back\x08space\x00", "bell backspace"),
+        ("over\rwritten\r\nnext", "overwritten\nnext"),
+        ("\u202egnp.exe\u2066", "gnp.exe"),
+        ("\x1b(0charset", "charset"),
+        ("2 + 2 = 4 ∎ é 数", "2 + 2 = 4 ∎ é 数"),
+    ],
+)
+def test_hostile_text_loses_what_a_terminal_would_obey(hostile, shown):
+    assert printable(hostile) == shown
+
+
+@given(st.text(st.characters(max_codepoint=0x2FF)))
+def test_no_text_gets_a_control_character_through(text):
+    assert all(c == "\n" or (c >= " " and not "\x7f" <= c < "\xa0") for c in printable(text))

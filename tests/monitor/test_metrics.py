@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_rl.monitor.metrics import MetricsLog, mismatch_metrics, read_metrics, reward_metrics, time_metrics
+from grpo_rl.rollout import Group
+from grpo_rl.testing import random_group
+
+
+def group(lengths, rewards, **changes) -> Group:
+    return dataclasses.replace(random_group(lengths=lengths, rewards=rewards), **changes)
+
+
+def test_reward_metrics_weigh_answers_not_groups():
+    # Five answers: a mean over groups would give (1 + 2) / 2 instead of (0 + 2 + 1 + 3 + 2) / 5.
+    groups = [group([1, 2], [0.0, 2.0]), group([3, 4, 5], [1.0, 3.0, 2.0])]
+    metrics = reward_metrics(groups)
+    assert metrics["reward/mean"] == pytest.approx(8 / 5)
+    # Squared distances from 1.6: 2.56 + 0.16 + 0.36 + 1.96 + 0.16 = 5.2; over 5 answers, not 4.
+    assert metrics["reward/std"] == pytest.approx(math.sqrt(5.2 / 5))
+    assert metrics["response/mean_length"] == 3.0
+    assert metrics["response/max_length"] == 5.0
+
+
+def test_each_part_of_the_reward_has_its_own_mean():
+    parts = {"correct": torch.tensor([2.0, 0.0]), "format": torch.tensor([0.5, 0.5])}
+    metrics = reward_metrics([group([1, 1], [2.5, 0.5], reward_parts=parts)])
+    assert (metrics["reward/correct"], metrics["reward/format"]) == (1.0, 0.5)
+
+
+def test_zero_std_fraction_counts_groups_whose_answers_were_rewarded_alike():
+    same = group([1, 1, 1], [0.1, 0.1, 0.1])  # the float std of three 0.1s is not exactly zero
+    groups = [same, same, group([1, 1], [0.0, 1.0]), group([1, 1], [2.0, 2.0])]
+    assert reward_metrics(groups)["reward/zero_std_fraction"] == 0.75
+
+
+def test_truncated_fraction_is_of_answers():
+    one = group([1, 1, 1], [0.0, 0.0, 0.0], truncated=torch.tensor([True, False, False]))
+    other = group([1], [0.0], truncated=torch.tensor([True]))
+    assert reward_metrics([one, other])["response/truncated_fraction"] == 0.5
+
+
+def test_advantage_metrics_appear_once_every_group_has_advantages():
+    ready = group([1, 9], [0.0, 1.0]).with_advantages(torch.tensor([-1.0, 3.0]))
+    metrics = reward_metrics([ready])
+    # Over answers, so the long answer does not weigh nine times: mean (-1 + 3) / 2, std 2.
+    assert (metrics["advantage/mean"], metrics["advantage/std"]) == (1.0, 2.0)
+    assert "advantage/mean" not in reward_metrics([ready, group([1, 1], [0.0, 1.0])])
+
+
+def test_staleness_is_over_tokens_that_the_policy_chose():
+    versions = torch.tensor([5, 5, 3, 0])
+    trainable = torch.tensor([True, True, True, False])  # the last token is a tool's: its version says nothing
+    stale = group([2, 2], [0.0, 1.0], versions=versions, trainable=trainable)
+    metrics = reward_metrics([stale], version=6)
+    assert metrics["staleness/mean"] == pytest.approx((1 + 1 + 3) / 3)
+    assert metrics["staleness/max"] == 3.0
+    assert "staleness/mean" not in reward_metrics([stale])
+
+
+def test_no_groups_is_an_error_that_says_why():
+    with pytest.raises(ValueError, match="dropped"):
+        reward_metrics([])
+
+
+def test_mismatch_leaves_out_tokens_that_the_policy_did_not_choose():
+    sampled = group([3], [0.0], log_probs=torch.tensor([-1.0, -2.0, -3.0]),
+                    trainable=torch.tensor([True, False, True]))
+    metrics = mismatch_metrics([sampled], torch.tensor([-1.5, -90.0, -3.25]))
+    assert metrics == {"mismatch/mean": 0.375, "mismatch/max": 0.5}
+
+
+def test_rates_of_a_phase_that_did_not_run_are_left_out():
+    metrics = time_metrics({"sample": 0.0, "train": 2.0}, 3.5, sampled_tokens=0, trained_tokens=10)
+    assert metrics["throughput/train_tokens_per_s"] == 5.0
+    assert metrics["time/other_s"] == 1.5
+    assert "throughput/sample_tokens_per_s" not in metrics
+
+
+def strict_lines(path) -> list[dict]:
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_a_step_is_on_disk_before_log_returns(tmp_path):
+    log = MetricsLog(tmp_path)
+    log.log(1, {"reward/mean": 0.5, "tokens": torch.tensor(7), "lr": np.float32(0.25)})
+    assert strict_lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5, "tokens": 7, "lr": 0.25}]
+
+
+def test_non_finite_values_stay_strict_json_and_come_back(tmp_path):
+    log = MetricsLog(tmp_path)
+    log.log(1, {"loss/total": float("nan"), "grad_norm": float("-inf"), "lr": 1e-5})
+    assert strict_lines(log.path) == [
+        {"step": 1, "loss/total": None, "grad_norm": None, "lr": 1e-5,
+         "nonfinite": {"loss/total": "nan", "grad_norm": "-inf"}}
+    ]
+    [row] = read_metrics(tmp_path)
+    assert math.isnan(row["loss/total"]) and row["grad_norm"] == -math.inf and "nonfinite" not in row
+
+
+def test_a_resumed_run_writes_the_file_of_an_uninterrupted_one(tmp_path):
+    def steps(log, first, last):
+        for step in range(first, last + 1):
+            log.log(step, {"reward/mean": step / 10})
+            if step % 2 == 0:
+                log.log(step, {"eval/reward": float(step)})
+
+    whole = MetricsLog(tmp_path / "whole")
+    steps(whole, 0, 6)
+    broken = MetricsLog(tmp_path / "broken")
+    steps(broken, 0, 5)
+    with broken.path.open("a") as file:
+        file.write('{"step": 6, "rew')  # killed in the middle of a line
+    resumed = MetricsLog(tmp_path / "broken")
+    resumed.truncate(2)
+    steps(resumed, 3, 6)
+    assert resumed.path.read_bytes() == whole.path.read_bytes()
+    assert [p.name for p in (tmp_path / "broken").iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_torn_last_line_is_not_read_and_never_continued(tmp_path):
+    log = MetricsLog(tmp_path)
+    log.log(1, {"lr": 1.0})
+    with log.path.open("a") as file:
+        file.write('{"step": 2')
+    assert read_metrics(log.path) == [{"step": 1, "lr": 1.0}]
+    MetricsLog(tmp_path).log(2, {"lr": 2.0})
+    assert read_metrics(log.path) == [{"step": 1, "lr": 1.0}, {"step": 2, "lr": 2.0}]
+
+
+def test_a_corrupt_line_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_metrics(tmp_path)

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from grpo_rl.monitor.completions import printable
+from grpo_rl.monitor.progress import Progress, sparkline, summary_panel
+
+METRICS = {
+    "reward/mean": 1.25, "reward/std": 0.5, "reward/zero_std_fraction": 0.0, "reward/correctness": 1.0,
+    "reward/answer_format": 0.25, "entropy": 0.5, "kl/ref": 0.01, "grad_norm": 2.0, "response/mean_length": 83.25,
+    "response/truncated_fraction": 0.125, "throughput/sample_tokens_per_s": 612.0,
+    "throughput/train_tokens_per_s": 1930.0,
+}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def console(width: int = 80, terminal: bool = True) -> Console:
+    return Console(file=io.StringIO(), width=width, height=40, force_terminal=terminal, color_system=None)
+
+
+def shown(screen: Console) -> str:
+    return printable(screen.file.getvalue())
+
+
+def last_frame(screen: Console) -> list[str]:
+    lines = shown(screen).splitlines()
+    return lines[max(i for i, line in enumerate(lines) if line.startswith("╭")) :]
+
+
+def test_a_log_file_gets_one_line_a_step_however_long():
+    screen, clock = console(width=40, terminal=False), Clock()
+    with Progress(10, screen, clock=clock) as progress:
+        progress.phase("sampling")
+        clock.now += 30
+        progress.update(1, METRICS, sample="four\nlines\nof\ntext")
+        clock.now += 10
+        progress.update(2, METRICS)
+    lines = screen.file.getvalue().splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("step 1/10 · reward 1.250 · correctness 1.000 · answer_format 0.250 · entropy 0.5")
+    # 30 s and 10 s for two steps: 20 s each for the eight to come.
+    assert lines[1].endswith("10.0 s/step, ETA 2:40")
+
+
+def test_the_eta_counts_from_where_a_run_was_resumed():
+    clock = Clock()
+    progress = Progress(10, console(terminal=False), first_step=6, clock=clock)
+    assert progress.eta_s is None
+    clock.now += 5
+    progress.update(7, METRICS)
+    assert progress.eta_s == 15.0
+
+
+def test_evaluation_alone_is_no_step():
+    clock = Clock()
+    progress = Progress(10, console(terminal=False), clock=clock)
+    clock.now += 5
+    progress.update(0, {"eval/reward": 0.5})
+    assert progress.eta_s is None
+    assert progress.console.file.getvalue() == "step 0/10 · held-out reward 0.500\n"
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_live_view_fits_its_terminal(width):
+    screen = console(width)
+    with Progress(10, screen) as progress:
+        progress.update(0, {"eval/reward": 0.5})
+        for step in range(1, 4):
+            progress.update(step, METRICS, sample="数" * 300)
+    assert max(cell_len(line) for line in last_frame(screen)) < width
+
+
+def test_the_live_view_shows_what_a_person_watches_for():
+    screen = console()
+    with Progress(2, screen) as progress:
+        progress.update(0, {"eval/reward": 0.5})
+        progress.update(1, METRICS | {"reward/mean": 0.0})
+        progress.update(2, METRICS, sample="She has 7 apples.")
+        progress.update(2, {"eval/reward": 1.5})
+    frame = "\n".join(last_frame(screen))
+    for text in ("step 2/2", "finished", "1.250  ▁█", "correctness 1.000", "0.500 → 1.500", "entropy 0.5", "kl 0.01",
+                 "grad norm 2", "length 83.2", "cut off 12%", "612 tokens/s", "1,930 tokens/s", "She has 7 apples."):
+        assert text in frame, text
+
+
+def test_a_hostile_sample_moves_nothing_in_the_terminal():
+    screen = console()
+    with Progress(1, screen) as progress:
+        progress.update(1, METRICS, sample="\x1b[2J\x1b]0;owned\x07[red]plain[/red] [/nonsense]")
+        progress.note("[bold]kept[/bold] \x1b[5A")
+    raw = screen.file.getvalue()
+    assert "owned" not in raw and "\x1b[5A" not in raw and "\x1b[2J" not in raw
+    assert "[red]plain[/red] [/nonsense]" in shown(screen) and "[bold]kept[/bold]" in shown(screen)
+
+
+def test_a_long_sample_is_cut_to_a_few_rows():
+    screen = console()
+    with Progress(1, screen) as progress:
+        progress.update(1, {}, sample="\n".join(f"line {i}" for i in range(50)))
+    frame = "\n".join(last_frame(screen))
+    assert "line 3" in frame and "…" in frame and "line 4" not in frame
+
+
+def test_the_view_is_left_as_it_was_when_the_run_fails():
+    screen = console()
+    with pytest.raises(RuntimeError), Progress(5, screen) as progress:
+        progress.update(1, METRICS)
+        progress.phase("training")
+        raise RuntimeError
+    frame = "\n".join(last_frame(screen))
+    assert "stopped" in frame and "training 1,930" in frame and screen.file.getvalue().count("\x1b[?25h") == 1
+
+
+def test_a_sparkline_spans_least_to_greatest():
+    assert sparkline([-1.0, 6.0]) == "▁█"
+    assert sparkline([3.0, 3.0]) == "▁▁"
+    assert sparkline([]) == ""
+    assert sparkline([math.inf, 0.0, math.nan, 1.0]) == " ▁ █"
+    assert len(sparkline([float(i) for i in range(1001)], width=24)) == 24
+
+
+def print_summary(summary, **paths) -> str:
+    screen = console()
+    screen.print(summary_panel(summary, **paths))
+    return screen.file.getvalue()
+
+
+def test_the_summary_says_what_was_gained_and_where_it_lies():
+    path = "outputs/" + "long/" * 20 + "report.html"
+    text = print_summary(
+        {"eval_before": 0.412, "eval_after": 1.53, "eval_gain": 1.118, "eval_gain_ci95": [0.98, 1.25], "steps": 40,
+         "seconds": 512.3}, checkpoint="checkpoints/checkpoint_40.pt", model="model", report=path)
+    assert "0.412 → 1.530" in text and "+1.118  95 % interval +0.980 to +1.250  learned" in text
+    assert "40 in 8:32" in text
+    # Folded over two rows, no character of it lost.
+    assert "".join(c for c in text if c not in " │\n").count(path) == 1
+
+
+@pytest.mark.parametrize("interval, verdict", [([-0.1, 0.3], "no clear change"), ([-0.5, -0.1], "got worse")])
+def test_the_summary_does_not_boast(interval, verdict):
+    assert verdict in print_summary({"eval_gain": 0.1, "eval_gain_ci95": interval})
+
+
+def test_a_summary_without_evaluation_still_names_the_checkpoint():
+    text = print_summary({"steps": 3, "eval_before": None}, checkpoint="checkpoint_3.pt")
+    assert "checkpoint_3.pt" in text and "gain" not in text and "held-out" not in text

@@ -1,0 +1,56 @@
+"""The tiled head equals full logits, in value and gradient, and never holds them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_rl.policies.head import log_prob_and_entropy
+
+
+def full(hidden, weight, target, bias, temperature):
+    logits = (hidden @ weight.T + (0 if bias is None else bias)) / temperature
+    log_p = logits.log_softmax(-1)
+    return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("tile", [1, 3, 100])
+def test_values_and_gradients_equal_those_of_full_logits(temperature, with_bias, tile):
+    g = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=g)  # noqa: E731
+    inputs = [make(7, 5), make(11, 5)] + ([make(11)] if with_bias else [])
+    target, up = torch.randint(11, (7,), generator=g), [make(7), make(7)]
+
+    def grads(road):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = road(*leaves)
+        return out, torch.autograd.grad(sum((u * o).sum() for u, o in zip(up, out, strict=True)), leaves)
+
+    expected, expected_grads = grads(lambda h, w, b=None: full(h, w, target, b, temperature))
+    out, out_grads = grads(lambda h, w, b=None: log_prob_and_entropy(h, w, target, b, temperature, tile))
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(out_grads, expected_grads, rtol=0, atol=1e-12)
+
+
+def test_gradcheck():
+    hidden = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([0, 5, 2, 2])
+    assert torch.autograd.gradcheck(lambda h, w: log_prob_and_entropy(h, w, target, None, 0.8, 2), (hidden, weight))
+
+
+def test_huge_logits_stay_finite():
+    hidden = torch.full((2, 1), 1e4, requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    log_prob, entropy = log_prob_and_entropy(hidden, weight, torch.tensor([0, 1]))
+    assert log_prob.tolist() == [0.0, -2e4] and entropy.tolist() == [0.0, 0.0]
+    (log_prob.sum() + entropy.sum()).backward()
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+
+
+def test_no_token_is_no_problem():
+    hidden = torch.zeros(0, 3, requires_grad=True)
+    log_prob, entropy = log_prob_and_entropy(hidden, torch.zeros(5, 3), torch.zeros(0, dtype=torch.long))
+    assert log_prob.shape == entropy.shape == (0,)

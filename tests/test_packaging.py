@@ -1,0 +1,128 @@
+"""What is installed: every source and data file once, from a checkout, an sdist, a wheel and an editable install."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import grpo_rl
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    """The sdist, wheel or editable wheel of ``source``, by the hook that pip calls."""
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(out)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out / done.stdout.splitlines()[-1]
+
+
+def run_with(folder: Path, code: str) -> str:
+    """What ``code`` prints where grpo_rl is installed in ``folder``, and nowhere else."""
+    libraries = sysconfig.get_path("purelib")
+    # -S leaves out the .pth files of this environment, and with them its own editable install.
+    start = f"import sys, site; sys.path.append({libraries!r}); site.addsitedir({str(folder)!r}); "
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", start + code], cwd=folder, capture_output=True, text=True
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the project's tracked kinds of files, with its two links."""
+    copy = tmp_path_factory.mktemp("checkout") / "grpo_rl"
+    copy.mkdir()
+    for name in ("grpo_rl", "envs", "config", "tools", "sota", "tests"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout, tmp_path_factory) -> Path:
+    return build("sdist", checkout, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def unpacked_sdist(sdist, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return next(folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout, tmp_path_factory) -> Path:
+    return build("wheel", checkout, tmp_path_factory.mktemp("wheel"))
+
+
+def contents(wheel: Path) -> Counter[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return Counter(name for name in archive.namelist() if ".dist-info/" not in name)
+
+
+def expected() -> Counter[str]:
+    """Every file of the three folders, at the place where it is imported from."""
+    files = Counter()
+    for folder, mounted in (("grpo_rl", "grpo_rl"), ("envs", "grpo_rl/envs"), ("config", "grpo_rl/config")):
+        for path in (ROOT / folder).rglob("*"):
+            linked = path.parent.resolve() != path.parent  # reached through a link: counted in its real folder
+            if path.is_file() and not linked and "__pycache__" not in path.parts:
+                files[f"{mounted}/{path.relative_to(ROOT / folder).as_posix()}"] += 1
+    return files
+
+
+def test_the_wheel_holds_every_file_of_the_three_folders_once(wheel):
+    assert contents(wheel) == expected()
+
+
+def test_the_wheel_holds_data_templates_and_configs(wheel):
+    names = contents(wheel)
+    assert "grpo_rl/config/grpo_gsm8k.yaml" in names and "grpo_rl/py.typed" in names
+    assert any(name.startswith("grpo_rl/config/experiment/") for name in names)
+    assert any(name.startswith("grpo_rl/envs/data/") and name.endswith(".jsonl") for name in names)
+    assert any(name.startswith("grpo_rl/monitor/") and name.endswith(".j2") for name in names)
+
+
+def test_the_sdist_builds_the_same_wheel(unpacked_sdist, wheel, tmp_path):
+    assert contents(build("wheel", unpacked_sdist, tmp_path)) == contents(wheel)
+
+
+def test_an_installed_wheel_imports_without_the_checkout(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = "import grpo_rl.envs, grpo_rl.config; print(grpo_rl.__file__); print(*grpo_rl.config.__path__)"
+    assert run_with(tmp_path, code).splitlines() == [
+        f"{tmp_path}/grpo_rl/__init__.py", f"{tmp_path}/grpo_rl/config"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["checkout", "unpacked_sdist"])  # the second has no links
+def test_an_editable_install_imports_the_sources(source, request, tmp_path):
+    root = request.getfixturevalue(source)
+    with zipfile.ZipFile(build("editable", root, tmp_path)) as archive:
+        archive.extractall(tmp_path / "site")
+    code = (
+        "import grpo_rl.envs, grpo_rl.config, grpo_rl.keys, pathlib; "
+        "print(*(pathlib.Path(p).resolve() for m in (grpo_rl.envs, grpo_rl.config) for p in list(m.__path__)[:1]))"
+    )
+    assert run_with(tmp_path / "site", code) == f"{root}/envs {root}/config"
+
+
+def test_importing_the_package_itself_is_light():
+    code = "import sys, grpo_rl; print(grpo_rl.__version__, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [grpo_rl.__version__, "False"]
