@@ -11,6 +11,10 @@ from pathlib import Path
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
+from transformers.utils import logging as transformers_logging
+
+from grpo_rl.engines.base import Sampling
+from grpo_rl.optimizer import check_optimizer
 
 FOLDER = Path(__file__).resolve().parent
 GROUPS = ("loss", "experiment")
@@ -121,6 +125,12 @@ def check(cfg: DictConfig) -> None:
     _one_of(cfg, "loss.aggregate", ("sequence_mean", "token_mean"))
     _one_of(cfg, "loss.advantage", ("zscore", "no_std", "leave_one_out"))
     _one_of(cfg, "logger.backend", ("none", "wandb"))
+    check_optimizer(cfg.optimizer.name, cfg.optimizer.lr, cfg.optimizer.schedule, cfg.optimizer.clip_grad_norm)
+    Sampling(**cfg.sampling)
+    if not cfg.sampling.temperature:
+        raise ValueError("sampling.temperature is 0; greedy answers to one prompt are all equal, use more than 0")
+    if cfg.evaluate.rows == 1 or cfg.evaluate.rows < 0:
+        raise ValueError(f"evaluate.rows is {cfg.evaluate.rows}; use 0, or at least 2: one row gives no interval")
     for key in ("train.micro_batch_tokens", "train.epochs", "env.num_envs"):
         if OmegaConf.select(cfg, key) < 1:
             raise ValueError(f"{key} is {OmegaConf.select(cfg, key)}; it must be at least 1")
@@ -143,6 +153,7 @@ def main(config_name: str) -> Callable:
     def decorate(function: Callable[[DictConfig], object]) -> Callable[[], None]:
         @functools.wraps(function)
         def run(cfg: DictConfig) -> object:
+            transformers_logging.disable_progress_bar()  # the live view is the one to look at
             try:
                 check(cfg)
                 return function(cfg)

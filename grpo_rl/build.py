@@ -93,7 +93,7 @@ def make_engine(cfg: DictConfig, model_folder: Path, devices: Devices) -> Engine
 
 def make_sampling(cfg: DictConfig) -> Sampling:
     """How training answers are sampled."""
-    return Sampling(cfg.sampling.temperature, cfg.sampling.top_p, cfg.sampling.max_new_tokens)
+    return Sampling(**cfg.sampling)
 
 
 def total_steps(cfg: DictConfig) -> int:

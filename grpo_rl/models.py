@@ -98,15 +98,13 @@ def _checked(folder: Path, name: str) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    wanted = {
-        "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"],
-        # Subfolders and `consolidated` hold the same weights again, for other libraries.
-        "ignore_patterns": ["*/*", "consolidated*"],
-    }
+    allow = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+    # Subfolders and `consolidated` hold the same weights again, for other libraries.
+    ignore = ["*/*", "consolidated*"]
     try:
-        return Path(snapshot_download(name, local_files_only=True, **wanted))
+        return Path(snapshot_download(name, local_files_only=True, allow_patterns=allow, ignore_patterns=ignore))
     except LocalEntryNotFoundError:
-        return Path(snapshot_download(name, etag_timeout=5, **wanted))
+        return Path(snapshot_download(name, etag_timeout=5, allow_patterns=allow, ignore_patterns=ignore))
 
 
 def _embedded_default() -> Path:

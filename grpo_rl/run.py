@@ -26,11 +26,11 @@ from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.engines.base import Engine, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.evaluate import Evaluation, evaluate, paired_gain
-from grpo_rl.losses.grpo import METRIC_SUMS
+from grpo_rl.losses.grpo import LOSSES, METRIC_SUMS
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.metrics import MetricsLog, reward_metrics, time_metrics
 from grpo_rl.monitor.progress import Progress, summary_panel
-from grpo_rl.monitor.report import write_report
+from grpo_rl.monitor.report import versions, write_report
 from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.optimizer import PolicyOptimizer, StepResult
 from grpo_rl.rollout import Group
@@ -149,8 +149,12 @@ class Run:
             return  # not in the main thread: whoever owns it handles Ctrl-C
         self._stack.callback(signal.signal, signal.SIGINT, before)
 
-    def restore(self, optimizer: PolicyOptimizer, weights: WeightSync) -> None:
-        """Puts optimizer, model, data position, policy version and random state back to where the checkpoint was."""
+    def attach(self, optimizer: PolicyOptimizer, weights: WeightSync, engine: Engine) -> None:
+        """Takes the parts that checkpoints and evaluations need, and puts them back to where the checkpoint was.
+
+        A resumed run gets its optimizer, weights, data position, policy version and random state.
+        """
+        self._optimizer, self._weights, self._engine = optimizer, weights, engine
         if not self._restored:
             return
         path, state = self._restored
@@ -192,25 +196,23 @@ class Run:
         """Adds an optimizer step to the step's metrics."""
         self._meter.add_step(result)
 
-    def finish_step(
-        self, groups: Sequence[Group], optimizer: PolicyOptimizer, weights: WeightSync, engine: Engine
-    ) -> None:
+    def finish_step(self, groups: Sequence[Group]) -> None:
         """Logs the step, evaluates and checkpoints where it is time to.
 
         Args:
             groups: with advantages, as they were trained on.
         """
         self.step += 1
-        sampled_under = weights.version - 1
+        # The push that ended the step has already raised the version.
+        sampled_under = self._weights.version - 1
         metrics = (
             reward_metrics(groups, sampled_under)
             | self._meter.metrics(sum(len(group.response_ids) for group in groups))
-            | {"policy_version": sampled_under, "optimizer/skipped_steps": optimizer.bad_steps}
+            | {"policy_version": sampled_under, "optimizer/skipped_steps": self._optimizer.bad_steps}
         )
         if self._eval_rows and self.cfg.evaluate.frequency and self.step % self.cfg.evaluate.frequency == 0:
-            metrics |= self._evaluate(engine).metrics()
+            metrics |= self._evaluate().metrics()
         self._log(metrics, groups)
-        self._optimizer, self._weights = optimizer, weights
         frequency = self.cfg.train.checkpoint_frequency
         if frequency and self.step % frequency == 0:
             self.save_checkpoint()
@@ -249,24 +251,24 @@ class Run:
         """Wall time of the run, that before a resume included."""
         return self._seconds_before + time.perf_counter() - self._started
 
-    def evaluate_before(self, engine: Engine) -> None:
+    def evaluate_before(self) -> None:
         """Held-out reward of the model that training starts from; a resumed run has it already."""
         if self._eval_rows and not self._eval_before:
-            evaluation = self._evaluate(engine)
+            evaluation = self._evaluate()
             self._eval_before = evaluation.rewards
             self.metrics.log(0, evaluation.metrics())
             self.progress.update(0, evaluation.metrics())
 
-    def _evaluate(self, engine: Engine) -> Evaluation:
+    def _evaluate(self) -> Evaluation:
         self.progress.phase("evaluating")
         sampling = Sampling(temperature=0.0, max_new_tokens=self.cfg.sampling.max_new_tokens)
         env = self.env
-        return evaluate(engine, self._eval_rows, env.encode, env.decode, env.task.score, sampling)
+        return evaluate(self._engine, self._eval_rows, env.encode, env.decode, env.task.score, sampling)
 
-    def finish(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> dict:
+    def finish(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict:
         """Last evaluation, checkpoint, exported model, summary and report; shows where they are."""
         if self._eval_rows:
-            evaluation = self._evaluate(engine)
+            evaluation = self._evaluate()
             self._eval_after = evaluation.rewards
             self.metrics.log(self.step, evaluation.metrics())
             self.progress.update(self.step, evaluation.metrics())
@@ -286,6 +288,7 @@ class Run:
             "seconds": round(self.seconds, 1),
             "seed": self.cfg.train.seed,
             "model": self.cfg.model.name,
+            "versions": versions(),
             "checkpoint": str(self.checkpoint),
         }
         if self._eval_before:
@@ -309,16 +312,14 @@ class _Meter:
     def __init__(self) -> None:
         self.started = time.perf_counter()
         self.seconds: dict[str, float] = {}
-        self._sums = dict.fromkeys(("objective", "kl", "entropy", *METRIC_SUMS), 0.0)
+        self._sums = dict.fromkeys((*LOSSES, *METRIC_SUMS), 0.0)
         self._results: list[StepResult] = []
         self._gaps: list[torch.Tensor] = []
         self._trained_tokens = 0
 
     def add_losses(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
-        for name in ("objective", "kl", "entropy"):
-            self._sums[f"loss_{name}"] = self._sums.get(f"loss_{name}", 0.0) + float(losses[f"loss_{name}"])
-        for name in METRIC_SUMS:
-            self._sums[name] += float(losses[name])
+        for name in self._sums:
+            self._sums[name] += losses[name].item()
         self._trained_tokens += len(tokens)
         if not self._results:
             # No optimizer step since the push: trainer and sampler hold the same weights, the gap is numeric.
@@ -330,7 +331,7 @@ class _Meter:
 
     def metrics(self, sampled_tokens: int) -> dict[str, float]:
         steps = max(len(self._results), 1)
-        metrics = {f"loss/{n}": self._sums.get(f"loss_{n}", 0.0) / steps for n in ("objective", "kl", "entropy")}
+        metrics = {name.replace("_", "/"): self._sums[name] / steps for name in LOSSES}
         metrics["loss/total"] = sum(metrics.values())
         if tokens := self._sums["tokens"]:
             metrics |= {

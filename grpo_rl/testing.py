@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from grpo_rl.rollout import Group
 
@@ -36,3 +42,35 @@ def random_group(
         rewards=torch.rand(len(lengths), generator=generator) if rewards is None else torch.tensor(rewards),
         truncated=torch.zeros(len(lengths), dtype=torch.bool),
     )
+
+
+def save_tiny_model(folder: str | Path, seed: int = 0) -> Path:
+    """Writes a random two-layer Llama with a byte-level tokenizer and a chat template: what a model folder holds.
+
+    Small enough for a unit test to train, real enough for every engine to load.
+    """
+    tokenizer = Tokenizer(BPE({c: i for i, c in enumerate(["<end>", *sorted(ByteLevel.alphabet())])}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}<end>{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    fast.save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return Path(folder)

@@ -7,7 +7,7 @@ from grpo_rl.buffer import GroupBuffer
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.config import main
 from grpo_rl.devices import allocate
-from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.models import resolve_model
 from grpo_rl.policies.train import scored_micro_batches
 from grpo_rl.run import Run
@@ -31,9 +31,9 @@ def grpo(cfg):
         buffer = GroupBuffer(cfg.env.num_envs, cfg.train.optim_batch_size // cfg.env.repeats, cfg.loss.advantage)
         weights = WeightSync(policy.model, engine)
 
-        run.restore(optimizer, weights)
+        run.attach(optimizer, weights, engine)  # a resumed run goes back to its checkpoint here
         weights.push()  # the engine now holds, provably, what will be trained
-        run.evaluate_before(engine)
+        run.evaluate_before()
         collector = SyncCollector(env, engine, build.make_sampling(cfg), cfg.train.total_dialog_turns, run.collected)
         for groups in run.steps(collector):
             with run.phase("score"):
@@ -43,13 +43,13 @@ def grpo(cfg):
                 for batch in buffer.batches(cfg.train.epochs):
                     for tokens in scored_micro_batches(policy, batch, **build.micro_batching(cfg)):
                         losses = loss(tokens)
-                        (losses["loss_objective"] + losses["loss_kl"] + losses["loss_entropy"]).backward()
+                        sum(losses[name] for name in LOSSES).backward()
                         run.count(tokens, losses)
                     run.count_step(optimizer.step())
             with run.phase("sync"):
                 weights.push()
-            run.finish_step(buffer.drain(), optimizer, weights, engine)
-        return run.finish(policy.model, tokenizer, engine)
+            run.finish_step(buffer.drain())
+        return run.finish(policy.model, tokenizer)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # below it. The fingerprint is a pure function that both ends of a transfer compute, engines and weights.
 LAYERS = [
     {"keys"},
-    {"losses", "advantages", "rollout", "devices", "envs", "testing", "weights.fingerprint"},
+    {"losses", "advantages", "rollout", "devices", "envs", "testing", "fingerprint"},
     {"policies", "engines", "buffer"},
     {"collectors", "weights", "evaluate", "checkpoint", "monitor", "run", "build", "optimizer", "models", "parallel"},
     {"sota", "cli"},
@@ -51,7 +51,7 @@ def room_of(path: Path, root: Path) -> str:
 def room(module: str) -> str:
     """The room that a module under grpo_rl belongs to.
 
-    >>> room("weights.push"), room("weights.fingerprint"), room("rollout")
+    >>> room("weights.push"), room("fingerprint"), room("rollout")
     ('weights', 'weights.fingerprint', 'rollout')
     """
     return module if module in LEVEL else module.partition(".")[0]

@@ -23,7 +23,7 @@ find_python() {
   for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
     if supported "$candidate"; then echo "$candidate"; return; fi
   done
-  say "needs Python 3.11 to 3.14; found $(python3 --version 2>&1 || true). Install one, or name it: make train PYTHON=/path/to/python3.12"
+  say "needs Python 3.11 to 3.14; found $("${PYTHON:-python3}" --version 2>&1 || true). Install one, or name it: make train PYTHON=/path/to/python3.12"
   return 1
 }
 

@@ -109,7 +109,7 @@ class Engine(Protocol):
         ...
 
     def fingerprints(self, shapes: Mapping[str, torch.Size]) -> dict[str, int]:
-        """Fingerprint (see `grpo_rl.weights.fingerprint`) of the weight it computes with, for each checkpoint name.
+        """Fingerprint (see `grpo_rl.fingerprint`) of the weight it computes with, for each checkpoint name.
 
         Raises:
             LookupError: it cannot say where it holds one of the names.

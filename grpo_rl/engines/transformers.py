@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from grpo_rl.engines.base import Samples, Sampling, check_request
-from grpo_rl.weights.fingerprint import fingerprint
+from grpo_rl.fingerprint import fingerprint
 
 
 class TransformersEngine:

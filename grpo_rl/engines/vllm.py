@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.engines.base import Samples, Sampling, check_request
-from grpo_rl.weights.fingerprint import add, fingerprint
+from grpo_rl.fingerprint import add, fingerprint
 
 # Read by vLLM at import. In-process: a second process would take half a minute to start and copy every weight twice.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -15,6 +15,8 @@ from torchrl.objectives import LossModule
 from grpo_rl.losses.kl import k3
 from grpo_rl.losses.surrogate import clipped_surrogate
 
+LOSSES = ("loss_objective", "loss_kl", "loss_entropy")
+"""Their sum is what is minimised."""
 METRIC_SUMS = ("tokens", "clip_low", "clip_high", "kl_sampler", "kl_ref", "entropy", "ratio", "ratio_squared")
 """Sums over trained tokens that the loss reports; divide by ``tokens``."""
 
@@ -62,7 +64,7 @@ class GRPOLoss(LossModule):
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
-    out_keys = ("loss_objective", "loss_kl", "loss_entropy", *METRIC_SUMS)
+    out_keys = (*LOSSES, *METRIC_SUMS)
 
     def __init__(
         self, clip_low: float = 0.2, clip_high: float = 0.2, kl_coef: float = 0.0, entropy_coef: float = 0.0

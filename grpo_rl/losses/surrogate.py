@@ -31,7 +31,7 @@ def clipped_surrogate(
     tensor([-1.2000,  1.5000])
     """
     if not 0 <= clip_low <= 1 or clip_high < 0:
-        raise ValueError(f"clip_low is {clip_low} and clip_high {clip_high}; need 0 <= clip_low <= 1 and clip_high >= 0")
+        raise ValueError(f"clip_low is {clip_low} and clip_high {clip_high}; need clip_low in [0, 1], clip_high >= 0")
     # Past the upper clip a good answer's ratio no longer counts, but an overflow of it would: infinity times a zero
     # gradient is NaN. The cap sits one nat above the clip, so that nothing it touches has a value or a gradient. A bad
     # answer's ratio counts however large, and must not be capped.

@@ -90,7 +90,7 @@ class Progress:
             else None
         )
 
-    def __enter__(self) -> Progress:  # noqa: PYI034 - Self is refused by the shape checks in tests
+    def __enter__(self) -> Progress:
         self._started = self._last = self._clock()
         if self._live:
             self._live.start()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
@@ -22,9 +22,13 @@ ATTENTION_NAME = "grpo_rl_shared_prefix"
 """The name under which transformers models find the attention below (``config._attn_implementation``)."""
 
 
+BUCKET = 16
+"""Answers whose lengths round up to the same multiple go through one call of the kernel."""
+
+
 @dataclass(frozen=True)
 class Span:
-    """Where one group lies in the flat micro-batch: its prompt at [start, prompt_end), then the answers' edges."""
+    """Where one group lies in the flat micro-batch: prompt at [start, prompt_end), answers at [prompt_end, end)."""
 
     start: int
     prompt_end: int
@@ -35,13 +39,50 @@ class Span:
     def end(self) -> int:
         return self.edges[-1]
 
-    def by_length(self) -> dict[int, list[int]]:
-        """Answers of equal length, so that one call of the kernel serves them all: length -> starts."""
-        buckets: dict[int, list[int]] = {}
-        for start, end in zip(self.edges, self.edges[1:], strict=False):
-            if end > start:
-                buckets.setdefault(end - start, []).append(start)
-        return buckets
+
+@dataclass(frozen=True)
+class Table:
+    """Answers of about the same length, of any groups: B answers, L tokens.
+
+    Args:
+        index: [B, L] positions in the micro-batch; past an answer's end its last one is repeated.
+        valid: [B, L] False there. A causal mask keeps those rows out of every real one.
+        where: ``index[valid]``.
+    """
+
+    index: Int[Tensor, "B L"]
+    valid: Bool[Tensor, "B L"]
+    where: Int[Tensor, " M"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What attention has to know of a micro-batch; made once, read by every layer."""
+
+    spans: tuple[Span, ...]
+    tables: tuple[Table, ...]
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> Layout:
+        """The layout of these groups.
+
+        >>> layout = Layout.of([Span(0, 2, (2, 5, 7))])
+        >>> layout.tables[0].index.tolist(), layout.tables[0].valid.tolist()
+        ([[2, 3, 4], [5, 6, 6]], [[True, True, True], [True, True, False]])
+        """
+        buckets: dict[int, list[tuple[int, int]]] = {}
+        for span in spans:
+            for start, end in zip(span.edges, span.edges[1:], strict=False):
+                if end > start:
+                    buckets.setdefault(-(-(end - start) // BUCKET), []).append((start, end))
+        tables = []
+        for answers in buckets.values():
+            starts, ends = torch.tensor(answers).T
+            index = starts[:, None] + torch.arange(int((ends - starts).max()))
+            valid = index < ends[:, None]
+            index = torch.minimum(index, ends[:, None] - 1)
+            tables.append(Table(index, valid, index[valid]))
+        return cls(tuple(spans), tuple(tables))
 
 
 @dataclass(frozen=True)
@@ -51,14 +92,14 @@ class Packed:
     Args:
         input_ids: [T] every prompt once, then its answers.
         position_ids: [T] an answer's positions go on from its prompt's.
-        spans: one a group.
+        layout: where groups and answers lie.
         predict_index: [N] position whose hidden state predicts each response token.
         target_ids: [N] the response tokens, in the groups' own order.
     """
 
     input_ids: Int[Tensor, " T"]
     position_ids: Int[Tensor, " T"]
-    spans: tuple[Span, ...]
+    layout: Layout
     predict_index: Int[Tensor, " N"]
     target_ids: Int[Tensor, " N"]
 
@@ -89,7 +130,7 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
     return Packed(
         input_ids=torch.cat(ids).to(device),
         position_ids=torch.cat(positions).to(device),
-        spans=tuple(spans),
+        layout=Layout.of(spans),
         predict_index=(torch.cat(predict) if predict else torch.empty(0, dtype=torch.long)).to(device),
         target_ids=torch.cat([group.response_ids for group in groups]).to(device),
     )
@@ -107,7 +148,7 @@ def forward_hidden(model: PreTrainedModel, packed: Packed) -> Float[Tensor, "N E
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],
         use_cache=False,
-        prefix_spans=packed.spans,
+        prefix_layout=packed.layout,
     ).last_hidden_state[0]
     return hidden[packed.predict_index]
 
@@ -137,7 +178,7 @@ def attention(
     value: Float[Tensor, "1 K T D"],
     attention_mask: None,
     *,
-    prefix_spans: tuple[Span, ...],
+    prefix_layout: Layout,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -150,9 +191,9 @@ def attention(
                          f"or soft cap ({softcap})")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.device.type == "cpu":
-        out = _TwoPartAttention.apply(query, key, value, prefix_spans, scale)
+        out = _TwoPartAttention.apply(query, key, value, prefix_layout, scale)
     else:
-        out = torch.cat([_masked(query, key, value, span, scale) for span in prefix_spans], dim=2)
+        out = torch.cat([_masked(query, key, value, span, scale) for span in prefix_layout.spans], dim=2)
     return out.transpose(1, 2), None
 
 
@@ -186,39 +227,36 @@ class _TwoPartAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, spans, scale):
+    def forward(ctx, query, key, value, layout, scale):
         out = torch.empty_like(query)
         lse = torch.empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
         repeat = query.shape[1] // key.shape[1]
-        for span in spans:
-            prompt = slice(span.start, span.prompt_end)
+        for span in layout.spans:
+            prompt, answers = slice(span.start, span.prompt_end), slice(span.prompt_end, span.end)
             out[:, :, prompt], lse[:, :, prompt] = _flash(
                 query[:, :, prompt], _heads(key[:, :, prompt], repeat), _heads(value[:, :, prompt], repeat),
                 0.0, True, scale=scale,
             )
-            if span.end == span.prompt_end:
-                continue
-            answers = slice(span.prompt_end, span.end)
-            prompt_out, prompt_lse = _flash(
-                _fold(query[:, :, answers], repeat), key[:, :, prompt], value[:, :, prompt], 0.0, False, scale=scale
+            if span.end > span.prompt_end:
+                shared_out, shared_lse = _flash(
+                    _fold(query[:, :, answers], repeat), key[:, :, prompt], value[:, :, prompt], 0.0, False, scale=scale
+                )
+                out[:, :, answers] = shared_out.reshape(out[:, :, answers].shape)
+                lse[:, :, answers] = shared_lse.reshape(lse[:, :, answers].shape)
+        for table in layout.tables:
+            own_out, own_lse = _flash(
+                _take(query, table), _heads(_take(key, table), repeat), _heads(_take(value, table), repeat),
+                0.0, True, scale=scale,
             )
-            prompt_out = prompt_out.reshape(query[:, :, answers].shape)
-            prompt_lse = prompt_lse.reshape(prompt_out.shape[:3])
-            for index in _buckets(span):
-                own_out, own_lse = _flash(
-                    _take(query, index), _heads(_take(key, index), repeat), _heads(_take(value, index), repeat),
-                    0.0, True, scale=scale,
-                )
-                local = index - span.prompt_end
-                shared_out, shared_lse = _take(prompt_out, local), _take(prompt_lse, local)
-                joint = torch.logaddexp(own_lse, shared_lse)
-                joined = (
-                    own_out * (own_lse - joint).exp()[..., None] + shared_out * (shared_lse - joint).exp()[..., None]
-                )
-                _put(out, index, joined.to(out.dtype))
-                _put(lse, index, joint)
+            shared_out, shared_lse = _take(out, table), _take(lse, table)
+            joint = torch.logaddexp(own_lse, shared_lse)
+            joined = torch.lerp(
+                own_out.to(joint.dtype), shared_out.to(joint.dtype), (shared_lse - joint).exp()[..., None]
+            )
+            _put(out, table, joined.to(out.dtype))
+            _put(lse, table, joint)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.spans, ctx.scale = spans, scale
+        ctx.layout, ctx.scale = layout, scale
         return out
 
     @staticmethod
@@ -226,8 +264,18 @@ class _TwoPartAttention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         repeat = query.shape[1] // key.shape[1]
         grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
-        for span in ctx.spans:
-            prompt = slice(span.start, span.prompt_end)
+        for table in ctx.layout.tables:
+            # Rows past an answer's end are repeats: without a gradient they add nothing.
+            grads = _flash_backward(
+                _take(grad_out, table) * table.valid[:, None, :, None], _take(query, table),
+                _heads(_take(key, table), repeat), _heads(_take(value, table), repeat),
+                _take(out, table), _take(lse, table), 0.0, True, scale=ctx.scale,
+            )
+            _put(grad_query, table, grads[0])
+            _put(grad_key, table, _sum_heads(grads[1], repeat))
+            _put(grad_value, table, _sum_heads(grads[2], repeat))
+        for span in ctx.layout.spans:
+            prompt, answers = slice(span.start, span.prompt_end), slice(span.prompt_end, span.end)
             grads = _flash_backward(
                 grad_out[:, :, prompt], query[:, :, prompt], _heads(key[:, :, prompt], repeat),
                 _heads(value[:, :, prompt], repeat), out[:, :, prompt], lse[:, :, prompt], 0.0, True, scale=ctx.scale,
@@ -235,42 +283,26 @@ class _TwoPartAttention(torch.autograd.Function):
             grad_query[:, :, prompt] = grads[0]
             grad_key[:, :, prompt] = _sum_heads(grads[1], repeat)
             grad_value[:, :, prompt] = _sum_heads(grads[2], repeat)
-            if span.end == span.prompt_end:
-                continue
-            answers = slice(span.prompt_end, span.end)
-            folded = [_fold(x[:, :, answers], repeat) for x in (grad_out, query, out, lse)]
-            grads = _flash_backward(
-                folded[0], folded[1], key[:, :, prompt], value[:, :, prompt], folded[2], folded[3], 0.0, False,
-                scale=ctx.scale,
-            )
-            grad_query[:, :, answers] = grads[0].reshape(query[:, :, answers].shape)
-            grad_key[:, :, prompt] += grads[1]
-            grad_value[:, :, prompt] += grads[2]
-            for index in _buckets(span):
+            if span.end > span.prompt_end:
+                folded = [_fold(x[:, :, answers], repeat) for x in (grad_out, query, out, lse)]
                 grads = _flash_backward(
-                    _take(grad_out, index), _take(query, index), _heads(_take(key, index), repeat),
-                    _heads(_take(value, index), repeat), _take(out, index), _take(lse, index), 0.0, True,
+                    folded[0], folded[1], key[:, :, prompt], value[:, :, prompt], folded[2], folded[3], 0.0, False,
                     scale=ctx.scale,
                 )
-                _put(grad_query, index, grads[0] + _take(grad_query, index))
-                _put(grad_key, index, _sum_heads(grads[1], repeat))
-                _put(grad_value, index, _sum_heads(grads[2], repeat))
+                grad_query[:, :, answers] += grads[0].reshape(query[:, :, answers].shape)
+                grad_key[:, :, prompt] += grads[1]
+                grad_value[:, :, prompt] += grads[2]
         return grad_query, grad_key, grad_value, None, None
 
 
-def _buckets(span: Span) -> list[Int[Tensor, "B L"]]:
-    """Token positions of the answers, one table for each length L that occurs, B answers in it."""
-    return [torch.tensor(starts)[:, None] + torch.arange(length) for length, starts in span.by_length().items()]
+def _take(x: Tensor, table: Table) -> Tensor:
+    """[1, H, T, ...] -> [B, H, L, ...] at the table's positions."""
+    return x[0][:, table.index].transpose(0, 1).contiguous()
 
 
-def _take(x: Tensor, index: Int[Tensor, "B L"]) -> Tensor:
-    """[1, H, T, ...] -> [B, H, L, ...] at the given positions."""
-    return x[0][:, index].transpose(0, 1).contiguous()
-
-
-def _put(x: Tensor, index: Int[Tensor, "B L"], rows: Tensor) -> None:
-    """The inverse of :func:`_take`, in place."""
-    x[0][:, index] = rows.transpose(0, 1)
+def _put(x: Tensor, table: Table, rows: Tensor) -> None:
+    """The inverse of :func:`_take`, in place, real tokens only."""
+    x[0][:, table.where] = rows.transpose(0, 1)[:, table.valid]
 
 
 def _heads(x: Float[Tensor, "B K L D"], repeat: int) -> Float[Tensor, "B H L D"]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.engines.base import Engine
-from grpo_rl.weights.fingerprint import fingerprint
+from grpo_rl.fingerprint import fingerprint
 
 
 class WeightDeliveryError(RuntimeError):

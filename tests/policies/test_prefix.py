@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from grpo_rl.policies.prefix import attention, pack, use_shared_prefix
+from grpo_rl.policies.prefix import Layout, attention, pack, use_shared_prefix
 from grpo_rl.policies.train import TrainPolicy
 from grpo_rl.testing import random_group
 
@@ -59,7 +59,7 @@ def fp64_model(family: str) -> PreTrainedModel:
 
 def random_groups(seed: int) -> list:
     """Ragged groups: equal and unequal lengths, empty answers, one-token answers, one-token prompts."""
-    shapes = [(5, [3, 2, 0, 3, 1]), (1, [4, 7]), (9, [1, 1, 1]), (3, [0, 0])]
+    shapes = [(5, [3, 2, 0, 3, 1]), (1, [4, 7]), (9, [1, 1, 1]), (3, [0, 0]), (2, [17, 33, 20])]
     return [random_group(p, lengths, VOCAB, group_id=i, seed=seed + i) for i, (p, lengths) in enumerate(shapes)]
 
 
@@ -119,7 +119,7 @@ def test_an_answer_sees_neither_its_siblings_nor_another_group():
     changed = list(groups)
     changed[1] = random_group(1, [4, 7], VOCAB, group_id=1, seed=99)
     after = policy.score(changed)[0].split([len(g.response_ids) for g in groups])
-    for g in (0, 2, 3):
+    for g in (0, 2, 3, 4):
         torch.testing.assert_close(before[g], after[g], rtol=0, atol=1e-12)
     group = groups[0]
     ids = group.response_ids.clone()
@@ -141,7 +141,9 @@ def test_the_masked_road_of_other_devices_equals_the_two_part_road(monkeypatch):
     monkeypatch.setattr(
         prefix._TwoPartAttention,
         "apply",
-        lambda q, k, v, spans, scale: torch.cat([prefix._masked(q, k, v, span, scale) for span in spans], dim=2),
+        lambda q, k, v, layout, scale: torch.cat(
+            [prefix._masked(q, k, v, span, scale) for span in layout.spans], dim=2
+        ),
     )
     masked = policy.score(groups)
     torch.testing.assert_close(masked, two_part, rtol=0, atol=1e-9)
@@ -163,4 +165,4 @@ def test_sliding_windows_are_refused_by_name():
         TrainPolicy(mistral).score([random_group(vocab=VOCAB)])
     with pytest.raises(ValueError, match="dropout"):
         q = torch.zeros(1, 1, 1, 4)
-        attention(torch.nn.Module(), q, q, q, None, prefix_spans=(), dropout=0.1)
+        attention(torch.nn.Module(), q, q, q, None, prefix_layout=Layout((), ()), dropout=0.1)

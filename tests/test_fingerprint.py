@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.weights.fingerprint import add, fingerprint
+from grpo_rl.fingerprint import add, fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -56,7 +56,7 @@ def test_the_sums_are_exact_at_the_largest_words_and_the_longest_row():
     less = words.clone()
     less[0, -1] -= 1
     by_hand = sum  # Python's integers are exact
-    from grpo_rl.weights.fingerprint import _JOIN, _multipliers
+    from grpo_rl.fingerprint import _JOIN, _multipliers
 
     a, b = _multipliers(0, 1, 0, 1 << 18, torch.device("cpu"))
     columns = [[int(x) for x in b[:, i]] for i in (0, 1)]

@@ -1,0 +1,1 @@
+"""Tasks: what is asked, and what an answer is worth."""

@@ -1,0 +1,378 @@
+"""Task, strings in and numbers out; and LLMEnv, the TorchRL environment around it.
+
+Dimension letters: B = num_envs * repeats answers, P prompt tokens, R response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from jaxtyping import Int
+from jinja2 import TemplateError
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.data import Bounded, Composite, NonTensor, StackedComposite, Unbounded
+from torchrl.envs import EnvBase
+from transformers import PreTrainedTokenizerBase
+
+from grpo_rl import keys
+
+Messages = list[dict[str, str]]
+"""A conversation: dicts with ``role`` and ``content``, as chat templates take them."""
+
+_CHECK_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What one answer is worth: named parts, already weighted, and their sum.
+
+    >>> Reward({"correctness": 2.0, "answer_format": 0.5}).total
+    2.5
+    """
+
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+
+class Task(ABC):
+    """One dataset row's life: its prompt, and the reward of an answer to it. Pure Python, no tensors.
+
+    A wrong answer scores 0. A scorer that can't do its work raises: a bug must never look like a wrong answer.
+    """
+
+    rows: Sequence[dict]
+    """The dataset."""
+    reward_parts: tuple[str, ...]
+    """Names of the parts that every :meth:`score` returns."""
+
+    @abstractmethod
+    def prompt(self, row: dict) -> Messages:
+        """The conversation that the policy goes on with; its last message is what people read as the question."""
+
+    @abstractmethod
+    def score(self, row: dict, response: str) -> Reward:
+        """The reward of ``response``, with exactly the parts of ``reward_parts``."""
+
+    def reply(self, row: dict, messages: Messages) -> Messages | None:
+        """What the world says after the policy's last message; None ends the conversation, as single turns do."""
+        return None
+
+    def gold(self, row: dict) -> str | None:
+        """The right answer, for logs; None where the task has no single one."""
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One use of a dataset row: what is asked ``repeats`` times, under an id that is unique in the run."""
+
+    group_id: int
+    row: int
+    query: str
+    ids: Int[Tensor, " P"]
+
+
+class ScoreError(RuntimeError):
+    """A task's scorer failed; the message names the task and the row."""
+
+
+class LLMEnv(EnvBase):
+    """A batch of ``num_envs`` prompts, each answered ``repeats`` times; the answers to one prompt are adjacent.
+
+    ``reset`` takes the next rows of the epoch's seeded shuffle, ``step`` scores the answers and ends the episode.
+    A collector that needs no TensorDicts uses :meth:`next_prompts` and :meth:`score`, which both are built on.
+    The data position is in ``state_dict()``, as JSON-able numbers: a restored environment asks the same next questions.
+
+    Args:
+        task: gives prompts and rewards.
+        tokenizer: of the model that answers. Without a chat template, a prompt is its messages' contents.
+        num_envs: prompts in flight.
+        repeats: answers to each, the group size G.
+        max_prompt_tokens: the longest prompt that leaves room for an answer; None does not check.
+        long_prompt: what to do with longer ones: ``error``, or ``skip``, which counts them in :attr:`skipped`.
+        seed: of the shuffles.
+
+    Raises:
+        ValueError: there are no rows, or a group of one, which has no advantage; a limit or choice makes no sense;
+            the task has several turns.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase,
+        num_envs: int,
+        repeats: int,
+        *,
+        max_prompt_tokens: int | None = None,
+        long_prompt: str = "error",
+        seed: int = 0,
+    ) -> None:
+        if num_envs < 1:
+            raise ValueError(f"env.num_envs={num_envs}; at least 1 prompt must be in flight")
+        if repeats < 2:
+            raise ValueError(
+                f"env.repeats={repeats}; an answer is compared with the others of its group, so at least 2 are needed"
+            )
+        if not len(task.rows):
+            raise ValueError(f"{type(task).__name__} has no rows; give a dataset with at least one")
+        if long_prompt not in ("error", "skip"):
+            raise ValueError(f"env.long_prompt={long_prompt}; choose error or skip")
+        if max_prompt_tokens is not None and max_prompt_tokens < 1:
+            raise ValueError(
+                f"{max_prompt_tokens} tokens are left for a prompt; raise inference_model.max_model_len "
+                "or lower sampling.max_new_tokens"
+            )
+        if type(task).reply is not Task.reply:
+            raise ValueError(f"{type(task).__name__}.reply gives it several turns; this environment plays one turn")
+        super().__init__(batch_size=[num_envs * repeats])
+        self.task, self.tokenizer = task, tokenizer
+        self.num_envs, self.repeats = num_envs, repeats
+        self.max_prompt_tokens, self.long_prompt = max_prompt_tokens, long_prompt
+        self._too_long: set[int] = set()
+        self._next_group_id = 0
+        self._start_epoch(seed, 0)
+        self._make_specs()
+
+    # ---- plain methods: what reset and step are built on ----
+
+    def next_prompts(self) -> list[Prompt]:
+        """The next ``num_envs`` prompts, each tokenised once.
+
+        Raises:
+            ValueError: a prompt is too long and ``long_prompt`` is ``error``, or every prompt is too long.
+        """
+        prompts: list[Prompt] = []
+        while missing := self.num_envs - len(prompts):
+            rows = [row for row in self._next_rows(missing) if row not in self._too_long]
+            for row, query, ids in self._encoded(rows):
+                if self._fits(row, len(ids)):
+                    prompts.append(Prompt(self._next_group_id, row, query, torch.tensor(ids, dtype=torch.long)))
+                    self._next_group_id += 1
+        return prompts
+
+    def score(self, row: int, responses: Sequence[Tensor | Sequence[int]]) -> list[Reward]:
+        """The reward of each answer to one row.
+
+        Args:
+            row: index of the dataset row.
+            responses: ids of each answer.
+
+        Raises:
+            ScoreError: the task's scorer failed, or returned other parts than it promised or a part that is not finite.
+        """
+        name, data = type(self.task).__name__, self.task.rows[row]
+        rewards = []
+        for text in self._decode_all(responses):
+            try:
+                reward = self.task.score(data, text)
+            except Exception as error:
+                raise ScoreError(
+                    f"{name}.score failed on row {row}: {type(error).__name__}: {error}; the answer was {text[:200]!r}"
+                ) from error
+            if set(reward.parts) != set(self.task.reward_parts) or not math.isfinite(reward.total):
+                raise ScoreError(
+                    f"{name}.score returned {reward.parts} on row {row}; "
+                    f"it must be finite numbers under {list(self.task.reward_parts)}"
+                )
+            rewards.append(reward)
+        return rewards
+
+    def check_prompts(self) -> None:
+        """Tokenises every row, so that a prompt that is too long is found before a model is loaded.
+
+        Raises:
+            ValueError: one is, and ``long_prompt`` is ``error``; or all are.
+        """
+        if self.max_prompt_tokens is None:
+            return
+        for start in range(0, len(self.task.rows), _CHECK_BATCH):
+            for row, _, ids in self._encoded(range(start, min(start + _CHECK_BATCH, len(self.task.rows)))):
+                self._fits(row, len(ids))
+
+    @property
+    def skipped(self) -> int:
+        """Rows found too long and left out; each counts once, however many epochs pass."""
+        return len(self._too_long)
+
+    def encode(self, row: dict) -> list[int]:
+        """Ids of a row's prompt, whether the row is the environment's own or held out."""
+        return self._tokenize([self.task.prompt(row)])[0]
+
+    def decode(self, ids: Tensor | Sequence[int]) -> str:
+        """The text that is judged: without special tokens, otherwise exactly what was sampled."""
+        return self._decode_all([ids])[0]
+
+    def query(self, row: int) -> str:
+        """The question of a row, for people and logs."""
+        return self.task.prompt(self.task.rows[row])[-1]["content"]
+
+    def gold(self, row: int) -> str | None:
+        """The right answer of a row, for people and logs."""
+        return self.task.gold(self.task.rows[row])
+
+    # ---- data position ----
+
+    def get_extra_state(self) -> dict[str, int]:
+        """The data position, which torch puts into ``state_dict()``."""
+        return {
+            "rows": len(self.task.rows),
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "cursor": self._cursor,
+            "next_group_id": self._next_group_id,
+        }
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Goes to a data position, out of ``load_state_dict()``.
+
+        Raises:
+            ValueError: it is a position in a dataset of another size.
+        """
+        if state["rows"] != len(self.task.rows):
+            raise ValueError(
+                f"the data position is from a dataset of {state['rows']} rows, this one has {len(self.task.rows)}; "
+                "resume with the same data"
+            )
+        self._start_epoch(state["seed"], state["epoch"])
+        self._cursor, _ = state["cursor"], 0
+
+    def _start_epoch(self, seed: int, epoch: int) -> None:
+        self._seed, self._epoch, self._cursor = seed, epoch, 0
+        # Seeding with both numbers apart: with their sum, seed 0's second epoch would be seed 1's first.
+        self._order = random.Random(f"{seed}/{epoch}").sample(range(len(self.task.rows)), len(self.task.rows))
+
+    def _next_rows(self, count: int) -> list[int]:
+        rows = []
+        for _ in range(count):
+            if self._cursor == len(self._order):
+                self._start_epoch(self._seed, self._epoch + 1)
+            rows.append(self._order[self._cursor])
+            self._cursor += 1
+        return rows
+
+    # ---- tokens ----
+
+    def _encoded(self, rows: Sequence[int]) -> list[tuple[int, str, list[int]]]:
+        """(row, question, ids) of each row, tokenised in one call."""
+        if not rows:
+            return []
+        messages = [self.task.prompt(self.task.rows[row]) for row in rows]
+        return [
+            (row, message[-1]["content"], ids)
+            for row, message, ids in zip(rows, messages, self._tokenize(messages), strict=True)
+        ]
+
+    def _tokenize(self, messages: list[Messages]) -> list[list[int]]:
+        if not self.tokenizer.chat_template:
+            texts = ["".join(f"{turn['content']}\n\n" for turn in conversation) for conversation in messages]
+            return self.tokenizer(texts)["input_ids"]
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:
+            roles = sorted({turn["role"] for conversation in messages for turn in conversation})
+            raise ValueError(
+                f"the tokenizer's chat template refuses messages with the roles {roles}: {error}; "
+                "where it knows no system role, set env.system_prompt=null"
+            ) from error
+
+    def _decode_all(self, responses: Sequence[Tensor | Sequence[int]]) -> list[str]:
+        ids = [response.tolist() if isinstance(response, Tensor) else list(response) for response in responses]
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _fits(self, row: int, tokens: int) -> bool:
+        if self.max_prompt_tokens is None or tokens <= self.max_prompt_tokens:
+            return True
+        if self.long_prompt == "error":
+            raise ValueError(
+                f"the prompt of row {row} has {tokens} tokens, {self.max_prompt_tokens} fit; raise "
+                "inference_model.max_model_len, lower sampling.max_new_tokens, or leave such rows out with "
+                "env.long_prompt=skip"
+            )
+        self._too_long.add(row)
+        if len(self._too_long) == len(self.task.rows):
+            raise ValueError(
+                f"all {len(self.task.rows)} prompts are longer than {self.max_prompt_tokens} tokens (row {row} has "
+                f"{tokens}); raise inference_model.max_model_len or lower sampling.max_new_tokens"
+            )
+        return False
+
+    # ---- TorchRL ----
+
+    def _make_specs(self) -> None:
+        batch = self.batch_size
+        prompt = Unbounded((-1,), dtype=torch.long)
+        answer = Bounded(0, len(self.tokenizer) - 1, (-1,), dtype=torch.long)
+        self.observation_spec = self._ragged(
+            {
+                keys.QUERY: NonTensor(shape=(), example_data="a question"),
+                keys.TOKENS_PROMPT[0]: Composite({keys.TOKENS_PROMPT[1]: prompt}),
+                keys.GROUP_ID: Unbounded((1,), dtype=torch.long),
+                keys.ROW: Unbounded((1,), dtype=torch.long),
+            }
+        )
+        self.action_spec = self._ragged({keys.TOKENS_RESPONSE[0]: Composite({keys.TOKENS_RESPONSE[1]: answer})})
+        parts = Composite({name: Unbounded((*batch, 1)) for name in self.task.reward_parts}, shape=batch)
+        self.reward_spec = Composite(
+            {keys.REWARD[-1]: Unbounded((*batch, 1)), keys.REWARD_PARTS[0]: parts}, shape=batch
+        )
+
+    def _ragged(self, row: dict) -> StackedComposite:
+        """The spec of a lazily stacked batch, whose rows differ in length: one dense spec would ask to stack them."""
+        return StackedComposite(*[Composite(row)] * self.batch_size[0], dim=0)
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """Zeros in the form of one step of a rollout, stacked as ``reset`` and ``step`` stack their rows."""
+        return lazy_stack(list(super().fake_tensordict().unbind(0)))
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: object) -> TensorDictBase:
+        if tensordict is not None and (mask := tensordict.get("_reset", None)) is not None and not mask.all():
+            raise ValueError("a part of the batch can't be reset alone: the answers of a group begin together")
+        rows = []
+        for prompt in self.next_prompts():
+            row = TensorDict(
+                {
+                    keys.QUERY: NonTensorData(prompt.query),
+                    keys.TOKENS_PROMPT: prompt.ids,
+                    keys.GROUP_ID: torch.tensor([prompt.group_id]),
+                    keys.ROW: torch.tensor([prompt.row]),
+                }
+            )
+            # Shallow copies: the rows of a group share their tensors, and each gets a place for its own answer.
+            rows += [row.copy() for _ in range(self.repeats)]
+        return lazy_stack(rows)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        answers = list(tensordict.unbind(0))
+        rewards: list[Reward] = []
+        for row, group in groupby(answers, key=lambda answer: int(answer[keys.ROW])):
+            rewards += self.score(row, [answer[keys.TOKENS_RESPONSE] for answer in group])
+        done = torch.ones(1, dtype=torch.bool)
+        observation = list(self.observation_spec.keys(True, True))
+        rows = []
+        for answer, reward in zip(answers, rewards, strict=True):
+            row = answer.select(*observation)
+            row[keys.REWARD[-1]] = torch.tensor([reward.total])
+            for name in self.task.reward_parts:
+                row[keys.REWARD_PARTS + (name,)] = torch.tensor([reward.parts[name]])
+            row["done"], row["terminated"] = done.clone(), done.clone()
+            rows.append(row)
+        return lazy_stack(rows)
+
+    def _set_seed(self, seed: int | None) -> None:
+        """Begins the first epoch of ``seed``; group ids go on, as they are unique in the run."""
+        if seed is not None:
+            self._start_epoch(seed, 0)

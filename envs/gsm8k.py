@@ -1,0 +1,245 @@
+"""GSM8K: grade-school mathematics in words, judged on the last number of the answer."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task
+from grpo_rl.envs.numbers import extract_answer
+
+__all__ = ["GSM8K", "GSM8KEnv", "extract_answer", "load_rows"]
+
+COLUMNS = ("question", "answer")
+HUB_NAME = "openai/gsm8k"
+HUB_SPLITS = ("train", "test")
+SHIPPED = {
+    "quickstart-train": Path(__file__).parent / "data" / "quickstart_train.jsonl",
+    "quickstart-test": Path(__file__).parent / "data" / "quickstart_test.jsonl",
+}
+"""Problem sets that come with the package, by the name that ``env.path`` takes."""
+
+SYSTEM_PROMPT = (
+    "Solve the problem. Think inside <reasoning> and </reasoning>, then give the final number inside <answer> and "
+    "</answer>."
+)
+REASONING_PATTERN = r"(?s)^\s*<reasoning>.+?</reasoning>"
+ANSWER_PATTERN = r"(?s)<answer>\s*[-+$]?[\d.,]+\s*</answer>\s*$"
+
+
+class GSM8K(Task):
+    """Grade-school problems; an answer earns ``correctness``, ``reasoning_format`` and ``answer_format``.
+
+    Args:
+        rows: ``question`` and ``answer``; the gold number is what follows ``####`` in the answer.
+        correctness: paid where the answer's last number equals the gold number (see :func:`extract_answer`).
+        reasoning_format: paid where ``reasoning_pattern`` is found in the answer.
+        answer_format: paid where ``answer_pattern`` is found in the answer.
+        reasoning_pattern: a regular expression.
+        answer_pattern: a regular expression.
+        system_prompt: the first message; None or an empty text leaves it out.
+        examples: ``question`` and ``answer`` of solved problems, shown as earlier turns.
+
+    Raises:
+        ValueError: a weight is not a finite number, a pattern is no regular expression, an example lacks a column, or a
+            row's answer has no number.
+    """
+
+    reward_parts = ("correctness", "reasoning_format", "answer_format")
+
+    def __init__(
+        self,
+        rows: Sequence[dict],
+        *,
+        correctness: float = 2.0,
+        reasoning_format: float = 0.5,
+        answer_format: float = 0.5,
+        reasoning_pattern: str = REASONING_PATTERN,
+        answer_pattern: str = ANSWER_PATTERN,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        examples: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        self._weights = {
+            "correctness": correctness, "reasoning_format": reasoning_format, "answer_format": answer_format,
+        }  # fmt: skip
+        for name, weight in self._weights.items():
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+                raise ValueError(f"env.reward.{name}={weight}; a weight is a finite number")
+        self._reasoning = _compiled("reasoning_pattern", reasoning_pattern)
+        self._answer = _compiled("answer_pattern", answer_pattern)
+        self._before: Messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        for index, example in enumerate(examples):
+            check_columns(example, f"env.examples[{index}]")
+            self._before += [
+                {"role": "user", "content": example["question"]},
+                {"role": "assistant", "content": example["answer"]},
+            ]
+        self.rows = rows
+        for index, row in enumerate(rows):
+            if extract_answer(row["answer"]) is None:
+                raise ValueError(f"the answer of row {index} has no number: {row['answer'][-80:]!r}; end it on #### N")
+
+    def prompt(self, row: dict) -> Messages:
+        """System prompt, examples, and the question."""
+        return [*self._before, {"role": "user", "content": row["question"]}]
+
+    def score(self, row: dict, response: str) -> Reward:
+        """Whether the last number is right, and the two formats.
+
+        >>> task = GSM8K([])
+        >>> task.score({"question": "3 + 4?", "answer": "#### 7"}, "<answer>7.00</answer>").parts
+        {'correctness': 2.0, 'reasoning_format': 0.0, 'answer_format': 0.5}
+        """
+        earned = {
+            # A gold number is always there, so an answer without one (None) is never equal to it.
+            "correctness": extract_answer(response) == extract_answer(row["answer"]),
+            "reasoning_format": self._reasoning.search(response) is not None,
+            "answer_format": self._answer.search(response) is not None,
+        }
+        return Reward({name: float(self._weights[name]) if earned[name] else 0.0 for name in self.reward_parts})
+
+    def gold(self, row: dict) -> str | None:
+        """The gold number."""
+        number = extract_answer(row["answer"])
+        return None if number is None else f"{number:f}"
+
+
+class GSM8KEnv(LLMEnv):
+    """GSM8K as a TorchRL environment.
+
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did
+    Natalia sell altogether in April and May?" An answer that thinks and answers in form, and is right, earns 3:
+
+    >>> row = {"question": "Natalia sold clips to 48 of her friends in April, [...]", "answer": "[...] #### 72"}
+    >>> answer = "<reasoning>In May 48 / 2 = 24, so 48 + 24 = 72.</reasoning><answer>72</answer>"
+    >>> reward = GSM8K([row]).score(row, answer)
+    >>> reward.total, reward.parts
+    (3.0, {'correctness': 2.0, 'reasoning_format': 0.5, 'answer_format': 0.5})
+
+    Args:
+        num_envs: prompts in flight.
+        repeats: answers to each, the group size G.
+        tokenizer: of the model that answers.
+        path: see :func:`load_rows`.
+        split: see :func:`load_rows`.
+        system_prompt: see :class:`GSM8K`.
+        examples: see :class:`GSM8K`.
+        reward: weights and patterns of :class:`GSM8K`, as in the config's ``env.reward``.
+        max_prompt_tokens: see :class:`LLMEnv`.
+        long_prompt: see :class:`LLMEnv`.
+        seed: see :class:`LLMEnv`.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        repeats: int,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        path: str | Path | None = None,
+        split: str = "train",
+        system_prompt: str | None = SYSTEM_PROMPT,
+        examples: Sequence[Mapping[str, str]] = (),
+        reward: Mapping | None = None,
+        max_prompt_tokens: int | None = None,
+        long_prompt: str = "error",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            GSM8K(load_rows(path, split), system_prompt=system_prompt, examples=examples, **(reward or {})),
+            tokenizer,
+            num_envs,
+            repeats,
+            max_prompt_tokens=max_prompt_tokens,
+            long_prompt=long_prompt,
+            seed=seed,
+        )
+
+
+def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict]:
+    """Problems with ``question`` and ``answer``.
+
+    Args:
+        path: a JSONL file, or a name of :data:`SHIPPED`; None takes ``openai/gsm8k`` from the hub (or its cache).
+        split: of the hub's data, ``train`` or ``test``; a file is one split.
+
+    Raises:
+        ValueError: there is no such file or split, the hub can't be reached, or a row lacks a column.
+
+    >>> load_rows("quickstart-test")[0]["answer"].splitlines()[-1]
+    '#### ...'
+    """
+    if path is None:
+        return _checked(_hub_rows(split), f"{HUB_NAME} {split}")
+    file = SHIPPED.get(str(path)) or Path(path).expanduser()
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            return _checked(_json_rows(lines, file), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"env.path={path} can't be read: {error}; give a JSONL file with {' and '.join(COLUMNS)}, "
+            f"or one of {', '.join(SHIPPED)}"
+        ) from error
+
+
+def check_columns(row: object, where: str) -> None:
+    """Raises ValueError unless ``row`` has its columns, as texts."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where} is no object with {' and '.join(COLUMNS)}, but {str(row)[:80]!r}")
+    for column in COLUMNS:
+        if column not in row:
+            raise ValueError(f"{where} has no {column}; its columns are {list(row)}; rename or add the column")
+        if not isinstance(row[column], str):
+            raise ValueError(f"{where}: {column} is {row[column]!r}; it must be a text")
+
+
+def _checked(rows: Iterable[tuple[str, dict]], source: str) -> list[dict]:
+    checked = []
+    for where, row in rows:
+        check_columns(row, where)
+        checked.append(dict(row))
+    if not checked:
+        raise ValueError(f"{source} has no rows")
+    return checked
+
+
+def _json_rows(lines: Iterable[str], file: Path) -> Iterator[tuple[str, dict]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            yield where, json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{where} is not JSON ({error}); each line is one object") from error
+
+
+def _hub_rows(split: str) -> Iterator[tuple[str, dict]]:
+    # Imported here: it takes a second, which a local file need not pay.
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+    from httpx import HTTPError
+
+    if split not in HUB_SPLITS:
+        raise ValueError(f"{HUB_NAME} has no split {split!r}; it has {' and '.join(HUB_SPLITS)}")
+    try:
+        data = load_dataset(HUB_NAME, "main", split=split)
+    except (ConnectionError, DatasetNotFoundError, HTTPError) as error:
+        raise ValueError(
+            f"{HUB_NAME} can't be had from the hub ({error}); with a copy of it, set env.path=FILE.jsonl "
+            "(and env.eval_path for the held-out rows)"
+        ) from error
+    for index, row in enumerate(data):
+        yield f"{HUB_NAME} {split}, row {index}", row
+
+
+def _compiled(name: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"env.reward.{name}={pattern!r} is no regular expression: {error}") from error

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from decimal import Decimal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrl.envs.utils import check_env_specs
+
+from grpo_rl import keys
+from grpo_rl.envs.gsm8k import GSM8K, GSM8KEnv, extract_answer, load_rows
+
+ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}
+IN_FORM = "<reasoning>50 - 8 is 42</reasoning>\n<answer>42</answer>"
+
+FORMATS = [
+    # thousands
+    ("1,234", "1234"), ("1,234,567", "1234567"), ("1,234.50", "1234.5"), ("109,200,000", "109200000"),
+    ("3, 4", "4"), ("1,2345", "2345"), ("12,34", "34"), ("1,234,56", "56"), ("1{,}234", "1234"), ("1\\,234", "1234"),
+    ("10,\\!000", "10000"), ("1\u202f234", "1234"), ("1\u00a0234\u00a0567", "1234567"), ("sets 1,234, 5", "5"),
+    # decimals
+    ("12.0", "12"), ("12.50", "12.5"), (".5", "0.5"), ("$.50", "0.5"), ("0.5.", "0.5"), ("007", "7"), ("...5", "5"),
+    ("end.5", "5"),
+    # the end of a sentence
+    ("It is 42.", "42"), ("42!", "42"), ("42,", "42"), ("1,234.", "1234"), ("(42)", "42"), ("42\n\n", "42"),
+    # currency, percent, units
+    ("$5", "5"), ("$ 5", "5"), ("5€", "5"), ("£3", "3"), ("€1,234.56", "1234.56"), ("USD 5", "5"), ("5 %", "5"),
+    ("50%", "50"), ("5kg", "5"), ("5 apples", "5"), ("25 cm^2", "25"), ("25\\text{ cm}^{2}", "25"), ("25 m²", "25"),
+    # markup
+    ("**42**", "42"), ("*42*", "42"), ("`42`", "42"), ("\\boxed{42}", "42"), ("$\\boxed{-42}$", "-42"),
+    ("$\\$5$", "5"), ("\\(42\\)", "42"), ("\\$1,000", "1000"), ("\\text{Answer: } 42", "42"),
+    # signs
+    ("-3", "-3"), ("−3", "-3"), ("–3", "-3"), ("-$3", "-3"), ("$-3", "-3"), ("-\\$3", "-3"), ("**-3**", "-3"),
+    ("(-3)", "-3"), ("= -3", "-3"), ("is -3.50", "-3.5"), ("-1,234", "-1234"), ("+3", "3"), ("-.5", "-0.5"),
+    ("Step 3\n-2", "-2"), ("-0", "0"), ("2 * -3", "-3"),
+    # a minus that is none
+    ("3-2", "2"), ("3 - 2", "2"), ("3 -2", "2"), ("3\u22122", "2"), ("$5-$3", "3"), ("5€-3€", "3"), ("5% -3", "3"),
+    ("(1+2)-3", "3"), ("(1+2) -3", "3"), ("day-2", "2"), ("COVID-19", "19"), ("- 3 apples", "3"), ("- $3", "3"),
+    ("so--3", "3"), ("10–12", "12"),
+    # fractions
+    ("1/2", "0.5"), ("-1/2", "-0.5"), ("6 / 4", "1.5"), ("1,000/4", "250"), ("\\frac{1}{2}", "0.5"),
+    ("-\\dfrac{3}{4}", "-0.75"), ("5/day", "5"), ("12/25/2024", "2024"), ("5/0", None), ("\\frac{5}{0}", None),
+    # powers
+    ("1.5e3", "1500"), ("2E+2", "200"), ("5e-1", "0.5"), ("5eggs", "5"), ("3e5f", "5"), ("2^10", "2"),
+    # other scripts
+    ("４２", "42"), ("１,２３４", "1234"), ("٤٢", "42"), ("答えは42です", "42"),
+    # which text is judged
+    ("1 <answer>2</answer> 3", "2"), ("<answer>1</answer> <answer>2</answer>", "2"), ("#### 1 <answer>2</answer>", "2"),
+    ("<answer>2</answer> #### 1", "2"), ("<answer>1</answer> <answer>2", "1"), ("<answer>7", "7"), ("7</answer>", "7"),
+    ("12 #### 42", "42"), ("#### 1\n#### 2", "2"), ("#### 42 apples", "42"), ("####42", "42"),
+    ("1 <answer>x</answer>", None), ("7 ####", None), ("7 + 5 = 12", "12"), ("48/2 = <<48/2=24>>24", "24"),
+    # none
+    ("", None), ("forty-two", None), ("-", None), ("$", None), (".", None), ("²", None), ("½", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), FORMATS)
+def test_the_last_number_is_read_whatever_its_format(text, expected):
+    assert extract_answer(text) == (None if expected is None else Decimal(expected))
+
+
+@given(
+    whole=st.integers(0, 10**12),
+    cents=st.sampled_from(["", ".0", ".00", ".5", ".50", ".25", ".125"]),
+    negative=st.booleans(),
+    grouped=st.booleans(),
+    minus=st.sampled_from(["-", "−", "-$", "$-", "-\\$"]),
+    plus=st.sampled_from(["", "$", "£", "€ ", "+", "\\$"]),
+    around=st.sampled_from(
+        ["{}", "It is {}.", "**{}**", "\\boxed{{{}}}", "Then 3 + 4 = 7, so {} apples", "#### {}",
+         "9 <answer> {} </answer> 8", "${}$", "{}%", "({})", "1, 2, {}\n", "total: {}€"]
+    ),
+)  # fmt: skip
+def test_a_number_written_in_any_way_is_the_same_number(whole, cents, negative, grouped, minus, plus, around):
+    number = (f"{whole:,}" if grouped else str(whole)) + cents
+    expected = Decimal(f"{whole}{cents}") * (-1 if negative else 1)
+    assert extract_answer(around.format((minus if negative else plus) + number)) == expected
+
+
+@given(st.text())
+def test_no_text_makes_it_fail(text):
+    number = extract_answer(text)
+    assert number is None or number.is_finite()
+
+
+@given(st.text(alphabet="0123456789.,-−$/^eE{}\\<>#answer ", max_size=60))
+def test_no_text_of_digits_and_signs_makes_it_fail(text):
+    number = extract_answer(text)
+    assert number is None or number.is_finite()
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["1", "1,", "1,234", "1,234,5", "-", "- ", "$", "1/", "1 / ", "\\frac{1", "^{", "<answer>", "</answer>", "#### ",
+     ".", "1e", "1.", "\\", " ", "{,}", "\u202f1", "<answer> 1"],
+)  # fmt: skip
+def test_a_megabyte_of_anything_takes_time_linear_in_it(piece):
+    text = piece * (1_000_000 // len(piece))
+    for hostile in (text, text + "5", "<answer>" + text, "-" + text + "x"):
+        start = time.process_time()
+        GSM8K([]).score(ROW, hostile)
+        assert time.process_time() - start < 5  # a quadratic scan takes hours
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_each_gold_solution_is_right_and_with_its_number_changed_wrong(real_data, split):
+    rows = load_rows(real_data / "gsm8k" / f"{split}.jsonl")
+    assert len(rows) == {"train": 7473, "test": 1319}[split]
+    task = GSM8K(rows)
+    for row in rows:
+        steps, _, gold = row["answer"].rpartition("#### ")
+        number = int(gold.replace(",", ""))  # every gold number is an integer, as int() itself confirms
+        for right in (str(number), f"{number:,}", f"{number}.00", f"${number}", f"**{number}**."):
+            assert task.score(row, steps + "#### " + right).parts["correctness"] == 2.0, (row, right)
+        assert task.score(row, row["answer"]).parts["correctness"] == 2.0, row
+        assert task.gold(row) == str(number)
+        changed_digit = str(number)[:-1] + str((int(str(number)[-1]) + 5) % 10)
+        wrong = [number + 1, number - 1, f"{number}1", f"{number}.5", f"{number + 1:,}", changed_digit, ""]
+        for text in wrong + ([-number] if number else []):
+            assert task.score(row, f"{steps}#### {text}").parts["correctness"] == 0.0, (row, text)
+
+
+def test_the_three_rewards_are_paid_apart():
+    task = GSM8K([ROW])
+    parts = task.score(ROW, IN_FORM).parts
+    assert parts == {"correctness": 2.0, "reasoning_format": 0.5, "answer_format": 0.5}
+    assert tuple(parts) == task.reward_parts
+    for response, expected in [
+        (IN_FORM.replace("<answer>42", "<answer>41"), (0.0, 0.5, 0.5)),
+        ("<answer>42</answer>", (2.0, 0.0, 0.5)),
+        ("<reasoning>50 - 8 is 42</reasoning> 42", (2.0, 0.5, 0.0)),
+        (IN_FORM + " I hope", (2.0, 0.5, 0.0)),
+        ("<answer>forty-two</answer>", (0.0, 0.0, 0.0)),
+        ("", (0.0, 0.0, 0.0)),
+    ]:
+        assert tuple(task.score(ROW, response).parts.values()) == expected, response
+
+
+def test_weights_and_patterns_come_from_the_config():
+    task = GSM8K([ROW], correctness=1, reasoning_format=0.0, answer_format=-1.5, answer_pattern=r"^\d+$")
+    assert task.score(ROW, "42").parts == {"correctness": 1.0, "reasoning_format": 0.0, "answer_format": -1.5}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"answer_pattern": "(["}, r"env\.reward\.answer_pattern='\(\[' is no regular expression"),
+        ({"reasoning_pattern": None}, r"env\.reward\.reasoning_pattern=None"),
+        ({"correctness": float("nan")}, r"env\.reward\.correctness=nan"),
+        ({"answer_format": "0.5"}, r"env\.reward\.answer_format=0\.5"),
+        ({"examples": [{"question": "1 + 1?"}]}, r"env\.examples\[0\] has no answer; its columns are \['question'\]"),
+        ({"rows": [ROW, {"question": "How many?", "answer": "none"}]}, "answer of row 1 has no number: 'none'"),
+    ],
+)
+def test_a_wrong_setting_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        GSM8K(**{"rows": [ROW], **options})
+
+
+def test_examples_are_earlier_turns():
+    task = GSM8K([ROW], system_prompt="Be brief.", examples=[{"question": "1 + 1?", "answer": "#### 2"}])
+    assert task.prompt(ROW) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "#### 2"},
+        {"role": "user", "content": "What is 50 - 8?"},
+    ]
+    assert GSM8K([ROW], system_prompt=None).prompt(ROW) == [{"role": "user", "content": "What is 50 - 8?"}]
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    def write(text: str):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_the_environment_scores_what_a_policy_samples(jsonl, tokenizer):
+    env = GSM8KEnv(2, 2, tokenizer, path=jsonl(json.dumps(ROW) + "\n\n" + json.dumps(ROW) + "\n"), system_prompt=None)
+    check_env_specs(env)
+
+    def policy(tensordict):
+        for row, text in zip(tensordict.unbind(0), [IN_FORM, "41", "42.", "<answer>42</answer>"], strict=True):
+            row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+        return tensordict
+
+    rollout = env.rollout(max_steps=1, policy=policy)
+    assert rollout[keys.REWARD].flatten().tolist() == [3.0, 0.0, 2.0, 2.5]
+    # Both rows ask the same question: what makes two groups of them is the id.
+    assert rollout[keys.GROUP_ID].flatten().unique().numel() == 2
+    assert env.query(0) == "What is 50 - 8?" and env.gold(0) == "42"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps(ROW) + '\n{"problem": "1 + 1?", "answer": "2"}', r"rows\.jsonl, line 2 has no question; its col"),
+        ('{"question": "1 + 1?"}', r"line 1 has no answer; its columns are \['question'\]"),
+        ('{"question": "1 + 1?", "answer": 2}', r"line 1: answer is 2; it must be a text"),
+        ("\n\n{oops", r"line 3 is not JSON"),
+        ('["question", "answer"]', r"line 1 is no object with question and answer"),
+        ("[" * 100_000, r"line 1 is not JSON"),
+        ("", r"rows\.jsonl has no rows"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line(jsonl, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_rows(jsonl(text))
+
+
+def test_a_file_that_cannot_be_read_is_named_with_what_to_give(tmp_path):
+    binary = tmp_path / "rows.parquet"
+    binary.write_bytes(b"PAR1\xff\xfe")
+    for path in ("missing.jsonl", tmp_path, binary):
+        with pytest.raises(ValueError, match=rf"env\.path={path} can't be read.*JSONL.*quickstart-train"):
+            load_rows(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(jsonl):
+    assert load_rows(jsonl("\ufeff" + json.dumps(ROW))) == [ROW]
+
+
+def test_an_unknown_split_is_named():
+    with pytest.raises(ValueError, match="no split 'validation'; it has train and test"):
+        load_rows(None, "validation")
+
+
+def test_a_hub_that_cannot_be_reached_says_to_use_a_file(tmp_path):
+    code = "from grpo_rl.envs.gsm8k import load_rows\ntry: load_rows()\nexcept ValueError as error: print(error)"
+    # In a process of its own: the libraries read these settings when they are imported.
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=120)
+    assert "openai/gsm8k can't be had from the hub" in result.stdout, result.stderr
+    assert "env.path=FILE.jsonl" in result.stdout

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torchrl.envs.utils import check_env_specs
+
+from grpo_rl import keys
+from grpo_rl.envs.base import LLMEnv, Messages, Reward, ScoreError, Task
+
+
+class Letters(Task):
+    """Row i asks for i letters; an answer earns 1 a letter, and 0.5 where it has the number asked for."""
+
+    reward_parts = ("letters", "exact")
+
+    def __init__(self, rows: int = 5) -> None:
+        self.rows = [{"count": i} for i in range(rows)]
+
+    def prompt(self, row: dict) -> Messages:
+        return [{"role": "user", "content": "x" * row["count"]}]
+
+    def score(self, row: dict, response: str) -> Reward:
+        return Reward({"letters": float(len(response)), "exact": 0.5 * (len(response) == row["count"])})
+
+
+class Broken(Letters):
+    def score(self, row: dict, response: str) -> Reward:
+        if row["count"] == 3:
+            raise KeyError("gold")
+        return super().score(row, response)
+
+
+class Counting:
+    """A tokenizer that counts the conversations it tokenises."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.conversations = tokenizer, 0
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __len__(self):
+        return len(self._tokenizer)
+
+    def apply_chat_template(self, messages, **options):
+        self.conversations += len(messages)
+        return self._tokenizer.apply_chat_template(messages, **options)
+
+
+def answering(tokenizer, texts: list[str]):
+    """A policy that gives each row of the batch its text and ends it."""
+
+    def policy(tensordict: TensorDictBase) -> TensorDictBase:
+        for row, text in zip(tensordict.unbind(0), texts, strict=True):
+            row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+        return tensordict
+
+    return policy
+
+
+def column(rollout: TensorDictBase, key) -> list:
+    return [row[key].flatten().tolist() for row in rollout[:, 0].unbind(0)]
+
+
+@pytest.mark.parametrize("break_when_any_done", [True, False])
+def test_it_keeps_torchrls_contract_with_prompts_of_different_lengths(tokenizer, break_when_any_done):
+    check_env_specs(LLMEnv(Letters(), tokenizer, 3, 2), seed=0)
+    check_env_specs(LLMEnv(Letters(), tokenizer, 3, 2), break_when_any_done=break_when_any_done)
+
+
+def test_a_rollout_asks_each_prompt_repeats_times_and_pays_every_answer(tokenizer):
+    env = LLMEnv(Letters(3), tokenizer, num_envs=2, repeats=2)
+    first, second = env.next_prompts()
+    env.set_seed(0)
+    rollout = env.rollout(max_steps=1, policy=answering(tokenizer, ["", "a", "aa", "aaa"]))
+
+    assert rollout.batch_size == (4, 1)
+    assert column(rollout, keys.ROW) == [[first.row], [first.row], [second.row], [second.row]]
+    assert column(rollout, keys.GROUP_ID) == [[2], [2], [3], [3]]
+    assert rollout[0, 0][keys.QUERY] == "x" * first.row
+    assert tokenizer.decode(rollout[2, 0][keys.TOKENS_PROMPT]) == f"user: {'x' * second.row}\nassistant:"
+    # The end token is sampled and trained on, but is no letter.
+    assert column(rollout, keys.TOKENS_RESPONSE)[1][1:] == [tokenizer.eos_token_id]
+    letters, exact = [0.0, 1.0, 2.0, 3.0], [0.5 * (n == row) for n, [row] in enumerate(column(rollout, keys.ROW))]
+    assert column(rollout, ("next", *keys.REWARD_PARTS, "letters")) == [[x] for x in letters]
+    assert column(rollout, ("next", *keys.REWARD_PARTS, "exact")) == [[x] for x in exact]
+    assert rollout[keys.REWARD].flatten().tolist() == [a + b for a, b in zip(letters, exact, strict=True)]
+    assert rollout["next", "done"].all() and rollout["next", "terminated"].all()
+
+
+def test_a_rollout_that_goes_on_after_done_takes_the_next_prompts(tokenizer):
+    env = LLMEnv(Letters(), tokenizer, num_envs=1, repeats=2)
+    policy = answering(tokenizer, ["a", "bb"])
+    rollout = env.rollout(max_steps=3, policy=policy, break_when_any_done=False)
+    assert rollout[keys.GROUP_ID].squeeze(-1).tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_the_plain_methods_and_the_rollout_give_the_same(tokenizer):
+    plain, batched = (LLMEnv(Letters(), tokenizer, 2, 2, seed=3) for _ in range(2))
+    texts = ["a", "bb", "ccc", ""]
+    rollout = batched.rollout(max_steps=1, policy=answering(tokenizer, texts))
+    prompts = plain.next_prompts()
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    rewards = plain.score(prompts[0].row, ids[:2]) + plain.score(prompts[1].row, ids[2:])
+    assert column(rollout, keys.TOKENS_PROMPT) == [p.ids.tolist() for p in prompts for _ in range(2)]
+    assert rollout[keys.REWARD].flatten().tolist() == [reward.total for reward in rewards]
+
+
+def test_a_prompt_is_tokenised_once_however_often_it_is_repeated(tokenizer):
+    counting = Counting(tokenizer)
+    LLMEnv(Letters(), counting, num_envs=3, repeats=16).reset()
+    assert counting.conversations == 3
+
+
+def test_every_row_comes_once_an_epoch_in_an_order_of_the_seed(tokenizer):
+    def rows(seed: int, epochs: int = 2) -> list[int]:
+        env = LLMEnv(Letters(40), tokenizer, num_envs=10, repeats=2, seed=seed)
+        return [prompt.row for _ in range(4 * epochs) for prompt in env.next_prompts()]
+
+    first = rows(0)
+    assert sorted(first[:40]) == sorted(first[40:]) == list(range(40))
+    assert first[:40] != first[40:]
+    assert rows(0) == first
+    # Seeds are apart in every epoch: seed 1 does not begin with seed 0's second epoch.
+    assert rows(1)[:40] not in (first[:40], first[40:])
+
+
+def test_more_prompts_than_rows_get_groups_of_their_own(tokenizer):
+    prompts = LLMEnv(Letters(2), tokenizer, num_envs=5, repeats=2).next_prompts()
+    assert [prompt.group_id for prompt in prompts] == [0, 1, 2, 3, 4]
+    assert sorted(prompt.row for prompt in prompts[:4]) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("used", [0, 1, 2, 7])
+def test_a_restored_environment_asks_the_same_next_prompts(tokenizer, used):
+    env = LLMEnv(Letters(5), tokenizer, num_envs=3, repeats=2, seed=7)
+    for _ in range(used):
+        env.next_prompts()
+    state = json.loads(json.dumps(env.state_dict()))
+    restored = LLMEnv(Letters(5), tokenizer, num_envs=3, repeats=2, seed=0)
+    restored.load_state_dict(state)
+    for _ in range(6):
+        for expected, prompt in zip(env.next_prompts(), restored.next_prompts(), strict=True):
+            assert (prompt.group_id, prompt.row, prompt.query) == (expected.group_id, expected.row, expected.query)
+            assert prompt.ids.tolist() == expected.ids.tolist()
+
+
+def test_a_position_in_other_data_is_refused(tokenizer):
+    state = LLMEnv(Letters(5), tokenizer, 2, 2).state_dict()
+    with pytest.raises(ValueError, match="5 rows, this one has 4"):
+        LLMEnv(Letters(4), tokenizer, 2, 2).load_state_dict(state)
+
+
+def test_a_failing_scorer_is_named_and_never_a_zero(tokenizer):
+    env = LLMEnv(Broken(), tokenizer, 2, 2)
+    with pytest.raises(ScoreError, match=r"Broken\.score failed on row 3: KeyError: 'gold'") as caught:
+        env.score(3, [[0]])
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(ScoreError, match="row 3"):
+        for _ in range(3):
+            env.rollout(max_steps=1, policy=answering(tokenizer, ["a"] * 4))
+
+
+@pytest.mark.parametrize("parts", [{"letters": 1.0}, {"letters": 1.0, "exact": float("nan")}])
+def test_a_reward_without_its_parts_or_that_is_not_finite_is_refused(tokenizer, parts):
+    task = Letters()
+    task.score = lambda row, response: Reward(parts)
+    with pytest.raises(ScoreError, match="on row 2"):
+        LLMEnv(task, tokenizer, 2, 2).score(2, [[0]])
+
+
+# A prompt is "user: " + i letters + "\nassistant:": 17 + i bytes, so rows 0 and 1 have 17 and 18 tokens.
+def test_a_long_prompt_is_refused_before_anything_else_and_named(tokenizer):
+    env = LLMEnv(Letters(5), tokenizer, 2, 2, max_prompt_tokens=19)
+    with pytest.raises(ValueError, match=r"row 3 has 20 tokens, 19 fit.*env\.long_prompt=skip"):
+        env.check_prompts()
+    LLMEnv(Letters(5), tokenizer, 2, 2, max_prompt_tokens=21).check_prompts()
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_long_prompts_are_skipped_and_counted_once(tokenizer, checked):
+    env = LLMEnv(Letters(5), tokenizer, 2, 2, max_prompt_tokens=19, long_prompt="skip")
+    if checked:
+        env.check_prompts()
+        assert env.skipped == 2
+    rows = [prompt.row for _ in range(6) for prompt in env.next_prompts()]
+    assert len(rows) == 12 and set(rows) == {0, 1, 2}
+    assert env.skipped == 2
+
+
+def test_checking_prompts_beforehand_does_not_change_which_come(tokenizer):
+    envs = [LLMEnv(Letters(9), tokenizer, 4, 2, max_prompt_tokens=21, long_prompt="skip") for _ in range(2)]
+    envs[1].check_prompts()
+    first, second = ([prompt.row for _ in range(5) for prompt in env.next_prompts()] for env in envs)
+    assert first == second
+
+
+@pytest.mark.parametrize("call", [LLMEnv.check_prompts, LLMEnv.next_prompts])
+def test_data_of_long_prompts_only_is_refused_not_searched_for_ever(tokenizer, call):
+    env = LLMEnv(Letters(3), tokenizer, 2, 2, max_prompt_tokens=5, long_prompt="skip")
+    with pytest.raises(ValueError, match="all 3 prompts are longer than 5 tokens"):
+        call(env)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeats": 1}, r"env\.repeats=1"),
+        ({"num_envs": 0}, r"env\.num_envs=0"),
+        ({"task": Letters(0)}, "Letters has no rows"),
+        ({"long_prompt": "drop"}, r"env\.long_prompt=drop; choose error or skip"),
+        ({"max_prompt_tokens": -8}, "-8 tokens are left for a prompt"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(tokenizer, options, message):
+    with pytest.raises(ValueError, match=message):
+        LLMEnv(**{"task": Letters(), "tokenizer": tokenizer, "num_envs": 2, "repeats": 2, **options})
+
+
+def test_a_task_of_several_turns_is_refused_not_cut_to_one(tokenizer):
+    class Talking(Letters):
+        def reply(self, row: dict, messages: Messages) -> Messages | None:
+            return [{"role": "user", "content": "go on"}]
+
+    with pytest.raises(ValueError, match="Talking.reply gives it several turns"):
+        LLMEnv(Talking(), tokenizer, 2, 2)
+
+
+def test_a_part_of_a_batch_cannot_be_reset_alone(tokenizer):
+    env = LLMEnv(Letters(), tokenizer, 1, 2)
+    reset = env.reset()
+    reset["_reset"] = torch.tensor([[True], [False]])
+    with pytest.raises(ValueError, match="begin together"):
+        env.reset(reset)
+
+
+def test_without_a_chat_template_a_prompt_is_its_contents(tokenizer):
+    tokenizer.chat_template = None
+    env = LLMEnv(Letters(4), tokenizer, 1, 2)
+    assert tokenizer.decode(env.encode({"count": 3})) == "xxx\n\n"
+
+
+def test_a_template_that_refuses_a_role_says_what_to_set(tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(ValueError, match=r"System role not supported.*env\.system_prompt=null"):
+        LLMEnv(Letters(), tokenizer, 1, 2).next_prompts()

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpo_rl.envs import quickstart
+from grpo_rl.envs.gsm8k import GSM8K, SHIPPED, load_rows
+
+EXPERIMENT = Path(__file__).parents[2] / "config" / "experiment" / "quickstart.yaml"
+EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
+
+
+@pytest.fixture(scope="module", params=["quickstart-train", "quickstart-test"])
+def rows(request) -> list[dict]:
+    return load_rows(request.param)
+
+
+def holds(left: int, operator: str, right: int, result: int) -> bool:
+    """Whether an equation is right, each operation checked by its inverse, not by the generator's own arithmetic."""
+    if operator == "+":
+        return result - right == left
+    if operator == "-":
+        return result + right == left and result > 0
+    if operator == "*":
+        return result % right == 0 and result // right == left
+    return result * right == left
+
+
+def test_the_shipped_files_are_what_the_generator_writes():
+    for path, content in quickstart.files().items():
+        assert path.read_bytes() == content.encode(), f"run python -m grpo_rl.envs.quickstart: {path.name} is stale"
+
+
+def test_there_are_500_training_and_200_held_out_problems_and_no_question_comes_twice():
+    train, test = load_rows("quickstart-train"), load_rows("quickstart-test")
+    assert (len(train), len(test)) == (500, 200)
+    assert len({row["question"] for row in train + test}) == 700
+
+
+def test_every_equation_holds_and_uses_the_questions_numbers_in_order(rows):
+    for row in rows:
+        *lines, last = row["answer"].split("\n")
+        numbers = [int(number) for number in re.findall(r"\d+", row["question"])]
+        value = numbers[0]
+        for line, number in zip(lines, numbers[1:], strict=True):
+            left, operator, right, result = EQUATION.fullmatch(line).groups()
+            assert (int(left), int(right)) == (value, number), row
+            assert holds(int(left), operator, int(right), int(result)), row
+            value = int(result)
+        assert last == f"#### {value}"
+
+
+def test_the_operation_is_the_one_that_the_words_ask_for(rows):
+    words = {"+": "more|together", "-": "gives away|loses|takes", "*": "in each (box|bag)", "/": "equally"}
+    for row in rows:
+        operators = [operator for _, operator, _, _ in EQUATION.findall(row["answer"])]
+        for operator, pattern in words.items():
+            assert bool(re.search(rf"\b({pattern})\b", row["question"])) == (operator in operators) or (
+                # "How many are in each box?" asks for a quotient.
+                operator == "*" and "/" in operators
+            ), row
+
+
+def test_about_15_percent_take_two_steps_and_every_wording_and_operation_occurs(rows):
+    steps = Counter(len(EQUATION.findall(row["answer"])) for row in rows)
+    assert set(steps) == {1, 2}
+    assert 0.10 < steps[2] / len(rows) < 0.20
+    wordings = {re.sub(r"\d+", "#", re.sub(r"\b[A-Z][a-z]+\b", "N", row["question"])) for row in rows}
+    for template in quickstart.ONE_STEP + quickstart.TWO_STEP:
+        pattern = re.escape(re.sub(r"\{\d\}", "#", template.wording).replace("{n}", "N").replace("{m}", "N"))
+        pattern = pattern.replace("There", "N").replace("How", "N").replace(re.escape("{t}"), "[a-z]+")
+        assert any(re.fullmatch(pattern, wording) for wording in wordings), template.wording
+    assert len(quickstart.ONE_STEP) >= 8
+    assert {operator for row in rows for _, operator, _, _ in EQUATION.findall(row["answer"])} == set("+-*/")
+
+
+def test_the_configs_worked_example_is_no_problem_of_either_set():
+    config = OmegaConf.load(EXPERIMENT)
+    examples = {example["question"] for example in config.env.examples}
+    assert examples and not examples & {row["question"] for name in SHIPPED for row in load_rows(name)}
+
+
+def test_a_gold_solution_earns_everything_in_the_quickstarts_config(rows):
+    config = OmegaConf.load(EXPERIMENT)
+    task = GSM8K(rows, examples=config.env.examples, system_prompt=None, **config.env.reward)
+    for row in rows:
+        assert task.score(row, row["answer"]).parts == {
+            "correctness": 2.0, "reasoning_format": 0.5, "answer_format": 0.5
+        }  # fmt: skip
+        assert task.score(row, row["answer"].split("\n")[-1]).total == 2.5  # right, in form, without its steps
+
+
+def test_problems_are_short():
+    assert max(len(json.loads(line)["question"]) for path in SHIPPED.values() for line in path.open()) < 120
+
+
+def test_another_seed_gives_other_problems():
+    assert quickstart.problems(20, seed=1) != quickstart.problems(20, seed=0)

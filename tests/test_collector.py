@@ -1,0 +1,98 @@
+"""The collector makes complete groups out of prompts, answers and rewards, and loses nothing on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from grpo_rl import keys
+from grpo_rl.collectors.sync import EnginePolicy, SyncCollector
+from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.envs.base import LLMEnv, Reward, Task
+from grpo_rl.rollout import Group
+from grpo_rl.testing import save_tiny_model
+
+
+class CountA(Task):
+    """Pays one for each "a" in the answer."""
+
+    rows = [{"q": "one"}, {"q": "two"}, {"q": "three"}]
+    reward_parts = ("a",)
+
+    def prompt(self, row):
+        return [{"role": "user", "content": row["q"]}]
+
+    def score(self, row, response):
+        return Reward({"a": float(response.count("a"))})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def env(tokenizer):
+    return LLMEnv(CountA(), tokenizer, num_envs=2, repeats=3)
+
+
+@pytest.fixture
+def engine(tokenizer):
+    # Answer g is "a" g times.
+    return ScriptedEngine(lambda prompt, g: tokenizer("a" * g)["input_ids"])
+
+
+def test_groups_carry_prompt_answers_rewards_and_versions(env, engine, tokenizer):
+    engine.version = 4
+    groups = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=6).collect()
+    assert [g.group_id for g in groups] == [0, 1] and all(isinstance(g, Group) for g in groups)
+    for group in groups:
+        assert tokenizer.decode(group.prompt_ids) == f"{CountA.rows[group.row]['q']}<end>>"
+        assert group.rewards.tolist() == group.reward_parts["a"].tolist() == [0.0, 1.0, 2.0]
+        assert group.lengths.tolist() == [0, 1, 2] and group.versions.tolist() == [4, 4, 4]
+        assert group.trainable.all() and not group.truncated.any()
+
+
+def test_an_answer_at_the_length_limit_is_marked_truncated(env, engine):
+    (group, _) = SyncCollector(env, engine, Sampling(max_new_tokens=1), total_dialog_turns=6).collect()
+    assert group.truncated.tolist() == [False, False, True] and group.lengths.tolist() == [0, 1, 1]
+
+
+def test_it_iterates_until_all_answers_are_sampled(env, engine):
+    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=18)
+    assert [[g.group_id for g in groups] for groups in collector] == [[0, 1], [2, 3], [4, 5]]
+    assert collector.collected == 18 and list(collector) == []
+
+
+def test_a_resumed_collector_samples_what_is_left(env, engine):
+    assert len(list(SyncCollector(env, engine, Sampling(max_new_tokens=5), 18, collected=12))) == 1
+
+
+def test_rollout_with_an_engine_as_policy_gives_the_same_rewards(env, engine):
+    rollout = env.rollout(max_steps=1, policy=EnginePolicy(engine, Sampling(max_new_tokens=5)))
+    assert rollout[keys.REWARD].flatten().tolist() == [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]
+    assert rollout[keys.GROUP_ID].flatten().tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_group_is_sampled_in_one_call_so_that_its_prompt_is_computed_once(env, engine):
+    calls = []
+    generate = engine.generate
+    engine.generate = lambda prompts, n, sampling: calls.append((len(prompts), n)) or generate(prompts, n, sampling)
+    env.rollout(max_steps=1, policy=EnginePolicy(engine, Sampling(max_new_tokens=5)))
+    assert calls == [(2, 3)]
+
+
+def test_log_probs_stay_with_their_tokens(env, tokenizer):
+    class Counting(ScriptedEngine):
+        def generate(self, prompts, n, sampling):
+            samples = super().generate(prompts, n, sampling)
+            for sample in samples:
+                sample.log_probs.copy_(-torch.arange(len(sample.log_probs)))
+            return samples
+
+    engine = Counting(lambda prompt, g: tokenizer("a" * g)["input_ids"])
+    group = SyncCollector(env, engine, Sampling(max_new_tokens=5), 6).collect()[0]
+    td = group.to_tensordict()
+    assert td[2][keys.LOG_PROBS_FULL][-2:].tolist() == [-1.0, -2.0]

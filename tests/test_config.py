@@ -1,0 +1,87 @@
+"""Config: keys that nothing reads don't exist, unknown keys are refused, wrong numbers are told before anything starts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from grpo_rl.config import FOLDER, check, check_keys, check_overrides, known_keys
+
+ROOT = Path(__file__).parent.parent
+
+
+def config(*overrides):
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        return compose("grpo_gsm8k", overrides=list(overrides))
+
+
+def test_the_default_and_every_experiment_pass_the_checks():
+    check(config())
+    for path in (FOLDER / "experiment").glob("*.yaml"):
+        check(config(f"+experiment={path.stem}"))
+
+
+def test_every_key_is_read_by_code():
+    """By name: each leaf must appear as an attribute of a config section, or in a section that is passed on whole."""
+    sources = [*ROOT.glob("grpo_rl/**/*.py"), *ROOT.glob("envs/**/*.py"), ROOT / "sota" / "grpo.py"]
+    text = "\n".join(path.read_text() for path in sources)
+    whole = {"optimizer", "env.reward"}  # given to a callee by keyword, which refuses what it does not know
+    for section in whole:
+        assert re.search(rf"\*\*\s*cfg\.{section}\b|=cfg\.{section}\b", text), section
+    unread = [
+        key
+        for key in known_keys()
+        if not any(key.startswith(section + ".") for section in whole)
+        and not re.search(rf"\.{key.rsplit('.', 1)[-1]}\b|[\"']{key.rsplit('.', 1)[-1]}[\"']", text)
+    ]
+    assert unread == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lrr=1", r"unknown config key optimizer\.lrr; did you mean optimizer\.lr\?"),
+        ("+train.lr=1", r"unknown config key train\.lr; did you mean optimizer\.lr\?"),
+        ("env.num_env=4", r"did you mean env\.num_envs\?"),
+        ("zzz=1", r"--cfg job"),
+    ],
+)
+def test_an_unknown_override_is_refused_with_the_nearest_name(override, message):
+    with pytest.raises(ValueError, match=message):
+        check_overrides([override])
+
+
+def test_groups_hydras_own_keys_and_sections_are_let_through():
+    check_overrides(["loss=grpo", "+experiment=quickstart", "hydra.run.dir=x", "env.repeats=4", "--multirun", "~env.path"])
+    check_keys(["env", "env.reward"])
+
+
+def test_an_unknown_key_from_a_file_is_refused_too():
+    cfg = config()
+    OmegaConf.set_struct(cfg, False)
+    cfg.train.gradient_clip = 1
+    with pytest.raises(ValueError, match=r"train\.gradient_clip"):
+        check(cfg)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["env.repeats=1"], "env.repeats is 1"),
+        (["env.repeats=8", "train.optim_batch_size=20"], "not a multiple of env.repeats=8.*use 16 or 24"),
+        (["env.num_envs=3", "train.optim_batch_size=16"], "3 x 8 = 24 answers"),
+        (["train.total_dialog_turns=8"], "less than one collection of 32"),
+        (["inference_model.max_model_len=256"], "leaves no room"),
+        (["inference_model.engine=vlm"], "did you mean vllm"),
+        (["env.dataset=gsm9k"], "did you mean gsm8k"),
+        (["train_model.dtype=float16"], "float16"),
+        (["evaluate.rows=1"], "evaluate.rows is 1"),
+    ],
+)
+def test_wrong_numbers_are_told_with_the_remedy(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        check(config(*overrides))

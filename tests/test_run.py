@@ -1,0 +1,207 @@
+"""The main script itself, on CPU with a tiny model: what it writes, how it resumes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_rl.checkpoint import checkpoints, load
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.testing import save_tiny_model
+
+SCRIPT = Path(__file__).parent.parent / "sota" / "grpo.py"
+CLOCK = ("time/", "throughput/", "memory/", "limit_")
+"""Metrics that depend on the machine's mood."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Overrides for a run of a few seconds: six questions, a random model that is paid for digits."""
+    folder = tmp_path_factory.mktemp("tiny")
+    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"model.name={save_tiny_model(folder / 'model')}",
+        f"env.path={folder / 'train.jsonl'}",
+        f"env.eval_path={folder / 'train.jsonl'}",
+        "env.system_prompt=null",
+        "env.num_envs=4",
+        "env.repeats=4",
+        "env.reward.reasoning_pattern='[0-9]'",  # a random model meets this one now and then
+        "train.optim_batch_size=8",
+        "train.total_dialog_turns=64",
+        "train.checkpoint_frequency=1",
+        "train.keep_checkpoints=0",
+        "train.micro_batch_tokens=64",
+        "inference_model.engine=transformers",
+        "inference_model.max_model_len=64",
+        "sampling.max_new_tokens=8",
+        "optimizer.lr=1e-2",
+        "evaluate.rows=4",
+    ]
+
+
+def run(overrides, folder, monkeypatch):
+    """Runs the script in this process; its folder."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={folder}"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    return folder
+
+
+def comparable(folder):
+    rows = read_metrics(folder)
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        return run(tiny, tmp_path_factory.mktemp("whole") / "run", patch)
+
+
+def test_a_run_leaves_all_its_files(finished):
+    metrics = read_metrics(finished)
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4, 4]  # before, four steps, after
+    assert {"reward/mean", "reward/correctness", "grad_norm", "entropy", "kl/sampler", "mismatch/mean", "ess", "lr",
+            "loss/total", "clip/low_fraction", "staleness/max", "time/sample_s", "time/train_s", "time/sync_s",
+            "throughput/sample_tokens_per_s", "response/truncated_fraction", "memory/peak_gib"} <= set(metrics[1])
+    summary = json.loads((finished / "summary.json").read_text())
+    assert {"eval_before", "eval_after", "eval_gain", "eval_gain_ci95", "steps", "seconds"} <= set(summary)
+    assert summary["steps"] == 4
+    assert len(pd.read_parquet(finished / "completions.parquet")) == 64
+    assert (finished / "report.html").stat().st_size > 10_000
+    assert (finished / ".hydra" / "config.yaml").exists()
+    assert len(checkpoints(finished / "checkpoints")) == 4
+
+
+def test_the_exported_model_loads_in_transformers_and_has_moved(finished, tiny):
+    trained = AutoModelForCausalLM.from_pretrained(finished / "model")
+    start = AutoModelForCausalLM.from_pretrained(tiny[0].split("=")[1])
+    assert AutoTokenizer.from_pretrained(finished / "model").chat_template
+    moved = [not torch.equal(a, b) for a, b in zip(trained.parameters(), start.parameters(), strict=True)]
+    assert all(moved)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, tmp_path, monkeypatch, step):
+    import shutil
+
+    cut = tmp_path / "cut"
+    shutil.copytree(finished, cut)
+    for later in checkpoints(cut / "checkpoints")[step:]:
+        later.unlink()
+    torch.manual_seed(12345)  # whatever happened since
+    run([*tiny, f"resume={cut}"], tmp_path / "unused", monkeypatch)
+    assert comparable(cut) == comparable(finished)
+    ours, theirs = (load(checkpoints(f / "checkpoints")[-1])["optimizer"]["masters"] for f in (cut, finished))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    columns = ["step", "completion", "reward", "advantage"]
+    a, b = (pd.read_parquet(f / "completions.parquet")[columns] for f in (cut, finished))
+    pd.testing.assert_frame_equal(a, b)
+
+
+def test_a_checkpoint_of_another_config_is_refused(finished, tiny, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match=r"optimizer\.lr: 0\.01 in the checkpoint, 0\.5 here"):
+        run([*tiny, "optimizer.lr=0.5", f"resume={finished}"], tmp_path, monkeypatch)
+
+
+def test_epochs_kl_entropy_and_accumulation_all_run(tiny, tmp_path, monkeypatch):
+    folder = run(
+        [*tiny, "train.epochs=2", "policy.kl_coef=0.1", "policy.entropy_coef=0.01", "evaluate.rows=0",
+         "train.gradient_accumulation_steps=2", "loss.aggregate=token_mean", "loss.advantage=leave_one_out",
+         "train.total_dialog_turns=32", "train_model.gradient_checkpointing=true", "optimizer.schedule=cosine"],
+        tmp_path / "run", monkeypatch,
+    )  # fmt: skip
+    first, second = read_metrics(folder)
+    assert first["kl/sampler"] > 0 and second["kl/ref"] > 0 and second["loss/kl"] > 0 and second["loss/entropy"] < 0
+
+
+def test_a_sweep_runs_every_job_in_one_process(tiny, tmp_path, monkeypatch):
+    overrides = [*tiny, "train.total_dialog_turns=16", "evaluate.rows=0", "optimizer.lr=1e-3,1e-4"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--multirun", *overrides, f"hydra.sweep.dir={tmp_path}"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert [read_metrics(tmp_path / job)[-1]["lr"] for job in "01"] == [1e-3 / 2, 1e-4 / 2]  # second of 4 warm-up steps
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.name=/no/such/model", "unknown model"),
+        ("env.path=/no/such/file.jsonl", "no/such/file"),
+        ("env.repeats=1", "env.repeats is 1"),
+        ("train.optim_batch_size=10", "not a multiple of env.repeats=4"),
+        ("inference_model.max_model_len=9", "the prompt of row"),
+        ("train_model.num_devices=99", "99"),
+        ("optimizer.name=adam", "optimizer.name is 'adam'"),
+        ("resume=/no/such/run", "no checkpoint there"),
+        ("sampling.temperature=0", "temperature"),
+    ],
+)
+def test_bad_input_is_told_in_one_line_before_a_model_is_loaded(tiny, tmp_path, monkeypatch, override, message):
+    def no_model(*_, **__):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
+    with pytest.raises(SystemExit, match=message):
+        run([*tiny, override], tmp_path / "run", monkeypatch)
+
+
+def test_rows_without_their_columns_are_refused(tiny, tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1?", "answer": "#### 1"}\n{"prompt": "2?"}\n')
+    with pytest.raises(SystemExit, match="question"):
+        run([*tiny, f"env.path={path}"], tmp_path / "run", monkeypatch)
+
+
+def test_a_folder_that_cannot_be_written_and_a_full_disk_are_refused(tiny, finished, tmp_path, monkeypatch):
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
+    with pytest.raises(SystemExit, match="GiB free"):
+        run(tiny, tmp_path / "run", monkeypatch)
+
+
+def started(overrides, folder):
+    command = [sys.executable, str(SCRIPT), *overrides, f"hydra.run.dir={folder}"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_step(child, folder, step):
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() or not any(r["step"] >= step for r in read_metrics(folder)):
+        assert child.poll() is None and time.monotonic() < deadline, child.communicate()[0]
+        time.sleep(0.02)
+
+
+def test_ctrl_c_once_finishes_the_step_checkpoints_and_says_how_to_go_on(tiny, tmp_path):
+    folder = tmp_path / "run"
+    child = started([*tiny, "train.total_dialog_turns=100000", "train.checkpoint_frequency=0"], folder)
+    wait_for_step(child, folder, 2)
+    os.kill(child.pid, signal.SIGINT)
+    output, _ = child.communicate(timeout=60)
+    (saved,) = checkpoints(folder / "checkpoints")
+    assert load(saved)["step"] == read_metrics(folder)[-1]["step"]
+    assert f"resume={folder}" in output and "Traceback" not in output
+
+
+def test_ctrl_c_twice_stops_now(tiny, tmp_path):
+    folder = tmp_path / "run"
+    child = started([*tiny, "train.total_dialog_turns=100000", "sampling.max_new_tokens=40", "env.num_envs=64",
+                     "train.optim_batch_size=256", "train.checkpoint_frequency=0"], folder)
+    wait_for_step(child, folder, 1)
+    os.kill(child.pid, signal.SIGINT)
+    time.sleep(0.1)
+    os.kill(child.pid, signal.SIGINT)
+    child.communicate(timeout=20)
+    assert child.returncode != 0 and not checkpoints(folder / "checkpoints")
