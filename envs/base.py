@@ -27,6 +27,7 @@ Messages = list[dict[str, str]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates take them."""
 
 _CHECK_BATCH = 1024
+_OBSERVATION = (keys.QUERY, keys.TOKENS_PROMPT, keys.GROUP_ID, keys.ROW)
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ class LLMEnv(EnvBase):
                 "resume with the same data"
             )
         self._start_epoch(state["seed"], state["epoch"])
-        self._cursor, _ = state["cursor"], 0
+        self._cursor, self._next_group_id = state["cursor"], state["next_group_id"]
 
     def _start_epoch(self, seed: int, epoch: int) -> None:
         self._seed, self._epoch, self._cursor = seed, epoch, 0
@@ -361,10 +362,9 @@ class LLMEnv(EnvBase):
         for row, group in groupby(answers, key=lambda answer: int(answer[keys.ROW])):
             rewards += self.score(row, [answer[keys.TOKENS_RESPONSE] for answer in group])
         done = torch.ones(1, dtype=torch.bool)
-        observation = list(self.observation_spec.keys(True, True))
         rows = []
         for answer, reward in zip(answers, rewards, strict=True):
-            row = answer.select(*observation)
+            row = answer.select(*_OBSERVATION)
             row[keys.REWARD[-1]] = torch.tensor([reward.total])
             for name in self.task.reward_parts:
                 row[keys.REWARD_PARTS + (name,)] = torch.tensor([reward.parts[name]])

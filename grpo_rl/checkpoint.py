@@ -12,7 +12,14 @@ import numpy as np
 import torch
 
 PATTERN = "checkpoint_{step:06d}.pt"
-MAY_DIFFER = ("resume", "logger", "evaluate", "train.checkpoint_frequency", "train.keep_checkpoints", "train.max_bad_steps")
+MAY_DIFFER = (
+    "resume",
+    "logger",
+    "evaluate",
+    "train.checkpoint_frequency",
+    "train.keep_checkpoints",
+    "train.max_bad_steps",
+)
 """Config keys that a resumed run may change: none of them touches what is computed."""
 
 

@@ -158,6 +158,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     0.9
     """
     if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
-        raise ValueError(f"pass@{k} of {num_samples} answers with {num_correct} correct: "
-                         "needs 0 <= correct <= answers and 1 <= k <= answers")
+        raise ValueError(
+            f"pass@{k} of {num_samples} answers with {num_correct} correct: "
+            "needs 0 <= correct <= answers and 1 <= k <= answers"
+        )
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

@@ -30,7 +30,7 @@ class StepResult:
 
 
 def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str) -> float:
-    """Factor on the learning rate at ``step`` (from 0): linear warm-up, then constant, or decay to 0 at ``total_steps``.
+    """Factor on the learning rate at ``step`` (from 0): linear warm-up, then constant or decay to 0 at ``total_steps``.
 
     >>> [lr_factor(s, 2, 6, "linear") for s in (0, 1, 2, 4)]
     [0.5, 1.0, 1.0, 0.5]
@@ -135,7 +135,11 @@ class PolicyOptimizer:
                 param.copy_(master)
 
     def _diagnosis(self, norm: float) -> str:
-        bad = [n for n, p in zip(self._names, self._masters, strict=True) if p.grad is not None and not p.grad.isfinite().all()]
+        bad = [
+            n
+            for n, p in zip(self._names, self._masters, strict=True)
+            if p.grad is not None and not p.grad.isfinite().all()
+        ]
         broken = [n for n, p in zip(self._names, self._masters, strict=True) if not p.isfinite().all()]
         return (
             f"the gradient was not finite (norm {norm}) in {self._bad_in_a_row} steps in a row; first seen in "
@@ -185,7 +189,9 @@ def check_optimizer(name: str, lr: float, schedule: str, clip_grad_norm: float) 
     if schedule not in ("constant", "linear", "cosine"):
         raise ValueError(f"optimizer.schedule is {schedule!r}; it can be constant, linear or cosine")
     if not lr >= 0 or not clip_grad_norm > 0:
-        raise ValueError(f"optimizer.lr is {lr} and clip_grad_norm {clip_grad_norm}; need lr >= 0 and clip_grad_norm > 0")
+        raise ValueError(
+            f"optimizer.lr is {lr} and clip_grad_norm {clip_grad_norm}; need lr >= 0 and clip_grad_norm > 0"
+        )
 
 
 def _move_grad_to(master: Tensor):

@@ -155,9 +155,9 @@ class Group:
             trainable=torch.cat([row[keys.ASSISTANT_MASK][prompt:] for row in rows]),
             offsets=lengths.cumsum(0),
             rewards=torch.stack([row[keys.REWARD].reshape(()) for row in rows]),
-            reward_parts={} if parts is None else {
-                name: torch.stack([row[keys.REWARD_PARTS + (name,)] for row in rows]) for name in parts.keys()
-            },
+            reward_parts={}
+            if parts is None
+            else {name: torch.stack([row[keys.REWARD_PARTS + (name,)] for row in rows]) for name in parts.keys()},
             truncated=torch.cat([row[keys.TRUNCATED] for row in rows]) if has_truncated else None,
             advantages=torch.stack([row[keys.ADVANTAGE][0, 0] for row in rows]) if has_advantage else None,
         )

@@ -19,12 +19,14 @@ def config(train=None, ref=None, inference=None, kl_coef=0.0, tp=None):
         by_list = isinstance(asked, list)
         return {"num_devices": None if by_list else asked, "devices": asked if by_list else None}
 
-    return OmegaConf.create({
-        "train_model": section(train),
-        "ref_model": section(ref),
-        "inference_model": section(inference) | {"tensor_parallel_size": tp},
-        "policy": {"kl_coef": kl_coef},
-    })
+    return OmegaConf.create(
+        {
+            "train_model": section(train),
+            "ref_model": section(ref),
+            "inference_model": section(inference) | {"tensor_parallel_size": tp},
+            "policy": {"kl_coef": kl_coef},
+        }
+    )
 
 
 def indices(group):

@@ -51,8 +51,13 @@ def test_every_row_is_answered_once_and_judged_in_its_place():
 
 def test_metrics_are_means_over_rows():
     metrics = run([(1, "2"), (2, "5")]).metrics()
-    assert metrics == {"eval/reward": 1.5, "eval/correct": 1.0, "eval/format": 0.5, "eval/mean_length": 1.0,
-                       "eval/truncated_fraction": 0.0}
+    assert metrics == {
+        "eval/reward": 1.5,
+        "eval/correct": 1.0,
+        "eval/format": 0.5,
+        "eval/mean_length": 1.0,
+        "eval/truncated_fraction": 0.0,
+    }
 
 
 def test_no_rows_is_an_error():
@@ -108,8 +113,9 @@ def test_an_undefined_bca_interval_falls_back_to_percentiles(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "before, after, message", [([1.0], [2.0], "at least 2"), ([1.0, 2.0], [1.0], "same rows"),
-                               ([0.0, 1.0], [float("nan"), 1.0], "1 of 2")])
+    "before, after, message",
+    [([1.0], [2.0], "at least 2"), ([1.0, 2.0], [1.0], "same rows"), ([0.0, 1.0], [float("nan"), 1.0], "1 of 2")],
+)
 def test_what_gives_no_interval_is_refused(before, after, message):
     with pytest.raises(ValueError, match=message):
         paired_gain(before, after)

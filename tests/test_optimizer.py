@@ -97,7 +97,11 @@ def test_a_restored_optimizer_goes_on_bit_for_bit():
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]), ("cosine", [0.5, 1, 1, 0.853553, 0.5, 0.146447])],
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1, 1, 0.853553, 0.5, 0.146447]),
+    ],
 )
 def test_schedules(schedule, expected):
     assert [lr_factor(step, 2, 6, schedule) for step in range(6)] == pytest.approx(expected, abs=1e-6)

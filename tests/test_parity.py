@@ -110,9 +110,7 @@ def trl(batch: Batch, clip_low, clip_high, kl_coef, aggregate):
     log_prob = batch.log_prob.clone().requires_grad_()
     ids = torch.zeros(len(batch.lengths), int(batch.lengths.max()), dtype=torch.long)
     trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (
-            batch.padded(log_prob), batch.padded(batch.entropy), None
-        ),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (batch.padded(log_prob), batch.padded(batch.entropy), None),
         accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1),
         args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
         model=SimpleNamespace(training=True),
@@ -157,8 +155,12 @@ def verl(batch: Batch, clip_low, clip_high, kl_coef, aggregate, entropy_coef=0.0
     mode = {"sequence_mean": "seq-mean-token-mean", "token_mean": "token-mean"}[aggregate]
     counts = {"dp_size": 1, "global_batch_size": len(batch.lengths), "batch_num_tokens": int(batch.trainable.sum())}
     config = ActorConfig(
-        strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, global_batch_info=counts,
-        clip_ratio_low=clip_low, clip_ratio_high=clip_high,
+        strategy="fsdp",
+        rollout_n=1,
+        use_dynamic_bsz=True,
+        global_batch_info=counts,
+        clip_ratio_low=clip_low,
+        clip_ratio_high=clip_high,
     )
     flat = batch.log_prob.clone().requires_grad_()
     log_prob, mask = batch.padded(flat), batch.padded(batch.trainable.to(flat.dtype))
@@ -259,7 +261,10 @@ def test_clip_fractions_kl_and_entropy_equal_trls_metrics():
         _, _, metrics = trl(batch, **settings)
         assert sums["tokens"] == int(batch.trainable.sum())
         for name, theirs in {
-            "clip_low": "clip_ratio/low_mean", "clip_high": "clip_ratio/high_mean", "kl_ref": "kl", "entropy": "entropy"
+            "clip_low": "clip_ratio/low_mean",
+            "clip_high": "clip_ratio/high_mean",
+            "kl_ref": "kl",
+            "entropy": "entropy",
         }.items():
             # TRL counts in fp32.
             assert sums[name] / sums["tokens"] == pytest.approx(metrics[theirs], rel=1e-6), name

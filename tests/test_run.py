@@ -73,9 +73,25 @@ def finished(tiny, tmp_path_factory):
 def test_a_run_leaves_all_its_files(finished):
     metrics = read_metrics(finished)
     assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4, 4]  # before, four steps, after
-    assert {"reward/mean", "reward/correctness", "grad_norm", "entropy", "kl/sampler", "mismatch/mean", "ess", "lr",
-            "loss/total", "clip/low_fraction", "staleness/max", "time/sample_s", "time/train_s", "time/sync_s",
-            "throughput/sample_tokens_per_s", "response/truncated_fraction", "memory/peak_gib"} <= set(metrics[1])
+    assert {
+        "reward/mean",
+        "reward/correctness",
+        "grad_norm",
+        "entropy",
+        "kl/sampler",
+        "mismatch/mean",
+        "ess",
+        "lr",
+        "loss/total",
+        "clip/low_fraction",
+        "staleness/max",
+        "time/sample_s",
+        "time/train_s",
+        "time/sync_s",
+        "throughput/sample_tokens_per_s",
+        "response/truncated_fraction",
+        "memory/peak_gib",
+    } <= set(metrics[1])
     summary = json.loads((finished / "summary.json").read_text())
     assert {"eval_before", "eval_after", "eval_gain", "eval_gain_ci95", "steps", "seconds"} <= set(summary)
     assert summary["steps"] == 4
@@ -197,8 +213,17 @@ def test_ctrl_c_once_finishes_the_step_checkpoints_and_says_how_to_go_on(tiny, t
 
 def test_ctrl_c_twice_stops_now(tiny, tmp_path):
     folder = tmp_path / "run"
-    child = started([*tiny, "train.total_dialog_turns=100000", "sampling.max_new_tokens=40", "env.num_envs=64",
-                     "train.optim_batch_size=256", "train.checkpoint_frequency=0"], folder)
+    child = started(
+        [
+            *tiny,
+            "train.total_dialog_turns=100000",
+            "sampling.max_new_tokens=40",
+            "env.num_envs=64",
+            "train.optim_batch_size=256",
+            "train.checkpoint_frequency=0",
+        ],
+        folder,
+    )
     wait_for_step(child, folder, 1)
     os.kill(child.pid, signal.SIGINT)
     time.sleep(0.1)

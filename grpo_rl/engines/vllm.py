@@ -6,7 +6,9 @@ The only file that imports vllm. Checked with vLLM 0.32.
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +23,11 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+# vLLM's own use of torch, nothing a user could change.
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -75,6 +82,7 @@ class VLLMEngine:
             enforce_eager=enforce_eager,
             max_num_seqs=max_num_seqs,
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             worker_extension_cls=f"{__name__}.{WeightReceiver.__name__}",
             **({"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True} if on_gpu else {}),
         )

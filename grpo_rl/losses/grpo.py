@@ -22,7 +22,7 @@ METRIC_SUMS = ("tokens", "clip_low", "clip_high", "kl_sampler", "kl_ref", "entro
 
 
 class GRPOLoss(LossModule):
-    r"""$\sum_t w_t \left[-\min(r_t A, \mathrm{clip}(r_t) A) + \beta\, \mathrm{KL}_t - \gamma H_t\right]$ of flat tokens.
+    r"""$\sum_t w_t \left[-\min(r_t A, \mathrm{clip}(r_t) A) + \beta\, \mathrm{KL}_t - \gamma H_t\right]$ of tokens.
 
     Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3 and 4. The weights ``w`` come from
     `grpo_rl.losses.aggregate.token_weights`, which counts over the whole optimizer step: losses of micro-batches add
@@ -99,7 +99,8 @@ class GRPOLoss(LossModule):
             loss_entropy=-self.entropy_coef * (weight * entropy).sum(),
         )
         if self.kl_coef:
-            kl = k3(log_prob, tensordict[keys.ref_log_prob])
+            ref_log_prob = torch.where(trainable, tensordict[keys.ref_log_prob], log_prob.detach())
+            kl = k3(log_prob, ref_log_prob)
             out["loss_kl"] = self.kl_coef * (weight * kl).sum()
         else:
             kl = torch.zeros_like(log_prob)

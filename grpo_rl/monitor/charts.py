@@ -26,7 +26,8 @@ SMOOTH_FROM = 30
 _SERIES = [f"#fe010{i}" for i in range(6)]
 _INK, _GRID = "#fe01f0", "#fe01f1"
 _VARIABLES = {colour: f"var(--series-{i})" for i, colour in enumerate(_SERIES)} | {
-    _INK: "var(--muted)", _GRID: "var(--line)",
+    _INK: "var(--muted)",
+    _GRID: "var(--line)",
 }
 
 
@@ -81,33 +82,84 @@ def charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
     stale = ["staleness/mean", "staleness/max"] if any(row.get("staleness/max", 0) > 0 for row in rows) else []
     return [
         Chart("Reward", {"reward/mean": "mean reward"}, "Mean reward of the answers sampled for training."),
-        Chart("Held-out reward", {"eval/reward": "held-out"},
-              "Greedy answers to problems that are never trained on.", markers=True),
-        Chart("Reward parts", {name: name.removeprefix("reward/") for name in parts},
-              "What the reward is made of, as means over answers."),
-        Chart("Groups without signal", {"reward/zero_std_fraction": "zero spread"},
-              "Groups whose answers were all rewarded alike; they teach nothing.", floor=0, percent=True),
-        Chart("Answer length", {"response/mean_length": "mean", "response/max_length": "longest"},
-              "In tokens.", floor=0),
-        Chart("Cut-off answers", {"response/truncated_fraction": "truncated"},
-              "Answers that met the length limit.", floor=0, percent=True),
-        Chart("Entropy", {"entropy": "entropy"},
-              "Per response token, in nats. A fall to zero means the policy stopped exploring.", floor=0),
-        Chart("KL divergence", {"kl/ref": "to the reference", "kl/sampler": "to the sampler"},
-              "Per response token, in nats.", floor=0),
-        Chart("Clipped tokens", {"clip/low_fraction": "below", "clip/high_fraction": "above"},
-              "Tokens whose ratio left the clip range; few where a batch is trained on once.", floor=0, percent=True),
+        Chart(
+            "Held-out reward",
+            {"eval/reward": "held-out"},
+            "Greedy answers to problems that are never trained on.",
+            markers=True,
+        ),
+        Chart(
+            "Reward parts",
+            {name: name.removeprefix("reward/") for name in parts},
+            "What the reward is made of, as means over answers.",
+        ),
+        Chart(
+            "Groups without signal",
+            {"reward/zero_std_fraction": "zero spread"},
+            "Groups whose answers were all rewarded alike; they teach nothing.",
+            floor=0,
+            percent=True,
+        ),
+        Chart(
+            "Answer length", {"response/mean_length": "mean", "response/max_length": "longest"}, "In tokens.", floor=0
+        ),
+        Chart(
+            "Cut-off answers",
+            {"response/truncated_fraction": "truncated"},
+            "Answers that met the length limit.",
+            floor=0,
+            percent=True,
+        ),
+        Chart(
+            "Entropy",
+            {"entropy": "entropy"},
+            "Per response token, in nats. A fall to zero means the policy stopped exploring.",
+            floor=0,
+        ),
+        Chart(
+            "KL divergence",
+            {"kl/ref": "to the reference", "kl/sampler": "to the sampler"},
+            "Per response token, in nats.",
+            floor=0,
+        ),
+        Chart(
+            "Clipped tokens",
+            {"clip/low_fraction": "below", "clip/high_fraction": "above"},
+            "Tokens whose ratio left the clip range; few where a batch is trained on once.",
+            floor=0,
+            percent=True,
+        ),
         Chart("Gradient norm", {"grad_norm": "before clipping"}, "Spikes come before a run falls apart.", floor=0),
-        Chart("Loss", {f"loss/{name}": name for name in ("total", "objective", "kl", "entropy")},
-              "Its value says little in policy gradients; its parts should stay in proportion."),
-        Chart("Sampler against trainer", {"mismatch/mean": "mean", "mismatch/max": "largest"},
-              "Gap in log-probability on the same weights: numeric noise when small, a bug when large.", floor=0),
-        Chart("Staleness", {name: name.removeprefix("staleness/") for name in stale},
-              "Versions between the weights that sampled a token and those that train on it.", floor=0),
-        Chart("Throughput", {"throughput/sample_tokens_per_s": "sampling", "throughput/train_tokens_per_s": "training"},
-              "Tokens per second.", floor=0),
-        Chart("Time of a step", {name: name.removeprefix("time/").removesuffix("_s") for name in phases},
-              "Seconds per phase, stacked.", floor=0, stacked=True),
+        Chart(
+            "Loss",
+            {f"loss/{name}": name for name in ("total", "objective", "kl", "entropy")},
+            "Its value says little in policy gradients; its parts should stay in proportion.",
+        ),
+        Chart(
+            "Sampler against trainer",
+            {"mismatch/mean": "mean", "mismatch/max": "largest"},
+            "Gap in log-probability on the same weights: numeric noise when small, a bug when large.",
+            floor=0,
+        ),
+        Chart(
+            "Staleness",
+            {name: name.removeprefix("staleness/") for name in stale},
+            "Versions between the weights that sampled a token and those that train on it.",
+            floor=0,
+        ),
+        Chart(
+            "Throughput",
+            {"throughput/sample_tokens_per_s": "sampling", "throughput/train_tokens_per_s": "training"},
+            "Tokens per second.",
+            floor=0,
+        ),
+        Chart(
+            "Time of a step",
+            {name: name.removeprefix("time/").removesuffix("_s") for name in phases},
+            "Seconds per phase, stacked.",
+            floor=0,
+            stacked=True,
+        ),
         Chart("Learning rate", {"lr": "learning rate"}, "As scheduled.", floor=0),
     ]
 
@@ -163,8 +215,9 @@ def _line(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str, markers: bool) 
     # A single point draws no line.
     marker = "o" if markers or np.isfinite(y).sum() == 1 else None
     smooth = len(x) >= SMOOTH_FROM and not markers
-    axes.plot(x, y, color=colour, linewidth=0.8 if smooth else 1.6, alpha=0.35 if smooth else 1, marker=marker,
-              markersize=4)
+    axes.plot(
+        x, y, color=colour, linewidth=0.8 if smooth else 1.6, alpha=0.35 if smooth else 1, marker=marker, markersize=4
+    )
     if smooth:
         half = max(len(x) // 24, 2)
         axes.plot(x, [_mean(y[max(i - half, 0) : i + half + 1]) for i in range(len(y))], color=colour, linewidth=1.8)

@@ -21,11 +21,19 @@ from grpo_rl.rollout import Group
 COMPLETIONS_FOLDER = "completions.parquet"
 
 _BEFORE_PARTS = [
-    ("step", pa.int64()), ("group_id", pa.int64()), ("row", pa.int64()), ("prompt", pa.string()),
-    ("completion", pa.string()), ("answer", pa.string()), ("reward", pa.float32()),
+    ("step", pa.int64()),
+    ("group_id", pa.int64()),
+    ("row", pa.int64()),
+    ("prompt", pa.string()),
+    ("completion", pa.string()),
+    ("answer", pa.string()),
+    ("reward", pa.float32()),
 ]
 _AFTER_PARTS = [
-    ("advantage", pa.float32()), ("tokens", pa.int64()), ("truncated", pa.bool_()), ("policy_version", pa.int64()),
+    ("advantage", pa.float32()),
+    ("tokens", pa.int64()),
+    ("truncated", pa.bool_()),
+    ("policy_version", pa.int64()),
 ]
 _PART = re.compile(r"part-(\d+)\.parquet")
 

@@ -218,8 +218,11 @@ def summary_panel(
         verdict = "learned" if low > 0 else "got worse" if high < 0 else "no clear change: the interval holds 0"
         table.add_row(
             "gain",
-            Text.assemble((f"{summary['eval_gain']:+.3f}", f"bold {style}"),
-                          f"  95 % interval {low:+.3f} to {high:+.3f}  ", (verdict, style)),
+            Text.assemble(
+                (f"{summary['eval_gain']:+.3f}", f"bold {style}"),
+                f"  95 % interval {low:+.3f} to {high:+.3f}  ",
+                (verdict, style),
+            ),
         )
     if summary.get("steps") is not None:
         took = f" in {duration(summary['seconds'])}" if summary.get("seconds") is not None else ""
@@ -241,7 +244,6 @@ def duration(seconds: float) -> str:
     days, hour = divmod(hours, 24)
     clock = f"{hour}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
     return f"{days}d {clock}" if days else clock
-
 
 
 def _parts(metrics: Mapping[str, float]) -> list[str]:

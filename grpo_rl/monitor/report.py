@@ -44,18 +44,24 @@ def write_report(run_dir: str | Path) -> Path:
     config = yaml.safe_load(config_text) or {}
     overrides = yaml.safe_load(_read_text(run_dir / ".hydra" / "overrides.yaml")) or []
     drawings = [drawing for chart in charts(rows) if (drawing := draw(chart, rows))]
-    page = _environment().get_template("report.html.j2").render(
-        title=f"{_subject(config)}: training report",
-        subject=f"Training report · {_subject(config)}",
-        headline=headline(rows, summary),
-        note=_note(rows, summary),
-        tiles=_tiles(rows, summary),
-        drawings=[{**vars(drawing), "svg": Markup(drawing.svg)} for drawing in drawings],
-        samples=[_samples(run_dir, step) for step in sorted({*logged_steps(run_dir)[:1], *logged_steps(run_dir)[-1:]})],
-        config=config_text,
-        overrides="\n".join(map(str, overrides)),
-        folder=run_dir.resolve().name if run_dir.name in ("", ".", "..") else str(run_dir),
-        versions=summary.get("versions") or versions(),
+    page = (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            title=f"{_subject(config)}: training report",
+            subject=f"Training report · {_subject(config)}",
+            headline=headline(rows, summary),
+            note=_note(rows, summary),
+            tiles=_tiles(rows, summary),
+            drawings=[{**vars(drawing), "svg": Markup(drawing.svg)} for drawing in drawings],
+            samples=[
+                _samples(run_dir, step) for step in sorted({*logged_steps(run_dir)[:1], *logged_steps(run_dir)[-1:]})
+            ],
+            config=config_text,
+            overrides="\n".join(map(str, overrides)),
+            folder=run_dir.resolve().name if run_dir.name in ("", ".", "..") else str(run_dir),
+            versions=summary.get("versions") or versions(),
+        )
     )
     path = run_dir / "report.html"
     temporary = run_dir / ".report.html.tmp"
@@ -177,7 +183,10 @@ def _read_text(path: Path) -> str:
 
 def _environment() -> Environment:
     return Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
         lstrip_blocks=True,
     )
 

@@ -163,8 +163,10 @@ def use_shared_prefix(model: PreTrainedModel) -> PreTrainedModel:
     # Models with a window switched off still carry its width; only a layer that uses it is refused.
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise ValueError(f"{type(model).__name__} has layers of type {sorted(kinds - {'full_attention'})}; "
-                         "shared-prefix attention supports full_attention only")
+        raise ValueError(
+            f"{type(model).__name__} has layers of type {sorted(kinds - {'full_attention'})}; "
+            "shared-prefix attention supports full_attention only"
+        )
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise ValueError(f"{type(model).__name__} soft-caps its attention scores, which is not supported")
     model.set_attn_implementation(ATTENTION_NAME)
@@ -187,8 +189,10 @@ def attention(
 ) -> tuple[Float[Tensor, "1 T H D"], None]:
     """Attention of a flat micro-batch with shared prompts, in transformers' attention-function signature."""
     if dropout or sliding_window or softcap:
-        raise ValueError(f"shared-prefix attention has no dropout ({dropout}), sliding window ({sliding_window}) "
-                         f"or soft cap ({softcap})")
+        raise ValueError(
+            f"shared-prefix attention has no dropout ({dropout}), sliding window ({sliding_window}) "
+            f"or soft cap ({softcap})"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.device.type == "cpu":
         out = _TwoPartAttention.apply(query, key, value, prefix_layout, scale)
@@ -209,8 +213,12 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, span: Span, scale: float)
     same = (answer[:, None] == answer[None, :]) | (answer[None, :] == 0)
     mask = same & (position[:, None] >= position[None, :])
     return scaled_dot_product_attention(
-        query[:, :, part], key[:, :, part], value[:, :, part],
-        attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1],
+        query[:, :, part],
+        key[:, :, part],
+        value[:, :, part],
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
 
 
@@ -234,8 +242,12 @@ class _TwoPartAttention(torch.autograd.Function):
         for span in layout.spans:
             prompt, answers = slice(span.start, span.prompt_end), slice(span.prompt_end, span.end)
             out[:, :, prompt], lse[:, :, prompt] = _flash(
-                query[:, :, prompt], _heads(key[:, :, prompt], repeat), _heads(value[:, :, prompt], repeat),
-                0.0, True, scale=scale,
+                query[:, :, prompt],
+                _heads(key[:, :, prompt], repeat),
+                _heads(value[:, :, prompt], repeat),
+                0.0,
+                True,
+                scale=scale,
             )
             if span.end > span.prompt_end:
                 shared_out, shared_lse = _flash(
@@ -245,8 +257,12 @@ class _TwoPartAttention(torch.autograd.Function):
                 lse[:, :, answers] = shared_lse.reshape(lse[:, :, answers].shape)
         for table in layout.tables:
             own_out, own_lse = _flash(
-                _take(query, table), _heads(_take(key, table), repeat), _heads(_take(value, table), repeat),
-                0.0, True, scale=scale,
+                _take(query, table),
+                _heads(_take(key, table), repeat),
+                _heads(_take(value, table), repeat),
+                0.0,
+                True,
+                scale=scale,
             )
             shared_out, shared_lse = _take(out, table), _take(lse, table)
             joint = torch.logaddexp(own_lse, shared_lse)
@@ -267,9 +283,15 @@ class _TwoPartAttention(torch.autograd.Function):
         for table in ctx.layout.tables:
             # Rows past an answer's end are repeats: without a gradient they add nothing.
             grads = _flash_backward(
-                _take(grad_out, table) * table.valid[:, None, :, None], _take(query, table),
-                _heads(_take(key, table), repeat), _heads(_take(value, table), repeat),
-                _take(out, table), _take(lse, table), 0.0, True, scale=ctx.scale,
+                _take(grad_out, table) * table.valid[:, None, :, None],
+                _take(query, table),
+                _heads(_take(key, table), repeat),
+                _heads(_take(value, table), repeat),
+                _take(out, table),
+                _take(lse, table),
+                0.0,
+                True,
+                scale=ctx.scale,
             )
             _put(grad_query, table, grads[0])
             _put(grad_key, table, _sum_heads(grads[1], repeat))
@@ -277,8 +299,15 @@ class _TwoPartAttention(torch.autograd.Function):
         for span in ctx.layout.spans:
             prompt, answers = slice(span.start, span.prompt_end), slice(span.prompt_end, span.end)
             grads = _flash_backward(
-                grad_out[:, :, prompt], query[:, :, prompt], _heads(key[:, :, prompt], repeat),
-                _heads(value[:, :, prompt], repeat), out[:, :, prompt], lse[:, :, prompt], 0.0, True, scale=ctx.scale,
+                grad_out[:, :, prompt],
+                query[:, :, prompt],
+                _heads(key[:, :, prompt], repeat),
+                _heads(value[:, :, prompt], repeat),
+                out[:, :, prompt],
+                lse[:, :, prompt],
+                0.0,
+                True,
+                scale=ctx.scale,
             )
             grad_query[:, :, prompt] = grads[0]
             grad_key[:, :, prompt] = _sum_heads(grads[1], repeat)
@@ -286,7 +315,14 @@ class _TwoPartAttention(torch.autograd.Function):
             if span.end > span.prompt_end:
                 folded = [_fold(x[:, :, answers], repeat) for x in (grad_out, query, out, lse)]
                 grads = _flash_backward(
-                    folded[0], folded[1], key[:, :, prompt], value[:, :, prompt], folded[2], folded[3], 0.0, False,
+                    folded[0],
+                    folded[1],
+                    key[:, :, prompt],
+                    value[:, :, prompt],
+                    folded[2],
+                    folded[3],
+                    0.0,
+                    False,
                     scale=ctx.scale,
                 )
                 grad_query[:, :, answers] += grads[0].reshape(query[:, :, answers].shape)

@@ -30,7 +30,9 @@ class TrainPolicy:
 
     def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
         if temperature <= 0:
-            raise ValueError(f"sampling.temperature is {temperature}; training needs more than 0 (greedy answers are equal)")
+            raise ValueError(
+                f"sampling.temperature is {temperature}; training needs more than 0 (greedy answers are equal)"
+            )
         config = model.config.get_text_config()
         if getattr(config, "final_logit_softcapping", None) is not None:
             raise ValueError(f"{type(model).__name__} soft-caps its logits, which is not supported")
@@ -99,8 +101,8 @@ def scored_micro_batches(
         max_tokens: tokens of a micro-batch, prompts counted once.
         count: or exactly this many micro-batches.
         aggregate: how tokens weigh in the loss, see `grpo_rl.losses.aggregate.token_weights`.
-        skip_zero_advantage: leave out groups whose answers were rewarded alike. They still count in the step's mean; with
-            no KL and no entropy term their gradient is zero, so scoring them is work for nothing.
+        skip_zero_advantage: leave out groups whose answers were rewarded alike. They still count in the step's mean;
+            with no KL and no entropy term their gradient is zero, so scoring them is work for nothing.
 
     Raises:
         ValueError: a group has no advantages.

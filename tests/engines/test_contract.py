@@ -18,9 +18,19 @@ def model_folder(tmp_path_factory):
     """A random Llama with grouped-query heads and tied weights, its distribution far from uniform."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True,
-        bos_token_id=1, eos_token_id=END, pad_token_id=END, initializer_range=0.3,
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=END,
+        pad_token_id=END,
+        initializer_range=0.3,
     )
     folder = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
@@ -132,9 +142,15 @@ def test_pushed_weights_are_what_it_samples_from(engine, trainer_model):
 
 @pytest.mark.parametrize(
     "name",
-    ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.k_proj.weight",
-     "model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.up_proj.weight",
-     "model.layers.0.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight"],
+    [
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.0.self_attn.o_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "model.layers.1.input_layernorm.weight",
+    ],
 )
 def test_one_changed_number_is_a_failed_delivery_that_names_the_tensor(engine, trainer_model, name):
     sync = WeightSync(trainer_model, engine, engine.version)

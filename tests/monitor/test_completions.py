@@ -25,8 +25,17 @@ def rows(step: int = 0, advantages: bool = True) -> list[dict]:
 
 def test_a_row_says_all_about_one_answer():
     assert rows(3)[1] == {
-        "group_id": 3, "row": 3, "prompt": "<2>", "completion": "<3>", "answer": "43", "reward": 2.5,
-        "reward_correct": 2.0, "reward_format": 0.5, "advantage": 1.0, "tokens": 3, "truncated": True,
+        "group_id": 3,
+        "row": 3,
+        "prompt": "<2>",
+        "completion": "<3>",
+        "answer": "43",
+        "reward": 2.5,
+        "reward_correct": 2.0,
+        "reward_format": 0.5,
+        "advantage": 1.0,
+        "tokens": 3,
+        "truncated": True,
         "policy_version": 3,
     }
 
@@ -39,8 +48,19 @@ def test_pandas_reads_the_folder_as_one_table_in_the_order_of_steps(tmp_path):
     table = pd.read_parquet(tmp_path / "completions.parquet")
     assert table["step"].tolist() == [0, 0, 1, 1, 2, 2, 10, 10]
     assert list(table.columns) == [
-        "step", "group_id", "row", "prompt", "completion", "answer", "reward", "reward_correct", "reward_format",
-        "advantage", "tokens", "truncated", "policy_version",
+        "step",
+        "group_id",
+        "row",
+        "prompt",
+        "completion",
+        "answer",
+        "reward",
+        "reward_correct",
+        "reward_format",
+        "advantage",
+        "tokens",
+        "truncated",
+        "policy_version",
     ]
     assert table["reward"].sum() == pytest.approx(4 * 2.5)
 

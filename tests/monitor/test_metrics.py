@@ -70,8 +70,7 @@ def test_no_groups_is_an_error_that_says_why():
 
 
 def test_mismatch_leaves_out_tokens_that_the_policy_did_not_choose():
-    sampled = group([3], [0.0], log_probs=torch.tensor([-1.0, -2.0, -3.0]),
-                    trainable=torch.tensor([True, False, True]))
+    sampled = group([3], [0.0], log_probs=torch.tensor([-1.0, -2.0, -3.0]), trainable=torch.tensor([True, False, True]))
     metrics = mismatch_metrics([sampled], torch.tensor([-1.5, -90.0, -3.25]))
     assert metrics == {"mismatch/mean": 0.375, "mismatch/max": 0.5}
 
@@ -100,8 +99,13 @@ def test_non_finite_values_stay_strict_json_and_come_back(tmp_path):
     log = MetricsLog(tmp_path)
     log.log(1, {"loss/total": float("nan"), "grad_norm": float("-inf"), "lr": 1e-5})
     assert strict_lines(log.path) == [
-        {"step": 1, "loss/total": None, "grad_norm": None, "lr": 1e-5,
-         "nonfinite": {"loss/total": "nan", "grad_norm": "-inf"}}
+        {
+            "step": 1,
+            "loss/total": None,
+            "grad_norm": None,
+            "lr": 1e-5,
+            "nonfinite": {"loss/total": "nan", "grad_norm": "-inf"},
+        }
     ]
     [row] = read_metrics(tmp_path)
     assert math.isnan(row["loss/total"]) and row["grad_norm"] == -math.inf and "nonfinite" not in row

@@ -11,9 +11,17 @@ from grpo_rl.monitor.completions import printable
 from grpo_rl.monitor.progress import Progress, sparkline, summary_panel
 
 METRICS = {
-    "reward/mean": 1.25, "reward/std": 0.5, "reward/zero_std_fraction": 0.0, "reward/correctness": 1.0,
-    "reward/answer_format": 0.25, "entropy": 0.5, "kl/ref": 0.01, "grad_norm": 2.0, "response/mean_length": 83.25,
-    "response/truncated_fraction": 0.125, "throughput/sample_tokens_per_s": 612.0,
+    "reward/mean": 1.25,
+    "reward/std": 0.5,
+    "reward/zero_std_fraction": 0.0,
+    "reward/correctness": 1.0,
+    "reward/answer_format": 0.25,
+    "entropy": 0.5,
+    "kl/ref": 0.01,
+    "grad_norm": 2.0,
+    "response/mean_length": 83.25,
+    "response/truncated_fraction": 0.125,
+    "throughput/sample_tokens_per_s": 612.0,
     "throughput/train_tokens_per_s": 1930.0,
 }
 
@@ -89,8 +97,21 @@ def test_the_live_view_shows_what_a_person_watches_for():
         progress.update(2, METRICS, sample="She has 7 apples.")
         progress.update(2, {"eval/reward": 1.5})
     frame = "\n".join(last_frame(screen))
-    for text in ("step 2/2", "finished", "1.250  ▁█", "correctness 1.000", "0.500 → 1.500", "entropy 0.5", "kl 0.01",
-                 "grad norm 2", "length 83.2", "cut off 12%", "612 tokens/s", "1,930 tokens/s", "She has 7 apples."):
+    for text in (
+        "step 2/2",
+        "finished",
+        "1.250  ▁█",
+        "correctness 1.000",
+        "0.500 → 1.500",
+        "entropy 0.5",
+        "kl 0.01",
+        "grad norm 2",
+        "length 83.2",
+        "cut off 12%",
+        "612 tokens/s",
+        "1,930 tokens/s",
+        "She has 7 apples.",
+    ):
         assert text in frame, text
 
 
@@ -139,8 +160,18 @@ def print_summary(summary, **paths) -> str:
 def test_the_summary_says_what_was_gained_and_where_it_lies():
     path = "outputs/" + "long/" * 20 + "report.html"
     text = print_summary(
-        {"eval_before": 0.412, "eval_after": 1.53, "eval_gain": 1.118, "eval_gain_ci95": [0.98, 1.25], "steps": 40,
-         "seconds": 512.3}, checkpoint="checkpoints/checkpoint_40.pt", model="model", report=path)
+        {
+            "eval_before": 0.412,
+            "eval_after": 1.53,
+            "eval_gain": 1.118,
+            "eval_gain_ci95": [0.98, 1.25],
+            "steps": 40,
+            "seconds": 512.3,
+        },
+        checkpoint="checkpoints/checkpoint_40.pt",
+        model="model",
+        report=path,
+    )
     assert "0.412 → 1.530" in text and "+1.118  95 % interval +0.980 to +1.250  learned" in text
     assert "40 in 8:32" in text
     # Folded over two rows, no character of it lost.

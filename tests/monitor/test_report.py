@@ -26,7 +26,8 @@ def make_run(run_dir: Path, steps: int = 40, evaluated: bool = True, hostile: st
     (run_dir / ".hydra").mkdir()
     (run_dir / ".hydra" / "config.yaml").write_text(
         "env:\n  dataset: gsm8k\n  repeats: 8\nmodel:\n  name: HuggingFaceTB/SmolLM2-135M-Instruct\n"
-        "optimizer:\n  name: adamw\n  lr: 5.0e-05\ntrain:\n  optim_batch_size: 32\n  seed: 0\nresume: null\n")
+        "optimizer:\n  name: adamw\n  lr: 5.0e-05\ntrain:\n  optim_batch_size: 32\n  seed: 0\nresume: null\n"
+    )
     (run_dir / ".hydra" / "overrides.yaml").write_text("- +experiment=quickstart\n- optimizer.lr=5e-5\n")
     if evaluated:
         metrics.log(0, {"eval/reward": 0.412})
@@ -35,41 +36,86 @@ def make_run(run_dir: Path, steps: int = 40, evaluated: bool = True, hostile: st
         correct = 0.25 + 1.1 * learned + rng.gauss(0, 0.09)
         style = 0.2 + 0.75 * (1 - math.exp(-step / 6)) + rng.gauss(0, 0.03)
         sample_s, train_s = 4.2 + rng.random(), 6.5 + rng.random()
-        metrics.log(step, {
-            "reward/mean": correct + style, "reward/std": 0.8 - 0.4 * learned, "reward/correctness": correct,
-            "reward/reasoning_format": style / 2, "reward/answer_format": style / 2,
-            "reward/zero_std_fraction": 0.5 * abs(learned - 0.4), "advantage/mean": 0.0, "advantage/std": 0.93,
-            "kl/ref": 0.03 * learned + 0.002 * rng.random(), "kl/sampler": 0.002 + 0.0004 * rng.random(),
-            "entropy": 1.4 - 0.8 * learned + rng.gauss(0, 0.03), "loss/total": rng.gauss(0, 0.01),
-            "loss/objective": rng.gauss(0, 0.01), "loss/kl": 0.001 * learned, "clip/low_fraction": 0.0,
-            "clip/high_fraction": 0.004 * rng.random(), "ess": 0.99, "lr": 5e-5 * min(1, step / 4),
-            "grad_norm": float("inf") if step == 21 else 1.1 + rng.gauss(0, 0.2),
-            "response/mean_length": 62 - 20 * learned + rng.gauss(0, 2), "response/max_length": 96.0,
-            "response/truncated_fraction": max(0.3 - 0.3 * learned + rng.gauss(0, 0.02), 0),
-            "staleness/mean": 0.0, "staleness/max": 0.0, "mismatch/mean": 0.038 + rng.gauss(0, 0.002),
-            "mismatch/max": 0.9 + rng.random() / 2, "throughput/sample_tokens_per_s": 2100 / sample_s,
-            "throughput/train_tokens_per_s": 9000 / train_s, "time/sample_s": sample_s, "time/train_s": train_s,
-            "time/score_s": 1.9 + rng.random() / 4, "time/sync_s": 0.3, "time/other_s": 0.4,
-        })
+        metrics.log(
+            step,
+            {
+                "reward/mean": correct + style,
+                "reward/std": 0.8 - 0.4 * learned,
+                "reward/correctness": correct,
+                "reward/reasoning_format": style / 2,
+                "reward/answer_format": style / 2,
+                "reward/zero_std_fraction": 0.5 * abs(learned - 0.4),
+                "advantage/mean": 0.0,
+                "advantage/std": 0.93,
+                "kl/ref": 0.03 * learned + 0.002 * rng.random(),
+                "kl/sampler": 0.002 + 0.0004 * rng.random(),
+                "entropy": 1.4 - 0.8 * learned + rng.gauss(0, 0.03),
+                "loss/total": rng.gauss(0, 0.01),
+                "loss/objective": rng.gauss(0, 0.01),
+                "loss/kl": 0.001 * learned,
+                "clip/low_fraction": 0.0,
+                "clip/high_fraction": 0.004 * rng.random(),
+                "ess": 0.99,
+                "lr": 5e-5 * min(1, step / 4),
+                "grad_norm": float("inf") if step == 21 else 1.1 + rng.gauss(0, 0.2),
+                "response/mean_length": 62 - 20 * learned + rng.gauss(0, 2),
+                "response/max_length": 96.0,
+                "response/truncated_fraction": max(0.3 - 0.3 * learned + rng.gauss(0, 0.02), 0),
+                "staleness/mean": 0.0,
+                "staleness/max": 0.0,
+                "mismatch/mean": 0.038 + rng.gauss(0, 0.002),
+                "mismatch/max": 0.9 + rng.random() / 2,
+                "throughput/sample_tokens_per_s": 2100 / sample_s,
+                "throughput/train_tokens_per_s": 9000 / train_s,
+                "time/sample_s": sample_s,
+                "time/train_s": train_s,
+                "time/score_s": 1.9 + rng.random() / 4,
+                "time/sync_s": 0.3,
+                "time/other_s": 0.4,
+            },
+        )
         if evaluated and step % 10 == 0:
             metrics.log(step, {"eval/reward": 0.412 + 1.1 * learned})
         bare = "She has 3 boxes of 4 apples so 3 + 4 = 7 apples. The answer is 7 apples and so on and so on"
         tagged = "<reasoning>3 boxes of 4 apples are 12. 12 - 5 = 7.</reasoning>\n<answer>7</answer>"
-        completions.log(step, [
-            {"group_id": 4 * step + g, "row": 17 * step % 500 + g,
-             "prompt": "Solve the problem. Think inside <reasoning> and </reasoning>, then give the final number "
-                       "inside <answer> and </answer>.\n"
-                       "Tom has 3 boxes with 4 apples each and eats 5. How many are left?",
-             "completion": hostile or (tagged if learned > 0.5 else bare), "answer": "7",
-             "reward": 3.0 if learned > 0.5 else 2.0, "reward_correctness": 2.0,
-             "reward_reasoning_format": 0.5 if learned > 0.5 else 0.0,
-             "reward_answer_format": 0.5 if learned > 0.5 else 0.0, "advantage": 0.5, "tokens": 24,
-             "truncated": learned <= 0.5, "policy_version": step - 1}
-            for g in range(4) for _ in range(2)])
+        completions.log(
+            step,
+            [
+                {
+                    "group_id": 4 * step + g,
+                    "row": 17 * step % 500 + g,
+                    "prompt": "Solve the problem. Think inside <reasoning> and </reasoning>, then give the final "
+                    "number inside <answer> and </answer>.\n"
+                    "Tom has 3 boxes with 4 apples each and eats 5. How many are left?",
+                    "completion": hostile or (tagged if learned > 0.5 else bare),
+                    "answer": "7",
+                    "reward": 3.0 if learned > 0.5 else 2.0,
+                    "reward_correctness": 2.0,
+                    "reward_reasoning_format": 0.5 if learned > 0.5 else 0.0,
+                    "reward_answer_format": 0.5 if learned > 0.5 else 0.0,
+                    "advantage": 0.5,
+                    "tokens": 24,
+                    "truncated": learned <= 0.5,
+                    "policy_version": step - 1,
+                }
+                for g in range(4)
+                for _ in range(2)
+            ],
+        )
     if evaluated:
-        (run_dir / "summary.json").write_text(json.dumps({
-            "eval_before": 0.412, "eval_after": 1.508, "eval_gain": 1.096, "eval_gain_ci95": [0.957, 1.229],
-            "steps": steps, "seconds": 541.7, "versions": {"grpo_rl": "0.1.0", "torch": "2.13.0+cpu"}}))
+        (run_dir / "summary.json").write_text(
+            json.dumps(
+                {
+                    "eval_before": 0.412,
+                    "eval_after": 1.508,
+                    "eval_gain": 1.096,
+                    "eval_gain_ci95": [0.957, 1.229],
+                    "steps": steps,
+                    "seconds": 541.7,
+                    "versions": {"grpo_rl": "0.1.0", "torch": "2.13.0+cpu"},
+                }
+            )
+        )
     return run_dir
 
 
@@ -102,9 +148,20 @@ def test_a_whole_run_is_told_on_one_page(tmp_path):
     page = page_of(make_run(tmp_path))
     assert "SmolLM2-135M-Instruct trained with GRPO on gsm8k" in page.text
     assert "Held-out reward rose from 0.412 to 1.508: a gain of +1.096, 95 % interval +0.957 to +1.229." in page.text
-    for title in ("Reward", "Held-out reward", "Reward parts", "Answer length", "Cut-off answers", "Entropy",
-                  "KL divergence", "Clipped tokens", "Gradient norm", "Sampler against trainer", "Throughput",
-                  "Time of a step"):
+    for title in (
+        "Reward",
+        "Held-out reward",
+        "Reward parts",
+        "Answer length",
+        "Cut-off answers",
+        "Entropy",
+        "KL divergence",
+        "Clipped tokens",
+        "Gradient norm",
+        "Sampler against trainer",
+        "Throughput",
+        "Time of a step",
+    ):
         assert ("aria-label", f"{title} by step") in page.attributes, title
     assert "Step 1 " in page.text and "Step 40 " in page.text
     assert "+experiment=quickstart" in page.text and "optim_batch_size: 32" in page.text
@@ -146,17 +203,35 @@ def test_an_empty_folder_has_a_report(tmp_path):
 
 def test_one_answer_of_each_group_is_shown_not_the_best(tmp_path):
     log = CompletionsLog(tmp_path)
-    row = {"row": 0, "prompt": "p", "answer": None, "advantage": 0.0, "tokens": 1, "truncated": False,
-           "policy_version": 0}
-    log.log(1, [row | {"group_id": g, "completion": f"group{g} answer{i}", "reward": float(i)}
-                for g in range(6) for i in range(3)])
+    row = {
+        "row": 0,
+        "prompt": "p",
+        "answer": None,
+        "advantage": 0.0,
+        "tokens": 1,
+        "truncated": False,
+        "policy_version": 0,
+    }
+    log.log(
+        1,
+        [
+            row | {"group_id": g, "completion": f"group{g} answer{i}", "reward": float(i)}
+            for g in range(6)
+            for i in range(3)
+        ],
+    )
     text = page_of(tmp_path).text
     assert re.findall(r"group\d answer\d", text) == [f"group{g} answer0" for g in range(4)]
 
 
 @pytest.mark.parametrize(
-    "interval, start", [([0.1, 0.3], "Held-out reward rose"), ([-0.3, -0.1], "Held-out reward fell"),
-                        ([-0.1, 0.3], "Held-out reward went from 0.000 to 0.200: no clear change")])
+    "interval, start",
+    [
+        ([0.1, 0.3], "Held-out reward rose"),
+        ([-0.3, -0.1], "Held-out reward fell"),
+        ([-0.1, 0.3], "Held-out reward went from 0.000 to 0.200: no clear change"),
+    ],
+)
 def test_the_headline_claims_no_more_than_its_interval(interval, start):
     summary = {"eval_before": 0.0, "eval_after": 0.2, "eval_gain": 0.2, "eval_gain_ci95": interval}
     assert headline([], summary).startswith(start)

@@ -24,8 +24,14 @@ from grpo_rl.testing import random_group
 
 VOCAB = 50
 SIZES = dict(
-    vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
 )
 FAMILIES = {
     "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
