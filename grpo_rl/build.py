@@ -44,11 +44,12 @@ def make_env(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
     return env
 
 
-def eval_rows(cfg: DictConfig) -> list[dict]:
+def eval_rows(cfg: DictConfig, env: LLMEnv) -> list[dict]:
     """The first ``evaluate.rows`` held-out rows; none where none are asked for.
 
     Raises:
-        ValueError: fewer rows are there, or the data can't be found: a local ``env.path`` needs ``env.eval_path``.
+        ValueError: fewer rows are there, one is too long, or the data can't be found: a local ``env.path`` needs
+            ``env.eval_path``.
     """
     wanted = cfg.evaluate.rows
     if not wanted:
@@ -58,7 +59,13 @@ def eval_rows(cfg: DictConfig) -> list[dict]:
     rows = load_rows(cfg.env.eval_path, "test")
     if len(rows) < wanted:
         raise ValueError(f"evaluate.rows={wanted}, but the held-out data has {len(rows)} rows")
-    return list(rows)[:wanted]
+    for i, row in enumerate(rows[:wanted]):
+        if (tokens := len(env.encode(row))) > env.max_prompt_tokens:
+            raise ValueError(
+                f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; raise "
+                "inference_model.max_model_len or lower evaluate.rows"
+            )
+    return rows[:wanted]
 
 
 def make_engine(cfg: DictConfig, model_folder: Path, devices: Devices) -> Engine:

@@ -1,9 +1,10 @@
 """Fingerprints of weights that can be computed where the weights are, whole or in shards.
 
 A weight is a matrix X of 16-bit words; its fingerprint is ``a^T X b`` modulo 2^64 with fixed pseudo-random odd ``a``
-(by row, 64 bits) and ``b`` (by column, two sets of 20 bits). A change of any single word always shows, since odd numbers
-are invertible; other changes go unseen with a chance of about 2^-40. Being bilinear, it adds up over row and column
-shards, which a cryptographic hash would not: an engine that fuses or splits matrices can still prove what it holds.
+(by row, 64 bits) and ``b`` (by column, two sets of 20 bits). A change of any single word always shows, since odd
+numbers are invertible; other changes go unseen with a chance of about 2^-40. Being bilinear, it adds up over row and
+column shards, which a cryptographic hash would not: an engine that fuses or splits matrices can still prove what it
+holds.
 """
 
 from __future__ import annotations

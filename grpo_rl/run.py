@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from rich.panel import Panel
 from tensordict import TensorDictBase
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,7 +29,7 @@ from grpo_rl.envs.base import LLMEnv
 from grpo_rl.evaluate import Evaluation, evaluate, paired_gain
 from grpo_rl.losses.grpo import LOSSES, METRIC_SUMS
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
-from grpo_rl.monitor.metrics import MetricsLog, reward_metrics, time_metrics
+from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, reward_metrics, time_metrics
 from grpo_rl.monitor.progress import Progress, summary_panel
 from grpo_rl.monitor.report import versions, write_report
 from grpo_rl.monitor.wandb import WandbLog
@@ -82,6 +83,7 @@ class Run:
             self._seconds_before, self._eval_before = state["seconds"], state["eval_before"]
         self._meter = _Meter()
         self._interrupted = False
+        self._last_words: Panel | None = None
         self._stack = ExitStack()
 
     def _find_checkpoint(self) -> tuple[Path, dict] | None:
@@ -91,6 +93,10 @@ class Run:
         return (path.resolve(), checkpoint.load(path)) if path else None
 
     def _check_disk(self, model_bytes: int) -> None:
+        if not self._restored and (self.folder / METRICS_FILE).exists():
+            raise ValueError(
+                f"{self.folder} already holds a run; go on with it (resume={self.folder}) or set another hydra.run.dir"
+            )
         probe = self.folder / ".write_probe"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -129,6 +135,8 @@ class Run:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+        if self._last_words:
+            self.progress.console.print(self._last_words)
         gc.collect()
 
     def own(self, thing: Owned) -> Owned:
@@ -277,9 +285,7 @@ class Run:
         _export(model, tokenizer, exported)
         summary = self._write_summary()
         report = write_report(self.folder)
-        self._stack.callback(
-            self.progress.console.print, summary_panel(summary, checkpoint=path, model=exported, report=report)
-        )
+        self._last_words = summary_panel(summary, checkpoint=path, model=exported, report=report)
         return summary
 
     def _write_summary(self) -> dict:

@@ -20,7 +20,7 @@ def grpo(cfg):
     model_folder = resolve_model(cfg.model.name)
     tokenizer = build.make_tokenizer(model_folder)
     env = build.make_env(cfg, tokenizer)  # prompts in, rewards out
-    held_out = build.eval_rows(cfg)
+    held_out = build.eval_rows(cfg, env)
 
     with Run(cfg, env, HydraConfig.get().runtime.output_dir, held_out, build.model_bytes(model_folder)) as run:
         policy = build.make_policy(cfg, model_folder, devices)

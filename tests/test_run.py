@@ -230,3 +230,17 @@ def test_ctrl_c_twice_stops_now(tiny, tmp_path):
     os.kill(child.pid, signal.SIGINT)
     child.communicate(timeout=20)
     assert child.returncode != 0 and not checkpoints(folder / "checkpoints")
+
+
+def test_a_folder_that_holds_a_run_is_not_written_into(tiny, finished, monkeypatch):
+    with pytest.raises(SystemExit, match="already holds a run"):
+        run(tiny, finished, monkeypatch)
+
+
+def test_a_held_out_prompt_that_is_too_long_is_found_before_a_model_is_loaded(tiny, tmp_path, monkeypatch):
+    path = tmp_path / "held_out.jsonl"
+    path.write_text(
+        '{"question": "1?", "answer": "#### 1"}\n' * 2 + f'{{"question": "{"9" * 99}", "answer": "#### 9"}}\n'
+    )
+    with pytest.raises(SystemExit, match="held-out row 2 has a prompt of 101 tokens, 56 fit"):
+        run([*tiny, f"env.eval_path={path}", "evaluate.rows=3"], tmp_path / "run", monkeypatch)

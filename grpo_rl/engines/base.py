@@ -105,7 +105,7 @@ class Engine(Protocol):
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Takes weights by their checkpoint names; answers carry ``version`` from now on, cached prefixes are dropped."""
+        """Takes weights by their checkpoint names; answers carry ``version`` from now on, prefix caches go."""
         ...
 
     def fingerprints(self, shapes: Mapping[str, torch.Size]) -> dict[str, int]:

@@ -127,7 +127,7 @@ class TransformersEngine:
 
     def sleep(self) -> None:
         """Moves the weights to host memory."""
-        self._model.to("meta" if self._device.type == "meta" else "cpu")
+        self._model.to("cpu")
 
     def wake(self) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.wake`."""

@@ -96,7 +96,7 @@ def time_metrics(
         phases_s: seconds of ``sample``, ``score``, ``train``, ``sync``, those that the step had.
         step_s: seconds of the whole step.
         sampled_tokens: response tokens that the engine produced.
-        trained_tokens: tokens that went through forward and backward, prompts included.
+        trained_tokens: response tokens that went through forward and backward.
 
     >>> time_metrics({"sample": 2.0, "train": 4.0}, 7.0, sampled_tokens=100, trained_tokens=600)
     ... # doctest: +NORMALIZE_WHITESPACE

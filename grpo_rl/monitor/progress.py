@@ -92,12 +92,10 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._started = self._last = self._clock()
-        if self._live:
-            self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live:
+        if self._live and self._live.is_started:
             # The last state stays in the scrollback, and should not claim that a phase still runs.
             self.phase("finished" if self.step >= self.total_steps else "stopped")
             self._live.stop()
@@ -105,16 +103,20 @@ class Progress:
     def phase(self, name: str) -> None:
         """Names what is going on: sampling, training, weights, evaluating, checkpoint."""
         self._phase = name
+        # Not before: engines print what they like while they start, which would leave torn copies of the view.
+        if self._live and not self._live.is_started:
+            self._live.start()
 
     def update(self, step: int, metrics: Mapping[str, float], sample: str = "") -> None:
         """Takes the metrics of a finished step and one of its answers; ``eval/*`` may come along or alone."""
         metrics = {name: float(value) for name, value in metrics.items()}
         if "eval/reward" in metrics:
             self._held_out.append(metrics["eval/reward"])
+        now = self._clock()
         if step > self.step:
-            now = self._clock()
             self._durations.append((now - self._last) / (step - self.step))
-            self._last, self.step = now, step
+            self.step = step
+        self._last = now  # an evaluation's time belongs to no step
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
         self._metrics |= metrics
