@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import harness
+import torch
 
 NAME = "step_vs_trl"
 OURS = "grpo_rl"
@@ -66,8 +67,8 @@ class TRLSetting:
 
     @property
     def patched(self) -> bool:
-        """True where TRL's code had to be changed for it to run."""
-        return self.generation == "vllm"
+        """True where TRL's code has to be changed for it to run: vLLM on CPU."""
+        return self.generation == "vllm" and not torch.cuda.is_available()
 
 
 def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
@@ -202,7 +203,7 @@ def trl_arm(steps: harness.Steps, work: Work, setting: TRLSetting) -> None:
             ),
             callbacks=[TakeTurns()],
         )
-        if setting.generation == "vllm":
+        if setting.patched:
             _repair_weight_sync(trainer.vllm_generation)
         if steps.wait():
             trainer.train()
@@ -345,7 +346,7 @@ def main() -> None:
         "arms": summary,
         "tried_alone_s": tried,
         "failed": failed,
-        "work": asdict(work),
+        "work": asdict(work) | {"model": args.model},
         "overrides_of_ours": args.ours,
         "machine": harness.machine(),
         **load,

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging as transformers_logging
 
@@ -80,13 +83,18 @@ def check_overrides(arguments: Sequence[str]) -> None:
     Raises:
         ValueError: an unknown key.
     """
-    words = [a for a in arguments if "=" in a and not a.startswith("-")]
-    overrides = OverridesParser.create().parse_overrides(words)
-    check_keys(
-        o.key_or_group
-        for o in overrides
-        if not o.is_delete() and o.key_or_group.split(".")[0] not in ("hydra",) and o.key_or_group not in GROUPS
-    )
+    names = []
+    for word in arguments:
+        if "=" not in word or word.startswith(("-", "~")):
+            continue
+        try:
+            name = OverridesParser.create().parse_override(word).key_or_group
+        except OverrideParseException:
+            continue  # Hydra explains these itself
+        # A slash, or Hydra's own section, is a group: `hydra/launcher=...`.
+        if "/" not in name and name.split(".")[0] != "hydra" and name not in GROUPS:
+            names.append(name)
+    check_keys(names)
 
 
 def check(cfg: DictConfig) -> None:
@@ -99,6 +107,36 @@ def check(cfg: DictConfig) -> None:
     missing = sorted(known_keys() - set(leaves(cfg)))
     if missing:
         raise ValueError(f"the config lacks {', '.join(missing)}; build it on grpo_gsm8k by `defaults: [grpo_gsm8k]`")
+    for key in (
+        "env.num_envs",
+        "train.optim_batch_size",
+        "train.micro_batch_tokens",
+        "train.epochs",
+        "train.max_bad_steps",
+        "sampling.max_new_tokens",
+    ):
+        _at_least(cfg, key, 1)
+    for key in (
+        "policy.kl_coef",
+        "policy.entropy_coef",
+        "loss.clip_low",
+        "loss.clip_high",
+        "optimizer.weight_decay",
+        "optimizer.warmup_steps",
+        "train.keep_checkpoints",
+        "train.checkpoint_frequency",
+        "evaluate.rows",
+        "evaluate.frequency",
+    ):
+        _at_least(cfg, key, 0)
+    if cfg.train.gradient_accumulation_steps is not None:
+        _at_least(cfg, "train.gradient_accumulation_steps", 1)
+        groups = cfg.train.optim_batch_size // max(1, cfg.env.repeats)
+        if cfg.train.gradient_accumulation_steps > groups:
+            raise ValueError(
+                f"train.gradient_accumulation_steps={cfg.train.gradient_accumulation_steps} micro-batches cannot be "
+                f"made of the {groups} groups of an optimizer step"
+            )
     repeats, batch = cfg.env.repeats, cfg.train.optim_batch_size
     collected = cfg.env.num_envs * repeats
     if repeats < 2:
@@ -133,11 +171,19 @@ def check(cfg: DictConfig) -> None:
     Sampling(**cfg.sampling)
     if not cfg.sampling.temperature:
         raise ValueError("sampling.temperature is 0; greedy answers to one prompt are all equal, use more than 0")
-    if cfg.evaluate.rows == 1 or cfg.evaluate.rows < 0:
-        raise ValueError(f"evaluate.rows is {cfg.evaluate.rows}; use 0, or at least 2: one row gives no interval")
-    for key in ("train.micro_batch_tokens", "train.epochs", "env.num_envs"):
-        if OmegaConf.select(cfg, key) < 1:
-            raise ValueError(f"{key} is {OmegaConf.select(cfg, key)}; it must be at least 1")
+    if cfg.sampling.top_p != 1:
+        raise ValueError(
+            f"sampling.top_p is {cfg.sampling.top_p}: answers would come from a truncated distribution, which the "
+            "trainer does not score under, and every importance ratio would be off by the mass cut away; use 1"
+        )
+    if cfg.evaluate.rows == 1:
+        raise ValueError("evaluate.rows is 1; use 0, or at least 2: one row gives no interval")
+
+
+def _at_least(cfg: DictConfig, key: str, least: int) -> None:
+    value = OmegaConf.select(cfg, key)
+    if not least <= value < float("inf"):
+        raise ValueError(f"{key} is {value}; it must be {least} or more")
 
 
 def _one_of(cfg: DictConfig, key: str, choices: Sequence[str]) -> None:
@@ -162,7 +208,10 @@ def main(config_name: str) -> Callable:
                 check(cfg)
                 return function(cfg)
             except ValueError as error:
-                # A wrong setting needs no traceback; a bug raises something else, and keeps its own.
+                # A Run turns what goes wrong later into another error, so this is a wrong setting, which needs no
+                # traceback. A sweep goes on with its other jobs, which an exit would prevent.
+                if HydraConfig.get().mode == RunMode.MULTIRUN:
+                    raise
                 raise SystemExit(f"error: {error}") from error
 
         def entry() -> None:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 import random
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
+from typing import cast
 
 import torch
 from jaxtyping import Int
@@ -25,6 +28,9 @@ from grpo_rl import keys
 
 Messages = list[dict[str, str]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates take them."""
+
+RESERVED_PARTS = {"mean", "std", "zero_std_fraction", "reward", "mean_length", "truncated_fraction", "total"}
+"""Names under ``reward/`` and ``eval/`` that metrics have taken already."""
 
 _CHECK_BATCH = 1024
 _OBSERVATION = (keys.QUERY, keys.TOKENS_PROMPT, keys.GROUP_ID, keys.ROW)
@@ -135,6 +141,10 @@ class LLMEnv(EnvBase):
                 f"{max_prompt_tokens} tokens are left for a prompt; raise inference_model.max_model_len "
                 "or lower sampling.max_new_tokens"
             )
+        if clash := RESERVED_PARTS & set(task.reward_parts):
+            raise ValueError(
+                f"{type(task).__name__} names reward parts {sorted(clash)}, which are metrics; rename them"
+            )
         if type(task).reply is not Task.reply:
             raise ValueError(f"{type(task).__name__}.reply gives it several turns; this environment plays one turn")
         super().__init__(batch_size=[num_envs * repeats])
@@ -173,22 +183,28 @@ class LLMEnv(EnvBase):
         Raises:
             ScoreError: the task's scorer failed, or returned other parts than it promised or a part that is not finite.
         """
-        name, data = type(self.task).__name__, self.task.rows[row]
-        rewards = []
-        for text in self._decode_all(responses):
-            try:
-                reward = self.task.score(data, text)
-            except Exception as error:
-                raise ScoreError(
-                    f"{name}.score failed on row {row}: {type(error).__name__}: {error}; the answer was {text[:200]!r}"
-                ) from error
-            if set(reward.parts) != set(self.task.reward_parts) or not math.isfinite(reward.total):
-                raise ScoreError(
-                    f"{name}.score returned {reward.parts} on row {row}; "
-                    f"it must be finite numbers under {list(self.task.reward_parts)}"
-                )
-            rewards.append(reward)
-        return rewards
+        return [self.score_text(self.task.rows[row], text, f"row {row}") for text in self._decode_all(responses)]
+
+    def score_text(self, row: dict, text: str, where: str = "a held-out row") -> Reward:
+        """The reward of one answer to a row of any data, checked.
+
+        Raises:
+            ScoreError: see :meth:`score`; ``where`` says which row it was.
+        """
+        name = type(self.task).__name__
+        try:
+            reward = self.task.score(row, text)
+        except Exception as error:
+            raise ScoreError(
+                f"{name}.score failed on {where}: {type(error).__name__}: {error}; the answer was {text[:200]!r}"
+            ) from error
+        if set(reward.parts) != set(self.task.reward_parts) or not math.isfinite(reward.total):
+            raise ScoreError(
+                f"{name}.score returned {reward.parts} on {where}; "
+                f"it must be finite numbers under {list(self.task.reward_parts)}"
+            )
+        # A task may well return counts or truth values.
+        return Reward({part: float(value) for part, value in reward.parts.items()})
 
     def check_prompts(self) -> None:
         """Tokenises every row, so that a prompt that is too long is found before a model is loaded.
@@ -229,6 +245,7 @@ class LLMEnv(EnvBase):
         """The data position, which torch puts into ``state_dict()``."""
         return {
             "rows": len(self.task.rows),
+            "digest": self._digest,
             "seed": self._seed,
             "epoch": self._epoch,
             "cursor": self._cursor,
@@ -239,12 +256,12 @@ class LLMEnv(EnvBase):
         """Goes to a data position, out of ``load_state_dict()``.
 
         Raises:
-            ValueError: it is a position in a dataset of another size.
+            ValueError: it is a position in other data.
         """
-        if state["rows"] != len(self.task.rows):
+        if (state["rows"], state["digest"]) != (len(self.task.rows), self._digest):
             raise ValueError(
-                f"the data position is from a dataset of {state['rows']} rows, this one has {len(self.task.rows)}; "
-                "resume with the same data"
+                f"the data position is from other data: {state['rows']} rows then, {len(self.task.rows)} now, or the "
+                "same number with other content; resume with the same data"
             )
         self._start_epoch(state["seed"], state["epoch"])
         self._cursor, self._next_group_id = state["cursor"], state["next_group_id"]
@@ -263,6 +280,11 @@ class LLMEnv(EnvBase):
             self._cursor += 1
         return rows
 
+    @cached_property
+    def _digest(self) -> int:
+        """Of all rows in their order: a position means something in the same data only."""
+        return zlib.crc32("\n".join(repr(row) for row in self.task.rows).encode())
+
     # ---- tokens ----
 
     def _encoded(self, rows: Sequence[int]) -> list[tuple[int, str, list[int]]]:
@@ -280,9 +302,10 @@ class LLMEnv(EnvBase):
             texts = ["".join(f"{turn['content']}\n\n" for turn in conversation) for conversation in messages]
             return self.tokenizer(texts)["input_ids"]
         try:
-            return self.tokenizer.apply_chat_template(
+            ids = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False
             )
+            return cast("list[list[int]]", ids)
         except TemplateError as error:
             roles = sorted({turn["role"] for conversation in messages for turn in conversation})
             raise ValueError(

@@ -95,9 +95,12 @@ class GSM8K(Task):
         >>> task.score({"question": "3 + 4?", "answer": "#### 7"}, "<answer>7.00</answer>").parts
         {'correctness': 2.0, 'reasoning_format': 0.0, 'answer_format': 0.5}
         """
+        gold = extract_answer(row["answer"])
+        if gold is None:
+            # Otherwise an answer without a number would equal it.
+            raise ValueError(f"the row's answer has no number: {row['answer'][-80:]!r}; end it on #### N")
         earned = {
-            # A gold number is always there, so an answer without one (None) is never equal to it.
-            "correctness": extract_answer(response) == extract_answer(row["answer"]),
+            "correctness": extract_answer(response) == gold,
             "reasoning_format": self._reasoning.search(response) is not None,
             "answer_format": self._answer.search(response) is not None,
         }
@@ -223,7 +226,7 @@ def _hub_rows(split: str) -> Iterator[tuple[str, dict]]:
     # Imported here: it takes a second, which a local file need not pay.
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
-    from httpx import HTTPError
+    from httpx2 import HTTPError  # what huggingface_hub raises
 
     if split not in HUB_SPLITS:
         raise ValueError(f"{HUB_NAME} has no split {split!r}; it has {' and '.join(HUB_SPLITS)}")
@@ -235,7 +238,7 @@ def _hub_rows(split: str) -> Iterator[tuple[str, dict]]:
             "(and env.eval_path for the held-out rows)"
         ) from error
     for index, row in enumerate(data):
-        yield f"{HUB_NAME} {split}, row {index}", row
+        yield f"{HUB_NAME} {split}, row {index}", dict(row)
 
 
 def _compiled(name: str, pattern: str) -> re.Pattern[str]:

@@ -27,10 +27,17 @@ class GroupBuffer(ReplayBuffer):
             batch_size=groups_per_batch,
             collate_fn=list,
         )
-        self._advantage = advantage
+        self._advantage, self._max_groups = advantage, max_groups
 
     def extend(self, groups: Sequence[Group]) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Stores groups with their advantages."""
+        """Stores groups with their advantages.
+
+        Raises:
+            ValueError: they do not fit; the storage is a ring, and would overwrite groups that wait to be trained on.
+        """
+        room = self._max_groups - len(self)
+        if len(groups) > room:
+            raise ValueError(f"{len(groups)} groups do not fit: {room} of {self._max_groups} places are free")
         return super().extend([g.with_advantages(group_advantages(g.rewards, self._advantage)) for g in groups])
 
     def batches(self, epochs: int = 1) -> Iterator[list[Group]]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from grpo_rl.devices import Devices
+from grpo_rl.devices import Devices, allocate
 from grpo_rl.engines.base import Engine, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.gsm8k import GSM8KEnv, load_rows
@@ -119,16 +119,33 @@ def model_bytes(model_folder: Path) -> int:
     return sum(path.stat().st_size for path in model_folder.glob("*.safetensors"))
 
 
-def make_policy(cfg: DictConfig, model_folder: Path, devices: Devices) -> TrainPolicy:
-    """The policy that learns.
+def plan_devices(cfg: DictConfig, model_folder: Path) -> Devices:
+    """The device plan, as far as this script can carry it out: it trains on one device, with one engine in its process.
 
     Raises:
-        ValueError: several training devices; this script trains on one.
+        ValueError: the plan does not fit the machine or the model, or asks for more than this script does.
     """
+    config = AutoConfig.from_pretrained(model_folder).get_text_config()
+    devices = allocate(cfg, num_attention_heads=config.num_attention_heads)
     if len(devices.train) > 1:
+        raise ValueError(f"{len(devices.train)} training devices; this script trains on one: train_model.num_devices=1")
+    if devices.replicas > 1:
         raise ValueError(
-            f"{len(devices.train)} training devices; this script trains on one, set train_model.num_devices=1"
+            f"{len(devices.inference)} inference devices with tensor_parallel_size={devices.tensor_parallel_size} are "
+            f"{devices.replicas} engines; this script runs one: leave tensor_parallel_size null or ask for fewer"
         )
+    # vLLM in this process takes the first GPUs that are visible, whatever a plan says.
+    first = tuple(torch.device("cuda", i) for i in range(len(devices.inference)))
+    if cfg.inference_model.engine == "vllm" and devices.inference[0].type == "cuda" and devices.inference != first:
+        raise ValueError(
+            f"the plan is {devices}, but vLLM in the training process samples on the first GPUs; give it those: "
+            f"inference_model.devices={[d.index for d in first]} train_model.devices=[{len(first)}]"
+        )
+    return devices
+
+
+def make_policy(cfg: DictConfig, model_folder: Path, devices: Devices) -> TrainPolicy:
+    """The policy that learns."""
     return TrainPolicy.load(
         model_folder,
         getattr(torch, cfg.train_model.dtype),

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ PATTERN = "checkpoint_{step:06d}.pt"
 MAY_DIFFER = (
     "resume",
     "logger",
-    "evaluate",
+    "evaluate.frequency",
     "train.checkpoint_frequency",
     "train.keep_checkpoints",
     "train.max_bad_steps",
@@ -26,7 +27,7 @@ MAY_DIFFER = (
 def rng_state() -> dict:
     """State of every generator that training draws from, as plain tensors, numbers and lists."""
     version, words, gauss = random.getstate()
-    name, numbers, position, has_gauss, cached = np.random.get_state(legacy=True)
+    name, numbers, position, has_gauss, cached = cast(tuple, np.random.get_state(legacy=True))
     state = {
         "torch": torch.get_rng_state(),
         "python": [version, list(words), gauss],
@@ -52,7 +53,7 @@ def save(folder: Path, step: int, state: Mapping, keep: int = 2) -> Path:
     """Writes ``checkpoint_<step>.pt``; whoever looks sees the whole file or none.
 
     Args:
-        keep: newest checkpoints that stay; older ones are removed once this one is safe on disk.
+        keep: newest checkpoints that stay, 0 for all; older ones are removed once this one is safe on disk.
 
     Raises:
         OSError: the disk is full or read-only; the checkpoints before are untouched.
@@ -77,6 +78,18 @@ def save(folder: Path, step: int, state: Mapping, keep: int = 2) -> Path:
     for old in checkpoints(folder)[:-keep] if keep else []:
         old.unlink()
     return path
+
+
+def set_aside_later(folder: Path, step: int) -> None:
+    """Sets aside checkpoints after ``step``, as ``.abandoned``, and removes what killed writes left.
+
+    A run resumed at ``step`` takes another way, on which they must be neither found nor counted.
+    """
+    for path in checkpoints(folder):
+        if path.name > PATTERN.format(step=step):
+            path.rename(path.with_suffix(".abandoned"))
+    for partial in folder.glob("checkpoint_*.partial"):
+        partial.unlink()
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -129,10 +142,12 @@ def check_config(saved: str, current: str) -> None:
         ValueError: names each key with both values.
     """
     before, now = flatten(json.loads(saved)), flatten(json.loads(current))
+    # A schedule that does not decay is the same however long the run: it may be prolonged.
+    may_differ = (*MAY_DIFFER, *(["train.total_dialog_turns"] if now.get("optimizer.schedule") == "constant" else []))
     different = [
         f"{key}: {before.get(key, 'absent')} in the checkpoint, {now.get(key, 'absent')} here"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not any(key == k or key.startswith(k + ".") for k in MAY_DIFFER)
+        if before.get(key) != now.get(key) and not any(key == k or key.startswith(k + ".") for k in may_differ)
     ]
     if different:
         raise ValueError("the checkpoint is of another config:\n  " + "\n  ".join(different))

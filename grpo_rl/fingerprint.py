@@ -67,9 +67,12 @@ def add(*fingerprints: int) -> int:
 
 @lru_cache(maxsize=256)
 def _multipliers(row: int, rows: int, column: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Odd multipliers of the rows, [rows] int64, and of the columns, [columns, 2] fp64."""
+    """Multipliers of the rows, [rows] int64 and odd, and of the columns, [columns, 2] fp64, odd and even.
+
+    Joined by an odd factor, a column's pair is odd again, hence invertible.
+    """
     b = _odd(column + (1 << 40), columns, device)
-    return _odd(row, rows, device), torch.stack([b & 0xFFFFF, (b >> 32) & 0xFFFFF | 1], dim=1).double()
+    return _odd(row, rows, device), torch.stack([b & 0xFFFFF, (b >> 32) & 0xFFFFE], dim=1).double()
 
 
 def _odd(start: int, count: int, device: torch.device) -> Tensor:

@@ -24,6 +24,9 @@ LOG_PROBS_FULL = ("log_probs", "full")
 LOG_PROBS_RESPONSE = ("log_probs", "response")
 """[R] float32: the sampler's log-probabilities of the answer. Written by the policy, read by the collector."""
 
+REF_LOG_PROBS_FULL = ("next", "ref_log_probs", "full")
+"""[T] float32: the frozen reference's log-probabilities, 0 on the prompt. Written by ``Group.to_tensordict``."""
+
 ASSISTANT_MASK = ("masks", "all_assistant_mask")
 """[T] bool: True on tokens that the policy chose. Written and read like ``TOKENS_FULL``."""
 
@@ -50,6 +53,3 @@ VERSIONS = "policy_version"
 
 TRUNCATED = "answer_truncated"
 """[1] bool: the answer met ``sampling.max_new_tokens``. Written by the policy, read by metrics."""
-
-LOG_RATIO = "log_ratio"
-"""[N] float: log pi_theta - log pi_old of the N trained tokens. Only inside the loss module's metrics."""

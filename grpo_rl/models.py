@@ -87,8 +87,12 @@ def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def _has_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
 def _checked(folder: Path, name: str) -> Path:
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+    if not _has_model(folder):
         present = sorted(path.name for path in folder.iterdir())[:5]
         raise ValueError(
             f"model {name!r}: {folder} has no config.json with *.safetensors beside it (it has {present}); give the "
@@ -102,9 +106,13 @@ def _from_hub(name: str) -> Path:
     # Subfolders and `consolidated` hold the same weights again, for other libraries.
     ignore = ["*/*", "consolidated*"]
     try:
-        return Path(snapshot_download(name, local_files_only=True, allow_patterns=allow, ignore_patterns=ignore))
+        cached = Path(snapshot_download(name, local_files_only=True, allow_patterns=allow, ignore_patterns=ignore))
     except LocalEntryNotFoundError:
+        cached = None
+    # Someone may have fetched the tokenizer alone.
+    if cached is None or not _has_model(cached):
         return Path(snapshot_download(name, etag_timeout=5, allow_patterns=allow, ignore_patterns=ignore))
+    return cached
 
 
 def _embedded_default() -> Path:

@@ -21,7 +21,8 @@ class StepResult:
     Args:
         grad_norm: L2 norm before clipping.
         lr: learning rate that was applied.
-        skipped: the gradient was not finite and the weights are as before.
+        skipped: the weights are as before: the gradient was not finite, or there was none, as where every group of the
+            step was rewarded alike. Without a gradient there is no momentum and no weight decay either.
     """
 
     grad_norm: float
@@ -120,14 +121,14 @@ class PolicyOptimizer:
             self._optimizer.step()
             self._copy_masters()
             self._bad_in_a_row = 0
-        elif not finite:
+        if not finite:
             self.bad_steps += 1
             self._bad_in_a_row += 1
             if self._bad_in_a_row >= self._max_bad_steps:
                 raise NonFiniteError(self._diagnosis(norm))
         self._optimizer.zero_grad(set_to_none=True)
         self.steps += 1
-        return StepResult(grad_norm=norm, lr=lr, skipped=not finite)
+        return StepResult(grad_norm=norm, lr=lr, skipped=not (finite and grads))
 
     def _copy_masters(self) -> None:
         for param, master in zip(self._params, self._masters, strict=True):

@@ -6,11 +6,11 @@ Dimension letters: P prompt tokens, R response tokens of the whole group, G resp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from grpo_rl import keys
@@ -94,11 +94,7 @@ class Group:
         """The same group with the reference's log-probabilities written."""
         return replace(self, ref_log_probs=ref_log_probs)
 
-    def state_dict(self) -> dict:
-        """Plain tensors, numbers and dicts, loadable with ``weights_only=True``."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    def to_tensordict(self) -> TensorDict:
+    def to_tensordict(self) -> TensorDictBase:
         """G trajectories in TorchRL's ragged LLM layout (see `grpo_rl.keys`), one lazily stacked entry a response.
 
         Source: ``torchrl.objectives.llm.GRPOLoss`` and ``MCAdvantage``, TorchRL 0.14.
@@ -123,13 +119,15 @@ class Group:
                 row[keys.TRUNCATED] = self.truncated[g].reshape(1)
             for name, part in self.reward_parts.items():
                 row[keys.REWARD_PARTS + (name,)] = part[g]
+            if self.ref_log_probs is not None:
+                row[keys.REF_LOG_PROBS_FULL] = torch.cat([torch.zeros(prompt), self.ref_log_probs[span]])
             if self.advantages is not None:
                 row[keys.ADVANTAGE] = self.advantages[g].expand(len(full), 1)
             rows.append(row)
         return lazy_stack(rows)
 
     @classmethod
-    def from_tensordict(cls, td: TensorDict) -> Group:
+    def from_tensordict(cls, td: TensorDictBase) -> Group:
         """The group whose G trajectories ``td`` holds: the inverse of :meth:`to_tensordict`.
 
         Raises:
@@ -144,6 +142,7 @@ class Group:
         lengths = torch.tensor([0] + [len(row[keys.TOKENS_RESPONSE]) for row in rows])
         parts = rows[0].get(keys.REWARD_PARTS, None)
         has_advantage = rows[0].get(keys.ADVANTAGE, None) is not None
+        has_ref = rows[0].get(keys.REF_LOG_PROBS_FULL, None) is not None
         has_truncated = rows[0].get(keys.TRUNCATED, None) is not None
         return cls(
             group_id=group_ids.pop(),
@@ -160,6 +159,7 @@ class Group:
             else {name: torch.stack([row[keys.REWARD_PARTS + (name,)] for row in rows]) for name in parts.keys()},
             truncated=torch.cat([row[keys.TRUNCATED] for row in rows]) if has_truncated else None,
             advantages=torch.stack([row[keys.ADVANTAGE][0, 0] for row in rows]) if has_advantage else None,
+            ref_log_probs=torch.cat([row[keys.REF_LOG_PROBS_FULL][prompt:] for row in rows]) if has_ref else None,
         )
 
 

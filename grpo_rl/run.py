@@ -19,7 +19,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.panel import Panel
 from tensordict import TensorDictBase
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from grpo_rl import checkpoint
 from grpo_rl.build import total_steps
@@ -37,6 +37,7 @@ from grpo_rl.optimizer import PolicyOptimizer, StepResult
 from grpo_rl.rollout import Group
 from grpo_rl.weights.push import WeightSync
 
+CHECKPOINTS, SUMMARY = "checkpoints", "summary.json"
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """fp32 weights and AdamW's two moments."""
 
@@ -70,19 +71,30 @@ class Run:
         self._eval_rows = list(eval_rows)
         self._eval_before: list[float] = []
         self._eval_after: list[float] = []
+        self._evaluated_at: int | None = None
         self.step = 0
         self.collected = 0
         self._seconds_before = 0.0
         self._restored = self._find_checkpoint()
-        self.folder = self._restored[0].parent.parent if self._restored else Path(folder)
+        self.folder = Path(folder)
+        if self._restored and self._restored[0].parent.name == CHECKPOINTS:
+            self.folder = self._restored[0].parent.parent
         self._check_disk(model_bytes)
         if self._restored:
             state = self._restored[1]
             checkpoint.check_config(state["config"], self._config)
             self.step, self.collected = state["step"], state["collected"]
             self._seconds_before, self._eval_before = state["seconds"], state["eval_before"]
+            summary = self.folder / SUMMARY
+            finished = summary.exists() and json.loads(summary.read_text()).get("finished")
+            if finished and self.collected >= cfg.train.total_dialog_turns:
+                raise ValueError(
+                    f"the run in {self.folder} is finished after {self.step} steps; to go on, raise "
+                    f"train.total_dialog_turns above {self.collected} (with optimizer.schedule=constant)"
+                )
         self._meter = _Meter()
         self._interrupted = False
+        self._training = False
         self._last_words: Panel | None = None
         self._stack = ExitStack()
 
@@ -104,12 +116,12 @@ class Run:
             probe.unlink()
         except OSError as error:
             raise ValueError(f"the run can't write to {self.folder} ({error.strerror}); set hydra.run.dir") from error
-        checkpoints = 1 + min(self.cfg.train.keep_checkpoints, 1)
+        checkpoints = 1 + self.cfg.train.keep_checkpoints  # one more while the next is written
         needed = model_bytes / 2 * CHECKPOINT_BYTES_PER_PARAMETER * checkpoints + model_bytes
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise ValueError(
-                f"{self.folder} has {free / 2**30:.1f} GiB free, and {checkpoints} checkpoints with the exported model "
+                f"{self.folder} has {free / 2**30:.1f} GiB free, and {checkpoints} checkpoints and the exported model "
                 f"take about {needed / 2**30:.1f} GiB; free some space or set hydra.run.dir"
             )
 
@@ -118,23 +130,30 @@ class Run:
         self.metrics = MetricsLog(self.folder)
         self.completions = CompletionsLog(self.folder) if logger.completions else None
         if self._restored:
+            # Whatever was written after the checkpoint is of another future.
+            (self.folder / SUMMARY).unlink(missing_ok=True)
+            checkpoint.set_aside_later(self.folder / CHECKPOINTS, self.step)
             self.metrics.truncate(self.step)
-            if self.completions:
-                self.completions.truncate(self.step)
+            CompletionsLog(self.folder).truncate(self.step)
         self.wandb = None
         if logger.backend == "wandb":
-            self.wandb = self.own(
-                WandbLog(
-                    self.folder, json.loads(self._config), project=logger.project, name=logger.name, mode=logger.mode
-                )
+            self.wandb = WandbLog(
+                self.folder, json.loads(self._config), project=logger.project, name=logger.name, mode=logger.mode
             )
         self.progress = self._stack.enter_context(Progress(total_steps(self.cfg), first_step=self.step))
+        if self.env.skipped:
+            self.progress.note(f"{self.env.skipped} of {len(self.env.task.rows)} prompts are too long and left out")
         self._install_interrupt()
         self._started = time.perf_counter()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if self.wandb:
+            self.wandb.close(exit_code=int(kind is not None))
         self._stack.close()
+        if self._training and isinstance(error, ValueError):
+            # A ValueError says that the input was wrong, and is told without a traceback; what fails now is a bug.
+            raise RuntimeError(f"failed after step {self.step}: {error}") from error
         if self._last_words:
             self.progress.console.print(self._last_words)
         gc.collect()
@@ -164,6 +183,8 @@ class Run:
         """
         self._optimizer, self._weights, self._engine = optimizer, weights, engine
         if not self._restored:
+            # After the parts are built: what building them draws is not the run's.
+            set_seed(self.cfg.train.seed)
             return
         path, state = self._restored
         optimizer.load_state_dict(state["optimizer"])
@@ -184,6 +205,7 @@ class Run:
 
     def steps(self, collector: SyncCollector) -> Iterator[list[Group]]:
         """The collections of the run, one a step, until the end or Ctrl-C."""
+        self._training = True
         while self.collected < self.cfg.train.total_dialog_turns:
             self._meter = _Meter()
             self.progress.phase("sample")
@@ -194,6 +216,7 @@ class Run:
             if self._interrupted:
                 self.save_checkpoint()
                 self._write_summary()
+                write_report(self.folder)
                 raise SystemExit(f"Stopped after step {self.step}. Go on with: resume={self.folder}")
 
     def count(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
@@ -226,14 +249,20 @@ class Run:
             self.save_checkpoint()
 
     def _log(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        self.metrics.log(self.step, metrics)
-        rows = completion_rows(groups, self.env.decode, self.env.gold)
-        if self.completions:
-            self.completions.log(self.step, rows)
+        self._log_metrics(self.step, metrics)
+        if self.completions or self.wandb:
+            rows = completion_rows(groups, self.env.decode, self.env.gold)
+            if self.completions:
+                self.completions.log(self.step, rows)
+            if self.wandb:
+                self.wandb.table(self.step, rows)
+        answer = self.env.decode(groups[0].responses[0])
+        self.progress.update(self.step, metrics, sample=f"{self.env.query(groups[0].row)}\n{answer}")
+
+    def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        self.metrics.log(step, metrics)
         if self.wandb:
-            self.wandb.log(self.step, metrics)
-            self.wandb.table(self.step, rows)
-        self.progress.update(self.step, metrics, sample=f"{self.env.query(groups[0].row)}\n{rows[0]['completion']}")
+            self.wandb.log(step, metrics)
 
     def save_checkpoint(self) -> Path:
         """Writes a checkpoint of this moment."""
@@ -249,9 +278,7 @@ class Run:
             "eval_before": self._eval_before,
             "seconds": self.seconds,
         }
-        self.checkpoint = checkpoint.save(
-            self.folder / "checkpoints", self.step, state, self.cfg.train.keep_checkpoints
-        )
+        self.checkpoint = checkpoint.save(self.folder / CHECKPOINTS, self.step, state, self.cfg.train.keep_checkpoints)
         return self.checkpoint
 
     @property
@@ -261,24 +288,25 @@ class Run:
 
     def evaluate_before(self) -> None:
         """Held-out reward of the model that training starts from; a resumed run has it already."""
-        if self._eval_rows and not self._eval_before:
+        if self._eval_rows and self.step == 0:
             evaluation = self._evaluate()
             self._eval_before = evaluation.rewards
-            self.metrics.log(0, evaluation.metrics())
+            self._log_metrics(0, evaluation.metrics())
             self.progress.update(0, evaluation.metrics())
 
     def _evaluate(self) -> Evaluation:
         self.progress.phase("evaluating")
         sampling = Sampling(temperature=0.0, max_new_tokens=self.cfg.sampling.max_new_tokens)
         env = self.env
-        return evaluate(self._engine, self._eval_rows, env.encode, env.decode, env.task.score, sampling)
+        evaluation = evaluate(self._engine, self._eval_rows, env.encode, env.decode, env.score_text, sampling)
+        self._eval_after, self._evaluated_at = evaluation.rewards, self.step
+        return evaluation
 
     def finish(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict:
         """Last evaluation, checkpoint, exported model, summary and report; shows where they are."""
-        if self._eval_rows:
+        if self._eval_rows and self._evaluated_at != self.step:
             evaluation = self._evaluate()
-            self._eval_after = evaluation.rewards
-            self.metrics.log(self.step, evaluation.metrics())
+            self._log_metrics(self.step, evaluation.metrics())
             self.progress.update(self.step, evaluation.metrics())
         path = self.save_checkpoint()
         exported = self.folder / "model"
@@ -290,6 +318,7 @@ class Run:
 
     def _write_summary(self) -> dict:
         summary: dict[str, object] = {
+            "finished": self.collected >= self.cfg.train.total_dialog_turns,
             "steps": self.step,
             "seconds": round(self.seconds, 1),
             "seed": self.cfg.train.seed,
@@ -299,16 +328,16 @@ class Run:
         }
         if self._eval_before:
             summary["eval_before"] = sum(self._eval_before) / len(self._eval_before)
-        if self._eval_before and self._eval_after:
+        if self._eval_before and self._evaluated_at == self.step > 0:
             gain = paired_gain(self._eval_before, self._eval_after)
             summary |= {
                 "eval_after": sum(self._eval_after) / len(self._eval_after),
                 "eval_gain": gain.mean,
                 "eval_gain_ci95": gain.ci95,
             }
-        partial = self.folder / "summary.json.partial"
+        partial = self.folder / f"{SUMMARY}.partial"
         partial.write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(partial, self.folder / "summary.json")
+        os.replace(partial, self.folder / SUMMARY)
         return summary
 
 
@@ -341,7 +370,6 @@ class _Meter:
         metrics["loss/total"] = sum(metrics.values())
         if tokens := self._sums["tokens"]:
             metrics |= {
-                "kl/ref": self._sums["kl_ref"] / tokens,
                 "kl/sampler": self._sums["kl_sampler"] / tokens,
                 "entropy": self._sums["entropy"] / tokens,
                 "clip/low_fraction": self._sums["clip_low"] / tokens,
@@ -349,6 +377,8 @@ class _Meter:
                 # Kish's effective sample size, as a fraction of the tokens.
                 "ess": self._sums["ratio"] ** 2 / (self._sums["ratio_squared"] * tokens),
             }
+            if self._sums["loss_kl"]:  # without a reference there is nothing to tell, not even 0
+                metrics["kl/ref"] = self._sums["kl_ref"] / tokens
         if self._gaps:
             gaps = torch.cat(self._gaps)
             metrics |= {"mismatch/mean": gaps.mean().item(), "mismatch/max": gaps.max().item()}

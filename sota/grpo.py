@@ -1,12 +1,12 @@
 """GRPO, sample and train in turns: `python sota/grpo.py env.path=train.jsonl optimizer.lr=1e-5`."""
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 
 from grpo_rl import build
 from grpo_rl.buffer import GroupBuffer
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.config import main
-from grpo_rl.devices import allocate
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.models import resolve_model
 from grpo_rl.policies.train import scored_micro_batches
@@ -16,8 +16,8 @@ from grpo_rl.weights.push import WeightSync
 
 @main(config_name="grpo_gsm8k")
 def grpo(cfg):
-    devices = allocate(cfg)  # which device trains, which scores the reference, which samples
     model_folder = resolve_model(cfg.model.name)
+    devices = build.plan_devices(cfg, model_folder)  # which trains, which scores the reference, which samples
     tokenizer = build.make_tokenizer(model_folder)
     env = build.make_env(cfg, tokenizer)  # prompts in, rewards out
     held_out = build.eval_rows(cfg, env)
@@ -43,7 +43,7 @@ def grpo(cfg):
                 for batch in buffer.batches(cfg.train.epochs):
                     for tokens in scored_micro_batches(policy, batch, **build.micro_batching(cfg)):
                         losses = loss(tokens)
-                        sum(losses[name] for name in LOSSES).backward()
+                        torch.stack([losses[name] for name in LOSSES]).sum().backward()
                         run.count(tokens, losses)
                     run.count_step(optimizer.step())
             with run.phase("sync"):

@@ -53,3 +53,8 @@ def test_the_order_is_random_and_repeats_under_a_seed():
 def test_groups_that_do_not_divide_into_batches_are_refused():
     with pytest.raises(ValueError, match="6 groups do not divide into batches of 4"):
         list(filled(6, 4).batches())
+
+
+def test_groups_that_would_overwrite_others_are_refused():
+    with pytest.raises(ValueError, match="1 groups do not fit: 0 of 6 places are free"):
+        filled().extend([random_group()])

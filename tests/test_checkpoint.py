@@ -108,3 +108,13 @@ def test_another_config_is_refused_with_the_keys_that_differ():
         checkpoint.check_config(json.dumps(saved), json.dumps(current))
     assert "logger" not in str(error.value)
     checkpoint.check_config(json.dumps(saved), json.dumps(saved | {"resume": "auto"}))
+
+
+def test_later_checkpoints_of_another_future_are_set_aside(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, {"step": step}, keep=0)
+    (tmp_path / "checkpoint_000004.partial").write_bytes(b"half")
+    checkpoint.set_aside_later(tmp_path, 1)
+    names = ["checkpoint_000001.pt", "checkpoint_000002.abandoned", "checkpoint_000003.abandoned"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    assert checkpoint.find(str(tmp_path), tmp_path).name == "checkpoint_000001.pt"

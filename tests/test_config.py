@@ -57,7 +57,15 @@ def test_an_unknown_override_is_refused_with_the_nearest_name(override, message)
 
 def test_groups_hydras_own_keys_and_sections_are_let_through():
     check_overrides(
-        ["loss=grpo", "+experiment=quickstart", "hydra.run.dir=x", "env.repeats=4", "--multirun", "~env.path"]
+        [
+            "loss=grpo",
+            "+experiment=quickstart",
+            "hydra.run.dir=x",
+            "env.repeats=4",
+            "--multirun",
+            "~env.path",
+            "hydra/job_logging=disabled",
+        ]
     )
     check_keys(["env", "env.reward"])
 
@@ -76,12 +84,17 @@ def test_an_unknown_key_from_a_file_is_refused_too():
         (["env.repeats=1"], "env.repeats is 1"),
         (["env.repeats=8", "train.optim_batch_size=20"], "not a multiple of env.repeats=8.*use 16 or 24"),
         (["env.num_envs=3", "train.optim_batch_size=16"], "3 x 8 = 24 answers"),
-        (["train.total_dialog_turns=8"], "less than one collection of 32"),
+        (["train.total_dialog_turns=8"], "less than one collection, 32 answers"),
         (["inference_model.max_model_len=256"], "leaves no room"),
         (["inference_model.engine=vlm"], "did you mean vllm"),
         (["env.dataset=gsm9k"], "did you mean gsm8k"),
         (["train_model.dtype=float16"], "float16"),
         (["evaluate.rows=1"], "evaluate.rows is 1"),
+        (["sampling.top_p=0.9"], "truncated distribution"),
+        (["policy.kl_coef=-0.1"], "policy.kl_coef is -0.1"),
+        (["train.optim_batch_size=0"], "train.optim_batch_size is 0"),
+        (["train.keep_checkpoints=-1"], "train.keep_checkpoints is -1"),
+        (["train.gradient_accumulation_steps=5"], "5 micro-batches cannot be made of the 4 groups"),
     ],
 )
 def test_wrong_numbers_are_told_with_the_remedy(overrides, message):

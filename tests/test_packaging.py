@@ -29,8 +29,9 @@ def build(kind: str, source: Path, out: Path) -> Path:
 def run_with(folder: Path, code: str) -> str:
     """What ``code`` prints where grpo_rl is installed in ``folder``, and nowhere else."""
     libraries = sysconfig.get_path("purelib")
-    # -S leaves out the .pth files of this environment, and with them its own editable install.
-    start = f"import sys, site; sys.path.append({libraries!r}); site.addsitedir({str(folder)!r}); "
+    # -S leaves out the .pth files of this environment, and with them its own editable install. The folder comes first:
+    # a finder of that install has the same name as the one under test.
+    start = f"import sys, site; site.addsitedir({str(folder)!r}); sys.path.append({libraries!r}); "
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", start + code], cwd=folder, capture_output=True, text=True
     )  # fmt: skip

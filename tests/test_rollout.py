@@ -33,6 +33,7 @@ def test_to_tensordict_and_back_is_the_same_group():
         random_group(lengths=[3, 1, 2], group_id=7),
         reward_parts={"a": torch.tensor([0.0, 1.0, 2.0])},
         advantages=torch.tensor([-1.0, 0.0, 1.0]),
+        ref_log_probs=-torch.arange(6.0),
         trainable=torch.tensor([True, False, True, True, True, False]),
     )
     assert_equal(Group.from_tensordict(group.to_tensordict()), group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,14 +112,11 @@ def test_the_exported_model_loads_in_transformers_and_has_moved(finished, tiny):
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, tmp_path, monkeypatch, step):
-    import shutil
-
     cut = tmp_path / "cut"
     shutil.copytree(finished, cut)
-    for later in checkpoints(cut / "checkpoints")[step:]:
-        later.unlink()
+    start = checkpoints(cut / "checkpoints")[step - 1]  # later ones are there too, and must not be mixed in
     torch.manual_seed(12345)  # whatever happened since
-    run([*tiny, f"resume={cut}"], tmp_path / "unused", monkeypatch)
+    run([*tiny, f"resume={start}"], tmp_path / "unused", monkeypatch)
     assert comparable(cut) == comparable(finished)
     ours, theirs = (load(checkpoints(f / "checkpoints")[-1])["optimizer"]["masters"] for f in (cut, finished))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -181,8 +179,6 @@ def test_rows_without_their_columns_are_refused(tiny, tmp_path, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_written_and_a_full_disk_are_refused(tiny, finished, tmp_path, monkeypatch):
-    import shutil
-
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
     with pytest.raises(SystemExit, match="GiB free"):
         run(tiny, tmp_path / "run", monkeypatch)
@@ -244,3 +240,32 @@ def test_a_held_out_prompt_that_is_too_long_is_found_before_a_model_is_loaded(ti
     )
     with pytest.raises(SystemExit, match="held-out row 2 has a prompt of 101 tokens, 56 fit"):
         run([*tiny, f"env.eval_path={path}", "evaluate.rows=3"], tmp_path / "run", monkeypatch)
+
+
+def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tiny, finished, tmp_path, monkeypatch):
+    again = run(tiny, tmp_path / "again", monkeypatch)
+    assert comparable(again) == comparable(finished)
+    other = run([*tiny, "train.seed=1"], tmp_path / "other", monkeypatch)
+    assert comparable(other)[1:] != comparable(finished)[1:]
+
+
+def test_a_finished_run_says_so_and_can_be_prolonged(tiny, finished, tmp_path, monkeypatch):
+    longer = tmp_path / "longer"
+    shutil.copytree(finished, longer)
+    with pytest.raises(SystemExit, match="finished after 4 steps.*above 64"):
+        run([*tiny, f"resume={longer}"], tmp_path / "unused", monkeypatch)
+    run([*tiny, f"resume={longer}", "train.total_dialog_turns=80"], tmp_path / "unused", monkeypatch)
+    assert json.loads((longer / "summary.json").read_text())["steps"] == 5
+    assert [row["step"] for row in read_metrics(longer)] == [0, 1, 2, 3, 4, 4, 5, 5]
+
+
+def test_what_fails_after_the_start_keeps_its_traceback(tiny, tmp_path, monkeypatch):
+    from grpo_rl.buffer import GroupBuffer
+
+    def broken(self, groups):
+        raise ValueError("a bug of ours")
+
+    monkeypatch.setattr(GroupBuffer, "extend", broken)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(RuntimeError, match="failed after step 0: a bug of ours"):
+        run(tiny, tmp_path / "run", monkeypatch)

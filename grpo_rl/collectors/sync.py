@@ -58,9 +58,9 @@ class SyncCollector:
                     versions=torch.full_like(sample.response_ids, sample.version),
                     trainable=torch.ones_like(sample.response_ids, dtype=torch.bool),
                     offsets=sample.offsets,
-                    rewards=torch.tensor([reward.total for reward in rewards]),
+                    rewards=torch.tensor([reward.total for reward in rewards], dtype=torch.float32),
                     reward_parts={
-                        name: torch.tensor([reward.parts[name] for reward in rewards])
+                        name: torch.tensor([reward.parts[name] for reward in rewards], dtype=torch.float32)
                         for name in self._env.task.reward_parts
                     },
                     truncated=sample.truncated,
@@ -76,8 +76,13 @@ class EnginePolicy(TensorDictModuleBase):
     Rows of one group share one prompt: they are sampled in one call, so the engine computes the prompt once.
     """
 
-    in_keys = [keys.TOKENS_PROMPT, keys.GROUP_ID]
-    out_keys = [keys.TOKENS_RESPONSE, keys.LOG_PROBS_RESPONSE, keys.VERSIONS, keys.TRUNCATED]
+    in_keys = [keys.TOKENS_PROMPT, keys.GROUP_ID]  # pyright: ignore[reportAssignmentType]
+    out_keys = [  # pyright: ignore[reportAssignmentType]
+        keys.TOKENS_RESPONSE,
+        keys.LOG_PROBS_RESPONSE,
+        keys.VERSIONS,
+        keys.TRUNCATED,
+    ]
 
     def __init__(self, engine: Engine, sampling: Sampling) -> None:
         super().__init__()

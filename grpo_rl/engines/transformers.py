@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,14 +47,17 @@ class TransformersEngine:
         self.dtype = getattr(torch, dtype)
         self._device = torch.device(device)
         self._max_batch = max_batch
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=self.dtype).to(self._device).eval()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=self.dtype).to(self._device).eval()
         self._model.requires_grad_(False)
         ends = self._model.generation_config.eos_token_id
         self._ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        # `generate` fills in what a call leaves open from here: a model's own temperature or repetition penalty would
+        # bend the distribution behind the recorder's back.
+        self._model.generation_config = GenerationConfig()
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
         """See :meth:`grpo_rl.engines.base.Engine.generate`."""
-        assert self._model.device == self._device, "wake() the engine before it generates"
+        assert self._model.device.type == self._device.type, "wake() the engine before it generates"
         check_request(prompts, n, sampling, self.max_model_len)
         at_once = max(1, self._max_batch // n)
         samples = []
@@ -79,7 +83,6 @@ class TransformersEngine:
             input_ids=ids,
             attention_mask=mask,
             logits_processor=warpers,
-            # Fresh, so that a model's own defaults (top_k = 50, say) do not bend the distribution unseen.
             generation_config=GenerationConfig(
                 do_sample=sampling.temperature > 0,
                 top_k=0,

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.logprobs import FlatLogprobs
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -107,7 +109,7 @@ class VLLMEngine:
         return [
             Samples.from_lists(
                 [answer.token_ids for answer in output.outputs],
-                [answer.logprobs.logprobs for answer in output.outputs],
+                [cast(FlatLogprobs, answer.logprobs).logprobs for answer in output.outputs],
                 [answer.finish_reason == "length" for answer in output.outputs],
                 self.version,
             )
@@ -152,7 +154,7 @@ class VLLMEngine:
 class WeightReceiver:
     """What vLLM's workers learn from us: to take weights by their checkpoint names, and to say what they hold."""
 
-    model_runner: object  # the worker's
+    model_runner: Any  # the worker's
 
     def receive_weights(self, weights: list[tuple[str, Tensor]]) -> None:
         """Loads the weights in place."""
@@ -224,4 +226,4 @@ def _read(module: torch.nn.Module, kind: str, dtype: torch.dtype) -> Tensor:
     # output is one weight plus zeros.
     columns = module.input_size_per_partition
     one_hot = torch.eye(columns, dtype=dtype)
-    return module.quant_method.apply(module, one_hot, None).T.contiguous()
+    return cast(LinearBase, module).quant_method.apply(module, one_hot, None).T.contiguous()

@@ -64,7 +64,7 @@ class GRPOLoss(LossModule):
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
-    out_keys = (*LOSSES, *METRIC_SUMS)
+    out_keys = (*LOSSES, *METRIC_SUMS)  # pyright: ignore[reportAssignmentType]
 
     def __init__(
         self, clip_low: float = 0.2, clip_high: float = 0.2, kl_coef: float = 0.0, entropy_coef: float = 0.0

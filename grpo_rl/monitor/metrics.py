@@ -67,26 +67,6 @@ def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[
     return metrics
 
 
-def mismatch_metrics(groups: Sequence[Group], log_probs: Tensor) -> dict[str, float]:
-    """How far the trainer's log-probabilities are from the sampler's: mean and maximum of the absolute difference.
-
-    It means something on fresh weights only, where both hold the same policy and the difference is numeric noise.
-
-    Args:
-        log_probs: [sum of R] the trainer's, in the groups' own order.
-
-    >>> from grpo_rl.testing import random_group
-    >>> group = random_group(lengths=[2])
-    >>> mismatch_metrics([group], group.log_probs + torch.tensor([0.0, -0.5]))
-    {'mismatch/mean': 0.25, 'mismatch/max': 0.5}
-    """
-    sampled = torch.cat([group.log_probs for group in groups])
-    assert log_probs.shape == sampled.shape, (log_probs.shape, sampled.shape)
-    trainable = torch.cat([group.trainable for group in groups])
-    gap = (log_probs.detach().cpu().double() - sampled.cpu().double()).abs()[trainable.cpu()]
-    return {"mismatch/mean": _mean(gap), "mismatch/max": gap.max().item() if len(gap) else 0.0}
-
-
 def time_metrics(
     phases_s: Mapping[str, float], step_s: float, sampled_tokens: int, trained_tokens: int
 ) -> dict[str, float]:
@@ -181,7 +161,7 @@ def _whole_lines(path: Path) -> list[str]:
 
 def _encode(row: Mapping[str, float]) -> dict[str, object]:
     # A metric may come as a tensor or a NumPy scalar; JSON wants Python's numbers.
-    numbers = {name: value.item() if hasattr(value, "item") else value for name, value in row.items()}
+    numbers = {name: getattr(value, "item", lambda value=value: value)() for name, value in row.items()}
     nonfinite = {name: str(float(value)) for name, value in numbers.items() if not math.isfinite(value)}
     encoded: dict[str, object] = {name: None if name in nonfinite else value for name, value in numbers.items()}
     return encoded | ({"nonfinite": nonfinite} if nonfinite else {})

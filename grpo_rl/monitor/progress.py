@@ -103,7 +103,12 @@ class Progress:
     def phase(self, name: str) -> None:
         """Names what is going on: sampling, training, weights, evaluating, checkpoint."""
         self._phase = name
-        # Not before: engines print what they like while they start, which would leave torn copies of the view.
+        self._start_live()
+        if name == "sample" and not self._durations:
+            self._last = self._clock()  # what came before the first step is no step's time
+
+    def _start_live(self) -> None:
+        # With the first news, not before: engines print while they start, which would leave torn copies of the view.
         if self._live and not self._live.is_started:
             self._live.start()
 
@@ -116,7 +121,8 @@ class Progress:
         if step > self.step:
             self._durations.append((now - self._last) / (step - self.step))
             self.step = step
-        self._last = now  # an evaluation's time belongs to no step
+        self._last = now
+        self._start_live()
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
         self._metrics |= metrics

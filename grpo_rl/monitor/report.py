@@ -109,10 +109,10 @@ def versions() -> dict[str, str]:
 
 def _note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> str:
     notes = []
-    if not summary:
+    if not summary.get("finished"):
         last = int(max((row["step"] for row in rows), default=0))
         notes.append(f"The run has not ended, or was stopped: this shows it up to step {last}.")
-    if summary and summary.get("eval_gain") is None:
+    if summary.get("finished") and summary.get("eval_gain") is None:
         notes.append("Held-out reward was not measured before and after (evaluate.rows), so there is no gain to state.")
     return " ".join(notes)
 

@@ -40,6 +40,7 @@ class WandbLog:
             raise ValueError(f"logger.mode={mode}; it is online or offline (logger.backend=none switches W&B off)")
         try:
             import wandb
+            import wandb.errors
         except ImportError as error:
             raise ValueError(
                 "logger.backend=wandb, but wandb is not installed: pip install wandb, or set logger.backend=none"

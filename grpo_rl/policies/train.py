@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -49,7 +50,7 @@ class TrainPolicy:
         device: torch.device | str = "cpu",
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
-    ) -> TrainPolicy:
+    ) -> Self:
         """The policy from a local model folder, ready to train."""
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
         model.train()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from grpo_rl.engines.base import Sampling
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
@@ -169,3 +169,22 @@ def test_sleeping_and_waking_keeps_the_weights(engine, trainer_model):
     engine.wake()
     sync.verify()
     assert engine.generate([[5]], n=1, sampling=Sampling(max_new_tokens=2))
+
+
+def test_a_models_own_generation_defaults_do_not_bend_the_distribution(model_folder, tmp_path):
+    """Some models ship a temperature, a nucleus and a repetition penalty; only what is asked for may count."""
+    import shutil
+
+    from grpo_rl.engines.transformers import TransformersEngine
+
+    folder = tmp_path / "opinionated"
+    shutil.copytree(model_folder, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    GenerationConfig(
+        do_sample=True, temperature=0.1, top_p=0.1, top_k=1, repetition_penalty=1.5, eos_token_id=END, pad_token_id=END
+    ).save_pretrained(folder)
+    engine = TransformersEngine(folder, max_model_len=64)
+    (sample,) = engine.generate([PROMPTS[0]], n=32, sampling=Sampling(max_new_tokens=1))
+    assert len(sample.response_ids.unique()) > 3  # a tenth of the temperature would leave one
+    for response, log_prob in zip(sample.responses, sample.log_probs, strict=True):
+        assert abs(log_prob - expected_log_probs(model, PROMPTS[0], response, 1.0)[0]) < 0.5

@@ -243,3 +243,8 @@ def test_a_hub_that_cannot_be_reached_says_to_use_a_file(tmp_path):
     result = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=120)
     assert "openai/gsm8k can't be had from the hub" in result.stdout, result.stderr
     assert "env.path=FILE.jsonl" in result.stdout
+
+
+def test_a_row_without_a_gold_number_is_an_error_not_a_right_answer():
+    with pytest.raises(ValueError, match="no number"):
+        GSM8K([]).score({"question": "?", "answer": "none"}, "none")

@@ -150,8 +150,19 @@ def test_a_restored_environment_asks_the_same_next_prompts(tokenizer, used):
 
 def test_a_position_in_other_data_is_refused(tokenizer):
     state = LLMEnv(Letters(5), tokenizer, 2, 2).state_dict()
-    with pytest.raises(ValueError, match="5 rows, this one has 4"):
+    with pytest.raises(ValueError, match="5 rows then, 4 now"):
         LLMEnv(Letters(4), tokenizer, 2, 2).load_state_dict(state)
+    reordered = Letters(5)
+    reordered.rows = reordered.rows[::-1]
+    with pytest.raises(ValueError, match="other content"):
+        LLMEnv(reordered, tokenizer, 2, 2).load_state_dict(state)
+
+
+def test_a_part_named_like_a_metric_is_refused(tokenizer):
+    task = Letters(4)
+    task.reward_parts = ("mean",)
+    with pytest.raises(ValueError, match="mean"):
+        LLMEnv(task, tokenizer, 2, 2)
 
 
 def test_a_failing_scorer_is_named_and_never_a_zero(tokenizer):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_rl.monitor.metrics import MetricsLog, mismatch_metrics, read_metrics, reward_metrics, time_metrics
+from grpo_rl.monitor.metrics import MetricsLog, read_metrics, reward_metrics, time_metrics
 from grpo_rl.rollout import Group
 from grpo_rl.testing import random_group
 
@@ -67,12 +67,6 @@ def test_staleness_is_over_tokens_that_the_policy_chose():
 def test_no_groups_is_an_error_that_says_why():
     with pytest.raises(ValueError, match="dropped"):
         reward_metrics([])
-
-
-def test_mismatch_leaves_out_tokens_that_the_policy_did_not_choose():
-    sampled = group([3], [0.0], log_probs=torch.tensor([-1.0, -2.0, -3.0]), trainable=torch.tensor([True, False, True]))
-    metrics = mismatch_metrics([sampled], torch.tensor([-1.5, -90.0, -3.25]))
-    assert metrics == {"mismatch/mean": 0.375, "mismatch/max": 0.5}
 
 
 def test_rates_of_a_phase_that_did_not_run_are_left_out():
