@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging as transformers_logging
 
+from grpo_rl.build import ENVS
 from grpo_rl.engines.base import Sampling
 from grpo_rl.optimizer import check_optimizer
 
@@ -161,7 +162,7 @@ def check(cfg: DictConfig) -> None:
             f"sampling.max_new_tokens={cfg.sampling.max_new_tokens}"
         )
     _one_of(cfg, "inference_model.engine", ("vllm", "transformers"))
-    _one_of(cfg, "env.dataset", ("gsm8k",))
+    _one_of(cfg, "env.dataset", tuple(ENVS))
     _one_of(cfg, "env.long_prompt", ("error", "skip"))
     _one_of(cfg, "train_model.dtype", ("bfloat16", "float32"))
     _one_of(cfg, "loss.aggregate", ("sequence_mean", "token_mean"))

@@ -15,6 +15,9 @@ from grpo_rl.envs.gsm8k import GSM8KEnv, load_rows
 from grpo_rl.optimizer import PolicyOptimizer
 from grpo_rl.policies.train import ReferencePolicy, TrainPolicy
 
+ENVS = {"gsm8k": GSM8KEnv}
+"""Environment of each ``env.dataset``."""
+
 
 def make_tokenizer(model_folder: Path) -> PreTrainedTokenizerBase:
     """The model's tokenizer."""
@@ -27,7 +30,7 @@ def make_env(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
     Raises:
         ValueError: the data can't be found or read, or a prompt is too long and ``env.long_prompt`` is ``error``.
     """
-    env = GSM8KEnv(
+    env = ENVS[cfg.env.dataset](
         num_envs=cfg.env.num_envs,
         repeats=cfg.env.repeats,
         tokenizer=tokenizer,

@@ -269,3 +269,28 @@ def test_what_fails_after_the_start_keeps_its_traceback(tiny, tmp_path, monkeypa
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(RuntimeError, match="failed after step 0: a bug of ours"):
         run(tiny, tmp_path / "run", monkeypatch)
+
+
+def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
+    """Recorded at the access itself, after the checks, which read keys only to refuse their values."""
+    from omegaconf import DictConfig
+
+    import grpo_rl.config as config
+
+    read: set[str] = set()
+    get, check = DictConfig._get_impl, config.check
+
+    def recording_get(self, key, *args, **kwargs):
+        read.add(self._get_full_key(key))
+        return get(self, key, *args, **kwargs)
+
+    def check_then_record(cfg):
+        check(cfg)
+        read.clear()
+
+    monkeypatch.setattr(DictConfig, "_get_impl", recording_get)
+    monkeypatch.setattr(config, "check", check_then_record)
+    overrides = [*tiny, "logger.backend=wandb", "logger.mode=offline", "train.total_dialog_turns=16"]
+    run(overrides, tmp_path / "run", monkeypatch)
+    # These two are vLLM's; `build.make_engine` hands them on by name.
+    assert config.known_keys() - read == {"inference_model.gpu_memory_utilization", "inference_model.enforce_eager"}

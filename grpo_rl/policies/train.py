@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,8 @@ from grpo_rl.losses.aggregate import Aggregation, token_weights
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.prefix import forward_hidden, pack, use_shared_prefix
 from grpo_rl.rollout import Group, micro_batches
+
+Policy = TypeVar("Policy", bound="TrainPolicy")
 
 
 class TrainPolicy:
@@ -44,13 +46,13 @@ class TrainPolicy:
 
     @classmethod
     def load(
-        cls,
+        cls: type[Policy],
         folder: str | Path,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
-    ) -> Self:
+    ) -> Policy:
         """The policy from a local model folder, ready to train."""
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
         model.train()
