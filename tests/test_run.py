@@ -294,3 +294,12 @@ def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
     run(overrides, tmp_path / "run", monkeypatch)
     # These two are vLLM's; `build.make_engine` hands them on by name.
     assert config.known_keys() - read == {"inference_model.gpu_memory_utilization", "inference_model.enforce_eager"}
+
+
+def test_a_missing_vllm_is_told_before_a_model_is_loaded(tiny, tmp_path, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
+    with pytest.raises(SystemExit, match="vLLM is not installed; install the extra"):
+        run([*tiny, "inference_model.engine=vllm"], tmp_path / "run", monkeypatch)
