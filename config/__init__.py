@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging as transformers_logging
@@ -90,7 +92,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
             continue
         try:
             name = OverridesParser.create().parse_override(word).key_or_group
-        except OverrideParseException:
+        except HydraException:
             continue  # Hydra explains these itself
         # A slash, or Hydra's own section, is a group: `hydra/launcher=...`.
         if "/" not in name and name.split(".")[0] != "hydra" and name not in GROUPS:
@@ -220,7 +222,19 @@ def main(config_name: str) -> Callable:
                 check_overrides(sys.argv[1:])
             except ValueError as error:
                 raise SystemExit(f"error: {error}") from None
-            hydra.main(version_base="1.3", config_path=str(FOLDER), config_name=config_name)(run)()
+            # Otherwise Hydra cuts every traceback short, the ones of bugs too.
+            os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+            try:
+                hydra.main(version_base="1.3", config_path=str(FOLDER), config_name=config_name)(run)()
+            except HydraException as error:
+                raise SystemExit(f"error: {error}") from error
+            except OSError as error:
+                if error.errno not in (errno.EROFS, errno.EACCES, errno.ENOSPC):
+                    raise
+                raise SystemExit(
+                    f"error: can't write to {error.filename or 'the disk'}: {error.strerror}; free some space or set "
+                    "hydra.run.dir. Checkpoints that were written are whole"
+                ) from error
 
         return entry
 

@@ -303,3 +303,24 @@ def test_a_missing_vllm_is_told_before_a_model_is_loaded(tiny, tmp_path, monkeyp
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
     with pytest.raises(SystemExit, match="vLLM is not installed; install the extra"):
         run([*tiny, "inference_model.engine=vllm"], tmp_path / "run", monkeypatch)
+
+
+@pytest.mark.parametrize("code", ["EROFS", "ENOSPC"])
+def test_a_disk_that_cannot_be_written_is_told_in_one_line(tiny, tmp_path, monkeypatch, code):
+    import errno
+
+    from grpo_rl.monitor.metrics import MetricsLog
+
+    def fail(*_):
+        raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)), "metrics.jsonl")
+
+    monkeypatch.setattr(MetricsLog, "log", fail)
+    with pytest.raises(
+        SystemExit, match=r"error: can't write to metrics\.jsonl: .*; free some space or set hydra\.run\.dir"
+    ):
+        run(tiny, tmp_path / "run", monkeypatch)
+
+
+def test_a_malformed_override_is_told_in_one_line(tiny, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="error: "):
+        run([*tiny, "optimizer.lr=[1"], tmp_path / "run", monkeypatch)
