@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import functools
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -216,6 +217,8 @@ def main(config_name: str) -> Callable:
                 if HydraConfig.get().mode == RunMode.MULTIRUN:
                     raise
                 raise SystemExit(f"error: {error}") from error
+            finally:
+                gc.collect()  # models sit in reference cycles; the next job of a sweep wants their memory now
 
         def entry() -> None:
             try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -80,9 +82,11 @@ def make_engine(cfg: DictConfig, model_folder: Path, devices: Devices) -> Engine
         from grpo_rl.engines.transformers import TransformersEngine
 
         return TransformersEngine(model_folder, model.max_model_len, dtype=dtype, device=devices.inference[0])
-    from grpo_rl.engines.vllm import VLLMEngine
-
-    return VLLMEngine(
+    # What vLLM imports keeps the frames that it was imported from, and frames keep their callers with all variables:
+    # this run's model would outlive the run. A thread's stack has nothing to keep.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        module = thread.submit(importlib.import_module, "grpo_rl.engines.vllm").result()
+    return module.VLLMEngine(
         model_folder,
         model.max_model_len,
         seed=cfg.train.seed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import resource
@@ -156,7 +155,6 @@ class Run:
             raise RuntimeError(f"failed after step {self.step}: {error}") from error
         if self._last_words:
             self.progress.console.print(self._last_words)
-        gc.collect()
 
     def own(self, thing: Owned) -> Owned:
         """The thing itself, which the run closes when it ends, however it ends."""

@@ -35,6 +35,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.logprobs import FlatLogprobs
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
 
 class VLLMEngine:
@@ -88,6 +89,9 @@ class VLLMEngine:
             worker_extension_cls=f"{__name__}.{WeightReceiver.__name__}",
             **({"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True} if on_gpu else {}),
         )
+        # vLLM freezes the garbage collector's view of what exists, to spare an engine's own process work. Here that
+        # takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.
+        gc.unfreeze()
         self._can_free = on_gpu
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
@@ -148,6 +152,7 @@ class VLLMEngine:
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         cleanup_dist_env_and_memory()
+        LAYERWISE_INFO.clear()  # vLLM's notes on reloaded layers, which refer back to the layers
         gc.collect()
 
 
