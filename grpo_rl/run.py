@@ -211,7 +211,8 @@ class Run:
             self.collected = collector.collected
             self._meter.seconds["sample"] = collector.sample_s
             yield groups
-            if self._interrupted:
+            # After the last step there is nothing to stop: the run ends as it would have.
+            if self._interrupted and self.collected < self.cfg.train.total_dialog_turns:
                 self.save_checkpoint()
                 self._write_summary()
                 write_report(self.folder)
