@@ -81,6 +81,7 @@ setup(
             "ray>=2.60,<3",
             "ruff>=0.17.5,<0.18",
             "setuptools>=77",
+            "triton>=3.4,<4; sys_platform == 'linux' and platform_machine == 'x86_64'",  # its interpreter
             "wheel",
         ],
     },

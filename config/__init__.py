@@ -19,6 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging as transformers_logging
 
+from grpo_rl.allocator import give_back
 from grpo_rl.build import ENVS
 from grpo_rl.engines.base import Sampling
 from grpo_rl.optimizer import check_optimizer
@@ -219,6 +220,7 @@ def main(config_name: str) -> Callable:
                 raise SystemExit(f"error: {error}") from error
             finally:
                 gc.collect()  # models sit in reference cycles; the next job of a sweep wants their memory now
+                give_back()
 
         def entry() -> None:
             try:

@@ -82,6 +82,8 @@ class PolicyOptimizer:
         self._params = [p for _, p in named]
         copies = mixed_precision and any(p.dtype != torch.float32 for p in self._params)
         self._masters = [p.detach().float().clone() for p in self._params] if copies else self._params
+        for param in self._params if copies else ():
+            param.grad_dtype = torch.float32  # a bf16 copy of each gradient would only take memory
         self._hooks = (
             [
                 p.register_post_accumulate_grad_hook(_move_grad_to(master))
@@ -174,9 +176,10 @@ class PolicyOptimizer:
         self.steps, self.bad_steps, self._bad_in_a_row = state["counters"]
 
     def close(self) -> None:
-        """Takes the gradient hooks off the model."""
-        for hook in self._hooks:
+        """Takes the gradient hooks off the model, whose gradients are of its own dtype again."""
+        for hook, param in zip(self._hooks, self._params, strict=False):
             hook.remove()
+            param.grad_dtype = param.dtype
 
 
 def check_optimizer(name: str, lr: float, schedule: str, clip_grad_norm: float) -> None:
@@ -198,7 +201,7 @@ def check_optimizer(name: str, lr: float, schedule: str, clip_grad_norm: float) 
 def _move_grad_to(master: Tensor):
     def hook(param: Tensor) -> None:
         if master.grad is None:
-            master.grad = param.grad.float()
+            master.grad = param.grad
         else:
             master.grad += param.grad
         param.grad = None

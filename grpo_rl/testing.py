@@ -10,7 +10,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch.overrides import TorchFunctionMode
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_rl.rollout import Group
 
@@ -74,3 +75,38 @@ def save_tiny_model(folder: str | Path, seed: int = 0) -> Path:
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return Path(folder)
+
+
+class KeepFp64(TorchFunctionMode):
+    """Casts to fp32 become casts to fp64: transformers' norms, RoPE and eager softmax round inside, whatever the model.
+
+    >>> with KeepFp64():
+    ...     torch.zeros(1, dtype=torch.float64).to(torch.float32).dtype, torch.zeros(1).float().dtype
+    (torch.float64, torch.float64)
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def keep(x: object) -> object:
+            return torch.float64 if x is torch.float32 else x
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(keep, args), **{name: keep(x) for name, x in (kwargs or {}).items()})
+
+
+def to_fp64(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in fp64 throughout, for comparisons at 1e-9: its norms and RoPE no longer round to fp32.
+
+    Only they are treated, so that a cast in the code under test still shows.
+    """
+
+    def unrounded(forward):
+        def call(*args, **kwargs):
+            with KeepFp64():
+                return forward(*args, **kwargs)
+
+        return call
+
+    for module in model.double().modules():
+        if type(module).__name__.endswith(("RMSNorm", "RotaryEmbedding")):
+            module.forward = unrounded(module.forward)
+    return model

@@ -9,6 +9,10 @@ import hypothesis
 import pytest
 import torch
 
+# Read when Triton is imported: without a GPU its kernels are interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # A busy machine is no failure.
 hypothesis.settings.register_profile("project", deadline=None)
 hypothesis.settings.load_profile("project")

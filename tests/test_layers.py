@@ -14,9 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # below it. The fingerprint is a pure function that both ends of a transfer compute, engines and weights.
 LAYERS = [
     {"keys"},
-    {"losses", "advantages", "rollout", "devices", "envs", "testing", "fingerprint"},
+    {"losses", "advantages", "rollout", "devices", "envs", "testing", "fingerprint", "allocator"},
     {"policies", "engines", "buffer"},
-    {"collectors", "weights", "evaluate", "checkpoint", "monitor", "run", "build", "optimizer", "models", "parallel"},
+    {"optimizer", "models", "rates", "limit", "parallel"},
+    {"collectors", "weights", "evaluate", "checkpoint", "monitor", "run", "build"},
     {"sota", "cli", "config"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

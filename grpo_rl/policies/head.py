@@ -1,13 +1,22 @@
-"""Log-probability and entropy of sampled tokens, tiled over tokens: no [N, V] tensor ever exists.
+"""Log-probability and entropy of sampled tokens, tile by tile: no [N, V] tensor ever exists.
 
-Letters: N tokens, E hidden size, V vocabulary.
+Letters: N tokens, E hidden size, V vocabulary; n tokens and v words of a tile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import linear
+
+CPU_TILE = (1024, 2048)
+"""Tokens and words of a tile: it stays in a CPU's caches from one operation to the next."""
+GPU_TILE_LOGITS = 1 << 28
+"""Logits of a tile on a GPU, whose kernels want whole rows: half a GiB in bf16."""
 
 
 def log_prob_and_entropy(
@@ -16,16 +25,19 @@ def log_prob_and_entropy(
     target_ids: Int[Tensor, " N"],
     bias: Float[Tensor, " V"] | None = None,
     temperature: float = 1.0,
-    tile_tokens: int = 256,
+    softcap: float | None = None,
+    tile: tuple[int, int] = CPU_TILE,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Log-probability of each target and entropy of its distribution, in nats, differentiable in both.
 
-    Logits are made, used and dropped a tile of tokens at a time, and made again in the backward pass: the price is one
-    more GEMM, the gain is that memory does not grow with N * V. Softmax runs in fp32 (fp64 for fp64 input).
+    Logits are made, used and dropped a tile at a time, and made again in the backward pass: the price is one more GEMM,
+    the gain is that memory grows neither with N * V nor, but for the weight's gradient, with V. Softmax runs in fp32
+    (fp64 for fp64 input).
 
     Args:
         temperature: of the sampler; logits are divided by it.
-        tile_tokens: rows of the tile.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` first, as in Gemma 2.
+        tile: tokens and words of a tile. Not used where Triton's kernels are (`grpo_rl.policies.head_triton`).
 
     Returns:
         log-probabilities and entropies, fp32 (fp64 for fp64 input).
@@ -36,66 +48,156 @@ def log_prob_and_entropy(
     >>> lp.exp().item(), h.exp().item()
     (0.25, 4.0)
     """
-    return _TiledHead.apply(hidden, weight, target_ids, bias, temperature, tile_tokens)
+    if hidden.device.type == "cuda":
+        from grpo_rl.policies import head_triton  # Triton takes long to import, and no CPU needs it
+
+        if head_triton.available(hidden.device) and hidden.dtype != torch.float64:
+            return _RowTiledHead.apply(hidden, weight, target_ids, bias, temperature, softcap)
+    return _TiledHead.apply(hidden, weight, target_ids, bias, _Logits(temperature, softcap, tile))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
-    return logits if temperature == 1.0 else logits.div_(temperature)
+@dataclass(frozen=True)
+class _Logits:
+    """How a tile of logits is made from a tile of hidden states and of the head."""
+
+    temperature: float
+    softcap: float | None
+    tile: tuple[int, int]
+
+    def tokens(self, count: int) -> Iterator[slice]:
+        return (slice(first, first + self.tile[0]) for first in range(0, count, self.tile[0]))
+
+    def words(self, count: int) -> Iterator[slice]:
+        return (slice(first, first + self.tile[1]) for first in range(0, count, self.tile[1]))
+
+    def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Logits over temperature, and the slope of the soft cap where there is one."""
+        logits = linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
+        slope = None
+        if self.softcap is not None:
+            tanh = logits.div_(self.softcap).tanh_()
+            slope = 1 - tanh * tanh
+            logits = tanh.mul_(self.softcap)
+        if self.temperature != 1.0:
+            logits.div_(self.temperature)
+        return logits, slope
 
 
 class _TiledHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, target_ids, bias, temperature, tile_tokens):
+    def forward(ctx, hidden, weight, target_ids, bias, make):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs, entropies, lses = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
-        for start in range(0, len(hidden), tile_tokens):
-            rows = slice(start, start + tile_tokens)
-            logits = _logits(hidden[rows], weight, bias, temperature, dtype)
-            lse = logits.logsumexp(-1)
-            log_probs[rows] = logits.gather(-1, target_ids[rows, None])[:, 0] - lse
-            # H = lse - sum_v p_v z_v
-            probs = (logits - lse[:, None]).exp_()
-            entropies[rows] = lse - torch.einsum("nv,nv->n", probs, logits)
-            lses[rows] = lse
-        ctx.save_for_backward(hidden, weight, target_ids, bias, entropies, lses)
-        ctx.temperature, ctx.tile_tokens = temperature, tile_tokens
-        return log_probs, entropies
+        target_logit, mean_logit = (torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
+        lse = torch.full_like(target_logit, -torch.inf)
+        for tokens in make.tokens(len(hidden)):
+            for words in make.words(len(weight)):
+                logits, _ = make(hidden[tokens], weight[words], None if bias is None else bias[words])
+                probs = logits.softmax(-1)
+                # The largest probability is at least 1 / v: its logarithm is exact enough to give the tile's share.
+                tile_lse = logits.amax(-1) - probs.amax(-1).log_()
+                joint = torch.logaddexp(lse[tokens], tile_lse)
+                place = target_ids[tokens, None] - words.start
+                inside = (place >= 0) & (place < logits.shape[1])
+                target_logit[tokens] += (logits.gather(1, place.where(inside, 0)) * inside)[:, 0]
+                mean_logit[tokens] *= (lse[tokens] - joint).exp_()
+                mean_logit[tokens] += probs.mul_(logits).sum(-1) * (tile_lse - joint).exp_()
+                lse[tokens] = joint
+        # H = lse - sum_v p_v z_v
+        entropy = lse - mean_logit
+        ctx.save_for_backward(hidden, weight, target_ids, bias, entropy, lse)
+        ctx.make, ctx.weight_grad_dtype = make, _grad_dtype(weight)
+        return target_logit - lse, entropy
 
     @staticmethod
-    def backward(ctx, grad_log_probs, grad_entropies):  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, target_ids, bias, entropies, lses = ctx.saved_tensors
-        dtype = lses.dtype
-        grad_hidden = torch.empty_like(hidden)
-        # bf16 sums over tiles would lose small terms, so the weight's gradient is summed in fp32.
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and ctx.needs_input_grad[3] else None
-        entropy_counts = bool(grad_entropies.any())
-        for start in range(0, len(hidden), ctx.tile_tokens):
-            rows = slice(start, start + ctx.tile_tokens)
-            log_p = _logits(hidden[rows], weight, bias, ctx.temperature, dtype).sub_(lses[rows, None])
-            probs = log_p.exp()
-            g = grad_log_probs[rows, None]
-            if entropy_counts:
-                # dH/dz_v = -p_v (log p_v + H)
-                scale = log_p.add_(entropies[rows, None]).mul_(-grad_entropies[rows, None]).sub_(g)
-                grad_logits = probs.mul_(scale)
-            else:
-                grad_logits = probs.mul_(-g)
-            grad_logits.scatter_add_(-1, target_ids[rows, None], g)
-            if ctx.temperature != 1.0:
-                grad_logits.div_(ctx.temperature)
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-            grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[rows] = grad_logits @ weight
+    def backward(ctx, grad_log_prob, grad_entropy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, target_ids, bias, entropy, lse = ctx.saved_tensors
+        make = ctx.make
+        # Sums over tiles are fp32: bf16 would lose small terms.
+        grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype)
+        grad_weight = torch.empty_like(weight, dtype=ctx.weight_grad_dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[3] else None
+        entropy_counts = bool(grad_entropy.any())
+        for words in make.words(len(weight)):
+            word_weight, word_bias = weight[words], None if bias is None else bias[words]
+            sum_weight, sum_bias = torch.zeros_like(word_weight, dtype=lse.dtype), lse.new_zeros(len(word_weight))
+            for tokens in make.tokens(len(hidden)):
+                log_p, slope = make(hidden[tokens], word_weight, word_bias)
+                log_p.sub_(lse[tokens, None])
+                g = grad_log_prob[tokens, None]
+                if entropy_counts:
+                    # dH/dz_v = -p_v (log p_v + H)
+                    probs = log_p.exp()
+                    grad = log_p.add_(entropy[tokens, None]).mul_(-grad_entropy[tokens, None]).sub_(g).mul_(probs)
+                else:
+                    grad = log_p.exp_().mul_(-g)
+                place = target_ids[tokens, None] - words.start
+                inside = (place >= 0) & (place < grad.shape[1])
+                grad.scatter_add_(1, place.where(inside, 0), g * inside)
+                if slope is not None:
+                    grad *= slope
+                if make.temperature != 1.0:
+                    grad.div_(make.temperature)
+                if grad_bias is not None:
+                    sum_bias += grad.sum(0)
+                grad = grad.to(hidden.dtype)
+                if ctx.needs_input_grad[0]:
+                    grad_hidden[tokens] += grad @ word_weight
+                if grad_weight is not None:
+                    sum_weight += grad.T @ hidden[tokens]
             if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[rows]
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None,
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
+                grad_weight[words] = sum_weight
+            if grad_bias is not None:
+                grad_bias[words] = sum_bias
+        return grad_hidden.to(hidden.dtype), grad_weight, None, grad_bias, None
+
+
+class _RowTiledHead(torch.autograd.Function):
+    """The same on CUDA: tiles of whole rows, their element-wise part in one kernel each way."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, target_ids, bias, temperature, softcap):
+        from grpo_rl.policies.head_triton import tile_statistics
+
+        parts = []
+        for tokens in _row_tiles(hidden, weight):
+            logits = linear(hidden[tokens], weight, bias)
+            parts.append(tile_statistics(logits, target_ids[tokens], temperature, softcap))
+        log_prob, entropy, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, target_ids, bias, entropy, lse)
+        ctx.temperature, ctx.softcap, ctx.weight_grad_dtype = temperature, softcap, _grad_dtype(weight)
+        return log_prob, entropy
+
+    @staticmethod
+    def backward(ctx, grad_log_prob, grad_entropy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        from grpo_rl.policies.head_triton import tile_gradient_
+
+        hidden, weight, target_ids, bias, entropy, lse = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        tiles = _row_tiles(hidden, weight)
+        # Sums over tiles are fp32: bf16 would lose small terms. A single tile has nothing to sum.
+        sum_dtype = torch.float32 if len(tiles) > 1 else ctx.weight_grad_dtype
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[3] else None
+        for tokens in tiles:
+            logits = linear(hidden[tokens], weight, bias)
+            ups = grad_log_prob[tokens], grad_entropy[tokens]
+            grad = tile_gradient_(
+                logits, target_ids[tokens], lse[tokens], entropy[tokens], *ups, ctx.temperature, ctx.softcap
+            )
+            grad_hidden[tokens] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[tokens]
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=lse.dtype)
+        grad_weight = None if grad_weight is None else grad_weight.to(ctx.weight_grad_dtype)
+        return grad_hidden, grad_weight, None, None if grad_bias is None else grad_bias.to(bias.dtype), None, None
+
+
+def _row_tiles(hidden: Float[Tensor, "N E"], weight: Float[Tensor, "V E"]) -> list[slice]:
+    step = max(1, GPU_TILE_LOGITS // len(weight))
+    return [slice(first, first + step) for first in range(0, max(len(hidden), 1), step)]
+
+
+def _grad_dtype(weight: Float[Tensor, "V E"]) -> torch.dtype:
+    """The dtype that the weight's gradient is kept in: an optimizer with fp32 masters asks for fp32 at once."""
+    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype

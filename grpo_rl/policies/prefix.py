@@ -6,24 +6,22 @@ Letters: T tokens of the micro-batch, N response tokens, H query heads, K key-va
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from grpo_rl.policies.flex import flex_shared_prefix
+from grpo_rl.policies.two_part import Arrangement, Rules, TwoPartAttention
 from grpo_rl.rollout import Group
 
 ATTENTION_NAME = "grpo_rl_shared_prefix"
 """The name under which transformers models find the attention below (``config._attn_implementation``)."""
-
-
-BUCKET = 16
-"""Answers whose lengths round up to the same multiple go through one call of the kernel."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +37,24 @@ class Span:
     def end(self) -> int:
         return self.edges[-1]
 
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """Borders of the prompt and of every answer that is not empty."""
+        answers = zip(self.edges, self.edges[1:], strict=False)
+        return ((self.start, self.prompt_end), *((start, end) for start, end in answers if end > start))
 
-@dataclass(frozen=True)
-class Table:
-    """Answers of about the same length, of any groups: B answers, L tokens.
+    @functools.cached_property
+    def positions(self) -> Int[Tensor, " T"]:
+        """Position of each token: an answer's go on from its prompt's.
 
-    Args:
-        index: [B, L] positions in the micro-batch; past an answer's end its last one is repeated.
-        valid: [B, L] False there. A causal mask keeps those rows out of every real one.
-        where: ``index[valid]``.
-    """
-
-    index: Int[Tensor, "B L"]
-    valid: Bool[Tensor, "B L"]
-    where: Int[Tensor, " M"]
+        >>> Span(0, 2, (2, 3, 5)).positions.tolist()
+        [0, 1, 2, 2, 3]
+        """
+        prompt = self.prompt_end - self.start
+        answers = zip(self.edges, self.edges[1:], strict=False)
+        return torch.cat(
+            [torch.arange(prompt), *(torch.arange(prompt, prompt + end - start) for start, end in answers)]
+        )
 
 
 @dataclass(frozen=True)
@@ -60,29 +62,13 @@ class Layout:
     """What attention has to know of a micro-batch; made once, read by every layer."""
 
     spans: tuple[Span, ...]
-    tables: tuple[Table, ...]
+    _arrangements: dict[tuple[int, int], Arrangement] = field(default_factory=dict, repr=False, compare=False)
 
-    @classmethod
-    def of(cls, spans: Sequence[Span]) -> Layout:
-        """The layout of these groups.
-
-        >>> layout = Layout.of([Span(0, 2, (2, 5, 7))])
-        >>> layout.tables[0].index.tolist(), layout.tables[0].valid.tolist()
-        ([[2, 3, 4], [5, 6, 6]], [[True, True, True], [True, True, False]])
-        """
-        buckets: dict[int, list[tuple[int, int]]] = {}
-        for span in spans:
-            for start, end in zip(span.edges, span.edges[1:], strict=False):
-                if end > start:
-                    buckets.setdefault(-(-(end - start) // BUCKET), []).append((start, end))
-        tables = []
-        for answers in buckets.values():
-            starts, ends = torch.tensor(answers).T
-            index = starts[:, None] + torch.arange(int((ends - starts).max()))
-            valid = index < ends[:, None]
-            index = torch.minimum(index, ends[:, None] - 1)
-            tables.append(Table(index, valid, index[valid]))
-        return cls(tuple(spans), tuple(tables))
+    def arrangement(self, heads: int, kv_heads: int) -> Arrangement:
+        """The sequences as tables, for so many heads."""
+        if (heads, kv_heads) not in self._arrangements:
+            self._arrangements[heads, kv_heads] = Arrangement.of(self.spans, heads, kv_heads)
+        return self._arrangements[heads, kv_heads]
 
 
 @dataclass(frozen=True)
@@ -130,7 +116,7 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
     return Packed(
         input_ids=torch.cat(ids).to(device),
         position_ids=torch.cat(positions).to(device),
-        layout=Layout.of(spans),
+        layout=Layout(tuple(spans)),
         predict_index=(torch.cat(predict) if predict else torch.empty(0, dtype=torch.long)).to(device),
         target_ids=torch.cat([group.response_ids for group in groups]).to(device),
     )
@@ -157,18 +143,15 @@ def use_shared_prefix(model: PreTrainedModel) -> PreTrainedModel:
     """The model with its attention switched to shared prefixes.
 
     Raises:
-        ValueError: the model needs what this attention does not compute (a sliding window, soft-capped scores).
+        ValueError: the model needs what this attention does not compute.
     """
     config = model.config.get_text_config()
-    # Models with a window switched off still carry its width; only a layer that uses it is refused.
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
+    if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
         raise ValueError(
-            f"{type(model).__name__} has layers of type {sorted(kinds - {'full_attention'})}; "
-            "shared-prefix attention supports full_attention only"
+            f"{type(model).__name__} has layers of type {unknown}; shared-prefix attention supports full_attention and "
+            "sliding_attention"
         )
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise ValueError(f"{type(model).__name__} soft-caps its attention scores, which is not supported")
     model.set_attn_implementation(ATTENTION_NAME)
     return model
 
@@ -188,167 +171,15 @@ def attention(
     **_: object,
 ) -> tuple[Float[Tensor, "1 T H D"], None]:
     """Attention of a flat micro-batch with shared prompts, in transformers' attention-function signature."""
-    if dropout or sliding_window or softcap:
-        raise ValueError(
-            f"shared-prefix attention has no dropout ({dropout}), sliding window ({sliding_window}) "
-            f"or soft cap ({softcap})"
-        )
+    if dropout:
+        raise ValueError(f"shared-prefix attention has no dropout ({dropout}); set attention_dropout to 0")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if query.device.type == "cpu":
-        out = _TwoPartAttention.apply(query, key, value, prefix_layout, scale)
-    else:
-        out = torch.cat([_masked(query, key, value, span, scale) for span in prefix_layout.spans], dim=2)
-    return out.transpose(1, 2), None
+    if query.device.type == "cuda":
+        out = flex_shared_prefix(query, key, value, prefix_layout, scale, sliding_window, softcap)
+        return out.transpose(1, 2), None
+    # [1, heads, T, D] in shape, but laid out by token: this way nothing is copied.
+    by_token = (x[0].transpose(0, 1) for x in (query, key, value))
+    return TwoPartAttention.apply(*by_token, prefix_layout, Rules(scale, sliding_window, softcap))[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention)
-
-
-def _masked(query: Tensor, key: Tensor, value: Tensor, span: Span, scale: float) -> Tensor:
-    """One group by a boolean mask over its own tokens, for devices whose kernels return no log-sum-exp here."""
-    part = slice(span.start, span.end)
-    position = torch.arange(span.start, span.end, device=query.device)
-    edges = torch.tensor(span.edges, device=query.device)
-    answer = torch.searchsorted(edges, position, right=True)  # 0 on the prompt, g + 1 on answer g
-    same = (answer[:, None] == answer[None, :]) | (answer[None, :] == 0)
-    mask = same & (position[:, None] >= position[None, :])
-    return scaled_dot_product_attention(
-        query[:, :, part],
-        key[:, :, part],
-        value[:, :, part],
-        attn_mask=mask,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-class _TwoPartAttention(torch.autograd.Function):
-    """Answers attend to the prompt in one call and to themselves in another; a log-sum-exp joins the two exactly.
-
-    Softmax over two sets of keys is the mean of the two softmaxes weighted by their partition sums, and the flash
-    backward of each part is right as it stands when it is given the joint output and the joint log-sum-exp.
-    Source of the identity: Ring Attention, https://arxiv.org/abs/2310.01889; Hydragen, https://arxiv.org/abs/2402.05099.
-    """
-
-    @staticmethod
-    def forward(ctx, query, key, value, layout, scale):
-        out = torch.empty_like(query)
-        lse = torch.empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
-        repeat = query.shape[1] // key.shape[1]
-        for span in layout.spans:
-            prompt, answers = slice(span.start, span.prompt_end), slice(span.prompt_end, span.end)
-            out[:, :, prompt], lse[:, :, prompt] = _flash(
-                query[:, :, prompt],
-                _heads(key[:, :, prompt], repeat),
-                _heads(value[:, :, prompt], repeat),
-                0.0,
-                True,
-                scale=scale,
-            )
-            if span.end > span.prompt_end:
-                shared_out, shared_lse = _flash(
-                    _fold(query[:, :, answers], repeat), key[:, :, prompt], value[:, :, prompt], 0.0, False, scale=scale
-                )
-                out[:, :, answers] = shared_out.reshape(out[:, :, answers].shape)
-                lse[:, :, answers] = shared_lse.reshape(lse[:, :, answers].shape)
-        for table in layout.tables:
-            own_out, own_lse = _flash(
-                _take(query, table),
-                _heads(_take(key, table), repeat),
-                _heads(_take(value, table), repeat),
-                0.0,
-                True,
-                scale=scale,
-            )
-            shared_out, shared_lse = _take(out, table), _take(lse, table)
-            joint = torch.logaddexp(own_lse, shared_lse)
-            joined = torch.lerp(
-                own_out.to(joint.dtype), shared_out.to(joint.dtype), (shared_lse - joint).exp()[..., None]
-            )
-            _put(out, table, joined.to(out.dtype))
-            _put(lse, table, joint)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.layout, ctx.scale = layout, scale
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):  # pyright: ignore[reportIncompatibleMethodOverride]
-        query, key, value, out, lse = ctx.saved_tensors
-        repeat = query.shape[1] // key.shape[1]
-        grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
-        for table in ctx.layout.tables:
-            # Rows past an answer's end are repeats: without a gradient they add nothing.
-            grads = _flash_backward(
-                _take(grad_out, table) * table.valid[:, None, :, None],
-                _take(query, table),
-                _heads(_take(key, table), repeat),
-                _heads(_take(value, table), repeat),
-                _take(out, table),
-                _take(lse, table),
-                0.0,
-                True,
-                scale=ctx.scale,
-            )
-            _put(grad_query, table, grads[0])
-            _put(grad_key, table, _sum_heads(grads[1], repeat))
-            _put(grad_value, table, _sum_heads(grads[2], repeat))
-        for span in ctx.layout.spans:
-            prompt, answers = slice(span.start, span.prompt_end), slice(span.prompt_end, span.end)
-            grads = _flash_backward(
-                grad_out[:, :, prompt],
-                query[:, :, prompt],
-                _heads(key[:, :, prompt], repeat),
-                _heads(value[:, :, prompt], repeat),
-                out[:, :, prompt],
-                lse[:, :, prompt],
-                0.0,
-                True,
-                scale=ctx.scale,
-            )
-            grad_query[:, :, prompt] = grads[0]
-            grad_key[:, :, prompt] = _sum_heads(grads[1], repeat)
-            grad_value[:, :, prompt] = _sum_heads(grads[2], repeat)
-            if span.end > span.prompt_end:
-                folded = [_fold(x[:, :, answers], repeat) for x in (grad_out, query, out, lse)]
-                grads = _flash_backward(
-                    folded[0],
-                    folded[1],
-                    key[:, :, prompt],
-                    value[:, :, prompt],
-                    folded[2],
-                    folded[3],
-                    0.0,
-                    False,
-                    scale=ctx.scale,
-                )
-                grad_query[:, :, answers] += grads[0].reshape(query[:, :, answers].shape)
-                grad_key[:, :, prompt] += grads[1]
-                grad_value[:, :, prompt] += grads[2]
-        return grad_query, grad_key, grad_value, None, None
-
-
-def _take(x: Tensor, table: Table) -> Tensor:
-    """[1, H, T, ...] -> [B, H, L, ...] at the table's positions."""
-    return x[0][:, table.index].transpose(0, 1).contiguous()
-
-
-def _put(x: Tensor, table: Table, rows: Tensor) -> None:
-    """The inverse of :func:`_take`, in place, real tokens only."""
-    x[0][:, table.where] = rows.transpose(0, 1)[:, table.valid]
-
-
-def _heads(x: Float[Tensor, "B K L D"], repeat: int) -> Float[Tensor, "B H L D"]:
-    return x.repeat_interleave(repeat, dim=1) if repeat > 1 else x
-
-
-def _sum_heads(x: Float[Tensor, "B H L D"], repeat: int) -> Float[Tensor, "B K L D"]:
-    return x.unflatten(1, (-1, repeat)).sum(2) if repeat > 1 else x
-
-
-def _fold(x: Tensor, repeat: int) -> Tensor:
-    """[1, H, L, ...] -> [1, K, repeat * L, ...]: without a causal mask, heads that share keys are just more queries."""
-    return x.unflatten(1, (-1, repeat)).flatten(2, 3).contiguous()

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from grpo_rl.allocator import keep_freed_memory
 from grpo_rl.losses.aggregate import Aggregation, token_weights
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.prefix import forward_hidden, pack, use_shared_prefix
@@ -37,12 +38,11 @@ class TrainPolicy:
                 f"sampling.temperature is {temperature}; training needs more than 0 (greedy answers are equal)"
             )
         config = model.config.get_text_config()
-        if getattr(config, "final_logit_softcapping", None) is not None:
-            raise ValueError(f"{type(model).__name__} soft-caps its logits, which is not supported")
         if any(getattr(config, name, 1.0) not in (None, 1, 1.0) for name in ("logits_scaling", "logit_scale")):
             raise ValueError(f"{type(model).__name__} scales its logits, which is not supported")
         self.model = use_shared_prefix(model)
         self.temperature = temperature
+        self.softcap = getattr(config, "final_logit_softcapping", None)
 
     @classmethod
     def load(
@@ -54,6 +54,8 @@ class TrainPolicy:
         gradient_checkpointing: bool = False,
     ) -> Policy:
         """The policy from a local model folder, ready to train."""
+        if torch.device(device).type == "cpu":
+            keep_freed_memory()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
         model.train()
         if gradient_checkpointing:
@@ -70,7 +72,7 @@ class TrainPolicy:
         packed = pack(groups, self.device)
         head = self.model.get_output_embeddings()
         hidden = forward_hidden(self.model, packed)
-        return log_prob_and_entropy(hidden, head.weight, packed.target_ids, head.bias, self.temperature)
+        return log_prob_and_entropy(hidden, head.weight, packed.target_ids, head.bias, self.temperature, self.softcap)
 
 
 class ReferencePolicy(TrainPolicy):

@@ -8,16 +8,18 @@ import torch
 from grpo_rl.policies.head import log_prob_and_entropy
 
 
-def full(hidden, weight, target, bias, temperature):
-    logits = (hidden @ weight.T + (0 if bias is None else bias)) / temperature
-    log_p = logits.log_softmax(-1)
+def full(hidden, weight, target, bias, temperature, softcap):
+    logits = hidden @ weight.T + (0 if bias is None else bias)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_p = (logits / temperature).log_softmax(-1)
     return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("tile", [1, 3, 100])
-def test_values_and_gradients_equal_those_of_full_logits(temperature, with_bias, tile):
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("tile", [(1, 1), (3, 4), (100, 3), (2, 100)])
+def test_values_and_gradients_equal_those_of_full_logits(temperature, with_bias, softcap, tile):
     g = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=g)  # noqa: E731
     inputs = [make(7, 5), make(11, 5)] + ([make(11)] if with_bias else [])
@@ -28,8 +30,8 @@ def test_values_and_gradients_equal_those_of_full_logits(temperature, with_bias,
         out = road(*leaves)
         return out, torch.autograd.grad(sum((u * o).sum() for u, o in zip(up, out, strict=True)), leaves)
 
-    expected, expected_grads = grads(lambda h, w, b=None: full(h, w, target, b, temperature))
-    out, out_grads = grads(lambda h, w, b=None: log_prob_and_entropy(h, w, target, b, temperature, tile))
+    expected, expected_grads = grads(lambda h, w, b=None: full(h, w, target, b, temperature, softcap))
+    out, out_grads = grads(lambda h, w, b=None: log_prob_and_entropy(h, w, target, b, temperature, softcap, tile))
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(out_grads, expected_grads, rtol=0, atol=1e-12)
 
@@ -38,7 +40,9 @@ def test_gradcheck():
     hidden = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     target = torch.tensor([0, 5, 2, 2])
-    assert torch.autograd.gradcheck(lambda h, w: log_prob_and_entropy(h, w, target, None, 0.8, 2), (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: log_prob_and_entropy(h, w, target, None, 0.8, None, (2, 4)), (hidden, weight)
+    )
 
 
 def test_huge_logits_stay_finite():
@@ -54,3 +58,18 @@ def test_no_token_is_no_problem():
     hidden = torch.zeros(0, 3, requires_grad=True)
     log_prob, entropy = log_prob_and_entropy(hidden, torch.zeros(5, 3), torch.zeros(0, dtype=torch.long))
     assert log_prob.shape == entropy.shape == (0,)
+
+
+def test_an_optimizer_that_keeps_fp32_gradients_gets_the_fp32_sum():
+    hidden = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = torch.nn.Parameter(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)).bfloat16())
+    target = torch.arange(8)
+
+    def grad(dtype):
+        weight.grad, weight.grad_dtype = None, dtype
+        log_prob_and_entropy(hidden, weight, target, tile=(2, 4))[0].sum().backward()
+        return weight.grad
+
+    exact, rounded = grad(torch.float32), grad(torch.bfloat16)
+    assert exact.dtype == torch.float32 and torch.equal(exact.bfloat16(), rounded)
+    assert not torch.equal(exact, rounded.float()), "the sum over tiles was rounded before it was handed over"

@@ -1,4 +1,4 @@
-"""Shared-prefix scoring equals separate sequences, in value and in gradient."""
+"""How groups are packed, what their tokens may see, and which models are refused; values are in test_exactness.py."""
 
 from __future__ import annotations
 
@@ -6,21 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from grpo_rl.policies.prefix import Layout, attention, pack, use_shared_prefix
+from grpo_rl.policies.prefix import pack
 from grpo_rl.policies.train import TrainPolicy
-from grpo_rl.testing import random_group
+from grpo_rl.testing import random_group, to_fp64
 
 VOCAB = 50
 SIZES = dict(
@@ -30,37 +21,14 @@ SIZES = dict(
     num_hidden_layers=2,
     num_attention_heads=6,
     num_key_value_heads=2,
-    head_dim=8,
     max_position_embeddings=64,
+    pad_token_id=0,
 )
-FAMILIES = {
-    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
-    "llama-untied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
-}
 
 
-class Fp64RMSNorm(torch.nn.Module):
-    """transformers' norms round to fp32 inside; for a comparison at 1e-9 they must not."""
-
-    def __init__(self, norm: torch.nn.Module) -> None:
-        super().__init__()
-        self.weight, self.eps = norm.weight, norm.variance_epsilon
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
-def fp64_model(family: str) -> PreTrainedModel:
+def fp64_llama() -> PreTrainedModel:
     torch.manual_seed(0)
-    model = FAMILIES[family]().double()
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child).__name__.endswith("RMSNorm"):
-                setattr(parent, name, Fp64RMSNorm(child))
-    return model
+    return to_fp64(LlamaForCausalLM(LlamaConfig(**SIZES)))
 
 
 def random_groups(seed: int) -> list:
@@ -69,58 +37,9 @@ def random_groups(seed: int) -> list:
     return [random_group(p, lengths, VOCAB, group_id=i, seed=seed + i) for i, (p, lengths) in enumerate(shapes)]
 
 
-def separate_sequences(model, groups, temperature):
-    """The plain road: each answer behind its own copy of the prompt, full logits, one sequence at a time."""
-    log_probs, entropies = [], []
-    for group in groups:
-        for response in group.responses:
-            ids = torch.cat([group.prompt_ids, response])[None]
-            logits = model(ids).logits[0, len(group.prompt_ids) - 1 : -1] / temperature
-            log_p = logits.log_softmax(-1)
-            log_probs.append(log_p.gather(-1, response[:, None])[:, 0])
-            entropies.append(-(log_p.exp() * log_p).sum(-1))
-    return torch.cat(log_probs), torch.cat(entropies)
-
-
-def gradients(model, log_prob, entropy):
-    weight = torch.linspace(-1, 1, len(log_prob), dtype=torch.float64)
-    model.zero_grad()
-    (log_prob * weight + entropy * weight.flip(0)).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_values_and_gradients_equal_those_of_separate_sequences_in_fp64(family, checkpointing):
-    model = fp64_model(family)
-    groups = random_groups(seed=3)
-    expected = separate_sequences(model, groups, temperature=0.7)
-    expected_grads = gradients(model, *expected)
-    if checkpointing:
-        model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    scored = TrainPolicy(model, temperature=0.7).score(groups)
-    torch.testing.assert_close(scored[0], expected[0], rtol=0, atol=1e-9)
-    torch.testing.assert_close(scored[1], expected[1], rtol=0, atol=1e-9)
-    for name, grad in gradients(model, *scored).items():
-        torch.testing.assert_close(grad, expected_grads[name], rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_bf16_is_no_further_from_fp64_than_the_plain_bf16_road():
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.2))
-    groups = random_groups(seed=5)
-    exact = separate_sequences(model.double(), groups, 1.0)[0]
-    model.bfloat16()
-    plain = separate_sequences(model, groups, 1.0)[0].float()
-    shared = TrainPolicy(model).score(groups)[0]
-    assert (shared - exact).abs().mean() <= 1.2 * (plain - exact).abs().mean()
-
-
 def test_an_answer_sees_neither_its_siblings_nor_another_group():
-    model = fp64_model("llama-tied")
     groups = random_groups(seed=7)
-    policy = TrainPolicy(model)
+    policy = TrainPolicy(fp64_llama())
     before = policy.score(groups)[0].split([len(g.response_ids) for g in groups])
     changed = list(groups)
     changed[1] = random_group(1, [4, 7], VOCAB, group_id=1, seed=99)
@@ -136,39 +55,82 @@ def test_an_answer_sees_neither_its_siblings_nor_another_group():
     assert (alone[:first] - before[0][:first]).abs().max() > 1e-3
 
 
-def test_the_masked_road_of_other_devices_equals_the_two_part_road(monkeypatch):
-    from grpo_rl.policies import prefix
-
-    groups = random_groups(seed=1)
-    model = fp64_model("llama-tied")
-    policy = TrainPolicy(model)
-    two_part = policy.score(groups)
-    grads = gradients(model, *two_part)
-    monkeypatch.setattr(
-        prefix._TwoPartAttention,
-        "apply",
-        lambda q, k, v, layout, scale: torch.cat(
-            [prefix._masked(q, k, v, span, scale) for span in layout.spans], dim=2
-        ),
-    )
-    masked = policy.score(groups)
-    torch.testing.assert_close(masked, two_part, rtol=0, atol=1e-9)
-    for name, grad in gradients(model, *masked).items():
-        torch.testing.assert_close(grad, grads[name], rtol=0, atol=1e-9)
-
-
 def test_a_prompt_is_computed_once():
     groups = [random_group(prompt=10, lengths=[2, 3, 4])]
     assert len(pack(groups).input_ids) == 10 + 2 + 3 + 4
 
 
-def test_sliding_windows_are_refused_by_name():
-    windowed = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=0)
-    with pytest.raises(ValueError, match="sliding_attention"):
-        use_shared_prefix(Qwen2ForCausalLM(windowed))
-    mistral = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))
-    with pytest.raises(ValueError, match="sliding"):
-        TrainPolicy(mistral).score([random_group(vocab=VOCAB)])
+def small(name: str, **config: object) -> PreTrainedModel:
+    """A random model by the name of its class, in training mode."""
+    model_class = getattr(transformers, name)
+    return model_class(model_class.config_class(**SIZES | config)).train()
+
+
+def rope(kind: str, **settings: object) -> dict:
+    return dict(rope_type=kind, rope_theta=1000.0, **settings)
+
+
+LONGROPE = rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=32)
+REFUSED = {
+    # Frequencies that depend on the longest sequence at hand: a group would be scored by its neighbours' lengths.
+    "dynamic-rope": ("LlamaForCausalLM", dict(rope_parameters=rope("dynamic", factor=2.0)), "dynamic"),
+    "longrope": ("LlamaForCausalLM", dict(rope_parameters=LONGROPE), "longrope"),
+    "rope-of-one-kind-of-layer": (
+        "Gemma3ForCausalLM",
+        dict(
+            rope_parameters={"full_attention": rope("dynamic", factor=2.0), "sliding_attention": rope("default")},
+            layer_types=["full_attention", "sliding_attention"],
+        ),
+        "dynamic",
+    ),
+    # What is no causal attention.
+    "encoder-decoder": ("T5ForConditionalGeneration", dict(d_model=48, d_kv=8, d_ff=64), "decoder"),
+    "bidirectional": ("GemmaForCausalLM", dict(use_bidirectional_attention=True), "causal"),
+    "encoder": ("BertLMHeadModel", dict(attention_probs_dropout_prob=0.0), "causal"),
+    "chunked": ("Llama4ForCausalLM", dict(intermediate_size_mlp=64, num_local_experts=2), "chunked_attention"),
+    "linear-attention": ("Qwen3NextForCausalLM", dict(num_experts=2, num_experts_per_tok=1), "linear_attention"),
+    "state-space": ("MambaForCausalLM", {}, "linear_attention"),
+    "state-space-beside-attention": (
+        "FalconH1ForCausalLM",
+        dict(mamba_d_ssm=96, mamba_n_heads=4, mamba_d_head=24, mamba_d_state=8),
+        "hybrid",
+    ),
+    "convolution": ("Lfm2ForCausalLM", dict(layer_types=["conv", "full_attention"]), "conv"),
+    # Attention of the model's own making.
+    "alibi": ("BloomForCausalLM", dict(n_layer=2, n_head=6), "attention"),
+    "sinks": (
+        "GptOssForCausalLM",
+        dict(num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2),
+        "s_aux",
+    ),
+    "dropout": ("LlamaForCausalLM", dict(attention_dropout=0.1), "attention_dropout"),
+    # Logits that are not the head's product with the last hidden states.
+    "logit-scale": ("CohereForCausalLM", dict(logit_scale=0.25), "logit_scale"),
+    "logits-scaling": ("GraniteForCausalLM", dict(logits_scaling=8.0), "logits_scaling"),
+    "layers-before-the-head": (
+        "ModernBertDecoderForCausalLM",
+        dict(layer_types=["full_attention"] * 2, bos_token_id=0, eos_token_id=0, cls_token_id=0, sep_token_id=0),
+        "lm_head",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "config", "setting"), REFUSED.values(), ids=REFUSED)
+def test_a_model_that_would_be_scored_wrongly_is_refused_by_its_name_and_setting(name, config, setting):
+    model = small(name, **config)
+    with pytest.raises(ValueError, match=f"{name.removesuffix('ForCausalLM')}.*{setting}"):
+        TrainPolicy(model).score([random_group(vocab=VOCAB)])
+
+
+def test_dropout_that_is_switched_on_later_is_refused():
+    model = small("LlamaForCausalLM", attention_dropout=0.1).eval()
+    policy, groups = TrainPolicy(model), [random_group(vocab=VOCAB)]
+    policy.score(groups)  # does nothing in eval mode
+    model.train()
     with pytest.raises(ValueError, match="dropout"):
-        q = torch.zeros(1, 1, 1, 4)
-        attention(torch.nn.Module(), q, q, q, None, prefix_layout=Layout((), ()), dropout=0.1)
+        policy.score(groups)
+
+
+@pytest.mark.parametrize("name", ["CohereForCausalLM", "GraniteForCausalLM"])
+def test_a_scale_of_one_is_no_reason_to_refuse(name):
+    TrainPolicy(small(name, logit_scale=1.0, logits_scaling=1.0)).score([random_group(vocab=VOCAB)])

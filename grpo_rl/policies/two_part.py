@@ -1,0 +1,336 @@
+"""Shared-prefix attention on CPU: answers over their prompt, then every sequence over itself, as batched products.
+
+PyTorch's own CPU kernel spends most of its backward pass in tiles too small for the processor's matrix units; the same
+arithmetic in a few batched products is several times faster. Only a block of the scores exists at a time, in fp32
+(fp64 for fp64 input), and the backward pass makes it again from the log-sum-exp.
+
+Heads that share keys are just more queries: the R = H / K of them lie side by side in the rows of a block.
+Letters: T tokens of the micro-batch, H query heads, K key-value heads, D head size; s sequences (times key-value heads),
+m = queries x R rows and n keys of a block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from grpo_rl.policies.prefix import Layout, Span
+
+BLOCK_SCORES = 1 << 20
+"""Scores of a block: few enough to stay in the cores' caches from one operation to the next."""
+BLOCK_QUERIES = 256
+"""Queries of a block: of a long sequence, the keys behind the block's last query are not computed."""
+MASKED = -1e30
+"""Score of a key that a query must not see: finite, so that a query that sees no key of a part yields no NaN."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What an attention layer does to its scores.
+
+    Args:
+        scale: factor on the products of queries and keys.
+        window: a query sees this many positions back, its own included; None: all.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """``count`` sequences of up to ``length`` tokens, of any groups; ``first``: tokens of the tables before it."""
+
+    first: int
+    count: int
+    length: int
+
+    def of(self, rows: Tensor, kv_heads: int, repeat: int) -> Float[Tensor, "s L R ..."]:
+        """This table's part of arranged rows, ``repeat`` of them for each token and key-value head."""
+        per_token = kv_heads * repeat
+        part = rows[self.first * per_token : (self.first + self.count * self.length) * per_token]
+        return part.view(self.count * kv_heads, self.length, repeat, *rows.shape[1:])
+
+    def blocks(self, kv_heads: int, repeat: int, window: int | None) -> Iterator[tuple[slice, slice, slice]]:
+        """Sequences, queries and keys of each block."""
+        for start in range(0, self.length, BLOCK_QUERIES):
+            queries = slice(start, min(start + BLOCK_QUERIES, self.length))
+            keys = slice(0 if window is None else max(0, start - window + 1), queries.stop)
+            scores = repeat * (queries.stop - queries.start) * (keys.stop - keys.start)
+            step = max(1, BLOCK_SCORES // scores)
+            for first in range(0, self.count * kv_heads, step):
+                yield slice(first, first + step), queries, keys
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """All sequences of a micro-batch as tables, and the way there and back for tensors laid out as [T, heads].
+
+    Past a sequence's end its last token is repeated: the causal mask hides those keys from every real query, and an
+    infinite log-sum-exp takes those queries out of the backward pass.
+
+    Args:
+        queries: rows of [T * H] by table, key-value head, sequence, position, R.
+        keys: rows of [T * K] by table, key-value head, sequence, position.
+        queries_back: where each row of [T * H] is among ``queries``.
+        keys_back: likewise for ``keys``.
+        padding: infinite for the repeated ones among ``queries``, 0 for the others.
+    """
+
+    tables: tuple[Table, ...]
+    queries: Int[Tensor, " Q"]
+    keys: Int[Tensor, " N"]
+    queries_back: Int[Tensor, " TH"]
+    keys_back: Int[Tensor, " TK"]
+    padding: Float[Tensor, " Q"]
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], heads: int, kv_heads: int) -> Arrangement:
+        """The arrangement of these groups for so many heads."""
+        total, repeat = spans[-1].end, heads // kv_heads
+        by_bucket: dict[int, list[tuple[int, int]]] = {}
+        for span in spans:
+            for start, end in span.sequences:
+                by_bucket.setdefault(bucket(end - start), []).append((start, end))
+        tables, queries, keys, padding, first = [], [], [], [], 0
+        for sequences in by_bucket.values():
+            starts, ends = torch.tensor(sequences).T[:, :, None]
+            token = starts + torch.arange(int((ends - starts).max()))
+            padded = (token >= ends)[None, :, :, None].expand(kv_heads, -1, -1, repeat)
+            token = torch.minimum(token, ends - 1)
+            kv_head = torch.arange(kv_heads)[:, None, None]
+            keys.append((token * kv_heads + kv_head).flatten())
+            queries.append(((token * kv_heads + kv_head)[..., None] * repeat + torch.arange(repeat)).flatten())
+            padding.append(padded.flatten())
+            tables.append(Table(first, *token.shape))
+            first += token.numel()
+        all_queries, all_keys, padded = torch.cat(queries), torch.cat(keys), torch.cat(padding)
+        return cls(
+            tuple(tables),
+            all_queries,
+            all_keys,
+            _first_place(all_queries, total * heads),
+            _first_place(all_keys, total * kv_heads),
+            torch.zeros(len(padded)).masked_fill_(padded, torch.inf),
+        )
+
+
+def bucket(length: int) -> int:
+    """The length rounded up to one of 16, 24, 32, 48, 64, 96, …: at most a third of a table is padding.
+
+    >>> [bucket(n) for n in (3, 17, 33, 100)]
+    [16, 24, 48, 128]
+    """
+    power = max(16, 1 << (length - 1).bit_length())
+    return power * 3 // 4 if 16 < power and length <= power * 3 // 4 else power
+
+
+def _first_place(rows: Int[Tensor, " M"], size: int) -> Int[Tensor, " size"]:
+    """Where each of ``range(size)`` stands first in ``rows``; a sequence's last token comes before its repetitions."""
+    return torch.empty(size, dtype=torch.long).index_copy_(0, rows.flip(0), torch.arange(len(rows)).flip(0))
+
+
+class TwoPartAttention(torch.autograd.Function):
+    """Attention of a packed micro-batch, forward and backward.
+
+    Softmax over two sets of keys is the mean of the two softmaxes weighted by their partition sums, and the backward
+    pass of each part is right as it stands when it is given the joint output and the joint log-sum-exp.
+    Source of the identity: Ring Attention, https://arxiv.org/abs/2310.01889; Hydragen, https://arxiv.org/abs/2402.05099.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        query: Float[Tensor, "T H D"],
+        key: Float[Tensor, "T K D"],
+        value: Float[Tensor, "T K D"],
+        layout: Layout,
+        rules: Rules,
+    ) -> Float[Tensor, "T H D"]:
+        q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
+        (total, heads, _), kv_heads = q.shape, k.shape[1]
+        place, repeat = layout.arrangement(heads, kv_heads), heads // kv_heads
+        out = torch.zeros_like(q)
+        lse = q.new_full((total, heads), MASKED, dtype=torch.promote_types(q.dtype, torch.float32))
+        for prompt, rows, mask in _prompt_blocks(layout, heads, repeat, rules.window):
+            probs, block_lse = _softmax(_scores(_fold(q[rows], kv_heads), _fold(k[prompt], kv_heads), rules)[0], mask)
+            out[rows] = _unfold(torch.bmm(probs.to(v.dtype), _fold(v[prompt], kv_heads)), heads)
+            lse[rows] = _unfold(block_lse, heads)
+
+        # What answers bring from their prompt, then the joint.
+        joint_out, joint_lse = _rows(out, place.queries), lse.view(-1)[place.queries]
+        qa, ka, va = _rows(q, place.queries), _rows(k, place.keys), _rows(v, place.keys)
+        for table in place.tables:
+            qt, ot, lt = (table.of(x, kv_heads, repeat) for x in (qa, joint_out, joint_lse))
+            kt, vt = (table.of(x, kv_heads, 1)[:, :, 0] for x in (ka, va))
+            for seq, rows, keys in table.blocks(kv_heads, repeat, rules.window):
+                scores, _ = _scores(qt[seq, rows].flatten(1, 2), kt[seq, keys], rules)
+                probs, block_lse = _softmax(scores, _causal_mask(rows, keys, repeat, rules.window))
+                before = lt[seq, rows].flatten(1, 2)
+                joint = torch.logaddexp(block_lse, before)
+                probs *= (block_lse - joint).exp_()[..., None]
+                carried = (ot[seq, rows].flatten(1, 2) * (before - joint).exp_()[..., None]).to(v.dtype)
+                joined = torch.baddbmm(carried, probs.to(v.dtype), vt[seq, keys])
+                ot[seq, rows], lt[seq, rows] = joined.unflatten(1, (-1, repeat)), joint.unflatten(1, (-1, repeat))
+        out, lse = _rows(joint_out, place.queries_back).view_as(q), joint_lse[place.queries_back].view_as(lse)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.layout, ctx.rules = layout, rules
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse = ctx.saved_tensors
+        layout, rules, g = ctx.layout, ctx.rules, grad_out.contiguous()
+        heads, kv_heads = q.shape[1], k.shape[1]
+        place, repeat = layout.arrangement(heads, kv_heads), heads // kv_heads
+        # A chunk at a time stays in the caches.
+        delta = torch.cat([(a.to(lse.dtype) * b).sum(-1) for a, b in zip(g.split(256), out.split(256), strict=True)])
+
+        qa, ga = _rows(q, place.queries), _rows(g, place.queries)
+        ka, va = _rows(k, place.keys), _rows(v, place.keys)
+        lse_a, delta_a = lse.view(-1)[place.queries] + place.padding, delta.view(-1)[place.queries]
+        dqa, dka, dva = (torch.zeros_like(x) for x in (qa, ka, va))
+        for table in place.tables:
+            parts = [table.of(x, kv_heads, repeat) for x in (dqa, qa, ga, lse_a, delta_a)]
+            dkt, dvt, kt, vt = (table.of(x, kv_heads, 1)[:, :, 0] for x in (dka, dva, ka, va))
+            for seq, rows, keys in table.blocks(kv_heads, repeat, rules.window):
+                dq, *block = (x[seq, rows].flatten(1, 2) for x in parts)
+                sums = (dq, dkt[seq, keys], dvt[seq, keys])
+                mask = _causal_mask(rows, keys, repeat, rules.window)
+                dq, dkt[seq, keys], dvt[seq, keys] = _block_backward(
+                    sums, *block, kt[seq, keys], vt[seq, keys], mask, rules
+                )
+                parts[0][seq, rows] = dq.unflatten(1, (-1, repeat))
+        dq = _rows(dqa, place.queries_back).view_as(q)
+        dk, dv = _rows(dka, place.keys_back).view_as(k), _rows(dva, place.keys_back).view_as(v)
+
+        for prompt, rows, mask in _prompt_blocks(layout, heads, repeat, rules.window):
+            sums = (_fold(dq[rows], kv_heads), _fold(dk[prompt], kv_heads), _fold(dv[prompt], kv_heads))
+            block = (_fold(x[rows], kv_heads) for x in (q, g, lse, delta))
+            sums = _block_backward(sums, *block, _fold(k[prompt], kv_heads), _fold(v[prompt], kv_heads), mask, rules)
+            dq[rows] = _unfold(sums[0], heads)
+            dk[prompt], dv[prompt] = (_unfold(x, kv_heads) for x in sums[1:])
+        return dq, dk, dv, None, None
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees: ``add`` is 0 and ``keep`` 1 there, elsewhere they are MASKED and 0."""
+
+    add: Float[Tensor, "m n"]
+    keep: Float[Tensor, "m n"]
+
+    @classmethod
+    def of(cls, distance: Int[Tensor, "queries n"], repeat: int, window: int | None) -> Mask:
+        """The mask for positions from a key forward to a query."""
+        visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        keep = visible.float().repeat_interleave(repeat, 0)
+        return cls((1 - keep) * MASKED, keep)
+
+
+@functools.lru_cache(maxsize=64)
+def _mask_of_band(offset: int, queries: int, keys: int, repeat: int, window: int | None) -> Mask:
+    return Mask.of(torch.arange(offset, offset + queries)[:, None] - torch.arange(keys), repeat, window)
+
+
+def _causal_mask(queries: slice, keys: slice, repeat: int, window: int | None) -> Mask:
+    return _mask_of_band(
+        queries.start - keys.start, queries.stop - queries.start, keys.stop - keys.start, repeat, window
+    )
+
+
+def _prompt_blocks(
+    layout: Layout, heads: int, repeat: int, window: int | None
+) -> Iterator[tuple[slice, slice, Mask | None]]:
+    """Prompts, and the answers' rows that attend to them a block at a time, with the window's mask."""
+    for span in layout.spans:
+        prompt = slice(span.start, span.prompt_end)
+        length = span.prompt_end - span.start
+        step = max(1, BLOCK_SCORES // (heads * length))
+        for first in range(span.prompt_end, span.end, step):
+            rows = slice(first, min(first + step, span.end))
+            mask = None
+            if window is not None:
+                positions = span.positions[rows.start - span.start : rows.stop - span.start]
+                mask = Mask.of(positions[:, None] - torch.arange(length), repeat, window)
+            yield prompt, rows, mask
+
+
+def _scores(
+    q: Float[Tensor, "s m D"], k: Float[Tensor, "s n D"], rules: Rules
+) -> tuple[Float[Tensor, "s m n"], Float[Tensor, "s m n"] | None]:
+    """Scores in fp32 at least, and the slope of the soft cap where there is one."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.bmm(q.to(dtype) * rules.scale, k.to(dtype).transpose(1, 2))
+    if rules.softcap is None:
+        return scores, None
+    tanh = scores.div_(rules.softcap).tanh_()
+    return tanh * rules.softcap, 1 - tanh * tanh
+
+
+def _softmax(scores: Float[Tensor, "s m n"], mask: Mask | None) -> tuple[Float[Tensor, "s m n"], Float[Tensor, "s m"]]:
+    """Softmax and log-sum-exp; the latter from the largest score, whose probability is at least 1 / n."""
+    if mask is not None:
+        scores += mask.add
+    probs = scores.softmax(-1)
+    return probs, scores.amax(-1) - probs.amax(-1).log_()
+
+
+def _block_backward(
+    sums: tuple[Float[Tensor, "s m D"], Float[Tensor, "s n D"], Float[Tensor, "s n D"]],
+    q: Float[Tensor, "s m D"],
+    g: Float[Tensor, "s m D"],
+    lse: Float[Tensor, "s m"],
+    delta: Float[Tensor, "s m"],
+    k: Float[Tensor, "s n D"],
+    v: Float[Tensor, "s n D"],
+    mask: Mask | None,
+    rules: Rules,
+) -> tuple[Float[Tensor, "s m D"], Float[Tensor, "s n D"], Float[Tensor, "s n D"]]:
+    """``sums`` plus a block's gradients of queries, keys and values.
+
+    Args:
+        g: gradient of the joint output.
+        delta: its product with the joint output, over D.
+    """
+    scores, slope = _scores(q, k, rules)
+    scores -= lse[..., None]
+    if mask is not None:
+        # Hidden keys have scores of any size; the exponential of a very low one takes the processor six times as long,
+        # so they are cut at 0 and struck out afterwards.
+        scores.clamp_(max=0)
+    probs = scores.exp_()
+    if mask is not None:
+        probs *= mask.keep
+    grad = torch.sub(torch.bmm(g, v.transpose(1, 2)), delta[..., None]).mul_(probs)
+    if slope is not None:
+        grad *= slope
+    grad, probs = grad.to(q.dtype), probs.to(q.dtype)
+    return (
+        torch.baddbmm(sums[0], grad, k, alpha=rules.scale),
+        torch.baddbmm(sums[1], grad.transpose(1, 2), q, alpha=rules.scale),
+        torch.baddbmm(sums[2], probs.transpose(1, 2), g),
+    )
+
+
+def _rows(x: Tensor, index: Int[Tensor, " M"]) -> Tensor:
+    """Rows of [T, heads, D] or [rows, D] by number; index_select copies them tens of times faster than indexing."""
+    return x.view(-1, x.shape[-1]).index_select(0, index)
+
+
+def _fold(x: Tensor, kv_heads: int) -> Tensor:
+    """[l, K * R, ...] -> [K, l * R, ...]."""
+    return x.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def _unfold(x: Tensor, heads: int) -> Tensor:
+    """[K, l * R, ...] -> [l, K * R, ...], the inverse of :func:`_fold`."""
+    return x.unflatten(1, (-1, heads // len(x))).transpose(0, 1).flatten(1, 2)
