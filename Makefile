@@ -21,7 +21,8 @@ help:
 	@echo "make train   install, then train the quickstart (15 minutes on 2 CPU cores); ARGS='optimizer.lr=2e-5 ...'"
 	@echo "make test    install, then lint, types, tests, doctests"
 	@echo "make setup   only install, with what the tests need"
-	@echo "make lint | types | pytest | bench | clean"
+	@echo "make bench   install, then all benchmarks and benchmarks/README.md; wants a quiet machine, and \$$GRPO_RL_DATA"
+	@echo "make lint | types | pytest | clean"
 
 setup: $(DEV)
 
@@ -47,7 +48,7 @@ pytest: $(DEV)
 	.venv/bin/python -m pytest $(ARGS)
 
 bench: $(DEV)
-	.venv/bin/python benchmarks/step_vs_trl.py $(ARGS)
+	.venv/bin/python benchmarks/run_all.py $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -9,10 +9,23 @@ An arm is a function that is given a :class:`Steps` and does one unit of work ea
             steps.done()
 
 Arms take turns within one call, so that a machine that gets slower in the meantime gets slower for all of them.
+
+A benchmark hands :func:`finish` a figure and a result. Of a result, `render.py` shows these, where they are there:
+
+    shows   a sentence: what the benchmark shows
+    peer    who is compared with, with the version
+    bars    what should be reached, each from :func:`bar`
+    failed  {arm: why}: what is left out
+    table   rows, as dicts with the same keys
+    plots   {"title", "x", "y", "series": {name: [[x, y], ...]}}, or {"title", "y", "bars": {name: value}}
+    arms    {name: summary}, from :func:`summarize`: shown where there is no table or no plot
 """
 
 from __future__ import annotations
 
+import argparse
+import ctypes
+import gc
 import json
 import multiprocessing
 import os
@@ -23,6 +36,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -189,16 +203,105 @@ def require_quiet(force: bool) -> dict:
     return {"load_average": load, "forced": load > MAX_LOAD}
 
 
+def bar(what: str, figure: float, *, at_least: float | None = None, at_most: float | None = None) -> dict:
+    """A figure, what it should be, and whether it is: give one of the two limits.
+
+    >>> bar("times faster", 1.5, at_least=2.0)
+    {'what': 'times faster', 'figure': 1.5, 'at_least': 2.0, 'met': False}
+    """
+    limit = {"at_least": at_least} if at_most is None else {"at_most": at_most}
+    met = figure >= at_least if at_most is None else figure <= at_most
+    return {"what": what, "figure": figure, **limit, "met": met}
+
+
 def finish(name: str, figure: float, result: dict, out: Path | None) -> None:
-    """Writes ``result`` to ``out``, and prints the headline, ``name: figure``, as the last line."""
+    """Writes ``result`` to ``out``, prints its bars, and the headline, ``name: figure``, as the last line."""
     if out is not None:
+        measured = datetime.now(UTC).date().isoformat()
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"name": name, "figure": figure, **result}, indent=2) + "\n")
+        out.write_text(json.dumps({"name": name, "figure": figure, "measured": measured, **result}, indent=2) + "\n")
+    for line in result.get("bars", []):
+        limit = f"at least {line['at_least']:g}" if "at_least" in line else f"at most {line['at_most']:g}"
+        print(f"{'reached' if line['met'] else 'MISSED '}  {line['what']}: {line['figure']:.3g} ({limit})")
     print(f"{name}: {figure:.2f}", flush=True)
+
+
+def arguments(description: str, steps: int | None = 5) -> argparse.ArgumentParser:
+    """The options that benchmarks share: --steps, --force, --out.
+
+    Args:
+        steps: default of --steps; None where nothing is repeated.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0], allow_abbrev=False)
+    if steps is not None:
+        parser.add_argument(
+            "--steps", type=at_least_one, default=steps, help="measured steps of each arm; medians need at least 5"
+        )
+    parser.add_argument("--force", action="store_true", help="measure on a busy machine too")
+    parser.add_argument("--out", type=Path, default=None, help="write all figures here, as JSON")
+    return parser
+
+
+def at_least_one(text: str) -> int:
+    """A number from the command line, 1 or more."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
+def synchronize(device: str) -> None:
+    """Waits for the GPU, where there is one to wait for."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_above(work: Callable[[], object], device: str = "cpu") -> int:
+    """Bytes by which memory rose above its level while ``work`` ran: this process's on CPU, the GPU's on CUDA.
+
+    On CPU to be called once, in a fresh process and after a small warm-up: what the allocator keeps of an earlier call
+    is part of the level, and would hide as much of the next call's rise.
+
+    Raises:
+        OSError: this system has no /proc to read it from.
+    """
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        level = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - level
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to the present level
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+    level = _process_bytes("VmRSS")
+    work()
+    return max(0, _process_bytes("VmHWM") - level)
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Of the line through the points by least squares.
+
+    >>> slope([(1.0, 3.0), (2.0, 5.0), (3.0, 7.0)])
+    2.0
+
+    Raises:
+        ValueError: fewer than two.
+    """
+    if len(points) < 2:
+        raise ValueError(f"a slope needs two points, not {len(points)}")
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
 def _shown(report: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.2f}" for name, value in report.items())
+
+
+def _process_bytes(field: str) -> int:
+    """A size from /proc/self/status, which gives it in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field + ":")) * 1024
 
 
 def _peak_gib() -> float:

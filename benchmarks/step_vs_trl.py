@@ -2,8 +2,9 @@
 
 A step is generation, training, and whatever it takes for the next generation to use the new weights. The work: the
 default model, 4 GSM8K prompts x 8 answers of exactly 96 tokens, one optimizer step over all of them, with rewards that
-alternate inside each group, so that no group can be skipped. Both sides step fused AdamW at a clipped gradient norm of
-1, with no KL term; ours runs at the project's default config, with fp32 master weights.
+alternate inside each group, so that no group can be skipped; `--prompt` lengthens the prompts. Both sides step fused
+AdamW at a clipped gradient norm of 1, with no KL term; ours runs at the project's default config, with fp32 master
+weights, and says what fraction of the machine's limit it reached (`grpo_rl.limit`).
 
 The peer is TRL 1.16's `GRPOTrainer` at its best settings, without gradient checkpointing: bf16 weights, and fp32
 weights under bf16 autocast. With bf16 weights the batch of a forward, and then the way of generating (`generate`, or
@@ -29,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import harness
@@ -36,6 +38,7 @@ import torch
 
 NAME = "step_vs_trl"
 OURS = "grpo_rl"
+SPEED_BAR, LONG_PROMPT_SPEED_BAR, LIMIT_BAR = 3.5, 5.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     from grpo_rl.devices import allocate
     from grpo_rl.engines.base import Sampling
     from grpo_rl.envs.base import LLMEnv, Reward, Task
+    from grpo_rl.limit import StepLimit
     from grpo_rl.losses.grpo import GRPOLoss
     from grpo_rl.policies.train import scored_micro_batches
     from grpo_rl.weights.push import WeightSync
@@ -110,6 +114,8 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     folder, devices = Path(work.model), allocate(cfg)
     env = LLMEnv(Alternating(), build.make_tokenizer(folder), len(work.prompts), work.repeats)
     policy = build.make_policy(cfg, folder, devices)
+    # Before the engine holds the machine's memory.
+    limit = StepLimit(policy.model, cfg.train.epochs, build.micro_batching(cfg)["skip_zero_advantage"])
     optimizer = build.make_optimizer(cfg, policy)
     engine = build.make_engine(cfg, folder, devices)
     loss = GRPOLoss(cfg.loss.clip_low, cfg.loss.clip_high, cfg.policy.kl_coef, cfg.policy.entropy_coef)
@@ -129,10 +135,17 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
                     losses = loss(tokens)
                     (losses["loss_objective"] + losses["loss_kl"] + losses["loss_entropy"]).backward()
                 optimizer.step()
-            buffer.drain()
+            groups = buffer.drain()
             trained = time.perf_counter()
             weights.push()
-            steps.done(sample_s=sampled - start, train_s=trained - sampled, sync_s=time.perf_counter() - trained)
+            end = time.perf_counter()
+            phases_s = {"sample": sampled - start, "train": trained - sampled, "sync": end - trained}
+            steps.done(
+                **{f"{phase}_s": seconds for phase, seconds in phases_s.items()},
+                **limit.metrics(groups, phases_s, end - start),
+                gemm_gflops_per_s=limit.rates.gemm_flops_per_s / 1e9,
+                memory_gb_per_s=limit.rates.bytes_per_s / 1e9,
+            )
     finally:
         engine.close()
 
@@ -250,7 +263,7 @@ def make_work(args: argparse.Namespace) -> Work:
     """The prompts and sizes of a step.
 
     Raises:
-        ValueError: too few rows, or a question longer than ``--prompt-tokens``.
+        ValueError: too few rows, or a question longer than ``--prompt``.
     """
     from grpo_rl.build import make_tokenizer
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
@@ -267,11 +280,11 @@ def make_work(args: argparse.Namespace) -> Work:
         return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False))
 
     prompts = [task.prompt(row) for row in rows[: args.prompts]]
-    if args.prompt_tokens:
+    if args.prompt:
         filler = [row["question"] for row in rows[args.prompts :]]
         share = len(filler) // args.prompts
         prompts = [
-            lengthened(prompt, filler[i * share : (i + 1) * share], args.prompt_tokens, tokens)
+            lengthened(prompt, filler[i * share : (i + 1) * share], args.prompt, tokens)
             for i, prompt in enumerate(prompts)
         ]
     return Work(str(folder), tuple(prompts), tuple(map(tokens, prompts)), args.repeats, args.response)
@@ -287,8 +300,17 @@ def lengthened(prompt, filler: Sequence[str], target: int, tokens) -> list[dict[
 
     count = bisect.bisect_right(range(len(words) + 1), target, key=lambda n: tokens(with_words(n))) - 1
     if count < 0:
-        raise ValueError(f"a prompt has {tokens(prompt)} tokens already; raise --prompt-tokens above {target}")
+        raise ValueError(f"a prompt has {tokens(prompt)} tokens already; raise --prompt above {target}")
     return with_words(count)
+
+
+def name_of(prompt: int | None) -> str:
+    """The benchmark's name: another one with lengthened prompts.
+
+    >>> name_of(None), name_of(512)
+    ('step_vs_trl', 'step_vs_trl_prompt512')
+    """
+    return f"{NAME}_prompt{prompt}" if prompt else NAME
 
 
 def main() -> None:
@@ -340,8 +362,20 @@ def main() -> None:
     best_name = min(shipped_ratios, key=shipped_ratios.__getitem__)
     for name, ratio in ratios.items():
         print(f"{name}: {summary[name]['median']['step_s']:.2f} s, {ratio:.2f} times ours ({ours_s:.2f} s)")
+    ours = summary[OURS]["median"]
+    limits = {name: value for name, value in ours.items() if name.startswith("limit_fraction")}
+    print("of the machine's limit: " + "  ".join(f"{name} {value:.2f}" for name, value in limits.items()))
+    speed_bar = LONG_PROMPT_SPEED_BAR if args.prompt else SPEED_BAR
+    bars = [harness.bar("times faster than TRL's best as it ships", ratios[best_name], at_least=speed_bar)]
+    if not args.prompt:
+        bars.append(harness.bar("limit_fraction of our step", limits["limit_fraction"], at_least=LIMIT_BAR))
+    tokens = " to ".join(map(str, sorted({min(work.prompt_tokens), max(work.prompt_tokens)})))
     result = {
-        "peer": best_name,
+        "shows": "One GRPO step, from generation to new weights in the engine: "
+        f"{len(work.prompts)} prompts of {tokens} tokens, {work.repeats} answers of {work.response} tokens to each.",
+        "peer": f"{best_name}, TRL {version('trl')}",
+        "bars": bars,
+        "limits": limits,
         "ratios": ratios,
         "arms": summary,
         "tried_alone_s": tried,
@@ -351,31 +385,29 @@ def main() -> None:
         "machine": harness.machine(),
         **load,
     }
-    harness.finish(NAME, ratios[best_name], result, args.out)
+    harness.finish(name_of(args.prompt), ratios[best_name], result, args.out)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = harness.arguments(__doc__)
+    number = harness.at_least_one
     data = os.environ.get("GRPO_RL_DATA")
     parser.add_argument("--data", type=Path, default=Path(data, "gsm8k", "train.jsonl") if data else None,
                         help="JSONL with `question` and `answer` (default: gsm8k/train.jsonl under $GRPO_RL_DATA)")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a local folder or a hub name")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts a step")
-    parser.add_argument("--repeats", type=int, default=8, help="answers to each")
-    parser.add_argument("--response", type=int, default=96, help="tokens of each answer")
-    parser.add_argument("--prompt-tokens", type=int, default=None, help="lengthen prompts to so many (default: as is)")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each arm; medians need at least 5")
-    parser.add_argument("--trl-batch", type=int, nargs="+", default=[8, 16, 32], help="answers a forward, to try")
+    parser.add_argument("--prompts", type=number, default=4, help="prompts a step")
+    parser.add_argument("--repeats", type=number, default=8, help="answers to each, an even number")
+    parser.add_argument("--response", type=number, default=96, help="tokens of each answer")
+    parser.add_argument("--prompt", type=number, default=None, help="lengthen prompts to so many tokens")
+    parser.add_argument("--trl-batch", type=number, nargs="+", default=[8, 16, 32], help="answers a forward, to try")
     parser.add_argument("--trl-generation", nargs="*", choices=("batching", "vllm"), default=["batching", "vllm"],
                         help="ways to generate, to try beside `generate`")
     parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="config overrides for our arm")
-    parser.add_argument("--force", action="store_true", help="measure on a busy machine too")
-    parser.add_argument("--out", type=Path, default=None, help="write all figures here, as JSON")
     args = parser.parse_args()
     if args.data is None:
         parser.error("give --data FILE, or set GRPO_RL_DATA")
-    if min(args.prompts, args.response, args.steps) < 1 or args.repeats < 2 or args.repeats % 2:
-        parser.error("--prompts, --response and --steps must be at least 1, --repeats an even number")
+    if args.repeats % 2:
+        parser.error(f"--repeats {args.repeats} is odd: rewards alternate inside each group")
     return args
 
 

@@ -314,8 +314,10 @@ class LLMEnv(EnvBase):
             ) from error
 
     def _decode_all(self, responses: Sequence[Tensor | Sequence[int]]) -> list[str]:
-        ids = [response.tolist() if isinstance(response, Tensor) else list(response) for response in responses]
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        # Tensors go in as they are: of a list, transformers would look at the type of every token.
+        return self.tokenizer.batch_decode(
+            list(responses), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     def _fits(self, row: int, tokens: int) -> bool:
         if self.max_prompt_tokens is None or tokens <= self.max_prompt_tokens:

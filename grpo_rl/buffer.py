@@ -1,13 +1,19 @@
-"""GroupBuffer: a TorchRL replay buffer whose items are complete groups."""
+"""GroupBuffer: a TorchRL replay buffer whose items are complete groups. Letters: N groups of one size, G responses."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from copy import copy
+from typing import Any, get_args
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
 from torchrl.data import ListStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
-from grpo_rl.advantages import group_advantages
+from grpo_rl.advantages import STD_EPSILON, Kind, group_advantages
 from grpo_rl.rollout import Group
 
 
@@ -22,7 +28,7 @@ class GroupBuffer(ReplayBuffer):
 
     def __init__(self, max_groups: int, groups_per_batch: int, advantage: str = "zscore") -> None:
         super().__init__(
-            storage=ListStorage(max_groups),
+            storage=_GroupStorage(max_groups),
             sampler=SamplerWithoutReplacement(),
             batch_size=groups_per_batch,
             collate_fn=list,
@@ -38,7 +44,7 @@ class GroupBuffer(ReplayBuffer):
         room = self._max_groups - len(self)
         if len(groups) > room:
             raise ValueError(f"{len(groups)} groups do not fit: {room} of {self._max_groups} places are free")
-        return super().extend([g.with_advantages(group_advantages(g.rewards, self._advantage)) for g in groups])
+        return super().extend(_beside_advantages(groups, self._advantage))
 
     def batches(self, epochs: int = 1) -> Iterator[list[Group]]:
         """Batches of groups in random order, every group exactly ``epochs`` times.
@@ -56,3 +62,56 @@ class GroupBuffer(ReplayBuffer):
         groups = list(self[:])
         self.empty()
         return groups
+
+
+_Item = tuple[Group, Tensor, int]
+"""A group, a table of advantages, and the group's row in it."""
+
+
+class _GroupStorage(ListStorage):
+    """A list of groups beside their advantages; a group is given its own when it is read."""
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        end = len(self)
+        # What is appended goes in at once: TorchRL would take a lock for each item.
+        if isinstance(cursor, Tensor) and torch.equal(cursor, torch.arange(end, end + len(cursor))):
+            cursor = slice(end, None)
+        super().set(cursor, data, set_cursor=set_cursor)
+
+    def get(self, index: Any) -> Any:
+        items = super().get(index)
+        return _read(items) if isinstance(items, tuple) else [_read(item) for item in items]
+
+
+def _read(item: _Item) -> Group:
+    group, advantages, row = item
+    # Not `Group.with_advantages`, which checks every field anew: that would take most of the time of `sample`.
+    group = copy(group)
+    object.__setattr__(group, "advantages", advantages[row])
+    return group
+
+
+def _beside_advantages(groups: Sequence[Group], kind: str) -> list[_Item]:
+    """The groups with their `group_advantages`, which are computed for all groups of one size at once."""
+    by_size: dict[int, list[int]] = defaultdict(list)
+    for i, group in enumerate(groups):
+        by_size[group.rewards.numel()].append(i)
+    items: dict[int, _Item] = {}
+    for members in by_size.values():
+        advantages = _row_advantages(torch.stack([groups[i].rewards for i in members]), kind)
+        items |= {i: (groups[i], advantages, row) for row, i in enumerate(members)}
+    return [items[i] for i in range(len(groups))]
+
+
+def _row_advantages(rewards: Float[Tensor, "N G"], kind: str) -> Float[Tensor, "N G"]:
+    """`group_advantages` of each row, to the last bit."""
+    size = rewards.shape[1]
+    if size < 2 or kind not in get_args(Kind) or not rewards.isfinite().all():
+        return torch.stack([group_advantages(row, kind) for row in rewards])  # raises, naming the group's rewards
+    equal = (rewards == rewards[:, :1]).all(1, keepdim=True)
+    deviations = (rewards - rewards.mean(1, keepdim=True)).masked_fill(equal, 0.0)
+    if kind == "no_std":
+        return deviations
+    if kind == "leave_one_out":
+        return deviations * (size / (size - 1))
+    return deviations / (rewards.std(1, keepdim=True) + STD_EPSILON)

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.panel import Panel
 from tensordict import TensorDictBase
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from grpo_rl import checkpoint
-from grpo_rl.build import total_steps
+from grpo_rl.build import micro_batching, total_steps
 from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.devices import Devices
 from grpo_rl.engines.base import Engine, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.evaluate import Evaluation, evaluate, paired_gain
-from grpo_rl.losses.grpo import LOSSES, METRIC_SUMS
+from grpo_rl.limit import StepLimit
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
-from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, reward_metrics, time_metrics
+from grpo_rl.monitor.meter import StepMeter
+from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, reward_metrics
 from grpo_rl.monitor.progress import Progress, summary_panel
 from grpo_rl.monitor.report import versions, write_report
 from grpo_rl.monitor.wandb import WandbLog
@@ -91,7 +90,8 @@ class Run:
                     f"the run in {self.folder} is finished after {self.step} steps; to go on, raise "
                     f"train.total_dialog_turns above {self.collected} (with optimizer.schedule=constant)"
                 )
-        self._meter = _Meter()
+        self._meter = StepMeter()
+        self._limit: StepLimit | None = None
         self._interrupted = False
         self._training = False
         self._last_words: Panel | None = None
@@ -174,6 +174,14 @@ class Run:
             return  # not in the main thread: whoever owns it handles Ctrl-C
         self._stack.callback(signal.signal, signal.SIGINT, before)
 
+    def measure_limit(self, model: PreTrainedModel, devices: Devices) -> None:
+        """Finds out what this machine does at its best, so that every step logs how near it came (``limit_fraction``).
+
+        Takes about a second the first time, while no engine holds the machine's memory yet.
+        """
+        skips = micro_batching(self.cfg)["skip_zero_advantage"]
+        self._limit = StepLimit(model, self.cfg.train.epochs, skips, len(devices.inference))
+
     def attach(self, optimizer: PolicyOptimizer, weights: WeightSync, engine: Engine) -> None:
         """Takes the parts that checkpoints and evaluations need, and puts them back to where the checkpoint was.
 
@@ -199,17 +207,17 @@ class Run:
         self.progress.phase(name)
         start = time.perf_counter()
         yield
-        self._meter.seconds[name] = self._meter.seconds.get(name, 0.0) + time.perf_counter() - start
+        self._meter.add_phase(name, time.perf_counter() - start)
 
     def steps(self, collector: SyncCollector) -> Iterator[list[Group]]:
         """The collections of the run, one a step, until the end or Ctrl-C."""
         self._training = True
         while self.collected < self.cfg.train.total_dialog_turns:
-            self._meter = _Meter()
+            self._meter = StepMeter()
             self.progress.phase("sample")
             groups = collector.collect()
             self.collected = collector.collected
-            self._meter.seconds["sample"] = collector.sample_s
+            self._meter.add_phase("sample", collector.sample_s)
             yield groups
             # After the last step there is nothing to stop: the run ends as it would have.
             if self._interrupted and self.collected < self.cfg.train.total_dialog_turns:
@@ -233,13 +241,16 @@ class Run:
             groups: with advantages, as they were trained on.
         """
         self.step += 1
+        step_s = self._meter.elapsed_s
         # The push that ended the step has already raised the version.
         sampled_under = self._weights.version - 1
         metrics = (
             reward_metrics(groups, sampled_under)
-            | self._meter.metrics(sum(len(group.response_ids) for group in groups))
+            | self._meter.metrics(sum(len(group.response_ids) for group in groups), step_s)
             | {"policy_version": sampled_under, "optimizer/skipped_steps": self._optimizer.bad_steps}
         )
+        if self._limit:
+            metrics |= self._limit.metrics(groups, self._meter.phases_s, step_s)
         if self._eval_rows and self.cfg.evaluate.frequency and self.step % self.cfg.evaluate.frequency == 0:
             metrics |= self._evaluate().metrics()
         self._log(metrics, groups)
@@ -338,64 +349,6 @@ class Run:
         partial.write_text(json.dumps(summary, indent=2) + "\n")
         os.replace(partial, self.folder / SUMMARY)
         return summary
-
-
-class _Meter:
-    """Sums of one step, from which its metrics are made."""
-
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-        self._sums = dict.fromkeys((*LOSSES, *METRIC_SUMS), 0.0)
-        self._results: list[StepResult] = []
-        self._gaps: list[torch.Tensor] = []
-        self._trained_tokens = 0
-
-    def add_losses(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
-        for name in self._sums:
-            self._sums[name] += losses[name].item()
-        self._trained_tokens += len(tokens)
-        if not self._results:
-            # No optimizer step since the push: trainer and sampler hold the same weights, the gap is numeric.
-            gap = (tokens["log_prob"].detach() - tokens["old_log_prob"]).abs()
-            self._gaps.append(gap[tokens["trainable"]])
-
-    def add_step(self, result: StepResult) -> None:
-        self._results.append(result)
-
-    def metrics(self, sampled_tokens: int) -> dict[str, float]:
-        steps = max(len(self._results), 1)
-        metrics = {name.replace("_", "/"): self._sums[name] / steps for name in LOSSES}
-        metrics["loss/total"] = sum(metrics.values())
-        if tokens := self._sums["tokens"]:
-            metrics |= {
-                "kl/sampler": self._sums["kl_sampler"] / tokens,
-                "entropy": self._sums["entropy"] / tokens,
-                "clip/low_fraction": self._sums["clip_low"] / tokens,
-                "clip/high_fraction": self._sums["clip_high"] / tokens,
-                # Kish's effective sample size, as a fraction of the tokens.
-                "ess": self._sums["ratio"] ** 2 / (self._sums["ratio_squared"] * tokens),
-            }
-            if self._sums["loss_kl"]:  # without a reference there is nothing to tell, not even 0
-                metrics["kl/ref"] = self._sums["kl_ref"] / tokens
-        if self._gaps:
-            gaps = torch.cat(self._gaps)
-            metrics |= {"mismatch/mean": gaps.mean().item(), "mismatch/max": gaps.max().item()}
-        if self._results:
-            metrics |= {
-                "grad_norm": sum(r.grad_norm for r in self._results) / steps,
-                "lr": self._results[-1].lr,
-            }
-        seconds = time.perf_counter() - self.started
-        metrics |= time_metrics(self.seconds, seconds, sampled_tokens, self._trained_tokens)
-        return metrics | {"memory/peak_gib": _peak_gib()}
-
-
-def _peak_gib() -> float:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    # Linux counts in KiB, macOS in bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 def _export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

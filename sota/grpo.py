@@ -26,6 +26,7 @@ def grpo(cfg):
         policy = build.make_policy(cfg, model_folder, devices)
         reference = build.make_reference(cfg, model_folder, devices)  # None at kl_coef=0
         optimizer = run.own(build.make_optimizer(cfg, policy))
+        run.measure_limit(policy.model, devices)  # a second, once per machine
         engine = run.own(build.make_engine(cfg, model_folder, devices))
         loss = GRPOLoss(cfg.loss.clip_low, cfg.loss.clip_high, cfg.policy.kl_coef, cfg.policy.entropy_coef)
         buffer = GroupBuffer(cfg.env.num_envs, cfg.train.optim_batch_size // cfg.env.repeats, cfg.loss.advantage)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torchrl.data import ReplayBuffer
 
+from grpo_rl.advantages import group_advantages
 from grpo_rl.buffer import GroupBuffer
 from grpo_rl.testing import random_group
 
@@ -58,3 +61,46 @@ def test_groups_that_do_not_divide_into_batches_are_refused():
 def test_groups_that_would_overwrite_others_are_refused():
     with pytest.raises(ValueError, match="1 groups do not fit: 0 of 6 places are free"):
         filled().extend([random_group()])
+
+
+@pytest.mark.parametrize("kind", ["zscore", "no_std", "leave_one_out"])
+def test_groups_of_any_sizes_get_the_advantages_each_would_get_alone_to_the_last_bit(kind):
+    rewards = [torch.randn(size) for size in (8, 2, 8, 3, 16, 8, 2) for _ in range(9)]
+    rewards[4] = torch.full((8,), 0.1)  # rounding of its mean must leave no residue
+    groups = [
+        random_group(lengths=[1] * len(r), group_id=i, rewards=r.tolist(), seed=i) for i, r in enumerate(rewards)
+    ]
+    buffer = GroupBuffer(len(groups), 1, kind)
+    buffer.extend(groups)
+    for i, (before, after) in enumerate(zip(groups, buffer.drain(), strict=True)):
+        assert after.group_id == i and after.response_ids is before.response_ids
+        assert before.advantages is None
+        assert torch.equal(after.advantages, group_advantages(before.rewards, kind))
+    assert after.with_ref_log_probs(before.log_probs).advantages is after.advantages  # a whole Group
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kind", "message"),
+    [
+        ([[0.0, 1.0], [0.0, math.nan]], "zscore", r"finite, got \[0.0, nan\]"),
+        ([[0.0, 1.0], [1.0]], "zscore", "a group of 1 has no siblings"),
+        ([[0.0, 1.0]], "z", "unknown advantage 'z'"),
+    ],
+)
+def test_rewards_that_give_no_advantage_are_refused_and_leave_the_buffer_as_it_was(rewards, kind, message):
+    buffer = GroupBuffer(4, 1, kind)
+    with pytest.raises(ValueError, match=message):
+        buffer.extend([random_group(lengths=[1] * len(r), rewards=r) for r in rewards])
+    assert len(buffer) == 0
+
+
+def test_groups_that_come_in_several_times_stay_in_order():
+    buffer = GroupBuffer(5, 1)
+    for ids in ([0, 1], [2], [3, 4]):
+        buffer.extend([random_group(group_id=i) for i in ids])
+    assert [group.group_id for group in buffer[:]] == [0, 1, 2, 3, 4]
+
+
+def test_a_group_can_be_read_by_its_place():
+    buffer = filled(advantage="no_std")
+    assert buffer[3].group_id == 3 and buffer[3].advantages.tolist() == [-1.5, 1.5]

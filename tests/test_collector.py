@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -96,3 +98,28 @@ def test_log_probs_stay_with_their_tokens(env, tokenizer):
     group = SyncCollector(env, engine, Sampling(max_new_tokens=5), 6).collect()[0]
     td = group.to_tensordict()
     assert td[2][keys.LOG_PROBS_FULL][-2:].tolist() == [-1.0, -2.0]
+
+
+def test_the_python_work_of_a_collection_does_not_grow_with_its_answers(env):
+    def steps_of_python(length):
+        engine = ScriptedEngine(lambda prompt, g: [5] * length)
+        collector = SyncCollector(env, engine, Sampling(max_new_tokens=length), total_dialog_turns=10**6)
+        collector.collect()
+        count = 0
+
+        def trace(*_):
+            nonlocal count
+            count += 1
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            groups = collector.collect()
+        finally:
+            sys.settrace(before)
+        assert all(group.lengths.eq(length).all() for group in groups)
+        return count
+
+    # 6 answers: one step for each token would be 12,000.
+    assert steps_of_python(2000) < steps_of_python(2) + 100

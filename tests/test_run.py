@@ -26,6 +26,15 @@ CLOCK = ("time/", "throughput/", "memory/", "limit_")
 """Metrics that depend on the machine's mood."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """A cache of this module's own: rates measured beside other tests are none for the user's runs."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_RL_CACHE", str(folder))
+        yield folder
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """Overrides for a run of a few seconds: six questions, a random model that is paid for digits."""
@@ -92,7 +101,12 @@ def test_a_run_leaves_all_its_files(finished):
         "throughput/sample_tokens_per_s",
         "response/truncated_fraction",
         "memory/peak_gib",
+        "limit_fraction",
+        "limit_fraction/sample",
+        "limit_fraction/train",
+        "limit_fraction/sync",
     } <= set(metrics[1])
+    assert "limit_fraction/score" not in metrics[1]  # no reference, nothing to score
     summary = json.loads((finished / "summary.json").read_text())
     assert {"eval_before", "eval_after", "eval_gain", "eval_gain_ci95", "steps", "seconds"} <= set(summary)
     assert summary["steps"] == 4
@@ -108,6 +122,18 @@ def test_the_exported_model_loads_in_transformers_and_has_moved(finished, tiny):
     assert AutoTokenizer.from_pretrained(finished / "model").chat_template
     moved = [not torch.equal(a, b) for a, b in zip(trained.parameters(), start.parameters(), strict=True)]
     assert all(moved)
+
+
+def test_a_step_is_set_against_what_the_machine_does_at_its_best(finished, cache):
+    rates = json.loads((cache / "rates.json").read_text())
+    assert len(rates) == 1 and "bfloat16" in next(iter(rates))  # measured in the first run, known to the others
+    for row in read_metrics(finished)[1:5]:
+        # A model of 100,000 parameters keeps no machine busy.
+        assert 0 < row["limit_fraction"] < 0.5
+        parts = [row[f"limit_fraction/{name}"] * row[f"time/{name}_s"] for name in ("sample", "train", "sync")]
+        step_s = sum(seconds for name, seconds in row.items() if name.startswith("time/"))
+        assert sum(parts) == pytest.approx(row["limit_fraction"] * step_s, rel=1e-2)
+    assert "A step against the machine's limit" in (finished / "report.html").read_text().replace("&#39;", "'")
 
 
 @pytest.mark.parametrize("step", [1, 3])
@@ -138,6 +164,7 @@ def test_epochs_kl_entropy_and_accumulation_all_run(tiny, tmp_path, monkeypatch)
         tmp_path / "run", monkeypatch,
     )  # fmt: skip
     first, second = read_metrics(folder)
+    assert first["limit_fraction/score"] > 0
     assert first["kl/sampler"] > 0 and second["kl/ref"] > 0 and second["loss/kl"] > 0 and second["loss/entropy"] < 0
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -78,9 +80,10 @@ class Samples:
         >>> Samples.from_lists([[5], [6, 7]], [[-0.5], [-0.1, -0.2]], [False, True], 3).offsets.tolist()
         [0, 1, 3]
         """
+        # Not `torch.tensor`, which takes three times as long to read a list.
         return cls(
-            response_ids=torch.tensor([i for answer in ids for i in answer], dtype=torch.long),
-            log_probs=torch.tensor([x for answer in log_probs for x in answer], dtype=torch.float32),
+            response_ids=torch.from_numpy(np.fromiter(chain.from_iterable(ids), np.int64)),
+            log_probs=torch.from_numpy(np.fromiter(chain.from_iterable(log_probs), np.float32)),
             offsets=torch.tensor([0, *map(len, ids)]).cumsum(0),
             truncated=torch.tensor(truncated, dtype=torch.bool),
             version=version,

@@ -19,6 +19,9 @@ from grpo_rl.monitor.metrics import REWARD_STATISTICS
 MAX_POINTS = 400
 """A longer series is averaged in bins: no screen shows more, and a week's run must not make a 50 MB page."""
 
+LIMITED_PHASES = ("sample", "score", "train", "sync")
+"""Phases of a step for which a floor is known."""
+
 SMOOTH_FROM = 30
 """From this many points on a rolling mean is drawn over the raw series."""
 
@@ -159,6 +162,13 @@ def charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
             "Seconds per phase, stacked.",
             floor=0,
             stacked=True,
+        ),
+        Chart(
+            "Share of the machine's limit",
+            {"limit_fraction": "whole step"} | {f"limit_fraction/{phase}": phase for phase in LIMITED_PHASES},
+            "Time that the machine would need at its measured best, over the time taken.",
+            floor=0,
+            percent=True,
         ),
         Chart("Learning rate", {"lr": "learning rate"}, "As scheduled.", floor=0),
     ]

@@ -275,7 +275,10 @@ def _lengths(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 def _rates(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     labels = {"throughput/sample_tokens_per_s": "sampling", "throughput/train_tokens_per_s": "training"}
-    return [(label, f"{metrics[name]:,.0f} tokens/s") for name, label in labels.items() if name in metrics]
+    pairs = [(label, f"{metrics[name]:,.0f} tokens/s") for name, label in labels.items() if name in metrics]
+    if "limit_fraction" in metrics:
+        pairs.append(("of limit", f"{metrics['limit_fraction']:.0%}"))
+    return pairs
 
 
 def _pairs(pairs: Sequence[tuple[str, str]]) -> Text:

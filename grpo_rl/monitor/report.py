@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -17,13 +18,15 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from grpo_rl.monitor.charts import charts, draw, number
+from grpo_rl.monitor.charts import LIMITED_PHASES, charts, draw, number
 from grpo_rl.monitor.completions import logged_steps, printable, read_step
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.monitor.progress import duration
 
 SAMPLES_PER_STEP = 4
 MAX_SAMPLE_CHARS = 4000
+NEGLIGIBLE = 0.001
+"""A phase with less than this part of the step, and nothing it had to do, is not shown."""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -53,6 +56,7 @@ def write_report(run_dir: str | Path) -> Path:
             headline=headline(rows, summary),
             note=_note(rows, summary),
             tiles=_tiles(rows, summary),
+            phases=phase_times(rows),
             drawings=[{**vars(drawing), "svg": Markup(drawing.svg)} for drawing in drawings],
             samples=[
                 _samples(run_dir, step) for step in sorted({*logged_steps(run_dir)[:1], *logged_steps(run_dir)[-1:]})
@@ -96,6 +100,39 @@ def headline(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) ->
     return f"Training reward went from {number(first)} to {number(last)} in {len(rewards)} steps."
 
 
+def phase_times(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    """What a step took and its floor, then the same of each phase: medians, in seconds; empty without limits.
+
+    ``length`` is a phase's part of the step, ``share`` the floor's part of the phase: None where there is no floor.
+
+    >>> row = {"time/sample_s": 4.0, "time/train_s": 3.0, "time/other_s": 1.0}
+    >>> row |= {"limit_fraction": 0.5, "limit_fraction/sample": 0.25, "limit_fraction/train": 1.0}
+    >>> for phase in phase_times([row]): print(list(phase.values()))
+    ['step', 8.0, 1.0, 4.0, 0.5]
+    ['sample', 4.0, 0.5, 1.0, 0.25]
+    ['train', 3.0, 0.375, 3.0, 1.0]
+    ['other', 1.0, 0.125, 0.0, None]
+    """
+    rows = [row for row in rows if "limit_fraction" in row]
+    if not rows:
+        return []
+    phases = (*LIMITED_PHASES, "other")
+    spent = {phase: [row.get(f"time/{phase}_s", 0.0) for row in rows] for phase in phases}
+    spent = {"step": [sum(parts) for parts in zip(*spent.values(), strict=True)], **spent}
+    step_s = statistics.median(spent["step"])
+    found = []
+    for name, seconds in spent.items():
+        metric = "limit_fraction" if name == "step" else f"limit_fraction/{name}"
+        spent_s = statistics.median(seconds)
+        floor_s = statistics.median(row.get(metric, 0.0) * s for row, s in zip(rows, seconds, strict=True))
+        if floor_s or spent_s > NEGLIGIBLE * step_s:
+            share = floor_s / spent_s if floor_s else None
+            found.append(
+                {"name": name, "spent_s": spent_s, "length": spent_s / step_s, "floor_s": floor_s, "share": share}
+            )
+    return found
+
+
 def versions() -> dict[str, str]:
     """Versions of what a run depends on, as installed here; ``summary.json`` keeps those the run was made with."""
     found = {}
@@ -136,6 +173,8 @@ def _tiles(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> l
         rates = sorted(row[key] for row in rows if (key := f"throughput/{phase}_tokens_per_s") in row)
         if rates:
             tile(label, number(rates[len(rates) // 2]), "tokens/s (median)")
+    if fractions := [row["limit_fraction"] for row in rows if "limit_fraction" in row]:
+        tile("Of the machine's limit", f"{statistics.median(fractions):.0%}", "of a step's time (median)")
     return tiles
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 BLOCK = 128
 """Side of the blocks that are skipped where no query sees a key."""
+SMALLEST_HEAD = 16
+"""PyTorch compiles no kernel for smaller ones."""
 SHORTEST = 512
 """Fewer tokens are padded to this many: a kernel more would gain nothing."""
 COMPILE = {"dynamic": False, "fullgraph": True, "recompile_limit": 64, "isolate_recompiles": True}
@@ -51,7 +53,12 @@ def flex_shared_prefix(
         window: a token sees this many positions back, its own included; None: all. An answer's positions go on from
             its prompt's.
         softcap: scaled scores become ``softcap * tanh(score / softcap)``.
+
+    Raises:
+        ValueError: heads that are too small for a kernel.
     """
+    if query.device.type == "cuda" and query.shape[-1] < SMALLEST_HEAD:
+        raise ValueError(f"heads of size {query.shape[-1]} can't be trained on CUDA; {SMALLEST_HEAD} is the smallest")
     tokens = query.shape[2]
     padded = padded_length(tokens)
     # Contiguous also where nothing is padded: other strides would compile another kernel.

@@ -17,11 +17,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_rl.policies.flex import flex_shared_prefix
+from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.policies.two_part import Arrangement, Rules, TwoPartAttention
 from grpo_rl.rollout import Group
 
 ATTENTION_NAME = "grpo_rl_shared_prefix"
 """The name under which transformers models find the attention below (``config._attn_implementation``)."""
+IGNORED = frozenset({"position_ids", "use_cache"})
+"""What models hand to their attention and it need not know; of anything else it can't be sure."""
 
 
 @dataclass(frozen=True)
@@ -143,16 +146,12 @@ def use_shared_prefix(model: PreTrainedModel) -> PreTrainedModel:
     """The model with its attention switched to shared prefixes.
 
     Raises:
-        ValueError: the model needs what this attention does not compute.
+        ValueError: the model would be scored wrongly, or keeps an attention of its own.
     """
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
-        raise ValueError(
-            f"{type(model).__name__} has layers of type {unknown}; shared-prefix attention supports full_attention and "
-            "sliding_attention"
-        )
+    refuse_unsupported(model)
     model.set_attn_implementation(ATTENTION_NAME)
+    if model.config._attn_implementation != ATTENTION_NAME:
+        raise ValueError(f"{type(model).__name__} cannot be trained here: transformers can't exchange its attention")
     return model
 
 
@@ -168,11 +167,19 @@ def attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: object,
+    **keywords: object,
 ) -> tuple[Float[Tensor, "1 T H D"], None]:
-    """Attention of a flat micro-batch with shared prompts, in transformers' attention-function signature."""
-    if dropout:
-        raise ValueError(f"shared-prefix attention has no dropout ({dropout}); set attention_dropout to 0")
+    """Attention of a flat micro-batch with shared prompts, in transformers' attention-function signature.
+
+    Raises:
+        ValueError: a layer asks for dropout, or for something that this attention has not.
+    """
+    unknown = sorted(name for name in keywords.keys() - IGNORED if keywords[name] is not None)
+    if dropout or unknown:
+        raise ValueError(
+            f"{type(module).__name__} asks for {', '.join(unknown) or f'attention_dropout {dropout}'}, "
+            "which shared-prefix attention has not"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.device.type == "cuda":
         out = flex_shared_prefix(query, key, value, prefix_layout, scale, sliding_window, softcap)

@@ -37,12 +37,9 @@ class TrainPolicy:
             raise ValueError(
                 f"sampling.temperature is {temperature}; training needs more than 0 (greedy answers are equal)"
             )
-        config = model.config.get_text_config()
-        if any(getattr(config, name, 1.0) not in (None, 1, 1.0) for name in ("logits_scaling", "logit_scale")):
-            raise ValueError(f"{type(model).__name__} scales its logits, which is not supported")
         self.model = use_shared_prefix(model)
         self.temperature = temperature
-        self.softcap = getattr(config, "final_logit_softcapping", None)
+        self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     @classmethod
     def load(

@@ -5,8 +5,8 @@ arithmetic in a few batched products is several times faster. Only a block of th
 (fp64 for fp64 input), and the backward pass makes it again from the log-sum-exp.
 
 Heads that share keys are just more queries: the R = H / K of them lie side by side in the rows of a block.
-Letters: T tokens of the micro-batch, H query heads, K key-value heads, D head size; s sequences (times key-value heads),
-m = queries x R rows and n keys of a block.
+Letters: T tokens of the micro-batch, H query heads, K key-value heads, D head size; s sequences (times key-value
+heads), m = queries x R rows and n keys of a block.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def bucket(length: int) -> int:
     [16, 24, 48, 128]
     """
     power = max(16, 1 << (length - 1).bit_length())
-    return power * 3 // 4 if 16 < power and length <= power * 3 // 4 else power
+    return power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power
 
 
 def _first_place(rows: Int[Tensor, " M"], size: int) -> Int[Tensor, " size"]:

@@ -23,6 +23,7 @@ METRICS = {
     "response/truncated_fraction": 0.125,
     "throughput/sample_tokens_per_s": 612.0,
     "throughput/train_tokens_per_s": 1930.0,
+    "limit_fraction": 0.482,
 }
 
 
@@ -110,6 +111,7 @@ def test_the_live_view_shows_what_a_person_watches_for():
         "cut off 12%",
         "612 tokens/s",
         "1,930 tokens/s",
+        "of limit 48%",
         "She has 7 apples.",
     ):
         assert text in frame, text

@@ -72,6 +72,9 @@ def make_run(run_dir: Path, steps: int = 40, evaluated: bool = True, hostile: st
                 "time/score_s": 1.9 + rng.random() / 4,
                 "time/sync_s": 0.3,
                 "time/other_s": 0.4,
+                "limit_fraction": 5.0 / (sample_s + train_s + 2.5),
+                "limit_fraction/sample": 1.2 / sample_s,
+                "limit_fraction/train": 3.7 / train_s,
             },
         )
         if evaluated and step % 10 == 0:
@@ -161,6 +164,7 @@ def test_a_whole_run_is_told_on_one_page(tmp_path):
         "Sampler against trainer",
         "Throughput",
         "Time of a step",
+        "Share of the machine's limit",
     ):
         assert ("aria-label", f"{title} by step") in page.attributes, title
     assert "Step 1 " in page.text and "Step 40 " in page.text
@@ -241,6 +245,36 @@ def test_without_evaluation_the_headline_compares_first_and_last_tenth():
     rows = [{"step": i, "reward/mean": float(i)} for i in range(20)]
     # Tenths of 20 steps: the mean of 0 and 1, and the mean of 18 and 19.
     assert headline(rows, {}) == "Training reward went from 0.5 to 18.5 in 20 steps."
+
+
+def test_a_step_is_set_against_the_machines_limit_phase_by_phase(tmp_path):
+    log = MetricsLog(tmp_path)
+    for spent in (2.0, 4.0, 8.0):  # a step of 10 s, 12 s, 16 s; its floor is 6 s
+        log.log(
+            1,
+            {
+                "time/sample_s": spent,
+                "time/score_s": 1e-6,  # no reference: the phase is there and has nothing to do
+                "time/train_s": 7.0,
+                "time/other_s": 1.0,
+                "limit_fraction": 6.0 / (spent + 8.0),
+                "limit_fraction/sample": 2.0 / spent,
+                "limit_fraction/train": 4.0 / 7.0,
+            },
+        )
+    page = page_of(tmp_path)
+    assert "step 12 s, limit 6 s: 50 %" in page.text
+    assert "sample 4 s, limit 2 s: 50 %" in page.text and "train 7 s, limit 4 s: 57 %" in page.text
+    assert "other 1 s" in page.text and "score" not in page.text.partition("A step against")[2]
+    assert ("style", "width: 33.3%") in page.attributes  # 4 of 12 s
+    assert "Of the machine's limit 50%" in page.text
+
+
+def test_a_floor_above_the_time_taken_stays_within_its_bar(tmp_path):
+    MetricsLog(tmp_path).log(1, {"time/train_s": 1.0, "limit_fraction": 2.5, "limit_fraction/train": 2.5})
+    page = page_of(tmp_path)
+    assert "train 1 s, limit 2.5 s: 250 %" in page.text
+    assert {value for name, value in page.attributes if value.startswith("width: ")} == {"width: 100.0%"}
 
 
 def svg_paths(svg: str) -> list[str]:

@@ -1,0 +1,212 @@
+"""How many times faster the head is than TRL's fused one: `python benchmarks/head.py`.
+
+The head turns hidden states into log-probabilities and entropies of the sampled tokens, and their gradients into those
+of the hidden states and of the weight. Compared: `grpo_rl.policies.head`; the fused head that TRL 1.16's `GRPOTrainer`
+scores with, called as it calls it (its own chunk of the vocabulary, entropies asked for); and the naive one, with all
+logits. Once with log-probabilities alone in the loss, entropies being only reported, and once with an entropy term.
+Ours runs in a process whose allocator is set up as for training; TRL's in such a one too, and in one as TRL leaves it,
+of which the better counts.
+
+Time is of a forward and a backward. Memory is what the process's peak rises above its level in its first full-size
+call after a tiny one, gradients included. The figure is the smallest ratio of times without an entropy term.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import harness
+import torch
+from torch import Tensor
+
+NAME = "head"
+OURS, PEERS = "grpo_rl", ("trl_fused", "trl_fused_our_allocator")
+ENTROPY_COEF = 0.01
+TOLERANCE = 0.02
+"""Relative, of gradient norms."""
+
+Head = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+"""Of hidden [N, E], weight [V, E], ids [N], whether entropies count in the loss: log-probabilities and entropies."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """N tokens, E hidden size, V vocabulary; ``memory_bar`` is the share of the peer's memory that we may take."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    memory_bar: float
+
+    def __str__(self) -> str:
+        return f"N={self.tokens} E={self.hidden} V={self.vocab}"
+
+
+SHAPES = (Shape(1024, 576, 49152, 1 / 4), Shape(2048, 896, 151936, 1 / 2))
+SPEED_BAR = 2.0
+
+
+def ours() -> Head:
+    """Our head, as `TrainPolicy.score` calls it."""
+    from grpo_rl.policies.head import log_prob_and_entropy
+
+    return lambda hidden, weight, ids, entropy_counts: log_prob_and_entropy(hidden, weight, ids)
+
+
+def trl_fused() -> Head:
+    """TRL's, as ``add_fused_lm_head`` calls it for ``GRPOTrainer``."""
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+
+    def head(hidden: Tensor, weight: Tensor, ids: Tensor, entropy_counts: bool) -> tuple[Tensor, Tensor]:
+        rest = (1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("log_probs", "entropy"))
+        log_probs, entropies, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, ids, *rest)
+        return log_probs, entropies
+
+    return head
+
+
+def naive() -> Head:
+    """All logits at once; what an entropy that is only reported needs is not kept."""
+
+    def head(hidden: Tensor, weight: Tensor, ids: Tensor, entropy_counts: bool) -> tuple[Tensor, Tensor]:
+        log_p = torch.nn.functional.linear(hidden, weight).float().log_softmax(-1)
+        with torch.set_grad_enabled(entropy_counts):
+            entropies = -(log_p.exp() * log_p).sum(-1)
+        return log_p.gather(-1, ids[:, None])[:, 0], entropies
+
+    return head
+
+
+HEADS = {OURS: ours, PEERS[0]: trl_fused, PEERS[1]: trl_fused, "naive": naive}
+
+
+def forward_backward(head: Head, inputs: Sequence[Tensor], entropy_counts: bool) -> list[Tensor]:
+    """Gradients of the hidden states and of the weight."""
+    hidden, weight, ids, advantages = inputs
+    leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+    log_probs, entropies = head(*leaves, ids, entropy_counts)
+    entropy_term = ENTROPY_COEF * entropies.mean() if entropy_counts else 0.0
+    (-(log_probs * advantages).mean() - entropy_term).backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def arm(steps: harness.Steps, name: str, shape: Shape, entropy_counts: bool, device: str) -> None:
+    """Forward and backward of one head at one shape; its memory is measured before the first step."""
+    if name in (OURS, PEERS[1]):
+        from grpo_rl.allocator import keep_freed_memory
+
+        keep_freed_memory()
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(shape.tokens, shape.hidden, generator=generator)
+    # Logits of unit variance.
+    weight = torch.randn(shape.vocab, shape.hidden, generator=generator) / math.sqrt(shape.hidden)
+    ids = torch.randint(shape.vocab, (shape.tokens,), generator=generator)
+    advantages = torch.randn(shape.tokens, generator=generator)
+    inputs = [x.to(device) for x in (hidden.to(torch.bfloat16), weight.to(torch.bfloat16), ids, advantages)]
+    del hidden, weight
+
+    head = HEADS[name]()
+    tiny = [inputs[0][:4], inputs[1][:64], inputs[2][:4] % 64, inputs[3][:4]]
+    forward_backward(head, tiny, entropy_counts)
+    memory = harness.peak_above(lambda: forward_backward(head, inputs, entropy_counts), device)
+    while steps.wait():
+        harness.synchronize(device)
+        start = time.perf_counter()
+        gradients = forward_backward(head, inputs, entropy_counts)
+        harness.synchronize(device)
+        seconds = time.perf_counter() - start
+        norms = [gradient.float().norm().item() for gradient in gradients]
+        del gradients
+        steps.done(
+            fwd_bwd_s=seconds, memory_mib=memory / 2**20, grad_hidden_norm=norms[0], grad_weight_norm=norms[1]
+        )
+
+
+def measured(shape: Shape, entropy_counts: bool, args: argparse.Namespace) -> dict[str, dict]:
+    """Medians of each head, in turns."""
+    with contextlib.ExitStack() as stack:
+        arms = {}
+        for name in HEADS:
+            process = harness.Arm(name, arm, name, shape, entropy_counts, args.device)
+            arms[name] = stack.enter_context(contextlib.closing(process))
+        results = harness.rounds({name: arm.step for name, arm in arms.items()}, args.steps)
+    return {name: harness.summarize(reports)["median"] for name, reports in results.items()}
+
+
+def check_agreement(medians: Mapping[str, Mapping[str, float]]) -> None:
+    """Ends the benchmark where gradients differ by more than bf16 explains: the heads did not do the same work."""
+    for name, norm in itertools.product(medians, ("grad_hidden_norm", "grad_weight_norm")):
+        theirs, own = medians[name][norm], medians[OURS][norm]
+        if not math.isclose(theirs, own, rel_tol=TOLERANCE):
+            sys.exit(f"error: {norm} is {own:.5g} with {OURS} and {theirs:.5g} with {name}: not the same work")
+
+
+def main() -> None:
+    args = parse()
+    load = harness.require_quiet(args.force)
+    shapes = [Shape(*numbers, memory_bar=1.0) for numbers in args.shape] if args.shape else SHAPES
+    rows, bars, speedups = [], [], []
+    for shape, entropy_counts in itertools.product(shapes, (False, True)):
+        print(f"{shape}, entropy {'in' if entropy_counts else 'not in'} the loss", file=sys.stderr, flush=True)
+        medians = measured(shape, entropy_counts, args)
+        check_agreement(medians)
+        for name, median in medians.items():
+            rows.append(
+                {
+                    "shape": str(shape),
+                    "entropy term": entropy_counts,
+                    "head": name,
+                    "ms": 1000 * median["fwd_bwd_s"],
+                    "memory MiB": median["memory_mib"],
+                    "our speed-up": median["fwd_bwd_s"] / medians[OURS]["fwd_bwd_s"],
+                    "our share of its memory": medians[OURS]["memory_mib"] / median["memory_mib"],
+                }
+            )
+        if not entropy_counts:
+            against = [row for row in rows[-len(medians) :] if row["head"] in PEERS]
+            speedups.append(min(row["our speed-up"] for row in against))
+            bars.append(harness.bar(f"times faster than TRL's, {shape}", speedups[-1], at_least=SPEED_BAR))
+            memory = max(row["our share of its memory"] for row in against)
+            bars.append(harness.bar(f"share of TRL's memory, {shape}", memory, at_most=shape.memory_bar))
+    result = {
+        "shows": "Forward and backward of log-probabilities and entropies of sampled tokens, against TRL's fused head.",
+        "peer": f"the fused head of TRL {version('trl')}'s GRPOTrainer (ChunkedLogProbFunction)",
+        "bars": bars,
+        "table": rows,
+        "plots": [
+            {
+                "title": f"{what}, without an entropy term",
+                "y": unit,
+                "bars": {f"{row['head']}\n{row['shape']}": row[unit] for row in rows if not row["entropy term"]},
+            }
+            for what, unit in (("time", "ms"), ("memory", "memory MiB"))
+        ],
+        "steps": args.steps,
+        "device": args.device,
+        "machine": harness.machine(),
+        **load,
+    }
+    harness.finish(NAME, min(speedups), result, args.out)
+
+
+def parse() -> argparse.Namespace:
+    parser = harness.arguments(__doc__)
+    parser.add_argument(
+        "--shape", type=harness.at_least_one, nargs=3, action="append", metavar=("N", "E", "V"),
+        help="tokens, hidden size, vocabulary; may be repeated (default: those of two models)",
+    )  # fmt: skip
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

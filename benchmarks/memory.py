@@ -1,0 +1,265 @@
+"""How peak memory grows with the vocabulary and with the answers, over what has to grow: `python benchmarks/memory.py`.
+
+One training forward and backward of a group of 8 equal answers, by a random Llama with SmolLM2's hidden size, tied
+embeddings and few layers, in bf16, without gradient checkpointing. Every point has a process of its own, which builds
+the model, makes a tiny step, and then says by how much its memory's peak rises in the first full-size step; the model's
+weights are added to that. Swept: the vocabulary V, and the answers' tokens T.
+
+- ours: `TrainPolicy.score`, `GRPOLoss`, gradients summed in fp32 as our optimizer keeps them;
+- TRL: the real `GRPOTrainer`'s `_compute_loss` with its fused head, all answers in a forward;
+- TorchRL: `GRPOLoss` over `TransformersWrapper`, without entropy and KL terms;
+- trunk: our model's layers alone, without head and loss.
+
+What has to grow: with each entry of the vocabulary, a row of the bf16 weight and of its fp32 gradient; with each token,
+what the trunk alone needs. The figure is the larger of our two slopes over these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import harness
+import torch
+
+NAME = "memory"
+OURS, TRUNK = "grpo_rl", "trunk"
+HIDDEN, LAYERS = 576, 6
+PROMPT, ANSWERS = 64, 8
+VOCABS = (32768, 65536, 98304, 151936)
+TOKENS = (256, 1024, 2048, 4096)
+VOCAB, RESPONSE = 49152, 1024
+"""Of the sweep over the other."""
+GRADIENT_BYTES = 4
+"""Of a parameter: bf16 gradients are summed in fp32."""
+
+Step = tuple[Callable[[list], None], Callable[[], object]]
+"""What makes the gradients of groups, and what lets go of them."""
+
+
+def make_model(vocab: int):
+    """A random Llama, bf16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=HIDDEN,
+        intermediate_size=1536,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def make_groups(vocab: int, response: int) -> list:
+    """One group whose answers have ``response`` tokens in all, and advantages that are not zero."""
+    from grpo_rl.testing import random_group
+
+    group = random_group(PROMPT, [max(1, response // ANSWERS)] * ANSWERS, vocab)
+    return [group.with_advantages(torch.tensor([1.0, -1.0] * (ANSWERS // 2)))]
+
+
+def make_tokenizer(folder: Path):
+    """Any tokenizer: the peers ask for one, and find nothing in it but the padding token."""
+    from transformers import AutoTokenizer
+
+    from grpo_rl.testing import save_tiny_model
+
+    return AutoTokenizer.from_pretrained(save_tiny_model(folder))
+
+
+def our_step(model, folder: Path) -> Step:
+    """Score, loss, backward."""
+    from grpo_rl.allocator import keep_freed_memory
+    from grpo_rl.losses.grpo import GRPOLoss
+    from grpo_rl.optimizer import PolicyOptimizer
+    from grpo_rl.policies.train import TrainPolicy, scored_micro_batches
+
+    keep_freed_memory()
+    policy, loss = TrainPolicy(model.train()), GRPOLoss()
+    optimizer = PolicyOptimizer(model, name="sgd", lr=0.0)  # for the gradients that it keeps
+
+    def step(groups: list) -> None:
+        for tokens in scored_micro_batches(policy, groups, max_tokens=sys.maxsize):
+            loss(tokens)["loss_objective"].backward()
+
+    return step, optimizer.step
+
+
+def trunk_step(model, folder: Path) -> Step:
+    """The layers, and a gradient from nowhere."""
+    from grpo_rl.allocator import keep_freed_memory
+    from grpo_rl.optimizer import PolicyOptimizer
+    from grpo_rl.policies.prefix import forward_hidden, pack
+    from grpo_rl.policies.train import TrainPolicy
+
+    keep_freed_memory()
+    TrainPolicy(model.train())
+    optimizer = PolicyOptimizer(model, name="sgd", lr=0.0)
+
+    def step(groups: list) -> None:
+        hidden = forward_hidden(model, pack(groups))
+        hidden.backward(torch.ones_like(hidden))
+
+    return step, optimizer.step
+
+
+def trl_step(model, folder: Path) -> Step:
+    """TRL's loss on the padded batch."""
+    import peers
+
+    tokenizer = make_tokenizer(folder / "tokenizer")
+    trainer = peers.trl_trainer(model, tokenizer, ANSWERS, batch=ANSWERS, folder=folder)
+
+
+    def step(groups: list) -> None:
+        peers.trl_backward(trainer, peers.trl_batches(groups, ANSWERS, tokenizer.pad_token_id))
+
+    return step, model.zero_grad
+
+
+def torchrl_step(model, folder: Path) -> Step:
+    """TorchRL's loss; its users are told to keep the model in evaluation mode."""
+    import peers
+
+    loss = peers.torchrl_loss(model.eval(), make_tokenizer(folder / "tokenizer"))
+
+    def step(groups: list) -> None:
+        loss(peers.torchrl_batch(groups)).loss_objective.backward()
+
+    return step, model.zero_grad
+
+
+STEPS = {OURS: our_step, "trl": trl_step, "torchrl": torchrl_step, TRUNK: trunk_step}
+
+
+def arm(steps: harness.Steps, name: str, vocab: int, response: int) -> None:
+    """Tells the peak of one step: weights and what the step needs."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(vocab)
+        step, let_go = STEPS[name](model, Path(folder))
+        step(make_groups(vocab, ANSWERS))
+        let_go()
+        groups = make_groups(vocab, response)
+        weights = sum(p.nbytes for p in model.parameters())
+        if steps.wait():
+            rise = harness.peak_above(functools.partial(step, groups))
+            steps.done(peak_mib=(weights + rise) / 2**20, rise_mib=rise / 2**20)
+
+
+def sweep(names: Sequence[str], points: Mapping[int, tuple[int, int]], failed: dict[str, str]) -> dict[str, list]:
+    """For every arm, [[x, peak in bytes], ...]; a point that fails is left out and named in ``failed``.
+
+    Args:
+        points: of each x, the vocabulary and the response tokens.
+    """
+    peaks: dict[str, list] = {name: [] for name in names}
+    for (x, (vocab, response)), name in itertools.product(points.items(), names):
+        label = f"{name} V={vocab} T={response}"
+        try:
+            with contextlib.closing(harness.Arm(label, arm, name, vocab, response)) as process:
+                report = process.step()
+        except harness.ArmError as error:
+            failed[label] = str(error).splitlines()[-1]
+            print(f"{label} is left out: {failed[label]}", file=sys.stderr, flush=True)
+        else:
+            peaks[name].append([x, report["peak_mib"] * 2**20])
+            print(f"{label}: {report['peak_mib']:.0f} MiB", file=sys.stderr, flush=True)
+    return peaks
+
+
+def vocabulary_allowance(hidden: int) -> int:
+    """Bytes of one entry: its row of the bf16 weight, and of the gradient as it is kept.
+
+    >>> vocabulary_allowance(576)
+    3456
+    """
+    return hidden * (2 + GRADIENT_BYTES)
+
+
+def over_allowance(slopes: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[float, float]]:
+    """For V and T: what our memory grows with one more over what it has to, and what it has to, in bytes.
+
+    >>> over_allowance({"V": {"grpo_rl": 6912.0}, "T": {"grpo_rl": 300.0, "trunk": 200.0}})
+    {'V': (2.0, 3456), 'T': (1.5, 200.0)}
+    """
+    allowed = {"V": vocabulary_allowance(HIDDEN), "T": slopes["T"][TRUNK]}
+    return {axis: (slopes[axis][OURS] / allowed[axis], allowed[axis]) for axis in slopes}
+
+
+def main() -> None:
+    args = parse()
+    load = harness.require_quiet(args.force)
+    failed: dict[str, str] = {}
+    names = [OURS, *args.peers]
+    series = {
+        "V": sweep(names, {vocab: (vocab, args.response) for vocab in args.vocabs}, failed),
+        "T": sweep([*names, TRUNK], {tokens: (args.vocab, tokens) for tokens in args.tokens}, failed),
+    }
+    slopes = {
+        axis: {name: harness.slope(points) for name, points in arms.items() if len(points) > 1}
+        for axis, arms in series.items()
+    }
+    if OURS not in slopes["V"] or not {OURS, TRUNK} <= slopes["T"].keys():
+        sys.exit(f"error: too few points of {OURS} and {TRUNK}: {failed}")
+    over = over_allowance(slopes)
+    words = {"V": "vocabulary", "T": "response tokens"}
+    result = {
+        "shows": "Peak memory of a training forward and backward, weights included, against the vocabulary and against "
+        "the answers' tokens; the figure is our larger slope over what has to grow.",
+        "peer": ", ".join(f"{name} {version(name)}" for name in args.peers),
+        "bars": [
+            harness.bar(f"growth with {words[axis]} over {allowed / 1024:.1f} KiB for each", ratio, at_most=1)
+            for axis, (ratio, allowed) in over.items()
+        ],
+        "table": [
+            {"swept": words[axis], "arm": name, "KiB for each": slope / 1024, "over what has to be": slope / allowed}
+            for axis, (_, allowed) in over.items()
+            for name, slope in slopes[axis].items()
+        ],
+        "plots": [
+            {
+                "title": f"peak memory against {words[axis]}",
+                "x": words[axis],
+                "y": "MiB",
+                "series": {name: [[x, y / 2**20] for x, y in points] for name, points in arms.items()},
+            }
+            for axis, arms in series.items()
+        ],
+        "failed": failed,
+        "model": {"hidden": HIDDEN, "layers": LAYERS, "prompt": PROMPT, "answers": ANSWERS},
+        "swept": {"vocabs": args.vocabs, "at_response": args.response, "tokens": args.tokens, "at_vocab": args.vocab},
+        "machine": harness.machine(),
+        **load,
+    }
+    harness.finish(NAME, max(ratio for ratio, _ in over.values()), result, args.out)
+
+
+def parse() -> argparse.Namespace:
+    parser = harness.arguments(__doc__, steps=None)
+    number = harness.at_least_one
+    parser.add_argument("--vocabs", type=number, nargs="+", default=list(VOCABS), help="to sweep")
+    parser.add_argument("--tokens", type=number, nargs="+", default=list(TOKENS), help="of all answers, to sweep")
+    parser.add_argument("--vocab", type=number, default=VOCAB, help="while tokens are swept")
+    parser.add_argument("--response", type=number, default=RESPONSE, help="tokens, while vocabularies are swept")
+    parser.add_argument("--peers", nargs="*", choices=("trl", "torchrl"), default=["trl", "torchrl"])
+    args = parser.parse_args()
+    for name in ("vocabs", "tokens"):
+        if len(getattr(args, name)) < 2:
+            parser.error(f"--{name} needs at least two, for a slope")
+    return args
+
+
+if __name__ == "__main__":
+    main()

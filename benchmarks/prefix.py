@@ -1,0 +1,212 @@
+"""What computing a prompt once gains in training, of what it could gain: `python benchmarks/prefix.py`.
+
+Forward and backward of `TrainPolicy.score`, bf16, over one group of G answers with R tokens each to a prompt of P,
+against the same code on the same tokens in G groups of one answer, each with the prompt. Both are cut into
+micro-batches by the same budget of tokens, as in training. Sharing computes P + GR tokens instead of G(P + R); the
+figure is the smallest speed-up over that ratio. It is below 1 where work does not depend on the trunk's tokens: the
+head sees GR tokens either way.
+
+The prompt's share: what a step takes more with the prompt than with a prompt of one token. It must not depend on G, for
+a prompt is computed once. But an answer's tokens attend to the prompt, and that attention does grow with G, with
+whatever implementation. So the share is taken with answers of a few tokens, whose attention to the prompt is about a
+hundredth of the prompt's own work, and compared between G = 16 and G = 1. The same difference with answers of full
+length, that attention included, is recorded beside it, without a bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import harness
+import torch
+
+from grpo_rl.allocator import keep_freed_memory
+from grpo_rl.models import DEFAULT_MODEL, resolve_model
+from grpo_rl.policies.train import TrainPolicy
+from grpo_rl.rollout import Group, micro_batches
+from grpo_rl.testing import random_group
+
+NAME = "prefix"
+SPEEDUP_BAR, SHARE_BAR = 0.8, 1.1
+SHORT = 4
+"""Tokens of an answer, where the answers' attention to the prompt should not count."""
+MANY = 16
+"""Answers, where the prompt's share is compared with that of one."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """P prompt tokens, R tokens of each answer, G answers."""
+
+    prompt: int
+    response: int
+    answers: int
+
+    def __str__(self) -> str:
+        return f"{self.prompt}/{self.response}/{self.answers}"
+
+    @property
+    def token_ratio(self) -> float:
+        """Tokens computed with the prompt repeated, over those with it shared: what sharing could gain at most.
+
+        >>> Shape(128, 128, 8).token_ratio
+        1.7777777777777777
+        """
+        repeated = self.answers * (self.prompt + self.response)
+        return repeated / (self.prompt + self.answers * self.response)
+
+    def shared(self, vocab: int) -> list[Group]:
+        """One group."""
+        return [random_group(self.prompt, [self.response] * self.answers, vocab)]
+
+    def repeated(self, vocab: int) -> list[Group]:
+        """The same tokens in groups of one answer.
+
+        >>> [group.num_tokens for group in Shape(3, 2, 2).repeated(vocab=8)]
+        [5, 5]
+        """
+        (whole,) = self.shared(vocab)
+        return [
+            Group(
+                group_id=g,
+                row=0,
+                prompt_ids=whole.prompt_ids,
+                response_ids=ids,
+                log_probs=torch.zeros(len(ids)),
+                versions=torch.zeros_like(ids),
+                trainable=torch.ones_like(ids, dtype=torch.bool),
+                offsets=torch.tensor([0, len(ids)]),
+                rewards=torch.zeros(1),
+            )
+            for g, ids in enumerate(whole.responses)
+        ]
+
+
+SHAPES = (Shape(128, 128, 8), Shape(512, 128, 8), Shape(1024, 128, 16))
+
+
+def step(policy: TrainPolicy, groups: Sequence[Group], max_tokens: int) -> dict[str, float]:
+    """One forward and backward of the groups, micro-batch by micro-batch."""
+    policy.model.zero_grad()
+    harness.synchronize(str(policy.device))
+    start = time.perf_counter()
+    for micro in micro_batches(groups, max_tokens):
+        log_probs, _ = policy.score(micro)
+        log_probs.mean().backward()
+    harness.synchronize(str(policy.device))
+    return {"step_s": time.perf_counter() - start}
+
+
+def speedups(run: Callable[[Sequence[Group]], dict[str, float]], shapes: Sequence[Shape], vocab: int, steps: int):
+    """A row for each shape: both times, the speed-up, and its share of the token ratio."""
+    rows = []
+    for shape in shapes:
+        arms = {"shared": shape.shared(vocab), "repeated": shape.repeated(vocab)}
+        results = harness.rounds({f"{k} {shape}": functools.partial(run, v) for k, v in arms.items()}, steps)
+        shared_s, repeated_s = (median(report["step_s"] for report in reports) for reports in results.values())
+        rows.append(
+            {
+                "P/R/G": str(shape),
+                "prompt shared s": shared_s,
+                "prompt repeated s": repeated_s,
+                "speed-up": repeated_s / shared_s,
+                "token ratio": shape.token_ratio,
+                "of the token ratio": repeated_s / shared_s / shape.token_ratio,
+            }
+        )
+    return rows
+
+
+def prompt_share(
+    run: Callable[[Sequence[Group]], dict[str, float]], prompt: int, response: int, vocab: int, steps: int
+) -> dict:
+    """Seconds of the prompt in a step of one answer and of :data:`MANY`, and their ratio; medians over the rounds."""
+    shapes = [Shape(p, response, g) for g in (1, MANY) for p in (1, prompt)]
+    results = harness.rounds({str(s): functools.partial(run, s.shared(vocab)) for s in shapes}, steps)
+    times = {shape: [report["step_s"] for report in results[str(shape)]] for shape in shapes}
+    # A round's steps stand next to each other in time, so differences are taken within it.
+    one, many = (
+        median(
+            with_prompt - without
+            for with_prompt, without in zip(
+                times[Shape(prompt, response, g)], times[Shape(1, response, g)], strict=True
+            )
+        )
+        for g in (1, MANY)
+    )
+    return {"P": prompt, "R": response, "at G=1 s": one, f"at G={MANY} s": many, "ratio": many / one}
+
+
+def main() -> None:
+    args = parse()
+    load = harness.require_quiet(args.force)
+    keep_freed_memory()
+    try:
+        policy = TrainPolicy.load(resolve_model(args.model), torch.bfloat16, args.device)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    vocab = policy.model.config.vocab_size
+    run = functools.partial(step, policy, max_tokens=args.micro_batch_tokens)
+    shapes = [Shape(*numbers) for numbers in args.shape] if args.shape else SHAPES
+    rows = speedups(run, shapes, vocab, args.steps)
+    share = prompt_share(run, args.share_prompt, SHORT, vocab, args.steps)
+    with_attention = prompt_share(run, args.share_prompt, args.share_response, vocab, args.steps)
+    figure = min(row["of the token ratio"] for row in rows)
+    result = {
+        "shows": "Training forward and backward with a group's prompt computed once, against the same code with the "
+        "prompt repeated for each answer; the figure is the speed-up over the ratio of tokens.",
+        "peer": "the same code, prompt repeated",
+        "bars": [
+            *(
+                harness.bar(f"speed-up over token ratio, P/R/G {row['P/R/G']}", row["of the token ratio"],
+                            at_least=SPEEDUP_BAR)
+                for row in rows
+            ),
+            harness.bar(f"the prompt's share at G={MANY} over that at G=1", share["ratio"], at_most=SHARE_BAR),
+        ],
+        "table": rows,
+        "plots": [
+            {
+                "title": "what sharing the prompt gains",
+                "x": "token ratio",
+                "y": "speed-up",
+                "series": {
+                    "measured": [[row["token ratio"], row["speed-up"]] for row in rows],
+                    "the token ratio": [[row["token ratio"]] * 2 for row in rows],
+                },
+            }
+        ],
+        "prompt_share": share,
+        "prompt_share_with_the_answers_attention": with_attention,
+        "micro_batch_tokens": args.micro_batch_tokens,
+        "model": args.model,
+        "device": args.device,
+        "steps": args.steps,
+        "machine": harness.machine(),
+        **load,
+    }  # fmt: skip
+    harness.finish(NAME, figure, result, args.out)
+
+
+def parse() -> argparse.Namespace:
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a local folder or a hub name")
+    parser.add_argument(
+        "--shape", type=harness.at_least_one, nargs=3, action="append", metavar=("P", "R", "G"),
+        help="prompt tokens, response tokens, answers; may be repeated (default: three shapes)",
+    )  # fmt: skip
+    parser.add_argument("--share-prompt", type=harness.at_least_one, default=512, help="P of the prompt's share")
+    parser.add_argument("--share-response", type=harness.at_least_one, default=128, help="R of its full answers")
+    parser.add_argument("--micro-batch-tokens", type=harness.at_least_one, default=4096, help="of both arms")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""How many times more tokens a second we train on than TRL, answers being ragged: `python benchmarks/ragged.py`.
+
+Answers have log-normal lengths, 50 tokens at the median and 8 times that at the 99th percentile: the quantiles of that
+distribution, so that a small batch has its shape, dealt to the prompts at random. Tensors are prebuilt; timed is one
+optimizer step's forward, loss and backward on the default model.
+
+- ours: `TrainPolicy.score`, `GRPOLoss` and backward over micro-batches as in training, gradients summed in fp32;
+- TRL: the real `GRPOTrainer`'s `_compute_loss` and backward, bf16 weights and gradients, no gradient checkpointing, on
+  the batch as its `_prepare_inputs` makes it: padded to the step's longest answer, shuffled, cut into batches. Several
+  sizes of these batches are tried, and the fastest is the peer.
+
+Old log-probabilities are those of the present weights, so both sides make the same gradient; its norm is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import NormalDist
+
+import harness
+import torch
+
+NAME = "ragged"
+OURS = "grpo_rl"
+BAR = 3.0
+TOLERANCE = 0.05
+"""Relative, of gradient norms of the two bf16 roads."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One optimizer step: ``prompts`` prompts, ``repeats`` answers to each."""
+
+    model: str
+    prompts: int
+    repeats: int
+    prompt: int
+    median: int
+    p99_over_median: float
+    longest: int
+    micro_batch_tokens: int
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Of the answers to each prompt.
+
+        >>> work = Work("", prompts=1, repeats=3, prompt=1, median=50, p99_over_median=8.0, longest=999,
+        ...             micro_batch_tokens=1)
+        >>> sorted(work.lengths[0])
+        [21, 50, 119]
+        """
+        answers = self.prompts * self.repeats
+        quantiles = log_normal_quantiles(answers, self.median, self.p99_over_median, self.longest)
+        order = torch.randperm(answers, generator=torch.Generator().manual_seed(0)).tolist()
+        shuffled = [quantiles[i] for i in order]
+        return [shuffled[i : i + self.repeats] for i in range(0, answers, self.repeats)]
+
+
+def log_normal_quantiles(count: int, median: int, p99_over_median: float, longest: int) -> list[int]:
+    """``count`` evenly spaced quantiles of a log-normal distribution, at least 1 and at most ``longest``.
+
+    The middle one of an odd count is the median; of 50, the last is the 99th percentile:
+
+    >>> quantiles = log_normal_quantiles(50, median=50, p99_over_median=8.0, longest=999)
+    >>> quantiles[0], quantiles[-1]
+    (6, 400)
+    """
+    sigma = math.log(p99_over_median) / NormalDist().inv_cdf(0.99)
+    normal = NormalDist(math.log(median), sigma)
+    return [min(longest, max(1, round(math.exp(normal.inv_cdf((i + 0.5) / count))))) for i in range(count)]
+
+
+def make_groups(work: Work, vocab: int) -> list:
+    """Groups of random ids whose answers are alternately good and bad; the same in every arm."""
+    from grpo_rl.testing import random_group
+
+    advantages = torch.tensor([1.0 if g % 2 else -1.0 for g in range(work.repeats)])
+    return [
+        random_group(work.prompt, lengths, vocab, group_id=i, seed=i).with_advantages(advantages)
+        for i, lengths in enumerate(work.lengths)
+    ]
+
+
+def our_arm(steps: harness.Steps, work: Work) -> None:
+    """Ours, with the gradients that the optimizer keeps; its step is not timed and changes nothing."""
+    from grpo_rl.allocator import keep_freed_memory
+    from grpo_rl.losses.grpo import GRPOLoss
+    from grpo_rl.optimizer import PolicyOptimizer
+    from grpo_rl.policies.train import TrainPolicy, scored_micro_batches
+
+    keep_freed_memory()
+    policy = TrainPolicy.load(Path(work.model), torch.bfloat16)
+    groups = make_groups(work, policy.model.config.vocab_size)
+    with torch.no_grad():
+        groups = [replace(group, log_probs=policy.score([group])[0]) for group in groups]
+    optimizer, loss = PolicyOptimizer(policy.model, name="sgd", lr=0.0), GRPOLoss()
+    while steps.wait():
+        start = time.perf_counter()
+        for tokens in scored_micro_batches(policy, groups, work.micro_batch_tokens):
+            loss(tokens)["loss_objective"].backward()
+        seconds = time.perf_counter() - start
+        steps.done(fwd_bwd_s=seconds, grad_norm=optimizer.step().grad_norm)
+
+
+def trl_arm(steps: harness.Steps, work: Work, batch: int) -> None:
+    """TRL's loss, with ``batch`` answers in a forward."""
+    import peers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = peers.trl_trainer(work.model, tokenizer, work.repeats, batch, Path(folder))
+        batches = peers.trl_batches(make_groups(work, trainer.model.config.vocab_size), batch, tokenizer.pad_token_id)
+        while steps.wait():
+            start = time.perf_counter()
+            peers.trl_backward(trainer, batches)
+            seconds = time.perf_counter() - start
+            gradients = [p.grad.float() for p in trainer.model.parameters() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            trainer.model.zero_grad()
+            steps.done(fwd_bwd_s=seconds, grad_norm=norm)
+
+
+def trl_name(batch: int) -> str:
+    return f"trl_batch{batch}"
+
+
+def fastest_batch(work: Work, batches: Sequence[int], tried: dict[str, float | str]) -> int:
+    """The batch of TRL's fastest second step, each tried alone; a single one is not tried.
+
+    Raises:
+        ValueError: none finished.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    times: dict[int, float] = {}
+    for batch in batches:
+        print(f"trying {trl_name(batch)}", file=sys.stderr, flush=True)
+        try:
+            with contextlib.closing(harness.Arm(trl_name(batch), trl_arm, work, batch)) as arm:
+                arm.step()
+                tried[trl_name(batch)] = times[batch] = arm.step()["fwd_bwd_s"]
+        except harness.ArmError as error:
+            tried[trl_name(batch)] = str(error).splitlines()[-1]
+        print(f"  {tried[trl_name(batch)]}", file=sys.stderr, flush=True)
+    if not times:
+        raise ValueError(f"TRL finished with none of its batches: {tried}")
+    return min(times, key=times.__getitem__)
+
+
+def main() -> None:
+    args = parse()
+    load = harness.require_quiet(args.force)
+    from grpo_rl.models import resolve_model
+
+    tried: dict[str, float | str] = {}
+    answers = args.prompts * args.repeats
+    try:
+        work = Work(
+            str(resolve_model(args.model)), args.prompts, args.repeats, args.prompt, args.median,
+            args.p99_over_median, args.longest, args.micro_batch_tokens,
+        )  # fmt: skip
+        if not (batches := [batch for batch in args.trl_batch if answers % batch == 0]):
+            raise ValueError(f"none of --trl-batch {args.trl_batch} divides {answers} answers")
+        peer = trl_name(batch := fastest_batch(work, batches, tried))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    with contextlib.ExitStack() as stack:
+        arms = {
+            name: stack.enter_context(contextlib.closing(harness.Arm(name, function, work, *rest)))
+            for name, function, *rest in ((OURS, our_arm), (peer, trl_arm, batch))
+        }
+        results = harness.rounds({name: arm.step for name, arm in arms.items()}, args.steps)
+
+    summary = {name: harness.summarize(reports) for name, reports in results.items()}
+    norms = {name: arm["median"]["grad_norm"] for name, arm in summary.items()}
+    if not math.isclose(norms[OURS], norms[peer], rel_tol=TOLERANCE):
+        sys.exit(f"error: gradient norms differ, {norms}: not the same work")
+    times = {name: arm["median"]["fwd_bwd_s"] for name, arm in summary.items()}
+    lengths = [length for row in work.lengths for length in row]
+    tokens = sum(lengths)
+    figure = times[peer] / times[OURS]
+    result = {
+        "shows": "Training tokens a second on answers of very different lengths: no padding and the prompt once, "
+        "against TRL's own loss on the padded batch.",
+        "peer": f"{peer}, TRL {version('trl')}",
+        "bars": [harness.bar("times TRL's response tokens a second", figure, at_least=BAR)],
+        "table": [
+            {"arm": name, "s": seconds, "response tokens/s": tokens / seconds, "gradient norm": norms[name]}
+            for name, seconds in times.items()
+        ],
+        "plots": [
+            {
+                "title": "response tokens a second",
+                "y": "tokens/s",
+                "bars": {name: tokens / seconds for name, seconds in times.items()},
+            }
+        ],
+        "arms": summary,
+        "tried_alone_s": tried,
+        "tokens": {"response": tokens, "longest": max(lengths), "padded": answers * (work.prompt + max(lengths)),
+                   "ours": args.prompts * work.prompt + tokens},
+        "lengths": work.lengths,
+        "work": asdict(work) | {"model": args.model},
+        "machine": harness.machine(),
+        **load,
+    }  # fmt: skip
+    harness.finish(NAME, figure, result, args.out)
+
+
+def parse() -> argparse.Namespace:
+    parser = harness.arguments(__doc__)
+    number = harness.at_least_one
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a local folder or a hub name")
+    parser.add_argument("--prompts", type=number, default=2, help="prompts of the step")
+    parser.add_argument("--repeats", type=number, default=8, help="answers to each")
+    parser.add_argument("--prompt", type=number, default=64, help="tokens of each prompt")
+    parser.add_argument("--median", type=number, default=50, help="tokens of the median answer")
+    parser.add_argument("--p99-over-median", type=float, default=8.0, help="the 99th percentile over the median")
+    parser.add_argument("--longest", type=number, default=512, help="longer answers are cut to so many tokens")
+    parser.add_argument("--micro-batch-tokens", type=number, default=8192, help="ours, as in training")
+    parser.add_argument("--trl-batch", type=number, nargs="+", default=[4, 8, 16], help="answers a forward, to try")
+    args = parser.parse_args()
+    if args.p99_over_median <= 1:
+        parser.error("--p99-over-median must be above 1")
+    return args
+
+
+if __name__ == "__main__":
+    main()

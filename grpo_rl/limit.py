@@ -1,0 +1,184 @@
+r"""What a step would take at this machine's measured best: the floor behind ``limit_fraction``.
+
+A floor counts the matrix products that a step cannot do without and the weights that have to come from memory. It
+leaves out what should be small beside them (attention's own products, the optimizer, rewards), so the fraction reached
+is of a bound, and is below 1 even where nothing is wasted. The counts are those of dense models, all of whose
+parameters are trained: an expert that a token does not visit would be counted as work.
+
+Letters: N parameters of the trunk, H hidden size, V vocabulary; P prompt tokens of a group, R its response tokens, of
+all answers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo_rl.rates import Rates, machine_rates
+from grpo_rl.rollout import Group
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What of a model a floor depends on.
+
+    Args:
+        trunk: N, parameters but for those of the embedding and the head.
+        hidden: H.
+        vocab: V.
+        decode_bytes: weights that each decoding step reads: trunk and head, not the embedding's table.
+        parameter_bytes: all weights, tied ones once: what a push sends.
+    """
+
+    trunk: int
+    hidden: int
+    vocab: int
+    decode_bytes: int
+    parameter_bytes: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelSizes:
+        """The sizes of a transformers model, in the dtype it has now."""
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        trunk = [p for p in model.parameters() if p is not embedding and p is not head]
+        vocab, hidden = head.shape
+        return cls(
+            trunk=sum(p.numel() for p in trunk),
+            hidden=hidden,
+            vocab=vocab,
+            decode_bytes=sum(p.nbytes for p in trunk) + head.nbytes,
+            parameter_bytes=sum(p.nbytes for p in model.parameters()),
+        )
+
+
+def floors_s(
+    groups: Sequence[Group],
+    sizes: ModelSizes,
+    rates: Rates,
+    *,
+    epochs: int = 1,
+    skip_zero_advantage: bool = False,
+    inference_devices: int = 1,
+) -> dict[str, float]:
+    r"""Least seconds of each phase of the step that samples these groups and trains on them.
+
+    - ``sample``: $2NP$ for the prompts, what they begin with in common computed once, then $2(N + HV)$ a response token
+      or, where that takes longer, reading the weights once for every token of the longest answer;
+    - ``score``: $2N(P + R) + 2HVR$ where a reference has scored them, else 0;
+    - ``train``: $6N(P + R) + 6HVR$ in each epoch;
+    - ``sync``: the weights read once and written once.
+
+    Args:
+        skip_zero_advantage: groups whose answers were rewarded alike are not trained on.
+        inference_devices: that sample side by side, each as fast as ``rates`` says.
+
+    4 prompt and 3 + 2 response tokens. Sampling: 2·100·4 = 800 operations for the prompt; 2·140·5 = 1400 for the
+    answers take 1.4 s, less than the 12 s of reading 280 bytes 3 times. Training: 6·100·9 + 6·40·5 = 6600 operations.
+
+    >>> from grpo_rl.testing import random_group
+    >>> sizes = ModelSizes(trunk=100, hidden=4, vocab=10, decode_bytes=280, parameter_bytes=280)
+    >>> floors_s([random_group(prompt=4, lengths=[3, 2])], sizes, Rates(gemm_flops_per_s=1000, bytes_per_s=70))
+    {'sample': 12.8, 'score': 0.0, 'train': 6.6, 'sync': 8.0}
+    """
+
+    def forward(passed: Sequence[Group]) -> int:
+        tokens = sum(group.num_tokens for group in passed)
+        return 2 * sizes.trunk * tokens + head * sum(len(group.response_ids) for group in passed)
+
+    head = 2 * sizes.hidden * sizes.vocab
+    prefill = 2 * sizes.trunk * distinct_tokens([group.prompt_ids for group in groups])
+    decode = (2 * sizes.trunk + head) * sum(len(group.response_ids) for group in groups)
+    longest = max((int(group.lengths.max()) for group in groups), default=0)
+    read_s = longest * sizes.decode_bytes / rates.bytes_per_s
+    scored = [group for group in groups if group.ref_log_probs is not None]
+    trained = [group for group in groups if not skip_zero_advantage or bool(group.advantages.any())]
+    flops_per_s = rates.gemm_flops_per_s
+    return {
+        "sample": (prefill / flops_per_s + max(decode / flops_per_s, read_s)) / inference_devices,
+        "score": forward(scored) / flops_per_s,
+        # The backward multiplies twice for each product of the forward: for the input's gradient and the weight's.
+        "train": 3 * epochs * forward(trained) / flops_per_s,
+        "sync": 2 * sizes.parameter_bytes / rates.bytes_per_s,
+    }
+
+
+def distinct_tokens(prompts: Sequence[Int[Tensor, " P"]]) -> int:
+    """Tokens that an engine with a prefix cache computes: what prompts begin with in common, once.
+
+    >>> from torch import tensor
+    >>> distinct_tokens([tensor([1, 2, 3]), tensor([1, 2, 4, 5]), tensor([1, 2, 3])])
+    5
+    """
+    # Of all prompts before it, a sorted prompt shares most with its neighbour.
+    ordered = sorted(prompts, key=Tensor.tolist)
+    return sum(map(len, ordered)) - sum(_shared(a, b) for a, b in zip(ordered, ordered[1:], strict=False))
+
+
+def _shared(a: Int[Tensor, " A"], b: Int[Tensor, " B"]) -> int:
+    length = min(len(a), len(b))
+    return int((a[:length] == b[:length]).cumprod(0).sum())
+
+
+def limit_metrics(floors: Mapping[str, float], phases_s: Mapping[str, float], step_s: float) -> dict[str, float]:
+    """``limit_fraction``, the step's floor over the time it took, and the same of each phase that had work to do.
+
+    Args:
+        floors: from :func:`floors_s`.
+        phases_s: seconds that the phases took.
+        step_s: seconds of the whole step, what lies between the phases included.
+
+    >>> limit_metrics({"sample": 1.0, "score": 0.0, "train": 3.0}, {"sample": 2.0, "score": 0.1, "train": 4.0}, 8.0)
+    {'limit_fraction': 0.5, 'limit_fraction/sample': 0.5, 'limit_fraction/train': 0.75}
+    """
+    return {"limit_fraction": sum(floors.values()) / step_s} | {
+        f"limit_fraction/{phase}": floor / phases_s[phase]
+        for phase, floor in floors.items()
+        if floor > 0 and phases_s.get(phase, 0.0) > 0
+    }
+
+
+class StepLimit:
+    """The limit metrics of a run's steps on this machine.
+
+    Measures the machine's rates where they are not known yet. A step that is faster than its floor shows that they were
+    measured on a busy machine: they are then measured once more, and the higher are kept.
+
+    Args:
+        model: that is trained; the engine samples with the same weights in the same dtype.
+        epochs: passes over each collection.
+        skip_zero_advantage: groups whose answers were rewarded alike are not trained on.
+        inference_devices: that sample side by side.
+        rates: to go by instead, whatever a step shows; a benchmark measures its own.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        epochs: int = 1,
+        skip_zero_advantage: bool = False,
+        inference_devices: int = 1,
+        rates: Rates | None = None,
+    ) -> None:
+        self.sizes = ModelSizes.of(model)
+        self._work = {
+            "epochs": epochs,
+            "skip_zero_advantage": skip_zero_advantage,
+            "inference_devices": inference_devices,
+        }
+        self._dtype, self._device = model.dtype, model.device
+        self.rates = rates or machine_rates(self._dtype, self._device)
+        self._measured_again = rates is not None
+
+    def metrics(self, groups: Sequence[Group], phases_s: Mapping[str, float], step_s: float) -> dict[str, float]:
+        """:func:`limit_metrics` of a step that sampled these groups and trained on them."""
+        metrics = limit_metrics(floors_s(groups, self.sizes, self.rates, **self._work), phases_s, step_s)
+        # Once a run: a model that fits into the caches can be faster than memory, however often that is measured.
+        if max(metrics.values()) > 1 and not self._measured_again:
+            self._measured_again = True
+            self.rates = machine_rates(self._dtype, self._device, again=True)
+            metrics = limit_metrics(floors_s(groups, self.sizes, self.rates, **self._work), phases_s, step_s)
+        return metrics

@@ -1,0 +1,83 @@
+"""What a training step did and how long it took, summed up while it runs."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+
+import torch
+from tensordict import TensorDictBase
+
+from grpo_rl.losses.grpo import LOSSES, METRIC_SUMS
+from grpo_rl.monitor.metrics import time_metrics
+from grpo_rl.optimizer import StepResult
+
+
+class StepMeter:
+    """Sums and times of one step, from which its metrics are made; the clock starts with the object."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self.phases_s: dict[str, float] = {}
+        self._sums = dict.fromkeys((*LOSSES, *METRIC_SUMS), 0.0)
+        self._results: list[StepResult] = []
+        self._gaps: list[torch.Tensor] = []
+        self._trained_tokens = 0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._started
+
+    def add_phase(self, name: str, seconds: float) -> None:
+        """Adds to the time of a phase: sample, score, train, sync."""
+        self.phases_s[name] = self.phases_s.get(name, 0.0) + seconds
+
+    def add_losses(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
+        """Adds a micro-batch: what `GRPOLoss` was given, and what it returned."""
+        for name in self._sums:
+            self._sums[name] += losses[name].item()
+        self._trained_tokens += len(tokens)
+        if not self._results:
+            # No optimizer step since the push: trainer and sampler hold the same weights, the gap is numeric.
+            gap = (tokens["log_prob"].detach() - tokens["old_log_prob"]).abs()
+            self._gaps.append(gap[tokens["trainable"]])
+
+    def add_step(self, result: StepResult) -> None:
+        """Adds an optimizer step."""
+        self._results.append(result)
+
+    def metrics(self, sampled_tokens: int, step_s: float) -> dict[str, float]:
+        """The metrics of a step that sampled so many tokens and took so many seconds."""
+        steps = max(len(self._results), 1)
+        metrics = {name.replace("_", "/"): self._sums[name] / steps for name in LOSSES}
+        metrics["loss/total"] = sum(metrics.values())
+        if tokens := self._sums["tokens"]:
+            metrics |= {
+                "kl/sampler": self._sums["kl_sampler"] / tokens,
+                "entropy": self._sums["entropy"] / tokens,
+                "clip/low_fraction": self._sums["clip_low"] / tokens,
+                "clip/high_fraction": self._sums["clip_high"] / tokens,
+                # Kish's effective sample size, as a fraction of the tokens.
+                "ess": self._sums["ratio"] ** 2 / (self._sums["ratio_squared"] * tokens),
+            }
+            if self._sums["loss_kl"]:  # without a reference there is nothing to tell, not even 0
+                metrics["kl/ref"] = self._sums["kl_ref"] / tokens
+        if self._gaps:
+            gaps = torch.cat(self._gaps)
+            metrics |= {"mismatch/mean": gaps.mean().item(), "mismatch/max": gaps.max().item()}
+        if self._results:
+            metrics |= {
+                "grad_norm": sum(r.grad_norm for r in self._results) / steps,
+                "lr": self._results[-1].lr,
+            }
+        metrics |= time_metrics(self.phases_s, step_s, sampled_tokens, self._trained_tokens)
+        return metrics | {"memory/peak_gib": _peak_gib()}
+
+
+def _peak_gib() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)

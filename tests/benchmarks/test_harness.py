@@ -1,0 +1,80 @@
+"""What all benchmarks share: limits, memory, arms, the headline; and that `make bench` runs every script."""
+
+from __future__ import annotations
+
+import argparse
+import doctest
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "benchmarks").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_examples_of_every_script_are_right(script, name, capsys):
+    assert doctest.testmod(script(name)).failed == 0, capsys.readouterr().out
+
+
+def test_make_bench_runs_every_script_that_measures(script):
+    measuring = {f"{name}.py" for name in SCRIPTS if hasattr(script(name), "NAME")}
+    assert {run[0] for run in script("run_all").RUNS.values()} == measuring
+
+
+def test_a_benchmark_that_fails_does_not_stop_the_others(script, tmp_path):
+    (tmp_path / "bad.py").write_text("raise SystemExit(3)")
+    (tmp_path / "good.py").write_text("import sys; open(sys.argv[sys.argv.index('--out') + 1], 'w').write(sys.argv[1])")
+    runs = {"first": ("bad.py",), "second": ("good.py", "7")}
+    assert script("run_all").run_all(runs, tmp_path, force=True) == ["first"]
+    assert (tmp_path / "second.json").read_text() == "7" and not (tmp_path / "first.json").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_peak_is_what_is_held_at_once_not_what_is_left(script):
+    def work():
+        first = torch.ones(2**24)  # 64 MiB
+        second = first + 1
+        del first
+        return second + 1
+
+    rise = script("harness").peak_above(work) / 2**20
+    assert 120 < rise < 140
+
+
+def test_an_arm_that_fails_says_why(script):
+    harness, head = script("harness"), script("head")
+    with pytest.raises(harness.ArmError, match="broken failed:(.|\n)*KeyError: 'no such head'"):
+        harness.Arm("broken", head.arm, "no such head", head.Shape(2, 2, 2, 1.0), False, "cpu")
+
+
+def test_limits_say_whether_they_are_met(script):
+    bar = script("harness").bar
+    assert [bar("", 2.0, at_least=2)["met"], bar("", 1.9, at_least=2)["met"]] == [True, False]
+    assert [bar("", 0.25, at_most=0.25)["met"], bar("", 0.3, at_most=0.25)["met"]] == [True, False]
+
+
+def test_the_headline_is_the_last_line_and_the_file_holds_everything(script, tmp_path, capsys):
+    harness = script("harness")
+    bars = [harness.bar("times faster", 1.5, at_least=2)]
+    harness.finish("speed", 1.5, {"bars": bars, "machine": {}}, tmp_path / "new" / "speed.json")
+    *before, last = capsys.readouterr().out.splitlines()
+    assert last == "speed: 1.50" and before == ["MISSED   times faster: 1.5 (at least 2)"]
+    written = json.loads((tmp_path / "new" / "speed.json").read_text())
+    assert written["figure"] == 1.5 and written["bars"] == bars
+
+
+def test_a_busy_machine_is_refused_unless_forced_and_that_is_recorded(script, monkeypatch):
+    harness = script("harness")
+    monkeypatch.setattr("os.getloadavg", lambda: (3.0, 0.0, 0.0))
+    with pytest.raises(SystemExit, match=r"load average is 3\.00"):
+        harness.require_quiet(force=False)
+    assert harness.require_quiet(force=True) == {"load_average": 3.0, "forced": True}
+
+
+def test_counts_below_one_are_refused(script):
+    assert script("harness").at_least_one("1") == 1
+    with pytest.raises(argparse.ArgumentTypeError, match="0 is below 1"):
+        script("harness").at_least_one("0")

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from grpo_rl.losses.grpo import LOSSES, METRIC_SUMS
+from grpo_rl.monitor.meter import StepMeter
+from grpo_rl.optimizer import StepResult
+
+
+def micro_batch(log_prob, trainable, **sums):
+    tokens = {"log_prob": log_prob, "old_log_prob": [-1.0] * len(log_prob), "trainable": trainable}
+    losses = dict.fromkeys((*LOSSES, *METRIC_SUMS), 0.0) | {"ratio": 1.0, "ratio_squared": 1.0} | sums
+    return (
+        TensorDict({name: torch.tensor(value) for name, value in tokens.items()}, batch_size=[len(log_prob)]),
+        TensorDict({name: torch.tensor(value) for name, value in losses.items()}),
+    )
+
+
+def test_means_are_over_tokens_and_losses_over_optimizer_steps():
+    meter = StepMeter()
+    meter.add_losses(*micro_batch([-1.0], [True], tokens=1.0, entropy=3.0, loss_objective=1.0))
+    meter.add_losses(*micro_batch([-1.0] * 3, [True] * 3, tokens=3.0, entropy=1.0, loss_objective=2.0))
+    meter.add_step(StepResult(grad_norm=2.0, lr=0.1, skipped=False))
+    meter.add_losses(*micro_batch([-1.0] * 4, [True] * 4, tokens=4.0, entropy=4.0, loss_objective=3.0))
+    meter.add_step(StepResult(grad_norm=4.0, lr=0.2, skipped=False))
+    metrics = meter.metrics(sampled_tokens=0, step_s=1.0)
+    assert metrics["entropy"] == (3 + 1 + 4) / (1 + 3 + 4)
+    assert metrics["loss/objective"] == metrics["loss/total"] == (1 + 2 + 3) / 2
+    assert (metrics["grad_norm"], metrics["lr"]) == (3.0, 0.2)
+
+
+def test_the_mismatch_is_of_fresh_weights_and_of_tokens_that_the_policy_chose():
+    meter = StepMeter()
+    meter.add_losses(*micro_batch([-1.5, -1.0, 7.0], [True, True, False]))
+    meter.add_step(StepResult(grad_norm=1.0, lr=0.1, skipped=False))
+    meter.add_losses(*micro_batch([-9.0], [True]))  # the weights have moved: this gap is no mismatch
+    metrics = meter.metrics(sampled_tokens=0, step_s=1.0)
+    assert (metrics["mismatch/mean"], metrics["mismatch/max"]) == (0.25, 0.5)
+
+
+def test_a_phase_that_runs_twice_has_the_time_of_both():
+    meter = StepMeter()
+    for seconds in (1.0, 2.0):
+        meter.add_phase("train", seconds)
+    meter.add_phase("sample", 4.0)
+    metrics = meter.metrics(sampled_tokens=40, step_s=10.0)
+    assert (metrics["time/train_s"], metrics["time/sample_s"], metrics["time/other_s"]) == (3.0, 4.0, 3.0)
+    assert metrics["throughput/sample_tokens_per_s"] == pytest.approx(10.0)
