@@ -10,7 +10,8 @@ log-normal with a median of 100 tokens and a 99th percentile of 8 times that; pr
   already. Handing them over as a list or as a lazy stack, and drawing with or without replacement, are all arms; the
   headline is over the fastest.
 
-Neither side copies tokens: both hold references, and hand them out.
+Neither side copies tokens: both hold references, and hand them out. Ours stores 512 items where TorchRL stores 4,096,
+and gives 32 where it gives 256: that is most of the ratio.
 
 TorchRL's own way to advantages, `MCAdvantage` as the buffer's transform, is one more arm, beside the headline: the only
 one that starts from rewards, as ours does.
@@ -18,22 +19,21 @@ one that starts from rewards, as ours does.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import harness
 import torch
+from lengths import dealt_lengths
 
 NAME = "buffer"
 OURS = "grpo_rl"
 MC_ADVANTAGE = "torchrl_mc_advantage"
+BAR = 10.0
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,7 @@ def make_groups(work: Work) -> list:
     """Groups of random ids, the same in every arm."""
     from grpo_rl.testing import random_group
 
-    generator = torch.Generator().manual_seed(0)
-    sigma = math.log(work.p99_over_median) / 2.3263  # the standard normal's 99th percentile
-    spread = (torch.randn(work.groups, work.repeats, generator=generator) * sigma).exp()
-    lengths = (work.median * spread).round().clamp(min=1).long().tolist()
+    lengths = dealt_lengths(work.groups, work.repeats, work.median, work.p99_over_median)
     return [random_group(work.prompt, row, vocab=49152, group_id=i, seed=i) for i, row in enumerate(lengths)]
 
 
@@ -153,7 +150,7 @@ def _serve(steps: harness.Steps, work: Work, buffer, data: Callable[[], object],
 
 
 def main() -> None:
-    args = parse()
+    args = harness.arguments(__doc__).parse_args()
     load = harness.require_quiet(args.force)
     work = Work()
     functions = {OURS: (our_arm,)}
@@ -178,7 +175,11 @@ def main() -> None:
     machine = harness.machine()
     fastest = min(peers, key=ratios.__getitem__)
     result = {
+        "shows": f"Filling an empty buffer with {work.answers} ragged answers and sampling {work.sampled} of them. "
+        f"Ours stores {work.groups} groups of {work.repeats} where TorchRL stores {work.answers} items: that is most "
+        "of the ratio. No tokens are copied on either side.",
         "peer": f"{fastest}, torchrl {machine['packages']['torchrl']}",
+        "bars": [harness.bar("times faster than TorchRL's", ratios[fastest], at_least=BAR)],
         "ratios": ratios,
         "arms": summary,
         "work": asdict(work),
@@ -186,17 +187,6 @@ def main() -> None:
         **load,
     }
     harness.finish(NAME, ratios[fastest], result, args.out)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each arm; medians need at least 5")
-    parser.add_argument("--force", action="store_true", help="measure on a busy machine too")
-    parser.add_argument("--out", type=Path, default=None, help="write all figures here, as JSON")
-    args = parser.parse_args()
-    if args.steps < 1:
-        parser.error("--steps must be at least 1")
-    return args
 
 
 if __name__ == "__main__":

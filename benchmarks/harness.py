@@ -24,7 +24,6 @@ A benchmark hands :func:`finish` a figure and a result. Of a result, `render.py`
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import multiprocessing
@@ -42,6 +41,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+
+from grpo_rl.allocator import give_back
 
 MAX_LOAD = 1.2
 """Load average above which a timing means nothing."""
@@ -272,9 +273,8 @@ def peak_above(work: Callable[[], object], device: str = "cpu") -> int:
         work()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - level
+    give_back()  # first: the mark would stay above a level that falls after it
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to the present level
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
     level = _process_bytes("VmRSS")
     work()
     return max(0, _process_bytes("VmHWM") - level)

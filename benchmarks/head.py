@@ -7,6 +7,11 @@ logits. Once with log-probabilities alone in the loss, entropies being only repo
 Ours runs in a process whose allocator is set up as for training; TRL's in such a one too, and in one as TRL leaves it,
 of which the better counts.
 
+Inputs are bf16, and so are the products that make logits, on all sides. On CPU, TRL multiplies the logits' gradient
+in fp32, ours in bf16 with fp32 sums over tiles; the naive head in bf16. All return a bf16 gradient of the weight. In
+training `PolicyOptimizer` asks ours for an fp32 one, which takes more memory: that is one more arm, without a bar. How
+far each head's gradients are from fp64's is measured at a few tokens and stands in the table's last rows.
+
 Time is of a forward and a backward. Memory is what the process's peak rises above its level in its first full-size
 call after a tiny one, gradients included. The figure is the smallest ratio of times without an entropy term.
 """
@@ -15,12 +20,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 import harness
@@ -28,10 +34,12 @@ import torch
 from torch import Tensor
 
 NAME = "head"
-OURS, PEERS = "grpo_rl", ("trl_fused", "trl_fused_our_allocator")
+OURS, OURS_FP32, PEERS = "grpo_rl", "grpo_rl_fp32_gradient", ("trl_fused", "trl_fused_our_allocator")
 ENTROPY_COEF = 0.01
 TOLERANCE = 0.02
 """Relative, of gradient norms."""
+FEW = 256
+"""Tokens at which gradients are compared with fp64's."""
 
 Head = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 """Of hidden [N, E], weight [V, E], ids [N], whether entropies count in the loss: log-probabilities and entropies."""
@@ -55,7 +63,7 @@ SPEED_BAR = 2.0
 
 
 def ours() -> Head:
-    """Our head, as `TrainPolicy.score` calls it."""
+    """Our head, without the bias, temperature and soft cap that `TrainPolicy.score` passes on."""
     from grpo_rl.policies.head import log_prob_and_entropy
 
     return lambda hidden, weight, ids, entropy_counts: log_prob_and_entropy(hidden, weight, ids)
@@ -78,7 +86,8 @@ def naive() -> Head:
     """All logits at once; what an entropy that is only reported needs is not kept."""
 
     def head(hidden: Tensor, weight: Tensor, ids: Tensor, entropy_counts: bool) -> tuple[Tensor, Tensor]:
-        log_p = torch.nn.functional.linear(hidden, weight).float().log_softmax(-1)
+        logits = torch.nn.functional.linear(hidden, weight)
+        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         with torch.set_grad_enabled(entropy_counts):
             entropies = -(log_p.exp() * log_p).sum(-1)
         return log_p.gather(-1, ids[:, None])[:, 0], entropies
@@ -86,49 +95,62 @@ def naive() -> Head:
     return head
 
 
-HEADS = {OURS: ours, PEERS[0]: trl_fused, PEERS[1]: trl_fused, "naive": naive}
+HEADS = {OURS: ours, OURS_FP32: ours, PEERS[0]: trl_fused, PEERS[1]: trl_fused, "naive": naive}
 
 
-def forward_backward(head: Head, inputs: Sequence[Tensor], entropy_counts: bool) -> list[Tensor]:
-    """Gradients of the hidden states and of the weight."""
+def forward_backward(
+    head: Head, inputs: Sequence[Tensor], entropy_counts: bool, weight_grad_dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Gradients of the hidden states and of the weight.
+
+    Args:
+        weight_grad_dtype: of the latter; by default the weight's.
+    """
     hidden, weight, ids, advantages = inputs
     leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+    leaves[1].grad_dtype = weight_grad_dtype or weight.dtype
     log_probs, entropies = head(*leaves, ids, entropy_counts)
     entropy_term = ENTROPY_COEF * entropies.mean() if entropy_counts else 0.0
     (-(log_probs * advantages).mean() - entropy_term).backward()
     return [leaf.grad for leaf in leaves]
 
 
-def arm(steps: harness.Steps, name: str, shape: Shape, entropy_counts: bool, device: str) -> None:
-    """Forward and backward of one head at one shape; its memory is measured before the first step."""
-    if name in (OURS, PEERS[1]):
-        from grpo_rl.allocator import keep_freed_memory
+def gradients_of(name: str) -> Callable[[Sequence[Tensor], bool], list[Tensor]]:
+    """What makes the gradients of an arm: of inputs, and whether entropies count in the loss."""
+    dtype = torch.float32 if name == OURS_FP32 else None
+    return functools.partial(forward_backward, HEADS[name](), weight_grad_dtype=dtype)
 
-        keep_freed_memory()
+
+def make_inputs(shape: Shape, device: str) -> list[Tensor]:
+    """Hidden states and weight in bf16, ids and advantages; the same in every arm."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(shape.tokens, shape.hidden, generator=generator)
     # Logits of unit variance.
     weight = torch.randn(shape.vocab, shape.hidden, generator=generator) / math.sqrt(shape.hidden)
     ids = torch.randint(shape.vocab, (shape.tokens,), generator=generator)
     advantages = torch.randn(shape.tokens, generator=generator)
-    inputs = [x.to(device) for x in (hidden.to(torch.bfloat16), weight.to(torch.bfloat16), ids, advantages)]
-    del hidden, weight
+    return [x.to(device) for x in (hidden.to(torch.bfloat16), weight.to(torch.bfloat16), ids, advantages)]
 
-    head = HEADS[name]()
+
+def arm(steps: harness.Steps, name: str, shape: Shape, entropy_counts: bool, device: str) -> None:
+    """Forward and backward of one head at one shape; its memory is measured before the first step."""
+    if name in (OURS, OURS_FP32, PEERS[1]):
+        from grpo_rl.allocator import keep_freed_memory
+
+        keep_freed_memory()
+    inputs, run = make_inputs(shape, device), gradients_of(name)
     tiny = [inputs[0][:4], inputs[1][:64], inputs[2][:4] % 64, inputs[3][:4]]
-    forward_backward(head, tiny, entropy_counts)
-    memory = harness.peak_above(lambda: forward_backward(head, inputs, entropy_counts), device)
+    run(tiny, entropy_counts)
+    memory = harness.peak_above(lambda: run(inputs, entropy_counts), device)
     while steps.wait():
         harness.synchronize(device)
         start = time.perf_counter()
-        gradients = forward_backward(head, inputs, entropy_counts)
+        gradients = run(inputs, entropy_counts)
         harness.synchronize(device)
         seconds = time.perf_counter() - start
         norms = [gradient.float().norm().item() for gradient in gradients]
         del gradients
-        steps.done(
-            fwd_bwd_s=seconds, memory_mib=memory / 2**20, grad_hidden_norm=norms[0], grad_weight_norm=norms[1]
-        )
+        steps.done(fwd_bwd_s=seconds, memory_mib=memory / 2**20, grad_hidden_norm=norms[0], grad_weight_norm=norms[1])
 
 
 def measured(shape: Shape, entropy_counts: bool, args: argparse.Namespace) -> dict[str, dict]:
@@ -148,6 +170,31 @@ def check_agreement(medians: Mapping[str, Mapping[str, float]]) -> None:
         theirs, own = medians[name][norm], medians[OURS][norm]
         if not math.isclose(theirs, own, rel_tol=TOLERANCE):
             sys.exit(f"error: {norm} is {own:.5g} with {OURS} and {theirs:.5g} with {name}: not the same work")
+
+
+def errors(shape: Shape, entropy_counts: bool, device: str) -> list[dict]:
+    """A row for each head: how far its gradients are from those of all logits in fp64, relative, in L2 norm."""
+    inputs = make_inputs(shape, device)
+    exact = [x.double() if x.is_floating_point() else x for x in inputs]
+    truth = forward_backward(naive(), exact, entropy_counts)
+    rows = []
+    for name in HEADS:
+        if name == PEERS[1]:
+            continue  # an allocator changes no number
+        hidden_error, weight_error = (
+            ((gradient.double() - true).norm() / true.norm()).item()
+            for gradient, true in zip(gradients_of(name)(inputs, entropy_counts), truth, strict=True)
+        )
+        rows.append(
+            {
+                "shape": str(shape),
+                "entropy term": entropy_counts,
+                "head": name,
+                "hidden gradient's error": hidden_error,
+                "weight gradient's error": weight_error,
+            }
+        )
+    return rows
 
 
 def main() -> None:
@@ -177,11 +224,16 @@ def main() -> None:
             bars.append(harness.bar(f"times faster than TRL's, {shape}", speedups[-1], at_least=SPEED_BAR))
             memory = max(row["our share of its memory"] for row in against)
             bars.append(harness.bar(f"share of TRL's memory, {shape}", memory, at_most=shape.memory_bar))
+    small = replace(shapes[0], tokens=min(FEW, shapes[0].tokens))
+    error_rows = [row for entropy_counts in (False, True) for row in errors(small, entropy_counts, args.device)]
     result = {
-        "shows": "Forward and backward of log-probabilities and entropies of sampled tokens, against TRL's fused head.",
+        "shows": "Forward and backward of log-probabilities and entropies of sampled tokens, against TRL's fused head. "
+        "Inputs and the products that make logits are bf16 on both sides, and so is the weight's gradient that both "
+        f"return; {OURS_FP32} returns it in fp32, as training asks for. TRL's products in the backward pass are fp32 "
+        "on CPU; ours are bf16, with fp32 sums over tiles. The last rows are relative L2 errors against fp64.",
         "peer": f"the fused head of TRL {version('trl')}'s GRPOTrainer (ChunkedLogProbFunction)",
         "bars": bars,
-        "table": rows,
+        "table": rows + error_rows,
         "plots": [
             {
                 "title": f"{what}, without an entropy term",

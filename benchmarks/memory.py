@@ -3,7 +3,9 @@
 One training forward and backward of a group of 8 equal answers, by a random Llama with SmolLM2's hidden size, tied
 embeddings and few layers, in bf16, without gradient checkpointing. Every point has a process of its own, which builds
 the model, makes a tiny step, and then says by how much its memory's peak rises in the first full-size step; the model's
-weights are added to that. Swept: the vocabulary V, and the answers' tokens T.
+weights are added to that. So weights, gradients and what the step allocates are counted, and the optimizer's state in
+no arm: our fp32 master weights are there before the step, and no arm steps Adam. Swept: the vocabulary V, and the
+answers' tokens T.
 
 - ours: `TrainPolicy.score`, `GRPOLoss`, gradients summed in fp32 as our optimizer keeps them;
 - TRL: the real `GRPOTrainer`'s `_compute_loss` with its fused head, all answers in a forward;
@@ -122,7 +124,6 @@ def trl_step(model, folder: Path) -> Step:
     tokenizer = make_tokenizer(folder / "tokenizer")
     trainer = peers.trl_trainer(model, tokenizer, ANSWERS, batch=ANSWERS, folder=folder)
 
-
     def step(groups: list) -> None:
         peers.trl_backward(trainer, peers.trl_batches(groups, ANSWERS, tokenizer.pad_token_id))
 
@@ -217,7 +218,8 @@ def main() -> None:
     words = {"V": "vocabulary", "T": "response tokens"}
     result = {
         "shows": "Peak memory of a training forward and backward, weights included, against the vocabulary and against "
-        "the answers' tokens; the figure is our larger slope over what has to grow.",
+        "the answers' tokens; the figure is our larger slope over what has to grow. Counted are weights, gradients and "
+        "what the step allocates; the optimizer's state (our fp32 master weights, Adam's moments) is in no arm's peak.",
         "peer": ", ".join(f"{name} {version(name)}" for name in args.peers),
         "bars": [
             harness.bar(f"growth with {words[axis]} over {allowed / 1024:.1f} KiB for each", ratio, at_most=1)

@@ -2,7 +2,7 @@
 
 Forward and backward of `TrainPolicy.score`, bf16, over one group of G answers with R tokens each to a prompt of P,
 against the same code on the same tokens in G groups of one answer, each with the prompt. Both are cut into
-micro-batches by the same budget of tokens, as in training. Sharing computes P + GR tokens instead of G(P + R); the
+micro-batches by the same budget of tokens, training's default. Sharing computes P + GR tokens instead of G(P + R); the
 figure is the smallest speed-up over that ratio. It is below 1 where work does not depend on the trunk's tokens: the
 head sees GR tokens either way.
 
@@ -26,7 +26,6 @@ from statistics import median
 import harness
 import torch
 
-from grpo_rl.allocator import keep_freed_memory
 from grpo_rl.models import DEFAULT_MODEL, resolve_model
 from grpo_rl.policies.train import TrainPolicy
 from grpo_rl.rollout import Group, micro_batches
@@ -146,7 +145,6 @@ def prompt_share(
 def main() -> None:
     args = parse()
     load = harness.require_quiet(args.force)
-    keep_freed_memory()
     try:
         policy = TrainPolicy.load(resolve_model(args.model), torch.bfloat16, args.device)
     except ValueError as error:
@@ -203,7 +201,9 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--share-prompt", type=harness.at_least_one, default=512, help="P of the prompt's share")
     parser.add_argument("--share-response", type=harness.at_least_one, default=128, help="R of its full answers")
-    parser.add_argument("--micro-batch-tokens", type=harness.at_least_one, default=4096, help="of both arms")
+    parser.add_argument(
+        "--micro-batch-tokens", type=harness.at_least_one, default=8192, help="of both arms, as in training"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     return parser.parse_args()
 

@@ -7,7 +7,8 @@ optimizer step's forward, loss and backward on the default model.
 - ours: `TrainPolicy.score`, `GRPOLoss` and backward over micro-batches as in training, gradients summed in fp32;
 - TRL: the real `GRPOTrainer`'s `_compute_loss` and backward, bf16 weights and gradients, no gradient checkpointing, on
   the batch as its `_prepare_inputs` makes it: padded to the step's longest answer, shuffled, cut into batches. Several
-  sizes of these batches are tried, and the fastest is the peer.
+  sizes of these batches are tried, and the fastest is measured twice: with the allocator as TRL leaves it, and as we
+  set it for training. The faster of these is the peer.
 
 Old log-probabilities are those of the present weights, so both sides make the same gradient; its norm is checked.
 """
@@ -24,10 +25,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from statistics import NormalDist
 
 import harness
 import torch
+from lengths import dealt_lengths
+
+from grpo_rl.allocator import keep_freed_memory
 
 NAME = "ragged"
 OURS = "grpo_rl"
@@ -38,7 +41,13 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Work:
-    """One optimizer step: ``prompts`` prompts, ``repeats`` answers to each."""
+    """One optimizer step: ``prompts`` prompts, ``repeats`` answers to each.
+
+    >>> work = Work("", prompts=2, repeats=2, prompt=1, median=50, p99_over_median=8.0, longest=99,
+    ...             micro_batch_tokens=1)
+    >>> sorted(length for row in work.lengths for length in row)
+    [18, 38, 66, 99]
+    """
 
     model: str
     prompts: int
@@ -51,32 +60,8 @@ class Work:
 
     @property
     def lengths(self) -> list[list[int]]:
-        """Of the answers to each prompt.
-
-        >>> work = Work("", prompts=1, repeats=3, prompt=1, median=50, p99_over_median=8.0, longest=999,
-        ...             micro_batch_tokens=1)
-        >>> sorted(work.lengths[0])
-        [21, 50, 119]
-        """
-        answers = self.prompts * self.repeats
-        quantiles = log_normal_quantiles(answers, self.median, self.p99_over_median, self.longest)
-        order = torch.randperm(answers, generator=torch.Generator().manual_seed(0)).tolist()
-        shuffled = [quantiles[i] for i in order]
-        return [shuffled[i : i + self.repeats] for i in range(0, answers, self.repeats)]
-
-
-def log_normal_quantiles(count: int, median: int, p99_over_median: float, longest: int) -> list[int]:
-    """``count`` evenly spaced quantiles of a log-normal distribution, at least 1 and at most ``longest``.
-
-    The middle one of an odd count is the median; of 50, the last is the 99th percentile:
-
-    >>> quantiles = log_normal_quantiles(50, median=50, p99_over_median=8.0, longest=999)
-    >>> quantiles[0], quantiles[-1]
-    (6, 400)
-    """
-    sigma = math.log(p99_over_median) / NormalDist().inv_cdf(0.99)
-    normal = NormalDist(math.log(median), sigma)
-    return [min(longest, max(1, round(math.exp(normal.inv_cdf((i + 0.5) / count))))) for i in range(count)]
+        """Of the answers to each prompt."""
+        return dealt_lengths(self.prompts, self.repeats, self.median, self.p99_over_median, self.longest)
 
 
 def make_groups(work: Work, vocab: int) -> list:
@@ -92,12 +77,10 @@ def make_groups(work: Work, vocab: int) -> list:
 
 def our_arm(steps: harness.Steps, work: Work) -> None:
     """Ours, with the gradients that the optimizer keeps; its step is not timed and changes nothing."""
-    from grpo_rl.allocator import keep_freed_memory
     from grpo_rl.losses.grpo import GRPOLoss
     from grpo_rl.optimizer import PolicyOptimizer
     from grpo_rl.policies.train import TrainPolicy, scored_micro_batches
 
-    keep_freed_memory()
     policy = TrainPolicy.load(Path(work.model), torch.bfloat16)
     groups = make_groups(work, policy.model.config.vocab_size)
     with torch.no_grad():
@@ -111,11 +94,13 @@ def our_arm(steps: harness.Steps, work: Work) -> None:
         steps.done(fwd_bwd_s=seconds, grad_norm=optimizer.step().grad_norm)
 
 
-def trl_arm(steps: harness.Steps, work: Work, batch: int) -> None:
+def trl_arm(steps: harness.Steps, work: Work, batch: int, our_allocator: bool = False) -> None:
     """TRL's loss, with ``batch`` answers in a forward."""
     import peers
     from transformers import AutoTokenizer
 
+    if our_allocator:
+        keep_freed_memory()
     tokenizer = AutoTokenizer.from_pretrained(work.model)
     with tempfile.TemporaryDirectory() as folder:
         trainer = peers.trl_trainer(work.model, tokenizer, work.repeats, batch, Path(folder))
@@ -130,8 +115,12 @@ def trl_arm(steps: harness.Steps, work: Work, batch: int) -> None:
             steps.done(fwd_bwd_s=seconds, grad_norm=norm)
 
 
-def trl_name(batch: int) -> str:
-    return f"trl_batch{batch}"
+def trl_name(batch: int, our_allocator: bool = False) -> str:
+    """
+    >>> trl_name(8), trl_name(8, our_allocator=True)
+    ('trl_batch8', 'trl_batch8_our_allocator')
+    """
+    return f"trl_batch{batch}{'_our_allocator' * our_allocator}"
 
 
 def fastest_batch(work: Work, batches: Sequence[int], tried: dict[str, float | str]) -> int:
@@ -171,23 +160,26 @@ def main() -> None:
         )  # fmt: skip
         if not (batches := [batch for batch in args.trl_batch if answers % batch == 0]):
             raise ValueError(f"none of --trl-batch {args.trl_batch} divides {answers} answers")
-        peer = trl_name(batch := fastest_batch(work, batches, tried))
+        batch = fastest_batch(work, batches, tried)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    functions = {OURS: (our_arm,)}
+    functions |= {trl_name(batch, setting): (trl_arm, batch, setting) for setting in (False, True)}
     with contextlib.ExitStack() as stack:
         arms = {
             name: stack.enter_context(contextlib.closing(harness.Arm(name, function, work, *rest)))
-            for name, function, *rest in ((OURS, our_arm), (peer, trl_arm, batch))
+            for name, (function, *rest) in functions.items()
         }
         results = harness.rounds({name: arm.step for name, arm in arms.items()}, args.steps)
 
     summary = {name: harness.summarize(reports) for name, reports in results.items()}
     norms = {name: arm["median"]["grad_norm"] for name, arm in summary.items()}
-    if not math.isclose(norms[OURS], norms[peer], rel_tol=TOLERANCE):
+    if not all(math.isclose(norms[OURS], norm, rel_tol=TOLERANCE) for norm in norms.values()):
         sys.exit(f"error: gradient norms differ, {norms}: not the same work")
     times = {name: arm["median"]["fwd_bwd_s"] for name, arm in summary.items()}
     lengths = [length for row in work.lengths for length in row]
     tokens = sum(lengths)
+    peer = min(times.keys() - {OURS}, key=times.__getitem__)
     figure = times[peer] / times[OURS]
     result = {
         "shows": "Training tokens a second on answers of very different lengths: no padding and the prompt once, "

@@ -9,7 +9,8 @@ weights, and says what fraction of the machine's limit it reached (`grpo_rl.limi
 The peer is TRL 1.16's `GRPOTrainer` at its best settings, without gradient checkpointing: bf16 weights, and fp32
 weights under bf16 autocast. With bf16 weights the batch of a forward, and then the way of generating (`generate`, or
 transformers' continuous batching), are tried alone first, and the fastest goes on to the rounds, in which all arms take
-turns. A setting that fails, for lack of memory say, is recorded and left out.
+turns. fp32 weights get that batch, and continuous batching is tried with them too where it won with bf16. A setting
+that fails, for lack of memory say, is recorded and left out.
 
 TRL can also generate with vLLM in its own process. On CPU that fails as it ships: vLLM's CPU layers repack their
 weights after loading and drop the parameters' loaders, so that `VLLMGeneration.sync_weights`, which calls
@@ -88,6 +89,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     from grpo_rl.limit import StepLimit
     from grpo_rl.losses.grpo import GRPOLoss
     from grpo_rl.policies.train import scored_micro_batches
+    from grpo_rl.rates import measure_rates
     from grpo_rl.weights.push import WeightSync
 
     class Alternating(Task):
@@ -114,8 +116,9 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     folder, devices = Path(work.model), allocate(cfg)
     env = LLMEnv(Alternating(), build.make_tokenizer(folder), len(work.prompts), work.repeats)
     policy = build.make_policy(cfg, folder, devices)
-    # Before the engine holds the machine's memory.
-    limit = StepLimit(policy.model, cfg.train.epochs, build.micro_batching(cfg)["skip_zero_advantage"])
+    # Measured in this very run, before the engine holds the machine's memory: machines differ by the hour.
+    rates = measure_rates(policy.model.dtype, policy.device, seconds=3)
+    limit = StepLimit(policy.model, cfg.train.epochs, build.micro_batching(cfg)["skip_zero_advantage"], rates=rates)
     optimizer = build.make_optimizer(cfg, policy)
     engine = build.make_engine(cfg, folder, devices)
     loss = GRPOLoss(cfg.loss.clip_low, cfg.loss.clip_high, cfg.policy.kl_coef, cfg.policy.entropy_coef)
@@ -331,7 +334,8 @@ def main() -> None:
     shipped = best
     if "batching" in args.trl_generation:
         shipped = fastest([best, replace(best, generation="batching")], work, tried) or best
-    settings = [shipped, replace(best, weights="fp32")]
+    with_fp32 = [replace(setting, weights="fp32") for setting in dict.fromkeys((best, shipped))]
+    settings = [shipped, fastest(with_fp32, work, tried) or with_fp32[0]]
     if "vllm" in args.trl_generation:
         settings.append(replace(best, generation="vllm"))
 
@@ -340,7 +344,7 @@ def main() -> None:
         failed = {}
         for name, function, *rest in (
             (OURS, our_arm, work, args.ours), *((setting.name, trl_arm, work, setting) for setting in settings)
-        ):
+        ):  # fmt: skip
             try:
                 arm = stack.enter_context(contextlib.closing(harness.Arm(name, function, *rest)))
                 arm.step()  # warm-up
@@ -392,8 +396,10 @@ def parse() -> argparse.Namespace:
     parser = harness.arguments(__doc__)
     number = harness.at_least_one
     data = os.environ.get("GRPO_RL_DATA")
-    parser.add_argument("--data", type=Path, default=Path(data, "gsm8k", "train.jsonl") if data else None,
-                        help="JSONL with `question` and `answer` (default: gsm8k/train.jsonl under $GRPO_RL_DATA)")
+    parser.add_argument(
+        "--data", type=Path, default=Path(data, "gsm8k", "train.jsonl") if data else None,
+        help="JSONL with `question` and `answer` (default: gsm8k/train.jsonl under $GRPO_RL_DATA)",
+    )  # fmt: skip
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a local folder or a hub name")
     parser.add_argument("--prompts", type=number, default=4, help="prompts a step")
     parser.add_argument("--repeats", type=number, default=8, help="answers to each, an even number")
@@ -401,7 +407,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=number, default=None, help="lengthen prompts to so many tokens")
     parser.add_argument("--trl-batch", type=number, nargs="+", default=[8, 16, 32], help="answers a forward, to try")
     parser.add_argument("--trl-generation", nargs="*", choices=("batching", "vllm"), default=["batching", "vllm"],
-                        help="ways to generate, to try beside `generate`")
+                        help="ways to generate, to try beside `generate`")  # fmt: skip
     parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="config overrides for our arm")
     args = parser.parse_args()
     if args.data is None:

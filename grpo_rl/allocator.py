@@ -1,7 +1,7 @@
 """Memory that stays: freed blocks are kept for the next tensor instead of going back to the operating system.
 
 A training step allocates and frees the same large tensors in every layer. By default glibc maps each of them anew, and
-the first touch of every page is a fault; on virtual machines that was seen to cost a fifth of a training step.
+the first touch of every page is a fault, which virtual machines make expensive (figures: docs/log.md).
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Names of parameters, from glibc's malloc.h."""
-LARGEST = 2**31 - 1
+LARGEST, LARGEST_BEFORE_2_35 = 2**31 - 1, 2**25
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep what is freed, for the whole process; True where that worked, False without glibc.
+    """Tells glibc to keep what is freed, for the whole process: what falls is only what :func:`give_back` returns.
 
-    Peak memory is as before; what falls after the peak is only what :func:`give_back` returns.
+    Returns:
+        whether that worked: False without glibc, and where it keeps only blocks of up to 32 MiB, as before 2.35.
     """
     libc = _glibc()
-    return libc is not None and all(libc.mallopt(name, LARGEST) == 1 for name in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD))
+    if libc is None:
+        return False
+    libc.mallopt(M_TRIM_THRESHOLD, LARGEST)
+    if libc.mallopt(M_MMAP_THRESHOLD, LARGEST) == 1:
+        return True
+    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_BEFORE_2_35)
+    return False
 
 
 def give_back() -> None:

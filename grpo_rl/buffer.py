@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from copy import copy
-from typing import Any, get_args
+from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torchrl.data import ListStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
-from grpo_rl.advantages import STD_EPSILON, Kind, group_advantages
+from grpo_rl.advantages import Kind, group_advantages
 from grpo_rl.rollout import Group
 
 
@@ -26,7 +24,7 @@ class GroupBuffer(ReplayBuffer):
         advantage: kind of advantage, see `grpo_rl.advantages.group_advantages`.
     """
 
-    def __init__(self, max_groups: int, groups_per_batch: int, advantage: str = "zscore") -> None:
+    def __init__(self, max_groups: int, groups_per_batch: int, advantage: Kind = "zscore") -> None:
         super().__init__(
             storage=_GroupStorage(max_groups),
             sampler=SamplerWithoutReplacement(),
@@ -45,6 +43,10 @@ class GroupBuffer(ReplayBuffer):
         if len(groups) > room:
             raise ValueError(f"{len(groups)} groups do not fit: {room} of {self._max_groups} places are free")
         return super().extend(_beside_advantages(groups, self._advantage))
+
+    def add(self, data: Group) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Stores one group, as :meth:`extend` stores several."""
+        return self.extend([data])
 
     def batches(self, epochs: int = 1) -> Iterator[list[Group]]:
         """Batches of groups in random order, every group exactly ``epochs`` times.
@@ -85,33 +87,16 @@ class _GroupStorage(ListStorage):
 
 def _read(item: _Item) -> Group:
     group, advantages, row = item
-    # Not `Group.with_advantages`, which checks every field anew: that would take most of the time of `sample`.
-    group = copy(group)
-    object.__setattr__(group, "advantages", advantages[row])
-    return group
+    return group.with_advantages(advantages[row])
 
 
-def _beside_advantages(groups: Sequence[Group], kind: str) -> list[_Item]:
-    """The groups with their `group_advantages`, which are computed for all groups of one size at once."""
+def _beside_advantages(groups: Sequence[Group], kind: Kind) -> list[_Item]:
+    """The groups beside their advantages, which are computed for all groups of one size at once."""
     by_size: dict[int, list[int]] = defaultdict(list)
     for i, group in enumerate(groups):
-        by_size[group.rewards.numel()].append(i)
+        by_size[group.size].append(i)
     items: dict[int, _Item] = {}
     for members in by_size.values():
-        advantages = _row_advantages(torch.stack([groups[i].rewards for i in members]), kind)
+        advantages = group_advantages(torch.stack([groups[i].rewards for i in members]), kind)
         items |= {i: (groups[i], advantages, row) for row, i in enumerate(members)}
     return [items[i] for i in range(len(groups))]
-
-
-def _row_advantages(rewards: Float[Tensor, "N G"], kind: str) -> Float[Tensor, "N G"]:
-    """`group_advantages` of each row, to the last bit."""
-    size = rewards.shape[1]
-    if size < 2 or kind not in get_args(Kind) or not rewards.isfinite().all():
-        return torch.stack([group_advantages(row, kind) for row in rewards])  # raises, naming the group's rewards
-    equal = (rewards == rewards[:, :1]).all(1, keepdim=True)
-    deviations = (rewards - rewards.mean(1, keepdim=True)).masked_fill(equal, 0.0)
-    if kind == "no_std":
-        return deviations
-    if kind == "leave_one_out":
-        return deviations * (size / (size - 1))
-    return deviations / (rewards.std(1, keepdim=True) + STD_EPSILON)

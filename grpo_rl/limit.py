@@ -1,9 +1,10 @@
 r"""What a step would take at this machine's measured best: the floor behind ``limit_fraction``.
 
-A floor counts the matrix products that a step cannot do without and the weights that have to come from memory. It
-leaves out what should be small beside them (attention's own products, the optimizer, rewards), so the fraction reached
-is of a bound, and is below 1 even where nothing is wasted. The counts are those of dense models, all of whose
-parameters are trained: an expert that a token does not visit would be counted as work.
+A floor counts the matrix products of a step and the weights that have to come from memory. It leaves out what should be
+small beside them (attention's own products, the optimizer, rewards), and counts every response token in full, though an
+answer's last one need not be fed back: with answers of a few dozen tokens and more, the fraction is below 1 even where
+nothing is wasted. The counts are those of dense models, all of whose parameters are trained: an expert that a token
+does not visit would be counted as work.
 
 Letters: N parameters of the trunk, H hidden size, V vocabulary; P prompt tokens of a group, R its response tokens, of
 all answers together.
@@ -14,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_rl.rates import Rates, machine_rates
-from grpo_rl.rollout import Group
+from grpo_rl.rollout import Group, groups_to_score
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def floors_s(
     longest = max((int(group.lengths.max()) for group in groups), default=0)
     read_s = longest * sizes.decode_bytes / rates.bytes_per_s
     scored = [group for group in groups if group.ref_log_probs is not None]
-    trained = [group for group in groups if not skip_zero_advantage or bool(group.advantages.any())]
+    trained = groups_to_score(groups, skip_zero_advantage)
     flops_per_s = rates.gemm_flops_per_s
     return {
         "sample": (prefill / flops_per_s + max(decode / flops_per_s, read_s)) / inference_devices,
@@ -179,6 +181,9 @@ class StepLimit:
         # Once a run: a model that fits into the caches can be faster than memory, however often that is measured.
         if max(metrics.values()) > 1 and not self._measured_again:
             self._measured_again = True
-            self.rates = machine_rates(self._dtype, self._device, again=True)
+            try:
+                self.rates = machine_rates(self._dtype, self._device, again=True)
+            except torch.OutOfMemoryError:
+                return metrics  # the engine holds what there is; a metric is no reason to end a run
             metrics = limit_metrics(floors_s(groups, self.sizes, self.rates, **self._work), phases_s, step_s)
         return metrics

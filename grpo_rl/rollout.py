@@ -88,7 +88,11 @@ class Group:
 
     def with_advantages(self, advantages: Float[Tensor, " G"]) -> Group:
         """The same group with its advantages written."""
-        return replace(self, advantages=advantages)
+        assert len(advantages) == self.size, (len(advantages), self.size)
+        # Not `replace`, which checks every other field anew: buffers do this for every group they hand out.
+        group = object.__new__(Group)
+        group.__dict__.update(self.__dict__, advantages=advantages)
+        return group
 
     def with_ref_log_probs(self, ref_log_probs: Float[Tensor, " R"]) -> Group:
         """The same group with the reference's log-probabilities written."""
@@ -161,6 +165,16 @@ class Group:
             advantages=torch.stack([row[keys.ADVANTAGE][0, 0] for row in rows]) if has_advantage else None,
             ref_log_probs=torch.cat([row[keys.REF_LOG_PROBS_FULL][prompt:] for row in rows]) if has_ref else None,
         )
+
+
+def groups_to_score(groups: Sequence[Group], skip_zero_advantage: bool) -> list[Group]:
+    """The groups that training computes: all, or those with anything to learn from.
+
+    Args:
+        groups: with advantages, unless all are wanted.
+        skip_zero_advantage: leave out groups whose answers were rewarded alike.
+    """
+    return [group for group in groups if not skip_zero_advantage or bool(group.advantages.any())]
 
 
 def micro_batches(groups: Sequence[Group], max_tokens: int, count: int | None = None) -> list[list[Group]]:

@@ -32,7 +32,7 @@ from grpo_rl.monitor.progress import Progress, summary_panel
 from grpo_rl.monitor.report import versions, write_report
 from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.optimizer import PolicyOptimizer, StepResult
-from grpo_rl.rollout import Group
+from grpo_rl.rollout import Group, groups_to_score
 from grpo_rl.weights.push import WeightSync
 
 CHECKPOINTS, SUMMARY = "checkpoints", "summary.json"
@@ -249,6 +249,8 @@ class Run:
             | self._meter.metrics(sum(len(group.response_ids) for group in groups), step_s)
             | {"policy_version": sampled_under, "optimizer/skipped_steps": self._optimizer.bad_steps}
         )
+        scored = groups_to_score(groups, micro_batching(self.cfg)["skip_zero_advantage"])
+        metrics["train/skipped_groups"] = len(groups) - len(scored)
         if self._limit:
             metrics |= self._limit.metrics(groups, self._meter.phases_s, step_s)
         if self._eval_rows and self.cfg.evaluate.frequency and self.step % self.cfg.evaluate.frequency == 0:

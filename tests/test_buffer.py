@@ -101,6 +101,12 @@ def test_groups_that_come_in_several_times_stay_in_order():
     assert [group.group_id for group in buffer[:]] == [0, 1, 2, 3, 4]
 
 
+def test_one_group_is_stored_like_several():
+    buffer = GroupBuffer(1, 1, "no_std")
+    buffer.add(random_group(rewards=[0.0, 3.0]))
+    assert buffer[0].advantages.tolist() == [-1.5, 1.5]
+
+
 def test_a_group_can_be_read_by_its_place():
     buffer = filled(advantage="no_std")
     assert buffer[3].group_id == 3 and buffer[3].advantages.tolist() == [-1.5, 1.5]

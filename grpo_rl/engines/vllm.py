@@ -1,6 +1,6 @@
 """vLLM as an engine, in the training process: the production engine on GPU and on CPU.
 
-The only file that imports vllm. Checked with vLLM 0.32.
+The only file, with vllm_cpu.py, that imports vllm. Checked with vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, Row
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
+from grpo_rl.engines.vllm_cpu import cpu_settings
+
 
 class VLLMEngine:
     """One vLLM instance with the prefix cache on: a group's prompt is computed once, its n answers follow.
@@ -71,6 +73,7 @@ class VLLMEngine:
         self._asleep = False
         self.dtype = getattr(torch, dtype)
         on_gpu = torch.cuda.is_available()
+        gpu_settings = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
         self._llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,  # ids in, ids out
@@ -87,7 +90,7 @@ class VLLMEngine:
             disable_log_stats=True,
             use_tqdm_on_load=False,
             worker_extension_cls=f"{__name__}.{WeightReceiver.__name__}",
-            **({"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True} if on_gpu else {}),
+            **(gpu_settings if on_gpu else cpu_settings()),
         )
         # vLLM freezes the garbage collector's view of what exists, to spare an engine's own process work. Here that
         # takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.

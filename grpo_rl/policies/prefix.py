@@ -174,11 +174,17 @@ def attention(
     Raises:
         ValueError: a layer asks for dropout, or for something that this attention has not.
     """
-    unknown = sorted(name for name in keywords.keys() - IGNORED if keywords[name] is not None)
+    unset = (None, False)
+    unknown = sorted(name for name in keywords.keys() - IGNORED if not any(keywords[name] is x for x in unset))
     if dropout or unknown:
         raise ValueError(
             f"{type(module).__name__} asks for {', '.join(unknown) or f'attention_dropout {dropout}'}, "
             "which shared-prefix attention has not"
+        )
+    if query.shape[-1] != value.shape[-1]:
+        raise ValueError(
+            f"{type(module).__name__} has keys of {query.shape[-1]} and values of {value.shape[-1]} numbers a head; "
+            "shared-prefix attention needs them to be alike"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.device.type == "cuda":

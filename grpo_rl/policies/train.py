@@ -16,7 +16,7 @@ from grpo_rl.allocator import keep_freed_memory
 from grpo_rl.losses.aggregate import Aggregation, token_weights
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.prefix import forward_hidden, pack, use_shared_prefix
-from grpo_rl.rollout import Group, micro_batches
+from grpo_rl.rollout import Group, groups_to_score, micro_batches
 
 Policy = TypeVar("Policy", bound="TrainPolicy")
 
@@ -50,7 +50,10 @@ class TrainPolicy:
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
     ) -> Policy:
-        """The policy from a local model folder, ready to train."""
+        """The policy from a local model folder, ready to train.
+
+        On CPU the whole process keeps the memory it frees from here on, see `grpo_rl.allocator`.
+        """
         if torch.device(device).type == "cpu":
             keep_freed_memory()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
@@ -114,7 +117,7 @@ def scored_micro_batches(
         raise ValueError(f"groups {missing} have no advantages; write them with GroupBuffer or Group.with_advantages")
     num_sequences = sum(group.size for group in batch)
     num_tokens = sum(int(group.trainable.sum()) for group in batch)
-    scored = [group for group in batch if not skip_zero_advantage or bool(group.advantages.any())]
+    scored = groups_to_score(batch, skip_zero_advantage)
     for micro in micro_batches(scored, max_tokens, count and min(count, len(scored))) if scored else []:
         lengths, trainable = torch.cat([g.lengths for g in micro]), torch.cat([g.trainable for g in micro])
         weight = token_weights(lengths, trainable, aggregate, num_sequences, num_tokens)

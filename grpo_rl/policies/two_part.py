@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Table:
         return part.view(self.count * kv_heads, self.length, repeat, *rows.shape[1:])
 
     def blocks(self, kv_heads: int, repeat: int, window: int | None) -> Iterator[tuple[slice, slice, slice]]:
-        """Sequences, queries and keys of each block."""
+        """Sequences, queries and keys of each block; a block's last keys are at the positions of its queries."""
         for start in range(0, self.length, BLOCK_QUERIES):
             queries = slice(start, min(start + BLOCK_QUERIES, self.length))
             keys = slice(0 if window is None else max(0, start - window + 1), queries.stop)
@@ -81,7 +81,7 @@ class Arrangement:
     Args:
         queries: rows of [T * H] by table, key-value head, sequence, position, R.
         keys: rows of [T * K] by table, key-value head, sequence, position.
-        queries_back: where each row of [T * H] is among ``queries``.
+        queries_back: where each row of [T * H] is among ``queries``, its repetitions left aside.
         keys_back: likewise for ``keys``.
         padding: infinite for the repeated ones among ``queries``, 0 for the others.
     """
@@ -101,25 +101,26 @@ class Arrangement:
         for span in spans:
             for start, end in span.sequences:
                 by_bucket.setdefault(bucket(end - start), []).append((start, end))
-        tables, queries, keys, padding, first = [], [], [], [], 0
+        tables, queries, keys, padded_queries, padded_keys, first = [], [], [], [], [], 0
         for sequences in by_bucket.values():
             starts, ends = torch.tensor(sequences).T[:, :, None]
             token = starts + torch.arange(int((ends - starts).max()))
-            padded = (token >= ends)[None, :, :, None].expand(kv_heads, -1, -1, repeat)
+            padded = (token >= ends).expand(kv_heads, -1, -1)
             token = torch.minimum(token, ends - 1)
             kv_head = torch.arange(kv_heads)[:, None, None]
             keys.append((token * kv_heads + kv_head).flatten())
             queries.append(((token * kv_heads + kv_head)[..., None] * repeat + torch.arange(repeat)).flatten())
-            padding.append(padded.flatten())
+            padded_keys.append(padded.flatten())
+            padded_queries.append(padded_keys[-1].repeat_interleave(repeat))
             tables.append(Table(first, *token.shape))
             first += token.numel()
-        all_queries, all_keys, padded = torch.cat(queries), torch.cat(keys), torch.cat(padding)
+        all_queries, all_keys, padded = torch.cat(queries), torch.cat(keys), torch.cat(padded_queries)
         return cls(
             tuple(tables),
             all_queries,
             all_keys,
-            _first_place(all_queries, total * heads),
-            _first_place(all_keys, total * kv_heads),
+            _way_back(all_queries, padded, total * heads),
+            _way_back(all_keys, torch.cat(padded_keys), total * kv_heads),
             torch.zeros(len(padded)).masked_fill_(padded, torch.inf),
         )
 
@@ -134,9 +135,10 @@ def bucket(length: int) -> int:
     return power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power
 
 
-def _first_place(rows: Int[Tensor, " M"], size: int) -> Int[Tensor, " size"]:
-    """Where each of ``range(size)`` stands first in ``rows``; a sequence's last token comes before its repetitions."""
-    return torch.empty(size, dtype=torch.long).index_copy_(0, rows.flip(0), torch.arange(len(rows)).flip(0))
+def _way_back(rows: Int[Tensor, " M"], padded: Bool[Tensor, " M"], size: int) -> Int[Tensor, " size"]:
+    """Where each of ``range(size)`` stands in ``rows``, but for padded places."""
+    places = (~padded).nonzero()[:, 0]
+    return torch.empty(size, dtype=torch.long).index_copy_(0, rows[places], places)
 
 
 class TwoPartAttention(torch.autograd.Function):
@@ -198,32 +200,33 @@ class TwoPartAttention(torch.autograd.Function):
         qa, ga = _rows(q, place.queries), _rows(g, place.queries)
         ka, va = _rows(k, place.keys), _rows(v, place.keys)
         lse_a, delta_a = lse.view(-1)[place.queries] + place.padding, delta.view(-1)[place.queries]
-        dqa, dka, dva = (torch.zeros_like(x) for x in (qa, ka, va))
+        dqa = torch.zeros_like(qa)
+        # Many blocks add to a key's gradients: bf16 would lose small terms.
+        dka, dva = (torch.zeros_like(x, dtype=lse.dtype) for x in (ka, va))
         for table in place.tables:
             parts = [table.of(x, kv_heads, repeat) for x in (dqa, qa, ga, lse_a, delta_a)]
             dkt, dvt, kt, vt = (table.of(x, kv_heads, 1)[:, :, 0] for x in (dka, dva, ka, va))
             for seq, rows, keys in table.blocks(kv_heads, repeat, rules.window):
-                dq, *block = (x[seq, rows].flatten(1, 2) for x in parts)
-                sums = (dq, dkt[seq, keys], dvt[seq, keys])
+                block = (x[seq, rows].flatten(1, 2) for x in parts)
                 mask = _causal_mask(rows, keys, repeat, rules.window)
-                dq, dkt[seq, keys], dvt[seq, keys] = _block_backward(
-                    sums, *block, kt[seq, keys], vt[seq, keys], mask, rules
-                )
+                dq, dk, dv = _block_backward(*block, kt[seq, keys], vt[seq, keys], mask, rules)
                 parts[0][seq, rows] = dq.unflatten(1, (-1, repeat))
+                dkt[seq, keys] += dk
+                dvt[seq, keys] += dv
         dq = _rows(dqa, place.queries_back).view_as(q)
         dk, dv = _rows(dka, place.keys_back).view_as(k), _rows(dva, place.keys_back).view_as(v)
 
         for prompt, rows, mask in _prompt_blocks(layout, heads, repeat, rules.window):
-            sums = (_fold(dq[rows], kv_heads), _fold(dk[prompt], kv_heads), _fold(dv[prompt], kv_heads))
-            block = (_fold(x[rows], kv_heads) for x in (q, g, lse, delta))
-            sums = _block_backward(sums, *block, _fold(k[prompt], kv_heads), _fold(v[prompt], kv_heads), mask, rules)
-            dq[rows] = _unfold(sums[0], heads)
-            dk[prompt], dv[prompt] = (_unfold(x, kv_heads) for x in sums[1:])
-        return dq, dk, dv, None, None
+            block = (_fold(x[rows], kv_heads) for x in (dq, q, g, lse, delta))
+            grads = _block_backward(*block, _fold(k[prompt], kv_heads), _fold(v[prompt], kv_heads), mask, rules)
+            dq[rows] = _unfold(grads[0], heads)
+            for total, grad in zip((dk, dv), grads[1:], strict=True):
+                total[prompt] += _unfold(grad, kv_heads)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees: ``add`` is 0 and ``keep`` 1 there, elsewhere they are MASKED and 0."""
+    """Which of a block's last n keys a query sees: ``add`` is 0 and ``keep`` 1 there, elsewhere MASKED and 0."""
 
     add: Float[Tensor, "m n"]
     keep: Float[Tensor, "m n"]
@@ -235,16 +238,22 @@ class Mask(NamedTuple):
         keep = visible.float().repeat_interleave(repeat, 0)
         return cls((1 - keep) * MASKED, keep)
 
+    def of_masked(self, scores: Float[Tensor, "s m k"]) -> Float[Tensor, "s m n"]:
+        """The part of a block that is masked; what comes before it is seen by all."""
+        return scores[..., -self.keep.shape[1] :]
 
-@functools.lru_cache(maxsize=64)
+
+@functools.lru_cache(maxsize=16)
 def _mask_of_band(offset: int, queries: int, keys: int, repeat: int, window: int | None) -> Mask:
     return Mask.of(torch.arange(offset, offset + queries)[:, None] - torch.arange(keys), repeat, window)
 
 
 def _causal_mask(queries: slice, keys: slice, repeat: int, window: int | None) -> Mask:
-    return _mask_of_band(
-        queries.start - keys.start, queries.stop - queries.start, keys.stop - keys.start, repeat, window
-    )
+    length = queries.stop - queries.start
+    if window is None or window >= queries.stop:
+        # Only the keys at the queries' own positions are hidden from any of them.
+        return _mask_of_band(0, length, length, repeat, None)
+    return _mask_of_band(queries.start - keys.start, length, keys.stop - keys.start, repeat, window)
 
 
 def _prompt_blocks(
@@ -279,13 +288,13 @@ def _scores(
 def _softmax(scores: Float[Tensor, "s m n"], mask: Mask | None) -> tuple[Float[Tensor, "s m n"], Float[Tensor, "s m"]]:
     """Softmax and log-sum-exp; the latter from the largest score, whose probability is at least 1 / n."""
     if mask is not None:
-        scores += mask.add
+        mask.of_masked(scores).add_(mask.add)
     probs = scores.softmax(-1)
     return probs, scores.amax(-1) - probs.amax(-1).log_()
 
 
 def _block_backward(
-    sums: tuple[Float[Tensor, "s m D"], Float[Tensor, "s n D"], Float[Tensor, "s n D"]],
+    dq: Float[Tensor, "s m D"],
     q: Float[Tensor, "s m D"],
     g: Float[Tensor, "s m D"],
     lse: Float[Tensor, "s m"],
@@ -295,9 +304,10 @@ def _block_backward(
     mask: Mask | None,
     rules: Rules,
 ) -> tuple[Float[Tensor, "s m D"], Float[Tensor, "s n D"], Float[Tensor, "s n D"]]:
-    """``sums`` plus a block's gradients of queries, keys and values.
+    """A block's gradients of queries, keys and values.
 
     Args:
+        dq: what the queries have from the other part, to which theirs is added.
         g: gradient of the joint output.
         delta: its product with the joint output, over D.
     """
@@ -306,18 +316,18 @@ def _block_backward(
     if mask is not None:
         # Hidden keys have scores of any size; the exponential of a very low one takes the processor six times as long,
         # so they are cut at 0 and struck out afterwards.
-        scores.clamp_(max=0)
+        mask.of_masked(scores).clamp_(max=0)
     probs = scores.exp_()
     if mask is not None:
-        probs *= mask.keep
+        mask.of_masked(probs).mul_(mask.keep)
     grad = torch.sub(torch.bmm(g, v.transpose(1, 2)), delta[..., None]).mul_(probs)
     if slope is not None:
         grad *= slope
     grad, probs = grad.to(q.dtype), probs.to(q.dtype)
     return (
-        torch.baddbmm(sums[0], grad, k, alpha=rules.scale),
-        torch.baddbmm(sums[1], grad.transpose(1, 2), q, alpha=rules.scale),
-        torch.baddbmm(sums[2], probs.transpose(1, 2), g),
+        torch.baddbmm(dq, grad, k, alpha=rules.scale),
+        torch.bmm(grad.transpose(1, 2), q).mul_(rules.scale),
+        torch.bmm(probs.transpose(1, 2), g),
     )
 
 

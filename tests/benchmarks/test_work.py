@@ -36,17 +36,17 @@ def test_the_prompts_share_is_the_difference_that_the_prompt_makes(script):
 
 
 def test_ragged_lengths_have_the_median_and_the_tail_that_are_asked_for(script):
-    lengths = script("ragged").log_normal_quantiles(1001, median=50, p99_over_median=8.0, longest=10_000)
+    lengths = script("lengths").log_normal_quantiles(1001, median=50, p99_over_median=8.0, longest=10_000)
     assert lengths[500] == 50
     assert lengths[990] == pytest.approx(400, rel=0.05)
-    assert max(script("ragged").log_normal_quantiles(1001, 50, 8.0, longest=300)) == 300
+    assert max(script("lengths").log_normal_quantiles(1001, 50, 8.0, longest=300)) == 300
 
 
 def test_every_length_goes_to_one_answer(script):
     ragged = script("ragged")
     work = ragged.Work("", 3, 4, prompt=2, median=20, p99_over_median=8.0, longest=90, micro_batch_tokens=64)
     dealt = [length for row in work.lengths for length in row]
-    assert sorted(dealt) == ragged.log_normal_quantiles(12, 20, 8.0, 90) and dealt != sorted(dealt)
+    assert sorted(dealt) == script("lengths").log_normal_quantiles(12, 20, 8.0, 90) and dealt != sorted(dealt)
     assert [group.lengths.tolist() for group in ragged.make_groups(work, vocab=32)] == work.lengths
 
 
@@ -78,6 +78,18 @@ def test_heads_whose_gradients_differ_are_not_compared(script):
     script("head").check_agreement({"grpo_rl": same, "trl_fused": same | {"grad_weight_norm": 2.01}})
     with pytest.raises(SystemExit, match="grad_weight_norm is 2 with grpo_rl and 4 with trl_fused"):
         script("head").check_agreement({"grpo_rl": same, "trl_fused": same | {"grad_weight_norm": 4.0}})
+
+
+def test_training_s_weight_gradient_is_fp32_and_all_heads_are_as_exact_as_bf16_allows(script):
+    head = script("head")
+    pytest.importorskip("trl")
+    shape = head.Shape(8, 16, 64, memory_bar=1.0)
+    inputs = head.make_inputs(shape, "cpu")
+    dtypes = {name: head.gradients_of(name)(inputs, False)[1].dtype for name in (head.OURS, head.OURS_FP32)}
+    assert dtypes == {head.OURS: torch.bfloat16, head.OURS_FP32: torch.float32}
+    for row in head.errors(shape, True, "cpu"):
+        for error in (row["hidden gradient's error"], row["weight gradient's error"]):
+            assert 1e-5 < error < 2 * torch.finfo(torch.bfloat16).eps, row
 
 
 @pytest.mark.parametrize("name", ["grpo_rl", "trl_fused", "naive"])
@@ -112,6 +124,7 @@ def test_every_head_makes_the_same_gradients(script, name, entropy_counts):
         ("step_vs_trl", ["--data", "x", "--repeats", "3"], "--repeats 3 is odd"),
         ("step_vs_trl", ["--data", "x", "--prompt-tokens", "512"], "unrecognized arguments: --prompt-tokens"),
         ("head", ["--shape", "0", "1", "2"], "0 is below 1"),
+        ("collector", ["--data", "x", "--steps", "0"], "0 is below 1"),
     ],
 )
 def test_settings_that_measure_nothing_are_refused(script, monkeypatch, capsys, name, arguments, complaint):

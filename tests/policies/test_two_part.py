@@ -1,0 +1,58 @@
+"""What the exactness tests' short sequences can't show of attention on CPU: long micro-batches, many blocks, bf16."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from grpo_rl.policies import two_part
+from grpo_rl.policies.prefix import pack
+from grpo_rl.policies.two_part import Arrangement, Rules, TwoPartAttention
+from grpo_rl.testing import random_group
+
+
+def test_the_way_back_never_leads_to_padding():
+    layout = pack([random_group(prompt, [3 * prompt, 5], group_id=prompt) for prompt in range(33, 113)]).layout
+    heads, kv_heads = 4, 2
+    place = Arrangement.of(layout.spans, heads, kv_heads)
+    assert len(place.queries) > 100_000, "far past what one thread copies"
+    assert place.padding[place.queries_back].eq(0).all() and place.padding.isinf().any()
+    assert torch.equal(place.queries[place.queries_back], torch.arange(len(place.queries_back)))
+    assert torch.equal(place.keys[place.keys_back], torch.arange(len(place.keys_back)))
+
+
+def attention_gradients(q, k, v, upstream, layout):
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    (TwoPartAttention.apply(q, k, v, layout, Rules(0.5)) * upstream).sum().backward()
+    return q.grad, k.grad, v.grad
+
+
+def test_the_gradients_that_many_blocks_add_up_in_bf16_are_as_exact_as_those_of_one(monkeypatch):
+    group = random_group(prompt=64, lengths=[64] * 32)
+    layout = pack([group]).layout
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, upstream = (
+        torch.randn(group.num_tokens, heads, 16, generator=generator).bfloat16() for heads in (2, 1, 1, 2)
+    )
+    exact = attention_gradients(*(x.double() for x in (q, k, v, upstream)), layout)
+
+    def errors() -> list[float]:
+        found = attention_gradients(q, k, v, upstream, layout)
+        return [((a.double() - b)[:64].norm() / b[:64].norm()).item() for a, b in zip(found, exact, strict=True)]
+
+    few = errors()
+    monkeypatch.setattr(two_part, "BLOCK_SCORES", 2 * 64 * 8)  # 256 blocks on the prompt's keys
+    assert all(many <= 1.1 * one for many, one in zip(errors(), few, strict=True)), (few, errors())
+
+
+def test_blocks_of_a_long_sequence_see_all_that_came_before(monkeypatch):
+    monkeypatch.setattr(two_part, "BLOCK_QUERIES", 16)
+    group = random_group(prompt=50, lengths=[70])
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(120, 2, 8, dtype=torch.float64, generator=generator) for _ in range(3))
+    for window in (None, 10, 40, 200):
+        distance = torch.arange(120)[:, None] - torch.arange(120)
+        seen = (distance >= 0) & (distance < (window or 120))
+        expected = scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), attn_mask=seen, scale=0.5)
+        out = TwoPartAttention.apply(q, k, v, pack([group]).layout, Rules(0.5, window))
+        torch.testing.assert_close(out, expected.transpose(0, 1), rtol=0, atol=1e-12)
