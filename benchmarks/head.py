@@ -10,7 +10,8 @@ of which the better counts.
 Inputs are bf16, and so are the products that make logits, on all sides. On CPU, TRL multiplies the logits' gradient
 in fp32, ours in bf16 with fp32 sums over tiles; the naive head in bf16. All return a bf16 gradient of the weight. In
 training `PolicyOptimizer` asks ours for an fp32 one, which takes more memory: that is one more arm, without a bar. How
-far each head's gradients are from fp64's is measured at a few tokens and stands in the table's last rows.
+far each head's gradients are from fp64's is measured at a few tokens, and stands in the table's last rows: they are one
+tile of tokens, so our weight gradient is one bf16 product there, in whatever dtype it is returned.
 
 Time is of a forward and a backward. Memory is what the process's peak rises above its level in its first full-size
 call after a tiny one, gradients included. The figure is the smallest ratio of times without an entropy term.
@@ -226,11 +227,13 @@ def main() -> None:
             bars.append(harness.bar(f"share of TRL's memory, {shape}", memory, at_most=shape.memory_bar))
     small = replace(shapes[0], tokens=min(FEW, shapes[0].tokens))
     error_rows = [row for entropy_counts in (False, True) for row in errors(small, entropy_counts, args.device)]
+    hidden_error = {row["head"]: row["hidden gradient's error"] for row in error_rows if not row["entropy term"]}
     result = {
         "shows": "Forward and backward of log-probabilities and entropies of sampled tokens, against TRL's fused head. "
         "Inputs and the products that make logits are bf16 on both sides, and so is the weight's gradient that both "
         f"return; {OURS_FP32} returns it in fp32, as training asks for. TRL's products in the backward pass are fp32 "
-        "on CPU; ours are bf16, with fp32 sums over tiles. The last rows are relative L2 errors against fp64.",
+        "on CPU; ours are bf16, with fp32 sums over tiles. The last rows are relative L2 errors against fp64; that of "
+        f"the hidden states' gradient is {hidden_error[OURS] / hidden_error[PEERS[0]]:.2f} times TRL's.",
         "peer": f"the fused head of TRL {version('trl')}'s GRPOTrainer (ChunkedLogProbFunction)",
         "bars": bars,
         "table": rows + error_rows,

@@ -13,6 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import linear
 
+from grpo_rl.policies.embedding import grad_dtype
+
 CPU_TILE = (1024, 2048)
 """Tokens and words of a tile: it stays in a CPU's caches from one operation to the next."""
 GPU_TILE_LOGITS = 1 << 28
@@ -27,6 +29,7 @@ def log_prob_and_entropy(
     temperature: float = 1.0,
     softcap: float | None = None,
     tile: tuple[int, int] = CPU_TILE,
+    owner: Float[Tensor, "V E"] | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Log-probability of each target and entropy of its distribution, in nats, differentiable in both.
 
@@ -38,6 +41,7 @@ def log_prob_and_entropy(
         temperature: of the sampler; logits are divided by it.
         softcap: logits become ``softcap * tanh(logits / softcap)`` first, as in Gemma 2.
         tile: tokens and words of a tile. Not used where Triton's kernels are (`grpo_rl.policies.head_triton`).
+        owner: what gets the weight's gradient, if not the weight (`grpo_rl.policies.embedding.Lookups.stand_in`).
 
     Returns:
         log-probabilities and entropies, fp32 (fp64 for fp64 input).
@@ -48,12 +52,13 @@ def log_prob_and_entropy(
     >>> lp.exp().item(), h.exp().item()
     (0.25, 4.0)
     """
+    owner = weight if owner is None else owner
     if hidden.device.type == "cuda":
         from grpo_rl.policies import head_triton  # Triton takes long to import, and no CPU needs it
 
         if head_triton.available(hidden.device) and hidden.dtype != torch.float64:
-            return _RowTiledHead.apply(hidden, weight, target_ids, bias, temperature, softcap)
-    return _TiledHead.apply(hidden, weight, target_ids, bias, _Logits(temperature, softcap, tile))
+            return _RowTiledHead.apply(hidden, owner, weight.detach(), target_ids, bias, temperature, softcap)
+    return _TiledHead.apply(hidden, owner, weight.detach(), target_ids, bias, _Logits(temperature, softcap, tile))
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class _Logits:
 
 class _TiledHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, target_ids, bias, make):
+    def forward(ctx, hidden, owner, weight, target_ids, bias, make):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         target_logit, mean_logit = (torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
         lse = torch.full_like(target_logit, -torch.inf)
@@ -105,7 +110,7 @@ class _TiledHead(torch.autograd.Function):
         # H = lse - sum_v p_v z_v
         entropy = lse - mean_logit
         ctx.save_for_backward(hidden, weight, target_ids, bias, entropy, lse)
-        ctx.make, ctx.weight_grad_dtype = make, _grad_dtype(weight)
+        ctx.make, ctx.weight_grad_dtype = make, grad_dtype(owner)
         return target_logit - lse, entropy
 
     @staticmethod
@@ -115,7 +120,7 @@ class _TiledHead(torch.autograd.Function):
         # Sums over tiles are fp32: bf16 would lose small terms.
         grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype)
         grad_weight = torch.empty_like(weight, dtype=ctx.weight_grad_dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[3] else None
+        grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[4] else None
         entropy_counts = bool(grad_entropy.any())
         for words in make.words(len(weight)):
             word_weight, word_bias = weight[words], None if bias is None else bias[words]
@@ -148,14 +153,14 @@ class _TiledHead(torch.autograd.Function):
                 grad_weight[words] = sum_weight
             if grad_bias is not None:
                 grad_bias[words] = sum_bias
-        return grad_hidden.to(hidden.dtype), grad_weight, None, grad_bias, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, grad_bias, None
 
 
 class _RowTiledHead(torch.autograd.Function):
     """The same on CUDA: tiles of whole rows, their element-wise part in one kernel each way."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, target_ids, bias, temperature, softcap):
+    def forward(ctx, hidden, owner, weight, target_ids, bias, temperature, softcap):
         from grpo_rl.policies.head_triton import tile_statistics
 
         parts = []
@@ -164,7 +169,7 @@ class _RowTiledHead(torch.autograd.Function):
             parts.append(tile_statistics(logits, target_ids[tokens], temperature, softcap))
         log_prob, entropy, lse = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, target_ids, bias, entropy, lse)
-        ctx.temperature, ctx.softcap, ctx.weight_grad_dtype = temperature, softcap, _grad_dtype(weight)
+        ctx.temperature, ctx.softcap, ctx.weight_grad_dtype = temperature, softcap, grad_dtype(owner)
         return log_prob, entropy
 
     @staticmethod
@@ -177,7 +182,7 @@ class _RowTiledHead(torch.autograd.Function):
         # Sums over tiles are fp32: bf16 would lose small terms. A single tile has nothing to sum.
         sum_dtype = torch.float32 if len(tiles) > 1 else ctx.weight_grad_dtype
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[3] else None
+        grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[4] else None
         for tokens in tiles:
             logits = linear(hidden[tokens], weight, bias)
             ups = grad_log_prob[tokens], grad_entropy[tokens]
@@ -190,14 +195,10 @@ class _RowTiledHead(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=lse.dtype)
         grad_weight = None if grad_weight is None else grad_weight.to(ctx.weight_grad_dtype)
-        return grad_hidden, grad_weight, None, None if grad_bias is None else grad_bias.to(bias.dtype), None, None
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, None, None, grad_bias, None, None
 
 
 def _row_tiles(hidden: Float[Tensor, "N E"], weight: Float[Tensor, "V E"]) -> list[slice]:
     step = max(1, GPU_TILE_LOGITS // len(weight))
     return [slice(first, first + step) for first in range(0, max(len(hidden), 1), step)]
-
-
-def _grad_dtype(weight: Float[Tensor, "V E"]) -> torch.dtype:
-    """The dtype that the weight's gradient is kept in: an optimizer with fp32 masters asks for fp32 at once."""
-    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_rl.allocator import keep_freed_memory
 from grpo_rl.losses.aggregate import Aggregation, token_weights
+from grpo_rl.policies.embedding import Lookups
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.prefix import forward_hidden, pack, use_shared_prefix
 from grpo_rl.rollout import Group, groups_to_score, micro_batches
@@ -71,8 +72,12 @@ class TrainPolicy:
         """Log-probability and entropy of every response token, flat in the groups' order, fp32, in nats."""
         packed = pack(groups, self.device)
         head = self.model.get_output_embeddings()
-        hidden = forward_hidden(self.model, packed)
-        return log_prob_and_entropy(hidden, head.weight, packed.target_ids, head.bias, self.temperature, self.softcap)
+        with Lookups(self.model.get_input_embeddings().weight) as lookups:
+            hidden = forward_hidden(self.model, packed)
+        owner = lookups.stand_in if head.weight is self.model.get_input_embeddings().weight else None
+        return log_prob_and_entropy(
+            hidden, head.weight, packed.target_ids, head.bias, self.temperature, self.softcap, owner=owner
+        )
 
 
 class ReferencePolicy(TrainPolicy):

@@ -80,7 +80,7 @@ def test_heads_whose_gradients_differ_are_not_compared(script):
         script("head").check_agreement({"grpo_rl": same, "trl_fused": same | {"grad_weight_norm": 4.0}})
 
 
-def test_training_s_weight_gradient_is_fp32_and_all_heads_are_as_exact_as_bf16_allows(script):
+def test_training_gets_an_fp32_weight_gradient_and_every_head_is_as_exact_as_bf16_allows(script):
     head = script("head")
     pytest.importorskip("trl")
     shape = head.Shape(8, 16, 64, memory_bar=1.0)

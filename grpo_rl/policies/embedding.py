@@ -1,0 +1,75 @@
+"""Embedding lookups whose gradient needs no table of its own where the head has the same weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding
+from torch.overrides import TorchFunctionMode
+
+
+def grad_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype that the weight's gradient is kept in: an optimizer with fp32 masters asks for fp32 at once."""
+    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
+
+
+class Lookups(TorchFunctionMode):
+    """Takes over the lookups in a weight while a model runs.
+
+    PyTorch makes a gradient as large as the table in the weight's dtype, another one in the dtype that the gradient is
+    kept in, and adds that to the gradient of a tied head: for a small model more than all else of a step. Here the
+    rows' gradients are added to the table that is kept.
+
+    >>> weight = torch.nn.Parameter(torch.eye(3))
+    >>> with Lookups(weight) as lookups:
+    ...     rows = embedding(torch.tensor([1, 1]), weight)
+    >>> (rows.sum() + 10 * lookups.stand_in.sum()).backward()
+    >>> weight.grad
+    tensor([[10., 10., 10.],
+            [12., 12., 12.],
+            [10., 10., 10.]])
+    """
+
+    def __init__(self, weight: Float[Tensor, "V E"]) -> None:
+        super().__init__()
+        self._weight = weight
+        self.stand_in: Tensor | None = None
+        """[V, E] after a lookup: what a tied head names as the owner of its weight's gradient. Holds no numbers."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is embedding and args[1] is self._weight and self.stand_in is None and torch.is_grad_enabled():
+            rows, self.stand_in = _Lookup.apply(self._weight, args[0], kwargs["padding_idx"])
+            return rows
+        return func(*args, **kwargs)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight: Float[Tensor, "V E"], ids: Int[Tensor, " *T"], padding_idx: int | None):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(ids)
+        ctx.padding_idx, ctx.shape, ctx.dtype = padding_idx, weight.shape, grad_dtype(weight)
+        return embedding(ids, weight), weight.new_zeros((), dtype=ctx.dtype).expand(weight.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_rows, grad_weight):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if grad_rows is None:
+            return grad_weight, None, None
+        (ids,) = ctx.saved_tensors
+        if grad_weight is None:
+            grad_weight = grad_rows.new_zeros(ctx.shape, dtype=ctx.dtype)
+        if ctx.padding_idx is not None:
+            grad_rows = grad_rows.masked_fill((ids == ctx.padding_idx)[..., None], 0)
+        # In place: nobody else has a stand-in's gradient. Not `index_add_`, whose order varies on CUDA.
+        grad_weight = grad_weight.contiguous()
+        grad_weight.index_put_((ids,), grad_rows.to(ctx.dtype), accumulate=True)
+        return grad_weight, None, None
