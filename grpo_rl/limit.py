@@ -1,18 +1,20 @@
 r"""What a step would take at this machine's measured best: the floor behind ``limit_fraction``.
 
-A floor counts the matrix products of a step and the weights that have to come from memory. It leaves out what should be
-small beside them (attention's own products, the optimizer, rewards), and counts every response token in full, though an
-answer's last one need not be fed back: with answers of a few dozen tokens and more, the fraction is below 1 even where
-nothing is wasted. The counts are those of dense models, all of whose parameters are trained: an expert that a token
-does not visit would be counted as work.
+A floor counts the matrix products of a step, those of causal attention included, and the weights that have to come from
+memory. It leaves out what should be small beside them (element-wise work, the optimizer, rewards), and counts every
+response token in full, though an answer's last one need not be fed back: with answers of a few dozen tokens and more,
+the fraction is below 1 even where nothing is wasted. The counts are those of dense models, all of whose parameters are
+trained: an expert that a token does not visit would be counted as work. Source of the counts: PaLM, appendix B,
+https://arxiv.org/abs/2204.02311, but with the keys that a token sees rather than all.
 
-Letters: N parameters of the trunk, H hidden size, V vocabulary; P prompt tokens of a group, R its response tokens, of
-all answers together.
+Letters: N parameters of the trunk, H hidden size, V vocabulary, A query heads times their size; P prompt tokens of a
+group, R its response tokens, of all answers together; K keys that tokens see, summed over tokens and layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,15 +34,19 @@ class ModelSizes:
         trunk: N, parameters but for those of the embedding and the head.
         hidden: H.
         vocab: V.
+        attention: A, query heads times their size.
         decode_bytes: weights that each decoding step reads: trunk and head, not the embedding's table.
         parameter_bytes: all weights, tied ones once: what a push sends.
+        windows: of each layer, how many positions back a token sees, its own included; None: all.
     """
 
     trunk: int
     hidden: int
     vocab: int
+    attention: int
     decode_bytes: int
     parameter_bytes: int
+    windows: tuple[int | None, ...]
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelSizes:
@@ -48,13 +54,33 @@ class ModelSizes:
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         trunk = [p for p in model.parameters() if p is not embedding and p is not head]
         vocab, hidden = head.shape
+        config = model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        window = getattr(config, "sliding_window", None)
+        layers = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
         return cls(
             trunk=sum(p.numel() for p in trunk),
             hidden=hidden,
             vocab=vocab,
+            attention=config.num_attention_heads * head_dim,
             decode_bytes=sum(p.nbytes for p in trunk) + head.nbytes,
             parameter_bytes=sum(p.nbytes for p in model.parameters()),
+            windows=tuple(window if layer == "sliding_attention" else None for layer in layers),
         )
+
+    def keys_seen(self, start: int, end: int) -> int:
+        """By the tokens of a sequence from position ``start`` up to ``end``, in all layers.
+
+        >>> sizes = ModelSizes(1, 1, 1, attention=1, decode_bytes=1, parameter_bytes=1, windows=(None, 2))
+        >>> sizes.keys_seen(0, 3), sizes.keys_seen(2, 3)  # 1 + 2 + 3 and 1 + 2 + 2; 3 and 2
+        (11, 5)
+        """
+
+        def up_to(position: int, window: int | None) -> int:
+            growing = position if window is None else min(position, window)
+            return growing * (growing + 1) // 2 + (position - growing) * growing
+
+        return sum(n * (up_to(end, w) - up_to(start, w)) for w, n in Counter(self.windows).items())
 
 
 def floors_s(
@@ -68,32 +94,40 @@ def floors_s(
 ) -> dict[str, float]:
     r"""Least seconds of each phase of the step that samples these groups and trains on them.
 
-    - ``sample``: $2NP$ for the prompts, what they begin with in common computed once, then $2(N + HV)$ a response token
-      or, where that takes longer, reading the weights once for every token of the longest answer;
-    - ``score``: $2N(P + R) + 2HVR$ where a reference has scored them, else 0;
-    - ``train``: $6N(P + R) + 6HVR$ in each epoch;
+    - ``sample``: $2NP + 4AK$ for the prompts, what they begin with in common computed once, then $2(N + HV)R + 4AK$ for
+      the responses or, where that takes longer, reading the weights once for every token of the longest answer;
+    - ``score``: $2N(P + R) + 2HVR + 4AK$ where a reference has scored them, else 0;
+    - ``train``: three times as much in each epoch;
     - ``sync``: the weights read once and written once.
 
     Args:
         skip_zero_advantage: groups whose answers were rewarded alike are not trained on.
         inference_devices: that sample side by side, each as fast as ``rates`` says.
 
-    4 prompt and 3 + 2 response tokens. Sampling: 2·100·4 = 800 operations for the prompt; 2·140·5 = 1400 for the
-    answers take 1.4 s, less than the 12 s of reading 280 bytes 3 times. Training: 6·100·9 + 6·40·5 = 6600 operations.
+    4 prompt and 3 + 2 response tokens, attention left aside. Sampling: 2·100·4 = 800 operations for the prompt;
+    2·140·5 = 1400 for the answers take 1.4 s, less than the 12 s of reading 280 bytes 3 times. Training:
+    6·100·9 + 6·40·5 = 6600 operations.
 
     >>> from grpo_rl.testing import random_group
-    >>> sizes = ModelSizes(trunk=100, hidden=4, vocab=10, decode_bytes=280, parameter_bytes=280)
+    >>> sizes = ModelSizes(100, hidden=4, vocab=10, attention=0, decode_bytes=280, parameter_bytes=280, windows=())
     >>> floors_s([random_group(prompt=4, lengths=[3, 2])], sizes, Rates(gemm_flops_per_s=1000, bytes_per_s=70))
     {'sample': 12.8, 'score': 0.0, 'train': 6.6, 'sync': 8.0}
     """
 
-    def forward(passed: Sequence[Group]) -> int:
-        tokens = sum(group.num_tokens for group in passed)
-        return 2 * sizes.trunk * tokens + head * sum(len(group.response_ids) for group in passed)
+    def prompt(length: int) -> int:
+        return 2 * sizes.trunk * length + 4 * sizes.attention * sizes.keys_seen(0, length)
 
-    head = 2 * sizes.hidden * sizes.vocab
-    prefill = 2 * sizes.trunk * distinct_tokens([group.prompt_ids for group in groups])
-    decode = (2 * sizes.trunk + head) * sum(len(group.response_ids) for group in groups)
+    def responses(passed: Sequence[Group]) -> int:
+        ends = ((p, p + n) for group in passed for p in [len(group.prompt_ids)] for n in group.lengths.tolist())
+        keys = sum(sizes.keys_seen(start, end) for start, end in ends)
+        tokens = sum(len(group.response_ids) for group in passed)
+        return 2 * (sizes.trunk + sizes.hidden * sizes.vocab) * tokens + 4 * sizes.attention * keys
+
+    def forward(passed: Sequence[Group]) -> int:
+        return sum(prompt(len(group.prompt_ids)) for group in passed) + responses(passed)
+
+    prefill = of_distinct_tokens([group.prompt_ids for group in groups], prompt)
+    decode = responses(groups)
     longest = max((int(group.lengths.max()) for group in groups), default=0)
     read_s = longest * sizes.decode_bytes / rates.bytes_per_s
     scored = [group for group in groups if group.ref_log_probs is not None]
@@ -108,16 +142,20 @@ def floors_s(
     }
 
 
-def distinct_tokens(prompts: Sequence[Int[Tensor, " P"]]) -> int:
-    """Tokens that an engine with a prefix cache computes: what prompts begin with in common, once.
+def of_distinct_tokens(prompts: Sequence[Int[Tensor, " P"]], work: Callable[[int], int]) -> int:
+    """Work of an engine with a prefix cache: what prompts begin with in common is computed once.
+
+    Args:
+        work: of a prompt's first so many tokens.
 
     >>> from torch import tensor
-    >>> distinct_tokens([tensor([1, 2, 3]), tensor([1, 2, 4, 5]), tensor([1, 2, 3])])
+    >>> of_distinct_tokens([tensor([1, 2, 3]), tensor([1, 2, 4, 5]), tensor([1, 2, 3])], work=lambda tokens: tokens)
     5
     """
     # Of all prompts before it, a sorted prompt shares most with its neighbour.
     ordered = sorted(prompts, key=Tensor.tolist)
-    return sum(map(len, ordered)) - sum(_shared(a, b) for a, b in zip(ordered, ordered[1:], strict=False))
+    shared = (_shared(a, b) for a, b in zip(ordered, ordered[1:], strict=False))
+    return sum(work(len(prompt)) for prompt in ordered) - sum(map(work, shared))
 
 
 def _shared(a: Int[Tensor, " A"], b: Int[Tensor, " B"]) -> int:

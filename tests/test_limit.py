@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from grpo_rl import limit
-from grpo_rl.limit import ModelSizes, StepLimit, distinct_tokens, floors_s, limit_metrics
+from grpo_rl.limit import ModelSizes, StepLimit, floors_s, limit_metrics, of_distinct_tokens
 from grpo_rl.rates import Rates
 from grpo_rl.testing import random_group, save_tiny_model
 
-SIZES = ModelSizes(trunk=100, hidden=4, vocab=10, decode_bytes=280, parameter_bytes=300)
+SIZES = ModelSizes(trunk=100, hidden=4, vocab=10, attention=0, decode_bytes=280, parameter_bytes=300, windows=())
 UNIT = Rates(gemm_flops_per_s=1.0, bytes_per_s=1e9)
 """Memory is no hindrance, and seconds are operations."""
 
@@ -50,9 +52,23 @@ def test_the_training_floor_is_what_torch_counts_in_a_plain_model_without_attent
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         model.lm_head(hidden[0, 4:-1]).sum().backward()
     counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
-    sizes = ModelSizes.of(model)
+    sizes = replace(ModelSizes.of(model), attention=0)
     # The weights of the norms multiply no matrix: 2 in each of 2 layers and 1 at the end, 8 each.
     assert floors_s([group], sizes, UNIT)["train"] == counted + 6 * (5 * 8) * 12
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_attention_multiplies_each_query_with_the_keys_it_sees_and_their_values(window):
+    model = MistralForCausalLM(MistralConfig(**config().to_dict() | {"sliding_window": window}))
+    group = random_group(prompt=5, lengths=[4, 0, 2], vocab=11)
+    seen = 0
+    for first, last in ((0, 5), (5, 9), (5, 5), (5, 7)):
+        positions = torch.arange(first, last)[:, None] - torch.arange(last)
+        seen += int(((positions >= 0) & (positions < (window or 100))).sum())
+    sizes = ModelSizes.of(model)
+    attention = floors_s([group], sizes, UNIT)["train"] - floors_s([group], replace(sizes, attention=0), UNIT)["train"]
+    # Two products forward and four backward, of 2 operations each, for 2 layers of 2 heads of size 4.
+    assert attention == 6 * 2 * seen * 2 * 2 * 4
 
 
 def test_groups_without_advantage_need_no_training_where_they_are_skipped():
@@ -90,8 +106,8 @@ def test_a_push_reads_and_writes_every_parameter():
 def test_what_prompts_begin_with_in_common_is_computed_once():
     prompts = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 7], [8], [1, 2, 3, 4]]
     # A tree: 1 2 3 4, then 5 6, 7, 8.
-    assert distinct_tokens([torch.tensor(prompt) for prompt in prompts]) == 4 + 2 + 1 + 1
-    assert distinct_tokens([]) == 0
+    assert of_distinct_tokens([torch.tensor(prompt) for prompt in prompts], lambda tokens: tokens) == 4 + 2 + 1 + 1
+    assert of_distinct_tokens([], len) == 0
     group = random_group(prompt=4)
     again, other = (random_group(prompt=4, group_id=1, seed=seed) for seed in (0, 1))
     one, twice, two = (floors_s(groups, SIZES, UNIT) for groups in ([group], [group, again], [group, other]))
