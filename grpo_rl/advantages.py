@@ -28,6 +28,7 @@ def group_advantages(rewards: Float[Tensor, "*N G"], kind: Kind = "zscore") -> F
 
     One right answer of four: mean 1/4, deviations -1/4 and 3/4, variance (3/16 + 9/16) / 3 = 1/4:
 
+    >>> import torch
     >>> rewards = torch.tensor([0.0, 0.0, 0.0, 1.0])
     >>> group_advantages(rewards)
     tensor([-0.4999, -0.4999, -0.4999,  1.4997])

@@ -136,6 +136,11 @@ def test_a_step_is_set_against_what_the_machine_does_at_its_best(finished, cache
     assert "A step against the machine's limit" in (finished / "report.html").read_text().replace("&#39;", "'")
 
 
+def test_groups_that_taught_nothing_are_counted_where_they_are_skipped(finished):
+    for row in read_metrics(finished)[1:5]:
+        assert row["train/skipped_groups"] == row["reward/zero_std_fraction"] * 4
+
+
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, tmp_path, monkeypatch, step):
     cut = tmp_path / "cut"

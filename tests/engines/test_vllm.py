@@ -26,3 +26,49 @@ def test_a_closed_engine_leaves_no_layer_behind(tmp_path):
     del engine
     gc.collect()
     assert [o for o in gc.get_objects() if type(o).__name__ in ("QKVParallelLinear", "VocabParallelEmbedding")] == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
+def test_on_cpu_a_short_prompt_is_not_computed_for_every_answer_and_norms_are_kernels(tmp_path):
+    pytest.importorskip("vllm")
+    from vllm import ir
+
+    from grpo_rl.engines.vllm import VLLMEngine
+    from grpo_rl.engines.vllm_cpu import NORMS, PROVIDER
+
+    engine = VLLMEngine(save_tiny_model(tmp_path / "model"), max_model_len=128)
+    computed, model = [], engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    handle = model.model.embed_tokens.register_forward_hook(lambda module, args, output: computed.append(len(args[0])))
+    try:
+        engine.generate([list(range(5, 80))], n=8, sampling=Sampling(max_new_tokens=1))
+        # 75 tokens: two blocks of 32 once, the 11 behind them for each of the 8 answers.
+        assert computed == [2 * 32 + 8 * 11]
+        for name in NORMS:
+            assert getattr(ir.ops, name).get_priority()[0] == PROVIDER
+    finally:
+        handle.remove()
+        engine.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_norms_on_cpu_are_as_exact_as_pytorchs(dtype):
+    pytest.importorskip("vllm")
+    from vllm import ir
+
+    from grpo_rl.engines.vllm_cpu import PROVIDER, cpu_settings
+
+    cpu_settings()
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (3 * torch.randn(64, 96, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.rand(96, generator=generator).to(dtype)
+    for name, args in {"rms_norm": (x,), "fused_add_rms_norm": (x, residual)}.items():
+
+        def normed(provider, tensors, name=name, args=args):
+            out = getattr(ir.ops, name).impls[provider].impl_fn(*(t.clone() for t in tensors), 1e-5)
+            return out if isinstance(out, tuple) else (out,)
+
+        exact = normed("native", [t.double() for t in (*args, weight)])
+        ours, native = (normed(provider, (*args, weight)) for provider in (PROVIDER, "native"))
+        for a, b, c in zip(ours, native, exact, strict=True):
+            assert (a - c).abs().mean() <= 1.1 * (b - c).abs().mean() + 1e-7
