@@ -234,4 +234,4 @@ def _read(module: torch.nn.Module, kind: str, dtype: torch.dtype) -> Tensor:
     # output is one weight plus zeros.
     columns = module.input_size_per_partition
     one_hot = torch.eye(columns, dtype=dtype)
-    return cast(LinearBase, module).quant_method.apply(module, one_hot, None).T.contiguous()
+    return cast(LinearBase, module).quant_method.apply(module, one_hot, None).T

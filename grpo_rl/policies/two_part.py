@@ -278,7 +278,8 @@ def _scores(
 ) -> tuple[Float[Tensor, "s m n"], Float[Tensor, "s m n"] | None]:
     """Scores in fp32 at least, and the slope of the soft cap where there is one."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.bmm(q.to(dtype) * rules.scale, k.to(dtype).transpose(1, 2))
+    scores = q.new_empty((), dtype=dtype).expand(len(q), q.shape[1], k.shape[1])  # not read at beta=0
+    scores = torch.baddbmm(scores, q.to(dtype), k.to(dtype).transpose(1, 2), beta=0, alpha=rules.scale)
     if rules.softcap is None:
         return scores, None
     tanh = scores.div_(rules.softcap).tanh_()
