@@ -157,6 +157,7 @@ def make_policy(cfg: DictConfig, model_folder: Path, devices: Devices) -> TrainP
         devices.train[0],
         cfg.sampling.temperature,
         cfg.train_model.gradient_checkpointing,
+        cfg.train_model.compile,
     )
 
 

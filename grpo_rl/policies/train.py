@@ -14,12 +14,26 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_rl.allocator import keep_freed_memory
 from grpo_rl.losses.aggregate import Aggregation, token_weights
+from grpo_rl.policies.compiled import can_compile, compile_pointwise
 from grpo_rl.policies.embedding import Lookups
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.prefix import forward_hidden, pack, use_shared_prefix
 from grpo_rl.rollout import Group, groups_to_score, micro_batches
 
 Policy = TypeVar("Policy", bound="TrainPolicy")
+
+FIRST_GROUP = Group(
+    group_id=0,
+    row=0,
+    prompt_ids=torch.zeros(64, dtype=torch.long),
+    response_ids=torch.zeros(64, dtype=torch.long),
+    log_probs=torch.zeros(64),
+    versions=torch.zeros(64, dtype=torch.long),
+    trainable=torch.ones(64, dtype=torch.bool),
+    offsets=torch.tensor([0, 16, 64]),
+    rewards=torch.zeros(2),
+)
+"""What kernels are compiled for: always the same, so that a resumed run has the kernels of the one before."""
 
 
 class TrainPolicy:
@@ -50,10 +64,17 @@ class TrainPolicy:
         device: torch.device | str = "cpu",
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
+        compile: bool | None = False,
     ) -> Policy:
         """The policy from a local model folder, ready to train.
 
         On CPU the whole process keeps the memory it frees from here on, see `grpo_rl.allocator`.
+
+        Args:
+            compile: norms and MLPs become fused kernels; None: where there is a compiler for it.
+
+        Raises:
+            ValueError: there is none, or the model would be scored wrongly.
         """
         if torch.device(device).type == "cpu":
             keep_freed_memory()
@@ -61,7 +82,12 @@ class TrainPolicy:
         model.train()
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        return cls(model, temperature)
+        policy = cls(model, temperature)
+        if can_compile(device) if compile is None else compile:
+            compile_pointwise(model)
+            policy.score([FIRST_GROUP])[0].sum().backward()
+            model.zero_grad()
+        return policy
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,38 @@
+"""A model's norms and MLPs as fused kernels, by torch.compile; the products among them stay PyTorch's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import torch
+from transformers import PreTrainedModel
+
+POINTWISE = ("RMSNorm", "MLP")
+"""How transformers ends the names of modules that are element-wise but for a mean over the last dimension and products.
+
+Compiling whole layers around the attention was not faster than these alone (docs/log.md)."""
+
+
+def can_compile(device: torch.device | str) -> bool:
+    """Whether torch.compile finds what it needs: Triton on CUDA, a C++ compiler on CPU."""
+    if torch.device(device).type == "cuda":
+        from grpo_rl.policies import head_triton  # Triton takes long to import, and no CPU needs it
+
+        return head_triton.available(device)
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+def compile_pointwise(model: PreTrainedModel) -> int:
+    """Sets the model's norms and MLPs to compile at their first call, for any number of tokens; how many they are.
+
+    Raises:
+        ValueError: there is no compiler.
+    """
+    if not can_compile(model.device):
+        needed = "Triton" if model.device.type == "cuda" else "a C++ compiler (g++, or the one that CXX names)"
+        raise ValueError(f"train_model.compile=true needs {needed}, which was not found; set it to null or false")
+    modules = [module for module in model.modules() if type(module).__name__.endswith(POINTWISE)]
+    for module in modules:
+        module.compile(dynamic=True)
+    return len(modules)

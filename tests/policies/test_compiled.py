@@ -1,0 +1,64 @@
+"""Compiled norms and MLPs give what the others give, for every length, and leave nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_rl.policies import compiled
+from grpo_rl.policies.train import TrainPolicy
+from grpo_rl.testing import random_group, save_tiny_model
+
+needs_compiler = pytest.mark.skipif(not compiled.can_compile("cpu"), reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def scored(policy: TrainPolicy, groups: list) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies, and the gradient of their sum."""
+    policy.model.zero_grad()
+    log_prob, entropy = policy.score(groups)
+    (log_prob.sum() + entropy.sum()).backward()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
+    return torch.stack([log_prob, entropy]).detach(), gradient
+
+
+@needs_compiler
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
+def test_compiled_models_score_like_others_whatever_the_lengths(folder, checkpointing):
+    plain = TrainPolicy.load(folder, torch.float32)
+    policy = TrainPolicy.load(folder, torch.float32, gradient_checkpointing=checkpointing, compile=True)
+    assert all(parameter.grad is None for parameter in policy.model.parameters()), "of the first call, none is left"
+    for lengths in ([3, 1], [40, 0, 17], [200] * 4):
+        groups = [random_group(prompt=5, lengths=lengths), random_group(prompt=9, lengths=[2, 2], group_id=1)]
+        for ours, theirs in zip(scored(policy, groups), scored(plain, groups), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
+def test_nothing_is_compiled_again_for_other_lengths(folder):
+    policy = TrainPolicy.load(folder, torch.bfloat16, compile=True)
+    scored(policy, [random_group(prompt=5, lengths=[3, 1])])
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for length in (1, 7, 64, 300):
+        scored(policy, [random_group(prompt=length, lengths=[length, 2 * length])])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+@needs_compiler
+def test_every_norm_and_mlp_is_compiled_and_the_weights_keep_their_names(folder):
+    plain, policy = (TrainPolicy.load(folder, torch.float32, compile=c) for c in (False, True))
+    assert policy.model.state_dict().keys() == plain.model.state_dict().keys()
+    is_compiled = {type(m).__name__: m._compiled_call_impl is not None for m in policy.model.modules()}
+    assert is_compiled["LlamaRMSNorm"] and is_compiled["LlamaMLP"] and not is_compiled["LlamaAttention"]
+
+
+def test_without_a_compiler_the_model_stays_as_it_is_or_the_setting_is_refused(folder, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    policy = TrainPolicy.load(folder, torch.float32, compile=None)
+    assert all(module._compiled_call_impl is None for module in policy.model.modules())
+    with pytest.raises(ValueError, match="train_model.compile=true needs a C"):
+        TrainPolicy.load(folder, torch.float32, compile=True)
