@@ -3,9 +3,9 @@
 The head turns hidden states into log-probabilities and entropies of the sampled tokens, and their gradients into those
 of the hidden states and of the weight. Compared: `grpo_rl.policies.head`; the fused head that TRL 1.16's `GRPOTrainer`
 scores with, called as it calls it (its own chunk of the vocabulary, entropies asked for); and the naive one, with all
-logits. Once with log-probabilities alone in the loss, entropies being only reported, and once with an entropy term.
-Ours runs in a process whose allocator is set up as for training; TRL's in such a one too, and in one as TRL leaves it,
-of which the better counts.
+logits. With log-probabilities alone in the loss, entropies being only reported, and for the first shape once more with
+an entropy term. Ours runs in a process whose allocator is set up as for training; TRL's in one as TRL leaves it, which
+the bars are about, and, shown beside it, in one set up as ours.
 
 Inputs are bf16, and so are the products that make logits, on all sides. On CPU, TRL multiplies the logits' gradient
 in fp32, ours in bf16 with fp32 sums over tiles; the naive head in bf16. All return a bf16 gradient of the weight. In
@@ -203,7 +203,8 @@ def main() -> None:
     load = harness.require_quiet(args.force)
     shapes = [Shape(*numbers, memory_bar=1.0) for numbers in args.shape] if args.shape else SHAPES
     rows, bars, speedups = [], [], []
-    for shape, entropy_counts in itertools.product(shapes, (False, True)):
+    runs = [(shapes[0], False), (shapes[0], True), *((shape, False) for shape in shapes[1:])]
+    for shape, entropy_counts in runs:
         print(f"{shape}, entropy {'in' if entropy_counts else 'not in'} the loss", file=sys.stderr, flush=True)
         medians = measured(shape, entropy_counts, args)
         check_agreement(medians)
@@ -220,11 +221,11 @@ def main() -> None:
                 }
             )
         if not entropy_counts:
-            against = [row for row in rows[-len(medians) :] if row["head"] in PEERS]
-            speedups.append(min(row["our speed-up"] for row in against))
-            bars.append(harness.bar(f"times faster than TRL's, {shape}", speedups[-1], at_least=SPEED_BAR))
-            memory = max(row["our share of its memory"] for row in against)
-            bars.append(harness.bar(f"share of TRL's memory, {shape}", memory, at_most=shape.memory_bar))
+            shipped = next(row for row in rows[-len(medians) :] if row["head"] == PEERS[0])
+            speedups.append(shipped["our speed-up"])
+            bars.append(harness.bar(f"times faster than TRL's as it ships, {shape}", speedups[-1], at_least=SPEED_BAR))
+            memory = shipped["our share of its memory"]
+            bars.append(harness.bar(f"share of its memory, {shape}", memory, at_most=shape.memory_bar))
     small = replace(shapes[0], tokens=min(FEW, shapes[0].tokens))
     error_rows = [row for entropy_counts in (False, True) for row in errors(small, entropy_counts, args.device)]
     hidden_error = {row["head"]: row["hidden gradient's error"] for row in error_rows if not row["entropy term"]}
