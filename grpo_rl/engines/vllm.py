@@ -41,7 +41,7 @@ from grpo_rl.engines.vllm_cpu import cpu_settings
 
 
 class VLLMEngine:
-    """One vLLM instance with the prefix cache on: a group's prompt is computed once, its n answers follow.
+    """One vLLM instance with the prefix cache on: the full blocks of a group's prompt are computed once.
 
     Args:
         model: a local model folder.

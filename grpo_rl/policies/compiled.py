@@ -23,8 +23,8 @@ def can_compile(device: torch.device | str) -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-def compile_pointwise(model: PreTrainedModel) -> int:
-    """Sets the model's norms and MLPs to compile at their first call, for any number of tokens; how many they are.
+def compile_pointwise(model: PreTrainedModel) -> None:
+    """Sets the model's norms and MLPs to compile at their first call, for any number of tokens.
 
     Raises:
         ValueError: there is no compiler.
@@ -32,7 +32,6 @@ def compile_pointwise(model: PreTrainedModel) -> int:
     if not can_compile(model.device):
         needed = "Triton" if model.device.type == "cuda" else "a C++ compiler (g++, or the one that CXX names)"
         raise ValueError(f"train_model.compile=true needs {needed}, which was not found; set it to null or false")
-    modules = [module for module in model.modules() if type(module).__name__.endswith(POINTWISE)]
-    for module in modules:
-        module.compile(dynamic=True)
-    return len(modules)
+    for module in model.modules():
+        if type(module).__name__.endswith(POINTWISE):
+            module.compile(dynamic=True)

@@ -104,17 +104,15 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
     ids, positions, predict, spans = [], [], [], []
     cursor = 0
     for group in groups:
-        prompt = len(group.prompt_ids)
-        prompt_end = cursor + prompt
+        prompt_end = cursor + len(group.prompt_ids)
         edges = (group.offsets + prompt_end).tolist()
         ids += [group.prompt_ids, group.response_ids]
-        positions.append(torch.arange(prompt))
         for start, end in zip(edges, edges[1:], strict=False):
-            positions.append(torch.arange(prompt, prompt + end - start))
             if end > start:
                 # The first token of every answer is predicted by the last token of the prompt they share.
                 predict += [torch.tensor([prompt_end - 1]), torch.arange(start, end - 1)]
         spans.append(Span(cursor, prompt_end, tuple(edges)))
+        positions.append(spans[-1].positions)
         cursor = edges[-1]
     return Packed(
         input_ids=torch.cat(ids).to(device),
