@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 _MASK = (1 << 64) - 1
 _MAX_WORDS = 1 << 18
@@ -54,7 +55,7 @@ def fingerprint(tensor: Tensor, row_start: int = 0, column_start: int = 0) -> in
     for start in range(0, rows, step):
         # Adding zero turns -0.0 into 0.0: the two compute the same, and a GEMM that reads weights back loses the sign.
         words = (matrix[start : start + step] + 0).contiguous().view(torch.int16)
-        sums = (words.double() @ b).long()
+        sums = linear(words.double(), b).long()
         # int64 arithmetic wraps modulo 2^64, which is what we want.
         total += ((sums[:, 0] + sums[:, 1] * _JOIN) * a[start : start + step]).sum()
     return int(total) & _MASK
@@ -67,12 +68,13 @@ def add(*fingerprints: int) -> int:
 
 @lru_cache(maxsize=256)
 def _multipliers(row: int, rows: int, column: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Multipliers of the rows, [rows] int64 and odd, and of the columns, [columns, 2] fp64, odd and even.
+    """Multipliers of the rows, [rows] int64 and odd, and of the columns, [2, columns] fp64, odd and even.
 
-    Joined by an odd factor, a column's pair is odd again, hence invertible.
+    Joined by an odd factor, a column's pair is odd again, hence invertible. In this layout a product with them takes a
+    quarter of the time on a CPU.
     """
     b = _odd(column + (1 << 40), columns, device)
-    return _odd(row, rows, device), torch.stack([b & 0xFFFFF, (b >> 32) & 0xFFFFE], dim=1).double()
+    return _odd(row, rows, device), torch.stack([b & 0xFFFFF, (b >> 32) & 0xFFFFE]).double()
 
 
 def _odd(start: int, count: int, device: torch.device) -> Tensor:

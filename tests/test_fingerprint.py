@@ -59,7 +59,7 @@ def test_the_sums_are_exact_at_the_largest_words_and_the_longest_row():
     from grpo_rl.fingerprint import _JOIN, _multipliers
 
     a, b = _multipliers(0, 1, 0, 1 << 18, torch.device("cpu"))
-    columns = [[int(x) for x in b[:, i]] for i in (0, 1)]
+    columns = [[int(x) for x in b[i]] for i in (0, 1)]
     for tensor in (words, less):
         values = tensor[0].tolist()
         sums = [by_hand(v * m for v, m in zip(values, column, strict=True)) for column in columns]

@@ -11,6 +11,7 @@ heads), m = queries x R rows and n keys of a block.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -279,11 +280,30 @@ def _scores(
     """Scores in fp32 at least, and the slope of the soft cap where there is one."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = q.new_empty((), dtype=dtype).expand(len(q), q.shape[1], k.shape[1])  # not read at beta=0
-    scores = torch.baddbmm(scores, q.to(dtype), k.to(dtype).transpose(1, 2), beta=0, alpha=rules.scale)
+    with _rounding_to(q.dtype):
+        scores = torch.baddbmm(scores, q.to(dtype), k.to(dtype).transpose(1, 2), beta=0, alpha=rules.scale)
     if rules.softcap is None:
         return scores, None
     tanh = scores.div_(rules.softcap).tanh_()
     return tanh * rules.softcap, 1 - tanh * tanh
+
+
+@contextlib.contextmanager
+def _rounding_to(dtype: torch.dtype) -> Iterator[None]:
+    """PyTorch may round what goes into fp32 products to bf16, where it has come from there and loses nothing.
+
+    It then takes oneDNN for them instead of MKL: up to 1.6 times as fast, and as exact.
+    """
+    if dtype != torch.bfloat16:
+        yield
+        return
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 def _softmax(scores: Float[Tensor, "s m n"], mask: Mask | None) -> tuple[Float[Tensor, "s m n"], Float[Tensor, "s m"]]:
