@@ -67,9 +67,7 @@ def test_groups_that_would_overwrite_others_are_refused():
 def test_groups_of_any_sizes_get_the_advantages_each_would_get_alone_to_the_last_bit(kind):
     rewards = [torch.randn(size) for size in (8, 2, 8, 3, 16, 8, 2) for _ in range(9)]
     rewards[4] = torch.full((8,), 0.1)  # rounding of its mean must leave no residue
-    groups = [
-        random_group(lengths=[1] * len(r), group_id=i, rewards=r.tolist(), seed=i) for i, r in enumerate(rewards)
-    ]
+    groups = [random_group(lengths=[1] * len(r), group_id=i, rewards=r.tolist(), seed=i) for i, r in enumerate(rewards)]
     buffer = GroupBuffer(len(groups), 1, kind)
     buffer.extend(groups)
     for i, (before, after) in enumerate(zip(groups, buffer.drain(), strict=True)):

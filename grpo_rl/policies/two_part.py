@@ -297,7 +297,7 @@ def _rounding_to(dtype: torch.dtype) -> Iterator[None]:
     if dtype != torch.bfloat16:
         yield
         return
-    settings = torch.backends.mkldnn.matmul
+    settings = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
     try:

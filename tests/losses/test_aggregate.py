@@ -86,8 +86,11 @@ def test_a_step_without_a_trained_token_has_zero_weights(how):
 )
 def test_counts_that_cannot_be_of_the_whole_step_are_refused(change, message):
     settings = {
-        "lengths": torch.tensor([1, 2]), "trainable": torch.ones(3, dtype=torch.bool), "how": "sequence_mean",
-        "num_sequences": 2, "num_tokens": 3,
+        "lengths": torch.tensor([1, 2]),
+        "trainable": torch.ones(3, dtype=torch.bool),
+        "how": "sequence_mean",
+        "num_sequences": 2,
+        "num_tokens": 3,
     }
     with pytest.raises(ValueError, match=message):
         token_weights(**settings | change)

@@ -212,9 +212,10 @@ def test_every_family_is_scored_like_the_plain_road(family, checkpointing):
 def test_the_groups_are_long_enough_for_each_setting_to_matter(family, switched_off):
     groups = groups_of(RAGGED, seed=3)
     with torch.no_grad():
-        difference = plain_road(fp64_model(family), groups, 1.0)[0] - plain_road(
-            fp64_model.__wrapped__(family, **switched_off), groups, 1.0
-        )[0]
+        difference = (
+            plain_road(fp64_model(family), groups, 1.0)[0]
+            - plain_road(fp64_model.__wrapped__(family, **switched_off), groups, 1.0)[0]
+        )
     assert difference.abs().mean() > 1e-2
 
 
