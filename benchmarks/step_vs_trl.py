@@ -16,8 +16,8 @@ TRL can also generate with vLLM in its own process. On CPU that fails as it ship
 weights after loading and drop the parameters' loaders, so that `VLLMGeneration.sync_weights`, which calls
 `model.load_weights`, ends with "'Parameter' object has no attribute 'weight_loader'". With that one method replaced it
 works, and is an arm too: a better peer than any user of TRL has on a CPU. Its ratio is printed and recorded beside the
-others; the headline is over the fastest TRL that can be had by settings alone. `--our-allocator` also tries TRL alone in
-a process whose allocator is set up as ours is (`grpo_rl.allocator`). Every arm warms up for two steps.
+others; the headline is over the fastest TRL that can be had by settings alone. `--our-allocator` also tries TRL alone
+in a process whose allocator is set up as ours is (`grpo_rl.allocator`). Every arm warms up for two steps.
 """
 
 from __future__ import annotations
