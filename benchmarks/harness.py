@@ -24,6 +24,7 @@ A benchmark hands :func:`finish` a figure and a result. Of a result, `render.py`
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -101,7 +102,8 @@ class Arm:
     def step(self) -> dict[str, float]:
         """One step: ``step_s``, its wall-clock seconds, and what the arm reports of it."""
         start = time.perf_counter()
-        self._pipe.send(True)
+        with contextlib.suppress(BrokenPipeError):  # it ended since its last step; receiving says how
+            self._pipe.send(True)
         report = self._receive()
         return {"step_s": time.perf_counter() - start, **report}
 

@@ -6,11 +6,11 @@ alternate inside each group, so that no group can be skipped; `--prompt` lengthe
 AdamW at a clipped gradient norm of 1, with no KL term; ours runs at the project's default config, with fp32 master
 weights, and says what fraction of the machine's limit it reached (`grpo_rl.limit`).
 
-The peer is TRL 1.16's `GRPOTrainer` at its best settings, without gradient checkpointing: bf16 weights, and fp32
-weights under bf16 autocast. With bf16 weights the batch of a forward, and then the way of generating (`generate`, or
-transformers' continuous batching), are tried alone first, and the fastest goes on to the rounds, in which all arms take
-turns. fp32 weights get that batch, and continuous batching is tried with them too where it won with bf16. A setting
-that fails, for lack of memory say, is recorded and left out.
+The peer is TRL 1.16's `GRPOTrainer` at its best settings, without gradient checkpointing. Its settings are tried alone,
+one kind after the other: with bf16 weights the batch of a forward, then the way of generating (`generate`, or
+transformers' continuous batching), then fp32 weights under bf16 autocast. The fastest goes on to the rounds, in which
+both sides take turns; more of them would not fit into 24 GiB. What was tried is recorded, and a setting that fails, for
+lack of memory say, is left out.
 
 TRL can also generate with vLLM in its own process. On CPU that fails as it ships: vLLM's CPU layers repack their
 weights after loading and drop the parameters' loaders, so that `VLLMGeneration.sync_weights`, which calls
@@ -340,16 +340,16 @@ def main() -> None:
     best = fastest([TRLSetting("bf16", batch) for batch in batches], work, tried)
     if best is None:
         sys.exit(f"error: TRL ran at none of its settings: {tried}")
-    shipped = best
+    batch = best.batch
     if "batching" in args.trl_generation:
-        shipped = fastest([best, replace(best, generation="batching")], work, tried) or best
-    with_fp32 = [replace(setting, weights="fp32") for setting in dict.fromkeys((best, shipped))]
-    settings = [shipped, fastest(with_fp32, work, tried) or with_fp32[0]]
-    if "vllm" in args.trl_generation:
-        settings.append(replace(best, generation="vllm"))
-
+        best = fastest([best, replace(best, generation="batching")], work, tried) or best
+    if "fp32" in args.trl_weights:
+        best = fastest([best, replace(best, weights="fp32")], work, tried) or best
     if args.our_allocator:
-        fastest([shipped, replace(shipped, our_allocator=True)], work, tried)
+        fastest([best, replace(best, our_allocator=True)], work, tried)
+    settings = [best]
+    if "vllm" in args.trl_generation:
+        settings.append(TRLSetting("bf16", batch, "vllm"))
 
     with contextlib.ExitStack() as stack:
         arms = {}
@@ -419,6 +419,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--response", type=number, default=96, help="tokens of each answer")
     parser.add_argument("--prompt", type=number, default=None, help="lengthen prompts to so many tokens")
     parser.add_argument("--trl-batch", type=number, nargs="+", default=[8, 16, 32], help="answers a forward, to try")
+    parser.add_argument("--trl-weights", nargs="*", choices=("fp32",), default=["fp32"],
+                        help="weights to try beside bf16")  # fmt: skip
     parser.add_argument("--trl-generation", nargs="*", choices=("batching", "vllm"), default=["batching", "vllm"],
                         help="ways to generate, to try beside `generate`")  # fmt: skip
     parser.add_argument("--our-allocator", action="store_true", help="try TRL alone with our allocator setting too")
