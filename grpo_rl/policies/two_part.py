@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -67,9 +68,8 @@ class Table:
             queries = slice(start, min(start + BLOCK_QUERIES, self.length))
             keys = slice(0 if window is None else max(0, start - window + 1), queries.stop)
             scores = repeat * (queries.stop - queries.start) * (keys.stop - keys.start)
-            step = max(1, BLOCK_SCORES // scores)
-            for first in range(0, self.count * kv_heads, step):
-                yield slice(first, first + step), queries, keys
+            for sequences in _even_slices(0, self.count * kv_heads, BLOCK_SCORES // scores):
+                yield sequences, queries, keys
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,17 @@ class Arrangement:
             _way_back(all_keys, torch.cat(padded_keys), total * kv_heads),
             torch.zeros(len(padded)).masked_fill_(padded, torch.inf),
         )
+
+
+def _even_slices(start: int, stop: int, most: int) -> list[slice]:
+    """The range cut into slices of at most ``most`` (1 at least), as even as can be: threads share even work better.
+
+    >>> _even_slices(0, 8, 5), _even_slices(3, 3, 5)
+    ([slice(0, 4, None), slice(4, 8, None)], [])
+    """
+    count = -(-(stop - start) // max(1, most))
+    edges = [start + (stop - start) * i // count for i in range(count + 1)] if count else []
+    return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def bucket(length: int) -> int:
@@ -264,9 +275,7 @@ def _prompt_blocks(
     for span in layout.spans:
         prompt = slice(span.start, span.prompt_end)
         length = span.prompt_end - span.start
-        step = max(1, BLOCK_SCORES // (heads * length))
-        for first in range(span.prompt_end, span.end, step):
-            rows = slice(first, min(first + step, span.end))
+        for rows in _even_slices(span.prompt_end, span.end, BLOCK_SCORES // (heads * length)):
             mask = None
             if window is not None:
                 positions = span.positions[rows.start - span.start : rows.stop - span.start]
