@@ -100,7 +100,7 @@ class Arm:
         """Threads of its torch: building an engine may have changed them."""
 
     def step(self) -> dict[str, float]:
-        """One step: ``step_s``, its wall-clock seconds, and what the arm reports of it."""
+        """One step: ``step_s``, its wall-clock seconds unless the arm reports its own, and what else it reports."""
         start = time.perf_counter()
         with contextlib.suppress(BrokenPipeError):  # it ended since its last step; receiving says how
             self._pipe.send(True)

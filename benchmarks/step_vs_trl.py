@@ -121,9 +121,6 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     folder, devices = Path(work.model), allocate(cfg)
     env = LLMEnv(Alternating(), build.make_tokenizer(folder), len(work.prompts), work.repeats)
     policy = build.make_policy(cfg, folder, devices)
-    # Measured in this very run, before the engine holds the machine's memory: machines differ by the hour.
-    rates = measure_rates(policy.model.dtype, policy.device, seconds=3)
-    limit = StepLimit(policy.model, cfg.train.epochs, build.micro_batching(cfg)["skip_zero_advantage"], rates=rates)
     optimizer = build.make_optimizer(cfg, policy)
     engine = build.make_engine(cfg, folder, devices)
     loss = GRPOLoss(cfg.loss.clip_low, cfg.loss.clip_high, cfg.policy.kl_coef, cfg.policy.entropy_coef)
@@ -131,8 +128,12 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     weights = WeightSync(policy.model, engine)
     sampling = Sampling(max_new_tokens=work.response, min_new_tokens=work.response)
     collector = SyncCollector(env, engine, sampling, total_dialog_turns=sys.maxsize)
+    skips = build.micro_batching(cfg)["skip_zero_advantage"]
     try:
         while steps.wait():
+            # Measured beside each step, outside its time: a shared machine's pace changes within minutes.
+            rates = measure_rates(policy.model.dtype, policy.device, seconds=2)
+            limit = StepLimit(policy.model, cfg.train.epochs, skips, rates=rates)
             start = time.perf_counter()
             groups = collector.collect()
             assert all(group.lengths.eq(work.response).all() for group in groups), "not the same work"
@@ -149,10 +150,11 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
             end = time.perf_counter()
             phases_s = {"sample": sampled - start, "train": trained - sampled, "sync": end - trained}
             steps.done(
+                step_s=end - start,
                 **{f"{phase}_s": seconds for phase, seconds in phases_s.items()},
                 **limit.metrics(groups, phases_s, end - start),
-                gemm_gflops_per_s=limit.rates.gemm_flops_per_s / 1e9,
-                memory_gb_per_s=limit.rates.bytes_per_s / 1e9,
+                gemm_gflops_per_s=rates.gemm_flops_per_s / 1e9,
+                memory_gb_per_s=rates.bytes_per_s / 1e9,
             )
     finally:
         engine.close()
