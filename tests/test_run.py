@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.checkpoint import checkpoints, load
+from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import save_tiny_model
 
@@ -239,25 +240,19 @@ def test_ctrl_c_once_finishes_the_step_checkpoints_and_says_how_to_go_on(tiny, t
     assert f"resume={folder}" in output and "Traceback" not in output
 
 
-def test_ctrl_c_twice_stops_now(tiny, tmp_path):
-    folder = tmp_path / "run"
-    child = started(
-        [
-            *tiny,
-            "train.total_dialog_turns=100000",
-            "sampling.max_new_tokens=40",
-            "env.num_envs=64",
-            "train.optim_batch_size=256",
-            "train.checkpoint_frequency=0",
-        ],
-        folder,
-    )
-    wait_for_step(child, folder, 1)
-    os.kill(child.pid, signal.SIGINT)
-    time.sleep(0.1)
-    os.kill(child.pid, signal.SIGINT)
-    child.communicate(timeout=20)
-    assert child.returncode != 0 and not checkpoints(folder / "checkpoints")
+def test_ctrl_c_twice_stops_now(tiny, tmp_path, monkeypatch):
+    generate = TransformersEngine.generate
+
+    def interrupted(engine, *args, **kwargs):
+        if any(row["step"] == 1 for row in read_metrics(tmp_path / "run")):
+            signal.raise_signal(signal.SIGINT)  # the step would go on to its end and a checkpoint
+            signal.raise_signal(signal.SIGINT)
+        return generate(engine, *args, **kwargs)
+
+    monkeypatch.setattr(TransformersEngine, "generate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run([*tiny, "train.checkpoint_frequency=0"], tmp_path / "run", monkeypatch)
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 1 and not checkpoints(tmp_path / "run" / "checkpoints")
 
 
 def test_a_folder_that_holds_a_run_is_not_written_into(tiny, finished, monkeypatch):
