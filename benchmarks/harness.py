@@ -16,6 +16,7 @@ A benchmark hands :func:`finish` a figure and a result. Of a result, `render.py`
     peer    who is compared with, with the version
     bars    what should be reached, each from :func:`bar`
     failed  {arm: why}: what is left out
+    tried_alone_s   {arm: seconds or why not}: what was tried before, each alone
     table   rows, as dicts with the same keys
     plots   {"title", "x", "y", "series": {name: [[x, y], ...]}}, or {"title", "y", "bars": {name: value}}
     arms    {name: summary}, from :func:`summarize`: shown where there is no table or no plot
@@ -72,9 +73,9 @@ class Steps:
         except EOFError:
             return False
 
-    def done(self, **phases_s: float) -> None:
-        """Says that the step is over, and what its phases took in seconds."""
-        self._pipe.send(("done", {**phases_s, "peak_gib": _peak_gib()}))
+    def done(self, **report: float) -> None:
+        """Says that the step is over, and reports numbers; ``step_s`` takes the place of the time taken from outside."""
+        self._pipe.send(("done", {**report, "peak_gib": _peak_gib()}))
 
 
 class Arm:
@@ -118,7 +119,7 @@ class Arm:
     def _receive(self) -> dict:
         try:
             kind, content = self._pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._process.join()
             killed = " (killed, perhaps for lack of memory)" if self._process.exitcode == -9 else ""
             raise ArmError(f"{self.name} ended with exit code {self._process.exitcode}{killed}") from None
@@ -222,7 +223,7 @@ def finish(name: str, figure: float, result: dict, out: Path | None) -> None:
     if out is not None:
         measured = datetime.now(UTC).date().isoformat()
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"name": name, "figure": figure, "measured": measured, **result}, indent=2) + "\n")
+        out.write_text(json.dumps({"name": name, "figure": figure, "measured": measured, "arguments": sys.argv[1:], **result}, indent=2) + "\n")
     for line in result.get("bars", []):
         limit = f"at least {line['at_least']:g}" if "at_least" in line else f"at most {line['at_most']:g}"
         print(f"{'reached' if line['met'] else 'MISSED '}  {line['what']}: {line['figure']:.3g} ({limit})")

@@ -53,6 +53,9 @@ def section(result: Mapping, plot_files: Sequence[str]) -> str:
         lines.append(f"- {met}: {number(bar['figure'])} {cell(bar['what'])} ({limit(bar)})")
     for name, reason in result.get("failed", {}).items():
         lines.append(f"- left out: {cell(name)}: {cell(reason)}")
+    if tried := result.get("tried_alone_s"):
+        times = [f"{name} {f'{x:.1f} s' if isinstance(x, float) else x}" for name, x in tried.items()]
+        lines.append(f"- tried alone: {cell('; '.join(times))}")
     lines += [f"- machine: {machine(result)}", ""]
     lines += [f"![{result['name']}]({name})" for name in plot_files] + [""] * bool(plot_files)
     return "\n".join([*lines, table(rows(result))])

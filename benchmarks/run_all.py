@@ -25,8 +25,11 @@ RUNS: dict[str, tuple[str, ...]] = {
     "buffer": ("buffer.py",),
     "collector": ("collector.py",),
     "step_vs_trl": ("step_vs_trl.py",),
-    "step_vs_trl_prompt512": ("step_vs_trl.py", "--prompt", "512", "--response", "128", "--prompts", "2"),
-}
+    "step_vs_trl_prompt512": (
+        "step_vs_trl.py", "--prompt", "512", "--response", "128", "--prompts", "2",
+        "--trl-batch", "16", "--no-trl-fp32", "--no-our-allocator",
+    ),
+}  # fmt: skip
 """Name of the JSON file -> script and arguments; the longest last."""
 PATIENCE_S = 600
 

@@ -6,18 +6,20 @@ alternate inside each group, so that no group can be skipped; `--prompt` lengthe
 AdamW at a clipped gradient norm of 1, with no KL term; ours runs at the project's default config, with fp32 master
 weights, and says what fraction of the machine's limit it reached (`grpo_rl.limit`).
 
-The peer is TRL 1.16's `GRPOTrainer` at its best settings, without gradient checkpointing. Its settings are tried alone,
-one kind after the other: with bf16 weights the batch of a forward, then the way of generating (`generate`, or
-transformers' continuous batching), then fp32 weights under bf16 autocast. The fastest goes on to the rounds, in which
-both sides take turns; more of them would not fit into 24 GiB. What was tried is recorded, and a setting that fails, for
-lack of memory say, is left out.
+The peer is TRL 1.16's `GRPOTrainer` at its best settings, without gradient checkpointing. Settings are tried alone, one
+kind after the other: with bf16 weights the batch of a forward, then fp32 weights under bf16 autocast, then, where
+`--trl-generation` names them, other ways of generating. The fastest goes on to the rounds, in which both sides take
+turns: more arms would not fit into 24 GiB. All times are recorded; a setting that fails is left out.
 
-TRL can also generate with vLLM in its own process. On CPU that fails as it ships: vLLM's CPU layers repack their
-weights after loading and drop the parameters' loaders, so that `VLLMGeneration.sync_weights`, which calls
-`model.load_weights`, ends with "'Parameter' object has no attribute 'weight_loader'". With that one method replaced it
-works, and is an arm too: a better peer than any user of TRL has on a CPU. Its ratio is printed and recorded beside the
-others; the headline is over the fastest TRL that can be had by settings alone. `--our-allocator` also tries TRL alone
-in a process whose allocator is set up as ours is (`grpo_rl.allocator`). Every arm warms up for two steps.
+Two of TRL's settings are recorded beside it, and are not the headline's peer, as no user of TRL has them:
+- `--our-allocator`: in a process whose allocator is set up as ours is (`grpo_rl.allocator`).
+- `--trl-generation vllm` on CPU. As it ships that fails: vLLM's CPU layers repack their weights after loading and drop
+  the parameters' loaders, so that `VLLMGeneration.sync_weights`, which calls `model.load_weights`, ends with "'Parameter'
+  object has no attribute 'weight_loader'". With that one method replaced it works.
+
+`--trl-generation batching`, transformers' continuous batching, does not keep to `min_new_tokens`, so it fails here.
+Rates are measured beside each step, outside its time, and the highest so far count; `limit_fraction_beside_step` goes by
+those of the moment, as a shared machine's pace changes within minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -38,11 +40,13 @@ from pathlib import Path
 import harness
 import torch
 
+from grpo_rl.allocator import keep_freed_memory
+
 NAME = "step_vs_trl"
 OURS = "grpo_rl"
 SPEED_BAR, LONG_PROMPT_SPEED_BAR, LIMIT_BAR = 3.5, 5.0, 0.5
-WARMUP = 2
-"""Steps until compiled kernels, caches and the allocator's memory are as they stay."""
+WARMUP_STEPS = 2
+"""Until compiled kernels, caches and the allocator's memory are as they stay."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,11 @@ class Work:
 
 @dataclass(frozen=True)
 class TRLSetting:
-    """A way to run TRL: dtype of the weights (fp32 under autocast), answers a forward, generation, allocator."""
+    """A way to run TRL: dtype of the weights (fp32 under autocast), answers a forward, generation, allocator.
+
+    >>> TRLSetting("fp32", 16).name, TRLSetting("bf16", 8, our_allocator=True).name
+    ('trl_fp32_generate_batch16', 'trl_bf16_generate_batch8_our_allocator')
+    """
 
     weights: str
     batch: int
@@ -78,6 +86,11 @@ class TRLSetting:
     def patched(self) -> bool:
         """True where TRL's code has to be changed for it to run: vLLM on CPU."""
         return self.generation == "vllm" and not torch.cuda.is_available()
+
+    @property
+    def as_shipped(self) -> bool:
+        """Whether a user of TRL can have it by TRL's settings alone."""
+        return not (self.patched or self.our_allocator)
 
 
 def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
@@ -129,11 +142,11 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     sampling = Sampling(max_new_tokens=work.response, min_new_tokens=work.response)
     collector = SyncCollector(env, engine, sampling, total_dialog_turns=sys.maxsize)
     skips = build.micro_batching(cfg)["skip_zero_advantage"]
+    best = None
     try:
         while steps.wait():
-            # Measured beside each step, outside its time: a shared machine's pace changes within minutes.
             rates = measure_rates(policy.model.dtype, policy.device, seconds=2)
-            limit = StepLimit(policy.model, cfg.train.epochs, skips, rates=rates)
+            best = rates.best(best) if best else rates
             start = time.perf_counter()
             groups = collector.collect()
             assert all(group.lengths.eq(work.response).all() for group in groups), "not the same work"
@@ -149,10 +162,12 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
             weights.push()
             end = time.perf_counter()
             phases_s = {"sample": sampled - start, "train": trained - sampled, "sync": end - trained}
+            limit, beside = (StepLimit(policy.model, cfg.train.epochs, skips, rates=r) for r in (best, rates))
             steps.done(
                 step_s=end - start,
                 **{f"{phase}_s": seconds for phase, seconds in phases_s.items()},
                 **limit.metrics(groups, phases_s, end - start),
+                limit_fraction_beside_step=beside.metrics(groups, phases_s, end - start)["limit_fraction"],
                 gemm_gflops_per_s=rates.gemm_flops_per_s / 1e9,
                 memory_gb_per_s=rates.bytes_per_s / 1e9,
             )
@@ -166,8 +181,6 @@ def trl_arm(steps: harness.Steps, work: Work, setting: TRLSetting) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # TRL's choice of executor asks for it
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB, as much as ours has
     if setting.our_allocator:
-        from grpo_rl.allocator import keep_freed_memory
-
         keep_freed_memory()
     import torch
     from datasets import Dataset
@@ -247,30 +260,55 @@ def _repair_weight_sync(generation) -> None:
     generation.sync_weights = sync_weights
 
 
-def fastest(settings: Sequence[TRLSetting], work: Work, tried: dict[str, float | str]) -> TRLSetting | None:
-    """The setting with the shortest of two steps after a warm-up, each run alone; None where all fail.
+def try_alone(setting: TRLSetting, work: Work, tried: dict[str, float | str]) -> None:
+    """Notes the shorter of two steps after the warm-up, in seconds, or why there was none."""
+    if setting.name in tried:
+        return
+    print(f"trying {setting.name}", file=sys.stderr, flush=True)
+    try:
+        with contextlib.closing(harness.Arm(setting.name, trl_arm, work, setting)) as arm:
+            times = [arm.step()["step_s"] for _ in range(WARMUP_STEPS + 2)]
+            tried[setting.name] = min(times[WARMUP_STEPS:])
+    except harness.ArmError as error:
+        tried[setting.name] = str(error).splitlines()[-1]
+    print(f"  {tried[setting.name]}", file=sys.stderr, flush=True)
 
-    A single setting is not run: the rounds will.
 
-    Args:
-        tried: what is known already, by the setting's name; filled in.
+def fastest(settings: Sequence[TRLSetting], tried: Mapping[str, float | str]) -> TRLSetting:
+    """Of those that ran as TRL ships, the one with the shortest step.
+
+    >>> settings = [TRLSetting("bf16", 8), TRLSetting("bf16", 16), TRLSetting("bf16", 16, our_allocator=True)]
+    >>> fastest(settings, dict(zip([s.name for s in settings], [60.0, "killed", 50.0]))).batch
+    8
+
+    Raises:
+        ValueError: none ran.
     """
-    if len(settings) == 1:
-        return settings[0]
-    times: dict[TRLSetting, float] = {}
+    times = {s: seconds for s in settings if s.as_shipped and isinstance(seconds := tried.get(s.name), float)}
+    if not times:
+        raise ValueError(f"TRL ran at none of its settings: {dict(tried)}")
+    return min(times, key=times.__getitem__)
+
+
+def explore(work: Work, batches: Sequence[int], args: argparse.Namespace) -> tuple[TRLSetting, dict[str, float | str]]:
+    """The setting for the rounds, and what was tried to find it; one that stands alone is not tried.
+
+    Raises:
+        ValueError: none ran.
+    """
+    changes = [{"weights": "fp32"}] * args.trl_fp32
+    changes += [{"generation": generation} for generation in args.trl_generation]
+    changes += [{"our_allocator": True}] * args.our_allocator
+    settings = [TRLSetting("bf16", batch) for batch in batches]
+    tried: dict[str, float | str] = {}
+    if len(settings) == 1 and not changes:
+        return settings[0], tried
     for setting in settings:
-        if setting.name not in tried:
-            print(f"trying {setting.name}", file=sys.stderr, flush=True)
-            try:
-                with contextlib.closing(harness.Arm(setting.name, trl_arm, work, setting)) as arm:
-                    arm.step()
-                    tried[setting.name] = min(arm.step()["step_s"] for _ in range(2))
-            except harness.ArmError as error:
-                tried[setting.name] = str(error).splitlines()[-1]
-            print(f"  {tried[setting.name]}", file=sys.stderr, flush=True)
-        if isinstance(seconds := tried[setting.name], float):
-            times[setting] = seconds
-    return min(times, key=times.__getitem__, default=None)
+        try_alone(setting, work, tried)
+    for change in changes:
+        settings.append(replace(fastest(settings, tried), **change))
+        try_alone(settings[-1], work, tried)
+    return fastest(settings, tried), tried
 
 
 def make_work(args: argparse.Namespace) -> Work:
@@ -338,73 +376,46 @@ def main() -> None:
     if not batches:
         sys.exit(f"error: none of --trl-batch {args.trl_batch} divides {work.answers} answers")
 
-    tried: dict[str, float | str] = {}
-    best = fastest([TRLSetting("bf16", batch) for batch in batches], work, tried)
-    if best is None:
-        sys.exit(f"error: TRL ran at none of its settings: {tried}")
-    batch = best.batch
-    if "batching" in args.trl_generation:
-        best = fastest([best, replace(best, generation="batching")], work, tried) or best
-    if "fp32" in args.trl_weights:
-        best = fastest([best, replace(best, weights="fp32")], work, tried) or best
-    if args.our_allocator:
-        fastest([best, replace(best, our_allocator=True)], work, tried)
-    settings = [best]
-    if "vllm" in args.trl_generation:
-        settings.append(TRLSetting("bf16", batch, "vllm"))
+    try:
+        best, tried = explore(work, batches, args)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
 
     with contextlib.ExitStack() as stack:
-        arms = {}
-        failed = {}
-        for name, function, *rest in (
-            (OURS, our_arm, work, args.ours), *((setting.name, trl_arm, work, setting) for setting in settings)
-        ):  # fmt: skip
-            try:
-                arm = stack.enter_context(contextlib.closing(harness.Arm(name, function, *rest)))
-                for _ in range(WARMUP):
-                    arm.step()
-            except harness.ArmError as error:
-                if name == OURS:
-                    raise
-                failed[name] = str(error).splitlines()[-1]
-                print(f"{name} is left out: {failed[name]}", file=sys.stderr, flush=True)
-            else:
-                arms[name] = arm
-        results = harness.rounds({name: arm.step for name, arm in arms.items()}, args.steps, warmup=0)
+        arms = {
+            OURS: stack.enter_context(contextlib.closing(harness.Arm(OURS, our_arm, work, args.ours))),
+            best.name: stack.enter_context(contextlib.closing(harness.Arm(best.name, trl_arm, work, best))),
+        }
+        results = harness.rounds({name: arm.step for name, arm in arms.items()}, args.steps, warmup=WARMUP_STEPS)
 
     summary = {name: harness.summarize(reports) | {"threads": arms[name].threads} for name, reports in results.items()}
     ours_s = summary[OURS]["median"]["step_s"]
-    ratios = {name: arm["median"]["step_s"] / ours_s for name, arm in summary.items() if name != OURS}
-    shipped_ratios = {s.name: ratios[s.name] for s in settings if s.name in ratios and not s.patched}
-    if not shipped_ratios:
-        sys.exit(f"error: no setting of TRL as it ships finished: {failed}")
-    best_name = min(shipped_ratios, key=shipped_ratios.__getitem__)
-    for name, ratio in ratios.items():
-        print(f"{name}: {summary[name]['median']['step_s']:.2f} s, {ratio:.2f} times ours ({ours_s:.2f} s)")
+    trl_s = summary[best.name]["median"]["step_s"]
+    ratio = trl_s / ours_s
+    print(f"{best.name}: {trl_s:.2f} s, {ratio:.2f} times ours ({ours_s:.2f} s)")
     ours = summary[OURS]["median"]
     limits = {name: value for name, value in ours.items() if name.startswith("limit_fraction")}
     print("of the machine's limit: " + "  ".join(f"{name} {value:.2f}" for name, value in limits.items()))
     speed_bar = LONG_PROMPT_SPEED_BAR if args.prompt else SPEED_BAR
-    bars = [harness.bar("times faster than TRL's best as it ships", ratios[best_name], at_least=speed_bar)]
+    bars = [harness.bar("times faster than TRL's best as it ships", ratio, at_least=speed_bar)]
     if not args.prompt:
         bars.append(harness.bar("limit_fraction of our step", limits["limit_fraction"], at_least=LIMIT_BAR))
     tokens = " to ".join(map(str, sorted({min(work.prompt_tokens), max(work.prompt_tokens)})))
     result = {
         "shows": "One GRPO step, from generation to new weights in the engine: "
         f"{len(work.prompts)} prompts of {tokens} tokens, {work.repeats} answers of {work.response} tokens to each.",
-        "peer": f"{best_name}, TRL {version('trl')}",
+        "peer": f"{best.name}, TRL {version('trl')}",
         "bars": bars,
         "limits": limits,
-        "ratios": ratios,
+        "ratios": {best.name: ratio},
         "arms": summary,
         "tried_alone_s": tried,
-        "failed": failed,
         "work": asdict(work) | {"model": args.model},
         "overrides_of_ours": args.ours,
         "machine": harness.machine(),
         **load,
     }
-    harness.finish(name_of(args.prompt), ratios[best_name], result, args.out)
+    harness.finish(name_of(args.prompt), ratio, result, args.out)
 
 
 def parse() -> argparse.Namespace:
@@ -421,11 +432,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--response", type=number, default=96, help="tokens of each answer")
     parser.add_argument("--prompt", type=number, default=None, help="lengthen prompts to so many tokens")
     parser.add_argument("--trl-batch", type=number, nargs="+", default=[8, 16, 32], help="answers a forward, to try")
-    parser.add_argument("--trl-weights", nargs="*", choices=("fp32",), default=["fp32"],
-                        help="weights to try beside bf16")  # fmt: skip
-    parser.add_argument("--trl-generation", nargs="*", choices=("batching", "vllm"), default=["batching", "vllm"],
+    parser.add_argument("--trl-fp32", action=argparse.BooleanOptionalAction, default=True,
+                        help="try fp32 weights beside bf16")  # fmt: skip
+    parser.add_argument("--trl-generation", nargs="*", choices=("batching", "vllm"), default=[],
                         help="ways to generate, to try beside `generate`")  # fmt: skip
-    parser.add_argument("--our-allocator", action="store_true", help="try TRL alone with our allocator setting too")
+    parser.add_argument("--our-allocator", action=argparse.BooleanOptionalAction, default=True,
+                        help="try TRL with our allocator setting too")  # fmt: skip
     parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="config overrides for our arm")
     args = parser.parse_args()
     if args.data is None:

@@ -70,8 +70,8 @@ def add(*fingerprints: int) -> int:
 def _multipliers(row: int, rows: int, column: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Multipliers of the rows, [rows] int64 and odd, and of the columns, [2, columns] fp64, odd and even.
 
-    Joined by an odd factor, a column's pair is odd again, hence invertible. In this layout a product with them takes a
-    quarter of the time on a CPU.
+    Joined by an odd factor, a column's pair is odd again, hence invertible. In this layout products with them are
+    faster on a CPU (docs/log.md).
     """
     b = _odd(column + (1 << 40), columns, device)
     return _odd(row, rows, device), torch.stack([b & 0xFFFFF, (b >> 32) & 0xFFFFE]).double()

@@ -241,17 +241,19 @@ def test_ctrl_c_once_finishes_the_step_checkpoints_and_says_how_to_go_on(tiny, t
 
 
 def test_ctrl_c_twice_stops_now(tiny, tmp_path, monkeypatch):
-    generate = TransformersEngine.generate
+    generate, goes_on_after_the_first = TransformersEngine.generate, []
 
     def interrupted(engine, *args, **kwargs):
         if any(row["step"] == 1 for row in read_metrics(tmp_path / "run")):
-            signal.raise_signal(signal.SIGINT)  # the step would go on to its end and a checkpoint
+            signal.raise_signal(signal.SIGINT)
+            goes_on_after_the_first.append(True)
             signal.raise_signal(signal.SIGINT)
         return generate(engine, *args, **kwargs)
 
     monkeypatch.setattr(TransformersEngine, "generate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run([*tiny, "train.checkpoint_frequency=0"], tmp_path / "run", monkeypatch)
+    assert goes_on_after_the_first == [True]
     assert read_metrics(tmp_path / "run")[-1]["step"] == 1 and not checkpoints(tmp_path / "run" / "checkpoints")
 
 

@@ -127,7 +127,7 @@ class Arrangement:
 
 
 def _even_slices(start: int, stop: int, most: int) -> list[slice]:
-    """The range cut into slices of at most ``most`` (1 at least), as even as can be: threads share even work better.
+    """The range cut into slices of at most ``most`` (1 at least), as even as can be.
 
     >>> _even_slices(0, 8, 5), _even_slices(3, 3, 5)
     ([slice(0, 4, None), slice(4, 8, None)], [])
@@ -289,7 +289,7 @@ def _scores(
     """Scores in fp32 at least, and the slope of the soft cap where there is one."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = q.new_empty((), dtype=dtype).expand(len(q), q.shape[1], k.shape[1])  # not read at beta=0
-    with _rounding_to(q.dtype):
+    with _inputs_may_be_rounded(q.dtype):
         scores = torch.baddbmm(scores, q.to(dtype), k.to(dtype).transpose(1, 2), beta=0, alpha=rules.scale)
     if rules.softcap is None:
         return scores, None
@@ -298,10 +298,11 @@ def _scores(
 
 
 @contextlib.contextmanager
-def _rounding_to(dtype: torch.dtype) -> Iterator[None]:
-    """PyTorch may round what goes into fp32 products to bf16, where it has come from there and loses nothing.
+def _inputs_may_be_rounded(dtype: torch.dtype) -> Iterator[None]:
+    """Lets PyTorch round what goes into fp32 products to bf16 where it was ``dtype`` bf16 before, and so loses nothing.
 
-    It then takes oneDNN for them instead of MKL: up to 1.6 times as fast, and as exact.
+    It then takes oneDNN for them instead of MKL, which is faster (docs/log.md) and as exact. The setting is the whole
+    process's: meanwhile no other thread may compute fp32 products of other numbers.
     """
     if dtype != torch.bfloat16:
         yield

@@ -58,6 +58,16 @@ def test_an_arm_that_fails_says_why(script):
         harness.Arm("broken", head.arm, "no such head", head.Shape(2, 2, 2, 1.0), False, "cpu")
 
 
+def test_an_arm_that_was_killed_between_its_steps_says_so(script):
+    harness, head = script("harness"), script("head")
+    arm = harness.Arm("killed", head.arm, head.OURS, head.Shape(2, 2, 2, 1.0), False, "cpu")
+    arm.step()
+    arm._process.kill()
+    arm._process.join()
+    with pytest.raises(harness.ArmError, match="killed ended with exit code -9"):
+        arm.step()
+
+
 def test_limits_say_whether_they_are_met(script):
     bar = script("harness").bar
     assert [bar("", 2.0, at_least=2)["met"], bar("", 1.9, at_least=2)["met"]] == [True, False]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -56,3 +58,26 @@ def test_blocks_of_a_long_sequence_see_all_that_came_before(monkeypatch):
         expected = scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), attn_mask=seen, scale=0.5)
         out = TwoPartAttention.apply(q, k, v, pack([group]).layout, Rules(0.5, window))
         torch.testing.assert_close(out, expected.transpose(0, 1), rtol=0, atol=1e-12)
+
+
+def exact_scores(q, k):
+    return 0.5 * q.double() @ k.double().transpose(1, 2)
+
+
+def test_scores_are_as_exact_as_fp32_whatever_the_inputs_come_from():
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(4, 64, 64, generator=generator) for _ in range(2))
+    for dtype in (torch.float32, torch.bfloat16):  # fp32 inputs rounded to bf16 would be off by 1e-2
+        scores, _ = two_part._scores(q.to(dtype), k.to(dtype), Rules(0.5))
+        torch.testing.assert_close(scores.double(), exact_scores(q.to(dtype), k.to(dtype)), rtol=0, atol=2e-5)
+
+
+def test_the_rounding_of_inputs_is_allowed_for_scores_alone():
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    with suppress(RuntimeError), two_part._inputs_may_be_rounded(torch.bfloat16):
+        assert settings.fp32_precision == "bf16"
+        raise RuntimeError
+    assert settings.fp32_precision == before != "bf16"
+    with two_part._inputs_may_be_rounded(torch.float32):
+        assert settings.fp32_precision == before
