@@ -24,7 +24,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "ragged": ("ragged.py",),
     "buffer": ("buffer.py",),
     "collector": ("collector.py",),
-    "step_vs_trl": ("step_vs_trl.py",),
+    "step_vs_trl": ("step_vs_trl.py", "--trl-batch", "16", "32"),
     "step_vs_trl_prompt512": (
         "step_vs_trl.py", "--prompt", "512", "--response", "128", "--prompts", "2",
         "--trl-batch", "16", "--no-trl-fp32", "--no-our-allocator",
