@@ -74,7 +74,7 @@ class Steps:
             return False
 
     def done(self, **report: float) -> None:
-        """Says that the step is over, and reports numbers; ``step_s`` takes the place of the time taken from outside."""
+        """Says that the step is over, and reports numbers; ``step_s`` replaces the time taken from outside."""
         self._pipe.send(("done", {**report, "peak_gib": _peak_gib()}))
 
 
@@ -221,9 +221,10 @@ def bar(what: str, figure: float, *, at_least: float | None = None, at_most: flo
 def finish(name: str, figure: float, result: dict, out: Path | None) -> None:
     """Writes ``result`` to ``out``, prints its bars, and the headline, ``name: figure``, as the last line."""
     if out is not None:
-        measured = datetime.now(UTC).date().isoformat()
+        facts = {"name": name, "figure": figure, "measured": datetime.now(UTC).date().isoformat()}
+        facts["arguments"] = sys.argv[1:]
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"name": name, "figure": figure, "measured": measured, "arguments": sys.argv[1:], **result}, indent=2) + "\n")
+        out.write_text(json.dumps(facts | result, indent=2) + "\n")
     for line in result.get("bars", []):
         limit = f"at least {line['at_least']:g}" if "at_least" in line else f"at most {line['at_most']:g}"
         print(f"{'reached' if line['met'] else 'MISSED '}  {line['what']}: {line['figure']:.3g} ({limit})")
