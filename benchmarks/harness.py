@@ -221,8 +221,8 @@ def bar(what: str, figure: float, *, at_least: float | None = None, at_most: flo
 def finish(name: str, figure: float, result: dict, out: Path | None) -> None:
     """Writes ``result`` to ``out``, prints its bars, and the headline, ``name: figure``, as the last line."""
     if out is not None:
-        facts = {"name": name, "figure": figure, "measured": datetime.now(UTC).date().isoformat()}
-        facts["arguments"] = sys.argv[1:]
+        measured = datetime.now(UTC).date().isoformat()
+        facts = {"name": name, "figure": figure, "measured": measured, "arguments": sys.argv[1:]}
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(facts | result, indent=2) + "\n")
     for line in result.get("bars", []):

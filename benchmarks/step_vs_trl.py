@@ -12,7 +12,7 @@ kind after the other: with bf16 weights the batch of a forward, then fp32 weight
 turns: more arms would not fit into 24 GiB. Where it does not fit beside ours, the next one does, and the figure is the
 smaller of the ratio in the rounds and the one by its time alone. All times are recorded.
 
-Two of TRL's settings are recorded beside it, and are not the headline's peer, as no user of TRL has them:
+Two of TRL's settings are recorded beside it, and are not the headline's peer, as TRL has no setting for them:
 - `--our-allocator`: in a process whose allocator is set up as ours is (`grpo_rl.allocator`).
 - `--trl-generation vllm` on CPU. As it ships that fails: vLLM's CPU layers repack their weights after loading and drop
   the parameters' loaders, so that `VLLMGeneration.sync_weights`, which calls `model.load_weights`, ends with
@@ -275,12 +275,12 @@ def try_alone(setting: TRLSetting, work: Work, tried: dict[str, float | str]) ->
     print(f"  {tried[setting.name]}", file=sys.stderr, flush=True)
 
 
-def fastest(settings: Sequence[TRLSetting], tried: Mapping[str, float | str]) -> TRLSetting:
-    """Of those that ran as TRL ships, the one with the shortest step.
+def by_speed(settings: Sequence[TRLSetting], tried: Mapping[str, float | str]) -> list[TRLSetting]:
+    """Those that ran as TRL ships, the one with the shortest step first.
 
     >>> settings = [TRLSetting("bf16", 8), TRLSetting("bf16", 16), TRLSetting("bf16", 16, our_allocator=True)]
-    >>> fastest(settings, dict(zip([s.name for s in settings], [60.0, "killed", 50.0]))).batch
-    8
+    >>> [s.batch for s in by_speed(settings, dict(zip([s.name for s in settings], [60.0, "killed", 50.0])))]
+    [8]
 
     Raises:
         ValueError: none ran.
@@ -288,7 +288,7 @@ def fastest(settings: Sequence[TRLSetting], tried: Mapping[str, float | str]) ->
     times = {s: seconds for s in settings if s.as_shipped and isinstance(seconds := tried.get(s.name), float)}
     if not times:
         raise ValueError(f"TRL ran at none of its settings: {dict(tried)}")
-    return min(times, key=times.__getitem__)
+    return sorted(times, key=times.__getitem__)
 
 
 def explore(work: Work, batches: Sequence[int], args: argparse.Namespace) -> tuple[list[TRLSetting], dict]:
@@ -307,11 +307,9 @@ def explore(work: Work, batches: Sequence[int], args: argparse.Namespace) -> tup
     for setting in settings:
         try_alone(setting, work, tried)
     for change in changes:
-        settings.append(replace(fastest(settings, tried), **change))
+        settings.append(replace(by_speed(settings, tried)[0], **change))
         try_alone(settings[-1], work, tried)
-    fastest(settings, tried)
-    ran = [s for s in settings if s.as_shipped and isinstance(tried[s.name], float)]
-    return sorted(ran, key=lambda setting: tried[setting.name]), tried
+    return by_speed(settings, tried), tried
 
 
 def make_work(args: argparse.Namespace) -> Work:

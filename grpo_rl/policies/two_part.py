@@ -299,7 +299,7 @@ def _scores(
 
 @contextlib.contextmanager
 def _inputs_may_be_rounded(dtype: torch.dtype) -> Iterator[None]:
-    """Lets PyTorch round what goes into fp32 products to bf16 where it was ``dtype`` bf16 before, and so loses nothing.
+    """Lets PyTorch round what goes into fp32 products to bf16, if it came from bf16 (``dtype``) and so loses nothing.
 
     It then takes oneDNN for them instead of MKL, which is faster (docs/log.md) and as exact. The setting is the whole
     process's: meanwhile no other thread may compute fp32 products of other numbers.
