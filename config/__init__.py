@@ -7,6 +7,7 @@ import errno
 import functools
 import gc
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -25,22 +26,28 @@ from grpo_rl.engines.base import Sampling
 from grpo_rl.optimizer import check_optimizer
 
 FOLDER = Path(__file__).resolve().parent
-GROUPS = ("loss", "experiment")
+GROUPS = ("env", "loss", "experiment")
 """Config groups: chosen by name (``loss=grpo``), not keys of their own."""
+FREE = ("env.rewards.", "env.reward.")
+"""Beginnings of keys whose names a task reads itself, and refuses itself; `env.reward` only where it may be a mapping."""
 
 
-def known_keys() -> set[str]:
-    """Every public key, dotted, as the default config and the default loss define them."""
-    base = OmegaConf.load(FOLDER / "grpo_gsm8k.yaml")
-    base = OmegaConf.merge(
-        {k: v for k, v in base.items() if k not in ("defaults", "hydra")},
-        {"loss": OmegaConf.load(FOLDER / "loss" / "grpo.yaml")},
-    )
-    return set(leaves(base))
+def known_keys(dataset: str | None = None) -> set[str]:
+    """Every public key, dotted, as the shared config, the default loss and the task's config define them.
+
+    Args:
+        dataset: the task; None: all tasks together.
+    """
+    base = OmegaConf.load(FOLDER / "grpo.yaml")
+    keys = set(leaves(OmegaConf.create({k: v for k, v in base.items() if k not in ("defaults", "hydra")})))
+    keys |= set(leaves(OmegaConf.create({"loss": OmegaConf.load(FOLDER / "loss" / "grpo.yaml")})))
+    for name in [dataset] if dataset else ENVS:
+        keys |= set(leaves(OmegaConf.create({"env": OmegaConf.load(FOLDER / "env" / f"{name}.yaml")})))
+    return keys
 
 
 def leaves(node: DictConfig, prefix: str = "") -> list[str]:
-    """Dotted names of a config's leaves; lists are leaves.
+    """Dotted names of a config's leaves; lists and empty mappings are leaves.
 
     >>> leaves(OmegaConf.create({"env": {"repeats": 8, "examples": []}}))
     ['env.repeats', 'env.examples']
@@ -48,15 +55,18 @@ def leaves(node: DictConfig, prefix: str = "") -> list[str]:
     names = []
     for key in node:
         value = node._get_node(key)
-        if isinstance(value, DictConfig) and not value._is_none():
+        if isinstance(value, DictConfig) and not value._is_none() and len(value):
             names += leaves(value, f"{prefix}{key}.")
         else:
             names.append(f"{prefix}{key}")
     return names
 
 
-def check_keys(names: Iterable[str]) -> None:
+def check_keys(names: Iterable[str], dataset: str | None = None) -> None:
     """Refuses keys that nothing reads.
+
+    Args:
+        dataset: the task; None: keys of any task will do.
 
     Raises:
         ValueError: names each unknown key and the nearest known one.
@@ -66,9 +76,10 @@ def check_keys(names: Iterable[str]) -> None:
     ...
     ValueError: unknown config key optimizer.lrr; did you mean optimizer.lr?
     """
-    known = known_keys()
+    known = known_keys(dataset)
     sections = {key.rsplit(".", i)[0] for key in known for i in range(1, key.count(".") + 1)}
-    unknown = [name for name in names if name not in known | sections]
+    free = tuple(prefix for prefix in FREE if prefix[:-1] in known)
+    unknown = [name for name in names if name not in known | sections and not name.startswith(free)]
     if unknown:
         raise ValueError("\n".join(f"unknown config key {name}{_nearest(name, known)}" for name in unknown))
 
@@ -82,8 +93,11 @@ def _nearest(name: str, known: set[str]) -> str:
     return f"; did you mean {' or '.join(best)}?" if best else "; `--cfg job` prints every key"
 
 
-def check_overrides(arguments: Sequence[str]) -> None:
+def check_overrides(arguments: Sequence[str], dataset: str | None = None) -> None:
     """Checks the command line's overrides by name, since Hydra's own message suggests no nearest key.
+
+    Args:
+        dataset: the task; None: keys of any task will do.
 
     Raises:
         ValueError: an unknown key.
@@ -99,7 +113,25 @@ def check_overrides(arguments: Sequence[str]) -> None:
         # A slash, or Hydra's own section, is a group: `hydra/launcher=...`.
         if "/" not in name and name.split(".")[0] != "hydra" and name not in GROUPS:
             names.append(name)
-    check_keys(names)
+    check_keys(names, dataset)
+
+
+def _dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
+    """The task that a command line chooses, by its overrides or its config; None where it can't be told from them.
+
+    >>> _dataset_of(["env=ifeval", "optimizer.lr=1"], "grpo_gsm8k"), _dataset_of([], "grpo_gsm8k")
+    ('ifeval', 'gsm8k')
+    >>> _dataset_of(["env=ifeval,gsm8k"], "grpo_gsm8k"), _dataset_of(["--config-name", "mine"], "grpo_gsm8k")
+    (None, None)
+    """
+    name = config_name.removeprefix("grpo_")
+    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if option in ("--config-name", "-cn"):
+            name = value.removeprefix("grpo_")
+    for word in arguments:
+        if word.startswith("env="):
+            name = word.removeprefix("env=")
+    return name if name in ENVS else None
 
 
 def check(cfg: DictConfig) -> None:
@@ -108,10 +140,13 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ValueError: what is wrong, with the numbers, and what to change.
     """
-    check_keys(leaves(cfg))
-    missing = sorted(known_keys() - set(leaves(cfg)))
+    _one_of(cfg, "env.dataset", tuple(ENVS))
+    check_keys(leaves(cfg), cfg.env.dataset)
+    missing = sorted(known_keys(cfg.env.dataset) - set(leaves(cfg)) - {prefix[:-1] for prefix in FREE})
     if missing:
         raise ValueError(f"the config lacks {', '.join(missing)}; build it on grpo_gsm8k by `defaults: [grpo_gsm8k]`")
+    if unset := sorted(OmegaConf.missing_keys(cfg)):
+        raise ValueError(f"{', '.join(unset)} must be set: {cfg.env.dataset} can't do without")
     for key in (
         "env.num_envs",
         "train.optim_batch_size",
@@ -166,7 +201,6 @@ def check(cfg: DictConfig) -> None:
             f"sampling.max_new_tokens={cfg.sampling.max_new_tokens}"
         )
     _one_of(cfg, "inference_model.engine", ("vllm", "transformers"))
-    _one_of(cfg, "env.dataset", tuple(ENVS))
     _one_of(cfg, "env.long_prompt", ("error", "skip"))
     _one_of(cfg, "train_model.dtype", ("bfloat16", "float32"))
     _one_of(cfg, "loss.aggregate", ("sequence_mean", "token_mean"))
@@ -223,8 +257,10 @@ def main(config_name: str) -> Callable:
                 give_back()
 
         def entry() -> None:
+            # A task brings its own keys: naming it chooses its config.
+            sys.argv[1:] = [re.sub(r"^\+{0,2}env\.dataset=", "env=", word) for word in sys.argv[1:]]
             try:
-                check_overrides(sys.argv[1:])
+                check_overrides(sys.argv[1:], _dataset_of(sys.argv[1:], config_name))
             except ValueError as error:
                 raise SystemExit(f"error: {error}") from None
             # Otherwise Hydra cuts every traceback short, the ones of bugs too.

@@ -1,23 +1,19 @@
-"""Task, strings in and numbers out; and LLMEnv, the TorchRL environment around it.
+"""LLMEnv: the TorchRL environment around a task.
 
 Dimension letters: B = num_envs * repeats answers, P prompt tokens, R response tokens.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from typing import cast
+from typing import Any
 
 import torch
 from jaxtyping import Int
-from jinja2 import TemplateError
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data import Bounded, Composite, NonTensor, StackedComposite, Unbounded
@@ -25,59 +21,17 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl import keys
+from grpo_rl.envs.chat import Dialog, encode_prompts, encode_reply
+from grpo_rl.envs.rewards.combined import token_counter, with_rewards
+from grpo_rl.envs.guard import Failure, ScoreError, ScoreGuard
+from grpo_rl.envs.task import RESERVED_PARTS, Messages, Reward, Task, Unjudgeable, plays_turns
 
-Messages = list[dict[str, str]]
-"""A conversation: dicts with ``role`` and ``content``, as chat templates take them."""
-
-RESERVED_PARTS = {"mean", "std", "zero_std_fraction", "reward", "mean_length", "truncated_fraction", "total"}
-"""Names under ``reward/`` and ``eval/`` that metrics have taken already."""
+__all__ = [
+    "Failure", "LLMEnv", "Messages", "Prompt", "Reward", "ScoreError", "ScoreGuard", "Task", "Unjudgeable",
+]  # fmt: skip
 
 _CHECK_BATCH = 1024
 _OBSERVATION = (keys.QUERY, keys.TOKENS_PROMPT, keys.GROUP_ID, keys.ROW)
-
-
-@dataclass(frozen=True)
-class Reward:
-    """What one answer is worth: named parts, already weighted, and their sum.
-
-    >>> Reward({"correctness": 2.0, "answer_format": 0.5}).total
-    2.5
-    """
-
-    parts: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        """Sum of the parts."""
-        return sum(self.parts.values())
-
-
-class Task(ABC):
-    """One dataset row's life: its prompt, and the reward of an answer to it. Pure Python, no tensors.
-
-    A wrong answer scores 0. A scorer that can't do its work raises: a bug must never look like a wrong answer.
-    """
-
-    rows: Sequence[dict]
-    """The dataset."""
-    reward_parts: tuple[str, ...]
-    """Names of the parts that every :meth:`score` returns."""
-
-    @abstractmethod
-    def prompt(self, row: dict) -> Messages:
-        """The conversation that the policy goes on with; its last message is what people read as the question."""
-
-    @abstractmethod
-    def score(self, row: dict, response: str) -> Reward:
-        """The reward of ``response``, with exactly the parts of ``reward_parts``."""
-
-    def reply(self, row: dict, messages: Messages) -> Messages | None:
-        """What the world says after the policy's last message; None ends the conversation, as single turns do."""
-        return None
-
-    def gold(self, row: dict) -> str | None:
-        """The right answer, for logs; None where the task has no single one."""
-        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,14 +44,11 @@ class Prompt:
     ids: Int[Tensor, " P"]
 
 
-class ScoreError(RuntimeError):
-    """A task's scorer failed; the message names the task and the row."""
-
-
 class LLMEnv(EnvBase):
     """A batch of ``num_envs`` prompts, each answered ``repeats`` times; the answers to one prompt are adjacent.
 
-    ``reset`` takes the next rows of the epoch's seeded shuffle, ``step`` scores the answers and ends the episode.
+    ``reset`` takes the next rows of the epoch's seeded shuffle, ``step`` scores the answers and ends the episode; where
+    the task replies, the prompt of the next step is the whole conversation, and the episode ends when all are over.
     A collector that needs no TensorDicts uses :meth:`next_prompts` and :meth:`score`, which both are built on.
     The data position is in ``state_dict()``, as JSON-able numbers: a restored environment asks the same next questions.
 
@@ -108,11 +59,14 @@ class LLMEnv(EnvBase):
         repeats: answers to each, the group size G.
         max_prompt_tokens: the longest prompt that leaves room for an answer; None does not check.
         long_prompt: what to do with longer ones: ``error``, or ``skip``, which counts them in :attr:`skipped`.
+        max_turns: answers of the policy in one conversation, where the task replies.
+        score_timeout_s: deadline of a scorer, and of a reply; see `grpo_rl.envs.guard`.
+        max_failed_fraction: of all answers, beyond which failing scorers stop the run.
+        rewards: added to the task's own, see `grpo_rl.envs.rewards`.
         seed: of the shuffles.
 
     Raises:
-        ValueError: there are no rows, or a group of one, which has no advantage; a limit or choice makes no sense;
-            the task has several turns.
+        ValueError: there are no rows, or a group of one, which has no advantage; a limit or choice makes no sense.
     """
 
     def __init__(
@@ -124,6 +78,10 @@ class LLMEnv(EnvBase):
         *,
         max_prompt_tokens: int | None = None,
         long_prompt: str = "error",
+        max_turns: int = 4,
+        score_timeout_s: float = 60.0,
+        max_failed_fraction: float = 0.1,
+        rewards: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
         if num_envs < 1:
@@ -145,12 +103,15 @@ class LLMEnv(EnvBase):
             raise ValueError(
                 f"{type(task).__name__} names reward parts {sorted(clash)}, which are metrics; rename them"
             )
-        if type(task).reply is not Task.reply:
-            raise ValueError(f"{type(task).__name__}.reply gives it several turns; this environment plays one turn")
+        if max_turns < 1:
+            raise ValueError(f"env.max_turns={max_turns}; the policy needs at least 1 turn")
+        task = with_rewards(task, rewards, token_counter(tokenizer))
         super().__init__(batch_size=[num_envs * repeats])
         self.task, self.tokenizer = task, tokenizer
         self.num_envs, self.repeats = num_envs, repeats
         self.max_prompt_tokens, self.long_prompt = max_prompt_tokens, long_prompt
+        self.max_turns = max_turns if plays_turns(task) else 1
+        self.guard = ScoreGuard(task, score_timeout_s, max_failed_fraction)
         self._too_long: set[int] = set()
         self._next_group_id = 0
         self._start_epoch(seed, 0)
@@ -173,38 +134,21 @@ class LLMEnv(EnvBase):
                     self._next_group_id += 1
         return prompts
 
-    def score(self, row: int, responses: Sequence[Tensor | Sequence[int]]) -> list[Reward]:
-        """The reward of each answer to one row.
+    def score(self, row: int, responses: Sequence[Tensor | Sequence[int]]) -> list[Reward | Failure]:
+        """The reward of each answer to one row, or why it has none.
 
         Args:
             row: index of the dataset row.
             responses: ids of each answer.
 
         Raises:
-            ScoreError: the task's scorer failed, or returned other parts than it promised or a part that is not finite.
+            ScoreError: too many answers failed (`grpo_rl.envs.guard`).
         """
-        return [self.score_text(self.task.rows[row], text, f"row {row}") for text in self._decode_all(responses)]
+        return self.guard.score(self.task.rows[row], self._decode_all(responses), f"row {row}")
 
-    def score_text(self, row: dict, text: str, where: str = "a held-out row") -> Reward:
-        """The reward of one answer to a row of any data, checked.
-
-        Raises:
-            ScoreError: see :meth:`score`; ``where`` says which row it was.
-        """
-        name = type(self.task).__name__
-        try:
-            reward = self.task.score(row, text)
-        except Exception as error:
-            raise ScoreError(
-                f"{name}.score failed on {where}: {type(error).__name__}: {error}; the answer was {text[:200]!r}"
-            ) from error
-        if set(reward.parts) != set(self.task.reward_parts) or not math.isfinite(reward.total):
-            raise ScoreError(
-                f"{name}.score returned {reward.parts} on {where}; "
-                f"it must be finite numbers under {list(self.task.reward_parts)}"
-            )
-        # A task may well return counts or truth values.
-        return Reward({part: float(value) for part, value in reward.parts.items()})
+    def score_text(self, row: dict, text: str, where: str = "a held-out row") -> Reward | Failure:
+        """The reward of one answer to a row of any data; see :meth:`score`."""
+        return self.guard.score(row, [text], where)[0]
 
     def check_prompts(self) -> None:
         """Tokenises every row, so that a prompt that is too long is found before a model is loaded.
@@ -225,11 +169,15 @@ class LLMEnv(EnvBase):
 
     def encode(self, row: dict) -> list[int]:
         """Ids of a row's prompt, whether the row is the environment's own or held out."""
-        return self._tokenize([self.task.prompt(row)])[0]
+        return encode_prompts(self.tokenizer, [self.task.prompt(row)])[0]
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
         """The text that is judged: without special tokens, otherwise exactly what was sampled."""
         return self._decode_all([ids])[0]
+
+    def encode_reply(self, reply: Messages) -> list[int]:
+        """Ids that go behind a sampled answer: the end of its turn, the reply, the beginning of the next turn."""
+        return encode_reply(self.tokenizer, reply)
 
     def query(self, row: int) -> str:
         """The question of a row, for people and logs."""
@@ -294,24 +242,8 @@ class LLMEnv(EnvBase):
         messages = [self.task.prompt(self.task.rows[row]) for row in rows]
         return [
             (row, message[-1]["content"], ids)
-            for row, message, ids in zip(rows, messages, self._tokenize(messages), strict=True)
+            for row, message, ids in zip(rows, messages, encode_prompts(self.tokenizer, messages), strict=True)
         ]
-
-    def _tokenize(self, messages: list[Messages]) -> list[list[int]]:
-        if not self.tokenizer.chat_template:
-            texts = ["".join(f"{turn['content']}\n\n" for turn in conversation) for conversation in messages]
-            return self.tokenizer(texts)["input_ids"]
-        try:
-            ids = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-            return cast("list[list[int]]", ids)
-        except TemplateError as error:
-            roles = sorted({turn["role"] for conversation in messages for turn in conversation})
-            raise ValueError(
-                f"the tokenizer's chat template refuses messages with the roles {roles}: {error}; "
-                "where it knows no system role, set env.system_prompt=null"
-            ) from error
 
     def _decode_all(self, responses: Sequence[Tensor | Sequence[int]]) -> list[str]:
         # Tensors go in as they are: of a list, transformers would look at the type of every token.
@@ -368,7 +300,10 @@ class LLMEnv(EnvBase):
         if tensordict is not None and (mask := tensordict.get("_reset", None)) is not None and not mask.all():
             raise ValueError("a part of the batch can't be reset alone: the answers of a group begin together")
         rows = []
+        self._dialogs: list[Dialog] = []
         for prompt in self.next_prompts():
+            messages = self.task.prompt(self.task.rows[prompt.row])
+            self._dialogs += [Dialog(list(messages)) for _ in range(self.repeats)]
             row = TensorDict(
                 {
                     keys.QUERY: NonTensorData(prompt.query),
@@ -383,19 +318,49 @@ class LLMEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         answers = list(tensordict.unbind(0))
-        rewards: list[Reward] = []
-        for row, group in groupby(answers, key=lambda answer: int(answer[keys.ROW])):
-            rewards += self.score(row, [answer[keys.TOKENS_RESPONSE] for answer in group])
-        done = torch.ones(1, dtype=torch.bool)
+        judged: list[Reward | Messages] = []
+        for start in range(0, len(answers), self.repeats):
+            judged += self._judge(start, answers[start : start + self.repeats])
         rows = []
-        for answer, reward in zip(answers, rewards, strict=True):
+        for answer, result in zip(answers, judged, strict=True):
             row = answer.select(*_OBSERVATION)
+            reward = result if isinstance(result, Reward) else self._no_reward
+            if not isinstance(result, Reward):
+                reply = torch.tensor(self.encode_reply(result), dtype=torch.long)
+                row[keys.TOKENS_PROMPT] = torch.cat([row[keys.TOKENS_PROMPT], answer[keys.TOKENS_RESPONSE], reply])
             row[keys.REWARD[-1]] = torch.tensor([reward.total])
             for name in self.task.reward_parts:
                 row[keys.REWARD_PARTS + (name,)] = torch.tensor([reward.parts[name]])
-            row["done"], row["terminated"] = done.clone(), done.clone()
+            row["done"], row["terminated"] = (torch.tensor([isinstance(result, Reward)]) for _ in range(2))
             rows.append(row)
         return lazy_stack(rows)
+
+    def _judge(self, first: int, answers: Sequence[TensorDictBase]) -> list[Reward | Messages]:
+        """Rewards of the answers to one prompt, or what the task replies where the conversation goes on."""
+        index = int(answers[0][keys.ROW])
+        row, texts = self.task.rows[index], self._decode_all([answer[keys.TOKENS_RESPONSE] for answer in answers])
+        # A conversation that is over waits for the others; it had its reward.
+        judged: list[Reward | Messages] = [self._no_reward] * len(answers)
+        ended = []
+        for k, (dialog, text) in enumerate(zip(self._dialogs[first : first + len(answers)], texts, strict=True)):
+            if dialog.over:
+                continue
+            dialog.say(text)
+            if (reply := dialog.reply(self.task, row, self.max_turns)) is not None:
+                judged[k] = reply
+            else:
+                ended.append(k)
+        messages = [self._dialogs[first + k].messages for k in ended]
+        for k, result in zip(ended, self.guard.score_dialogs(row, messages, f"row {index}"), strict=True):
+            if isinstance(result, Failure):
+                # A batch of TorchRL's has no place for an answer without a reward; the project's own collectors have.
+                raise ScoreError(result.message)
+            judged[k] = result
+        return judged
+
+    @property
+    def _no_reward(self) -> Reward:
+        return Reward(dict.fromkeys(self.task.reward_parts, 0.0))
 
     def _set_seed(self, seed: int | None) -> None:
         """Begins the first epoch of ``seed``; group ids go on, as they are unique in the run."""

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -133,9 +134,7 @@ class GSM8KEnv(LLMEnv):
         system_prompt: see :class:`GSM8K`.
         examples: see :class:`GSM8K`.
         reward: weights and patterns of :class:`GSM8K`, as in the config's ``env.reward``.
-        max_prompt_tokens: see :class:`LLMEnv`.
-        long_prompt: see :class:`LLMEnv`.
-        seed: see :class:`LLMEnv`.
+        settings: of :class:`LLMEnv`: ``max_prompt_tokens``, ``long_prompt``, ``seed`` and others.
     """
 
     def __init__(
@@ -149,19 +148,10 @@ class GSM8KEnv(LLMEnv):
         system_prompt: str | None = SYSTEM_PROMPT,
         examples: Sequence[Mapping[str, str]] = (),
         reward: Mapping | None = None,
-        max_prompt_tokens: int | None = None,
-        long_prompt: str = "error",
-        seed: int = 0,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            GSM8K(load_rows(path, split), system_prompt=system_prompt, examples=examples, **(reward or {})),
-            tokenizer,
-            num_envs,
-            repeats,
-            max_prompt_tokens=max_prompt_tokens,
-            long_prompt=long_prompt,
-            seed=seed,
-        )
+        task = GSM8K(load_rows(path, split), system_prompt=system_prompt, examples=examples, **(reward or {}))
+        super().__init__(task, tokenizer, num_envs, repeats, **settings)
 
 
 def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict]:

@@ -51,12 +51,9 @@ class GroupBuffer(ReplayBuffer):
     def batches(self, epochs: int = 1) -> Iterator[list[Group]]:
         """Batches of groups in random order, every group exactly ``epochs`` times.
 
-        Raises:
-            ValueError: the groups held do not divide into batches.
+        An epoch's last batch is smaller where the groups held do not divide: some were dropped as they were collected.
         """
-        if len(self) % self._batch_size:
-            raise ValueError(f"{len(self)} groups do not divide into batches of {self._batch_size}")
-        for _ in range(epochs * len(self) // self._batch_size):
+        for _ in range(epochs * -(-len(self) // self._batch_size)):
             yield self.sample()
 
     def drain(self) -> list[Group]:

@@ -8,18 +8,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_rl.devices import Devices, allocate
 from grpo_rl.engines.base import Engine, Sampling
 from grpo_rl.envs.base import LLMEnv
-from grpo_rl.envs.gsm8k import GSM8KEnv, load_rows
 from grpo_rl.optimizer import PolicyOptimizer
 from grpo_rl.policies.train import ReferencePolicy, TrainPolicy
 
-ENVS = {"gsm8k": GSM8KEnv}
-"""Environment of each ``env.dataset``."""
+ENVS = {
+    "gsm8k": ("gsm8k", "GSM8KEnv"),
+    "ifeval": ("ifeval", "IFEvalEnv"),
+    "math": ("math", "MathEnv"),
+    "countdown": ("countdown", "CountdownEnv"),
+    "calculator": ("calculator", "CalculatorEnv"),
+    "search_qa": ("search_qa", "SearchQAEnv"),
+    "prompt_response": ("prompt_response", "PromptResponseEnv"),
+}
+"""Module under grpo_rl.envs and class of each ``env.dataset``; a module is imported when it is asked for."""
+ROW_SETTINGS = ("held_out", "puzzles")
+"""What ``load_rows`` of some tasks takes beside path and split."""
+GENERATED = ("arithmetic",)
+"""Values of ``env.path`` that are no files, but have a split for training and one held out."""
 
 
 def make_tokenizer(model_folder: Path) -> PreTrainedTokenizerBase:
@@ -33,21 +44,23 @@ def make_env(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
     Raises:
         ValueError: the data can't be found or read, or a prompt is too long and ``env.long_prompt`` is ``error``.
     """
-    env = ENVS[cfg.env.dataset](
-        num_envs=cfg.env.num_envs,
-        repeats=cfg.env.repeats,
+    settings = OmegaConf.to_container(cfg.env, resolve=True)
+    for name in ("dataset", "eval_path"):
+        settings.pop(name)
+    env = _env_class(cfg)(
         tokenizer=tokenizer,
-        path=cfg.env.path,
         split="train",
-        system_prompt=cfg.env.system_prompt,
-        examples=list(cfg.env.examples),
-        reward=cfg.env.reward,
         max_prompt_tokens=cfg.inference_model.max_model_len - cfg.sampling.max_new_tokens,
-        long_prompt=cfg.env.long_prompt,
         seed=cfg.train.seed,
+        **settings,
     )
     env.check_prompts()
     return env
+
+
+def _env_class(cfg: DictConfig) -> type[LLMEnv]:
+    module, name = ENVS[cfg.env.dataset]
+    return getattr(importlib.import_module(f"grpo_rl.envs.{module}"), name)
 
 
 def eval_rows(cfg: DictConfig, env: LLMEnv) -> list[dict]:
@@ -60,18 +73,25 @@ def eval_rows(cfg: DictConfig, env: LLMEnv) -> list[dict]:
     wanted = cfg.evaluate.rows
     if not wanted:
         return []
-    if cfg.env.path and not cfg.env.eval_path:
-        raise ValueError(f"evaluate.rows={wanted} needs env.eval_path beside env.path={cfg.env.path}")
-    rows = load_rows(cfg.env.eval_path, "test")
+    path = cfg.env.eval_path
+    if path is None and cfg.env.path:
+        if not cfg.env.get("held_out") and cfg.env.path not in GENERATED:
+            raise ValueError(f"evaluate.rows={wanted} needs env.eval_path beside env.path={cfg.env.path}")
+        path = cfg.env.path  # which has a held-out part
+    module = importlib.import_module(f"grpo_rl.envs.{ENVS[cfg.env.dataset][0]}")
+    settings = {name: cfg.env[name] for name in ROW_SETTINGS if name in cfg.env}
+    puzzles = settings.pop("puzzles", {})
+    rows = module.load_rows(path, "test", **settings, **puzzles)
     if len(rows) < wanted:
         raise ValueError(f"evaluate.rows={wanted}, but the held-out data has {len(rows)} rows")
-    for i, row in enumerate(rows[:wanted]):
+    for i in range(wanted):
+        row = rows[i]
         if (tokens := len(env.encode(row))) > env.max_prompt_tokens:
             raise ValueError(
                 f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; raise "
                 "inference_model.max_model_len or lower evaluate.rows"
             )
-    return rows[:wanted]
+    return [rows[i] for i in range(wanted)]
 
 
 def make_engine(cfg: DictConfig, model_folder: Path, devices: Devices) -> Engine:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
-if TYPE_CHECKING:
-    from grpo_rl.engines.base import Engine, Sampling
-    from grpo_rl.envs.base import Reward
+from grpo_rl.collectors.dialogs import begin, judge, play
+from grpo_rl.engines.base import Engine, Sampling
+from grpo_rl.envs.base import LLMEnv, Reward
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Evaluation:
     """One answer to each held-out row, judged.
 
     Args:
-        rewards: total reward of each row.
+        rewards: total reward of each row; NaN where its scorer failed.
         parts: mean of each named part of the reward.
         completions: the answers as text.
         lengths: tokens of each answer.
@@ -36,8 +36,8 @@ class Evaluation:
 
     @property
     def reward(self) -> float:
-        """Mean reward over the rows."""
-        return float(np.mean(self.rewards))
+        """Mean reward over the rows that were judged."""
+        return float(np.nanmean(self.rewards))
 
     def metrics(self) -> dict[str, float]:
         """The evaluation as one line of metrics: ``eval/reward``, ``eval/<part>``, length and truncation."""
@@ -46,44 +46,41 @@ class Evaluation:
             **{f"eval/{name}": value for name, value in self.parts.items()},
             "eval/mean_length": float(np.mean(self.lengths)),
             "eval/truncated_fraction": float(np.mean(self.truncated)),
+            "eval/failed": float(np.isnan(self.rewards).sum()),
         }
 
 
-def evaluate(
-    engine: Engine,
-    rows: Iterable[dict[str, Any]],
-    encode: Callable[[dict[str, Any]], Sequence[int]],
-    decode: Callable[[Sequence[int]], str],
-    score: Callable[[dict[str, Any], str], Reward],
-    sampling: Sampling,
-) -> Evaluation:
+def evaluate(env: LLMEnv, engine: Engine, rows: Sequence[dict[str, Any]], sampling: Sampling) -> Evaluation:
     """Rewards of one answer to each row.
 
     With ``Sampling(temperature=0.0)`` answers are greedy, so that two evaluations differ by their weights alone and
     their rows pair up for :func:`paired_gain`.
 
     Args:
-        encode: a row -> the ids of its prompt.
-        decode: the ids of an answer -> the text that is judged.
-        score: a row and the answer's text -> its reward.
+        env: prompts, replies and scores; the rows need not be its own.
 
     Raises:
-        ValueError: there is no row.
+        ValueError: there is no row, or no answer could be judged.
     """
-    rows = list(rows)
     if not rows:
         raise ValueError("no row to evaluate; give a held-out file with rows (env.eval_path) or set evaluate.rows=0")
-    samples = engine.generate([list(encode(row)) for row in rows], n=1, sampling=sampling)
-    assert len(samples) == len(rows), (len(samples), len(rows))
-    answers = [sample.response_ids.tolist() for sample in samples]
-    completions = [decode(ids) for ids in answers]
-    scores = [score(row, text) for row, text in zip(rows, completions, strict=True)]
+    trajectories = [begin(env, row, f"held-out row {i}", env.encode(row)) for i, row in enumerate(rows)]
+    if env.max_turns > 1:
+        play(env, engine, sampling, trajectories)
+    else:
+        samples = engine.generate([trajectory.prompt_ids for trajectory in trajectories], 1, sampling)
+        for trajectory, sample in zip(trajectories, samples, strict=True):
+            trajectory.add_turn(sample, env.decode(sample.response_ids))
+    results = [judge(env, [trajectory])[0] for trajectory in trajectories]
+    judged = [result for result in results if isinstance(result, Reward)]
+    if not judged:
+        raise ValueError(f"none of the {len(rows)} held-out answers could be judged; the last: {results[-1]}")
     return Evaluation(
-        rewards=[float(reward.total) for reward in scores],
-        parts={name: float(np.mean([reward.parts[name] for reward in scores])) for name in scores[0].parts},
-        completions=completions,
-        lengths=[len(ids) for ids in answers],
-        truncated=[bool(sample.truncated[0]) for sample in samples],
+        rewards=[result.total if isinstance(result, Reward) else math.nan for result in results],
+        parts={name: float(np.mean([reward.parts[name] for reward in judged])) for name in judged[0].parts},
+        completions=[trajectory.dialog.text for trajectory in trajectories],
+        lengths=[sum(trajectory.trainable) for trajectory in trajectories],
+        truncated=[trajectory.truncated for trajectory in trajectories],
     )
 
 
@@ -110,10 +107,11 @@ def paired_gain(before: Sequence[float], after: Sequence[float], seed: int = 0) 
     Rows are resampled as pairs: some rows are hard before and after, and the spread between rows is not spread of the
     gain. The interval is BCa (bias-corrected and accelerated; Efron 1987, https://doi.org/10.2307/2289144), which
     allows for the skew of rewards that are mostly 0 or 1. Where BCa is undefined, the plain percentile interval takes
-    its place; where every row gained the same, resampling can show no spread, and the interval is that one point.
+    its place; where every row gained the same, resampling can show no spread, and the interval is that one point. Rows
+    that could not be judged before or after (NaN) are left out.
 
     Raises:
-        ValueError: the lengths differ, a reward is not finite, or there are fewer than two rows.
+        ValueError: the lengths differ, a reward is infinite, or there are fewer than two rows.
 
     >>> paired_gain([0.0, 1.0, 0.5], [0.5, 1.5, 1.0])
     Gain(mean=0.5, low=0.5, high=0.5)
@@ -122,9 +120,13 @@ def paired_gain(before: Sequence[float], after: Sequence[float], seed: int = 0) 
         raise ValueError(f"{len(before)} rewards before and {len(after)} after; a paired gain needs the same rows")
     if len(before) < 2:
         raise ValueError(f"{len(before)} row(s) give no interval; evaluate at least 2 (evaluate.rows)")
-    difference = np.asarray(after, dtype=float) - np.asarray(before, dtype=float)
-    if not np.isfinite(difference).all():
-        raise ValueError(f"{int((~np.isfinite(difference)).sum())} of {len(difference)} rewards are not finite")
+    pair = np.asarray([before, after], dtype=float)
+    if np.isinf(pair).any():
+        raise ValueError(f"{int(np.isinf(pair).sum())} of {pair.size} rewards are infinite")
+    difference = pair[1] - pair[0]
+    difference = difference[~np.isnan(difference)]
+    if len(difference) < 2:
+        raise ValueError(f"{len(difference)} row(s) were judged before and after; an interval needs at least 2")
     mean = float(difference.mean())
     if np.ptp(difference) == 0:
         return Gain(mean, mean, mean)

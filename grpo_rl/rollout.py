@@ -94,9 +94,41 @@ class Group:
         group.__dict__.update(self.__dict__, advantages=advantages)
         return group
 
+    def with_rewards(self, rewards: Float[Tensor, " G"], parts: dict[str, Tensor]) -> Group:
+        """The same group with its rewards and their named parts written."""
+        return replace(self, rewards=rewards, reward_parts=parts)
+
     def with_ref_log_probs(self, ref_log_probs: Float[Tensor, " R"]) -> Group:
         """The same group with the reference's log-probabilities written."""
         return replace(self, ref_log_probs=ref_log_probs)
+
+    def with_only(self, answers: Sequence[int]) -> Group:
+        """The same group without its other answers.
+
+        >>> from grpo_rl.testing import random_group
+        >>> group = random_group(lengths=[1, 3, 2]).with_only([0, 2])
+        >>> group.lengths.tolist(), len(group.log_probs)
+        ([1, 2], 3)
+        """
+        chosen = torch.tensor(answers, dtype=torch.long)
+        keep = torch.zeros(self.size, dtype=torch.bool).index_fill_(0, chosen, True)
+        tokens = keep.repeat_interleave(self.lengths)
+
+        def cut(x: Tensor | None, mask: Tensor) -> Tensor | None:
+            return None if x is None else x[mask]
+
+        return Group(
+            group_id=self.group_id,
+            row=self.row,
+            prompt_ids=self.prompt_ids,
+            **{name: getattr(self, name)[tokens] for name in ("response_ids", "log_probs", "versions", "trainable")},
+            offsets=torch.cat([self.offsets[:1], self.lengths[keep].cumsum(0)]),
+            rewards=self.rewards[keep],
+            reward_parts={name: part[keep] for name, part in self.reward_parts.items()},
+            truncated=cut(self.truncated, keep),
+            advantages=cut(self.advantages, keep),
+            ref_log_probs=cut(self.ref_log_probs, tokens),
+        )
 
     def to_tensordict(self) -> TensorDictBase:
         """G trajectories in TorchRL's ragged LLM layout (see `grpo_rl.keys`), one lazily stacked entry a response.

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from rich.panel import Panel
 from tensordict import TensorDictBase
@@ -251,6 +252,8 @@ class Run:
         )
         scored = groups_to_score(groups, micro_batching(self.cfg)["skip_zero_advantage"])
         metrics["train/skipped_groups"] = len(groups) - len(scored)
+        # Of the whole run so far: rare as they are, a step's own would hardly ever show.
+        metrics |= {f"failed/{kind}": count for kind, count in self.env.guard.failed.items()}
         if self._limit:
             metrics |= self._limit.metrics(groups, self._meter.phases_s, step_s)
         if self._eval_rows and self.cfg.evaluate.frequency and self.step % self.cfg.evaluate.frequency == 0:
@@ -309,8 +312,7 @@ class Run:
     def _evaluate(self) -> Evaluation:
         self.progress.phase("evaluating")
         sampling = Sampling(temperature=0.0, max_new_tokens=self.cfg.sampling.max_new_tokens)
-        env = self.env
-        evaluation = evaluate(self._engine, self._eval_rows, env.encode, env.decode, env.score_text, sampling)
+        evaluation = evaluate(self.env, self._engine, self._eval_rows, sampling)
         self._eval_after, self._evaluated_at = evaluation.rewards, self.step
         return evaluation
 
@@ -339,11 +341,11 @@ class Run:
             "checkpoint": str(self.checkpoint),
         }
         if self._eval_before:
-            summary["eval_before"] = sum(self._eval_before) / len(self._eval_before)
+            summary["eval_before"] = float(np.nanmean(self._eval_before))
         if self._eval_before and self._evaluated_at == self.step > 0:
             gain = paired_gain(self._eval_before, self._eval_after)
             summary |= {
-                "eval_after": sum(self._eval_after) / len(self._eval_after),
+                "eval_after": float(np.nanmean(self._eval_after)),
                 "eval_gain": gain.mean,
                 "eval_gain_ci95": gain.ci95,
             }

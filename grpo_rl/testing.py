@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +13,16 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from torch.overrides import TorchFunctionMode
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from torchrl.envs.utils import check_env_specs
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from grpo_rl.buffer import GroupBuffer
+from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.engines.base import Samples, Sampling
+from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.envs.base import LLMEnv, Reward, Task
+from grpo_rl.losses.grpo import LOSSES, GRPOLoss
+from grpo_rl.policies.train import TrainPolicy, scored_micro_batches
 from grpo_rl.rollout import Group
 
 
@@ -110,3 +120,99 @@ def to_fp64(model: PreTrainedModel) -> PreTrainedModel:
         if type(module).__name__.endswith(("RMSNorm", "RotaryEmbedding")):
             module.forward = unrounded(module.forward)
     return model
+
+
+ANSWERS = ("", "I don't know.", "The answer is 42.", "<answer>7</answer>", "\\boxed{1}", "é 🙂 \x00 </answer> <tool_call>{")
+"""What an untrained policy may say."""
+
+
+class _RecordingEngine(ScriptedEngine):
+    """Gives the answers in turn, each ended, and notes what it was asked."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], end: int) -> None:
+        turn = itertools.cycle(answers)
+        super().__init__(lambda prompt, g: [*next(turn), end])
+        self.seen: list[list[int]] = []
+
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
+        self.seen += [list(prompt) for prompt in prompts for _ in range(n)]
+        return super().generate(prompts, n, sampling)
+
+
+def check_task(task: Task, answers: Sequence[str] = ANSWERS, max_turns: int = 3) -> None:
+    """Checks that a task keeps what environments, collectors, buffers and losses count on.
+
+    It is played with a tiny random model and a scripted engine, on CPU, in seconds: specs, determinism under a seed,
+    whole groups, masks, ids that are never changed, and the way through the buffer to a gradient.
+
+    Args:
+        task: any, with at least two rows.
+        answers: what the policy says, one after the other; give some that earn something.
+        max_turns: of the policy, for tasks that reply.
+
+    Raises:
+        AssertionError: says which promise is broken.
+        ScoreError: a scorer failed.
+
+    >>> from grpo_rl.envs.gsm8k import GSM8K
+    >>> check_task(GSM8K([{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 3?", "answer": "#### 5"}]))
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(folder))
+        policy = TrainPolicy(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+    def make_env(seed: int = 0) -> LLMEnv:
+        return LLMEnv(task, tokenizer, 2, 4, max_turns=max_turns, max_failed_fraction=0.0, seed=seed)
+
+    assert len(task.rows) >= 2, f"{len(task.rows)} rows; check_task needs two to tell them apart"
+    check_env_specs(make_env())
+
+    first, again = make_env().next_prompts(), make_env().next_prompts()
+    assert [p.ids.tolist() for p in first] == [p.ids.tolist() for p in again], "prompt() gives other messages each time"
+    for row in (task.rows[0], task.rows[1]):
+        scores = [_scored(make_env(), row, text) for text in answers]
+        assert scores == [_scored(make_env(), row, text) for text in answers], "score() gives other rewards each time"
+        backwards = [_scored(make_env(), row, text) for text in reversed(answers)]
+        assert scores == backwards[::-1], "a score depends on what was scored before"
+
+    ids = [tokenizer(text)["input_ids"] for text in answers]
+    engine = _RecordingEngine(ids, tokenizer.eos_token_id)
+    env = make_env()
+    groups = SyncCollector(env, engine, Sampling(max_new_tokens=512), total_dialog_turns=8).collect()
+    assert [group.size for group in groups] == [4, 4], "a group is not whole"
+    assert groups[0].group_id != groups[1].group_id
+    said = {tuple([*answer, tokenizer.eos_token_id]) for answer in ids}
+    seen = {tuple(prompt) for prompt in engine.seen}
+    for group in groups:
+        for g, response in enumerate(group.responses):
+            trainable = group.trainable[group.offsets[g] : group.offsets[g + 1]].tolist()
+            for chosen, run in itertools.groupby(range(len(response)), key=trainable.__getitem__):
+                places = list(run)
+                if chosen:
+                    assert tuple(response[places].tolist()) in said, "trainable tokens are not a whole answer"
+                    before = tuple([*group.prompt_ids.tolist(), *response[: places[0]].tolist()])
+                    assert before in seen, "the engine saw other ids than those that are trained on"
+    _check_way_to_the_gradient(policy, groups)
+
+
+def _scored(env: LLMEnv, row: dict, text: str) -> Reward:
+    messages = [*env.task.prompt(row), {"role": "assistant", "content": text}]
+    reward = env.guard.score_dialogs(row, [messages], "a row")[0]
+    assert isinstance(reward, Reward), reward
+    return reward
+
+
+def _check_way_to_the_gradient(policy: TrainPolicy, groups: Sequence[Group]) -> None:
+    back = [Group.from_tensordict(group.to_tensordict()) for group in groups]
+    for group, same in zip(groups, back, strict=True):
+        assert torch.equal(group.response_ids, same.response_ids) and torch.equal(group.trainable, same.trainable)
+        assert torch.equal(group.rewards, same.rewards)
+    buffer = GroupBuffer(len(groups), len(groups))
+    buffer.extend(groups)
+    loss = GRPOLoss()
+    for batch in buffer.batches():
+        for tokens in scored_micro_batches(policy, batch, 4096):
+            losses = loss(tokens)
+            torch.stack([losses[name] for name in LOSSES]).sum().backward()
+    gradients = [parameter.grad for parameter in policy.model.parameters() if parameter.grad is not None]
+    assert gradients and all(gradient.isfinite().all() for gradient in gradients), "the gradient is not finite"

@@ -3,71 +3,126 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 
 from grpo_rl import keys
+from grpo_rl.collectors.dialogs import begin, group_of_trajectories, judge, play
 from grpo_rl.engines.base import Engine, Samples, Sampling
-from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward
 from grpo_rl.rollout import Group
 
 
 class SyncCollector:
-    """Iterates collections: each a list of complete groups, one for each of the environment's ``num_envs`` prompts.
+    """Iterates collections: each a list of groups, one for each of the environment's ``num_envs`` prompts.
+
+    An answer whose scorer failed is left out of its group, and a group of fewer than two answers out of the collection:
+    nothing could be compared. Both are counted.
 
     Args:
         env: gives prompts and scores answers; ``env.repeats`` is the group size.
         engine: samples.
-        sampling: how.
+        sampling: how; of each turn, where the task replies.
         total_dialog_turns: answers to sample in all, over all runs of a resumed training.
         collected: answers sampled before, when a run is resumed.
     """
 
     def __init__(
-        self, env: LLMEnv, engine: Engine, sampling: Sampling, total_dialog_turns: int, collected: int = 0
+        self,
+        env: LLMEnv,
+        engine: Engine,
+        sampling: Sampling,
+        total_dialog_turns: int,
+        collected: int = 0,
     ) -> None:
         self._env, self._engine, self._sampling = env, engine, sampling
         self._total = total_dialog_turns
         self.collected = collected
         self.sample_s = 0.0
         """Seconds that the engine took for the last collection."""
+        self.dropped_groups = 0
+        """Groups left out so far."""
 
     def __iter__(self) -> Iterator[list[Group]]:
         while self.collected < self._total:
             yield self.collect()
 
     def collect(self) -> list[Group]:
-        """One group for each of the next ``num_envs`` prompts."""
-        prompts = self._env.next_prompts()
+        """A group for each of the next ``num_envs`` prompts, or of the ones after them where none is left of those."""
+        groups: list[Group] = []
+        while not groups:
+            prompts = self._env.next_prompts()
+            played = self._play(prompts) if self._env.max_turns > 1 else self._answer(prompts)
+            groups = [group for judged in played if (group := rewarded(*judged))]
+            self.collected += len(prompts) * self._env.repeats
+            self.dropped_groups += len(prompts) - len(groups)
+        return groups
+
+    def _answer(self, prompts: Sequence[Prompt]) -> list[tuple[Group, list[Reward | Failure]]]:
+        """A group of one turn for each prompt, and its rewards beside it."""
         start = time.perf_counter()
         samples = self._engine.generate([p.ids.tolist() for p in prompts], self._env.repeats, self._sampling)
         self.sample_s = time.perf_counter() - start
-        groups = []
-        for prompt, sample in zip(prompts, samples, strict=True):
-            rewards = self._env.score(prompt.row, sample.responses)
-            groups.append(
-                Group(
-                    group_id=prompt.group_id,
-                    row=prompt.row,
-                    prompt_ids=prompt.ids,
-                    response_ids=sample.response_ids,
-                    log_probs=sample.log_probs,
-                    versions=torch.full_like(sample.response_ids, sample.version),
-                    trainable=torch.ones_like(sample.response_ids, dtype=torch.bool),
-                    offsets=sample.offsets,
-                    rewards=torch.tensor([reward.total for reward in rewards], dtype=torch.float32),
-                    reward_parts={
-                        name: torch.tensor([reward.parts[name] for reward in rewards], dtype=torch.float32)
-                        for name in self._env.task.reward_parts
-                    },
-                    truncated=sample.truncated,
-                )
-            )
-        self.collected += len(prompts) * self._env.repeats
-        return groups
+        return [
+            (group_of_samples(prompt, sample), self._env.score(prompt.row, sample.responses))
+            for prompt, sample in zip(prompts, samples, strict=True)
+        ]
+
+    def _play(self, prompts: Sequence[Prompt]) -> list[tuple[Group, list[Reward | Failure]]]:
+        """A group of conversations about each prompt, and their rewards beside it."""
+        start = time.perf_counter()
+        played = [
+            [begin(self._env, self._env.task.rows[p.row], f"row {p.row}", p.ids.tolist()) for _ in range(self._env.repeats)]
+            for p in prompts
+        ]
+        play(self._env, self._engine, self._sampling, [trajectory for group in played for trajectory in group])
+        self.sample_s = time.perf_counter() - start
+        return [
+            (group_of_trajectories(prompt, group), judge(self._env, group))
+            for prompt, group in zip(prompts, played, strict=True)
+        ]
+
+
+def group_of_samples(prompt: Prompt, samples: Samples) -> Group:
+    """The answers to one prompt as a group, not yet rewarded."""
+    return Group(
+        group_id=prompt.group_id,
+        row=prompt.row,
+        prompt_ids=prompt.ids,
+        response_ids=samples.response_ids,
+        log_probs=samples.log_probs,
+        versions=torch.full_like(samples.response_ids, samples.version),
+        trainable=torch.ones_like(samples.response_ids, dtype=torch.bool),
+        offsets=samples.offsets,
+        rewards=torch.zeros(len(samples.offsets) - 1),
+        truncated=samples.truncated,
+    )
+
+
+def rewarded(group: Group, results: Sequence[Reward | Failure]) -> Group | None:
+    """The group with its rewards, without the answers that have none; None where fewer than two are left.
+
+    >>> from grpo_rl.testing import random_group
+    >>> right, wrong = Reward({"right": 1.0}), Reward({"right": 0.0})
+    >>> group = rewarded(random_group(lengths=[1, 2, 3]), [right, Failure("timeout", "…"), wrong])
+    >>> group.lengths.tolist(), group.rewards.tolist()
+    ([1, 3], [1.0, 0.0])
+    """
+    rewards = [result for result in results if isinstance(result, Reward)]
+    if len(rewards) < 2:
+        return None
+    if len(rewards) < group.size:
+        group = group.with_only([g for g, result in enumerate(results) if isinstance(result, Reward)])
+    return group.with_rewards(
+        torch.tensor([reward.total for reward in rewards], dtype=torch.float32),
+        {
+            name: torch.tensor([reward.parts[name] for reward in rewards], dtype=torch.float32)
+            for name in rewards[0].parts
+        },
+    )
 
 
 class EnginePolicy(TensorDictModuleBase):

@@ -5,7 +5,7 @@ Letters: G answers to one prompt, R response tokens of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -99,12 +99,34 @@ class Engine(Protocol):
     dtype: torch.dtype
     """Of the weights it holds; what is sent is rounded to it."""
 
+    max_model_len: int
+    """Prompt and answer, in tokens."""
+
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
         """``n`` answers to each prompt, in the prompts' order.
 
         Raises:
             ValueError: a prompt is empty or leaves no room for an answer, or several greedy answers are asked for.
         """
+        ...
+
+    def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Takes in one prompt, to be answered once, under a number that :meth:`step` gives back.
+
+        Raises:
+            ValueError: as :meth:`generate`.
+        """
+        ...
+
+    def step(self) -> list[tuple[int, Samples]]:
+        """Goes on with all prompts taken in, and returns those that are answered now, each a group of one.
+
+        An engine with continuous batching goes on by a token; another answers all of them.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Forgets the prompts that were taken in and not answered."""
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -130,6 +152,34 @@ class Engine(Protocol):
     def close(self) -> None:
         """Frees everything; the engine is of no use after it."""
         ...
+
+
+class StepByGenerate:
+    """:meth:`Engine.submit` and :meth:`Engine.step` of an engine that can only answer whole batches."""
+
+    generate: Callable[..., list[Samples]]
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, tuple[Sequence[int], Sampling]] = {}
+
+    def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """See :meth:`Engine.submit`."""
+        self._waiting[request] = (prompt, sampling)
+
+    def step(self) -> list[tuple[int, Samples]]:
+        """See :meth:`Engine.step`."""
+        answered: list[tuple[int, Samples]] = []
+        while self._waiting:
+            # One call takes one way of sampling: those that share the first one's.
+            sampling = next(iter(self._waiting.values()))[1]
+            batch = [request for request, (_, s) in self._waiting.items() if s == sampling]
+            prompts = [self._waiting.pop(request)[0] for request in batch]
+            answered += zip(batch, self.generate(prompts, 1, sampling), strict=True)
+        return answered
+
+    def abort(self) -> None:
+        """See :meth:`Engine.abort`."""
+        self._waiting.clear()
 
 
 def check_request(prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, max_model_len: int) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from grpo_rl.engines.base import Samples, Sampling
+from grpo_rl.engines.base import Samples, Sampling, StepByGenerate
 from grpo_rl.fingerprint import fingerprint
 
 
-class ScriptedEngine:
+class ScriptedEngine(StepByGenerate):
     """Answers with what ``script(prompt_ids, g)`` returns, log-probability 0 each; holds weights like a real engine.
 
     >>> engine = ScriptedEngine(lambda prompt, g: [g] * g)
@@ -19,8 +19,9 @@ class ScriptedEngine:
     [0, 0, 1, 3]
     """
 
-    def __init__(self, script: Callable[[Sequence[int], int], Sequence[int]]) -> None:
-        self.version = 0
+    def __init__(self, script: Callable[[Sequence[int], int], Sequence[int]], max_model_len: int = 1 << 20) -> None:
+        super().__init__()
+        self.version, self.max_model_len = 0, max_model_len
         self.dtype = torch.bfloat16
         self.weights: dict[str, Tensor] = {}
         self._script = script

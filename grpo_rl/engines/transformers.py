@@ -19,11 +19,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from grpo_rl.engines.base import Samples, Sampling, check_request
+from grpo_rl.engines.base import Samples, Sampling, StepByGenerate, check_request
 from grpo_rl.fingerprint import fingerprint
 
 
-class TransformersEngine:
+class TransformersEngine(StepByGenerate):
     """A copy of the model that answers by ``model.generate``.
 
     Args:
@@ -42,6 +42,7 @@ class TransformersEngine:
         device: torch.device | str = "cpu",
         max_batch: int = 64,
     ) -> None:
+        super().__init__()
         self.version = 0
         self.max_model_len = max_model_len
         self.dtype = getattr(torch, dtype)

@@ -30,12 +30,13 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 # vLLM's own use of torch, nothing a user could change.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.logprobs import FlatLogprobs
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+from vllm.sampling_params import RequestOutputKind
 
 from grpo_rl.engines.vllm_cpu import cpu_settings
 
@@ -96,32 +97,42 @@ class VLLMEngine:
         # takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.
         gc.unfreeze()
         self._can_free = on_gpu
+        self._requests: dict[str, int] = {}
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
         """See :meth:`grpo_rl.engines.base.Engine.generate`."""
         assert not self._asleep, "wake() the engine before it generates"
         check_request(prompts, n, sampling, self.max_model_len)
-        params = SamplingParams(
-            n=n,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_new_tokens,
-            min_tokens=sampling.min_new_tokens,
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            detokenize=False,
-        )
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self._llm.generate(requests, params, use_tqdm=False)
-        return [
-            Samples.from_lists(
-                [answer.token_ids for answer in output.outputs],
-                [cast(FlatLogprobs, answer.logprobs).logprobs for answer in output.outputs],
-                [answer.finish_reason == "length" for answer in output.outputs],
-                self.version,
-            )
-            for output in outputs
-        ]
+        outputs = self._llm.generate(requests, _parameters(n, sampling), use_tqdm=False)
+        return [self._samples(output) for output in outputs]
+
+    def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """See :meth:`grpo_rl.engines.base.Engine.submit`."""
+        assert not self._asleep, "wake() the engine before it generates"
+        check_request([prompt], 1, sampling, self.max_model_len)
+        parameters = _parameters(1, sampling)
+        self._requests[str(request)] = request
+        self._llm.llm_engine.add_request(str(request), {"prompt_token_ids": list(prompt)}, parameters)
+
+    def step(self) -> list[tuple[int, Samples]]:
+        """See :meth:`grpo_rl.engines.base.Engine.step`."""
+        outputs = self._llm.llm_engine.step() if self._requests else []
+        return [(self._requests.pop(out.request_id), self._samples(out)) for out in outputs if out.finished]
+
+    def abort(self) -> None:
+        """See :meth:`grpo_rl.engines.base.Engine.abort`."""
+        if self._requests:
+            self._llm.llm_engine.abort_request(list(self._requests))
+            self._requests.clear()
+
+    def _samples(self, output: RequestOutput) -> Samples:
+        return Samples.from_lists(
+            [answer.token_ids for answer in output.outputs],
+            [cast(FlatLogprobs, answer.logprobs).logprobs for answer in output.outputs],
+            [answer.finish_reason == "length" for answer in output.outputs],
+            self.version,
+        )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.update_weights`."""
@@ -157,6 +168,20 @@ class VLLMEngine:
         cleanup_dist_env_and_memory()
         LAYERWISE_INFO.clear()  # vLLM's notes on reloaded layers, which refer back to the layers
         gc.collect()
+
+
+def _parameters(n: int, sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        n=n,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_new_tokens,
+        min_tokens=sampling.min_new_tokens,
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 class WeightReceiver:

@@ -1,0 +1,159 @@
+"""The value of an arithmetic expression that a model wrote: exact, bounded in time and length, never run as code."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from simpleeval import InvalidExpression, SimpleEval
+
+MAX_EXPRESSION_CHARS = 200
+MAX_DIGITS = 30
+"""Before the point of a result."""
+DECIMALS = 10
+"""Behind it."""
+MAX_BITS = 1024
+"""Of each numerator and denominator on the way."""
+
+_SIGNS = frozenset("0123456789.eE+-*/() ")
+_SPELLINGS = str.maketrans(
+    {"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "**", "[": "(", "]": ")", "$": "", "€": "", "£": ""}
+)
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_TIMES = re.compile(r"(?<=[\d)]) ?[xX] ?(?=[\d(.])")
+_LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
+_OPERATION = re.compile(r"[\d.)] *[-+*/]")
+
+
+def calculate(expression: str) -> str:
+    """The value of an arithmetic expression, or what is wrong with it, from ``Error: `` on; no text makes it raise.
+
+    Numbers, ``+ - * / // **`` and brackets, in exact fractions; shown with up to ten decimals. ``×``, ``^``, ``3 x 4``,
+    ``1,234``, ``$5`` and a closing ``=`` are understood. Time and length are bounded, whatever the expression.
+
+    >>> calculate("0.1 + 0.2"), calculate("(1,200 - 16) / 7"), calculate("9**3999999")
+    ('0.3', '169.1428571429', 'Error: the numbers get too large')
+    >>> calculate("sqrt(16)")
+    "Error: can't read 's'; use numbers, + - * / ** and brackets, such as 3*(4+5)"
+    """
+    try:
+        value = _value(_normalised(expression))
+        if abs(value) >= 10**MAX_DIGITS:
+            raise OverflowError
+        return _shown(value)
+    except ZeroDivisionError:
+        return "Error: division by zero"
+    except OverflowError:
+        return "Error: the numbers get too large"
+    except _Unreadable as error:
+        return f"Error: {error}; use numbers, + - * / ** and brackets, such as 3*(4+5)"
+
+
+def has_operation(expression: str) -> bool:
+    """Whether there is something to calculate.
+
+    >>> has_operation("6*12"), has_operation("-72"), has_operation("six times twelve")
+    (True, False, False)
+    """
+    try:
+        return _OPERATION.search(_normalised(expression)) is not None
+    except _Unreadable:
+        return False
+
+
+class _Unreadable(Exception):
+    """What is wrong with an expression, in words for the model."""
+
+
+def _normalised(expression: str) -> str:
+    """The expression in Python's spelling, of harmless signs only."""
+    if len(expression) > MAX_EXPRESSION_CHARS:
+        raise _Unreadable(f"the expression has {len(expression)} characters, at most {MAX_EXPRESSION_CHARS}")
+    text = " ".join(expression.translate(_SPELLINGS).split()).rstrip(" =")
+    text = _LEADING_ZEROS.sub("", _TIMES.sub("*", _THOUSANDS.sub("", text)))
+    if not text:
+        raise _Unreadable("the expression is empty")
+    if "%" in text:
+        raise _Unreadable("there is no %, write 20/100 for 20%")
+    if unknown := next((sign for sign in text if sign not in _SIGNS), None):
+        raise _Unreadable(f"can't read {unknown!r}")
+    return text
+
+
+def _value(text: str) -> Fraction:
+    try:
+        # A new one each time: it keeps the expression, and other threads calculate too.
+        return _Evaluator().eval(text)
+    except (InvalidExpression, SyntaxError, ValueError, RecursionError, MemoryError):
+        raise _Unreadable("that is no arithmetic expression") from None
+
+
+def _shown(value: Fraction) -> str:
+    if value.denominator == 1:
+        return str(value.numerator)
+    if abs(value) < Fraction(1, 10**6):
+        return f"{float(value):.{DECIMALS}g}"
+    whole, part = divmod(round(abs(value) * 10**DECIMALS), 10**DECIMALS)
+    return f"{'-' if value < 0 else ''}{whole}.{part:0{DECIMALS}d}".rstrip("0").rstrip(".")
+
+
+def _bounded(operation: Callable[..., Fraction | int]) -> Callable[..., Fraction]:
+    """The operation, refusing results that would make the next one slow."""
+
+    def bounded(*numbers: Fraction) -> Fraction:
+        result = Fraction(operation(*numbers))
+        if max(result.numerator.bit_length(), result.denominator.bit_length()) > MAX_BITS:
+            raise OverflowError
+        return result
+
+    return bounded
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator == 1:
+        # Before computing. simpleeval's own bound, an exponent of 4,000,000, lets one power take over a second.
+        if abs(exponent) * max(base.numerator.bit_length(), base.denominator.bit_length()) > MAX_BITS:
+            raise OverflowError
+        return base**exponent.numerator
+    if base < 0:
+        raise _Unreadable("a negative number has no such power")
+    return _exact(float(base) ** float(exponent))
+
+
+def _exact(number: float) -> Fraction:
+    if math.isinf(number):
+        raise OverflowError
+    # By its decimals: 0.1 is a tenth, not the float nearest to it.
+    return Fraction(repr(number))
+
+
+def _constant(node: ast.Constant) -> Fraction:
+    if type(node.value) not in (int, float):
+        raise _Unreadable("that is no arithmetic expression")
+    return _NUMBERS[type(node.value)](node.value)
+
+
+_NUMBERS = {int: _bounded(Fraction), float: _bounded(_exact)}
+_OPERATORS = {
+    ast.Add: _bounded(operator.add),
+    ast.Sub: _bounded(operator.sub),
+    ast.Mult: _bounded(operator.mul),
+    ast.Div: _bounded(operator.truediv),
+    ast.FloorDiv: _bounded(operator.floordiv),
+    ast.Pow: _bounded(_power),
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+
+class _Evaluator(SimpleEval):
+    """Without names, functions, attributes and texts: simpleeval refuses every kind of node that it has no entry for."""
+
+    def __init__(self) -> None:
+        super().__init__(operators=_OPERATORS, functions={}, names={})
+        self.nodes = {kind: self.nodes[kind] for kind in (ast.Expr, ast.BinOp, ast.UnaryOp)}
+        self.nodes[ast.Constant] = _constant

@@ -1,0 +1,61 @@
+"""The boxed answer in a text, and whether it equals another, by math-verify. Without torch: worker processes load it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+from math_verify import LatexExtractionConfig, parse, verify
+
+# It logs every answer that it can't compare, with a traceback: to a policy's samples that is the ordinary case.
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+
+# No ExprExtractionConfig: it hands text to sympy's parse_expr, which evaluates it.
+_TARGETS = (LatexExtractionConfig(boxed_match_priority=0),)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last ``\boxed{…}`` or ``\fbox{…}`` of ``text`` holds; None if there is none, or the last isn't closed.
+
+    A box in a box is the later one. Takes time linear in the text, whatever the text.
+
+    >>> last_boxed(r"Not \boxed{7}, but $\boxed{\frac{1}{2}}$.")
+    '\\frac{1}{2}'
+    """
+    last = None
+    for last in _BOX.finditer(text):  # noqa: B007 - the last match is what is wanted
+        pass
+    if last is None:
+        return None
+    depth = 1
+    for brace in _BRACE.finditer(text, last.end()):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if not depth:
+            return text[last.end() : brace.start()].strip()
+    return None
+
+
+def equal(gold: str, answer: str | None) -> bool | None:
+    r"""Whether the answer equals the gold answer, both as LaTeX without their box; None if the gold can't be parsed.
+
+    Has no deadline: sympy may take for ever.
+
+    >>> equal(r"\frac{1}{2}", "0.5"), equal(r"\frac{1}{2}", "0.4"), equal("", "0.5")
+    (True, False, None)
+    """
+    golds = _parsed(gold)
+    if not golds:
+        return None
+    return answer is not None and verify(golds, _parsed(answer), timeout_seconds=None)
+
+
+# The answers to one problem come together, and each needs the gold.
+@lru_cache(maxsize=256)
+def _parsed(latex: str) -> list[Any]:
+    """Its readings: a sympy expression where it is one, and always the text; none if nothing is left of it."""
+    # The first match is all of it: any match would read `\frac{1}{2}` out of an answer that makes no sense.
+    return parse(rf"\boxed{{{latex}}}", _TARGETS, extraction_mode="first_match", parsing_timeout=None)

@@ -1,0 +1,98 @@
+"""Conversations, and their ids: a prompt from its beginning, and a reply behind what was sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from grpo_rl.envs.task import Messages, Task
+
+
+@dataclass(eq=False)
+class Dialog:
+    """One conversation as it grows.
+
+    Args:
+        messages: the prompt's, then the policy's and the task's.
+        turns: of the policy.
+        over: nothing follows.
+    """
+
+    messages: Messages
+    turns: int = 0
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        self._prompt_messages = len(self.messages)
+
+    @property
+    def text(self) -> str:
+        """What was said after the prompt: the policy's turns, and the replies between them."""
+        return "\n\n".join(message["content"] for message in self.messages[self._prompt_messages :])
+
+    def say(self, text: str) -> None:
+        """Appends a turn of the policy."""
+        self.messages.append({"role": "assistant", "content": text})
+        self.turns += 1
+
+    def reply(self, task: Task, row: dict, max_turns: int) -> Messages | None:
+        """What the task replies, appended; None where the conversation is over."""
+        reply = task.reply(row, list(self.messages)) if self.turns < max_turns else None
+        self.over = reply is None
+        self.messages += reply or []
+        return reply
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, conversations: list[Messages]) -> list[list[int]]:
+    """Ids of each conversation, up to where the policy speaks. Without a chat template: its messages' contents.
+
+    Raises:
+        ValueError: the chat template refuses the messages.
+    """
+    if not tokenizer.chat_template:
+        texts = ["".join(f"{message['content']}\n\n" for message in messages) for messages in conversations]
+        return tokenizer(texts)["input_ids"]
+    ids = _templated(tokenizer, conversations, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return cast("list[list[int]]", ids)
+
+
+def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: Messages) -> list[int]:
+    """Ids of what follows a finished answer up to where the policy speaks again: the end of its turn, the reply.
+
+    Nothing that was sampled is tokenised again: these ids go behind it.
+
+    Raises:
+        ValueError: the chat template refuses the messages, or changes earlier turns when later ones come.
+    """
+    if not tokenizer.chat_template:
+        text = "\n\n" + "".join(f"{message['content']}\n\n" for message in reply)
+    else:
+        # What the template writes around a stand-in conversation.
+        before: Messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        answered = _templated(tokenizer, before, add_generation_prompt=False, tokenize=False)
+        text = _templated(tokenizer, [*before, *reply], add_generation_prompt=True, tokenize=False)
+        if not text.startswith(answered):
+            raise ValueError(
+                "the tokenizer's chat template changes earlier turns when later ones come, so ids that were sampled "
+                "could not be kept; use a template that only appends"
+            )
+        # A sampled answer ends with the token that ends a turn; what the template writes after it, a line break say,
+        # is still to come.
+        end = tokenizer.eos_token
+        text = text[answered.rfind(end) + len(end) if end and end in answered else len(answered) :]
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _templated(tokenizer: PreTrainedTokenizerBase, messages: Any, **settings: bool) -> Any:
+    try:
+        return tokenizer.apply_chat_template(messages, **settings)
+    except TemplateError as error:
+        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        roles = sorted({turn["role"] for conversation in conversations for turn in conversation})
+        raise ValueError(
+            f"the tokenizer's chat template refuses messages with the roles {roles}: {error}; where it knows no system "
+            "role, set env.system_prompt=null, and where it knows no tool role, env.tool_role=user"
+        ) from error

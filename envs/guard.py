@@ -1,0 +1,190 @@
+"""ScoreGuard: rewards of answers under a deadline, and a typed failure in the place of each that has none."""
+
+from __future__ import annotations
+
+import copy
+import math
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from grpo_rl.envs.isolation import IsolatedCalls
+from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, plays_turns
+
+Kind = Literal["error", "timeout", "invalid", "unjudgeable"]
+FEW = 80
+"""Answers before which the fraction that failed says little; their number is taken for that of the first ones."""
+
+
+class ScoreError(RuntimeError):
+    """A task's scorer failed; the message names the task and the row."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an answer has no reward.
+
+    Args:
+        kind: ``error``: the scorer raised; ``timeout``: it took longer than it may; ``invalid``: it returned something
+            else than the task's parts as finite numbers; ``unjudgeable``: no answer to this row can be judged.
+        message: names the task, the row and the answer.
+    """
+
+    kind: Kind
+    message: str
+
+
+class Scorer:
+    """Scores with a copy of the task without its rows, as it goes to a process of its own."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = copy.copy(task)
+        self._task.rows = ()
+
+    def __call__(self, row: dict, response: str) -> Reward:
+        """The reward of one answer."""
+        return self._task.score(row, response)
+
+
+class ScoreGuard:
+    """Scores answers so that one scorer's accident costs one answer.
+
+    Args:
+        task: judges.
+        deadline_s: seconds that the scoring of one answer may take, or of one prompt's where the task scores them
+            together. What takes longer is left behind in its thread, or killed where the task is ``isolated``.
+        max_failed_fraction: of all answers; beyond it the run stops, as it would train on an odd choice of answers.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(self, task: Task, deadline_s: float = 60.0, max_failed_fraction: float = 0.1) -> None:
+        if not 0 < deadline_s < math.inf:
+            raise ValueError(f"env.score_timeout_s={deadline_s}; it must be a positive number of seconds")
+        if not 0 <= max_failed_fraction <= 1:
+            raise ValueError(f"env.max_failed_fraction={max_failed_fraction}; it must be between 0 and 1")
+        self._task, self.deadline_s, self._max_failed = task, deadline_s, max_failed_fraction
+        self._processes = IsolatedCalls(Scorer(task), deadline_s=deadline_s) if task.isolated else None
+        self._lock = threading.Lock()
+        self.judged = 0
+        """Answers so far, the failed ones included."""
+        self.failed: Counter[Kind] = Counter()
+        """Answers without a reward, by kind."""
+        self.examples: dict[Kind, str] = {}
+        """The first failure of each kind."""
+
+    def score(self, row: dict, responses: Sequence[str], where: str) -> list[Reward | Failure]:
+        """The reward of each answer to one row.
+
+        Args:
+            where: names the row in messages.
+
+        Raises:
+            ScoreError: too many answers failed.
+        """
+        task = self._task
+        if self._processes:
+            return self._checked(self._processes.map([(row, text) for text in responses]), responses, where)
+        if type(task).score_many is not Task.score_many:
+            together = self._results([lambda: task.score_many([row] * len(responses), responses)])[0]
+            if isinstance(together, Exception):
+                results: list[Any] = [together] * len(responses)
+            elif len(together) != len(responses):
+                wrong = TypeError(f"score_many returned {len(together)} rewards for {len(responses)} answers")
+                results = [wrong] * len(responses)
+            else:
+                results = list(together)
+        else:
+            results = self._results([lambda text=text: task.score(row, text) for text in responses])
+        return self._checked(results, responses, where)
+
+    def score_dialogs(self, row: dict, dialogs: Sequence[Messages], where: str) -> list[Reward | Failure]:
+        """The reward of each conversation about one row; see :meth:`score`."""
+        if not plays_turns(self._task):
+            return self.score(row, [messages[-1]["content"] for messages in dialogs], where)
+        calls = [lambda messages=messages: self._task.score_dialog(row, messages) for messages in dialogs]
+        return self._checked(self._results(calls), [messages[-1]["content"] for messages in dialogs], where)
+
+    def _checked(self, results: Sequence[Any], answers: Sequence[str], where: str) -> list[Reward | Failure]:
+        checked = [self._check(result, answer, where) for result, answer in zip(results, answers, strict=True)]
+        self.record(checked)
+        return checked
+
+    def record(self, results: Sequence[Reward | Failure]) -> None:
+        """Counts the results of answers that were judged.
+
+        Raises:
+            ScoreError: too many answers failed.
+        """
+        with self._lock:
+            self.judged += len(results)
+            for failure in results:
+                if isinstance(failure, Failure):
+                    self.failed[failure.kind] += 1
+                    self.examples.setdefault(failure.kind, failure.message)
+            failed = self.failed.total()
+        if failed > self._max_failed * max(self.judged, FEW):
+            counts = ", ".join(f"{count} {kind}" for kind, count in self.failed.items())
+            raise ScoreError(
+                f"{failed} of {self.judged} answers could not be scored ({counts}), more than "
+                f"env.max_failed_fraction={self._max_failed} allows. The first of each kind:\n"
+                + "\n".join(self.examples.values())
+            )
+
+    def _check(self, result: Any, answer: str, where: str) -> Reward | Failure:
+        name, of = type(self._task).__name__, f"the answer was {answer[:200]!r}"
+        if isinstance(result, Unjudgeable):
+            return Failure("unjudgeable", f"{name} can't judge {where}: {result}")
+        if isinstance(result, TimeoutError):
+            return Failure("timeout", f"{name} took longer than {self.deadline_s:g} s on {where}: {result}; {of}")
+        if isinstance(result, Exception):
+            return Failure("error", f"{name} failed on {where}: {type(result).__name__}: {result}; {of}")
+        parts = getattr(result, "parts", None)
+        if not isinstance(parts, dict) or set(parts) != set(self._task.reward_parts) or not _finite(parts):
+            wanted = list(self._task.reward_parts)
+            return Failure("invalid", f"{name} returned {result!r} on {where}, not finite numbers under {wanted}; {of}")
+        # A task may well return counts or truth values.
+        return Reward({part: float(value) for part, value in parts.items()})
+
+    def _results(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """What each call returned or raised; calls run one after the other, in a thread that may be left behind."""
+        results: list[Any] = []
+        while len(results) < len(calls):
+            done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            left_behind = threading.Event()
+            rest = calls[len(results) :]
+            in_thread(_run, rest, done, left_behind)
+            for _ in rest:
+                try:
+                    results.append(done.get(timeout=self.deadline_s))
+                except queue.Empty:
+                    left_behind.set()
+                    results.append(TimeoutError("its scorer was left behind in its thread"))
+                    break
+        return results
+
+
+def in_thread(function: Callable[..., object], *arguments: object) -> None:
+    """Calls the function in a thread that does not keep the process from ending."""
+    threading.Thread(target=function, args=arguments, daemon=True).start()
+
+
+def _run(calls: Sequence[Callable[[], Any]], done: queue.SimpleQueue[Any], left_behind: threading.Event) -> None:
+    for call in calls:
+        if left_behind.is_set():
+            return
+        try:
+            done.put(call())
+        except Exception as error:  # noqa: BLE001 - whatever the scorer raises is told to the caller
+            done.put(error)
+
+
+def _finite(parts: dict[str, Any]) -> bool:
+    try:
+        return all(math.isfinite(value) for value in parts.values())
+    except TypeError:
+        return False

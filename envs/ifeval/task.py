@@ -1,0 +1,126 @@
+"""IFEval as a task, paid by the instructions that an answer follows, and as an environment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task
+from grpo_rl.envs.ifeval.rows import check_row, load_rows
+from grpo_rl.envs.ifeval.sentences import require_punkt
+from grpo_rl.envs.ifeval.verdicts import parse, verdicts
+
+COUNT_SENTENCES = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
+"""Instructions that need NLTK's sentence data."""
+
+
+class IFEval(Task):
+    """Instructions whose following can be checked; an answer earns ``strict``, ``all`` and ``loose``.
+
+    Only parts with a weight other than 0 are judged and named in :attr:`reward_parts`.
+
+    Args:
+        rows: ``key``, ``prompt``, ``instruction_id_list`` and ``kwargs``.
+        strict: paid in full where every instruction is followed, in part where some are.
+        all: paid where every instruction is followed, and not at all otherwise: the benchmark's prompt-level accuracy.
+        loose: as ``strict``, but a greeting, a closing line or bold type is forgiven; see
+            :func:`~grpo_rl.envs.ifeval.verdicts.variants`.
+        system_prompt: the first message; None or an empty text leaves it out.
+
+    Raises:
+        ValueError: a weight is not a finite number, or all are 0; a row lacks a column, has an unknown instruction or
+            lacks one of its arguments; rows count sentences, and NLTK's data for it can't be had.
+    """
+
+    reward_parts = ("strict", "all", "loose")
+
+    def __init__(
+        self,
+        rows: Sequence[dict],
+        *,
+        strict: float = 1.0,
+        all: float = 1.0,
+        loose: float = 0.0,
+        system_prompt: str | None = None,
+    ) -> None:
+        weights = {"strict": strict, "all": all, "loose": loose}
+        for name, weight in weights.items():
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+                raise ValueError(f"env.reward.{name}={weight}; a weight is a finite number")
+        self._weights = {name: float(weight) for name, weight in weights.items() if weight}
+        if not self._weights:
+            raise ValueError(f"the weights env.reward={weights} pay for nothing; give one another value than 0")
+        self.reward_parts = tuple(self._weights)
+        self._before: Messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self.rows = rows
+        for index, row in enumerate(rows):
+            check_row(row, f"row {index}")
+        if any(COUNT_SENTENCES.intersection(row["instruction_id_list"]) for row in rows):
+            require_punkt()
+
+    def prompt(self, row: dict) -> Messages:
+        """System prompt, if any, and the row's prompt."""
+        return [*self._before, {"role": "user", "content": row["prompt"]}]
+
+    def score(self, row: dict, response: str) -> Reward:
+        """What following the row's instructions earns.
+
+        >>> row = {"key": 1, "prompt": "Greet us without commas, in less than 3 words.", "kwargs": [{}, {
+        ...     "num_words": 3, "relation": "less than"}], "instruction_id_list": [
+        ...     "punctuation:no_comma", "length_constraints:number_words"]}
+        >>> task = IFEval([row], strict=1, all=2, loose=0.5)
+        >>> task.score(row, "Hello dear World").parts
+        {'strict': 0.5, 'all': 0.0, 'loose': 0.25}
+        """
+        instructions = parse(row["instruction_id_list"], row["kwargs"], f"the row with key {row['key']}")
+        followed = verdicts(instructions, response)
+        earned = {"strict": fmean(followed), "all": float(all(followed))}
+        if "loose" in self._weights:
+            earned["loose"] = fmean(verdicts(instructions, response, loose=True))
+        return Reward({name: weight * earned[name] for name, weight in self._weights.items()})
+
+
+class IFEvalEnv(LLMEnv):
+    """IFEval as a TorchRL environment.
+
+    "I am planning a trip to Japan, and I would like thee to write an itinerary for my journey in a Shakespearean style.
+    You are not allowed to use any commas in your response." An answer without commas earns 2, one with them nothing:
+
+    >>> row = {"key": 1001, "prompt": "I am planning a trip to Japan, [...] not allowed to use any commas [...]",
+    ...     "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    >>> task = IFEval([row])
+    >>> task.score(row, "On the first day thou shalt behold fair Kyoto.").parts
+    {'strict': 1.0, 'all': 1.0}
+    >>> task.score(row, "Hark, on the first day thou shalt behold fair Kyoto.").total
+    0.0
+
+    Args:
+        num_envs: prompts in flight.
+        repeats: answers to each, the group size G.
+        tokenizer: of the model that answers.
+        path: see :func:`load_rows`.
+        split: see :func:`load_rows`.
+        system_prompt: see :class:`IFEval`.
+        reward: weights of :class:`IFEval`, as in the config's ``env.reward``.
+        options: the others of :class:`LLMEnv`.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        repeats: int,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        path: str | Path | None = None,
+        split: str = "train",
+        system_prompt: str | None = None,
+        reward: Mapping[str, float] | None = None,
+        **options: Any,
+    ) -> None:
+        task = IFEval(load_rows(path, split), system_prompt=system_prompt, **(reward or {}))
+        super().__init__(task, tokenizer, num_envs, repeats, **options)

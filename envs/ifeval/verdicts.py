@@ -1,0 +1,166 @@
+"""Which of its instructions an answer follows, strictly and loosely."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_rl.envs.ifeval.instructions import INSTRUCTIONS, RELATIONS
+from grpo_rl.envs.ifeval.language import languages
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction of a row, its arguments checked."""
+
+    id: str
+    arguments: dict[str, Any]
+
+    def followed(self, response: str) -> bool:
+        """Whether the text as it is follows the instruction."""
+        return INSTRUCTIONS[self.id](response, **self.arguments)
+
+
+def check(
+    instruction_ids: Sequence[str],
+    kwargs: Sequence[Mapping[str, Any]],
+    response: str,
+    *,
+    prompt: str,
+    loose: bool = False,
+) -> list[bool]:
+    """Whether the answer follows each instruction of a row of IFEval.
+
+    Args:
+        instruction_ids: keys of :data:`~grpo_rl.envs.ifeval.instructions.INSTRUCTIONS`.
+        kwargs: arguments of each; None is one that is not given, while 0 and empty ones count.
+        response: the answer.
+        prompt: of the row, which errors name; what an instruction needs of it is among its arguments.
+        loose: whether it is enough that a variant of the answer follows the instruction, see :func:`variants`.
+
+    Raises:
+        ValueError: an instruction is unknown, or an argument is missing, unknown or of no sense.
+
+    >>> ids = ["punctuation:no_comma", "length_constraints:number_words"]
+    >>> kwargs = [{}, {"num_words": 3, "relation": "less than"}]
+    >>> answer = "Sure, here you are:\\nHello World"
+    >>> check(ids, kwargs, answer, prompt="Greet us."), check(ids, kwargs, answer, prompt="Greet us.", loose=True)
+    ([False, False], [True, True])
+    """
+    return verdicts(parse(instruction_ids, kwargs, f"the row of {prompt[:60]!r}"), response, loose=loose)
+
+
+def verdicts(instructions: Sequence[Instruction], response: str, *, loose: bool = False) -> list[bool]:
+    """Whether the answer follows each instruction; a blank one follows none."""
+    texts = [text for text in (variants(response) if loose else [response]) if text.strip()]
+    return [any(instruction.followed(text) for text in texts) for instruction in instructions]
+
+
+def variants(response: str) -> list[str]:
+    r"""The answer, and what it is without its first line, its last line, both, and each of these without asterisks.
+
+    So a greeting, a closing remark or bold type makes no instruction unfollowed. The answer comes first.
+
+    >>> variants("Sure:\n*Hi*")
+    ['Sure:\n*Hi*', 'Sure:\nHi', '*Hi*', 'Hi', 'Sure:', '']
+    """
+    lines = response.split("\n")
+    cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
+    return list(dict.fromkeys(form for text in (response, *cut) for form in (text, text.replace("*", ""))))
+
+
+def parse(instruction_ids: Sequence[str], kwargs: Sequence[Mapping[str, Any]], where: str) -> list[Instruction]:
+    """The instructions of a row, ready to be checked.
+
+    Raises:
+        ValueError: see :func:`check`; ``where`` says in which row it is.
+    """
+    if not instruction_ids or len(instruction_ids) != len(kwargs):
+        raise ValueError(
+            f"{where} has {len(instruction_ids)} instructions and {len(kwargs)} sets of arguments; "
+            "it needs at least one, and one set for each"
+        )
+    return [
+        _parsed(name, arguments, f"{where}, instruction {number} ({name})")
+        for number, (name, arguments) in enumerate(zip(instruction_ids, kwargs, strict=True), 1)
+    ]
+
+
+def _parsed(name: str, arguments: Mapping[str, Any], where: str) -> Instruction:
+    if not isinstance(name, str) or name not in INSTRUCTIONS:
+        near = difflib.get_close_matches(str(name), INSTRUCTIONS, 1, cutoff=0)
+        raise ValueError(f"{where} is unknown; the nearest of the {len(INSTRUCTIONS)} known ones is {near[0]}")
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"{where} has {arguments!r} for arguments; give an object of {list(_ARGUMENTS[name])}")
+    # The hub's rows have the arguments of all instructions, and None for those that are not theirs.
+    given = {argument: value for argument, value in arguments.items() if value is not None}
+    if set(given) != set(_ARGUMENTS[name]):
+        raise ValueError(f"{where} has the arguments {given}; it needs {list(_ARGUMENTS[name])}, and no other")
+    for argument, value in given.items():
+        fits, wanted = _RULES[argument]
+        if not fits(value):
+            raise ValueError(f"{where}: {argument} is {value!r}; it must be {wanted}")
+    if "nth_paragraph" in given and given["nth_paragraph"] > given["num_paragraphs"]:
+        raise ValueError(
+            f"{where} is about paragraph {given['nth_paragraph']} of {given['num_paragraphs']}; "
+            "no answer could follow it"
+        )
+    return Instruction(name, given)
+
+
+# ---- what arguments must be ----
+
+_ARGUMENTS = {name: tuple(inspect.signature(check).parameters)[1:] for name, check in INSTRUCTIONS.items()}
+
+
+def _is_count(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_filled(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _are_filled(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(_is_filled, value))
+
+
+_Rule = tuple[Callable[[Any], bool], str]
+_COUNT: _Rule = (_is_count, "a whole number, at least 0")
+_RELATION: _Rule = (RELATIONS.__contains__, " or ".join(map(repr, RELATIONS)))
+_FILLED: _Rule = (_is_filled, "a text that is not blank")
+_ALL_FILLED: _Rule = (_are_filled, "a list of texts that are not blank")
+_TEXT: _Rule = (_is_text, "a text")
+_RULES: dict[str, _Rule] = {
+    "keywords": _ALL_FILLED,
+    "forbidden_words": _ALL_FILLED,
+    "keyword": _FILLED,
+    "frequency": _COUNT,
+    "relation": _RELATION,
+    "letter": (lambda value: isinstance(value, str) and len(value) == 1, "one character"),
+    "let_frequency": _COUNT,
+    "let_relation": _RELATION,
+    "language": (lambda value: value in languages(), "a language that langdetect knows, such as en"),
+    "num_sentences": _COUNT,
+    "num_paragraphs": _COUNT,
+    "num_words": _COUNT,
+    "nth_paragraph": (lambda value: _is_count(value, 1), "a whole number, at least 1"),
+    "first_word": _TEXT,
+    "num_placeholders": _COUNT,
+    "postscript_marker": _FILLED,
+    "num_bullets": _COUNT,
+    "num_highlights": _COUNT,
+    "section_spliter": _FILLED,
+    "num_sections": _COUNT,
+    "prompt_to_repeat": _FILLED,
+    "end_phrase": _TEXT,
+    "capital_frequency": _COUNT,
+    "capital_relation": _RELATION,
+}

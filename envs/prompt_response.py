@@ -1,0 +1,232 @@
+"""Prompts of any data set, judged by reward functions of one's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.rewards.combined import token_counter, with_rewards
+from grpo_rl.envs.rewards.functions import RewardFunction
+from grpo_rl.envs.tables import load_rows
+from grpo_rl.envs.task import Messages, Reward, Task
+
+__all__ = ["PromptResponse", "PromptResponseEnv", "load_rows"]
+
+RewardName = str | Callable[..., Any]
+
+
+class PromptResponse(Task):
+    """Prompts of a data set; an answer earns what one or more reward functions say.
+
+    A reward function takes keyword lists, one item for each answer, and returns a list of numbers. It gets what its
+    signature names of:
+
+    - ``prompt``: as the data has it, a text or chat messages; ``completion``: the policy's answer, a text;
+    - ``reference``: what the data has in ``completion_column``;
+    - every other column of the data, under its name;
+    - ``prompts`` and ``completions``, for functions written for TRL: where the prompt is chat messages, a completion
+      is a list of one message there.
+
+    Args:
+        rows: with a prompt each: a text, a list of texts (joined by spaces), or chat messages with role and content.
+        reward: ``package.module:function``; several of them with weight 1, as a list; or a mapping of each to its
+            weight. Functions themselves are taken too. The parts of the reward bear the functions' names.
+        prompt_column: of the rows.
+        completion_column: of the rows, the data's own answer; None where there is none.
+        system_prompt: the first message, for prompts that have none of their own.
+
+    Raises:
+        ValueError: a row's prompt is missing or empty or something else; a reward function can't be found or called,
+            or asks for a column that is not there; or a weight is not finite.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[dict],
+        *,
+        reward: RewardName | Sequence[RewardName] | Mapping[RewardName, float],
+        prompt_column: str = "prompt",
+        completion_column: str | None = None,
+        system_prompt: str | None = None,
+    ) -> None:
+        self._prompt_column, self._completion_column = prompt_column, completion_column
+        self._system_prompt = system_prompt
+        self.rows = rows
+        for index, row in enumerate(rows):
+            try:
+                self._asked(row)
+            except ValueError as error:
+                raise ValueError(f"row {index}: {error}") from error
+        columns = set(rows[0]) if len(rows) else set()
+        if completion_column and len(rows) and completion_column not in columns:
+            raise ValueError(
+                f"env.completion_column={completion_column} is no column of the data, which has {', '.join(rows[0])}"
+            )
+        columns |= {"prompt", "prompts", "completion", "completions", *(["reference"] if completion_column else [])}
+        self._functions = [(RewardFunction(name, sorted(columns)), weight) for name, weight in _weighted(reward)]
+        self.reward_parts = tuple(function.name for function, _ in self._functions)
+        if len(set(self.reward_parts)) < len(self.reward_parts):
+            raise ValueError(f"env.reward has two functions of one name: {', '.join(self.reward_parts)}; rename one")
+
+    def prompt(self, row: dict) -> Messages:
+        """The row's messages, or its text as the user's, after the system prompt.
+
+        >>> task = PromptResponse([{"prompt": "Hi"}], reward="grpo_rl.envs.rewards.examples:reward_len")
+        >>> task.prompt(task.rows[0])
+        [{'role': 'user', 'content': 'Hi'}]
+        """
+        asked = self._asked(row)
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        if self._system_prompt and messages[0]["role"] != "system":
+            return [{"role": "system", "content": self._system_prompt}, *messages]
+        return messages
+
+    def score(self, row: dict, response: str) -> Reward:
+        """The reward of an answer alone, as a batch of one."""
+        result = self.score_many([row], [response])[0]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
+        """The rewards of a batch: each function is called once.
+
+        Raises:
+            RewardFunctionError: a function raised, or returned something else than a number for each answer.
+        """
+        if not rows:
+            return []
+        wanted = {name for function, _ in self._functions for name in function.takes}
+        batch = {name: self._values(name, rows, responses) for name in wanted}
+        results = [function(batch, len(rows)) for function, _ in self._functions]
+        return [self._reward(values) for values in zip(*results, strict=True)]
+
+    def gold(self, row: dict) -> str | None:
+        """The data's own answer; of several the first, of messages the last one's content."""
+        value = row.get(self._completion_column) if self._completion_column else None
+        if isinstance(value, list) and value:
+            value = value[-1]["content"] if isinstance(value[-1], Mapping) else value[0]
+        return None if value is None else str(value)
+
+    def _reward(self, values: Sequence[float | Exception]) -> Reward | Exception:
+        parts = {}
+        for (function, weight), value in zip(self._functions, values, strict=True):
+            if isinstance(value, Exception):
+                return value
+            parts[function.name] = weight * value
+        return Reward(parts)
+
+    def _values(self, name: str, rows: Sequence[dict], responses: Sequence[str]) -> list[Any]:
+        if name in ("prompt", "prompts"):
+            return [self._asked(row) for row in rows]
+        if name == "completion":
+            return list(responses)
+        if name == "completions":
+            return [
+                text if isinstance(self._asked(row), str) else [{"role": "assistant", "content": text}]
+                for row, text in zip(rows, responses, strict=True)
+            ]
+        if name == "reference" and self._completion_column:
+            name = self._completion_column
+        return [_column(row, name) for row in rows]
+
+    def _asked(self, row: dict) -> str | Messages:
+        """A row's prompt, as a text or as messages."""
+        value = _column(row, self._prompt_column)
+        if isinstance(value, str) and value:
+            return value
+        if isinstance(value, list) and value:
+            if all(isinstance(item, str) for item in value):
+                return " ".join(value)
+            if all(isinstance(item, Mapping) and _is_message(item) for item in value):
+                if value[-1]["role"] == "assistant":
+                    raise ValueError(f"the last message of {self._prompt_column} is the assistant's; end on a question")
+                return [{"role": item["role"], "content": item["content"]} for item in value]
+        raise ValueError(
+            f"{self._prompt_column} is {value!r:.80}; it must be a text, a list of texts, or messages with role and "
+            "content, and not empty"
+        )
+
+
+class PromptResponseEnv(LLMEnv):
+    """A prompt/response data set as a TorchRL environment.
+
+    "Summarise in one sentence: Mixed precision training is becoming a practical technique to improve the speed of
+    training." With the two rewards of the tutorials, an answer of 22 characters that ends as a sentence earns -2 + 1:
+
+    >>> rewards = ["grpo_rl.envs.rewards.examples:reward_len", "grpo_rl.envs.rewards.examples:sentence_ending"]
+    >>> task = PromptResponse([{"prompt": "Summarise in one sentence: Mixed precision [...]"}], reward=rewards)
+    >>> reward = task.score(task.rows[0], "Half the bits suffice.")
+    >>> reward.total, reward.parts
+    (-1.0, {'reward_len': -2.0, 'sentence_ending': 1.0})
+
+    Args:
+        num_envs: prompts in flight.
+        repeats: answers to each, the group size G.
+        tokenizer: of the model that answers.
+        reward: see :class:`PromptResponse`.
+        path: see :func:`load_rows`.
+        split: see :func:`load_rows`.
+        prompt_column: see :class:`PromptResponse`.
+        completion_column: see :class:`PromptResponse`.
+        system_prompt: see :class:`PromptResponse`.
+        rewards: added ones; see `grpo_rl.envs.rewards`.
+        settings: of :class:`LLMEnv`.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        repeats: int,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        reward: RewardName | Sequence[RewardName] | Mapping[RewardName, float],
+        path: str | Path | None = None,
+        split: str = "train",
+        prompt_column: str = "prompt",
+        completion_column: str | None = None,
+        system_prompt: str | None = None,
+        rewards: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        task = PromptResponse(
+            load_rows(path, split),
+            reward=reward,
+            prompt_column=prompt_column,
+            completion_column=completion_column,
+            system_prompt=system_prompt,
+        )
+        super().__init__(
+            with_rewards(task, rewards, token_counter(tokenizer)), tokenizer, num_envs, repeats, **settings
+        )
+
+
+def _column(row: Mapping[str, Any], name: str) -> Any:
+    if name not in row:
+        raise ValueError(f"there is no column {name}, only {', '.join(map(str, row))}; set its name in the config")
+    return row[name]
+
+
+def _is_message(item: Mapping[str, Any]) -> bool:
+    return isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+
+
+def _weighted(reward: Any) -> list[tuple[RewardName, float]]:
+    """Each reward function with its weight."""
+    if isinstance(reward, Mapping):
+        pairs = list(reward.items())
+    elif isinstance(reward, Sequence) and not isinstance(reward, str):
+        pairs = [(name, 1.0) for name in reward]
+    else:
+        pairs = [(reward, 1.0)]
+    if not pairs or any(name is None for name, _ in pairs):
+        raise ValueError("env.reward is empty; set it to package.module:function")
+    for name, weight in pairs:
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise ValueError(f"env.reward: the weight of {name} is {weight!r}; it must be a finite number")
+    return pairs

@@ -1,0 +1,163 @@
+"""WithRewards: any task, with rewards added to its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_rl.envs.rewards.registry import Part, read_parts
+from grpo_rl.envs.task import Messages, Reward, Task, plays_turns
+
+CountTokens = Callable[[Sequence[str]], Sequence[int]]
+"""The number of tokens in each text."""
+
+CORRECTNESS = ("correctness", "accuracy")
+"""Reward parts that say whether an answer is right, where a reward names none."""
+
+
+class WithRewards(Task):
+    """A task whose answers earn more: to the parts of ``task`` come those of ``rewards``, under their names.
+
+    Prompts, rows and gold answers are the task's own. Make it with :func:`with_rewards`.
+
+    Args:
+        task: what is asked, and its own rewards.
+        rewards: as ``env.rewards``; see `grpo_rl.envs.rewards.registry.read_parts`.
+        count_tokens: for rewards whose unit is tokens.
+
+    Raises:
+        ValueError: a reward or setting makes no sense, has the name of a part of the task, needs a part or a counter
+            that is not there, or compares the answers of a group in a task of several turns, scored one by one.
+    """
+
+    def __init__(self, task: Task, rewards: Mapping[str, Any], count_tokens: CountTokens | None = None) -> None:
+        # What others are judged by comes before them.
+        self._parts = sorted(read_parts(rewards), key=lambda part: "correct" in part.known.inputs)
+        self._count_tokens = count_tokens
+        self.task, self.rows, self.isolated = task, task.rows, task.isolated
+        self.reward_parts = (*task.reward_parts, *(part.name for part in self._parts))
+        self._correct = {part.name: self._correctness(part) for part in self._parts}
+        self._weights = {part.name: part.weight for part in self._parts}
+        for part in self._parts:
+            self._check(part)
+
+    def prompt(self, row: dict) -> Messages:
+        """The task's prompt."""
+        return self.task.prompt(row)
+
+    def gold(self, row: dict) -> str | None:
+        """The task's gold answer."""
+        return self.task.gold(row)
+
+    def score(self, row: dict, response: str) -> Reward:
+        """The reward of an answer alone: where answers of a group are compared, it has no others to lose to.
+
+        >>> from grpo_rl.envs.gsm8k import GSM8K
+        >>> task = with_rewards(GSM8K([]), {"cosine": {"weight": 2.0, "max_len": 10}})
+        >>> task.score({"question": "3 + 4?", "answer": "#### 7"}, "It's 7").parts
+        {'correctness': 2.0, 'reasoning_format': 0.0, 'answer_format': 0.0, 'cosine': 1.345...}
+        """
+        return _raised(self.score_many([row], [response])[0])
+
+    def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
+        """The reward of each answer; neighbours with the same row are the answers to one prompt."""
+        return self._extended(rows, responses, self.task.score_many(rows, responses))
+
+    def _extended(
+        self, rows: Sequence[dict], texts: Sequence[str], rewards: Sequence[Reward | Exception]
+    ) -> list[Reward | Exception]:
+        results = list(rewards)
+        counts = self._count_tokens(texts) if self._count_tokens and self._units() & {"tokens"} else ()
+        lengths = {"characters": [len(text) for text in texts], "tokens": counts}
+        for group in _groups(rows):
+            for part in self._parts:
+                # An answer whose scorer failed is out of its group, for the rewards that compare too.
+                judged = [(at, result) for at in group if isinstance(result := results[at], Reward)]
+                inputs = {
+                    "text": [texts[at] for at, _ in judged],
+                    "length": [lengths[part.unit][at] for at, _ in judged] if "length" in part.known.inputs else [],
+                    "correct": [result.parts.get(self._correct[part.name], 0.0) > 0 for _, result in judged],
+                    "gold": [self.task.gold(rows[at]) for at, _ in judged] if "gold" in part.known.inputs else [],
+                }
+                for (at, result), value in zip(judged, part.values(inputs, len(judged)), strict=True):
+                    results[at] = value if isinstance(value, Exception) else Reward({**result.parts, part.name: value})
+        # Weighted at the end: a reward that others are judged by may well have the weight 0.
+        return [self._weighted(result) if isinstance(result, Reward) else result for result in results]
+
+    def _weighted(self, reward: Reward) -> Reward:
+        return Reward({name: value * self._weights.get(name, 1.0) for name, value in reward.parts.items()})
+
+    def _units(self) -> set[str]:
+        return {part.unit for part in self._parts if "length" in part.known.inputs}
+
+    def _correctness(self, part: Part) -> str:
+        """The name of the part that tells whether an answer is right; empty where nobody asks."""
+        if "correct" not in part.known.inputs:
+            return ""
+        name = part.correct or next((name for name in CORRECTNESS if name in self.reward_parts), None)
+        if name is None or name not in self.reward_parts or name == part.name:
+            raise ValueError(
+                f"env.rewards.{part.name} asks whether an answer is right, and {name or ' or '.join(CORRECTNESS)} is "
+                f"no other part of the reward, which has {', '.join(self.reward_parts)}; name the part that is above 0 "
+                f"for right answers with env.rewards.{part.name}.correct, or add env.rewards.accuracy"
+            )
+        return name
+
+    def _check(self, part: Part) -> None:
+        where, name = f"env.rewards.{part.name}", type(self.task).__name__
+        if part.name in self.task.reward_parts:
+            raise ValueError(f"{name} has a reward part {part.name} of its own; leave {where} out")
+        if "length" in part.known.inputs and part.unit == "tokens" and self._count_tokens is None:
+            raise ValueError(f"{where} counts tokens; give a counter of tokens, or set {where}.unit=characters")
+        if "gold" in part.known.inputs and len(self.rows) and self.task.gold(self.rows[0]) is None:
+            raise ValueError(f"{where} needs gold answers, and {name} has none; leave {where} out")
+        if part.known.whole_group and plays_turns(self.task):
+            raise ValueError(f"{where} compares the answers of a group, and {name} is scored one by one; leave it out")
+
+
+class WithRewardsInTurns(WithRewards):
+    """The same for a task that answers back; added rewards judge the policy's last message."""
+
+    def reply(self, row: dict, messages: Messages) -> Messages | None:
+        """The task's reply."""
+        return self.task.reply(row, messages)
+
+    def score_dialog(self, row: dict, messages: Messages) -> Reward:
+        """The task's reward of the conversation, and the added ones of its last message."""
+        own = self.task.score_dialog(row, messages)
+        return _raised(self._extended([row], [messages[-1]["content"]], [own])[0])
+
+
+def with_rewards(task: Task, rewards: Mapping[str, Any] | None, count_tokens: CountTokens | None = None) -> Task:
+    """The task with ``rewards`` added; the task itself where there are none.
+
+    Raises:
+        ValueError: see :class:`WithRewards`.
+    """
+    if not rewards:
+        return task
+    return (WithRewardsInTurns if plays_turns(task) else WithRewards)(task, rewards, count_tokens)
+
+
+def token_counter(tokenizer: PreTrainedTokenizerBase) -> CountTokens:
+    """Counts a text's tokens as a model of this tokenizer reads it, which may differ a little from what was sampled."""
+    return partial(_counts, tokenizer)
+
+
+def _counts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[int]:
+    return [len(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+
+
+def _groups(rows: Sequence[dict]) -> Iterator[list[int]]:
+    for _, group in groupby(range(len(rows)), key=lambda at: rows[at]):
+        yield list(group)
+
+
+def _raised(result: Reward | Exception) -> Reward:
+    if isinstance(result, Exception):
+        raise result
+    return result

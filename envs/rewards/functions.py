@@ -1,0 +1,142 @@
+"""Reward functions of one's own: named ``package.module:function``, called with a batch, sync or async."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import inspect
+import math
+import os
+import threading
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any
+
+from grpo_rl.envs.task import Unjudgeable
+
+
+class RewardFunctionError(RuntimeError):
+    """A reward function did not do its work; the message names it."""
+
+
+class RewardFunction:
+    """A function from a batch to one number for each answer, checked before it is first called.
+
+    Its arguments are keyword lists, of which it gets those that its signature names, or all where it takes
+    ``**kwargs``. This is the convention of TRL's GRPO trainer:
+    https://huggingface.co/docs/trl/main/en/grpo_trainer#using-a-custom-reward-function
+
+    Args:
+        function: ``package.module:function``, or the function itself.
+        columns: names of the lists that there will be.
+
+    Raises:
+        ValueError: there is no such module or function, it can't be called, or it asks for a column that is not there.
+
+    >>> reward = RewardFunction("grpo_rl.envs.rewards.examples:reward_len", ["prompt", "completion"])
+    >>> reward.name, reward({"prompt": ["Hi"], "completion": ["Hello."]}, 1)
+    ('reward_len', [-14.0])
+    """
+
+    def __init__(self, function: str | Callable[..., Any], columns: Collection[str]) -> None:
+        self.function = _resolved(function) if isinstance(function, str) else function
+        self.name: str = getattr(self.function, "__name__", type(self.function).__name__)
+        self.where = function if isinstance(function, str) else self.name
+        if not callable(self.function):
+            raise ValueError(f"env.reward={self.where} is {self.function!r}; it must be a function")
+        self.takes = self._taken(columns)
+
+    def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[float | Exception]:
+        """The number of each of the ``count`` answers, or why there is none.
+
+        An answer for which the function returns None can't be judged.
+
+        Raises:
+            RewardFunctionError: the function raised, or returned something else than ``count`` values.
+        """
+        try:
+            # Lists of its own: a function may well sort them.
+            result = self.function(**{name: list(batch[name]) for name in self.takes})
+            if inspect.isawaitable(result):
+                result = asyncio.run_coroutine_threadsafe(_awaited(result), _loop(os.getpid())).result()
+        except Unjudgeable:
+            raise
+        except Exception as error:
+            raise RewardFunctionError(f"{self.where} raised {type(error).__name__}: {error}") from error
+        values = result.tolist() if hasattr(result, "tolist") else result  # arrays and tensors
+        if not isinstance(values, (list, tuple)):
+            raise RewardFunctionError(f"{self.where} returned {values!r:.200}; it must return a list of numbers")
+        if len(values) != count:
+            raise RewardFunctionError(
+                f"{self.where} returned {len(values)} numbers for {count} answers; it must return one for each"
+            )
+        return [self._number(value) for value in values]
+
+    def _number(self, value: Any) -> float | Exception:
+        if value is None:
+            return Unjudgeable(f"{self.where} returned None")
+        value = value.item() if hasattr(value, "item") else value
+        try:
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                return float(value)
+        except OverflowError:
+            pass
+        return RewardFunctionError(f"{self.where} returned {value!r:.200} for an answer; it must be a finite number")
+
+    def _taken(self, columns: Collection[str]) -> list[str]:
+        try:
+            parameters = inspect.signature(self.function).parameters.values()
+        except ValueError:
+            return list(columns)  # written in C, without a signature
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        required = [
+            p.name
+            for p in parameters
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        if missing := [name for name in required if name not in columns or name not in names]:
+            raise ValueError(
+                f"env.reward={self.where} asks for {', '.join(missing)}, and what it can get by name is "
+                f"{', '.join(sorted(columns))}; rename its parameter or the column"
+            )
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        return [name for name in columns if takes_all or name in names]
+
+
+def _resolved(name: str) -> Any:
+    module_name, colon, function_name = name.partition(":")
+    if not (module_name and colon and function_name):
+        raise ValueError(f"env.reward={name} is no package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"env.reward={name}: there is no module {error.name}; install it, or put its folder into PYTHONPATH"
+            ) from error
+        raise ValueError(f"env.reward={name}: {module_name} needs the module {error.name}; install it") from error
+    except Exception as error:
+        raise ValueError(f"env.reward={name}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    try:
+        return getattr(module, function_name)
+    except AttributeError as error:
+        found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise ValueError(
+            f"env.reward={name}: {module_name} has no {function_name}; its functions are {', '.join(found) or 'none'}"
+        ) from error
+
+
+@functools.cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """The event loop of all async rewards of a process, in a thread of its own.
+
+    One loop for all calls, as clients that a function keeps (of an HTTP service, say) belong to the loop they were
+    first used in. One for each process, as a fork does not take the thread along.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=f"async rewards of {process}", daemon=True).start()
+    return loop
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable

@@ -1,0 +1,144 @@
+"""Rewards by the names of Open-R1, and the reading of ``env.rewards``: which, with what weight and settings."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_rl.envs.rewards.accuracy import accuracy
+from grpo_rl.envs.rewards.form import answer_format, code_format, reasoning_steps, tag_count
+from grpo_rl.envs.rewards.length import cosine, group_length, soft_overlong_punishment
+from grpo_rl.envs.rewards.repetition import repetition_penalty
+
+UNITS = ("characters", "tokens")
+# What an answer of nothing gives to each input.
+_NOTHING: dict[str, Any] = {"text": "", "length": 0, "correct": False, "gold": None}
+
+
+@dataclass(frozen=True)
+class Known:
+    """A reward that a config can name.
+
+    Args:
+        function: keyword-only parameters are its settings.
+        inputs: what it is called with, in order: the answer's ``text``, its ``length``, whether it is ``correct``,
+            the row's ``gold`` answer.
+        whole_group: it is called once with the lists of all answers to a prompt, and returns a list.
+        unit: of its lengths, unless the config says another.
+    """
+
+    function: Callable[..., Any]
+    inputs: tuple[str, ...] = ("text",)
+    whole_group: bool = False
+    unit: str = "characters"
+
+
+REWARDS: dict[str, Known] = {
+    "accuracy": Known(accuracy, ("text", "gold")),
+    "format": Known(answer_format),
+    "tag_count": Known(tag_count),
+    "reasoning_steps": Known(reasoning_steps),
+    "length": Known(group_length, ("length", "correct"), whole_group=True),
+    "cosine": Known(cosine, ("length", "correct")),
+    "repetition_penalty": Known(repetition_penalty),
+    "soft_overlong_punishment": Known(soft_overlong_punishment, ("length",), unit="tokens"),
+    "code_format": Known(code_format),
+}
+"""What ``env.rewards`` can name."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One reward as a config asks for it.
+
+    Args:
+        name: of :data:`REWARDS`, and of the reward part.
+        weight: that its value is multiplied with.
+        known: the reward.
+        unit: of its lengths.
+        correct: the reward part that is above 0 for right answers; None looks for one.
+        settings: of its function.
+    """
+
+    name: str
+    weight: float
+    known: Known
+    unit: str
+    correct: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def values(self, inputs: Mapping[str, list[Any]], count: int) -> list[float | Exception]:
+        """The value of each of ``count`` answers, not yet weighted, or what its scorer raised."""
+        columns = [inputs[name] for name in self.known.inputs]
+        if self.known.whole_group:
+            try:
+                return list(self.known.function(*columns, **self.settings))
+            except Exception as error:  # noqa: BLE001 - the caller tells them apart
+                return [error] * count
+        values: list[float | Exception] = []
+        for arguments in zip(*columns, strict=True):
+            try:
+                values.append(self.known.function(*arguments, **self.settings))
+            except Exception as error:  # noqa: BLE001 - the caller tells them apart
+                values.append(error)
+        return values
+
+
+def read_parts(config: Mapping[str, Any]) -> list[Part]:
+    """The rewards of ``env.rewards``: a weight by name, or a mapping of ``weight`` (1 if left out) and settings.
+
+    None instead leaves a reward out, which is how a config takes one away from a config that it is built on. Rewards
+    of lengths also take ``unit``, ``characters`` or ``tokens``; those that ask whether an answer is right take
+    ``correct``, the name of a reward part.
+
+    Raises:
+        ValueError: there is no such reward or setting, one lacks, or a value makes no sense.
+
+    >>> parts = read_parts({"format": 0.5, "cosine": {"max_len": 800, "unit": "tokens"}, "tag_count": None})
+    >>> [(part.name, part.weight, part.settings) for part in parts]
+    [('format', 0.5, {}), ('cosine', 1.0, {'max_len': 800})]
+    """
+    return [_read(name, setting) for name, setting in config.items() if setting is not None]
+
+
+def _read(name: str, setting: Any) -> Part:
+    where = f"env.rewards.{name}"
+    if name not in REWARDS:
+        raise ValueError(f"{where} is unknown; {_choices(name, REWARDS)}")
+    known = REWARDS[name]
+    settings = dict(setting) if isinstance(setting, Mapping) else {"weight": setting}
+    weight = settings.pop("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+        raise ValueError(f"{where}: weight is {weight!r}; it must be a finite number")
+    unit = settings.pop("unit", known.unit) if "length" in known.inputs else known.unit
+    if unit not in UNITS:
+        raise ValueError(f"{where}: unit is {unit!r}; it can be {' or '.join(UNITS)}")
+    correct = settings.pop("correct", None) if "correct" in known.inputs else None
+
+    parameters = inspect.signature(known.function).parameters.values()
+    allowed = {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    for setting_name in settings:
+        if setting_name not in allowed:
+            taken = ["weight", *(["unit"] if "length" in known.inputs else [])]
+            taken += [*(["correct"] if "correct" in known.inputs else []), *allowed]
+            raise ValueError(f"{where} has no setting {setting_name}; {_choices(setting_name, taken)}")
+    for parameter in allowed.values():
+        if parameter.default is parameter.empty and parameter.name not in settings:
+            raise ValueError(f"{where} needs {parameter.name}; set {where}.{parameter.name}")
+    if settings:
+        # An answer of nothing shows whether the settings make sense, before anything expensive starts.
+        nothing = [[_NOTHING[name]] if known.whole_group else _NOTHING[name] for name in known.inputs]
+        try:
+            known.function(*nothing, **settings)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from error
+    return Part(name, float(weight), known, unit, correct, settings)
+
+
+def _choices(name: str, choices: Mapping[str, Any] | list[str]) -> str:
+    close = difflib.get_close_matches(name, choices, n=1)
+    return f"it can be {', '.join(choices)}" + (f"; did you mean {close[0]}?" if close else "")

@@ -1,0 +1,99 @@
+"""Task: one dataset row's life, strings in and numbers out. Pure Python, no tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Messages = list[dict[str, str]]
+"""A conversation: dicts with ``role`` and ``content``, as chat templates take them."""
+
+RESERVED_PARTS = {"mean", "std", "zero_std_fraction", "reward", "mean_length", "truncated_fraction", "total", "failed"}
+"""Names under ``reward/`` and ``eval/`` that metrics have taken already."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What one answer is worth: named parts, already weighted, and their sum.
+
+    >>> Reward({"correctness": 2.0, "answer_format": 0.5}).total
+    2.5
+    """
+
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+
+class Unjudgeable(Exception):
+    """The row itself can't be judged, whatever the answer: its gold answer makes no sense to the scorer, say."""
+
+
+class Task(ABC):
+    """One dataset row's life: its prompt, and the reward of an answer to it. Pure Python, no tensors.
+
+    A wrong answer scores 0. A scorer that can't do its work raises: a bug must never look like a wrong answer. What is
+    raised is counted by kind, and leaves that answer out of its group (`grpo_rl.envs.guard`).
+    """
+
+    rows: Sequence[dict]
+    """The dataset."""
+    reward_parts: tuple[str, ...]
+    """Names of the parts that every :meth:`score` returns."""
+    isolated: bool = False
+    """Whether answers are scored in a process of their own, which can be killed: for scorers that may hang or crash."""
+
+    @abstractmethod
+    def prompt(self, row: dict) -> Messages:
+        """The conversation that the policy goes on with; its last message is what people read as the question."""
+
+    @abstractmethod
+    def score(self, row: dict, response: str) -> Reward:
+        """The reward of ``response``, with exactly the parts of ``reward_parts``.
+
+        Raises:
+            Unjudgeable: no answer to this row could be judged.
+        """
+
+    def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> Sequence[Reward | Exception]:
+        """The reward of each answer, or what its scorer raised: for scorers that are faster, or only possible, together.
+
+        Args:
+            rows: of each answer. The answers to one prompt come in one call.
+        """
+        results: list[Reward | Exception] = []
+        for row, response in zip(rows, responses, strict=True):
+            try:
+                results.append(self.score(row, response))
+            except Exception as error:  # noqa: BLE001 - the caller tells them apart
+                results.append(error)
+        return results
+
+    def score_dialog(self, row: dict, messages: Messages) -> Reward:
+        """The reward of a conversation of several turns, its prompt included; by default that of its last message."""
+        return self.score(row, messages[-1]["content"])
+
+    def reply(self, row: dict, messages: Messages) -> Messages | None:
+        """What the world says after the policy's last message; None ends the conversation, as single turns do.
+
+        Several conversations are replied to at the same time, each in a thread.
+        """
+        return None
+
+    def gold(self, row: dict) -> str | None:
+        """The right answer, for logs; None where the task has no single one."""
+        return None
+
+
+def plays_turns(task: Task) -> bool:
+    """Whether the task answers back.
+
+    >>> from grpo_rl.envs.gsm8k import GSM8K
+    >>> plays_turns(GSM8K([]))
+    False
+    """
+    return type(task).reply is not Task.reply

@@ -1,0 +1,235 @@
+"""A table of answers for each of the 25 instruction types, its verdicts derived by hand from the published definition."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from grpo_rl.envs.ifeval import check
+from grpo_rl.envs.ifeval.instructions import INSTRUCTIONS
+from grpo_rl.envs.ifeval.task import COUNT_SENTENCES
+
+GERMAN = "Guten Morgen, meine Damen und Herren. Heute sprechen wir über das Wetter in den Bergen."
+ENGLISH = "good morning, ladies and gentlemen. today we are going to talk about the weather in the mountains."
+FRENCH = "bonjour mesdames et messieurs, aujourd'hui nous allons parler de la météo dans les montagnes."
+AT_LEAST, LESS = {"relation": "at least"}, {"relation": "less than"}
+
+# Instruction, arguments, then answers that follow it and answers that do not.
+TABLE = [
+    ("keywords:existence", {"keywords": ["art", "new york"]},
+     ["Art in New York.", "A PARTY IN NEW YORK", "new york: smart"],
+     ["Art in York.", "New York", "art in New\nYork"]),
+    ("keywords:existence", {"keywords": []}, ["anything"], []),
+    # A keyword is a text: in "C++" the signs mean themselves, and so does the point.
+    ("keywords:existence", {"keywords": ["C++", "a.b"]}, ["c++ A.B"], ["C a.b", "C++ axb"]),
+    ("keywords:frequency", {"keyword": "cat", "frequency": 2, **AT_LEAST},
+     ["Cat and cat", "concatenate the CAT"], ["cat", "dog", "c a t cat"]),
+    ("keywords:frequency", {"keyword": " cat ", "frequency": 2, **LESS}, ["dog", "cat"], ["cat cat", "catcat"]),
+    ("keywords:frequency", {"keyword": "aa", "frequency": 2, **AT_LEAST}, ["aaaa"], ["aaa"]),
+    ("keywords:frequency", {"keyword": "cat", "frequency": 0, **AT_LEAST}, ["dog", "cat"], []),
+    ("keywords:frequency", {"keyword": "cat", "frequency": 0, **LESS}, [], ["dog", "cat"]),
+    ("keywords:forbidden_words", {"forbidden_words": ["rock", "c++"]},
+     ["rocks and rocket", "bedrock_rock", "c+", "c++11"], ["a Rock.", "rock", "in C++ and", "rock-solid"]),
+    ("keywords:forbidden_words", {"forbidden_words": []}, ["anything"], []),
+    ("keywords:letter_frequency", {"letter": "A", "let_frequency": 3, "let_relation": "at least"},
+     ["banana", "Aaa"], ["bana", "xyz"]),
+    ("keywords:letter_frequency", {"letter": "q", "let_frequency": 1, "let_relation": "less than"},
+     ["banana"], ["Queen", "equal"]),
+    ("keywords:letter_frequency", {"letter": "q", "let_frequency": 0, "let_relation": "at least"}, ["banana"], []),
+    ("keywords:letter_frequency", {"letter": "q", "let_frequency": 0, "let_relation": "less than"}, [], ["banana"]),
+    # The dataset has two such "letters": they are counted, never replaced.
+    ("keywords:letter_frequency", {"letter": "#", "let_frequency": 4, "let_relation": "at least"},
+     ["#### 42", "# # ##"], ["### 42", "hashtag"]),
+    ("language:response_language", {"language": "de"}, [GERMAN, "1 + 1 = 2"], [ENGLISH, FRENCH]),
+    ("length_constraints:number_sentences", {"num_sentences": 2, **AT_LEAST},
+     ["One. Two.", "One! Two? Three.", "Dr. Smith came. He sat."], ["One.", "Dr. Smith came", "No end\nof line"]),
+    ("length_constraints:number_sentences", {"num_sentences": 2, **LESS},
+     ["One.", "It costs 3.50 dollars, e.g. here."], ["One. Two."]),
+    ("length_constraints:number_sentences", {"num_sentences": 0, **AT_LEAST}, ["One."], []),
+    ("length_constraints:number_sentences", {"num_sentences": 0, **LESS}, [], ["One."]),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2},
+     ["one\n***\ntwo", "one***two", "***\none\n***\ntwo\n***", "one\n\nstill one\n***\ntwo"],
+     ["one", "one\n***\ntwo\n***\nthree", "one\n***\n\n***\ntwo", "one\n**\ntwo"]),
+    # "***" parts two blanks: at either end they don't count, so no paragraph is left.
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 0}, ["***"], ["one", "one***two"]),
+    ("length_constraints:number_words", {"num_words": 3, **AT_LEAST},
+     ["one two three", "don't go", "a-b-c", "é ü 3"], ["one two", "snake_case word", "-- ... !"]),
+    ("length_constraints:number_words", {"num_words": 3, **LESS}, ["one two", "..."], ["one two three", "don't go"]),
+    ("length_constraints:number_words", {"num_words": 0, **AT_LEAST}, ["..."], []),
+    ("length_constraints:number_words", {"num_words": 0, **LESS}, [], ["..."]),
+    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Elm"},
+     ["One.\n\nelm trees", "One.\n\n'ELM' trees", 'One.\n\n"Elm, trees', "One.\n\n  Elm's", "One.\n\nElm"],
+     ["One.\n\nThe elm", "Elm", "One.\n\nElms", "One.\n\nElm\n\nThree.", "One.\nElm", "One.\n\n(Elm)", "Elm\n\nOne.",
+      "One.\n\n\n\nElm"]),  # the second of its three pieces is blank
+    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "it"},
+     ["It's fine", "it"], ["\n\nit", "Item"]),
+    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": ""},
+     ["...and so on", "?"], ["word"]),
+    ("detectable_content:number_placeholders", {"num_placeholders": 2},
+     ["[name] lives at [address]", "[] []", "[a][b][c]", "[a [b] [c]"], ["[name]", "name address", "[a\n] [b]", "]["]),
+    ("detectable_content:number_placeholders", {"num_placeholders": 0}, ["none"], []),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."},
+     ["Bye.\nP.S. Call me.", "p. s. call", "Bye. P.S.", "P.P.S. Call"], ["PS: call", "P.S call", "Postscript"]),
+    ("detectable_content:postscript", {"postscript_marker": "P.P.S"},
+     ["P.P.S call", "p. p. s. call", "P.P.S. call"], ["P.S. call", "PPS"]),
+    ("detectable_content:postscript", {"postscript_marker": "N.B."}, ["N.B. this", "see n.b. too"], ["NxBx", "NB"]),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2},
+     ["* one\n* two", "- one\n- two", "Intro:\n  * one\n\n- two\nEnd.", "*one\n*two", "---\n* one"],
+     ["* one", "* one\n* two\n* three", "**one**\n**two**", "1. one\n2. two", "a * b\nc - d", "* one\n*"]),
+    # The character after a star may be the end of its line; the next line then belongs to that bullet.
+    ("detectable_format:number_bullet_lists", {"num_bullets": 1}, ["*\n* two", "*\ntwo"], ["*", "*\n* two\n* three"]),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 0}, ["none", "**bold**"], ["* one"]),
+    ("detectable_format:constrained_response", {},
+     ["My answer is yes.", "Well. My answer is maybe. Or so.", "  My answer is no.\n"],
+     ["My answer is yes", "my answer is no.", "Yes."]),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2},
+     ["*one* and *two*", "**one** and *two*", "**one** **two**", "*one*two*three*"],
+     ["*one*", "**one**", "* *, *\t* and ****", "*one\ntwo* three*", "one two"]),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 0}, ["none"], []),
+    ("detectable_format:multiple_sections", {"section_spliter": " Day ", "num_sections": 2},
+     ["Day 1\nrest\nDay 2\nwork", "Day1 Day2", "**Day 1** **Day 2** Day 3", "Monday: Day 1, MonDay 2"],
+     ["Day 1", "day 1 day 2", "Day one, Day two", "Day  1 Day  2"]),
+    ("detectable_format:multiple_sections", {"section_spliter": "Day", "num_sections": 0}, ["none"], []),
+    ("detectable_format:multiple_sections", {"section_spliter": "(a|b)", "num_sections": 1}, ["(a|b) 1"], ["a 1"]),
+    ("detectable_format:json_format", {},
+     ['{"a": 1}', '```json\n{"a": 1}\n```', '```\n[1, 2]\n```', ' ```JSON{"a": null}``` ', "42", '"text"', "NaN"],
+     ["{'a': 1}", '{"a": 1} done', 'Here: {"a": 1}', "``` python\n{}\n```", "{", "[" * 200_000]),
+    ("detectable_format:title", {},
+     ["<<poem of joy>>", "A << b >> c", "<<<a>>>", "<<a\n<<b>>"],
+     ["<poem>", "<<>>", "<< >>", "<<a\nb>>", ">>a<<", "<<<<>>>>"]),
+    ("combination:two_responses", {},
+     ["one\n******\ntwo", "one******two", "******one******two******", "one ****** one."],
+     ["one", "one******one", "one ****** one ", "a******b******c", "a************b", "one\n*****\ntwo"]),
+    ("combination:repeat_prompt", {"prompt_to_repeat": " Write a poem. "},
+     ["Write a poem. Roses...", "WRITE A POEM.", "\n write a poem.X"], ["A poem. Write a poem.", "Write a poem", "Roses"]),
+    ("startend:end_checker", {"end_phrase": " The End. "},
+     ["It was so. The end.", '"...THE END."', "The End.\n\n", "Legend: the end."], ["The End. Bye", "The End", "The end.'"]),
+    ("startend:end_checker", {"end_phrase": ""}, ["anything"], []),
+    ("startend:quotation", {}, ['"Hi"', ' "Hi" and "bye"\n', '""'], ['"', '"Hi', 'Hi"', "“Hi”", "'Hi'"]),
+    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"},
+     ["NASA and ESA", "I AM here", "A-B and C3", "DON'T."],  # "DO" and "N'T" at the end of a sentence
+     ["NASA", "Nasa and Esa", "A-B", "NASA, 1 + 1"]),
+    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "less than"},
+     ["none", "NASA rocks."], ["NASA and ESA"]),
+    ("change_case:capital_word_frequency", {"capital_frequency": 0, "capital_relation": "at least"}, ["none"], []),
+    ("change_case:capital_word_frequency", {"capital_frequency": 0, "capital_relation": "less than"}, [], ["none"]),
+    # Of a word in capitals langdetect reads the first letter only; without words, nothing is left to tell by.
+    ("change_case:english_capital", {}, ["THE WEATHER WAS WHAT THEY THOUGHT THAT IT WAS, AND THE WIND WAS WARM"],
+     [ENGLISH, ENGLISH.capitalize(), "12:30"]),
+    ("change_case:english_lowercase", {}, [ENGLISH], [ENGLISH.capitalize(), FRENCH, "12:30"]),
+    ("punctuation:no_comma", {}, ["No comma; none.", "１，２"], ["a, b", ","]),
+]  # fmt: skip
+
+CASES = [
+    pytest.param(name, kwargs, answer, verdict, id=f"{name.partition(':')[2]}-{number}-{verdict}-{at}")
+    for number, (name, kwargs, right, wrong) in enumerate(TABLE)
+    for verdict, answers in ((True, right), (False, wrong))
+    for at, answer in enumerate(answers)
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs", "answer", "verdict"), CASES)
+def test_an_answer_follows_the_instruction_or_not(request, name, kwargs, answer, verdict):
+    if name in COUNT_SENTENCES:
+        request.getfixturevalue("punkt")
+    assert check([name], [kwargs], answer, prompt="") == [verdict]
+
+
+def test_the_table_has_a_followed_and_an_unfollowed_answer_for_each_of_the_25_types():
+    assert len(INSTRUCTIONS) == 25
+    for place in (2, 3):
+        assert {row[0] for row in TABLE if row[place]} == set(INSTRUCTIONS)
+
+
+@pytest.mark.parametrize("name", sorted(INSTRUCTIONS))
+def test_a_blank_answer_follows_nothing(name):
+    kwargs = next(row[1] for row in TABLE if row[0] == name)
+    for blank in ("", " \n\t\n "):
+        assert check([name], [kwargs], blank, prompt="") == [False]
+        assert check([name], [kwargs], blank, prompt="", loose=True) == [False]
+
+
+LOOSE = [
+    # strictly not, loosely yes: without the first line, the last, both, the asterisks, or all of it
+    ("detectable_format:json_format", {}, "Sure, here it is:\n{}", True),
+    ("detectable_format:json_format", {}, "{}\nI hope this helps!", True),
+    ("detectable_format:json_format", {}, "Sure:\n{}\nI hope this helps!", True),
+    ("detectable_format:json_format", {}, "**{}**", True),
+    ("detectable_format:json_format", {}, "Sure:\n\n**{}**\n\nI hope this helps!", True),
+    ("startend:quotation", {}, 'Sure:\n *"Hi"*\nBye.', True),
+    ("keywords:existence", {"keywords": ["big deal"]}, "a *big* deal", True),
+    # only one line goes at each end, and all asterisks or none
+    ("detectable_format:json_format", {}, "Well,\nhere it is:\n{}", False),
+    ("detectable_format:json_format", {}, "Sure: {}", False),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*one*", False),
+    # of one line, nothing is left without the first or the last
+    ("punctuation:no_comma", {}, "Hello, World", False),
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs", "answer", "verdict"), LOOSE)
+def test_a_loose_verdict_forgives_the_first_line_the_last_and_asterisks(name, kwargs, answer, verdict):
+    assert check([name], [kwargs], answer, prompt="") == [False]
+    assert check([name], [kwargs], answer, prompt="", loose=True) == [verdict]
+
+
+@pytest.mark.parametrize(("name", "kwargs", "right", "wrong"), TABLE)
+def test_what_follows_strictly_follows_loosely(request, name, kwargs, right, wrong):
+    if name in COUNT_SENTENCES:
+        request.getfixturevalue("punkt")
+    for answer in right:
+        assert check([name], [kwargs], answer, prompt="", loose=True) == [True]
+
+
+def test_the_hubs_empty_columns_are_no_arguments_and_zero_is_one():
+    hub_row = {"num_words": 0, "relation": "at least", "keywords": None, "letter": None, "num_bullets": None}
+    assert check(["length_constraints:number_words"], [hub_row], "...", prompt="") == [True]
+
+
+@pytest.mark.parametrize(
+    ("ids", "kwargs", "message"),
+    [
+        (["keywords:exists"], [{}], r"instruction 1 \(keywords:exists\) is unknown; .* 25 known .* keywords:existence"),
+        ([None], [{}], "instruction 1 .* is unknown"),
+        ([], [], "'Do it.' has 0 instructions and 0 sets of arguments"),
+        (["punctuation:no_comma"], [], "has 1 instructions and 0 sets"),
+        (["punctuation:no_comma"], [None], "has None for arguments"),
+        (["startend:quotation", "keywords:existence"], [{}, {"keywords": None}], r"instruction 2 .* \['keywords'\]"),
+        (["punctuation:no_comma"], [{"num_words": 3}], r"arguments \{'num_words': 3\}; it needs \[\], and no other"),
+        (["length_constraints:number_words"], [{"num_words": 3}], r"needs \['num_words', 'relation'\]"),
+        (["length_constraints:number_words"], [{"num_words": -1, **LESS}], "num_words is -1; .* at least 0"),
+        (["length_constraints:number_words"], [{"num_words": True, **LESS}], "num_words is True"),
+        (["length_constraints:number_words"], [{"num_words": "3", **LESS}], "num_words is '3'; .* whole number"),
+        (["length_constraints:number_words"], [{"num_words": 3, "relation": "at most"}], "relation is 'at most'"),
+        (["keywords:existence"], [{"keywords": "art"}], "keywords is 'art'; it must be a list"),
+        (["keywords:forbidden_words"], [{"forbidden_words": ["art", " "]}], "list of texts that are not blank"),
+        (["keywords:frequency"], [{"keyword": "", "frequency": 1, **LESS}], "keyword is ''; .* not blank"),
+        (["keywords:letter_frequency"], [{"letter": "ab", "let_frequency": 1, "let_relation": "less than"}],
+         "letter is 'ab'; it must be one character"),
+        (["language:response_language"], [{"language": "english"}], "language is 'english'"),
+        (["length_constraints:nth_paragraph_first_word"],
+         [{"num_paragraphs": 2, "nth_paragraph": 3, "first_word": "a"}], "paragraph 3 of 2; no answer could follow it"),
+        (["length_constraints:nth_paragraph_first_word"],
+         [{"num_paragraphs": 2, "nth_paragraph": 0, "first_word": "a"}], "nth_paragraph is 0; .* at least 1"),
+    ],
+)  # fmt: skip
+def test_a_wrong_instruction_is_named_and_nothing_is_drawn_in_its_place(ids, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        check(ids, kwargs, "an answer", prompt="Do it.")
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["[", "]", "[]", "<", ">", "<<", "<<a", "*", "* ", "**", "*\n", "-", "\n", " ", "\t\n", "\n\n", "p.", "p.p.", "a", "A",
+     "Day", "Day 1", "1", "{", '"', '{"a":', "```", "a ", "Aa ", "I", "I ", "'", "a@", ".", ". ", "a. ", "! ", "ä", "字", ","],
+)  # fmt: skip
+@pytest.mark.parametrize("name", sorted(INSTRUCTIONS))
+def test_many_of_anything_take_time_linear_in_it(request, name, piece):
+    if name in COUNT_SENTENCES:
+        request.getfixturevalue("punkt")
+    kwargs = next(row[1] for row in TABLE if row[0] == name)
+    text = piece * (100_000 // len(piece))
+    start = time.process_time()
+    check([name], [kwargs], text, prompt="", loose=True)
+    assert time.process_time() - start < 10  # a square scan takes minutes

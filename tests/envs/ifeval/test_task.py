@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import nltk
+import pytest
+import torch
+from torchrl.envs.utils import check_env_specs
+
+from grpo_rl import keys
+from grpo_rl.envs.ifeval import IFEval, IFEvalEnv, load_rows, split_of
+from grpo_rl.envs.ifeval import sentences as sentences_module
+from grpo_rl.envs.ifeval.rows import HUB_NAME
+
+ROW = {
+    "key": 7,
+    "prompt": "Say hello in JSON, without commas, in at least 2 words.",
+    "instruction_id_list": ["detectable_format:json_format", "punctuation:no_comma", "length_constraints:number_words"],
+    "kwargs": [{}, {}, {"num_words": 2, "relation": "at least"}],
+}
+COUNTS_SENTENCES = {
+    "key": 8,
+    "prompt": "Write at least 2 sentences.",
+    "instruction_id_list": ["length_constraints:number_sentences"],
+    "kwargs": [{"num_sentences": 2, "relation": "at least"}],
+}
+
+
+def test_the_parts_are_paid_by_their_weights():
+    task = IFEval([ROW], strict=3, all=1, loose=6)
+    assert task.reward_parts == ("strict", "all", "loose")
+    for answer, strict, everything, loose in [
+        ('["hello world"]', 3, 1, 6),  # all three
+        ("hello world", 2, 0, 4),  # no JSON
+        ("hello, world", 1, 0, 2),  # words only
+        ('Sure, hello:\n["hello world"]', 1, 0, 6),  # words; without its first line all three
+        ("", 0, 0, 0),
+    ]:
+        assert task.score(ROW, answer).parts == {"strict": strict, "all": everything, "loose": loose}, answer
+
+
+def test_a_part_without_weight_is_neither_named_nor_judged(monkeypatch):
+    task = IFEval([ROW])
+    assert task.reward_parts == ("strict", "all")
+    assert task.score(ROW, '["hello world"]').parts == {"strict": 1.0, "all": 1.0}
+    assert IFEval([ROW], strict=0, all=0, loose=-2).score(ROW, "hello world").parts == {"loose": -2 * 2 / 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strict": float("inf")}, r"env\.reward\.strict=inf"),
+        ({"loose": "1"}, r"env\.reward\.loose=1; a weight is a finite number"),
+        ({"all": True}, r"env\.reward\.all=True"),
+        ({"strict": 0, "all": 0.0}, "pay for nothing"),
+        ({"rows": [ROW, {**ROW, "kwargs": [{}, {}, {"num_words": 2}]}]},
+         r"row 1 \(key 7\), instruction 3 \(length_constraints:number_words\) has the arguments {'num_words': 2}"),
+        ({"rows": [{**ROW, "instruction_id_list": ["punctuation:none"] * 3}]}, r"row 0 \(key 7\), .* is unknown"),
+        ({"rows": [{"prompt": "Hi"}]}, r"row 0 has no key; its columns are \['prompt'\]"),
+        ({"rows": [{**ROW, "prompt": 3}]}, "row 0: prompt is '3', of type int"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        IFEval(**{"rows": [ROW], **options})
+
+
+def test_the_prompt_is_the_rows_after_the_system_prompt():
+    user = {"role": "user", "content": ROW["prompt"]}
+    assert IFEval([ROW]).prompt(ROW) == [user]
+    system = {"role": "system", "content": "Be brief."}
+    assert IFEval([ROW], system_prompt="Be brief.").prompt(ROW) == [system, user]
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    def write(*rows: object):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+        return path
+
+    return write
+
+
+def test_the_environment_scores_what_a_policy_samples(jsonl, tokenizer):
+    env = IFEvalEnv(1, 4, tokenizer, path=jsonl(ROW), reward={"strict": 3, "all": 1}, seed=1)
+    check_env_specs(env)
+
+    def policy(tensordict):
+        texts = ['["hello world"]', "hello world", "hello, world", ","]
+        for row, text in zip(tensordict.unbind(0), texts, strict=True):
+            row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+        return tensordict
+
+    rollout = env.rollout(max_steps=1, policy=policy)
+    assert rollout[keys.REWARD].flatten().tolist() == [4.0, 2.0, 1.0, 0.0]
+    assert env.query(0) == ROW["prompt"] and env.gold(0) is None
+
+
+# ---- rows ----
+
+
+def test_a_key_is_always_in_the_same_split():
+    # Derived once, and fixed: a row that changed sides would have been trained on.
+    assert [key for key in range(1000, 1020) if split_of(key) == "test"] == []
+    assert all(split_of(key) == split_of(str(key)) for key in range(100))
+
+
+def test_the_hubs_rows_are_parted_by_key(real_data, monkeypatch):
+    import datasets
+
+    every = load_rows(real_data / "ifeval" / "input_data.jsonl")
+    columns = {name: None for row in every for kwargs in row["kwargs"] for name in kwargs}
+    as_on_the_hub = [{**row, "kwargs": [{**columns, **kwargs} for kwargs in row["kwargs"]]} for row in every]
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or as_on_the_hub)
+    train, test = load_rows(None, "train"), load_rows(None, "test")
+    assert asked == [((HUB_NAME,), {"split": "train"})] * 2
+    assert len(every) == 541 and len(train) + len(test) == 541 and 80 <= len(test) <= 140
+    assert not {row["key"] for row in train} & {row["key"] for row in test}
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
+    held_out = {name for row in test for name in row["instruction_id_list"]}
+    assert len(held_out) == 25  # every type is measured
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([ROW, {"key": 1}], r"rows\.jsonl, line 2 has no prompt; its columns are \['key'\]"),
+        ([ROW, "", "{oops"], "line 3 is not JSON"),
+        (["[" * 100_000], "line 1 is not JSON"),
+        (["[1]"], "line 1 is no object with key, prompt"),
+        ([{**ROW, "kwargs": {}}], "line 1: kwargs is '{}', of type dict"),
+        ([{**ROW, "kwargs": [{}]}], r"line 1 \(key 7\) has 3 instructions and 1 sets of arguments"),
+        ([], r"rows\.jsonl has no rows"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line(jsonl, rows, message):
+    with pytest.raises(ValueError, match=message):
+        load_rows(jsonl(*rows))
+
+
+def test_a_file_that_cannot_be_read_is_named_with_what_to_give(tmp_path):
+    for path in ("missing.jsonl", tmp_path):
+        with pytest.raises(ValueError, match=rf"env\.path={path} can't be read.*JSONL file with key, prompt"):
+            load_rows(path)
+
+
+def test_an_unknown_split_is_named(jsonl):
+    for path in (None, jsonl(ROW)):
+        with pytest.raises(ValueError, match="no split 'validation'; it has train and test"):
+            load_rows(path, "validation")
+
+
+def test_a_hub_that_cannot_be_reached_says_to_use_a_file(tmp_path):
+    code = "from grpo_rl.envs.ifeval import load_rows\ntry: load_rows()\nexcept ValueError as error: print(error)"
+    # In a process of its own: the libraries read these settings when they are imported.
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=120)
+    assert "google/IFEval can't be had from the hub" in result.stdout, result.stderr
+    assert "env.path=FILE.jsonl" in result.stdout
+
+
+# ---- NLTK's data ----
+
+
+@pytest.fixture
+def no_punkt(tmp_path, monkeypatch):
+    """A machine without NLTK's data. What it would download from is what the test puts there."""
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    sentences_module._punkt.cache_clear()
+    yield tmp_path
+    sentences_module._punkt.cache_clear()
+
+
+def test_rows_that_count_sentences_need_their_data_before_anything_is_loaded(no_punkt, monkeypatch):
+    def offline(*_args, **_kwargs):
+        raise ValueError("<urlopen error [Errno -3] Temporary failure in name resolution>")
+
+    monkeypatch.setattr(nltk, "download", offline)
+    IFEval([ROW])  # counts none
+    with pytest.raises(ValueError, match="punkt_tab.*name resolution.*NLTK_DATA.*number_sentences"):
+        IFEval([ROW, COUNTS_SENTENCES])
+
+
+def test_missing_data_is_downloaded_once(no_punkt, punkt, monkeypatch):
+    import shutil
+    from pathlib import Path
+
+    source = Path(os.environ["GRPO_RL_DATA"]) / "nltk_data" / "tokenizers"
+    calls = []
+
+    def download(name, folder, **_options):
+        calls.append(name)
+        shutil.copytree(source, Path(folder) / "tokenizers")
+
+    monkeypatch.setattr(nltk, "download", download)
+    task = IFEval([COUNTS_SENTENCES])
+    assert task.score(COUNTS_SENTENCES, "One. Two.").total == 2.0
+    assert task.score(COUNTS_SENTENCES, "One.").total == 0.0
+    assert calls == ["punkt_tab"]

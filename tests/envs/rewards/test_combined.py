@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import pytest
+
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.gsm8k import GSM8K
+from grpo_rl.envs.rewards.combined import WithRewards, token_counter, with_rewards
+from grpo_rl.envs.rewards.registry import REWARDS, Known
+from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, plays_turns
+
+ROWS = [{"question": "What is 50 - 8?", "answer": "#### 42"}, {"question": "3 + 4?", "answer": "#### 7"}]
+RIGHT, WRONG = "42", "41"
+
+
+class Guess(Task):
+    """Ask twice: row n wants n, and the first guess is always told to be wrong. An answer of `!` crashes."""
+
+    reward_parts = ("hit",)
+
+    def __init__(self) -> None:
+        self.rows = [{"wanted": str(n)} for n in range(3)]
+
+    def prompt(self, row: dict) -> Messages:
+        return [{"role": "user", "content": "Guess."}]
+
+    def score(self, row: dict, response: str) -> Reward:
+        if response == "!":
+            raise KeyError("gold")
+        return Reward({"hit": float(response.strip() == row["wanted"])})
+
+
+class GuessAgain(Guess):
+    def reply(self, row: dict, messages: Messages) -> Messages | None:
+        return [{"role": "user", "content": "Again."}] if len(messages) == 2 else None
+
+
+def words(texts) -> list[int]:
+    return [len(text.split()) for text in texts]
+
+
+def test_parts_are_added_under_their_names_with_their_weights():
+    task = with_rewards(GSM8K(ROWS), {"tag_count": 2.0, "repetition_penalty": {"weight": 0.5, "ngram_size": 1}})
+    assert task.reward_parts == (
+        "correctness", "reasoning_format", "answer_format", "tag_count", "repetition_penalty",
+    )  # fmt: skip
+    reward = task.score(ROWS[0], "<think>\nno no\n</think>\n42")
+    # Two of four tags; of the words <think> no no </think> 42, one of five came before.
+    assert reward.parts == {
+        "correctness": 2.0, "reasoning_format": 0.0, "answer_format": 0.0, "tag_count": 1.0,
+        "repetition_penalty": pytest.approx(-0.1),
+    }  # fmt: skip
+
+
+def test_everything_else_is_the_tasks_own():
+    own = GSM8K(ROWS)
+    task = with_rewards(own, {"format": 1.0})
+    assert task.rows is own.rows
+    assert task.prompt(ROWS[0]) == own.prompt(ROWS[0])
+    assert task.gold(ROWS[1]) == "7"
+    assert with_rewards(own, {}) is own and with_rewards(own, None) is own
+
+
+def test_a_length_is_judged_within_the_answers_to_one_prompt():
+    task = with_rewards(GSM8K(ROWS), {"length": 1.0})
+    answers = [RIGHT, "It is " + RIGHT, "Surely " + WRONG, "7", "It is, I think, 7"]
+    rows = [ROWS[0]] * 3 + [ROWS[1]] * 2
+    lengths = [2, 8, 9, 1, 17]
+    assert [len(answer) for answer in answers] == lengths
+    # First group: 0.5 - (2 - 2) / 7, 0.5 - 6 / 7, and min(0, 0.5 - 7 / 7) for the wrong one. Second: the extremes.
+    expected = [0.5, 0.5 - 6 / 7, -0.5, 0.5, -0.5]
+    assert [reward.parts["length"] for reward in task.score_many(rows, answers)] == pytest.approx(expected)
+    # Alone, there is nobody to be compared with.
+    assert task.score(ROWS[0], answers[1]).parts["length"] == 0.0
+
+
+def test_an_answer_whose_scorer_failed_is_out_of_its_group():
+    task = with_rewards(Guess(), {"length": {"correct": "hit"}})
+    row = task.rows[1]
+    first, failed, last = task.score_many([row] * 3, ["1", "!", "1   "])
+    assert (first.parts, last.parts) == ({"hit": 1.0, "length": 0.5}, {"hit": 1.0, "length": -0.5})
+    assert isinstance(failed, KeyError)
+
+
+def test_a_reward_that_fails_costs_its_answer_only(monkeypatch):
+    def brittle(text: str) -> float:
+        if text == "7":
+            raise RuntimeError("no sevens")
+        return 1.0
+
+    monkeypatch.setitem(REWARDS, "brittle", Known(brittle))
+    task = with_rewards(GSM8K(ROWS), {"brittle": 1.0, "length": 1.0})
+    good, failed, long = task.score_many([ROWS[1]] * 3, ["07", "7", "007"])
+    assert good.parts["brittle"] == 1.0 and good.parts["length"] == 0.5 and long.parts["length"] == -0.5
+    assert isinstance(failed, RuntimeError) and str(failed) == "no sevens"
+    with pytest.raises(RuntimeError, match="no sevens"):
+        task.score(ROWS[1], "7")
+
+
+def test_a_group_reward_that_fails_costs_its_group_only(monkeypatch):
+    def brittle(texts: list[str]) -> list[float]:
+        return [1 / (len(text) - 2) for text in texts]
+
+    monkeypatch.setitem(REWARDS, "brittle", Known(brittle, whole_group=True))
+    task = with_rewards(GSM8K(ROWS), {"brittle": 1.0})
+    results = task.score_many([ROWS[0], ROWS[0], ROWS[1]], ["42", "it is 42", "7"])
+    assert [type(result) for result in results] == [ZeroDivisionError, ZeroDivisionError, Reward]
+
+
+def test_right_is_what_the_named_part_pays_for():
+    config = {"cosine": {"max_len": 100, "correct": "hit"}}
+    task = with_rewards(Guess(), config)
+    assert task.score(task.rows[1], "1" + " " * 99).parts == {"hit": 1.0, "cosine": 0.5}
+    assert task.score(task.rows[1], "2" + " " * 99).parts == {"hit": 0.0, "cosine": -0.5}
+
+
+def test_right_may_be_what_accuracy_finds_even_at_weight_zero(monkeypatch):
+    same = Known(lambda text, gold: float(text == gold), ("text", "gold"))
+    monkeypatch.setitem(REWARDS, "accuracy", same)
+    # Named before accuracy in the config, and judged after it all the same.
+    task = with_rewards(GSM8K(ROWS, correctness=0.0), {"cosine": {"correct": "accuracy"}, "accuracy": 0.0})
+    reward = task.score(ROWS[1], "7")
+    assert reward.parts["accuracy"] == 0.0
+    assert reward.parts["cosine"] > 0.99
+
+
+def test_a_row_that_accuracy_cannot_judge_is_no_wrong_answer(monkeypatch):
+    def refuse(text: str, gold: str | None) -> float:
+        raise Unjudgeable("gold")
+
+    monkeypatch.setitem(REWARDS, "accuracy", Known(refuse, ("text", "gold")))
+    task = with_rewards(GSM8K(ROWS), {"accuracy": 1.0})
+    assert [type(result) for result in task.score_many(ROWS, ["42", "7"])] == [Unjudgeable, Unjudgeable]
+
+
+def test_lengths_are_counted_in_the_unit_that_is_asked_for():
+    config = {"soft_overlong_punishment": {"max_len": 4, "cache": 4}, "cosine": {"max_len": 8}}
+    task = with_rewards(GSM8K(ROWS), config, words)
+    # Three words of a cache of four; eight characters, the wave's end.
+    parts = task.score(ROWS[0], "42 it is").parts
+    assert parts["soft_overlong_punishment"] == -0.75 and parts["cosine"] == 0.5
+    config["cosine"]["unit"] = "tokens"
+    assert with_rewards(GSM8K(ROWS), config, words).score(ROWS[0], "42 it is").parts["cosine"] > 0.8
+
+
+def test_tokens_are_the_tokenizers(tokenizer):
+    assert list(token_counter(tokenizer)(["", "abc", "é"])) == [0, 3, 2]  # a token a byte
+
+
+def test_a_task_of_several_turns_stays_one():
+    task = with_rewards(GuessAgain(), {"reasoning_steps": {"enough": 1}, "cosine": {"correct": "hit", "max_len": 1}})
+    assert plays_turns(task) and not plays_turns(with_rewards(Guess(), {"format": 1.0}))
+    dialog = [*task.prompt(task.rows[1]), {"role": "assistant", "content": "First, 2"}]
+    assert task.reply(task.rows[1], dialog) == [{"role": "user", "content": "Again."}]
+    dialog += [{"role": "user", "content": "Again."}, {"role": "assistant", "content": "1"}]
+    assert task.reply(task.rows[1], dialog) is None
+    assert task.score_dialog(task.rows[1], dialog).parts == {"hit": 1.0, "reasoning_steps": 0.0, "cosine": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "message"),
+    [
+        (Guess, {"cosine": 1.0}, r"env\.rewards\.cosine asks whether .* correctness or accuracy is no other part"),
+        (Guess, {"cosine": {"correct": "hits"}}, r"hits is no other part of the reward, which has hit, cosine"),
+        (Guess, {"length": {"correct": "length"}}, "length is no other part"),
+        (Guess, {"accuracy": 1.0}, "needs gold answers, and Guess has none"),
+        (Guess, {"soft_overlong_punishment": {"max_len": 9, "cache": 3}}, "counts tokens; .*unit=characters"),
+        (GuessAgain, {"length": {"correct": "hit"}}, "compares the answers of a group, and GuessAgain is scored one"),
+    ],
+)
+def test_what_a_task_cannot_offer_is_named(task, config, message):
+    with pytest.raises(ValueError, match=message):
+        with_rewards(task(), config)
+
+
+def test_a_part_that_the_task_has_already_is_named(monkeypatch):
+    monkeypatch.setitem(REWARDS, "correctness", Known(lambda text: 1.0))
+    with pytest.raises(ValueError, match=r"GSM8K has a reward part correctness of its own"):
+        WithRewards(GSM8K(ROWS), {"correctness": 1.0})
+
+
+def test_an_environment_takes_it_as_any_task(tokenizer):
+    config = {"length": 1.0, "soft_overlong_punishment": {"max_len": 4, "cache": 2}}
+    env = LLMEnv(with_rewards(GSM8K(ROWS), config, token_counter(tokenizer)), tokenizer, 1, 3)
+    ids = [tokenizer(text)["input_ids"] for text in ("42", "042", "00042")]
+    rewards = env.score(0, [*ids])
+    assert [reward.parts["length"] for reward in rewards] == pytest.approx([0.5, 0.5 - 1 / 3, -0.5])
+    assert [reward.parts["soft_overlong_punishment"] for reward in rewards] == [0.0, -0.5, -1.0]

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from grpo_rl.envs.rewards.form import answer_format, code_format, reasoning_steps, tag_count
+
+IN_FORM = "<think>\n3 + 4 = 7\n</think>\n<answer>\n7\n</answer>"
+CODE = "<think>\nAdd.\n</think>\n<answer>\n{}\n</answer>"
+
+# text, format with line breaks, format without, tag count
+FORMS = [
+    (IN_FORM, 1, 1, 1.0),
+    (IN_FORM + "\n", 1, 1, 1.0),
+    (IN_FORM + " \n\t", 1, 1, 1.0),
+    ("<think>\n\n</think>\n<answer>\n\n</answer>", 1, 1, 1.0),  # empty, but in form
+    ("<think>\na\nb\n\nc\n</think>\n<answer>\n7\n\n8\n</answer>", 1, 1, 1.0),
+    ("<think>a</think><answer>7</answer>", 0, 1, 0.0),
+    ("<think>a</think>\n\n<answer>7</answer>", 0, 1, 0.0),
+    ("<think>\na\n</think>\n<answer>7</answer>", 0, 1, 0.5),
+    ("<think>\na\n</think>\n\n<answer>\n7\n</answer>", 0, 1, 1.0),  # a line too many: each tag is there all the same
+    (" " + IN_FORM, 0, 0, 1.0),
+    ("Well. " + IN_FORM, 0, 0, 1.0),
+    (IN_FORM + "\nThat was easy.", 0, 0, 1.0),
+    ("<think>\na\n</think>\nSo\n<answer>\n7\n</answer>", 0, 0, 1.0),
+    ("<answer>\n7\n</answer>\n<think>\na\n</think>\n", 0, 0, 0.75),  # what comes first has no line before it
+    ("<think>\na\n</think>\n7", 0, 0, 0.5),
+    ("<think>\na", 0, 0, 0.25),
+    ("<think>\n<think>\na\n</think>\n<answer>\n7\n</answer>", 1, 1, 0.75),
+    (IN_FORM + "\n</answer>", 1, 1, 0.75),
+    ("<THINK>\na\n</THINK>\n<ANSWER>\n7\n</ANSWER>", 0, 0, 0.0),
+    ("<think>Wrong order</answer><answer>Wrong order</think>", 0, 0, 0.0),
+    ("7", 0, 0, 0.0),
+    ("", 0, 0, 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "lines", "loose", "tags"), FORMS)
+def test_tags_are_found_in_their_order_and_counted(text, lines, loose, tags):
+    assert answer_format(text) == lines
+    assert answer_format(text, line_breaks=False) == loose
+    assert tag_count(text) == tags
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("", 0),
+        ("Just text. It takes one step: 5.", 0),
+        ("Step 1: add", 1),
+        ("step 1: add", 0),
+        ("Step one: add", 0),
+        ("Step 1: add\nStep 2: halve", 2),
+        ("First, add. Next, halve.", 2),
+        ("First add, then halve", 0),
+        ("First, a\nSecond, b\nNext, c\nFinally, d", 4),
+        ("1. add", 1),
+        ("It is\n1. add\n2. halve\n10. stop", 3),
+        ("It is 1. add", 0),
+        ("- add\n- halve", 2),
+        ("so:\n* add\n* halve\n", 2),
+        ("3 - 2\n  - indented", 0),
+    ],
+)
+def test_steps_are_counted_where_they_are_written_as_steps(text, steps):
+    assert reasoning_steps(text, enough=5) == steps / 5
+    assert reasoning_steps(text) == min(1, steps / 3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "python", "java"),
+    [
+        ("```python\nprint(7)\n```", 1, 0),
+        ("Here:\n```python\nprint(7)\n```\nDone.", 1, 0),
+        ("```python print(7)```", 1, 0),
+        ("```python\nprint(7)", 0, 0),
+        ("```\nprint(7)\n```", 0, 0),
+        ("print(7)", 0, 0),
+        ("```Python\nprint(7)\n```", 0, 0),
+        ("```java\nx\n```", 0, 1),
+        ("```javascript\nx\n```", 0, 0),
+        ("```java\nx\n```\n```python\nx\n```", 1, 1),
+    ],
+)
+def test_code_counts_in_a_closed_block_of_its_language_inside_the_answer(answer, python, java):
+    assert code_format(CODE.format(answer)) == python
+    assert code_format(CODE.format(answer), language="java") == java
+    assert code_format(answer) == 0
+    assert code_format(f"<think>\n{answer}\n</think>\n<answer>\n7\n</answer>") == 0
+
+
+@pytest.mark.parametrize(
+    ("reward", "settings", "message"),
+    [
+        (reasoning_steps, {"enough": 0}, "enough=0"),
+        (code_format, {"language": "py thon"}, "language='py thon'"),
+        (code_format, {"language": ""}, "language=''"),
+    ],
+)
+def test_a_wrong_setting_is_named(reward, settings, message):
+    with pytest.raises(ValueError, match=message):
+        reward("text", **settings)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["<think>\n", "\n</think>\n", "\n</think>\n<answer>\n", "</think> ", "```python", "```", " ", "\n", "1", "1.\n",
+     "Step ", "Step 1", "\n-", "First"],
+)  # fmt: skip
+def test_a_megabyte_of_anything_takes_time_linear_in_it(piece):
+    text = piece * (1_000_000 // len(piece))
+    for hostile in (text, CODE.format(text), f"<think>{text}</answer>", "<think>\n" + text + "\n</answer>"):
+        start = time.process_time()
+        for reward in (answer_format, tag_count, reasoning_steps, code_format):
+            reward(hostile)
+        answer_format(hostile, line_breaks=False)
+        assert time.process_time() - start < 5  # a quadratic scan takes hours

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_rl.envs.rewards.functions import RewardFunction, RewardFunctionError
+from grpo_rl.envs.task import Unjudgeable
+
+BATCH = {"prompt": ["a", "b"], "completion": ["x", "yy"], "title": ["T", "U"]}
+
+
+def judge(function, batch=BATCH):
+    return RewardFunction(function, list(batch))(batch, len(batch["completion"]))
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a module of one's own, where Python finds it."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(source: str, name: str = "own_rewards"):
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return name
+
+    return write
+
+
+def test_a_function_is_found_by_its_name(module):
+    name = module("def longer(completion, **columns):\n    return [float(len(text)) for text in completion]\n")
+    reward = RewardFunction(f"{name}:longer", list(BATCH))
+    assert (reward.name, reward.where) == ("longer", "own_rewards:longer")
+    assert reward(BATCH, 2) == [1.0, 2.0]
+    assert pickle.loads(pickle.dumps(reward))(BATCH, 2) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("reward_len", "is no package.module:function"),
+        ("own_rewards:", "is no package.module:function"),
+        (":reward", "is no package.module:function"),
+        ("no_such_module:reward", "there is no module no_such_module; install it, or put its folder into PYTHONPATH"),
+        ("json.no_such:reward", "there is no module json.no_such"),
+        ("own_rewards:lenght", r"own_rewards has no lenght; its functions are length, broken"),
+        ("own_rewards:WEIGHT", r"env\.reward=own_rewards:WEIGHT is 2\.0; it must be a function"),
+        ("needs_more:reward", "needs_more needs the module no_such_module; install it"),
+        ("broken_module:reward", "importing broken_module failed: ZeroDivisionError"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_named_with_the_reason(module, name, message):
+    module("WEIGHT = 2.0\ndef length(completion): ...\ndef broken(completion): ...\ndef _hidden(): ...\n")
+    module("import no_such_module\n", "needs_more")
+    module("1 / 0\n", "broken_module")
+    with pytest.raises(ValueError, match=message):
+        RewardFunction(name, list(BATCH))
+
+
+def test_a_function_gets_the_columns_that_it_names():
+    assert judge(lambda completion: [len(text) for text in completion]) == [1.0, 2.0]
+    assert judge(lambda title, *, prompt: [title == ["T", "U"], prompt == ["a", "b"]]) == [1.0, 1.0]
+    assert judge(lambda **columns: [len(columns), 0]) == [3.0, 0.0]
+    assert judge(lambda completion, author=None: [author is None, 0]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda completion, author: [], r"asks for author, and what it can get by name is completion, prompt, title"),
+        (lambda completion_ids, trainer_state: [], "asks for completion_ids, trainer_state"),
+        (lambda completion, /: [], "asks for completion"),
+    ],
+)
+def test_a_column_that_is_not_there_is_named_before_anything_is_scored(function, message):
+    with pytest.raises(ValueError, match=message):
+        RewardFunction(function, list(BATCH))
+
+
+def test_a_function_that_changes_its_lists_changes_nobody_elses():
+    def greedy(completion):
+        completion.clear()
+        return [1.0, 1.0]
+
+    batch = {"completion": ["x", "yy"]}
+    judge(greedy, batch)
+    assert batch == {"completion": ["x", "yy"]}
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        [1, 0.5], (1.0, 0.5), np.array([1.0, 0.5]), [np.float32(1), np.float64(0.5)], torch.tensor([1.0, 0.5]),
+        [torch.tensor(1.0), torch.tensor([0.5])], [True, 0.5],
+    ],
+)  # fmt: skip
+def test_numbers_may_come_in_any_form(result):
+    values = judge(lambda completion: result)
+    assert values == [1.0, 0.5] and [type(value) for value in values] == [float, float]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([1.0], r"returned 1 numbers for 2 answers; it must return one for each"),
+        ([1.0, 2.0, 3.0], r"returned 3 numbers for 2 answers"),
+        ([], r"returned 0 numbers for 2 answers"),
+        (1.0, r"returned 1\.0; it must return a list of numbers"),
+        (None, r"returned None; it must return a list"),
+        ("12", r"returned '12'; it must return a list"),
+        ({"a": 1, "b": 2}, r"it must return a list"),
+        (np.array(1.0), r"returned 1\.0; it must return a list"),
+    ],
+)
+def test_a_result_of_another_form_is_an_error_that_names_the_function(result, message):
+    def own(completion):
+        return result
+
+    with pytest.raises(RewardFunctionError, match=f"^own {message}"):
+        judge(own)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -np.inf, torch.tensor(float("nan")), "1", [1], 10**400])
+def test_what_is_no_finite_number_costs_its_answer_only(value):
+    failed, good = judge(lambda completion: [value, 0.5])
+    assert isinstance(failed, RewardFunctionError) and "<lambda> returned" in str(failed)
+    assert good == 0.5
+
+
+def test_none_says_that_an_answer_cannot_be_judged():
+    failed, good = judge(lambda completion: [None, 0.5])
+    assert isinstance(failed, Unjudgeable) and good == 0.5
+
+
+def test_a_function_that_raises_is_named_with_what_it_raised():
+    def own(completion):
+        raise KeyError("gold")
+
+    with pytest.raises(RewardFunctionError, match="^own raised KeyError: 'gold'") as caught:
+        judge(own)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_an_async_function_is_awaited_also_from_within_a_running_loop():
+    async def own(completion):
+        return await asyncio.gather(*(asyncio.sleep(0, len(text)) for text in completion))
+
+    assert judge(own) == [1.0, 2.0]
+
+    async def inside():
+        return judge(own)
+
+    assert asyncio.run(inside()) == [1.0, 2.0]
+
+
+def test_all_calls_of_async_functions_share_one_loop_whatever_their_thread():
+    loops = []
+
+    async def own(completion):
+        loops.append(asyncio.get_running_loop())
+        return [0.0, 0.0]
+
+    judge(own)
+    thread = threading.Thread(target=judge, args=(own,))
+    thread.start()
+    thread.join()
+    assert len(loops) == 2 and loops[0] is loops[1]
+
+
+def test_an_async_function_that_raises_is_named():
+    async def own(completion):
+        raise TimeoutError("judge model")
+
+    with pytest.raises(RewardFunctionError, match="own raised TimeoutError: judge model"):
+        judge(own)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_async_functions_work_in_a_forked_process():
+    async def own(completion):
+        return [1.0, 0.0]
+
+    judge(own)  # this process has its loop now, whose thread a fork does not take along
+    if (child := os.fork()) == 0:
+        failed = True
+        try:
+            failed = judge(own) != [1.0, 0.0]
+        finally:
+            os._exit(int(failed))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from grpo_rl.envs.rewards.repetition import repetition_penalty
+
+
+@pytest.mark.parametrize(
+    ("text", "ngram_size", "max_penalty", "expected"),
+    [
+        ("", 3, -1.0, 0.0),
+        ("word", 3, -1.0, 0.0),
+        ("two words", 3, -1.0, 0.0),
+        ("three different words", 3, -1.0, 0.0),
+        ("all of these words are different", 2, -1.0, 0.0),
+        # four bigrams, one of them distinct: three quarters came before
+        ("no no no no no", 2, -1.0, -0.75),
+        # (a b c) (b c a) (c a b) (a b c): one of four
+        ("a b c a b c", 3, -1.0, -0.25),
+        ("a b c a b", 3, -1.0, 0.0),
+        ("word word word word", 3, -1.0, -0.5),
+        ("This is this IS", 2, -1.0, -1 / 3),  # this-is, is-this, this-is
+        ("a\nb\ta  b", 2, -3.0, -1.0),  # any white space parts words
+        ("no no no", 1, -1.5, -1.0),  # two of three words
+        ("no no no", 3, 0.0, 0.0),
+        ("don't don't", 1, -1.0, -0.5),
+        ("yes, yes", 1, -1.0, 0.0),  # a comma makes another word
+    ],
+)
+def test_the_penalty_is_the_share_of_ngrams_that_came_before(text, ngram_size, max_penalty, expected):
+    assert repetition_penalty(text, ngram_size=ngram_size, max_penalty=max_penalty) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"ngram_size": 0}, "ngram_size=0"), ({"max_penalty": 0.5}, "max_penalty=0.5")]
+)
+def test_a_wrong_setting_is_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        repetition_penalty("text", **settings)
+
+
+def test_a_megabyte_of_words_takes_time_linear_in_it():
+    start = time.process_time()
+    assert repetition_penalty("no " * 300_000, ngram_size=8) == pytest.approx(-1.0, abs=1e-4)
+    assert time.process_time() - start < 5

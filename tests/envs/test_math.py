@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrl.envs.utils import check_env_specs
+
+from grpo_rl import keys
+from grpo_rl.envs.base import Unjudgeable
+from grpo_rl.envs.boxed import equal
+from grpo_rl.envs.math import MAX_CHARS, Math, MathEnv, last_boxed, load_rows, verify
+
+ROW = {"problem": "What is 1/4 + 1/4?", "answer": r"\frac{1}{2}"}
+
+EQUIVALENT = [
+    # fractions and decimals
+    (r"\frac{1}{2}", "1/2"), (r"\frac12", r"\dfrac{2}{4}"), (r"\frac{1}{2}", "0.5"), (r"-\frac{3}{4}", r"\frac{-3}{4}"),
+    (r"\frac{-6}{8}", "-0.75"), ("2.5", r"\frac{5}{2}"), (r"1\frac{4}{5}", r"\frac{9}{5}"), ("0.25", ".25"),
+    ("3", "3.0"), (r"\frac{1}{3}", "0.333333"), (r"\frac{270}7", r"\frac{270}{7}"), ("0.5", "0.50"),
+    # percents
+    (r"25\%", r"\frac{1}{4}"), (r"50\%", "0.5"), (r"10\%", r"10 \%"), (r"12.5\%", "0.125"),
+    # thousands, money, units
+    (r"10,\!080", "10080"), ("58,500", "58500"), (r"11,\! 111,\! 111,\! 100", "11111111100"),
+    (r"\$32,\!348", "32348"), (r"\$18.90", "18.9"), (r"15\mbox{ cm}^2", "15"), (r"5.4 \text{ cents}", "5.4"),
+    ("12", r"12\text{ miles}"), (r"90^\circ", "90"), (r"90^\circ", r"90^{\circ}"),
+    # surds, pi, powers
+    (r"\sqrt{8}", r"2\sqrt{2}"), (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"), (r"11\sqrt2", r"11 \sqrt{2}"),
+    (r"3\sqrt{13}", r"\sqrt{117}"), (r"1+2\sqrt{3}", r"2\sqrt{3}+1"), (r"288 \pi", r"288\cdot\pi"),
+    (r"-\frac{\pi}{6}", r"-\pi/6"), ("2^{10}", "1024"), ("10^{-2}", "0.01"),
+    # expressions and equations
+    ("p - q", "-q + p"), ("x^3+3x-6", "3x + x^3 - 6"), ("(a+5)(b+2)", "ab+2a+5b+10"), ("2k+2", "2(k+1)"),
+    ("x=5", "5"), ("y = 2x + 3", "y=3+2x"), ("6 - 5i", "-5i + 6"), ("x > 3", "3 < x"),
+    # tuples, intervals, sets
+    ("(6,31,-1)", "(6, 31, -1)"), (r"\left( 3, \frac{\pi}{2} \right)", r"(3, \pi/2)"), (r"(\frac12, 2)", "(0.5, 2)"),
+    ("(3,4]", r"\left(3, 4\right]"), (r"(-\infty, 2) \cup (3, \infty)", r"(3,\infty)\cup(-\infty,2)"),
+    ("[0,1/2]", r"\left[0,\frac{1}{2}\right]"), (r"x \in [-2,7]", "[-2,7]"), ("1,-2", "-2,1"), (r"3, 5, 7", r"\{7,5,3\}"),
+    (r"\{1,2\}", r"\{2, 1\}"), (r"1 \pm \sqrt{19}", r"1+\sqrt{19}, 1-\sqrt{19}"),
+    # matrices
+    (r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}", r"\begin{pmatrix} -\frac13 \\ \frac23 \end{pmatrix}"),
+    (r"\begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix}", r"\begin{bmatrix}-1&0\\0&-1\end{bmatrix}"),
+    # words, bases
+    (r"\text{Evelyn}", "Evelyn"), (r"\text{(C)}", "C"), (r"\text{even}", r"\textbf{even}"), ("52_8", "52_{8}"),
+]  # fmt: skip
+
+DIFFERENT = [
+    # fractions and decimals
+    (r"\frac{1}{2}", "2"), (r"\frac{1}{2}", r"\frac{1}{3}"), (r"\frac{1}{3}", "0.33"), (r"\frac{2}{3}", "0.67"),
+    (r"\frac{14}{3}", r"\frac{3}{14}"), (r"1\frac{4}{5}", r"\frac{4}{5}"), ("2.5", "25"), ("0.25", "0.2"), ("3", "3.1"),
+    ("7", "77"), ("100", "10"), ("0", "1"), (r"\frac{3}{56}", r"\frac{3}{65}"), ("0.125", r"\frac{1}{80}"),
+    # signs
+    ("5", "-5"), (r"-\frac{3}{4}", r"\frac{3}{4}"), ("-2", "2"), (r"-\sqrt{3}", r"\sqrt{3}"),
+    # percents
+    (r"25\%", r"2.5\%"), (r"50\%", "5"), (r"\frac{1}{4}", r"4\%"), ("0.28", "28"),
+    # thousands, money, units
+    ("10,080", "10.08"), ("58,500", "58,501"), (r"\$36", r"\$3.6"), (r"15\mbox{ cm}^2", "225"), (r"90^\circ", "80"),
+    # surds, pi, powers
+    (r"\sqrt{8}", r"4\sqrt{2}"), (r"3\sqrt{13}", r"13\sqrt{3}"), (r"\sqrt{51}", "51"), (r"\sqrt{5}", "2.2"),
+    ("\\pi", "3.14"), (r"288 \pi", "288"), (r"-\frac{\pi}{6}", r"\frac{\pi}{6}"), ("2^{10}", "20"), ("10^{-2}", "-100"),
+    # expressions and equations
+    ("p - q", "q - p"), ("x^3+3x-6", "x^3+3x+6"), ("2k+2", "2k+1"), ("5r^5", "5r^4"), ("x=5", "x=6"), ("x=5", "-5"),
+    ("y = 2x + 3", "y = 3x + 2"), ("6 - 5i", "6 + 5i"), ("x > 3", "x < 3"), (r"x \ge 3", "x > 3"), ("2k", "2n"),
+    # tuples, intervals, sets
+    ("(6,31,-1)", "(31,6,-1)"), ("(-2,1)", "(1,-2)"), ("(1,2)", "(1,2,3)"), ("(3,4]", "[3,4]"), ("(3,4]", "(3,4)"),
+    ("(2,\\infty)", "(-\\infty,2)"), (r"(0,9) \cup (9,36)", "(0,36)"), ("1,-2", "1"), ("1,-2", "1,2"),
+    (r"\{1,2\}", r"\{1,2,3\}"),
+    # matrices
+    (r"\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix}", r"\begin{pmatrix} -7 \\ 5 \\ 16 \end{pmatrix}"),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}"),
+    # words, bases
+    (r"\text{Evelyn}", r"\text{Navin}"), (r"\text{(C)}", "B"), (r"\text{even}", r"\text{odd}"), ("52_8", "52_9"),
+    ("52_8", "52"),
+]  # fmt: skip
+
+
+def test_the_tables_have_60_pairs_each_and_no_pair_twice():
+    assert len(set(EQUIVALENT)) == 60 and len(set(DIFFERENT)) >= 60
+
+
+@pytest.mark.parametrize(("gold", "answer"), EQUIVALENT)
+def test_an_equivalent_answer_is_right(gold, answer):
+    assert verify(gold, rf"Therefore it is $\boxed{{{answer}}}$.") is True
+    assert verify(rf"Thus, $\boxed{{{gold}}}.$", rf"\[\boxed{{{answer}}}\]") is True
+
+
+@pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
+def test_a_different_answer_is_wrong(gold, answer):
+    assert verify(gold, rf"Therefore it is $\boxed{{{answer}}}$.") is False
+
+
+def test_all_500_gold_solutions_verify(real_data):
+    rows = load_rows(real_data / "math500" / "math500.json")
+    assert len(rows) == 500
+    rewards = Math(rows).score_many(rows, [row["solution"] for row in rows])
+    assert [row["answer"] for row, reward in zip(rows, rewards, strict=True) if reward.total != 1.1] == []
+    # Nor is a solution right where the problem is another: the next one with another answer.
+    shifted = [row["solution"] for row in rows[1:] + rows[:1]]
+    rewards = Math(rows).score_many(rows, shifted)
+    right = [row["answer"] for row, reward in zip(rows, rewards, strict=True) if reward.parts["correctness"]]
+    assert len(right) == 0, right
+
+
+BOXES = [
+    (r"\boxed{5}", "5"), (r"is $\boxed{ 5 }$.", "5"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\fbox{5}", "5"),
+    (r"\boxed {5}", "5"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
+    (r"\boxed{a \\ b}", r"a \\ b"), ("\\boxed{1\n}", "1"), (r"\boxed{}", ""),
+    # the last one counts
+    (r"\boxed{5} and \boxed{6}", "6"), (r"\boxed{\boxed{5}}", "5"), (r"\boxed{5} \fbox{6}", "6"),
+    (r"\boxed{5}, in the form \boxed", "5"), (r"\boxed{5} \boxedblue{6}", "5"),
+    # none
+    ("5", None), ("", None), (r"\boxed", None), (r"\boxed 5", None), (r"\boxed{5", None), (r"\boxed{5} \boxed{6", None),
+    (r"boxed{5}", None), (r"\boxed{\frac{1}{2}", None), (r"\boxed{5\}", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "inside"), BOXES)
+def test_the_last_box_is_found_with_its_own_braces(text, inside):
+    assert last_boxed(text) == inside
+
+
+@pytest.mark.parametrize("piece", ["\\boxed{", "\\boxed", "\\boxed ", "{", "}", "\\", "\\boxed{1}", "\\boxed{{", " "])
+def test_a_megabyte_of_anything_is_searched_in_time_linear_in_it(piece):
+    text = piece * (1_000_000 // len(piece))
+    start = time.process_time()
+    last_boxed(text), last_boxed("\\boxed{" + text), last_boxed(text + "\\boxed{1}")
+    assert time.process_time() - start < 5
+
+
+def test_only_the_last_box_of_a_response_counts():
+    assert verify("5", r"\boxed{5} is too low, so \boxed{6}") is False
+    assert verify("5", r"\boxed{6} is too high, so \boxed{5}") is True
+    assert verify("5", r"\boxed{5} or \boxed{6") is False
+    assert verify("1,2", r"\boxed{1} and \boxed{2}") is False
+    assert verify("5", "the answer is 5") is False
+    assert verify("5", "") is False
+
+
+def test_a_gold_answer_that_cannot_be_parsed_judges_nobody():
+    for gold in ("", "  ", r"\boxed{}", "9" * (MAX_CHARS + 1)):
+        assert verify(gold, r"\boxed{5}") is None
+        assert verify(gold, "no box") is None
+    with pytest.raises(Unjudgeable, match="gold answer '' can't be parsed"):
+        Math([]).score({"problem": "?", "solution": "I don't know."}, r"\boxed{5}")
+
+
+def test_an_answer_that_is_too_long_is_wrong():
+    right = "5" + "+0" * ((MAX_CHARS - 1) // 2)
+    assert verify("5", rf"\boxed{{{right[:99]}}}") is True
+    assert verify("5", rf"\boxed{{{right + '+0' * 9}}}") is False
+
+
+def test_nothing_but_a_part_that_makes_sense_does_not_make_an_answer_right():
+    assert verify(r"\frac{1}{2}", r"\boxed{\frac{1}{2} (( \frac{7}{8} ^^ }") is False
+
+
+@settings(max_examples=200)
+@given(
+    gold=st.integers(-(10**12) + 1, 10**12 - 1),
+    other=st.integers(-(10**12) + 1, 10**12 - 1),
+    near=st.integers(-2, 2),
+)
+def test_integers_that_are_compared_as_texts_are_so_judged_by_math_verify_too(gold, other, near):
+    for answer in (gold, other, gold + near):
+        if abs(answer) < 10**12:
+            expected = verify(str(gold), rf"\boxed{{{answer}}}")
+            assert expected is (gold == answer) and equal(str(gold), str(answer)) is expected
+
+
+def test_it_works_off_the_main_thread():
+    verdicts = []
+    thread = threading.Thread(target=lambda: verdicts.append(verify(r"\frac{1}{2}", r"\boxed{0.5}")))
+    thread.start()
+    thread.join()
+    assert verdicts == [True]
+
+
+def test_a_comparison_that_does_not_end_is_an_error_not_a_wrong_answer():
+    task = Math([ROW], deadline_s=1)
+    bomb = r"\boxed{" + HANG + "}"
+    with pytest.raises(TimeoutError):
+        task.score(ROW, bomb)
+    wrong, hung, right = task.score_many([ROW] * 3, [r"\boxed{3/4}", bomb, r"\boxed{2/4}"])
+    assert (wrong.total, right.total) == (0.1, 1.1) and isinstance(hung, TimeoutError)
+
+
+HANG = r"(a+b+c+d)^{60}(e+f+g+h)^{60}"
+
+
+def test_the_two_rewards_are_paid_apart():
+    task = Math([ROW])
+    for response, expected in [
+        (r"It is $\boxed{\frac{2}{4}}$.", (1.0, 0.1)),
+        (r"It is $\boxed{2}$.", (0.0, 0.1)),
+        (r"It is $\boxed{))}$.", (0.0, 0.1)),
+        (r"It is $\frac{1}{2}$.", (0.0, 0.0)),
+        (r"It is $\boxed{\frac{1}{2}$.", (0.0, 0.0)),
+        ("", (0.0, 0.0)),
+    ]:
+        parts = task.score(ROW, response).parts
+        assert tuple(parts) == task.reward_parts and tuple(parts.values()) == expected, response
+    weighted = Math([ROW], correctness=2, answer_format=-0.5)
+    assert weighted.score(ROW, r"\boxed{0.5}").parts == {"correctness": 2.0, "answer_format": -0.5}
+
+
+def test_a_batch_is_judged_as_its_answers_are_alone():
+    golds = [r"\frac{1}{2}", "42", "", "(3,4]"]
+    answers = [r"\boxed{0.5}", r"\boxed{42}", r"\boxed{41}", "none", r"\boxed{(3, 4]}"]
+    rows = [{"problem": "?", "answer": gold} for gold in golds for _ in answers]
+    responses = answers * len(golds)
+    task = Math([])
+    for row, response, result in zip(rows, responses, task.score_many(rows, responses), strict=True):
+        if row["answer"]:
+            assert result == task.score(row, response)
+        else:
+            assert isinstance(result, Unjudgeable)
+
+
+def test_examples_are_earlier_turns():
+    task = Math([ROW], system_prompt="Be brief.", examples=[{"problem": "1 + 1?", "solution": r"\boxed{2}"}])
+    assert task.prompt(ROW) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": r"\boxed{2}"},
+        {"role": "user", "content": "What is 1/4 + 1/4?"},
+    ]
+    assert Math([ROW], system_prompt=None).prompt(ROW) == [{"role": "user", "content": "What is 1/4 + 1/4?"}]
+
+
+def test_the_gold_answer_is_the_answer_or_the_solutions_last_box():
+    task = Math([])
+    assert task.gold({"problem": "?", "answer": "5", "solution": r"\boxed{6}"}) == "5"
+    assert task.gold({"problem": "?", "solution": r"\boxed{5}, so \boxed{6}"}) == "6"
+    assert task.gold({"problem": "?", "answer": r"$\boxed{5}$"}) == "5"
+    assert task.gold({"problem": "?", "solution": "5"}) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"correctness": float("nan")}, r"env\.reward\.correctness=nan"),
+        ({"answer_format": "0.5"}, r"env\.reward\.answer_format=0\.5"),
+        ({"deadline_s": 0}, r"env\.reward\.deadline_s=0"),
+        ({"examples": [{"problem": "1 + 1?"}]}, r"env\.examples\[0\] has no text solution"),
+        ({"rows": [{"problem": "?", "solution": "5"}] * 3}, "none of the 3 rows has a gold answer"),
+    ],
+)
+def test_a_wrong_setting_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Math(**{"rows": [ROW], **options})
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(rows: list):
+        path = tmp_path / "rows.json"
+        path.write_text(json.dumps(rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_rows_are_read_with_either_gold_column_and_numbers_as_answers(file):
+    rows = [ROW, {"problem": "?", "solution": r"\boxed{2}"}, {"problem": "?", "answer": None, "solution": "3"}]
+    assert load_rows(file(rows)) == [*rows[:2], {"problem": "?", "solution": "3"}]
+    assert load_rows(file([{"problem": "?", "answer": 42}])) == [{"problem": "?", "answer": "42"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "?", "answer": "5"}, r"row 1 has no problem; its columns are \['question', 'answer'\]"),
+        ({"problem": "?"}, r"row 1 has no answer or solution; its columns are \['problem'\]"),
+        ({"problem": "?", "answer": ""}, r"row 1 has no answer or solution"),
+        ({"problem": "?", "answer": ["5"]}, r"row 1: answer is \['5'\]; it must be a text"),
+        ({"problem": 5, "answer": "5"}, r"row 1: problem is 5; it must be a text"),
+    ],
+)
+def test_a_broken_row_is_named(file, row, message):
+    with pytest.raises(ValueError, match=message):
+        load_rows(file([ROW, row]))
+
+
+def test_an_unknown_split_is_named():
+    with pytest.raises(ValueError, match="no split 'validation'; it has train and test"):
+        load_rows(None, "validation")
+
+
+def test_a_hub_that_cannot_be_reached_says_to_use_a_file(tmp_path):
+    code = "from grpo_rl.envs.math import load_rows\ntry: load_rows()\nexcept ValueError as error: print(error)"
+    # In a process of its own: the libraries read these settings when they are imported.
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=120)
+    assert "DigitalLearningGmbH/MATH-lighteval can't be had from the hub" in result.stdout, result.stderr
+    assert "env.path=FILE" in result.stdout
+
+
+def test_the_environment_scores_what_a_policy_samples(file, tokenizer):
+    env = MathEnv(2, 2, tokenizer, path=file([ROW, ROW]), system_prompt=None)
+    check_env_specs(env)
+
+    def policy(tensordict):
+        for row, text in zip(tensordict.unbind(0), [r"\boxed{0.5}", "0.5", r"\boxed{5}", r"\boxed{1/2}"], strict=True):
+            row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+        return tensordict
+
+    rollout = env.rollout(max_steps=1, policy=policy)
+    assert rollout[keys.REWARD].flatten().tolist() == pytest.approx([1.1, 0.0, 0.1, 1.1])
+    assert env.query(0) == "What is 1/4 + 1/4?" and env.gold(0) == r"\frac{1}{2}"

@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from datasets import Dataset
+from torchrl.envs.utils import check_env_specs
+
+from grpo_rl import keys
+from grpo_rl.envs.base import Failure, LLMEnv
+from grpo_rl.envs.prompt_response import PromptResponse, PromptResponseEnv, load_rows
+from grpo_rl.envs.rewards.combined import token_counter, with_rewards
+from grpo_rl.envs.rewards.functions import RewardFunctionError
+from grpo_rl.envs.task import Reward, Unjudgeable
+
+EXAMPLES = "grpo_rl.envs.rewards.examples"
+LENGTH, ENDING = f"{EXAMPLES}:reward_len", f"{EXAMPLES}:sentence_ending"
+ROWS = [{"prompt": "Say hi.", "completion": "Hi.", "topic": "hello"}, {"prompt": "Say bye.", "completion": "Bye."}]
+CHAT = [{"role": "user", "content": "Say hi."}]
+
+
+def exact(completion, reference, **columns):
+    return [float(text == gold) for text, gold in zip(completion, reference, strict=True)]
+
+
+def test_the_tutorials_rewards_judge_answers():
+    task = PromptResponse(ROWS, reward=LENGTH)
+    assert task.reward_parts == ("reward_len",)
+    assert [r.total for r in task.score_many(ROWS, ["x" * 20, "x" * 17])] == [0.0, -3.0]
+    assert PromptResponse(ROWS, reward=ENDING).score(ROWS[0], "Hello!").parts == {"sentence_ending": 1.0}
+
+
+def test_several_rewards_are_paid_by_their_weights():
+    both = PromptResponse(ROWS, reward=[LENGTH, ENDING])
+    assert both.score(ROWS[0], "x" * 15 + ".").parts == {"reward_len": -4.0, "sentence_ending": 1.0}
+    weighted = PromptResponse(ROWS, reward={LENGTH: 0.5, exact: 3, ENDING: 0.0}, completion_column="completion")
+    assert weighted.reward_parts == ("reward_len", "exact", "sentence_ending")
+    assert weighted.score(ROWS[0], "Hi.").parts == {"reward_len": -8.5, "exact": 3.0, "sentence_ending": 0.0}
+
+
+def test_a_function_gets_what_the_data_has():
+    seen = {}
+
+    def own(prompt, completion, reference, topic, **columns):
+        seen.update(columns, prompt=prompt, completion=completion, reference=reference, topic=topic)
+        return [0.0, 0.0]
+
+    task = PromptResponse([ROWS[0]], reward=own, completion_column="completion")
+    task.score_many([ROWS[0]] * 2, ["a", "b"])
+    assert seen == {
+        "prompt": ["Say hi."] * 2, "completion": ["a", "b"], "reference": ["Hi."] * 2, "topic": ["hello"] * 2,
+        "prompts": ["Say hi."] * 2, "completions": ["a", "b"],
+    }  # fmt: skip
+
+
+def test_a_function_written_for_trl_runs_as_it_is():
+    def text_reward(prompts, completions, **kwargs):
+        return [float(prompt.startswith("Say") and len(text)) for prompt, text in zip(prompts, completions)]
+
+    def chat_reward(completions, **kwargs):
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    assert PromptResponse(ROWS, reward=text_reward).score(ROWS[0], "four").total == 4.0
+    row = {"prompt": CHAT}
+    assert PromptResponse([row], reward=chat_reward).score(row, "four").total == 4.0
+
+
+def test_prompts_may_be_texts_or_sentences_or_messages():
+    rows = [{"ask": "Sum up."}, {"ask": ["One.", "Two."]}, {"ask": [{**CHAT[0], "name": None}]}]
+    task = PromptResponse(rows, reward=LENGTH, prompt_column="ask", system_prompt="Be brief.")
+    system = {"role": "system", "content": "Be brief."}
+    assert [task.prompt(row) for row in rows] == [
+        [system, {"role": "user", "content": "Sum up."}],
+        [system, {"role": "user", "content": "One. Two."}],
+        [system, {"role": "user", "content": "Say hi."}],
+    ]
+    own = {"ask": [{"role": "system", "content": "Rhyme."}, *CHAT]}
+    assert task.prompt(own) == own["ask"]
+    assert PromptResponse(ROWS, reward=LENGTH).prompt(ROWS[0]) == CHAT
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [("Hi.", "Hi."), (["Hi.", "Hello."], "Hi."), ([{"role": "assistant", "content": "Hi."}], "Hi."), (7, "7"),
+     (None, None)],
+)  # fmt: skip
+def test_the_datas_own_answer_is_there_for_logs(answer, gold):
+    row = {"prompt": "Say hi.", "best": answer}
+    assert PromptResponse([row], reward=LENGTH, completion_column="best").gold(row) == gold
+    assert PromptResponse([row], reward=LENGTH).gold(row) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompt_column": "question"}, r"row 0: there is no column question, only prompt, completion, topic"),
+        ({"completion_column": "answer"}, r"env\.completion_column=answer is no column of the data, which has prompt"),
+        ({"rows": [ROWS[0], {"prompt": ""}]}, r"row 1: prompt is ''; it must be a text, a list of texts, or messages"),
+        ({"rows": [{"prompt": None}]}, "row 0: prompt is None"),
+        ({"rows": [{"prompt": []}]}, "row 0: prompt is \\[\\]"),
+        ({"rows": [{"prompt": [{"role": "user"}]}]}, "row 0: prompt is \\[{'role': 'user'}\\]"),
+        ({"rows": [{"prompt": [*CHAT, {"role": "assistant", "content": "Hi."}]}]}, "the last message .* assistant's"),
+        ({"reward": "no_such_module:reward"}, "there is no module no_such_module"),
+        ({"reward": f"{EXAMPLES}:lenght"}, "has no lenght; its functions are reward_len, sentence_ending"),
+        ({"reward": "correctness"}, r"env\.reward=correctness is no package\.module:function"),
+        ({"reward": exact}, "exact asks for reference, and what it can get by name is completion, completions, prompt"),
+        ({"reward": None}, r"env\.reward is empty"),
+        ({"reward": []}, r"env\.reward is empty"),
+        ({"reward": {LENGTH: float("nan")}}, "the weight of .*reward_len is nan"),
+        ({"reward": {LENGTH: "1"}}, "the weight of .*reward_len is '1'"),
+        ({"reward": [LENGTH, LENGTH]}, "two functions of one name: reward_len, reward_len"),
+    ],
+)
+def test_a_wrong_setting_is_named_before_anything_is_scored(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PromptResponse(**{"rows": ROWS, "reward": LENGTH, **settings})
+
+
+def test_a_number_that_is_none_costs_its_answer_only():
+    def odd(completion):
+        return [float("nan") if text == "nan" else None if text == "none" else 1.0 for text in completion]
+
+    task = PromptResponse(ROWS, reward=[LENGTH, odd])
+    good, nan, none = task.score_many([ROWS[0]] * 3, ["x" * 20, "nan", "none"])
+    assert good == Reward({"reward_len": 0.0, "odd": 1.0})
+    assert isinstance(nan, RewardFunctionError) and str(nan).startswith("odd returned nan")
+    assert isinstance(none, Unjudgeable)
+    with pytest.raises(RewardFunctionError, match="odd returned nan"):
+        task.score(ROWS[0], "nan")
+
+
+def failing(kind: str):
+    def own(completion):
+        if kind == "raise":
+            raise KeyError("gold")
+        if kind == "hang":
+            time.sleep(3)
+        return [1.0] * (len(completion) + 1)
+
+    return own
+
+
+@pytest.mark.parametrize(
+    ("kind", "failure", "message"),
+    [
+        ("raise", "error", "own raised KeyError: 'gold'"),
+        ("length", "error", "own returned 3 numbers for 2 answers"),
+        ("hang", "timeout", "PromptResponse took longer than 0.2 s"),
+    ],
+)
+def test_what_goes_wrong_in_a_function_is_counted_and_named(tokenizer, kind, failure, message):
+    env = LLMEnv(PromptResponse(ROWS, reward=failing(kind)), tokenizer, 1, 2, score_timeout_s=0.2)
+    results = env.score(0, [tokenizer("a")["input_ids"], tokenizer("b")["input_ids"]])
+    assert [result.kind for result in results if isinstance(result, Failure)] == [failure] * 2
+    assert message in results[0].message
+    assert env.guard.failed == {failure: 2}
+
+
+def test_added_rewards_come_to_the_functions_own():
+    task = with_rewards(
+        PromptResponse(ROWS, reward=exact, completion_column="completion"), {"length": {"correct": "exact"}}
+    )
+    results = task.score_many([ROWS[0]] * 3, ["Hi.", "Hi", "Hello."])
+    # Lengths 3, 2, 6: 0.5 - 1/4, then 0.5 and -0.5, and a wrong answer gets no praise.
+    assert [result.parts for result in results] == [
+        {"exact": 1.0, "length": 0.25}, {"exact": 0.0, "length": 0.0}, {"exact": 0.0, "length": -0.5},
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    def write(rows):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_the_environment_scores_what_a_policy_samples(jsonl, tokenizer):
+    rows = [{"prompt": "Say hi."}, {"prompt": CHAT}]
+    env = PromptResponseEnv(2, 2, tokenizer, path=jsonl(rows), reward=[LENGTH, ENDING], rewards={"tag_count": 1.0})
+    check_env_specs(env)
+
+    def policy(tensordict):
+        for row, text in zip(tensordict.unbind(0), ["x" * 20, "Hi.", "Hi", "<think>\n!"], strict=True):
+            row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+        return tensordict
+
+    rollout = env.rollout(max_steps=1, policy=policy)
+    # -20 + the length, + 1 for the end of a sentence, + 0.25 for a tag.
+    assert rollout[keys.REWARD].flatten().tolist() == [0.0, -16.0, -18.0, -9.75]
+    assert env.query(0) == env.query(1) == "Say hi."
+
+
+TABLE = [
+    {"prompt": "Say hi.", "label": "2019-01-01", "count": 1},
+    {"prompt": "None", "label": "two\nlines, and a comma", "count": 2},
+]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".parquet", ".JSONL"])
+def test_a_file_of_each_format_is_read_as_it_was_written(tmp_path, ending):
+    path = tmp_path / f"rows{ending}"
+    if ending.lower() == ".jsonl":
+        path.write_text("\ufeff" + "\n\n".join(json.dumps(row) for row in TABLE), encoding="utf-8")
+    elif ending == ".json":
+        path.write_text(json.dumps(TABLE, indent=2), encoding="utf-8")
+    elif ending == ".csv":
+        Dataset.from_list(TABLE).to_csv(str(path))
+    else:
+        Dataset.from_list(TABLE).to_parquet(str(path))
+    assert load_rows(path) == TABLE
+
+
+def test_messages_and_lists_come_out_of_a_parquet_file(tmp_path):
+    rows = [{"prompt": CHAT, "tags": ["a", "b"]}, {"prompt": [{"role": "system", "content": "S"}, *CHAT], "tags": []}]
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    assert load_rows(tmp_path / "rows.parquet") == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", b'{"prompt": "a"}\n{oops\n', r"rows\.jsonl, line 2 is not JSON"),
+        ("rows.jsonl", b'7\n', r"rows\.jsonl, line 1 is no object"),
+        ("rows.jsonl", b"[" * 100_000, r"rows\.jsonl is not JSON"),
+        ("rows.jsonl", b"", r"rows\.jsonl has no rows"),
+        ("rows.jsonl", b"\xff\xfe", r"rows\.jsonl can't be read"),
+        ("rows.json", b'[{"prompt": "a"}, 7]', r"rows\.json, row 1 is no object"),
+        ("rows.parquet", b"PAR1\xff\xfe", r"rows\.parquet can't be read"),
+        ("rows.csv", b'prompt,label\n"a,b\n', r"rows\.csv can't be read"),
+        ("rows.txt", b"Say hi.", r"rows\.txt is no file that ends in \.jsonl, \.json, \.csv, \.parquet"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_rows(tmp_path / name)
+
+
+def test_a_file_that_is_not_there_is_named_with_what_to_give(tmp_path):
+    for name in ("missing.jsonl", "missing.csv", "missing.parquet", "missing.json"):
+        with pytest.raises(ValueError, match=rf"env\.path=.*{name}"):
+            load_rows(tmp_path / name)
+    with pytest.raises(ValueError, match="is no file that ends in .jsonl, .json, .csv, .parquet"):
+        load_rows(tmp_path)
+    with pytest.raises(ValueError, match=r"env\.path=tldr is no file .*, and no hub name \(owner/name\)"):
+        load_rows("tldr")
+    with pytest.raises(ValueError, match=r"set env\.path to a JSONL, .* such as trl-lib/tldr"):
+        load_rows()
+
+
+@pytest.mark.parametrize("name", ["trl-lib/tldr", "openai/gsm8k:main"])
+def test_a_hub_that_cannot_be_reached_says_to_use_a_file(tmp_path, name):
+    code = (
+        "from grpo_rl.envs.tables import load_rows\n"
+        f"try: load_rows({name!r})\nexcept ValueError as error: print(error)"
+    )
+    # In a process of its own: the libraries read these settings when they are imported.
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=120)
+    assert f"{name} can't be had from the hub" in result.stdout, result.stderr
+    assert "set env.path=FILE" in result.stdout
+
+
+@pytest.mark.parametrize(("split", "count"), [("dev", 619), ("test", 618)])
+def test_abstracts_and_their_summaries_are_judged(real_data, tokenizer, split, count):
+    rows = load_rows(real_data / "scitldr" / f"scitldr_A_{split}.jsonl")
+    assert len(rows) == count
+
+    def best_overlap(completion, reference, **columns):
+        """The share of the closest summary's words that the answer has."""
+        return [
+            max(len(set(text.split()) & set(gold.split())) / len(set(gold.split())) for gold in golds)
+            for text, golds in zip(completion, reference, strict=True)
+        ]
+
+    task = PromptResponse(
+        rows,
+        reward={best_overlap: 1.0, ENDING: 0.5},
+        prompt_column="source",
+        completion_column="target",
+        system_prompt="Summarise the abstract in one sentence.",
+    )
+    for row in rows:
+        system, asked = task.prompt(row)
+        assert system["role"] == "system" and asked["content"].startswith(row["source"][0])
+        assert task.gold(row) == row["target"][0]
+    rewards = task.score_many(rows, [row["target"][-1] for row in rows])
+    assert all(reward.parts["best_overlap"] == 1.0 for reward in rewards)
+    endings = sum(row["target"][-1].rstrip()[-1:] in (".", "!", "?") for row in rows)
+    assert 0.5 * count / 2 < sum(reward.parts["sentence_ending"] for reward in rewards) == 0.5 * endings
+    wrong = task.score_many(rows[1:], [row["target"][0] for row in rows[:-1]])
+    assert sum(reward.parts["best_overlap"] for reward in wrong) < 0.5 * len(wrong)
+
+
+def test_thousands_of_answers_are_scored_in_seconds(tokenizer):
+    rows = [{"prompt": f"Sum up {n}.", "completion": str(n)} for n in range(512)]
+    task = with_rewards(
+        PromptResponse(rows, reward=[LENGTH, ENDING, exact], completion_column="completion"),
+        {
+            "format": 1.0, "tag_count": 1.0, "reasoning_steps": 1.0, "code_format": 1.0, "repetition_penalty": 1.0,
+            "length": {"correct": "exact"}, "cosine": {"correct": "exact"},
+            "soft_overlong_punishment": {"max_len": 256, "cache": 64},
+        },
+        token_counter(tokenizer),
+    )  # fmt: skip
+    answers = ["<think>\nFirst, I add. " + "So it goes on and on. " * (n % 40) for n in range(4096)]
+    start = time.process_time()
+    rewards = task.score_many([rows[n // 8] for n in range(4096)], answers)
+    assert len(rewards) == 4096 and all(len(reward.parts) == 11 for reward in rewards)
+    assert time.process_time() - start < 20  # about a second; a quadratic one takes minutes

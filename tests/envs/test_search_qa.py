@@ -1,0 +1,486 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_rl import keys
+from grpo_rl.envs import search_index
+from grpo_rl.envs.base import Unjudgeable
+from grpo_rl.envs.search_index import Document, SearchIndex, load_corpus
+from grpo_rl.envs.search_qa import SearchQA, SearchQAEnv, exact_match, f1, load_rows
+
+DOCUMENTS = [
+    Document("Jane Austen", "Jane Austen was an English novelist, born in Steventon."),
+    Document("Emma (novel)", "Emma is a novel by Jane Austen."),
+    Document("Steventon", "Steventon is a village in Hampshire, England."),
+    Document("Turandot", "Turandot is an opera by Giacomo Puccini."),
+]
+ROW = {
+    "question": "In which village was the author of Emma born?",
+    "answer": "Steventon",
+    "documents": ["Jane Austen", "Emma (novel)"],
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "bm25"
+
+
+@pytest.fixture
+def hotpotqa(real_data):
+    return load_rows(real_data / "hotpotqa" / "hotpotqa_train.json"), load_corpus(
+        real_data / "hotpotqa" / "hotpotqa_train_corpus.json"
+    )
+
+
+# ---- the judge ----
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "em", "expected"),
+    [
+        # What hotpot_evaluate_v1.py gives, worked out by hand: 2 * common / (words + words).
+        ("Paris", "Paris", True, 1), ("the Paris.", "paris", True, 1), ("Paris  \n", "Paris", True, 1),
+        ("An apple a day", "apple day", True, 1), ("U.S.A.", "USA", True, 1), ("1,000", "1000", True, 1),
+        ("Barack Obama", "Obama", False, 2 * 1 / 3), ("Obama", "Barack Obama", False, 2 * 1 / 3),
+        ("New York City, New York", "New York", False, 2 * 2 / 7),  # a word counts as often as both have it
+        ("new new new", "new York", False, 2 * 1 / 5), ("York New", "New York", False, 1),
+        ("x x y", "x y y", False, 2 * 2 / 6),
+        ("London", "Paris", False, 0), ("", "Paris", False, 0), ("a an the", "Paris", False, 0), ("...", "Paris", False, 0),
+        ("theatre", "the atre", False, 0), ("twenty-one", "twenty one", False, 0), ("Anne", "an ne", False, 0),
+        ("“Paris”", "Paris", False, 0), ("Café", "cafe", False, 0), ("CAFÉ", "café", True, 1),
+        # yes and no are right or wrong as a whole
+        ("yes", "Yes.", True, 1), ("no", "yes", False, 0), ("yes it is", "yes", False, 0), ("no", "no way", False, 0),
+        ("the yes", "yes", True, 1), ("noanswer", "noanswer at all", False, 0), ("yes and no", "no and yes", False, 1),
+    ],
+)  # fmt: skip
+def test_exact_match_and_f1_are_those_of_hotpotqa(prediction, gold, em, expected):
+    assert exact_match(prediction, gold) is em
+    assert f1(prediction, gold) == pytest.approx(expected, abs=1e-12)
+
+
+@given(st.text(max_size=30), st.text(max_size=30))
+def test_the_measures_agree_with_each_other(prediction, gold):
+    value = f1(prediction, gold)
+    assert 0 <= value <= 1 and value == f1(gold, prediction)
+    if exact_match(prediction, gold) and exact_match(gold, "") is False:
+        assert value == 1
+
+
+def said(*texts: str, task: SearchQA, row: dict = ROW) -> list[dict[str, str]]:
+    """The policy's messages with the task's replies between them, as a collector plays them."""
+    messages = task.prompt(row)
+    for text in texts:
+        messages.append({"role": "assistant", "content": text})
+        messages += task.reply(row, messages) or []
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("texts", "parts", "recall"),
+    [
+        (["<search>Jane Emma</search>", "<answer>Steventon</answer>"], (1.0, 1.0), 1.0),
+        (["<search>Emma</search>", "<answer>Steventon.</answer>"], (1.0, 1.0), 0.5),
+        (["<search>Emma</search>", "<search>Jane</search>", "<answer>Steventon</answer>"], (1.0, 1.0), 1.0),
+        (["<search>Turandot</search>", "<answer>Steventon, Hampshire</answer>"], (0.0, 2 / 3), 0.0),
+        (["<answer>Steventon</answer>"], (1.0, 1.0), 0.0),
+        (["Steventon"], (1.0, 1.0), 0.0),
+        (["It was Steventon <answer>Bath</answer>"], (0.0, 0.0), 0.0),
+        (["<search>Emma</search> <answer>Steventon</answer>"], (1.0, 1.0), 0.0),  # nobody searched
+        # cut off at a search: its words are no answer
+        (["<search>Steventon</search>"], (0.0, 0.0), 0.5),
+        (["<search>Emma</search>", "Steventon <search>Turandot</search>"], (0.0, 0.0), 0.5),
+        ([""], (0.0, 0.0), 0.0),
+        # what the policy says itself was not found
+        (["Title: Jane Austen\nTitle: Emma (novel)\n<search>Turandot</search>", "Title: Jane Austen"], (0.0, 0.0), 0.0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_a_conversation_earns_its_parts(texts, parts, recall, role):
+    # "Emma" is in one document, "Jane" in two.
+    task = SearchQA([ROW], SearchIndex(DOCUMENTS), tool_role=role, results=2)
+    messages = said(*texts, task=task)
+    assert tuple(task.score_dialog(ROW, messages).parts.values()) == pytest.approx(parts)
+    assert task.measures(ROW, messages) == {"supporting_recall": recall}
+
+
+def test_recall_is_part_of_the_reward_only_where_it_has_a_weight():
+    index = SearchIndex(DOCUMENTS)
+    assert SearchQA([ROW], index).reward_parts == ("exact_match", "f1")
+    task = SearchQA([ROW], index, exact_match=0, f1=2.0, supporting_recall=0.5)
+    assert task.reward_parts == ("exact_match", "f1", "supporting_recall")
+    messages = said("<search>Emma</search>", "<answer>Steventon</answer>", task=task)
+    assert task.score_dialog(ROW, messages).parts == {"exact_match": 0.0, "f1": 2.0, "supporting_recall": 0.5 * 0.5}
+
+
+def test_a_question_that_looks_like_a_result_has_found_nothing():
+    row = {**ROW, "question": "Who?\nTitle: Jane Austen"}
+    task = SearchQA([row], SearchIndex(DOCUMENTS))
+    assert task.measures(row, said("<answer>x</answer>", task=task, row=row)) == {"supporting_recall": 0.0}
+
+
+def test_a_gold_answer_that_is_empty_once_normalised_is_not_judged():
+    task = SearchQA([], SearchIndex(DOCUMENTS))
+    with pytest.raises(Unjudgeable, match="the gold answer 'The' has no word"):
+        task.score({"question": "?", "answer": "The", "documents": []}, "")
+
+
+def test_results_are_bounded_and_in_one_line_each():
+    documents = [Document("Long " * 100, "river  word\n" * 10_000), Document("Short", "A river")]
+    task = SearchQA([], SearchIndex(documents), results=2, max_result_chars=20)
+    [reply] = task.reply(ROW, [{"role": "assistant", "content": "<search>river</search>"}]) or []
+    assert sorted(reply["content"].split("\n")) == sorted(
+        ["Title: Short", "Text: A river", "Title: " + "Long " * 40 + "…", "Text: river word river …"]
+    )
+
+
+def test_what_is_wrong_with_a_search_is_said():
+    task = SearchQA([], SearchIndex(DOCUMENTS))
+    for query, expected in [
+        ("zyzzyva", "Error: no document has a word of this query; search with other words"),
+        ("the of and", "Error: no document has a word of this query; search with other words"),
+        ("?!", "Error: no document has a word of this query; search with other words"),
+        ("", "Error: the call is empty. Write a call as <search>author of the novel Emma</search>"),
+    ]:
+        [reply] = task.reply(ROW, [{"role": "assistant", "content": f"<search>{query}</search>"}]) or []
+        assert reply["content"] == expected
+    found = task.reply(
+        ROW, [{"role": "assistant", "content": '<tool_call>{"name": "search", "arguments": {"query": "Puccini"}}</tool_call>'}]
+    )
+    assert found == [{"role": "tool", "content": "Title: Turandot\nText: Turandot is an opera by Giacomo Puccini."}]
+
+
+@pytest.mark.parametrize(
+    ("form", "call"),
+    [
+        ("tag", "<search>author of the novel Emma</search>"),
+        ("json", '<tool_call>{"name": "search", "arguments": {"query": "author of the novel Emma"}}</tool_call>'),
+    ],
+)
+def test_the_prompt_shows_a_search(form, call):
+    system, question = SearchQA([ROW], SearchIndex(DOCUMENTS), form=form).prompt(ROW)
+    assert f"You: {call}\n" in system["content"] and "{call}" not in system["content"]
+    assert question == {"role": "user", "content": ROW["question"]}
+    assert SearchQA([ROW], SearchIndex(DOCUMENTS), system_prompt=None).prompt(ROW) == [question]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"results": 0}, r"env\.results=0"),
+        ({"max_result_chars": 0}, r"env\.max_result_chars=0"),
+        ({"f1": float("nan")}, r"env\.reward\.f1=nan"),
+        ({"form": "xml"}, r"env\.form=xml"),
+        ({"supporting_recall": 1.0, "rows": [{**ROW, "documents": []}]}, "'In which village.*names no supporting facts"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SearchQA(**{"rows": [ROW], "index": SearchIndex(DOCUMENTS), **settings})
+
+
+# ---- the search ----
+
+
+def bm25_by_hand(documents: list[Document], query: str) -> list[float]:
+    """Scores by the formula, idf = ln(1 + (N - n + 1/2) / (n + 1/2)), word by word."""
+    from bm25s.stopwords import STOPWORDS_EN
+
+    def words(text: str) -> list[str]:
+        return [word for word in re.findall(r"\w\w+", text.lower()) if word not in STOPWORDS_EN]
+
+    counts = [Counter(words(f"{title} {text}")) for title, text in documents]
+    mean_length = sum(count.total() for count in counts) / len(counts)
+    scores = [0.0] * len(documents)
+    for word in words(query):
+        having = sum(word in count for count in counts)
+        idf = math.log(1 + (len(documents) - having + 0.5) / (having + 0.5))
+        for index, count in enumerate(counts):
+            length = 1.5 * (1 - 0.75 + 0.75 * count.total() / mean_length)
+            scores[index] += idf * count[word] / (count[word] + length)
+    return scores
+
+
+def test_documents_are_ranked_by_the_formula(hotpotqa):
+    rows, documents = hotpotqa
+    index = SearchIndex(documents)
+    place = {document: at for at, document in enumerate(documents)}
+    for row in rows[:20]:
+        scores = bm25_by_hand(documents, row["question"])
+        found = [scores[place[document]] for document in index.search(row["question"], 10)]
+        assert found == pytest.approx(sorted(scores, reverse=True)[:10], rel=1e-4)
+
+
+def test_the_documents_that_answer_the_questions_are_found(hotpotqa):
+    rows, documents = hotpotqa
+    assert (len(rows), len(documents)) == (100, 994)
+    assert all(set(row["documents"]) <= {document.title for document in documents} for row in rows)
+    index = SearchIndex(documents)
+    recall = {}
+    for count in (2, 5, 10, 20):
+        found = [{document.title for document in index.search(row["question"], count)} for row in rows]
+        recall[count] = np.mean([len(titles & set(row["documents"])) / len(row["documents"]) for titles, row in zip(found, rows, strict=True)])
+    # Measured by one search with the question itself; the second document often has no word of the question.
+    assert {count: round(float(value), 3) for count, value in recall.items()} == {2: 0.0, 5: 0.0, 10: 0.0, 20: 0.0}
+
+
+def test_equal_scores_go_by_the_order_of_the_corpus():
+    documents = [Document(f"Document {number}", "river") for number in "abcdefghij" * 3]
+    titles = [document.title for document in SearchIndex(documents).search("river", 7)]
+    assert titles == [f"Document {number}" for number in "abcdefg"]
+
+
+def test_a_search_finds_no_more_than_there_is():
+    index = SearchIndex(DOCUMENTS)
+    assert [document.title for document in index.search("Jane Austen", 99)] == ["Jane Austen", "Emma (novel)"]
+    assert index.search("nothing of it", 3) == [] and index.search("", 3) == [] and index.search("the", 3) == []
+    assert len(index.search("Jane " * 100_000, 1)) == 1
+
+
+def test_documents_without_words_are_no_trouble():
+    documents = [Document("", ""), Document("!!", "??"), Document("River", ""), Document("", "a river")]
+    assert {document.title for document in SearchIndex(documents).search("river", 4)} == {"River", ""}
+    assert SearchIndex(documents).search("", 4) == []
+    with pytest.raises(ValueError, match="the corpus has 1 documents and no word"):
+        SearchIndex([Document("", "")])
+
+
+def test_several_threads_find_what_one_finds(hotpotqa):
+    rows, documents = hotpotqa
+    index, queries = SearchIndex(documents), [row["question"] for row in rows] * 3
+    alone = [index.search(query, 5) for query in queries]
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda query: index.search(query, 5), queries)) == alone
+
+
+# ---- the index on disk ----
+
+
+@pytest.fixture
+def built(monkeypatch) -> list[int]:
+    """Counts how often an index is built."""
+    times: list[int] = []
+    build = search_index._built_index
+    monkeypatch.setattr(search_index, "_built_index", lambda documents: times.append(len(documents)) or build(documents))
+    return times
+
+
+def index_folder(cache):
+    [folder] = [path for path in cache.iterdir() if path.is_dir()]
+    return folder
+
+
+def test_an_index_is_built_once(cache, built):
+    queries = ["Jane Austen", "village England", "opera"]
+    first = SearchIndex(DOCUMENTS)
+    again = SearchIndex(list(DOCUMENTS))
+    assert built == [4]
+    assert [again.search(query, 3) for query in queries] == [first.search(query, 3) for query in queries]
+    SearchIndex(DOCUMENTS[::-1])
+    SearchIndex([*DOCUMENTS[:3], Document("Turandot", "An opera.")])
+    assert built == [4, 4, 4] and len([path for path in cache.iterdir() if path.is_dir()]) == 3
+
+
+def test_other_processes_use_the_same_index(cache, built):
+    SearchIndex(DOCUMENTS)
+    before = {path.name: path.stat().st_mtime_ns for path in index_folder(cache).iterdir()}
+    code = (
+        "from grpo_rl.envs.search_index import Document, SearchIndex\n"
+        f"print([d.title for d in SearchIndex([Document(*d) for d in {[tuple(d) for d in DOCUMENTS]}]).search('opera', 1)])"
+    )
+    # Another seed of hashes: neither the digest nor the words' numbers may hang on it.
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "['Turandot']\n", done.stderr
+    assert {path.name: path.stat().st_mtime_ns for path in index_folder(cache).iterdir()} == before
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "empty", "list", "add"])
+def test_a_damaged_index_is_built_again(cache, built, damage):
+    expected = SearchIndex(DOCUMENTS).search("Jane Austen novel", 3)
+    folder = index_folder(cache)
+    for number, name in enumerate(sorted(path.name for path in folder.iterdir()), 2):
+        file = folder / name
+        content = file.read_bytes()
+        if damage == "flip":
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        elif damage == "cut":
+            file.write_bytes(content[: len(content) // 2])
+        elif damage == "remove":
+            file.unlink()
+        elif damage == "empty":
+            file.write_bytes(b"")
+        elif damage == "list":
+            (folder / search_index._CHECKSUMS).write_text("[]")
+        else:
+            (folder / "more.npy").write_bytes(b"more")
+        assert SearchIndex(DOCUMENTS).search("Jane Austen novel", 3) == expected
+        assert len(built) == number, name
+    assert [path.name for path in cache.iterdir() if path.name.startswith(".")] == []
+
+
+def test_nothing_pickled_is_loaded(cache, built, tmp_path):
+    SearchIndex(DOCUMENTS)
+    folder, loaded = index_folder(cache), tmp_path / "loaded"
+
+    class Payload:
+        def __reduce__(self):
+            return (os.mkdir, (str(loaded),))
+
+    np.save(folder / "data.csc.index.npy", np.array([Payload()], dtype=object), allow_pickle=True)
+    (folder / search_index._CHECKSUMS).write_text(json.dumps(search_index._checksums(folder)))
+    assert SearchIndex(DOCUMENTS).search("opera", 1) == [DOCUMENTS[3]]
+    assert len(built) == 2 and not loaded.exists()
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="the search index can't be kept, and is built at each start"):
+        index = SearchIndex(DOCUMENTS, cache=tmp_path / "file" / "folder")
+    assert index.search("opera", 1) == [DOCUMENTS[3]]
+
+
+def test_several_threads_build_one_index(cache, built):
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: SearchIndex(DOCUMENTS).search("opera", 1), range(8)))
+    assert found == [[DOCUMENTS[3]]] * 8 and built == [4]
+
+
+# ---- the data and the environment ----
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(name: str, content: object):
+        path = tmp_path / name
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    return write
+
+
+def question(number: int) -> dict:
+    return {
+        "question": f"Question {number}?",
+        "answer": "yes",
+        "supporting_facts": [["B", 0], ["A", 1], ["B", 2]],
+        "context": [["A", ["One. ", " Two."]], [f"C{number}", ["Three."]]],
+    }
+
+
+def test_questions_are_read_with_the_titles_of_their_facts(file):
+    expected = {"question": "Question 0?", "answer": "yes", "documents": ["B", "A"]}
+    assert load_rows(file("rows.json", [question(0)])) == [expected]
+    assert load_rows(file("rows.jsonl", json.dumps(question(0)) + "\n")) == [expected]
+    as_the_hub_has_it = {**question(0), "supporting_facts": {"title": ["B", "A", "B"], "sent_id": [0, 1, 2]}}
+    assert load_rows(file("hub.json", [as_the_hub_has_it])) == [expected]
+    bare = {"question": "?", "answer": "no"}
+    assert load_rows(file("bare.json", [bare])) == [{**bare, "documents": []}]
+
+
+def test_held_out_rows_are_drawn_by_a_seed_and_never_trained_on(file):
+    path = file("rows.json", [question(number) for number in range(50)])
+    everything = load_rows(path)
+    for seed in (0, 1):
+        train, test = (load_rows(path, split, held_out=0.2, seed=seed) for split in ("train", "test"))
+        assert (len(train), len(test)) == (40, 10)
+        assert sorted(row["question"] for row in train + test) == sorted(row["question"] for row in everything)
+        assert test == load_rows(path, "test", held_out=0.2, seed=seed)
+    assert test != load_rows(path, "test", held_out=0.2, seed=0)
+    assert load_rows(path, "test") == everything  # a file is one split
+
+
+def test_documents_come_from_every_kind_of_file(file):
+    two = [Document("A", "One. Two."), Document("B", "Three.")]
+    assert load_corpus(file("a.json", {"A": ["One.", " Two."], "B": "Three."})) == two
+    lines = '{"title": "A", "text": "One.  Two."}\n{"title": "B", "text": ["Three."]}\n{"title": "B", "text": "Three."}\n'
+    assert load_corpus(file("b.jsonl", lines)) == two
+    of_questions = [Document("A", "One. Two."), Document("C0", "Three."), Document("C1", "Three.")]
+    assert load_corpus(file("c.json", [question(0), question(1)])) == of_questions
+    hub = {**question(0), "context": {"title": ["A", "C0"], "sentences": [["One. ", " Two."], ["Three."]]}}
+    assert load_corpus(file("d.json", [hub])) == of_questions[:2]
+
+
+@pytest.mark.parametrize(
+    ("load", "content", "message"),
+    [
+        (load_rows, [{"question": "?"}], r"row 0 has no text answer; its columns are \['question'\]"),
+        (load_rows, [{**question(0), "answer": 7}], "row 0 has no text answer"),
+        (load_rows, [{**question(0), "supporting_facts": "A"}], r"row 0: supporting_facts is A; it must be \[\[title"),
+        (load_rows, [{**question(0), "supporting_facts": [[7, 0]]}], "row 0: supporting_facts is"),
+        (load_corpus, {"A": 7}, "'A' is no title with a text or a list of sentences"),
+        (load_corpus, {"A": ["One.", 2]}, "'A' is no title"),
+        (load_corpus, [{"question": "?", "answer": "!"}], r"row 0 has \['question', 'answer'\]; a document has title"),
+        (load_corpus, [{"question": "?", "context": [["A"]]}], "row 0 has"),
+        (load_corpus, {}, r"rows\.json has no documents"),
+        (load_corpus, "{oops", r"env\.corpus=.*can't be read"),
+        (load_corpus, "[" * 100_000, r"env\.corpus=.*can't be read"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(file, load, content, message):
+    with pytest.raises(ValueError, match=message):
+        load(file("rows.json", content))
+
+
+def test_wrong_splits_and_missing_files_are_named(file, tmp_path):
+    path = file("rows.json", [question(0)])
+    with pytest.raises(ValueError, match="there is no split 'dev'; there are train and test"):
+        load_rows(path, "dev")
+    with pytest.raises(ValueError, match=r"env\.held_out=1; it must be"):
+        load_rows(path, held_out=1)
+    with pytest.raises(ValueError, match=r"no row of .* is left for test at env\.held_out=0\.1"):
+        load_rows(path, "test", held_out=0.1)
+    with pytest.raises(ValueError, match="can't be read"):
+        load_corpus(tmp_path / "missing.json")
+
+
+def test_the_environment_plays_several_turns(file, tokenizer):
+    path = file("rows.json", [{**question(0), "answer": "Two"}])
+    env = SearchQAEnv(1, 2, tokenizer, path=path, system_prompt=None, reward={"f1": 0.5}, max_turns=2)
+    turns = iter([["<search>one two</search>", "<answer>two three</answer>"], ["<answer>Two.</answer>", ""]])
+
+    def policy(tensordict):
+        for row, text in zip(tensordict.unbind(0), next(turns), strict=True):
+            row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+        return tensordict
+
+    rollout = env.rollout(max_steps=2, policy=policy, break_when_any_done=False, break_when_all_done=True)
+    assert rollout[keys.REWARD].sum(1).flatten().tolist() == pytest.approx([1.5, 0.5 * 2 / 3])
+
+
+@pytest.mark.parametrize("piece", ["<search>", "<answer>a</answer>", "Title: a\n", "the ", ".", "word "])
+def test_a_megabyte_of_anything_is_judged_in_time_linear_in_it(piece):
+    task = SearchQA([ROW], SearchIndex(DOCUMENTS))
+    text = piece * (1_000_000 // len(piece))
+    start = time.process_time()
+    for hostile in (text, f"<search>{text}</search>", f"<answer>{text}</answer>"):
+        messages = said(hostile, task=task)
+        task.score_dialog(ROW, messages), task.measures(ROW, messages)
+    assert time.process_time() - start < 10  # a quadratic scan takes hours
+
+
+def test_real_questions_are_answered_by_their_gold_answers_alone(hotpotqa):
+    rows, documents = hotpotqa
+    task, others = SearchQA(rows, SearchIndex(documents)), rows[1:] + rows[:1]
+    random.Random(0).shuffle(others)
+    for row, other in zip(rows, others, strict=True):
+        right = said(f"<search>{row['question']}</search>", f"<answer>{row['answer']}</answer>", task=task, row=row)
+        assert task.score_dialog(row, right).parts == {"exact_match": 1.0, "f1": 1.0}, row
+        if not exact_match(row["answer"], other["answer"]):
+            assert task.score(row, f"<answer>{other['answer']}</answer>").parts["exact_match"] == 0.0
