@@ -86,8 +86,7 @@ def _normalised(expression: str) -> str:
 
 def _value(text: str) -> Fraction:
     try:
-        # A new one each time: it keeps the expression, and other threads calculate too.
-        return _Evaluator().eval(text)
+        return _EVALUATOR.eval(text)
     except (InvalidExpression, SyntaxError, ValueError, RecursionError, MemoryError):
         raise _Unreadable("that is no arithmetic expression") from None
 
@@ -151,9 +150,14 @@ _OPERATORS = {
 
 
 class _Evaluator(SimpleEval):
-    """Without names, functions, attributes and texts: simpleeval refuses every kind of node that it has no entry for."""
+    """Numbers and operators alone: simpleeval refuses every kind of node that it has no entry for."""
 
     def __init__(self) -> None:
         super().__init__(operators=_OPERATORS, functions={}, names={})
         self.nodes = {kind: self.nodes[kind] for kind in (ast.Expr, ast.BinOp, ast.UnaryOp)}
         self.nodes[ast.Constant] = _constant
+
+
+# One for all threads. It keeps nothing but the last expression, for messages that nobody sees; but to make one changes
+# Python's warning filters for a moment, which other threads would meet.
+_EVALUATOR = _Evaluator()

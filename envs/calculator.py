@@ -151,7 +151,7 @@ class CalculatorEnv(LLMEnv):
     """Word problems with a calculator as a TorchRL environment, of several turns.
 
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did
-    Natalia sell altogether in April and May?" A policy that calculates, waits for the result and answers with it earns 3:
+    Natalia sell altogether in April and May?" A policy that calculates, waits, and answers with the result earns 3:
 
     >>> row = {"question": "Natalia sold clips to 48 of her friends in April, [...]", "answer": "[...] #### 72"}
     >>> task = Calculator([row])

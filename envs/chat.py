@@ -11,6 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.envs.task import Messages, Task
 
 
+_ANSWER = "stand-in"
+
+
 @dataclass(eq=False)
 class Dialog:
     """One conversation as it grows.
@@ -71,7 +74,7 @@ def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: Messages) -> list[in
         text = "\n\n" + "".join(f"{message['content']}\n\n" for message in reply)
     else:
         # What the template writes around a stand-in conversation.
-        before: Messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        before: Messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
         answered = _templated(tokenizer, before, add_generation_prompt=False, tokenize=False)
         text = _templated(tokenizer, [*before, *reply], add_generation_prompt=True, tokenize=False)
         if not text.startswith(answered):
@@ -79,10 +82,8 @@ def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: Messages) -> list[in
                 "the tokenizer's chat template changes earlier turns when later ones come, so ids that were sampled "
                 "could not be kept; use a template that only appends"
             )
-        # A sampled answer ends with the token that ends a turn; what the template writes after it, a line break say,
-        # is still to come.
-        end = tokenizer.eos_token
-        text = text[answered.rfind(end) + len(end) if end and end in answered else len(answered) :]
+        # The token that ends a turn was sampled; what the template writes after it, a line break say, is still to come.
+        text = text[answered.rindex(_ANSWER) + len(_ANSWER) :].removeprefix(tokenizer.eos_token or "")
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

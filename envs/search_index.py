@@ -41,7 +41,8 @@ class SearchIndex:
 
     Args:
         documents: at least one of them with a word.
-        cache: folder; by default ``bm25`` in ``$GRPO_RL_CACHE``, or in ``grpo_rl`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+        cache: folder; by default ``bm25`` in ``$GRPO_RL_CACHE``, else in ``grpo_rl`` in ``$XDG_CACHE_HOME`` or
+            ``~/.cache``.
 
     Raises:
         ValueError: there is nothing to find.
@@ -53,8 +54,6 @@ class SearchIndex:
     """
 
     def __init__(self, documents: Sequence[Document], cache: str | Path | None = None) -> None:
-        if not any(title or text for title, text in documents):
-            raise ValueError(f"the corpus has {len(documents)} documents and no word; give one with titles and texts")
         self.documents = documents
         self._bm25 = _kept_index(documents, Path(cache) if cache else _cache_folder())
 
@@ -83,8 +82,11 @@ def _words(texts: list[str], ids: bool) -> Any:
 def _built_index(documents: Sequence[Document]) -> Any:
     import bm25s
 
+    words = _words([f"{title} {text}" for title, text in documents], ids=True)
+    if not words.vocab:
+        raise ValueError(f"the corpus has {len(documents)} documents and no word; give one with titles and texts")
     bm25 = bm25s.BM25(method="lucene", k1=1.5, b=0.75, backend="numpy")
-    bm25.index(_words([f"{title} {text}" for title, text in documents], ids=True), show_progress=False)
+    bm25.index(words, show_progress=False)
     return bm25
 
 
@@ -128,7 +130,7 @@ def _store_index(bm25: Any, folder: Path) -> None:
     """Writes the index, all of it or nothing: a killed process leaves no half of it under its name."""
     with TemporaryDirectory(dir=folder.parent, prefix=".building-") as temporary:
         built = Path(temporary) / "index"
-        bm25.save(built, allow_pickle=False)
+        bm25.save(built, allow_pickle=False, show_progress=False)
         (built / _CHECKSUMS).write_text(json.dumps(_checksums(built)))
         if folder.exists():
             folder.rename(Path(temporary) / "broken")
@@ -195,8 +197,8 @@ def _titled(file: Path) -> dict | None:
 
 
 def _context(row: Mapping, where: str) -> Iterator[Document]:
-    context = row.get("context")
     try:
+        context = row["context"]
         # The hub turns the file's list of pairs into a pair of lists.
         pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
         pairs = [(title, sentences) for title, sentences in pairs]

@@ -160,7 +160,7 @@ class SearchQA(Task):
         return Reward({name: weight * earned[name] for name, weight in self._weights.items()})
 
     def measures(self, row: dict, messages: Messages) -> dict[str, float]:
-        """``supporting_recall``: the share of the row's documents that searches have shown; nothing where it names none."""
+        """``supporting_recall``: the share of the row's documents that searches showed; none where it names none."""
         wanted = {_line(title, MAX_TITLE_CHARS) for title in row["documents"]}
         if not wanted:
             return {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-
-from grpo_rl.envs.rows import file_rows
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
@@ -74,3 +74,43 @@ def _hub_rows(path: str, split: str) -> list[dict]:
     except ValueError as error:
         # It names the splits and configurations that there are.
         raise ValueError(f"env.path={path}, split {split}: {error}") from error
+
+
+def file_rows(path: str | Path, columns: str) -> Iterator[tuple[str, dict]]:
+    """Where each object stands, and the object: of a file with one object a line, or with one list of objects.
+
+    Args:
+        columns: what an object must have, for messages.
+
+    Raises:
+        ValueError: the file can't be read, or something in it is no object.
+    """
+    file = Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"env.path={path} can't be read: {error}; give a JSON or JSONL file with {columns}") from error
+    for where, row in _list(text, file) if text.lstrip().startswith("[") else _lines(text, file):
+        if not isinstance(row, dict):
+            raise ValueError(f"{where} is no object with {columns}, but {str(row)[:80]!r}")
+        yield where, row
+
+
+def _list(text: str, file: Path) -> Iterator[tuple[str, object]]:
+    for index, row in enumerate(_parsed(text, str(file))):
+        yield f"{file}, row {index}", row
+
+
+def _lines(text: str, file: Path) -> Iterator[tuple[str, object]]:
+    # Not splitlines(), which also breaks at characters that a JSON string may hold.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            where = f"{file}, line {number}"
+            yield where, _parsed(line, where)
+
+
+def _parsed(text: str, where: str) -> list:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON ({error}); give one object a line, or a list of objects") from error

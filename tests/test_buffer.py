@@ -53,9 +53,11 @@ def test_the_order_is_random_and_repeats_under_a_seed():
     assert order(0) == order(0) != order(1)
 
 
-def test_groups_that_do_not_divide_into_batches_are_refused():
-    with pytest.raises(ValueError, match="6 groups do not divide into batches of 4"):
-        list(filled(6, 4).batches())
+def test_where_groups_do_not_divide_the_last_batch_of_an_epoch_is_smaller():
+    batches = list(filled(6, 4).batches(epochs=2))
+    assert [len(batch) for batch in batches] == [4, 2, 4, 2]
+    for epoch in (batches[:2], batches[2:]):
+        assert sorted(group.group_id for batch in epoch for group in batch) == list(range(6))
 
 
 def test_groups_that_would_overwrite_others_are_refused():

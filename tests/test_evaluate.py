@@ -1,25 +1,45 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+import math
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from grpo_rl.engines.base import Samples, Sampling
+from grpo_rl.envs.base import LLMEnv, Reward, Task, Unjudgeable
 from grpo_rl.evaluate import evaluate, paired_gain, pass_at_k
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=2)
 
 
-@dataclass(frozen=True)
-class Reward:
-    parts: dict[str, float]
+class Doubling(Task):
+    reward_parts = ("correct", "format")
+    rows = ({"question": "unused", "answer": ""},)
 
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
+    def prompt(self, row):
+        return [{"role": "user", "content": row["question"]}]
+
+    def score(self, row, response):
+        if row["answer"] == "?":
+            raise Unjudgeable("no answer is known")
+        return Reward({"correct": 2.0 * (response == row["answer"]), "format": 0.5})
+
+
+class Tokenizer:
+    """One token a number, no chat template."""
+
+    chat_template = None
+
+    def __len__(self):
+        return 100
+
+    def __call__(self, texts):
+        return {"input_ids": [[int(text)] for text in texts]}
+
+    def batch_decode(self, batch, **_):
+        return [" ".join(str(int(i)) for i in ids) for ids in batch]
 
 
 class Doubler:
@@ -31,14 +51,8 @@ class Doubler:
 
 
 def run(questions):
-    return evaluate(
-        Doubler(),
-        [{"question": q, "answer": a} for q, a in questions],
-        encode=lambda row: [row["question"]],
-        decode=lambda ids: " ".join(map(str, ids)),
-        score=lambda row, text: Reward({"correct": 2.0 * (text == row["answer"]), "format": 0.5}),
-        sampling=GREEDY,
-    )
+    env = LLMEnv(Doubling(), Tokenizer(), 1, 2)
+    return evaluate(env, Doubler(), [{"question": str(q), "answer": a} for q, a in questions], GREEDY)
 
 
 def test_every_row_is_answered_once_and_judged_in_its_place():
@@ -57,7 +71,17 @@ def test_metrics_are_means_over_rows():
         "eval/format": 0.5,
         "eval/mean_length": 1.0,
         "eval/truncated_fraction": 0.0,
+        "eval/failed": 0.0,
     }
+
+
+def test_a_row_that_cannot_be_judged_is_left_out_of_means_and_gains():
+    result = run([(1, "2"), (2, "?"), (3, "6")])
+    assert math.isnan(result.rewards[1]) and result.reward == 2.5
+    assert result.metrics()["eval/failed"] == 1
+    assert paired_gain([0.0, 0.0, 0.5], result.rewards).mean == 2.25
+    with pytest.raises(ValueError, match="none of the 1 held-out answers could be judged.*no answer is known"):
+        run([(2, "?")])
 
 
 def test_no_rows_is_an_error():
@@ -114,7 +138,8 @@ def test_an_undefined_bca_interval_falls_back_to_percentiles(monkeypatch):
 
 @pytest.mark.parametrize(
     "before, after, message",
-    [([1.0], [2.0], "at least 2"), ([1.0, 2.0], [1.0], "same rows"), ([0.0, 1.0], [float("nan"), 1.0], "1 of 2")],
+    [([1.0], [2.0], "at least 2"), ([1.0, 2.0], [1.0], "same rows"), ([0.0, 1.0], [math.nan, 1.0], "at least 2"),
+     ([0.0, 1.0, 2.0], [math.inf, 1.0, 2.0], "1 of 6")],
 )
 def test_what_gives_no_interval_is_refused(before, after, message):
     with pytest.raises(ValueError, match=message):

@@ -14,16 +14,16 @@ ROOT = Path(__file__).resolve().parents[1]
 # below it. The fingerprint is a pure function that both ends of a transfer compute, engines and weights.
 LAYERS = [
     {"keys"},
-    {"losses", "advantages", "rollout", "devices", "envs", "testing", "fingerprint", "allocator"},
+    {"losses", "advantages", "rollout", "devices", "envs", "fingerprint", "allocator"},
     {"policies", "engines", "buffer"},
     {"optimizer", "models", "rates", "limit", "parallel"},
-    {"collectors", "weights", "evaluate", "checkpoint", "monitor", "run", "build"},
+    {"collectors", "weights", "evaluate", "checkpoint", "monitor", "run", "build", "testing"},
     {"sota", "cli", "config"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # Rooms that may import less than their layer would allow.
-ONLY_ROOMS = {"envs": {"keys", "rollout"}, "losses": {"keys"}, "testing": {"keys", "rollout"}}
+ONLY_ROOMS = {"envs": {"keys", "rollout"}, "losses": {"keys"}}
 ONLY_LIBRARIES = {"losses": {"torch", "tensordict", "torchrl", "jaxtyping"}}
 # Libraries that only files or folders with these beginnings may import.
 ONLY_IN = {"vllm": ("grpo_rl/engines/vllm",), "hydra": ("sota/", "grpo_rl/cli.py", "config/")}

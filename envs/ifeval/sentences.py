@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from filelock import FileLock
 
 if TYPE_CHECKING:
     from nltk.tokenize import NLTKWordTokenizer
@@ -35,8 +32,12 @@ def count_capital_words(text: str) -> int:
         ValueError: see :func:`require_punkt`.
     """
     # By sentences, as a word's last point and its "n't" are split off at the end of a sentence only.
-    tokens = (token for sentence in _punkt().tokenize(text) for token in _words().tokenize(sentence))
-    return sum(token.isupper() for token in tokens)
+    return sum(map(_capital_words_of_sentence, _punkt().tokenize(text)))
+
+
+@lru_cache(maxsize=4096)
+def _capital_words_of_sentence(sentence: str) -> int:
+    return sum(token.isupper() for token in _words().tokenize(sentence))
 
 
 def require_punkt() -> None:
@@ -52,6 +53,14 @@ def require_punkt() -> None:
 
 @cache
 def _punkt() -> PunktTokenizer:
+    tokenizer = _loaded()
+    # Whether a point ends a sentence is decided on the words beside it alone, which variants of an answer, and a
+    # group's answers, have in common.
+    tokenizer.text_contains_sentbreak = lru_cache(maxsize=4096)(tokenizer.text_contains_sentbreak)
+    return tokenizer
+
+
+def _loaded() -> PunktTokenizer:
     # Imported here: NLTK takes a second, which rows that count no sentences need not pay.
     import nltk
     from nltk.tokenize.punkt import PunktTokenizer
@@ -60,18 +69,15 @@ def _punkt() -> PunktTokenizer:
         return PunktTokenizer("english")
     except LookupError:
         pass
-    folder = Path(nltk.downloader.Downloader().default_download_dir())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f"{PUNKT}.lock"):  # NLTK unpacks in place, which other processes must not see
-            nltk.download(PUNKT, folder, quiet=True, raise_on_error=True, print_error_to=io.StringIO())
+        nltk.download(PUNKT, quiet=True, raise_on_error=True, print_error_to=io.StringIO())
         return PunktTokenizer("english")
     except (OSError, ValueError, LookupError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"counting sentences and capital words needs NLTK's {PUNKT}, which is on none of {nltk.data.path} and could "
-            f"not be downloaded ({reason}); where there is a network, run `python -m nltk.downloader {PUNKT}`, then copy "
-            f"~/nltk_data here and name it in $NLTK_DATA; or leave out the rows with number_sentences or "
+            f"counting sentences and capital words needs NLTK's {PUNKT}, which is in none of {nltk.data.path} and could "
+            f"not be downloaded ({reason}). Where there is a network, run `python -m nltk.downloader {PUNKT}`, copy "
+            "~/nltk_data here and name it in $NLTK_DATA; or leave out the rows with number_sentences or "
             "capital_word_frequency"
         ) from error
 

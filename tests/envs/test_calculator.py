@@ -41,7 +41,8 @@ VALUES = [
     ("0.1+0.2", "0.3"), ("1.1*1.1", "1.21"), ("0.7*100", "70"), ("1/3*3", "1"), ("12345678.9*10", "123456789"),
     ("10**20+1-10**20", "1"),
     # ten decimals
-    ("1/3", "0.3333333333"), ("2/3", "0.6666666667"), ("-1/3", "-0.3333333333"), ("1/8", "0.125"), ("100/7", "14.2857142857"),
+    ("1/3", "0.3333333333"), ("2/3", "0.6666666667"), ("-1/3", "-0.3333333333"), ("1/8", "0.125"),
+    ("100/7", "14.2857142857"),
     ("2**0.5", "1.4142135624"), ("1-1/10**11", "1"), ("10**25/3", "3333333333333333333333333.3333333333"),
     ("1/10**9", "1e-09"), ("-1/3/10**6", "-3.333333333e-07"), ("1/10**6", "0.000001"),
     # spellings
@@ -64,19 +65,25 @@ def test_expressions_have_their_value(expression, expected):
     [
         ("1/0", BY_ZERO), ("1//0", BY_ZERO), ("0**-1", BY_ZERO), ("0**-0.5", BY_ZERO), ("1/(2-2)", BY_ZERO),
         ("9**3999999", TOO_LARGE), ("9**9**9", TOO_LARGE), ("10**10**10**10", TOO_LARGE), ("1e999", TOO_LARGE),
-        ("2**(10**29)", TOO_LARGE), ("10**-1000", TOO_LARGE), ("1e308*1e308", TOO_LARGE), ("(10**30)**0.5*0+10**30", TOO_LARGE),
+        ("2**(10**29)", TOO_LARGE), ("10**-1000", TOO_LARGE), ("1e308*1e308", TOO_LARGE),
+        ("(10**30)**0.5*0+10**30", TOO_LARGE),
         ("9" * 200, TOO_LARGE), ("1e300**1.5", TOO_LARGE), ("*".join(["99999999"] * 22), TOO_LARGE),
         ("", unreadable("the expression is empty")), (" = ", unreadable("the expression is empty")),
         ("1" + "+1" * 100, unreadable("the expression has 201 characters, at most 200")),
         ("20% * 50", unreadable("there is no %, write 20/100 for 20%")),
         ("sqrt(16)", unreadable("can't read 's'")), ("48/2=24", unreadable("can't read '='")),
         ("'a'*9", unreadable("can't read \"'\"")), ("__import__('os')", unreadable("can't read '_'")),
-        ("x", unreadable("can't read 'x'")), ("3;4", unreadable("can't read ';'")), ("4²", unreadable("can't read '²'")),
-        ("５+1", unreadable("can't read '５'")), ("1, 2", unreadable("can't read ','")), ("1\x00", unreadable("can't read '\\x00'")),
+        ("x", unreadable("can't read 'x'")), ("3;4", unreadable("can't read ';'")),
+        ("4²", unreadable("can't read '²'")),
+        ("５+1", unreadable("can't read '５'")), ("1, 2", unreadable("can't read ','")),
+        ("1\x00", unreadable("can't read '\\x00'")),
         ("(-8)**(1/3)", unreadable("a negative number has no such power")),
-        ("3+", NO_EXPRESSION), ("(3", NO_EXPRESSION), ("3 4", NO_EXPRESSION), ("3(4)", NO_EXPRESSION), ("()", NO_EXPRESSION),
-        ("e", NO_EXPRESSION), ("E.e", NO_EXPRESSION), ("e(1)", NO_EXPRESSION), ("...", NO_EXPRESSION), ("1..e", NO_EXPRESSION),
-        ("*(1)", NO_EXPRESSION), ("1e", NO_EXPRESSION), ("1.2.3", NO_EXPRESSION), ("(" * 100 + ")" * 100, NO_EXPRESSION),
+        ("3+", NO_EXPRESSION), ("(3", NO_EXPRESSION), ("3 4", NO_EXPRESSION), ("3(4)", NO_EXPRESSION),
+        ("()", NO_EXPRESSION),
+        ("e", NO_EXPRESSION), ("E.e", NO_EXPRESSION), ("e(1)", NO_EXPRESSION), ("...", NO_EXPRESSION),
+        ("1..e", NO_EXPRESSION),
+        ("*(1)", NO_EXPRESSION), ("1e", NO_EXPRESSION), ("1.2.3", NO_EXPRESSION),
+        ("(" * 100 + ")" * 100, NO_EXPRESSION),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_words(expression, expected):
@@ -95,10 +102,12 @@ def hostile_expressions() -> list[str]:
     sums = ["+".join(f"1/{rng.randint(10**5, 10**6)}" for _ in range(20)) for _ in range(40)]
     deep = ["(" * n + "1" + ")" * n for n in range(60, 100)] + ["-" * n + "1" for n in range(170, 200)]
     code = [
-        "__import__('os').system('true')", "().__class__.__bases__[0].__subclasses__()", "open('/etc/passwd').read()",
-        "[x for x in range(10**9)]", "(lambda: 1)()", "'a' * 10**9", "f'{1:>999999999}'", "eval('1')", "exit()",
-        "print(1)", "1 if 1 else 2", "1 and 2", "1 < 2 < 3", "{1: 2}", "a = 1", "import os", "while 1: pass", "0x" + "f" * 99,
-        "1_000", "1j**1j", "True + True", "None", "~1", "1 << 10**9", "5 % 3", "5 @ 3", "1; 2", "1\n2", "# 1", "\\", "\ud800",
+        "__import__('os').system('true')", "().__class__.__bases__[0].__subclasses__()",
+        "open('/etc/passwd').read()", "[x for x in range(10**9)]", "(lambda: 1)()", "'a' * 10**9", "f'{1:>999999999}'",
+        "eval('1')", "exit()",
+        "print(1)", "1 if 1 else 2", "1 and 2", "1 < 2 < 3", "{1: 2}", "a = 1", "import os", "while 1: pass",
+        "0x" + "f" * 99, "1_000", "1j**1j", "True + True", "None", "~1", "1 << 10**9", "5 % 3", "5 @ 3", "1; 2", "1\n2",
+        "# 1", "\\", "\ud800",
     ]  # fmt: skip
     rest = ["".join(rng.choice("0123456789.eE+-*/() ") for _ in range(rng.randint(1, 200))) for _ in range(60)]
     return (powers + towers + roots + products + factorials + quotients + sums + deep + code + rest)[:500]
@@ -122,7 +131,7 @@ def test_no_text_makes_it_fail(text):
     has_operation(text)
 
 
-@givendef written(parts: tuple) -> tuple[str, Fraction | None]:
+def written(parts: tuple) -> tuple[str, Fraction | None]:
     """An operation as text, and its value; None where zero divides."""
     (left, a), sign, (right, b) = parts
     if a is None or b is None or (sign == "/" and b == 0):
@@ -206,7 +215,8 @@ CALL = "<calculator>6*7+8</calculator>"
         # the chat template's form
         (['<tool_call>{"name": "calculator", "arguments": {"expression": "6*7+8"}}</tool_call>', "<answer>50</answer>"],
          (2.0, 0.5, 0.5)),
-        (['<tool_call>{"name": "calculator", "arguments": "6*7+8"}</tool_call>', "<answer>50</answer>"], (2.0, 0.0, 0.5)),
+        (['<tool_call>{"name": "calculator", "arguments": "6*7+8"}</tool_call>', "<answer>50</answer>"],
+         (2.0, 0.0, 0.5)),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("role", ["tool", "user"])
@@ -286,7 +296,7 @@ def test_threads_get_their_own_results():
         assert list(pool.map(play, numbers)) == [calculate(f"{n}*{n} + 1/(7+{n})") for n in numbers]
 
 
-@pytest.mark.parametrize("piece", ["<calculator>1+1</calculator>", "<calculator>", "1,1", "9" * 1000 + " ", "<answer>1"])
+@pytest.mark.parametrize("piece", ["<calculator>1+1</calculator>", "<calculator>", "1,1", "9", "<answer>1"])
 def test_a_megabyte_of_anything_is_judged_in_time_linear_in_it(piece):
     text = piece * (1_000_000 // len(piece))
     start = time.process_time()
@@ -315,8 +325,7 @@ def test_the_environment_plays_several_turns(tmp_path, tokenizer):
         return tensordict
 
     rollout = env.rollout(max_steps=2, policy=policy, break_when_any_done=False, break_when_all_done=True)
-    final = [reward.item() for reward in rollout[keys.REWARD].sum(1)]
-    assert final == [3.5, 2.0]
+    assert rollout[keys.REWARD][:, -1].flatten().tolist() == [3.5, 2.0]
 
 
 def test_generated_problems_are_solved_by_their_steps():
@@ -348,15 +357,18 @@ def test_no_held_out_problem_is_trained_on():
         load_rows("arithmetic", "dev")
 
 
-def test_word_problems_come_as_those_of_gsm8k(real_data):
+@pytest.mark.parametrize(("split", "rows", "calculations"), [("train", 7473, 23716), ("test", 1319, 4281)])
+def test_the_calculations_in_gsm8k_have_the_values_that_are_written_there(real_data, split, rows, calculations):
+    found = load_rows(real_data / "gsm8k" / f"{split}.jsonl")
+    assert len(found) == rows
+    # <<48/2=24>>; one of the test split's has no number on its right side, <<3/4=3/4>>.
+    pairs = [pair for row in found for pair in re.findall(r"<<([^=<>]+)=([-\d.]+)>>", row["answer"])]
+    assert len(pairs) == calculations
+    assert [pair for pair in pairs if Decimal(calculate(pair[0])) != Decimal(pair[1])] == []
+
+
+def test_the_solutions_of_gsm8k_are_right_answers(real_data):
     rows = load_rows(real_data / "gsm8k" / "test.jsonl")
     task = Calculator(rows)
-    assert len(rows) == 1319 and load_rows("quickstart-test")[0].keys() == {"question", "answer"}
     for row in rows:
-        # The data's own calculations, <<48/2=24>>: the calculator agrees with every one that it can read.
-        for expression, value in re.findall(r"<<([^=<>]+)=([-\d.]+)>>", row["answer"]):
-            result = calculate(expression)
-            if not result.startswith("Error"):
-                assert abs(Decimal(result) - Decimal(value)) <= Decimal("0.51"), (expression, value)
-        messages = [{"role": "assistant", "content": row["answer"]}]
-        assert task.score_dialog(row, messages).parts["correctness"] == 2.0
+        assert task.score(row, row["answer"]).parts == {"correctness": 2.0, "tool_use": 0.0, "answer_format": 0.0}

@@ -167,9 +167,8 @@ def test_a_part_named_like_a_metric_is_refused(tokenizer):
 
 def test_a_failing_scorer_is_named_and_never_a_zero(tokenizer):
     env = LLMEnv(Broken(), tokenizer, 2, 2)
-    with pytest.raises(ScoreError, match=r"Broken\.score failed on row 3: KeyError: 'gold'") as caught:
-        env.score(3, [[0]])
-    assert isinstance(caught.value.__cause__, KeyError)
+    (failure,) = env.score(3, [[0]])
+    assert failure.kind == "error" and "Broken failed on row 3: KeyError: 'gold'" in failure.message
     with pytest.raises(ScoreError, match="row 3"):
         for _ in range(3):
             env.rollout(max_steps=1, policy=answering(tokenizer, ["a"] * 4))
@@ -179,8 +178,8 @@ def test_a_failing_scorer_is_named_and_never_a_zero(tokenizer):
 def test_a_reward_without_its_parts_or_that_is_not_finite_is_refused(tokenizer, parts):
     task = Letters()
     task.score = lambda row, response: Reward(parts)
-    with pytest.raises(ScoreError, match="on row 2"):
-        LLMEnv(task, tokenizer, 2, 2).score(2, [[0]])
+    (failure,) = LLMEnv(task, tokenizer, 2, 2).score(2, [[0]])
+    assert failure.kind == "invalid" and "on row 2" in failure.message
 
 
 # A prompt is "user: " + i letters + "\nassistant:": 17 + i bytes, so rows 0 and 1 have 17 and 18 tokens.
@@ -231,13 +230,34 @@ def test_settings_that_make_no_sense_are_refused(tokenizer, options, message):
         LLMEnv(**{"task": Letters(), "tokenizer": tokenizer, "num_envs": 2, "repeats": 2, **options})
 
 
-def test_a_task_of_several_turns_is_refused_not_cut_to_one(tokenizer):
-    class Talking(Letters):
-        def reply(self, row: dict, messages: Messages) -> Messages | None:
-            return [{"role": "user", "content": "go on"}]
+class Talking(Letters):
+    """Says "go on" to answers of fewer than three letters; the whole conversation is worth its letters."""
 
-    with pytest.raises(ValueError, match="Talking.reply gives it several turns"):
-        LLMEnv(Talking(), tokenizer, 2, 2)
+    def reply(self, row: dict, messages: Messages) -> Messages | None:
+        return [{"role": "user", "content": "go on"}] if len(messages[-1]["content"]) < 3 else None
+
+    def score_dialog(self, row: dict, messages: Messages) -> Reward:
+        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        return Reward({"letters": float(len("".join(said))), "exact": 0.0})
+
+
+def test_a_conversation_goes_on_in_the_next_step_until_all_of_the_batch_are_over(tokenizer):
+    env = LLMEnv(Talking(), tokenizer, 1, 2, max_turns=3)
+    end = [tokenizer.eos_token_id]
+    first = env.reset()
+    prompt = first[0][keys.TOKENS_PROMPT]
+    for row, text in zip(first.unbind(0), ("abc", "a"), strict=True):
+        row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], *end])
+    second = env.step(first)["next"]
+    assert second["done"].flatten().tolist() == [True, False]
+    assert second["reward"].flatten().tolist() == [3.0, 0.0]
+    # What was sampled stays, id by id; behind it comes what the template writes around the reply.
+    expected = [*prompt.tolist(), *tokenizer("a")["input_ids"], *end, *tokenizer("\nuser: go on\nassistant:")["input_ids"]]
+    assert second[1][keys.TOKENS_PROMPT].tolist() == expected
+    for row, text in zip(second.unbind(0), ("ignored", "abcd"), strict=True):
+        row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], *end])
+    third = env.step(second)["next"]
+    assert third["done"].all() and third["reward"].flatten().tolist() == [0.0, 5.0]
 
 
 def test_a_part_of_a_batch_cannot_be_reset_alone(tokenizer):

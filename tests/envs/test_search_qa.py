@@ -62,7 +62,8 @@ def hotpotqa(real_data):
         ("New York City, New York", "New York", False, 2 * 2 / 7),  # a word counts as often as both have it
         ("new new new", "new York", False, 2 * 1 / 5), ("York New", "New York", False, 1),
         ("x x y", "x y y", False, 2 * 2 / 6),
-        ("London", "Paris", False, 0), ("", "Paris", False, 0), ("a an the", "Paris", False, 0), ("...", "Paris", False, 0),
+        ("London", "Paris", False, 0), ("", "Paris", False, 0), ("a an the", "Paris", False, 0),
+        ("...", "Paris", False, 0),
         ("theatre", "the atre", False, 0), ("twenty-one", "twenty one", False, 0), ("Anne", "an ne", False, 0),
         ("“Paris”", "Paris", False, 0), ("Café", "cafe", False, 0), ("CAFÉ", "café", True, 1),
         # yes and no are right or wrong as a whole
@@ -160,9 +161,8 @@ def test_what_is_wrong_with_a_search_is_said():
     ]:
         [reply] = task.reply(ROW, [{"role": "assistant", "content": f"<search>{query}</search>"}]) or []
         assert reply["content"] == expected
-    found = task.reply(
-        ROW, [{"role": "assistant", "content": '<tool_call>{"name": "search", "arguments": {"query": "Puccini"}}</tool_call>'}]
-    )
+    call = '<tool_call>{"name": "search", "arguments": {"query": "Puccini"}}</tool_call>'
+    found = task.reply(ROW, [{"role": "assistant", "content": call}])
     assert found == [{"role": "tool", "content": "Title: Turandot\nText: Turandot is an opera by Giacomo Puccini."}]
 
 
@@ -187,7 +187,7 @@ def test_the_prompt_shows_a_search(form, call):
         ({"max_result_chars": 0}, r"env\.max_result_chars=0"),
         ({"f1": float("nan")}, r"env\.reward\.f1=nan"),
         ({"form": "xml"}, r"env\.form=xml"),
-        ({"supporting_recall": 1.0, "rows": [{**ROW, "documents": []}]}, "'In which village.*names no supporting facts"),
+        ({"supporting_recall": 1.0, "rows": [{**ROW, "documents": []}]}, "names no supporting facts"),
     ],
 )
 def test_a_wrong_setting_is_named(settings, message):
@@ -235,9 +235,12 @@ def test_the_documents_that_answer_the_questions_are_found(hotpotqa):
     recall = {}
     for count in (2, 5, 10, 20):
         found = [{document.title for document in index.search(row["question"], count)} for row in rows]
-        recall[count] = np.mean([len(titles & set(row["documents"])) / len(row["documents"]) for titles, row in zip(found, rows, strict=True)])
-    # Measured by one search with the question itself; the second document often has no word of the question.
-    assert {count: round(float(value), 3) for count, value in recall.items()} == {2: 0.0, 5: 0.0, 10: 0.0, 20: 0.0}
+        recall[count] = sum(
+            len(titles & set(row["documents"])) / len(row["documents"]) for titles, row in zip(found, rows, strict=True)
+        )
+    # In percent of 100 questions, by one search with the question itself: the second document of a chain often shares
+    # no rare word with the question. The corpus has 994 documents, so 2, 5, 10, 20 of them by chance are 0.2 to 2 %.
+    assert recall == pytest.approx({2: 60.0, 5: 76.0, 10: 88.0, 20: 94.5}, abs=0.01)
 
 
 def test_equal_scores_go_by_the_order_of_the_corpus():
@@ -277,7 +280,12 @@ def built(monkeypatch) -> list[int]:
     """Counts how often an index is built."""
     times: list[int] = []
     build = search_index._built_index
-    monkeypatch.setattr(search_index, "_built_index", lambda documents: times.append(len(documents)) or build(documents))
+
+    def counted(documents):
+        times.append(len(documents))
+        return build(documents)
+
+    monkeypatch.setattr(search_index, "_built_index", counted)
     return times
 
 
@@ -302,7 +310,8 @@ def test_other_processes_use_the_same_index(cache, built):
     before = {path.name: path.stat().st_mtime_ns for path in index_folder(cache).iterdir()}
     code = (
         "from grpo_rl.envs.search_index import Document, SearchIndex\n"
-        f"print([d.title for d in SearchIndex([Document(*d) for d in {[tuple(d) for d in DOCUMENTS]}]).search('opera', 1)])"
+        f"documents = [Document(*pair) for pair in {[tuple(document) for document in DOCUMENTS]}]\n"
+        "print([document.title for document in SearchIndex(documents).search('opera', 1)])"
     )
     # Another seed of hashes: neither the digest nor the words' numbers may hang on it.
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
@@ -409,8 +418,8 @@ def test_held_out_rows_are_drawn_by_a_seed_and_never_trained_on(file):
 def test_documents_come_from_every_kind_of_file(file):
     two = [Document("A", "One. Two."), Document("B", "Three.")]
     assert load_corpus(file("a.json", {"A": ["One.", " Two."], "B": "Three."})) == two
-    lines = '{"title": "A", "text": "One.  Two."}\n{"title": "B", "text": ["Three."]}\n{"title": "B", "text": "Three."}\n'
-    assert load_corpus(file("b.jsonl", lines)) == two
+    rows = [{"title": "A", "text": "One.  Two."}, {"title": "B", "text": ["Three."]}, {"title": "B", "text": "Three."}]
+    assert load_corpus(file("b.jsonl", "\n".join(json.dumps(row) for row in rows))) == two
     of_questions = [Document("A", "One. Two."), Document("C0", "Three."), Document("C1", "Three.")]
     assert load_corpus(file("c.json", [question(0), question(1)])) == of_questions
     hub = {**question(0), "context": {"title": ["A", "C0"], "sentences": [["One. ", " Two."], ["Three."]]}}
@@ -461,7 +470,7 @@ def test_the_environment_plays_several_turns(file, tokenizer):
         return tensordict
 
     rollout = env.rollout(max_steps=2, policy=policy, break_when_any_done=False, break_when_all_done=True)
-    assert rollout[keys.REWARD].sum(1).flatten().tolist() == pytest.approx([1.5, 0.5 * 2 / 3])
+    assert rollout[keys.REWARD][:, -1].flatten().tolist() == pytest.approx([1.5, 0.5 * 2 / 3])
 
 
 @pytest.mark.parametrize("piece", ["<search>", "<answer>a</answer>", "Title: a\n", "the ", ".", "word "])

@@ -13,9 +13,19 @@ SHOUT = Tool("shout", "text", "hi", str.upper)
 COUNT = Tool("count_words", "words", "one two", lambda text: str(len(text.split())))
 TOOLS = (SHOUT, COUNT)
 
-NOT_CLOSED = "Error: <shout> is not closed. Write a call as <shout>hi</shout>"
-AS_JSON = 'Write a call as <tool_call>{"name": "shout", "arguments": {"text": "hi"}}</tool_call>'
-NO_TEXT = f'Error: "arguments" is no object with the text "text". {AS_JSON}'
+
+def wrong(reason: str) -> str:
+    return f"Error: {reason}. Write a call as <shout>hi</shout>"
+
+
+def wrong_json(reason: str) -> str:
+    call = '<tool_call>{"name": "shout", "arguments": {"text": "hi"}}</tool_call>'
+    return f"Error: {reason}. Write a call as {call}"
+
+
+NOT_CLOSED = wrong("<shout> is not closed")
+NO_TEXT = wrong_json('"arguments" is no object with the text "text"')
+NO_NAME = wrong_json('the call is no object with a "name"')
 
 
 def json_call(name="shout", **arguments) -> str:
@@ -44,7 +54,8 @@ def json_call(name="shout", **arguments) -> str:
         ('<tool_call>{"arguments": {"text": "hi", "more": 1}, "name": "shout"}</tool_call>', [(SHOUT, "hi")]),
         (json_call("count_words", words="a b"), [(COUNT, "a b")]),
         # several, in both forms, in their order
-        ("<shout>a</shout> <count_words>b</count_words>" + json_call(text="c"), [(SHOUT, "a"), (COUNT, "b"), (SHOUT, "c")]),
+        ("<shout>a</shout> <count_words>b</count_words>" + json_call(text="c"),
+         [(SHOUT, "a"), (COUNT, "b"), (SHOUT, "c")]),
     ],
 )  # fmt: skip
 def test_calls_are_found_in_both_forms(text, expected):
@@ -58,35 +69,35 @@ def test_calls_are_found_in_both_forms(text, expected):
         ("<shout>", [NOT_CLOSED]),
         ("<shout>a <shout>b</shout>", [NOT_CLOSED, None]),
         ("<shout>a <count_words>b</count_words>", [NOT_CLOSED, None]),
-        ("hi</shout>", ["Error: </shout> has no <shout> before it. Write a call as <shout>hi</shout>"]),
-        ("<shout>hi</count_words>", ["Error: <shout> is closed by </count_words>. Write a call as <shout>hi</shout>"]),
-        ("<shout/>", ["Error: <shout/> has nothing inside. Write a call as <shout>hi</shout>"]),
-        ('<shout text="hi"/>', ["Error: <shout/> has nothing inside. Write a call as <shout>hi</shout>"]),
-        ('<shout x="1">hi</shout>', ["Error: <shout> has something more inside its brackets. Write a call as <shout>hi</shout>"]),
-        ("<shout></shout>", ["Error: the call is empty. Write a call as <shout>hi</shout>"]),
-        ("<shout> \n </shout>", ["Error: the call is empty. Write a call as <shout>hi</shout>"]),
-        (f"<shout>{'a' * 501}</shout>", ["Error: the text has 501 characters, at most 500. Write a call as <shout>hi</shout>"]),
+        ("hi</shout>", [wrong("</shout> has no <shout> before it")]),
+        ("<shout>hi</count_words>", [wrong("<shout> is closed by </count_words>")]),
+        ("<shout/>", [wrong("<shout/> has nothing inside")]),
+        ('<shout text="hi"/>', [wrong("<shout/> has nothing inside")]),
+        ('<shout x="1">hi</shout>', [wrong("<shout> has something more inside its brackets")]),
+        ("<shout></shout>", [wrong("the call is empty")]),
+        ("<shout> \n </shout>", [wrong("the call is empty")]),
+        (f"<shout>{'a' * 501}</shout>", [wrong("the text has 501 characters, at most 500")]),
         (f"<shout>{'a' * 500}</shout>", [None]),
-        (f"<shout>{'a' * 2001}</shout>", ["Error: the call has 2001 characters, at most 2000. Write a call as <shout>hi</shout>"]),
-        (json_call(text="a" * 501), [f"Error: the argument has 501 characters, at most 500. {AS_JSON}"]),
-        (json_call(text="a" * 5000), [f"Error: the call has 5039 characters, at most 2000. {AS_JSON}"]),
-        (json_call(text=" "), [f"Error: the call is empty. {AS_JSON}"]),
-        ("<tool_call>shout hi</tool_call>", [f"Error: the call is not JSON. {AS_JSON}"]),
-        ("<tool_call></tool_call>", [f"Error: the call is not JSON. {AS_JSON}"]),
-        ("<tool_call>{'name': 'shout'}</tool_call>", [f"Error: the call is not JSON. {AS_JSON}"]),
-        (f"<tool_call>{'[' * 1900}</tool_call>", [f"Error: the call is not JSON. {AS_JSON}"]),
-        (f"<tool_call>{'[' * 990}{']' * 990}</tool_call>", [f"Error: the call is no object with a \"name\". {AS_JSON}"]),
-        ("<tool_call>[1]</tool_call>", [f'Error: the call is no object with a "name". {AS_JSON}']),
-        ('<tool_call>{"arguments": {}}</tool_call>', [f'Error: the call is no object with a "name". {AS_JSON}']),
-        ('<tool_call>{"name": 7}</tool_call>', [f'Error: the call is no object with a "name". {AS_JSON}']),
-        (json_call("whisper", text="hi"), [f"Error: there is no tool 'whisper'; there is shout, count_words. {AS_JSON}"]),
-        (json_call("w" * 99), [f"Error: there is no tool '{'w' * 40}'; there is shout, count_words. {AS_JSON}"]),
+        (f"<shout>{'a' * 2001}</shout>", [wrong("the call has 2001 characters, at most 2000")]),
+        (json_call(text="a" * 501), [wrong_json("the argument has 501 characters, at most 500")]),
+        (json_call(text="a" * 5000), [wrong_json("the call has 5044 characters, at most 2000")]),
+        (json_call(text=" "), [wrong_json("the call is empty")]),
+        ("<tool_call>shout hi</tool_call>", [wrong_json("the call is not JSON")]),
+        ("<tool_call></tool_call>", [wrong_json("the call is not JSON")]),
+        ("<tool_call>{'name': 'shout'}</tool_call>", [wrong_json("the call is not JSON")]),
+        (f"<tool_call>{'[' * 1900}</tool_call>", [wrong_json("the call is not JSON")]),
+        (f"<tool_call>{'[' * 100}{']' * 100}</tool_call>", [NO_NAME]),
+        ("<tool_call>[1]</tool_call>", [NO_NAME]),
+        ('<tool_call>{"arguments": {}}</tool_call>', [NO_NAME]),
+        ('<tool_call>{"name": 7}</tool_call>', [NO_NAME]),
+        (json_call("whisper", text="hi"), [wrong_json("there is no tool 'whisper'; there is shout, count_words")]),
+        (json_call("w" * 99), [wrong_json(f"there is no tool '{'w' * 40}'; there is shout, count_words")]),
         ('<tool_call>{"name": "shout"}</tool_call>', [NO_TEXT]),
         ('<tool_call>{"name": "shout", "arguments": "hi"}</tool_call>', [NO_TEXT]),
         (json_call(words="hi"), [NO_TEXT]),
         (json_call(text=7), [NO_TEXT]),
         (json_call(text=None), [NO_TEXT]),
-        ("<tool_call>" + '{"name": "shout"}', ['Error: <tool_call> is not closed. ' + AS_JSON]),
+        ("<tool_call>" + '{"name": "shout"}', [wrong_json("<tool_call> is not closed")]),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_call_is_said_with_how_to_write_it(text, errors):
@@ -121,7 +132,7 @@ def test_no_text_makes_it_fail(text):
     assert (answer_calls(text, TOOLS, "tool") is None) == is_final(text, TOOLS)
 
 
-@pytest.mark.parametrize("piece", ["<shout>", "</shout>", "<shout ", "<shout>a</shout>", "<", "<tool_call>", "<answer>"])
+@pytest.mark.parametrize("piece", ["<shout>", "</shout>", "<shout ", "<shout>a</shout>", "<", "<answer>"])
 def test_a_megabyte_of_anything_takes_time_linear_in_it(piece):
     text = piece * (1_000_000 // len(piece))
     start = time.process_time()
@@ -153,8 +164,9 @@ def test_a_message_that_calls_and_has_no_whole_answer_is_not_the_last(text):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("<answer> 7\n</answer>", "7"), ("<answer>1</answer><answer>2</answer>", "2"), ("<answer>1</answer><answer>2", "1"),
-     ("<answer>1<answer>2</answer>", "2"), ("<answer></answer>", ""), ("7", None), ("</answer>7<answer>", None)],
+    [("<answer> 7\n</answer>", "7"), ("<answer>1</answer><answer>2</answer>", "2"),
+     ("<answer>1</answer><answer>2", "1"), ("<answer>1<answer>2</answer>", "2"), ("<answer></answer>", ""),
+     ("7", None), ("</answer>7<answer>", None)],
 )  # fmt: skip
 def test_the_last_whole_answer_counts(text, expected):
     assert last_answer(text) == expected

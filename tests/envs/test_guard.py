@@ -1,0 +1,115 @@
+"""One scorer's accident costs one answer, is counted by kind and named, and too many stop the run."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+
+from grpo_rl.envs.countdown import Countdown
+from grpo_rl.envs.base import Reward, ScoreError, ScoreGuard, Task, Unjudgeable
+
+
+class Judge(Task):
+    """Judges by the answer's first word."""
+
+    rows = ()
+    reward_parts = ("good",)
+
+    def prompt(self, row):
+        return []
+
+    def score(self, row, response):
+        match response.split()[0]:
+            case "raise":
+                raise KeyError("gold")
+            case "hang":
+                threading.Event().wait(30)
+            case "nan":
+                return Reward({"good": math.nan})
+            case "text":
+                return Reward({"good": "much"})
+            case "parts":
+                return Reward({"bad": 1.0})
+            case "none":
+                return None
+            case "gold":
+                raise Unjudgeable("the gold answer is empty")
+        return Reward({"good": True})
+
+
+class Together(Judge):
+    def score_many(self, rows, responses):
+        if responses[0] == "short":
+            return [Reward({"good": 1.0})]
+        if responses[0] == "hang":
+            threading.Event().wait(30)
+        return [Reward({"good": float(len(text))}) if text != "raise" else KeyError("gold") for text in responses]
+
+
+def guard(task=None, deadline_s=5.0, allowed=1.0):
+    return ScoreGuard(task or Judge(), deadline_s, allowed)
+
+
+def test_each_accident_is_one_typed_failure_and_the_others_keep_their_rewards():
+    judge = guard()
+    answers = ["fine", "raise x", "nan", "text", "parts", "none", "gold", "fine"]
+    results = judge.score({}, answers, "row 7")
+    kinds = [getattr(result, "kind", "reward") for result in results]
+    assert kinds == ["reward", "error", "invalid", "invalid", "invalid", "invalid", "unjudgeable", "reward"]
+    assert results[0] == Reward({"good": 1.0}) and isinstance(results[0].parts["good"], float)
+    assert judge.failed == {"error": 1, "invalid": 4, "unjudgeable": 1} and judge.judged == 8
+    message = judge.examples["error"]
+    assert all(word in message for word in ("Judge", "row 7", "KeyError: 'gold'", "'raise x'"))
+
+
+def test_a_scorer_that_hangs_costs_its_answer_and_the_deadline_only():
+    judge = guard(deadline_s=0.3)
+    start = time.monotonic()
+    results = judge.score({}, ["fine", "hang", "fine", "hang"], "row 0")
+    assert [getattr(result, "kind", "reward") for result in results] == ["reward", "timeout", "reward", "timeout"]
+    assert time.monotonic() - start < 3
+    assert "0.3 s on row 0" in results[1].message
+
+
+def test_answers_scored_together_fail_together_where_the_call_fails_and_alone_where_one_does():
+    judge = guard(Together(), deadline_s=0.3)
+    together = [getattr(r, "kind", r) for r in judge.score({}, ["ab", "raise"], "row 0")]
+    assert together == [Reward({"good": 2.0}), "error"]
+    assert [r.kind for r in judge.score({}, ["hang", "ab"], "row 0")] == ["timeout", "timeout"]
+    wrong = judge.score({}, ["short", "ab"], "row 3")
+    assert [r.kind for r in wrong] == ["error", "error"] and "1 rewards for 2 answers" in wrong[0].message
+
+
+def test_too_many_failures_stop_the_run_with_an_example_of_each_kind():
+    judge = guard(allowed=0.1)
+    for _ in range(8):  # 8 of the first 80 answers are allowed
+        judge.score({}, ["raise"], "row 1")
+    with pytest.raises(ScoreError, match=r"9 of 9 answers.*8 error, 1 invalid.*max_failed_fraction=0\.1") as caught:
+        judge.score({}, ["nan"], "row 2")
+    assert "KeyError" in str(caught.value) and "nan" in str(caught.value)
+
+
+def test_where_none_may_fail_the_first_failure_stops_the_run():
+    with pytest.raises(ScoreError, match="1 of 2"):
+        guard(allowed=0.0).score({}, ["fine", "gold"], "row 0")
+
+
+def test_an_isolated_task_scores_the_same_in_another_process():
+    row = {"numbers": [3, 4], "target": 12}
+    task, isolated = Countdown([row]), Countdown([row])
+    isolated.isolated = True
+    answers = ["<answer>3 * 4</answer>", "<answer>3 + 4</answer>", "no"]
+    assert guard(isolated, deadline_s=60.0).score(row, answers, "row 0") == guard(task).score(row, answers, "row 0")
+    with pytest.raises(ValueError, match="sent to a worker"):
+        local = Judge()
+        local.isolated, local.unsendable = True, threading.Lock()
+        guard(local)
+
+
+@pytest.mark.parametrize(("deadline_s", "allowed"), [(0.0, 0.1), (math.inf, 0.1), (1.0, 1.5), (1.0, -0.1)])
+def test_settings_out_of_range_are_refused(deadline_s, allowed):
+    with pytest.raises(ValueError, match=r"env\.(score_timeout_s|max_failed_fraction)="):
+        guard(deadline_s=deadline_s, allowed=allowed)

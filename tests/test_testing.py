@@ -1,0 +1,71 @@
+"""check_task finds what breaks a task's promises, and lets every task of ours pass."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.envs.base import Reward, ScoreError, Task
+from grpo_rl.testing import check_task
+
+DOCS = Path(__file__).parent.parent / "docs" / "tasks.md"
+
+
+class Good(Task):
+    reward_parts = ("length",)
+    rows = ({"q": "a"}, {"q": "b"})
+
+    def prompt(self, row):
+        return [{"role": "user", "content": row["q"]}]
+
+    def score(self, row, response):
+        return Reward({"length": float(len(response))})
+
+
+class Forgetful(Good):
+    turn = itertools.count()
+
+    def score(self, row, response):
+        return Reward({"length": float(next(self.turn))})
+
+
+class Restless(Good):
+    turn = itertools.count()
+
+    def prompt(self, row):
+        return [{"role": "user", "content": f"{row['q']} {next(self.turn)}"}]
+
+
+class Crashing(Good):
+    def score(self, row, response):
+        return Reward({"length": 1.0 / len(response)})
+
+
+def test_a_task_that_keeps_its_promises_passes():
+    check_task(Good())
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "message"),
+    [
+        (Forgetful, AssertionError, "other rewards each time"),
+        (Restless, AssertionError, "other messages each time"),
+        (Crashing, ScoreError, "ZeroDivisionError"),
+    ],
+)
+def test_a_broken_promise_is_named(task, error, message):
+    with pytest.raises(error, match=message):
+        check_task(task())
+
+
+def test_the_documentations_task_is_checked_as_it_is_printed_there():
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    task = blocks[0].split("class ")[1]
+    assert len([line for line in task.splitlines() if line.strip()]) <= 20
+    names: dict = {}
+    exec(compile("\n".join(blocks), str(DOCS), "exec"), names)  # our own page, not data
+    rewarded = names["Rhyme"]([]).score({"word": "night"}, "Light.")
+    assert rewarded.total == 1.2
