@@ -29,7 +29,7 @@ FOLDER = Path(__file__).resolve().parent
 GROUPS = ("env", "loss", "experiment")
 """Config groups: chosen by name (``loss=grpo``), not keys of their own."""
 FREE = ("env.rewards.", "env.reward.")
-"""Beginnings of keys whose names a task reads itself, and refuses itself; `env.reward` only where it may be a mapping."""
+"""Beginnings of keys that a task reads, and refuses, itself; ``env.reward`` only where it may be a mapping."""
 
 
 def known_keys(dataset: str | None = None) -> set[str]:

@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl import keys
 from grpo_rl.envs.chat import Dialog, encode_prompts, encode_reply
-from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.guard import Failure, ScoreError, ScoreGuard
+from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.task import RESERVED_PARTS, Messages, Reward, Task, Unjudgeable, plays_turns
 
 __all__ = [

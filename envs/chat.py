@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs.task import Messages, Task
 
-
 _ANSWER = "stand-in"
 
 

@@ -179,7 +179,7 @@ def _run(calls: Sequence[Callable[[], Any]], done: queue.SimpleQueue[Any], left_
             return
         try:
             done.put(call())
-        except Exception as error:  # noqa: BLE001 - whatever the scorer raises is told to the caller
+        except Exception as error:
             done.put(error)
 
 

@@ -196,7 +196,7 @@ class _Worker:
         message = self.pipe.recv_bytes()
         try:
             return pickle.loads(message)
-        except Exception as error:  # noqa: BLE001 - the caller's object can't be rebuilt here
+        except Exception as error:
             return error
 
     def kill(self) -> str:
@@ -224,7 +224,7 @@ def serve(handle: int, parent: int) -> None:
         try:
             function, memory_gib = pickle.loads(pipe.recv_bytes())
             _limit_memory(memory_gib)
-        except Exception as error:  # noqa: BLE001 - told to the caller
+        except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")
             return
         pipe.send(None)
@@ -240,12 +240,12 @@ def serve(handle: int, parent: int) -> None:
 def _result(function: Callable[..., Any], arguments: tuple) -> bytes:
     try:
         return pickle.dumps(function(*arguments))
-    except Exception as error:  # noqa: BLE001 - told to the caller
+    except Exception as error:
         try:
             pickled = pickle.dumps(error)
             pickle.loads(pickled)  # an exception with arguments of its own may be written but not read
             return pickled
-        except Exception:  # noqa: BLE001
+        except Exception:
             return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
 
 

@@ -60,7 +60,7 @@ class Task(ABC):
         """
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> Sequence[Reward | Exception]:
-        """The reward of each answer, or what its scorer raised: for scorers that are faster, or only possible, together.
+        """The reward of each answer, or what its scorer raised: for scorers that are faster, or only work, together.
 
         Args:
             rows: of each answer. The answers to one prompt come in one call.
@@ -69,7 +69,7 @@ class Task(ABC):
         for row, response in zip(rows, responses, strict=True):
             try:
                 results.append(self.score(row, response))
-            except Exception as error:  # noqa: BLE001 - the caller tells them apart
+            except Exception as error:
                 results.append(error)
         return results
 

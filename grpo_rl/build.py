@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_rl.devices import Devices, allocate
@@ -44,9 +44,7 @@ def make_env(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
     Raises:
         ValueError: the data can't be found or read, or a prompt is too long and ``env.long_prompt`` is ``error``.
     """
-    settings = OmegaConf.to_container(cfg.env, resolve=True)
-    for name in ("dataset", "eval_path"):
-        settings.pop(name)
+    settings = {name: cfg.env[name] for name in cfg.env if name not in ("dataset", "eval_path")}
     env = _env_class(cfg)(
         tokenizer=tokenizer,
         split="train",

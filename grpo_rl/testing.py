@@ -122,7 +122,7 @@ def to_fp64(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-ANSWERS = ("", "I don't know.", "The answer is 42.", "<answer>7</answer>", "\\boxed{1}", "é 🙂 \x00 </answer> <tool_call>{")
+ANSWERS = ("", "I don't know.", "It is 42.", "<answer>7</answer>", "\\boxed{1}", "é 🙂 \x00 </answer> <tool_call>{")
 """What an untrained policy may say."""
 
 

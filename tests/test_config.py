@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from grpo_rl.build import ENVS
 from grpo_rl.config import FOLDER, check, check_keys, check_overrides
+from grpo_rl.envs.base import LLMEnv
 
 
 def config(*overrides):
@@ -79,3 +84,27 @@ def test_an_unknown_key_from_a_file_is_refused_too():
 def test_wrong_numbers_are_told_with_the_remedy(overrides, message):
     with pytest.raises(ValueError, match=message):
         check(config(*overrides))
+
+
+@pytest.mark.parametrize("dataset", sorted(ENVS))
+def test_each_tasks_config_has_exactly_the_settings_that_its_environment_takes(dataset):
+    """And with the values that they have by default, so that a script and the command line do the same."""
+    module, name = ENVS[dataset]
+    pytest.importorskip({"math": "math_verify"}.get(dataset, "torch"))
+    own = inspect.signature(getattr(importlib.import_module(f"grpo_rl.envs.{module}"), name).__init__).parameters
+    shared = inspect.signature(LLMEnv.__init__).parameters
+    cfg = OmegaConf.load(FOLDER / "env" / f"{dataset}.yaml")
+    keys = set(cfg) - {"dataset"}
+    assert keys == own.keys() - shared.keys() - {"path", "split", "settings", "options"}
+    for key in keys - {"reward", "puzzles"}:
+        assert cfg[key] == own[key].default or (not cfg[key] and not own[key].default), key
+
+
+def test_naming_a_task_chooses_its_config():
+    cfg = config("env=ifeval")
+    check(cfg)
+    assert cfg.env.dataset == "ifeval" and "loose" in cfg.env.reward and "reasoning_pattern" not in cfg.env.reward
+    with pytest.raises(ValueError, match=r"env\.reward\.correctness"):
+        check_overrides(["env.reward.correctness=1"], "ifeval")
+    with pytest.raises(ValueError, match=r"env\.reward must be set"):
+        check(config("env=prompt_response"))

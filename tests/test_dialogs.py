@@ -58,9 +58,10 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
 
 
-def collector(tokenizer, task, turns, repeats=2, max_turns=4, deadline_s=60.0, failed=1.0, max_model_len=1000, num_envs=1):
+def collector(tokenizer, task, turns, repeats=2, max_turns=4, deadline_s=60.0, failed=1.0, max_model_len=1000):
     """A collector whose engine says ``turns[g]`` one after the other in conversation g, each ended."""
-    env = LLMEnv(task, tokenizer, num_envs, repeats, max_turns=max_turns, score_timeout_s=deadline_s, max_failed_fraction=failed)
+    guard = {"score_timeout_s": deadline_s, "max_failed_fraction": failed}
+    env = LLMEnv(task, tokenizer, 1, repeats, max_turns=max_turns, **guard)
     end = tokenizer.eos_token_id
     started: dict[tuple, int] = {}
     queues = [iter(turn) for turn in turns]
@@ -90,7 +91,8 @@ def test_the_engine_sees_what_is_trained_on_and_replies_are_not_trained_on(token
     (group,) = collect.collect()
     first, second = (text(tokenizer, ids) for ids in group.responses)
     assert (first, second) == ("ab<end>[ab]<end>>c<end>[c]<end>>end<end>", "xyz<end>[xyz]<end>>end<end>")
-    chosen = [text(tokenizer, ids[mask]) for ids, mask in zip(group.responses, group.trainable.split(group.lengths.tolist()))]
+    masks = group.trainable.split(group.lengths.tolist())
+    chosen = [text(tokenizer, ids[mask]) for ids, mask in zip(group.responses, masks, strict=True)]
     assert chosen == ["ab<end>c<end>end<end>", "xyz<end>end<end>"]
     assert group.rewards.tolist() == [2.0, 1.0] and not group.truncated.any()
     prompts = [prompt for prompt, _ in engine.seen]

@@ -3,9 +3,10 @@ r"""The 25 instruction types of IFEval, each a pure function of an answer and of
 Source: https://arxiv.org/abs/2311.07911, and the reference scorer, which decides where the paper leaves a choice:
 https://github.com/google-research/google-research/tree/master/instruction_following_eval
 
-Two things differ from the reference, on purpose. Arguments are taken as they are, where the reference draws a random one
-in the place of one that is missing or odd. And keywords are texts, never regular expressions. Whatever the answer, a check takes
-time about linear in it: `\s*` before a pattern and `.*` within one are left out where a hostile answer makes them square.
+Two things differ from the reference, on purpose: an argument is taken as it is, where the reference draws a random one
+for a missing or an odd one; and a keyword is a text, where it takes it for a regular expression. Whatever the answer, a
+check takes time about linear in it: where a hostile answer would make them square, `\s*` before a pattern and `.*` in
+one are left out.
 """
 
 from __future__ import annotations
@@ -52,9 +53,7 @@ def frequency(response: str, *, keyword: str, frequency: int, relation: str) -> 
 def forbidden_words(response: str, *, forbidden_words: Sequence[str]) -> bool:
     """Whether none of the words is there, whatever its case; inside another word it is none."""
     # Not \b: beside "C++" it would ask for a letter.
-    return not any(
-        re.search(rf"(?<!\w){re.escape(word)}(?!\w)", response, re.IGNORECASE) for word in forbidden_words
-    )
+    return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", response, re.IGNORECASE) for word in forbidden_words)
 
 
 def letter_frequency(response: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
@@ -243,7 +242,8 @@ INSTRUCTIONS: dict[str, Callable[..., bool]] = {
         "length_constraints": (number_sentences, number_paragraphs, number_words, nth_paragraph_first_word),
         "detectable_content": (number_placeholders, postscript),
         "detectable_format": (
-            number_bullet_lists, constrained_response, number_highlighted_sections, multiple_sections, json_format, title,
+            number_bullet_lists, constrained_response, number_highlighted_sections, multiple_sections, json_format,
+            title,
         ),
         "combination": (two_responses, repeat_prompt),
         "startend": (end_checker, quotation),

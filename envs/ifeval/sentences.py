@@ -75,9 +75,9 @@ def _loaded() -> PunktTokenizer:
     except (OSError, ValueError, LookupError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"counting sentences and capital words needs NLTK's {PUNKT}, which is in none of {nltk.data.path} and could "
-            f"not be downloaded ({reason}). Where there is a network, run `python -m nltk.downloader {PUNKT}`, copy "
-            "~/nltk_data here and name it in $NLTK_DATA; or leave out the rows with number_sentences or "
+            f"counting sentences and capital words needs NLTK's {PUNKT}, which is in none of {nltk.data.path} and "
+            f"could not be downloaded ({reason}). Where there is a network, run `python -m nltk.downloader {PUNKT}`, "
+            "copy ~/nltk_data here and name it in $NLTK_DATA; or leave out the rows with number_sentences or "
             "capital_word_frequency"
         ) from error
 

@@ -77,13 +77,13 @@ class Part:
         if self.known.whole_group:
             try:
                 return list(self.known.function(*columns, **self.settings))
-            except Exception as error:  # noqa: BLE001 - the caller tells them apart
+            except Exception as error:
                 return [error] * count
         values: list[float | Exception] = []
         for arguments in zip(*columns, strict=True):
             try:
                 values.append(self.known.function(*arguments, **self.settings))
-            except Exception as error:  # noqa: BLE001 - the caller tells them apart
+            except Exception as error:
                 values.append(error)
         return values
 

@@ -167,7 +167,7 @@ class _Player:
 def _tell(replies: queue.SimpleQueue[tuple[int, Any]], i: int, call: Callable[[], Any]) -> None:
     try:
         replies.put((i, call()))
-    except Exception as error:  # noqa: BLE001 - it costs this conversation, and is told
+    except Exception as error:
         replies.put((i, error))
 
 

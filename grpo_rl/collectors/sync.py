@@ -74,14 +74,15 @@ class SyncCollector:
     def _play(self, prompts: Sequence[Prompt]) -> list[tuple[Group, list[Reward | Failure]]]:
         """A group of conversations about each prompt, and their rewards beside it."""
         start = time.perf_counter()
+        env = self._env
         played = [
-            [begin(self._env, self._env.task.rows[p.row], f"row {p.row}", p.ids.tolist()) for _ in range(self._env.repeats)]
-            for p in prompts
+            [begin(env, env.task.rows[prompt.row], f"row {prompt.row}", prompt.ids.tolist()) for _ in range(env.repeats)]
+            for prompt in prompts
         ]
-        play(self._env, self._engine, self._sampling, [trajectory for group in played for trajectory in group])
+        play(env, self._engine, self._sampling, [trajectory for group in played for trajectory in group])
         self.sample_s = time.perf_counter() - start
         return [
-            (group_of_trajectories(prompt, group), judge(self._env, group))
+            (group_of_trajectories(prompt, group), judge(env, group))
             for prompt, group in zip(prompts, played, strict=True)
         ]
 

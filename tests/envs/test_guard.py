@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from grpo_rl.envs.countdown import Countdown
 from grpo_rl.envs.base import Reward, ScoreError, ScoreGuard, Task, Unjudgeable
+from grpo_rl.envs.countdown import Countdown
 
 
 class Judge(Task):

@@ -252,7 +252,8 @@ def test_a_conversation_goes_on_in_the_next_step_until_all_of_the_batch_are_over
     assert second["done"].flatten().tolist() == [True, False]
     assert second["reward"].flatten().tolist() == [3.0, 0.0]
     # What was sampled stays, id by id; behind it comes what the template writes around the reply.
-    expected = [*prompt.tolist(), *tokenizer("a")["input_ids"], *end, *tokenizer("\nuser: go on\nassistant:")["input_ids"]]
+    said, reply = (tokenizer(text)["input_ids"] for text in ("a", "\nuser: go on\nassistant:"))
+    expected = [*prompt.tolist(), *said, *end, *reply]
     assert second[1][keys.TOKENS_PROMPT].tolist() == expected
     for row, text in zip(second.unbind(0), ("ignored", "abcd"), strict=True):
         row[keys.TOKENS_RESPONSE] = torch.tensor([*tokenizer(text)["input_ids"], *end])

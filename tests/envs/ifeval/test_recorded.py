@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import random
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
-import langdetect
 import pytest
 
-from grpo_rl.envs.ifeval import IFEval, check, load_rows
-from grpo_rl.envs.ifeval.language import detect_language
+from grpo_rl.envs.ifeval import check, load_rows
 
 DISAGREEMENTS: dict[tuple[str, int, str, str], str] = {}
 
