@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -51,6 +53,13 @@ class _FastDetector(Detector):
         for address in (self.URL_RE, self.MAIL_RE):
             text = address.sub(" ", text)
         self.text = NGram.normalize_vi(text)[: self.max_text_length]
+
+    def cleaning_text(self) -> None:
+        counts = Counter(self.text)
+        latin = sum(count for character, count in counts.items() if "A" <= character <= "z")
+        other = sum(count for character, count in counts.items() if character >= "\u0300")
+        if latin * 2 < other:
+            self.text = re.sub("[A-z]", "", self.text)
 
     def _extract_ngrams(self) -> list[str]:
         *words, last = self.text.translate(_NORMAL).split(" ")

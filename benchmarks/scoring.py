@@ -1,0 +1,162 @@
+"""How long 4,096 answers take to be scored: `python benchmarks/scoring.py --data FOLDER`.
+
+Answers go the way that training's go: through `LLMEnv.guard`, under a deadline, eight to a row. Some are right, some
+wrong, some have no form at all; answers to one row differ. The headline is the slowest task's time over what it may
+take: 2 seconds, and 20 for mathematics, whose answers are parsed and compared as mathematics. FOLDER has the folders
+gsm8k, ifeval, math500, hotpotqa and scitldr; countdown makes its own puzzles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import harness
+
+from grpo_rl.envs.base import Messages, Reward, ScoreGuard, Task
+
+NAME = "scoring"
+ANSWERS, REPEATS = 4096, 8
+LIMITS_S = {"math": 20.0}
+LIMIT_S = 2.0
+PROSE = "Let us think about it step by step. First we look at what is given, then at what is asked. " * 6
+
+
+def variants(right: str, wrong: str) -> list[str]:
+    """Eight different answers to one row.
+
+    >>> len(set(variants("1", "2")))
+    8
+    """
+    ends = (right, wrong, right, wrong, "", right, wrong, right)
+    return [f"{PROSE[: 60 * i]}{text}" for i, text in enumerate(ends, 1)]
+
+
+def gsm8k(data: Path) -> tuple[Task, Callable[[dict], list[str]]]:
+    from grpo_rl.envs.gsm8k import GSM8K, load_rows
+
+    task = GSM8K(load_rows(str(data / "gsm8k" / "train.jsonl")))
+    return task, lambda row: variants(f"<answer>{task.gold(row)}</answer>", "<answer>7</answer>")
+
+
+def ifeval(data: Path) -> tuple[Task, Callable[[dict], list[str]]]:
+    from grpo_rl.envs.ifeval import IFEval, load_rows
+
+    with (data / "ifeval" / "recorded_verdicts.jsonl").open(encoding="utf-8") as lines:
+        responses = itertools.cycle([json.loads(line)["response"] for line in itertools.islice(lines, 2000)])
+    task = IFEval(load_rows(data / "ifeval" / "input_data.jsonl"))
+    return task, lambda row: list(itertools.islice(responses, REPEATS))
+
+
+def math(data: Path) -> tuple[Task, Callable[[dict], list[str]]]:
+    from grpo_rl.envs.math import Math, load_rows
+
+    task = Math(load_rows(data / "math500" / "math500.json"))
+    wrong = itertools.cycle([r"\frac{3}{7}", "x + 1", r"\sqrt{2}", "(1, 2)", "12"])
+
+    def answers(row: dict) -> list[str]:
+        return variants(rf"\boxed{{{task.gold(row)}}}", rf"\boxed{{{next(wrong)}}}")
+
+    return task, answers
+
+
+def countdown(data: Path) -> tuple[Task, Callable[[dict], list[str]]]:
+    from grpo_rl.envs.countdown import Countdown, load_rows
+
+    rows = load_rows(None, "train")
+    wrong = "<answer>1 + 2 * (3 - 4)</answer>"
+    return Countdown(rows), lambda row: variants(f"<answer>{row['solution']}</answer>", wrong)
+
+
+def calculator(data: Path) -> tuple[Task, Callable[[dict], list[str]]]:
+    from grpo_rl.envs.calculator import Calculator, load_rows
+
+    task = Calculator(load_rows("arithmetic"))
+    return task, lambda row: variants(f"<answer>{task.gold(row)}</answer>", "<answer>7</answer>")
+
+
+def search_qa(data: Path) -> tuple[Task, Callable[[dict], list[str]]]:
+    from grpo_rl.envs.search_index import SearchIndex, load_corpus
+    from grpo_rl.envs.search_qa import SearchQA, load_rows
+
+    folder = data / "hotpotqa"
+    index = SearchIndex(load_corpus(folder / "hotpotqa_train_corpus.json"))
+    task = SearchQA(load_rows(folder / "hotpotqa_train.json"), index)
+    return task, lambda row: variants(f"<answer>{row['answer']}</answer>", "<answer>in the year of 1975</answer>")
+
+
+def prompt_response(data: Path) -> tuple[Task, Callable[[dict], list[str]]]:
+    from grpo_rl.envs.prompt_response import PromptResponse, load_rows
+
+    rewards = [f"grpo_rl.envs.rewards.examples:{name}" for name in ("reward_len", "sentence_ending")]
+    rows = load_rows(str(data / "scitldr" / "scitldr_A_dev.jsonl"))
+    task = PromptResponse([{"prompt": " ".join(row["source"])} for row in rows], reward=rewards)
+    return task, lambda row: variants("Half the bits suffice.", "no full stop")
+
+
+TASKS = {f.__name__: f for f in (gsm8k, ifeval, math, countdown, calculator, search_qa, prompt_response)}
+
+
+def conversations(task: Task, answers: Callable[[dict], list[str]]) -> Iterator[tuple[dict, list[Messages]]]:
+    """A row and the ends of eight conversations about it, as many as make all answers."""
+    for i in range(ANSWERS // REPEATS):
+        row = task.rows[i % len(task.rows)]
+        prompt = task.prompt(row)
+        yield row, [[*prompt, {"role": "assistant", "content": text}] for text in answers(row)]
+
+
+def scored_s(task: Task, work: Sequence[tuple[dict, list[Messages]]]) -> float:
+    """Seconds that scoring took; every answer must have got a reward."""
+    guard = ScoreGuard(task, max_failed_fraction=0.0)
+    start = time.perf_counter()
+    results = [guard.score_dialogs(row, dialogs, "a row") for row, dialogs in work]
+    seconds = time.perf_counter() - start
+    assert sum(isinstance(result, Reward) for group in results for result in group) == REPEATS * len(work)
+    return seconds
+
+
+def main() -> None:
+    args = parse()
+    load = harness.require_quiet(args.force)
+    medians, bars = {}, []
+    for name in args.tasks:
+        task, answers = TASKS[name](args.data)
+        work = list(conversations(task, answers))
+        scored_s(task, work[:8])  # warm-up: worker processes start
+        medians[name] = statistics.median(scored_s(task, work) for _ in range(args.steps))
+        limit = LIMITS_S.get(name, LIMIT_S)
+        print(f"{name}: {ANSWERS} answers in {medians[name]:.2f} s")
+        bars.append(harness.bar(f"seconds for {ANSWERS} answers of {name}", medians[name], at_most=limit))
+    worst = max(medians[name] / LIMITS_S.get(name, LIMIT_S) for name in medians)
+    result = {
+        "shows": f"Scoring {ANSWERS} answers of each task; the figure is the slowest task's time over its limit.",
+        "bars": bars,
+        "seconds": medians,
+        "machine": harness.machine(),
+        **load,
+    }
+    harness.finish(NAME, worst, result, args.out)
+
+
+def parse() -> argparse.Namespace:
+    parser = harness.arguments(__doc__)
+    data = os.environ.get("GRPO_RL_DATA")
+    parser.add_argument("--data", type=Path, default=Path(data) if data else None, help="default: $GRPO_RL_DATA")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    args = parser.parse_args()
+    if args.data is None:
+        parser.error("give --data FOLDER, or set GRPO_RL_DATA")
+    if not args.data.is_dir():
+        sys.exit(f"error: {args.data} is no folder")
+    return args
+
+
+if __name__ == "__main__":
+    main()
