@@ -42,6 +42,7 @@ setup(
     },
     install_requires=[
         "accelerate>=1.15,<2",  # transformers needs it to read GGUF, the form of the embedded default model
+        "bm25s>=0.3.16,<0.4",
         "datasets>=5.2,<6",
         "filelock>=3.20,<5",
         "gguf>=0.19,<1",
@@ -50,7 +51,10 @@ setup(
         "jaxtyping>=0.3.11,<0.4",
         "jinja2>=3.1.6,<4",
         "markupsafe>=3,<4",
+        "langdetect>=1.0.9,<1.1",
+        "math-verify>=0.9,<0.10",
         "matplotlib>=3.10,<4",
+        "nltk>=3.10.4,<4",
         "numpy>=2,<3",
         "omegaconf>=2.3,<2.4",
         "pyarrow>=21,<27",
@@ -58,6 +62,7 @@ setup(
         "rich>=14,<16",
         "safetensors>=0.8,<1",
         "scipy>=1.16,<2",
+        "simpleeval>=1.0.8,<1.1",
         "tensordict==0.14.3",
         "tokenizers>=0.23,<0.24",
         "torch==2.13.*",

@@ -33,7 +33,8 @@ def calculate(expression: str) -> str:
     """The value of an arithmetic expression, or what is wrong with it, from ``Error: `` on; no text makes it raise.
 
     Numbers, ``+ - * / // **`` and brackets, in exact fractions; shown with up to ten decimals. ``×``, ``^``, ``3 x 4``,
-    ``1,234``, ``$5`` and a closing ``=`` are understood. Time and length are bounded, whatever the expression.
+    ``1,234`` and ``$5`` are understood, and ``=`` with all that follows it is left out. Time and length are bounded,
+    whatever the expression.
 
     >>> calculate("0.1 + 0.2"), calculate("(1,200 - 16) / 7"), calculate("9**3999999")
     ('0.3', '169.1428571429', 'Error: the numbers get too large')
@@ -73,7 +74,7 @@ def _normalised(expression: str) -> str:
     """The expression in Python's spelling, of harmless signs only."""
     if len(expression) > MAX_EXPRESSION_CHARS:
         raise _Unreadable(f"the expression has {len(expression)} characters, at most {MAX_EXPRESSION_CHARS}")
-    text = " ".join(expression.translate(_SPELLINGS).split()).rstrip(" =")
+    text = " ".join(expression.translate(_SPELLINGS).partition("=")[0].split())
     text = _LEADING_ZEROS.sub("", _TIMES.sub("*", _THOUSANDS.sub("", text)))
     if not text:
         raise _Unreadable("the expression is empty")

@@ -15,7 +15,7 @@ from grpo_rl.envs.arithmetic import calculate, has_operation
 from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task, Unjudgeable
 from grpo_rl.envs.numbers import extract_answer
 from grpo_rl.envs.quickstart import solution
-from grpo_rl.envs.tools import Tool, answer_calls, check_settings, find_calls, is_final
+from grpo_rl.envs.tools import Tool, answer_calls, check_settings, find_calls, is_final, opening
 
 __all__ = ["Calculator", "CalculatorEnv", "calculate", "load_rows", "problems"]
 
@@ -23,14 +23,16 @@ ARITHMETIC = "arithmetic"
 """The generated problems, as a name that ``env.path`` takes."""
 TRAIN, TEST = 2000, 200
 
-SYSTEM_PROMPT = """\
-Solve the problem. To calculate, write a call and stop; the next message is its result. At the end give the final \
-number inside <answer> and </answer>. For example:
-Problem: A box holds 12 pens at $3 each. What do 4 boxes cost?
-You: {call}
-Result: 144
-You: <answer>144</answer>"""
-"""``{call}`` is replaced by the example in the form that calls are written in."""
+SYSTEM_PROMPT = (
+    "Solve the problem with a calculator. Write only {call} with your own expression, and wait for the result; do so "
+    "again where there is more to calculate. Then write only <answer>144</answer> with your own number."
+)
+"""``{call}`` is replaced by a call in the form that the examples are in."""
+# Two, as a small model takes one for chance. Kim and pens are in no shipped problem.
+EXAMPLES = (
+    {"question": "A box holds 12 pens at $3 each. What do 4 boxes cost?", "call": "4*12*3", "answer": "144"},
+    {"question": "Kim has 31 pens and gives away 14. How many pens are left?", "call": "31-14", "answer": "17"},
+)
 
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
@@ -47,11 +49,11 @@ class Calculator(Task):
         answer_format: paid where the last message ends on ``<answer>``, a number, ``</answer>``.
         form: in which the prompt shows a call, see `grpo_rl.envs.tools`; both forms are read.
         tool_role: of results: ``tool``, or ``user`` for chat templates that know no such role.
-        system_prompt: the first message, with ``{call}`` where the example call stands; None or an empty text leaves
-            it out.
+        system_prompt: the first message, with ``{call}`` where a call stands; None or an empty text leaves it out.
+        examples: ``question``, ``call`` and ``answer`` of solved problems, shown as earlier turns.
 
     Raises:
-        ValueError: a setting makes no sense, or a row's answer has no number.
+        ValueError: a setting makes no sense, an example lacks a key, or a row's answer has no number.
     """
 
     reward_parts = ("correctness", "tool_use", "answer_format")
@@ -64,24 +66,23 @@ class Calculator(Task):
         correctness: float = 2.0,
         tool_use: float = 0.5,
         answer_format: float = 0.5,
-        form: str = "tag",
+        form: str = "line",
         tool_role: str = "tool",
         system_prompt: str | None = SYSTEM_PROMPT,
+        examples: Sequence[Mapping[str, str]] = EXAMPLES,
     ) -> None:
         self._weights = {"correctness": correctness, "tool_use": tool_use, "answer_format": answer_format}
         check_settings(form, tool_role, self._weights)
         self._role = tool_role
-        call = self.tools[0].written(form)
-        self._before: Messages = (
-            [{"role": "system", "content": system_prompt.replace("{call}", call)}] if system_prompt else []
-        )
+        solved = [{**example, "result": calculate(str(example.get("call")))} for example in examples]
+        self._before = opening(self.tools[0], form, tool_role, system_prompt, solved)
         self.rows = rows
         for index, row in enumerate(rows):
             if extract_answer(row["answer"]) is None:
                 raise ValueError(f"the answer of row {index} has no number: {row['answer'][-80:]!r}; end it on #### N")
 
     def prompt(self, row: dict) -> Messages:
-        """System prompt and question."""
+        """System prompt, examples, and the question."""
         return [*self._before, {"role": "user", "content": row["question"]}]
 
     def reply(self, row: dict, messages: Messages) -> Messages | None:
@@ -90,14 +91,15 @@ class Calculator(Task):
 
     def score(self, row: dict, response: str) -> Reward:
         """The reward of a conversation of one message."""
-        return self.score_dialog(row, [{"role": "assistant", "content": response}])
+        return self.score_dialog(row, [*self.prompt(row), {"role": "assistant", "content": response}])
 
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
         """Whether the number is right, the calculator was of use, and the answer is in form.
 
-        >>> said = ["<calculator>48 + 48/2</calculator>", "72", "Together <answer>72</answer>"]
-        >>> messages = [{"role": role, "content": text} for role, text in zip(["assistant", "tool", "assistant"], said)]
-        >>> Calculator([]).score_dialog({"question": "[...]", "answer": "#### 72"}, messages).parts
+        >>> task, row = Calculator([]), {"question": "[...]", "answer": "#### 72"}
+        >>> said = [("assistant", "Calculator: 48 + 48/2"), ("tool", "72"), ("assistant", "So <answer>72</answer>")]
+        >>> messages = [{"role": role, "content": text} for role, text in said]
+        >>> task.score_dialog(row, task.prompt(row) + messages).parts
         {'correctness': 2.0, 'tool_use': 0.5, 'answer_format': 0.5}
 
         Raises:
@@ -107,7 +109,8 @@ class Calculator(Task):
         if gold is None:
             # Otherwise an answer without a number would equal it.
             raise Unjudgeable(f"the row's answer has no number: {row['answer'][-80:]!r}; end it on #### N")
-        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        # The examples in the prompt are no words of the policy.
+        said = [message["content"] for message in messages[len(self._before) + 1 :] if message["role"] == "assistant"]
         # A conversation cut off at its last call has no answer, though there are numbers in the call.
         final = said[-1] if said and is_final(said[-1], self.tools) else ""
         earned = {
@@ -155,7 +158,7 @@ class CalculatorEnv(LLMEnv):
 
     >>> row = {"question": "Natalia sold clips to 48 of her friends in April, [...]", "answer": "[...] #### 72"}
     >>> task = Calculator([row])
-    >>> messages = task.prompt(row) + [{"role": "assistant", "content": "<calculator>48 + 48/2</calculator>"}]
+    >>> messages = task.prompt(row) + [{"role": "assistant", "content": "Calculator: 48 + 48/2"}]
     >>> task.reply(row, messages)
     [{'role': 'tool', 'content': '72'}]
     >>> messages += [{"role": "tool", "content": "72"}, {"role": "assistant", "content": "<answer>72</answer>"}]
@@ -169,6 +172,7 @@ class CalculatorEnv(LLMEnv):
         path: see :func:`load_rows`.
         split: see :func:`load_rows`.
         system_prompt: see :class:`Calculator`.
+        examples: see :class:`Calculator`.
         form: see :class:`Calculator`.
         tool_role: see :class:`Calculator`.
         reward: weights of :class:`Calculator`, as in the config's ``env.reward``.
@@ -184,13 +188,20 @@ class CalculatorEnv(LLMEnv):
         path: str | Path | None = None,
         split: str = "train",
         system_prompt: str | None = SYSTEM_PROMPT,
-        form: str = "tag",
+        examples: Sequence[Mapping[str, str]] = EXAMPLES,
+        form: str = "line",
         tool_role: str = "tool",
         reward: Mapping[str, float] | None = None,
         **settings: Any,
     ) -> None:
-        rows = load_rows(path, split)
-        task = Calculator(rows, system_prompt=system_prompt, form=form, tool_role=tool_role, **(reward or {}))
+        task = Calculator(
+            load_rows(path, split),
+            system_prompt=system_prompt,
+            examples=examples,
+            form=form,
+            tool_role=tool_role,
+            **(reward or {}),
+        )
         super().__init__(task, tokenizer, num_envs, repeats, **settings)
 
 

@@ -15,20 +15,31 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.envs import tables
 from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task, Unjudgeable
 from grpo_rl.envs.search_index import HUB_NAME, HUB_SPLITS, Document, SearchIndex, load_corpus
-from grpo_rl.envs.tools import Tool, answer_calls, check_settings, is_final, last_answer
+from grpo_rl.envs.tools import Tool, answer_calls, check_settings, is_final, last_answer, opening
 
 __all__ = ["Document", "SearchIndex", "SearchQA", "SearchQAEnv", "exact_match", "f1", "load_corpus", "load_rows"]
 
-SYSTEM_PROMPT = """\
-Answer the question in a few words. To look something up, write a search and stop; the next message shows what was \
-found. Search as often as you need. At the end give only the answer inside <answer> and </answer>; it is yes or no \
-where that is asked. For example:
-Question: In which country was the author of Emma born?
-You: {call}
-Result: Title: Jane Austen
-Text: Jane Austen (1775-1817) was an English novelist, born in Steventon, England.
-You: <answer>England</answer>"""
-"""``{call}`` is replaced by the example in the form that calls are written in."""
+SYSTEM_PROMPT = (
+    "Answer the question from documents. Write only {call} with your own words, and wait for the documents; do so again "
+    "where there is more to find. Then write only <answer>England</answer> with your own answer of a few words, or yes "
+    "or no."
+)
+"""``{call}`` is replaced by a search in the form that the examples are in."""
+# Two, as a small model takes one for chance.
+EXAMPLES = (
+    {
+        "question": "In which country was the author of Emma born?",
+        "call": "author of the novel Emma",
+        "result": "Title: Jane Austen\nText: Jane Austen, born in Steventon, England, wrote Emma and Persuasion.",
+        "answer": "England",
+    },
+    {
+        "question": "Are Lima and Cusco in the same country?",
+        "call": "Lima and Cusco",
+        "result": "Title: Lima\nText: Lima is the capital of Peru.\nTitle: Cusco\nText: Cusco is a city in Peru.",
+        "answer": "yes",
+    },
+)
 
 MAX_TITLE_CHARS = 200
 
@@ -88,11 +99,11 @@ class SearchQA(Task):
         max_result_chars: of each document's text.
         form: in which the prompt shows a search, see `grpo_rl.envs.tools`; both forms are read.
         tool_role: of results: ``tool``, or ``user`` for chat templates that know no such role.
-        system_prompt: the first message, with ``{call}`` where the example search stands; None or an empty text leaves
-            it out.
+        system_prompt: the first message, with ``{call}`` where a search stands; None or an empty text leaves it out.
+        examples: ``question``, ``call``, ``result`` and ``answer`` of answered questions, shown as earlier turns.
 
     Raises:
-        ValueError: a setting makes no sense, or documents are to be found and a row names none.
+        ValueError: a setting makes no sense, an example lacks a key, or documents are to be found and a row names none.
     """
 
     def __init__(
@@ -105,9 +116,10 @@ class SearchQA(Task):
         supporting_recall: float = 0.0,
         results: int = 3,
         max_result_chars: int = 500,
-        form: str = "tag",
+        form: str = "line",
         tool_role: str = "tool",
         system_prompt: str | None = SYSTEM_PROMPT,
+        examples: Sequence[Mapping[str, str]] = EXAMPLES,
     ) -> None:
         self._weights = {"exact_match": exact_match, "f1": f1, "supporting_recall": supporting_recall}
         check_settings(form, tool_role, self._weights)
@@ -124,13 +136,10 @@ class SearchQA(Task):
         self.rows, self._index = rows, index
         self._results, self._max_chars, self._role = results, max_result_chars, tool_role
         self.tools = (Tool("search", "query", "author of the novel Emma", self._search),)
-        call = self.tools[0].written(form)
-        self._before: Messages = (
-            [{"role": "system", "content": system_prompt.replace("{call}", call)}] if system_prompt else []
-        )
+        self._before = opening(self.tools[0], form, tool_role, system_prompt, examples)
 
     def prompt(self, row: dict) -> Messages:
-        """System prompt and question."""
+        """System prompt, examples, and the question."""
         return [*self._before, {"role": "user", "content": row["question"]}]
 
     def reply(self, row: dict, messages: Messages) -> Messages | None:
@@ -139,7 +148,7 @@ class SearchQA(Task):
 
     def score(self, row: dict, response: str) -> Reward:
         """The reward of a conversation of one message."""
-        return self.score_dialog(row, [{"role": "assistant", "content": response}])
+        return self.score_dialog(row, [*self.prompt(row), {"role": "assistant", "content": response}])
 
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
         """How well the last message answers.
@@ -150,7 +159,7 @@ class SearchQA(Task):
         gold = row["answer"]
         if not normalize_answer(gold):
             raise Unjudgeable(f"the gold answer {gold!r} has no word but articles; give another, or leave the row out")
-        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        said = [message["content"] for message in self._after(messages) if message["role"] == "assistant"]
         final = said[-1] if said and is_final(said[-1], self.tools) else ""
         inside = last_answer(final)
         answer = final if inside is None else inside
@@ -164,20 +173,17 @@ class SearchQA(Task):
         wanted = {_line(title, MAX_TITLE_CHARS) for title in row["documents"]}
         if not wanted:
             return {}
-        roles = [message["role"] for message in messages]
-        # Results come after the policy's first message: a question may well have a line that looks like one.
-        after = roles.index("assistant") if "assistant" in roles else len(roles)
-        shown = {
-            title
-            for message in messages[after:]
-            if message["role"] != "assistant"
-            for title in _TITLE.findall(message["content"])
-        }
+        replies = [message["content"] for message in self._after(messages) if message["role"] != "assistant"]
+        shown = {title for reply in replies for title in _TITLE.findall(reply)}
         return {"supporting_recall": len(wanted & shown) / len(wanted)}
 
     def gold(self, row: dict) -> str | None:
         """The gold answer."""
         return row["answer"]
+
+    def _after(self, messages: Messages) -> Messages:
+        """What follows the prompt, whose examples are no words of the policy, and no documents found."""
+        return messages[len(self._before) + 1 :]
 
     def _search(self, query: str) -> str:
         found = self._index.search(query, self._results)
@@ -206,7 +212,7 @@ class SearchQAEnv(LLMEnv):
 
     >>> row = {"question": "If Gallu is a demon Lilu is what?", "answer": "spirit", "documents": ["Alû", "Lilu"]}
     >>> task = SearchQA([row], SearchIndex([Document("Lilu", "A lilu is a spirit."), Document("Gallu", "A demon.")]))
-    >>> messages = task.prompt(row) + [{"role": "assistant", "content": "<search>Lilu</search>"}]
+    >>> messages = task.prompt(row) + [{"role": "assistant", "content": "Search: Lilu"}]
     >>> task.reply(row, messages)
     [{'role': 'tool', 'content': 'Title: Lilu\nText: A lilu is a spirit.'}]
     >>> messages += task.reply(row, messages) + [{"role": "assistant", "content": "<answer>A spirit</answer>"}]
@@ -224,6 +230,7 @@ class SearchQAEnv(LLMEnv):
         results: see :class:`SearchQA`.
         max_result_chars: see :class:`SearchQA`.
         system_prompt: see :class:`SearchQA`.
+        examples: see :class:`SearchQA`.
         form: see :class:`SearchQA`.
         tool_role: see :class:`SearchQA`.
         reward: weights of :class:`SearchQA`, as in the config's ``env.reward``.
@@ -243,7 +250,8 @@ class SearchQAEnv(LLMEnv):
         results: int = 3,
         max_result_chars: int = 500,
         system_prompt: str | None = SYSTEM_PROMPT,
-        form: str = "tag",
+        examples: Sequence[Mapping[str, str]] = EXAMPLES,
+        form: str = "line",
         tool_role: str = "tool",
         reward: Mapping[str, float] | None = None,
         **settings: Any,
@@ -254,6 +262,7 @@ class SearchQAEnv(LLMEnv):
             results=results,
             max_result_chars=max_result_chars,
             system_prompt=system_prompt,
+            examples=examples,
             form=form,
             tool_role=tool_role,
             **(reward or {}),

@@ -90,9 +90,7 @@ class RewardFunction:
             return list(columns)  # written in C, without a signature
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         required = [
-            p.name
-            for p in parameters
-            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
         if missing := [name for name in required if name not in columns or name not in names]:
             raise ValueError(
@@ -116,7 +114,9 @@ def _resolved(name: str) -> Any:
             ) from error
         raise ValueError(f"env.reward={name}: {module_name} needs the module {error.name}; install it") from error
     except Exception as error:
-        raise ValueError(f"env.reward={name}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"env.reward={name}: importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
     try:
         return getattr(module, function_name)
     except AttributeError as error:

@@ -228,7 +228,7 @@ def test_messages_and_lists_come_out_of_a_parquet_file(tmp_path):
     ("name", "content", "message"),
     [
         ("rows.jsonl", b'{"prompt": "a"}\n{oops\n', r"rows\.jsonl, line 2 is not JSON"),
-        ("rows.jsonl", b'7\n', r"rows\.jsonl, line 1 is no object"),
+        ("rows.jsonl", b"7\n", r"rows\.jsonl, line 1 is no object"),
         ("rows.jsonl", b"[" * 100_000, r"rows\.jsonl is not JSON"),
         ("rows.jsonl", b"", r"rows\.jsonl has no rows"),
         ("rows.jsonl", b"\xff\xfe", r"rows\.jsonl can't be read"),
@@ -259,8 +259,7 @@ def test_a_file_that_is_not_there_is_named_with_what_to_give(tmp_path):
 @pytest.mark.parametrize("name", ["trl-lib/tldr", "openai/gsm8k:main"])
 def test_a_hub_that_cannot_be_reached_says_to_use_a_file(tmp_path, name):
     code = (
-        "from grpo_rl.envs.tables import load_rows\n"
-        f"try: load_rows({name!r})\nexcept ValueError as error: print(error)"
+        f"from grpo_rl.envs.tables import load_rows\ntry: load_rows({name!r})\nexcept ValueError as error: print(error)"
     )
     # In a process of its own: the libraries read these settings when they are imported.
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

@@ -51,7 +51,10 @@ def test_what_is_asked_for_is_what_is_computed():
         ({"format": {"weigth": 1.0}}, r"env\.rewards\.format has no setting weigth; .*did you mean weight\?"),
         ({"format": {"unit": "tokens"}}, "has no setting unit"),
         ({"repetition_penalty": {"correct": "accuracy"}}, "has no setting correct"),
-        ({"cosine": {"maxlen": 80}}, r"has no setting maxlen; it can be weight, unit, correct, max_len, .*mean max_len"),
+        (
+            {"cosine": {"maxlen": 80}},
+            r"has no setting maxlen; it can be weight, unit, correct, max_len, .*mean max_len",
+        ),
         ({"cosine": {"unit": "words"}}, "unit is 'words'; it can be characters or tokens"),
         ({"cosine": {"max_len": 0}}, r"env\.rewards\.cosine: max_len=0"),
         ({"cosine": {"max_len": "long"}}, r"env\.rewards\.cosine: '<' not supported"),
