@@ -28,7 +28,7 @@ class PromptResponse(Task):
 
     - ``prompt``: as the data has it, a text or chat messages; ``completion``: the policy's answer, a text;
     - ``reference``: what the data has in ``completion_column``;
-    - every other column of the data, under its name;
+    - every other column that all rows have, under its name;
     - ``prompts`` and ``completions``, for functions written for TRL: where the prompt is chat messages, a completion
       is a list of one message there.
 
@@ -62,10 +62,12 @@ class PromptResponse(Task):
                 self._asked(row)
             except ValueError as error:
                 raise ValueError(f"row {index}: {error}") from error
-        columns = set(rows[0]) if len(rows) else set()
+        # A column that some rows lack would be a list with holes.
+        columns = set(rows[0]).intersection(*rows) if len(rows) else set()
         if completion_column and len(rows) and completion_column not in columns:
             raise ValueError(
-                f"env.completion_column={completion_column} is no column of the data, which has {', '.join(rows[0])}"
+                f"env.completion_column={completion_column} is no column of all rows, which have "
+                f"{', '.join(sorted(columns))}"
             )
         columns |= {"prompt", "prompts", "completion", "completions", *(["reference"] if completion_column else [])}
         self._functions = [(RewardFunction(name, sorted(columns)), weight) for name, weight in _weighted(reward)]

@@ -20,7 +20,10 @@ from grpo_rl.envs.task import Reward, Unjudgeable
 
 EXAMPLES = "grpo_rl.envs.rewards.examples"
 LENGTH, ENDING = f"{EXAMPLES}:reward_len", f"{EXAMPLES}:sentence_ending"
-ROWS = [{"prompt": "Say hi.", "completion": "Hi.", "topic": "hello"}, {"prompt": "Say bye.", "completion": "Bye."}]
+ROWS = [
+    {"prompt": "Say hi.", "completion": "Hi.", "topic": "hello"},
+    {"prompt": "Say bye.", "completion": "Bye.", "topic": "parting"},
+]
 CHAT = [{"role": "user", "content": "Say hi."}]
 
 
@@ -58,9 +61,19 @@ def test_a_function_gets_what_the_data_has():
     }  # fmt: skip
 
 
+def test_a_column_that_some_rows_lack_is_no_column():
+    rows = [*ROWS, {"prompt": "Nod.", "completion": "."}]
+    task = PromptResponse(rows, reward=lambda completion, **columns: [float("topic" in columns)] * len(completion))
+    assert task.score(rows[0], "Hi.").total == 0.0
+    with pytest.raises(ValueError, match="asks for topic, and what it can get"):
+        PromptResponse(rows, reward=lambda completion, topic: [])
+
+
 def test_a_function_written_for_trl_runs_as_it_is():
     def text_reward(prompts, completions, **kwargs):
-        return [float(prompt.startswith("Say") and len(text)) for prompt, text in zip(prompts, completions)]
+        return [
+            float(prompt.startswith("Say") and len(text)) for prompt, text in zip(prompts, completions, strict=True)
+        ]
 
     def chat_reward(completions, **kwargs):
         return [float(len(completion[0]["content"])) for completion in completions]
@@ -99,7 +112,10 @@ def test_the_datas_own_answer_is_there_for_logs(answer, gold):
     ("settings", "message"),
     [
         ({"prompt_column": "question"}, r"row 0: there is no column question, only prompt, completion, topic"),
-        ({"completion_column": "answer"}, r"env\.completion_column=answer is no column of the data, which has prompt"),
+        (
+            {"completion_column": "answer"},
+            r"env\.completion_column=answer is no column of all rows, which have completion, prompt, topic",
+        ),
         ({"rows": [ROWS[0], {"prompt": ""}]}, r"row 1: prompt is ''; it must be a text, a list of texts, or messages"),
         ({"rows": [{"prompt": None}]}, "row 0: prompt is None"),
         ({"rows": [{"prompt": []}]}, "row 0: prompt is \\[\\]"),

@@ -114,7 +114,7 @@ def test_numbers_may_come_in_any_form(result):
         (1.0, r"returned 1\.0; it must return a list of numbers"),
         (None, r"returned None; it must return a list"),
         ("12", r"returned '12'; it must return a list"),
-        ({"a": 1, "b": 2}, r"it must return a list"),
+        ({"a": 1, "b": 2}, r"returned {'a': 1, 'b': 2}; it must return a list"),
         (np.array(1.0), r"returned 1\.0; it must return a list"),
     ],
 )
