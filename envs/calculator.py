@@ -222,7 +222,7 @@ def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict
         ValueError: there is no such file or split, the hub can't be reached, or a row lacks a column.
 
     >>> load_rows("arithmetic", "test")[0]["question"]
-    '...'
+    'Start with 124, multiply by 53, subtract 5985, then multiply by 39. What is the result?'
     """
     if path != ARITHMETIC:
         return gsm8k.load_rows(path, split)
@@ -235,8 +235,11 @@ def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict
 def problems(count: int, seed: int = 0) -> list[dict]:
     """``count`` chains of two to four steps on numbers too large for the head, no question twice; all values whole.
 
-    >>> problems(1)[0]["question"]
-    '...'
+    >>> print(problems(1)[0]["answer"])
+    964 - 141 = 823
+    823 - 623 = 200
+    200 - 100 = 100
+    #### 100
     """
     rng = random.Random(seed)
     found: dict[str, dict] = {}

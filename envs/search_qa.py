@@ -20,9 +20,9 @@ from grpo_rl.envs.tools import Tool, answer_calls, check_settings, is_final, las
 __all__ = ["Document", "SearchIndex", "SearchQA", "SearchQAEnv", "exact_match", "f1", "load_corpus", "load_rows"]
 
 SYSTEM_PROMPT = (
-    "Answer the question from documents. Write only {call} with your own words, and wait for the documents; do so again "
-    "where there is more to find. Then write only <answer>England</answer> with your own answer of a few words, or yes "
-    "or no."
+    "Answer the question from documents. Write only {call} with your own words, and wait for the documents; do so "
+    "again where there is more to find. Then write only <answer>England</answer> with your own answer of a few words, "
+    "or yes or no."
 )
 """``{call}`` is replaced by a search in the form that the examples are in."""
 # Two, as a small model takes one for chance.

@@ -2,9 +2,9 @@
 
 A call can be written in two forms, and both are read whichever the prompt shows:
 
-- ``line``: ``Calculator: 3*(4+5)``, a line of its own. For small models: there is nothing to quote, nest or close. With
-  two examples before the question, SmolLM2-135M wrote it in 24 of 24 word problems, ``<calculator>…</calculator>`` in
-  11, and the JSON below in none.
+- ``line``: ``Calculator: 3*(4+5)``, a line of its own, with nothing to quote, nest or close. Small models write it
+  easily: with two examples before the question, SmolLM2-135M (temperature 0.8, 24 word problems) wrote 23 calls in this
+  form, 12 in the JSON below, and 7 as ``<calculator>…</calculator>``.
 - ``json``: ``<tool_call>{"name": "calculator", "arguments": {"expression": "3*(4+5)"}}</tool_call>``, which the chat
   templates of Qwen and Hermes teach, https://qwen.readthedocs.io/en/latest/framework/function_call.html.
 """

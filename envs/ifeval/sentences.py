@@ -14,7 +14,7 @@ PUNKT = "punkt_tab"
 """NLTK's data for sentence splitting; its code comes without."""
 
 
-@lru_cache(maxsize=256)  # several instructions, and the strict and the loose verdict, ask about the same text
+@lru_cache(maxsize=32)  # several instructions, and the strict and the loose verdict, ask about the same text
 def count_sentences(text: str) -> int:
     """The number of sentences, by NLTK's Punkt for English.
 
@@ -24,7 +24,7 @@ def count_sentences(text: str) -> int:
     return sum(1 for _ in _punkt().span_tokenize(text))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def count_capital_words(text: str) -> int:
     """The number of words without a small letter and with a capital one, hyphenated ones counting once.
 
@@ -35,7 +35,7 @@ def count_capital_words(text: str) -> int:
     return sum(map(_capital_words_of_sentence, _punkt().tokenize(text)))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _capital_words_of_sentence(sentence: str) -> int:
     return sum(token.isupper() for token in _words().tokenize(sentence))
 

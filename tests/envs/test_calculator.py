@@ -48,6 +48,7 @@ VALUES = [
     # spellings
     ("3 × 4", "12"), ("8 ÷ 2", "4"), ("5 − 7", "-2"), ("2^3", "8"), ("3 x 4", "12"), ("3x4", "12"), ("(3)X(4)", "12"),
     ("1,234 + 1", "1235"), ("1,234,567*1", "1234567"), ("$48/2", "24"), ("$1,000.50 * 2", "2001"), ("48/2 =", "24"),
+    ("48/2=25", "24"), ("7*4 = 28. So", "28"),
     ("[2+3]*4", "20"), ("  3\n+ 4 ", "7"), ("007+1", "8"), ("10.05+0", "10.05"), ("100+1", "101"),
     # thirty digits
     ("10**29*9", "9" + "0" * 29), ("-10**29*9", "-9" + "0" * 29), ("10**30", TOO_LARGE), ("-10**30", TOO_LARGE),
@@ -71,7 +72,8 @@ def test_expressions_have_their_value(expression, expected):
         ("", unreadable("the expression is empty")), (" = ", unreadable("the expression is empty")),
         ("1" + "+1" * 100, unreadable("the expression has 201 characters, at most 200")),
         ("20% * 50", unreadable("there is no %, write 20/100 for 20%")),
-        ("sqrt(16)", unreadable("can't read 's'")), ("48/2=24", unreadable("can't read '='")),
+        ("sqrt(16)", unreadable("can't read 's'")), ("x=7", unreadable("can't read 'x'")),
+        ("=7", unreadable("the expression is empty")),
         ("'a'*9", unreadable("can't read \"'\"")), ("__import__('os')", unreadable("can't read '_'")),
         ("x", unreadable("can't read 'x'")), ("3;4", unreadable("can't read ';'")),
         ("4²", unreadable("can't read '²'")),
@@ -185,7 +187,7 @@ def dialog(*said: str, role: str = "tool") -> list[dict[str, str]]:
     return messages
 
 
-CALL = "<calculator>6*7+8</calculator>"
+CALL = "Calculator: 6*7+8"
 
 
 @pytest.mark.parametrize(
@@ -194,8 +196,8 @@ CALL = "<calculator>6*7+8</calculator>"
         # correctness, tool_use, answer_format
         ([CALL, "<answer>50</answer>"], (2.0, 0.5, 0.5)),
         ([CALL, "So it is 50."], (2.0, 0.5, 0.0)),
-        (["<calculator>6*7</calculator>", "<calculator>42+8</calculator>", "<answer>50</answer>"], (2.0, 0.5, 0.5)),
-        (["<calculator>6*7</calculator>", "<answer>50</answer>"], (2.0, 0.0, 0.5)),  # its 42 appears nowhere
+        (["Calculator: 6*7", "Calculator: 42+8", "<answer>50</answer>"], (2.0, 0.5, 0.5)),
+        (["Calculator: 6*7", "<answer>50</answer>"], (2.0, 0.0, 0.5)),  # its 42 appears nowhere
         ([CALL, "<answer>5</answer>"], (0.0, 0.0, 0.5)),
         ([CALL, "50, or rather <answer>51</answer>"], (0.0, 0.5, 0.5)),
         ([CALL, "<answer>$50.00</answer>"], (2.0, 0.5, 0.5)),
@@ -203,14 +205,15 @@ CALL = "<calculator>6*7+8</calculator>"
         (["<answer>50</answer>"], (2.0, 0.0, 0.5)),
         (["50"], (2.0, 0.0, 0.0)),
         # no use of a calculator: nothing calculated, nothing waited for, nothing understood
-        (["<calculator>50</calculator>", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
-        ([CALL + " 50 <answer>50</answer>"], (2.0, 0.0, 0.5)),
+        (["Calculator: 50", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
+        ([CALL + "\n50 <answer>50</answer>"], (2.0, 0.0, 0.5)),
         (["<calculator>6*7+8", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
-        (["<calculator>1/0</calculator>", "<answer>0</answer>"], (0.0, 0.0, 0.5)),
-        (["<calculator>six*seven</calculator>", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
+        (["Calculator:", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
+        (["Calculator: 1/0", "<answer>0</answer>"], (0.0, 0.0, 0.5)),
+        (["Calculator: six*seven", "<answer>50</answer>"], (2.0, 0.0, 0.5)),
         # cut off at a call: the numbers in it are no answer
-        (["<calculator>42+50</calculator>"], (0.0, 0.0, 0.0)),
-        ([CALL, "<calculator>50</calculator>"], (0.0, 0.5, 0.0)),
+        (["Calculator: 42+50"], (0.0, 0.0, 0.0)),
+        ([CALL, "Calculator: 50"], (0.0, 0.5, 0.0)),
         (["", ""], (0.0, 0.0, 0.0)),
         # the chat template's form
         (['<tool_call>{"name": "calculator", "arguments": {"expression": "6*7+8"}}</tool_call>', "<answer>50</answer>"],
@@ -225,11 +228,11 @@ def test_a_conversation_earns_its_parts(said, expected, role):
 
 
 def test_a_result_counts_as_used_however_it_is_written():
-    row = {"question": "?", "answer": "#### -1234.5"}
-    call = {"role": "assistant", "content": "<calculator>-1000 - 234.5</calculator>"}
+    task, row = Calculator([]), {"question": "?", "answer": "#### -1234.5"}
+    call = {"role": "assistant", "content": "Calculator: -1000 - 234.5"}
     for later in ("-1,234.50", "$1234.5", "so 1234.500 less"):
-        messages = [call, {"role": "tool", "content": "-1234.5"}, {"role": "assistant", "content": later}]
-        assert Calculator([]).score_dialog(row, messages).parts["tool_use"] == 0.5, later
+        after = [call, {"role": "tool", "content": "-1234.5"}, {"role": "assistant", "content": later}]
+        assert task.score_dialog(row, task.prompt(row) + after).parts["tool_use"] == 0.5, later
 
 
 def test_one_answer_is_a_conversation_of_one_message():
@@ -250,29 +253,38 @@ def test_each_call_is_answered_until_the_policy_answers():
     def reply(text: str):
         return task.reply(ROW, [*task.prompt(ROW), {"role": "assistant", "content": text}])
 
-    assert reply("<calculator>6*7</calculator><calculator>1/0</calculator>") == [
+    assert reply("Calculator: 6*7\nCalculator: 1/0") == [
         {"role": "tool", "content": "42"},
         {"role": "tool", "content": "Error: division by zero"},
     ]
-    [message] = reply("<calculator>6*7") or []
-    assert message["content"] == "Error: <calculator> is not closed. Write a call as <calculator>4*12*3</calculator>"
-    assert reply("<answer>50</answer>") is None and reply("50") is None and reply(CALL + "<answer>50</answer>") is None
+    [message] = reply("calculator(6*7)") or []
+    assert message["content"] == "Error: that is no call. Write one as a line of its own, such as Calculator: 4*12*3"
+    assert (
+        reply("<answer>50</answer>") is None and reply("50") is None and reply(CALL + "\n<answer>50</answer>") is None
+    )
 
 
-@pytest.mark.parametrize(
-    ("form", "call"),
-    [
-        ("tag", "<calculator>4*12*3</calculator>"),
-        ("json", '<tool_call>{"name": "calculator", "arguments": {"expression": "4*12*3"}}</tool_call>'),
-    ],
-)
-def test_the_prompt_shows_a_call_that_gives_the_shown_result(form, call):
-    task = Calculator([ROW], form=form)
-    system, question = task.prompt(ROW)
-    assert (system["role"], question) == ("system", {"role": "user", "content": ROW["question"]})
-    assert f"You: {call}\nResult: 144\n" in system["content"] and "{call}" not in system["content"]
-    assert task.reply(ROW, [{"role": "assistant", "content": call}]) == [{"role": "tool", "content": "144"}]
-    assert Calculator([ROW], system_prompt=None).prompt(ROW) == [question]
+@pytest.mark.parametrize("form", ["line", "json"])
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_the_prompt_shows_calls_and_what_the_calculator_says_to_them(form, role):
+    task = Calculator([ROW], form=form, tool_role=role)
+    system, *examples, question = task.prompt(ROW)
+    assert question == {"role": "user", "content": ROW["question"]}
+    assert task.tools[0].written(form) in system["content"] and "{call}" not in system["content"]
+    for asked, call, result, answer in zip(*(examples[i::4] for i in range(4)), strict=True):
+        assert asked["role"] == "user"
+        assert task.reply(ROW, [call]) == [result] and result["role"] == role
+        assert answer == {"role": "assistant", "content": f"<answer>{result['content']}</answer>"}
+    assert len(examples) == 8
+    assert Calculator([ROW], system_prompt=None, examples=()).prompt(ROW) == [question]
+
+
+def test_the_examples_in_the_prompt_earn_nothing():
+    task = Calculator([{"question": "?", "answer": "#### 17"}])
+    for end in ([], [{"role": "assistant", "content": ""}]):
+        assert task.score_dialog(task.rows[0], task.prompt(ROW) + end).total == 0
+    with pytest.raises(ValueError, match=r"env\.examples\[0\] has no text call"):
+        Calculator([ROW], examples=[{"question": "?", "answer": "1"}])
 
 
 def test_a_row_without_a_gold_number_is_no_right_answer():
@@ -287,7 +299,7 @@ def test_threads_get_their_own_results():
     task = Calculator([ROW])
 
     def play(number: int) -> str:
-        call = f"<calculator>{number}*{number} + 1/(7+{number})</calculator>"
+        call = f"Calculator: {number}*{number} + 1/(7+{number})"
         [message] = task.reply(ROW, [{"role": "assistant", "content": call}]) or []
         return message["content"]
 
@@ -296,7 +308,7 @@ def test_threads_get_their_own_results():
         assert list(pool.map(play, numbers)) == [calculate(f"{n}*{n} + 1/(7+{n})") for n in numbers]
 
 
-@pytest.mark.parametrize("piece", ["<calculator>1+1</calculator>", "<calculator>", "1,1", "9", "<answer>1"])
+@pytest.mark.parametrize("piece", ["Calculator: 1+1\n", "Calculator: ", "<tool_call>", "1,1", "9", "<answer>1"])
 def test_a_megabyte_of_anything_is_judged_in_time_linear_in_it(piece):
     text = piece * (1_000_000 // len(piece))
     start = time.process_time()
@@ -306,7 +318,7 @@ def test_a_megabyte_of_anything_is_judged_in_time_linear_in_it(piece):
 
 def test_an_expression_longer_than_the_calculator_takes_is_told_by_it():
     assert MAX_ARGUMENT_CHARS > 200  # its own message says how long an expression may be
-    [reply] = dialog(f"<calculator>{'1+' * 150}1</calculator>")[-1:]
+    [reply] = dialog(f"Calculator: {'1+' * 150}1")[-1:]
     assert reply["content"] == unreadable("the expression has 301 characters, at most 200")
 
 

@@ -22,6 +22,7 @@ from grpo_rl.envs import search_index
 from grpo_rl.envs.base import Unjudgeable
 from grpo_rl.envs.search_index import Document, SearchIndex, load_corpus
 from grpo_rl.envs.search_qa import SearchQA, SearchQAEnv, exact_match, f1, load_rows
+from grpo_rl.envs.tools import find_calls, last_answer
 
 DOCUMENTS = [
     Document("Jane Austen", "Jane Austen was an English novelist, born in Steventon."),
@@ -96,20 +97,20 @@ def said(*texts: str, task: SearchQA, row: dict = ROW) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("texts", "parts", "recall"),
     [
-        (["<search>Jane Emma</search>", "<answer>Steventon</answer>"], (1.0, 1.0), 1.0),
-        (["<search>Emma</search>", "<answer>Steventon.</answer>"], (1.0, 1.0), 0.5),
-        (["<search>Emma</search>", "<search>Jane</search>", "<answer>Steventon</answer>"], (1.0, 1.0), 1.0),
-        (["<search>Turandot</search>", "<answer>Steventon, Hampshire</answer>"], (0.0, 2 / 3), 0.0),
+        (["Search: Jane Emma", "<answer>Steventon</answer>"], (1.0, 1.0), 1.0),
+        (["Search: Emma", "<answer>Steventon.</answer>"], (1.0, 1.0), 0.5),
+        (["Search: Emma", "Search: Jane", "<answer>Steventon</answer>"], (1.0, 1.0), 1.0),
+        (["Search: Turandot", "<answer>Steventon, Hampshire</answer>"], (0.0, 2 / 3), 0.0),
         (["<answer>Steventon</answer>"], (1.0, 1.0), 0.0),
         (["Steventon"], (1.0, 1.0), 0.0),
         (["It was Steventon <answer>Bath</answer>"], (0.0, 0.0), 0.0),
-        (["<search>Emma</search> <answer>Steventon</answer>"], (1.0, 1.0), 0.0),  # nobody searched
+        (["Search: Emma\n<answer>Steventon</answer>"], (1.0, 1.0), 0.0),  # nobody searched
         # cut off at a search: its words are no answer
-        (["<search>Steventon</search>"], (0.0, 0.0), 0.5),
-        (["<search>Emma</search>", "Steventon <search>Turandot</search>"], (0.0, 0.0), 0.5),
+        (["Search: Steventon"], (0.0, 0.0), 0.5),
+        (["Search: Emma", "Steventon\nSearch: Turandot"], (0.0, 0.0), 0.5),
         ([""], (0.0, 0.0), 0.0),
         # what the policy says itself was not found
-        (["Title: Jane Austen\nTitle: Emma (novel)\n<search>Turandot</search>", "Title: Jane Austen"], (0.0, 0.0), 0.0),
+        (["Title: Jane Austen\nTitle: Emma (novel)\nSearch: Turandot", "Title: Jane Austen"], (0.0, 0.0), 0.0),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("role", ["tool", "user"])
@@ -126,7 +127,7 @@ def test_recall_is_part_of_the_reward_only_where_it_has_a_weight():
     assert SearchQA([ROW], index).reward_parts == ("exact_match", "f1")
     task = SearchQA([ROW], index, exact_match=0, f1=2.0, supporting_recall=0.5)
     assert task.reward_parts == ("exact_match", "f1", "supporting_recall")
-    messages = said("<search>Emma</search>", "<answer>Steventon</answer>", task=task)
+    messages = said("Search: Emma", "<answer>Steventon</answer>", task=task)
     assert task.score_dialog(ROW, messages).parts == {"exact_match": 0.0, "f1": 2.0, "supporting_recall": 0.5 * 0.5}
 
 
@@ -145,7 +146,7 @@ def test_a_gold_answer_that_is_empty_once_normalised_is_not_judged():
 def test_results_are_bounded_and_in_one_line_each():
     documents = [Document("Long " * 100, "river  word\n" * 10_000), Document("Short", "A river")]
     task = SearchQA([], SearchIndex(documents), results=2, max_result_chars=20)
-    [reply] = task.reply(ROW, [{"role": "assistant", "content": "<search>river</search>"}]) or []
+    [reply] = task.reply(ROW, [{"role": "assistant", "content": "Search: river"}]) or []
     assert sorted(reply["content"].split("\n")) == sorted(
         ["Title: Short", "Text: A river", "Title: " + "Long " * 40 + "…", "Text: river word river …"]
     )
@@ -157,27 +158,40 @@ def test_what_is_wrong_with_a_search_is_said():
         ("zyzzyva", "Error: no document has a word of this query; search with other words"),
         ("the of and", "Error: no document has a word of this query; search with other words"),
         ("?!", "Error: no document has a word of this query; search with other words"),
-        ("", "Error: the call is empty. Write a call as <search>author of the novel Emma</search>"),
+        ("", "Error: the call is empty. Write one as a line of its own, such as Search: author of the novel Emma"),
     ]:
-        [reply] = task.reply(ROW, [{"role": "assistant", "content": f"<search>{query}</search>"}]) or []
+        [reply] = task.reply(ROW, [{"role": "assistant", "content": f"Search: {query}"}]) or []
         assert reply["content"] == expected
     call = '<tool_call>{"name": "search", "arguments": {"query": "Puccini"}}</tool_call>'
     found = task.reply(ROW, [{"role": "assistant", "content": call}])
     assert found == [{"role": "tool", "content": "Title: Turandot\nText: Turandot is an opera by Giacomo Puccini."}]
 
 
-@pytest.mark.parametrize(
-    ("form", "call"),
-    [
-        ("tag", "<search>author of the novel Emma</search>"),
-        ("json", '<tool_call>{"name": "search", "arguments": {"query": "author of the novel Emma"}}</tool_call>'),
-    ],
-)
-def test_the_prompt_shows_a_search(form, call):
-    system, question = SearchQA([ROW], SearchIndex(DOCUMENTS), form=form).prompt(ROW)
-    assert f"You: {call}\n" in system["content"] and "{call}" not in system["content"]
+@pytest.mark.parametrize("form", ["line", "json"])
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_the_prompt_shows_searches_and_results_as_they_are(form, role):
+    task = SearchQA([ROW], SearchIndex(DOCUMENTS), form=form, tool_role=role)
+    system, *examples, question = task.prompt(ROW)
     assert question == {"role": "user", "content": ROW["question"]}
-    assert SearchQA([ROW], SearchIndex(DOCUMENTS), system_prompt=None).prompt(ROW) == [question]
+    assert task.tools[0].written(form) in system["content"] and "{call}" not in system["content"]
+    for asked, call, result, answer in zip(*(examples[i::4] for i in range(4)), strict=True):
+        assert asked["role"] == "user" and [call.tool for call in find_calls(call["content"], task.tools)] == [
+            *task.tools
+        ]
+        assert result["role"] == role
+        assert all(line.startswith(("Title: ", "Text: ")) for line in result["content"].splitlines())
+        assert last_answer(answer["content"])
+    assert len(examples) == 8
+    assert SearchQA([ROW], SearchIndex(DOCUMENTS), system_prompt=None, examples=()).prompt(ROW) == [question]
+
+
+def test_the_examples_in_the_prompt_earn_and_find_nothing():
+    example = {"question": "?", "call": "Emma", "result": "Title: Emma (novel)\nText: A novel.", "answer": "Steventon"}
+    task = SearchQA([ROW], SearchIndex(DOCUMENTS), examples=[example])
+    for end in ([], [{"role": "assistant", "content": ""}]):
+        messages = task.prompt(ROW) + end
+        assert task.score_dialog(ROW, messages).total == 0
+        assert task.measures(ROW, messages) == {"supporting_recall": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -462,7 +476,7 @@ def test_wrong_splits_and_missing_files_are_named(file, tmp_path):
 def test_the_environment_plays_several_turns(file, tokenizer):
     path = file("rows.json", [{**question(0), "answer": "Two"}])
     env = SearchQAEnv(1, 2, tokenizer, path=path, system_prompt=None, reward={"f1": 0.5}, max_turns=2)
-    turns = iter([["<search>one two</search>", "<answer>two three</answer>"], ["<answer>Two.</answer>", ""]])
+    turns = iter([["Search: one two", "<answer>two three</answer>"], ["<answer>Two.</answer>", ""]])
 
     def policy(tensordict):
         for row, text in zip(tensordict.unbind(0), next(turns), strict=True):
@@ -473,12 +487,12 @@ def test_the_environment_plays_several_turns(file, tokenizer):
     assert rollout[keys.REWARD][:, -1].flatten().tolist() == pytest.approx([1.5, 0.5 * 2 / 3])
 
 
-@pytest.mark.parametrize("piece", ["<search>", "<answer>a</answer>", "Title: a\n", "the ", ".", "word "])
+@pytest.mark.parametrize("piece", ["Search: ", "Search: a\n", "<answer>a</answer>", "Title: a\n", "the ", ".", "word "])
 def test_a_megabyte_of_anything_is_judged_in_time_linear_in_it(piece):
     task = SearchQA([ROW], SearchIndex(DOCUMENTS))
     text = piece * (1_000_000 // len(piece))
     start = time.process_time()
-    for hostile in (text, f"<search>{text}</search>", f"<answer>{text}</answer>"):
+    for hostile in (text, f"Search: {text}", f"<answer>{text}</answer>"):
         messages = said(hostile, task=task)
         task.score_dialog(ROW, messages), task.measures(ROW, messages)
     assert time.process_time() - start < 10  # a quadratic scan takes hours
@@ -489,7 +503,7 @@ def test_real_questions_are_answered_by_their_gold_answers_alone(hotpotqa):
     task, others = SearchQA(rows, SearchIndex(documents)), rows[1:] + rows[:1]
     random.Random(0).shuffle(others)
     for row, other in zip(rows, others, strict=True):
-        right = said(f"<search>{row['question']}</search>", f"<answer>{row['answer']}</answer>", task=task, row=row)
+        right = said(f"Search: {row['question']}", f"<answer>{row['answer']}</answer>", task=task, row=row)
         assert task.score_dialog(row, right).parts == {"exact_match": 1.0, "f1": 1.0}, row
         if not exact_match(row["answer"], other["answer"]):
             assert task.score(row, f"<answer>{other['answer']}</answer>").parts["exact_match"] == 0.0

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.envs.tools import MAX_CALLS, Call, Tool, answer_calls, check_settings, find_calls, is_final, last_answer
+from grpo_rl.envs.tools import (
+    MAX_CALLS,
+    Call,
+    Tool,
+    answer_calls,
+    check_settings,
+    find_calls,
+    is_final,
+    last_answer,
+    opening,
+)
 
 SHOUT = Tool("shout", "text", "hi", str.upper)
 COUNT = Tool("count_words", "words", "one two", lambda text: str(len(text.split())))
@@ -15,15 +25,17 @@ TOOLS = (SHOUT, COUNT)
 
 
 def wrong(reason: str) -> str:
-    return f"Error: {reason}. Write a call as <shout>hi</shout>"
+    return f"Error: {reason}. Write one as a line of its own, such as Shout: hi"
 
 
 def wrong_json(reason: str) -> str:
     call = '<tool_call>{"name": "shout", "arguments": {"text": "hi"}}</tool_call>'
-    return f"Error: {reason}. Write a call as {call}"
+    return f"Error: {reason}. Write one as {call}"
 
 
-NOT_CLOSED = wrong("<shout> is not closed")
+NO_CALL = wrong("that is no call")
+EMPTY = wrong("the call is empty")
+NOT_CLOSED = wrong_json("<tool_call> is not closed")
 NO_TEXT = wrong_json('"arguments" is no object with the text "text"')
 NO_NAME = wrong_json('the call is no object with a "name"')
 
@@ -38,49 +50,48 @@ def json_call(name="shout", **arguments) -> str:
         # none
         ("", []),
         ("I shout: hi", []),
+        ("shouting: hi\nshout2: hi\nshout hi\nSearch: hi", []),
         ("3 < 4 and 5 > 4", []),
         ("<answer>7</answer><reasoning>x</reasoning>", []),
-        ("<shouting>hi</shouting> <shout2>hi</shout2> < shout>hi", []),
-        ("<ſhout>hi</ſhout>", []),  # a long s is no s
+        ("ſhout: hi", []),  # a long s is no s
         # one
-        ("<shout>hi</shout>", [(SHOUT, "hi")]),
-        ("I think <shout> hi there\n</shout> is right", [(SHOUT, "hi there")]),
-        ("<SHOUT>hi</Shout>", [(SHOUT, "hi")]),
-        ("<shout >hi</shout >", [(SHOUT, "hi")]),
-        ("<shout>3 < 4 <b>x</b></shout>", [(SHOUT, "3 < 4 <b>x</b>")]),
-        ("<count_words>a b</count_words>", [(COUNT, "a b")]),
+        ("Shout: hi", [(SHOUT, "hi")]),
+        ("I think.\n  shout:hi there \nis right", [(SHOUT, "hi there")]),
+        ("SHOUT:\thi: there", [(SHOUT, "hi: there")]),
+        ("Count_words: a b", [(COUNT, "a b")]),
         (json_call(text="hi"), [(SHOUT, "hi")]),
-        (json_call(text='a "quoted" <shouted> word \u00e9'), [(SHOUT, 'a "quoted" <shouted> word é')]),
-        ('<tool_call>{"arguments": {"text": "hi", "more": 1}, "name": "shout"}</tool_call>', [(SHOUT, "hi")]),
+        ("I think " + json_call(text=' a "quoted" <shouted> word \u00e9\n'), [(SHOUT, 'a "quoted" <shouted> word é')]),
+        ('<TOOL_CALL>{"arguments": {"text": "hi", "more": 1}, "name": "shout"}</tool_call>', [(SHOUT, "hi")]),
         (json_call("count_words", words="a b"), [(COUNT, "a b")]),
         # several, in both forms, in their order
-        ("<shout>a</shout> <count_words>b</count_words>" + json_call(text="c"),
-         [(SHOUT, "a"), (COUNT, "b"), (SHOUT, "c")]),
+        ("Shout: a\nCount_words: b\n" + json_call(text="c") + "\nShout: d",
+         [(SHOUT, "a"), (COUNT, "b"), (SHOUT, "c"), (SHOUT, "d")]),
+        # one inside another is part of it
+        ('<tool_call>{"name": "shout",\nshout: hi\n"arguments": 7}</tool_call>\nShout: a', [None, (SHOUT, "a")]),
+        ("Shout: <tool_call>", [(SHOUT, "<tool_call>")]),
     ],
 )  # fmt: skip
 def test_calls_are_found_in_both_forms(text, expected):
-    assert find_calls(text, TOOLS) == [Call(tool, argument) for tool, argument in expected]
+    found = [(call.tool, call.argument) if call.tool else None for call in find_calls(text, TOOLS)]
+    assert found == expected
 
 
 @pytest.mark.parametrize(
     ("text", "errors"),
     [
-        ("<shout>hi", [NOT_CLOSED]),
-        ("<shout>", [NOT_CLOSED]),
-        ("<shout>a <shout>b</shout>", [NOT_CLOSED, None]),
-        ("<shout>a <count_words>b</count_words>", [NOT_CLOSED, None]),
-        ("hi</shout>", [wrong("</shout> has no <shout> before it")]),
-        ("<shout>hi</count_words>", [wrong("<shout> is closed by </count_words>")]),
-        ("<shout/>", [wrong("<shout/> has nothing inside")]),
-        ('<shout text="hi"/>', [wrong("<shout/> has nothing inside")]),
-        ('<shout x="1">hi</shout>', [wrong("<shout> has something more inside its brackets")]),
-        ("<shout></shout>", [wrong("the call is empty")]),
-        ("<shout> \n </shout>", [wrong("the call is empty")]),
-        (f"<shout>{'a' * 501}</shout>", [wrong("the text has 501 characters, at most 500")]),
-        (f"<shout>{'a' * 500}</shout>", [None]),
-        (f"<shout>{'a' * 2001}</shout>", [wrong("the call has 2001 characters, at most 2000")]),
-        (json_call(text="a" * 501), [wrong_json("the argument has 501 characters, at most 500")]),
-        (json_call(text="a" * 5000), [wrong_json("the call has 5044 characters, at most 2000")]),
+        ("Shout:", [EMPTY]),
+        ("Shout: \nhi", [EMPTY]),
+        (f"Shout: {'a' * 501}", [wrong("the text has 501 characters, at most 500")]),
+        (f"Shout: {'a' * 500}", [None]),
+        ("Count_words:", ["Error: the call is empty. Write one as a line of its own, such as Count_words: one two"]),
+        # what other habits make of a call
+        ("shout(hi)", [NO_CALL]),
+        ("I do <shout>hi</shout>", [NO_CALL]),
+        ("[shout] hi [/shout]", [NO_CALL]),
+        ("<count_words>hi</count_words>\nShout: hi", [NO_CALL, None]),
+        ("I shout(hi), or [shout]", []),
+        (json_call(text="a" * 501), [wrong_json("the text has 501 characters, at most 500")]),
+        (json_call(text="a" * 5000), [wrong_json("the call has 5046 characters, at most 2000")]),
         (json_call(text=" "), [wrong_json("the call is empty")]),
         ("<tool_call>shout hi</tool_call>", [wrong_json("the call is not JSON")]),
         ("<tool_call></tool_call>", [wrong_json("the call is not JSON")]),
@@ -90,14 +101,19 @@ def test_calls_are_found_in_both_forms(text, expected):
         ("<tool_call>[1]</tool_call>", [NO_NAME]),
         ('<tool_call>{"arguments": {}}</tool_call>', [NO_NAME]),
         ('<tool_call>{"name": 7}</tool_call>', [NO_NAME]),
-        (json_call("whisper", text="hi"), [wrong_json("there is no tool 'whisper'; there is shout, count_words")]),
-        (json_call("w" * 99), [wrong_json(f"there is no tool '{'w' * 40}'; there is shout, count_words")]),
+        (json_call("whisper", text="hi"), [wrong_json("there is no tool 'whisper', only shout, count_words")]),
+        (json_call("w" * 99), [wrong_json(f"there is no tool '{'w' * 40}', only shout, count_words")]),
         ('<tool_call>{"name": "shout"}</tool_call>', [NO_TEXT]),
         ('<tool_call>{"name": "shout", "arguments": "hi"}</tool_call>', [NO_TEXT]),
         (json_call(words="hi"), [NO_TEXT]),
         (json_call(text=7), [NO_TEXT]),
         (json_call(text=None), [NO_TEXT]),
-        ("<tool_call>" + '{"name": "shout"}', [wrong_json("<tool_call> is not closed")]),
+        (json_call("count_words", text="hi"),
+         ['Error: "arguments" is no object with the text "words". Write one as <tool_call>{"name": "count_words", '
+          '"arguments": {"words": "one two"}}</tool_call>']),
+        ('<tool_call>{"name": "shout"}', [NOT_CLOSED]),
+        ("<tool_call>" + json_call(text="hi"), [NOT_CLOSED, None]),
+        ("hi</tool_call>", [wrong_json("</tool_call> has no <tool_call> before it")]),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_call_is_said_with_how_to_write_it(text, errors):
@@ -105,21 +121,24 @@ def test_what_is_wrong_with_a_call_is_said_with_how_to_write_it(text, errors):
 
 
 def test_a_message_has_a_bounded_number_of_calls():
-    calls = find_calls("<shout>hi</shout>" * 1000, TOOLS)
-    assert [call.argument for call in calls[:MAX_CALLS]] == ["hi"] * MAX_CALLS
-    assert [call.error for call in calls[MAX_CALLS:]] == ["Error: only the first 4 calls of a message are answered"]
-    assert len(find_calls("<shout>hi</shout>" * MAX_CALLS, TOOLS)) == MAX_CALLS
+    for call in ("Shout: hi\n", json_call(text="hi")):
+        calls = find_calls(call * 1000, TOOLS)
+        assert [call.argument for call in calls[:MAX_CALLS]] == ["hi"] * MAX_CALLS
+        assert [call.error for call in calls[MAX_CALLS:]] == ["Error: only the first 4 calls of a message are answered"]
+        assert len(find_calls(call * MAX_CALLS, TOOLS)) == MAX_CALLS
     # Malformed ones count too: their errors are read as well.
-    assert len(find_calls("<shout>" * 1000, TOOLS)) <= MAX_CALLS + 2
+    assert len(find_calls("<tool_call>" * 1000, TOOLS)) == len(find_calls("shout(\n" * 1000, TOOLS)) == MAX_CALLS + 1
 
 
-@pytest.mark.parametrize("form", ["tag", "json"])
-def test_the_example_in_the_prompt_is_a_call(form):
-    assert find_calls(f"You: {SHOUT.written(form)}", TOOLS) == [Call(SHOUT, "hi")]
+@pytest.mark.parametrize("form", ["line", "json"])
+@pytest.mark.parametrize("argument", [None, "a: b", 'é "quoted" \\ word'])
+def test_a_call_is_read_as_it_is_written(form, argument):
+    call = Call(SHOUT, argument or "hi")
+    assert find_calls(SHOUT.written(form, argument), TOOLS) == [call]
 
 
 PIECES = st.sampled_from(
-    ["<shout>", "</shout>", "<shout/>", "<tool_call>", "</tool_call>", '{"name": "shout", "arguments": {"text": "x"}}',
+    ["Shout: ", "shout(", "<shout>", "<tool_call>", "</tool_call>", '{"name": "shout", "arguments": {"text": "x"}}',
      '"', "{", "}", "[", "\\", "hi", "\n", "<answer>", "</answer>", "<", ">", "\ud800", "\x00"]
 )  # fmt: skip
 
@@ -132,32 +151,35 @@ def test_no_text_makes_it_fail(text):
     assert (answer_calls(text, TOOLS, "tool") is None) == is_final(text, TOOLS)
 
 
-@pytest.mark.parametrize("piece", ["<shout>", "</shout>", "<shout ", "<shout>a</shout>", "<", "<answer>"])
+@pytest.mark.parametrize(
+    "piece", ["Shout: ", "Shout: a\n", "<tool_call>", "</tool_call>", " ", "\n ", "<shout", "<answer>"]
+)
 def test_a_megabyte_of_anything_takes_time_linear_in_it(piece):
     text = piece * (1_000_000 // len(piece))
     start = time.process_time()
-    for hostile in (text, text + ">", "<tool_call>" + text + "</tool_call>"):
+    for hostile in (text, "Shout: " + text, "<tool_call>" + text + "</tool_call>"):
         answer_calls(hostile, TOOLS, "tool")
     assert time.process_time() - start < 5  # a quadratic scan takes hours
 
 
 def test_results_come_one_message_a_call():
-    text = "<shout>a</shout> and <count_words>b b"
-    error = "Error: <count_words> is not closed. Write a call as <count_words>one two</count_words>"
-    assert answer_calls(text, TOOLS, "tool") == [{"role": "tool", "content": "A"}, {"role": "tool", "content": error}]
+    error = "Error: the call is empty. Write one as a line of its own, such as Count_words: one two"
+    assert answer_calls("Shout: a\nand then\nCount_words:", TOOLS, "tool") == [
+        {"role": "tool", "content": "A"}, {"role": "tool", "content": error},
+    ]  # fmt: skip
 
 
 def test_results_come_in_one_message_where_turns_alternate():
-    reply = answer_calls("<shout>a</shout> and <count_words>b b</count_words>", TOOLS, "user")
-    assert reply == [{"role": "user", "content": "<result>\nA\n</result>\n<result>\n2\n</result>"}]
+    reply = answer_calls("Shout: a\nCount_words: b b", TOOLS, "user")
+    assert reply == [{"role": "user", "content": "A\n2"}]
 
 
-@pytest.mark.parametrize("text", ["7", "", "<shout>a</shout> <answer>A</answer>", "<answer></answer> <shout>a</shout>"])
+@pytest.mark.parametrize("text", ["7", "", "Shout: a\n<answer>A</answer>", "<answer></answer>\nShout: a"])
 def test_a_message_that_answers_or_calls_nothing_is_the_last(text):
     assert is_final(text, TOOLS) and answer_calls(text, TOOLS, "tool") is None
 
 
-@pytest.mark.parametrize("text", ["<shout>a</shout> <answer>A", "<shout>a", "</answer> <shout>a</shout> <answer>"])
+@pytest.mark.parametrize("text", ["Shout: a\n<answer>A", "shout(a)", "</answer>\nShout: a <answer>"])
 def test_a_message_that_calls_and_has_no_whole_answer_is_not_the_last(text):
     assert not is_final(text, TOOLS) and answer_calls(text, TOOLS, "tool")
 
@@ -175,12 +197,26 @@ def test_the_last_whole_answer_counts(text, expected):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("xml", "tool", {}), "env.form=xml; a call is written as tag or json"),
-        (("tag", "system", {}), "env.tool_role=system; results come in the role tool or user"),
-        (("tag", "tool", {"f1": float("inf")}), "env.reward.f1=inf; a weight is a finite number"),
-        (("tag", "tool", {"f1": True}), "env.reward.f1=True"),
+        (("xml", "tool", {}), "env.form=xml; a call is written as line or json"),
+        (("line", "system", {}), "env.tool_role=system; results come in the role tool or user"),
+        (("line", "tool", {"f1": float("inf")}), "env.reward.f1=inf; a weight is a finite number"),
+        (("line", "tool", {"f1": True}), "env.reward.f1=True"),
     ],
 )
 def test_a_wrong_setting_is_named(settings, message):
     with pytest.raises(ValueError, match=message):
         check_settings(*settings)
+
+
+def test_examples_are_earlier_turns():
+    example = {"question": "Loud?", "call": "hi", "result": "HI", "answer": "yes"}
+    assert opening(SHOUT, "line", "user", "Write {call}.", [example]) == [
+        {"role": "system", "content": "Write Shout: hi."},
+        {"role": "user", "content": "Loud?"},
+        {"role": "assistant", "content": "Shout: hi"},
+        {"role": "user", "content": "HI"},
+        {"role": "assistant", "content": "<answer>yes</answer>"},
+    ]
+    assert opening(SHOUT, "json", "tool", None, []) == opening(SHOUT, "json", "tool", "", []) == []
+    with pytest.raises(ValueError, match=r"env\.examples\[1\] has no text call; its keys are \['question', 'result'"):
+        opening(SHOUT, "line", "tool", None, [example, {key: example[key] for key in ("question", "result", "answer")}])

@@ -1,4 +1,4 @@
-"""A table of answers for each of the 25 instruction types, its verdicts derived by hand from the published definition."""
+"""Answers to each of the 25 instruction types, their verdicts derived by hand from the published definition."""
 
 from __future__ import annotations
 
@@ -102,9 +102,11 @@ TABLE = [
      ["one\n******\ntwo", "one******two", "******one******two******", "one ****** one."],
      ["one", "one******one", "one ****** one ", "a******b******c", "a************b", "one\n*****\ntwo"]),
     ("combination:repeat_prompt", {"prompt_to_repeat": " Write a poem. "},
-     ["Write a poem. Roses...", "WRITE A POEM.", "\n write a poem.X"], ["A poem. Write a poem.", "Write a poem", "Roses"]),
+     ["Write a poem. Roses...", "WRITE A POEM.", "\n write a poem.X"],
+     ["A poem. Write a poem.", "Write a poem", "Roses"]),
     ("startend:end_checker", {"end_phrase": " The End. "},
-     ["It was so. The end.", '"...THE END."', "The End.\n\n", "Legend: the end."], ["The End. Bye", "The End", "The end.'"]),
+     ["It was so. The end.", '"...THE END."', "The End.\n\n", "Legend: the end."],
+     ["The End. Bye", "The End", "The end.'"]),
     ("startend:end_checker", {"end_phrase": ""}, ["anything"], []),
     ("startend:quotation", {}, ['"Hi"', ' "Hi" and "bye"\n', '""'], ['"', '"Hi', 'Hi"', "“Hi”", "'Hi'"]),
     ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"},
@@ -221,8 +223,9 @@ def test_a_wrong_instruction_is_named_and_nothing_is_drawn_in_its_place(ids, kwa
 
 @pytest.mark.parametrize(
     "piece",
-    ["[", "]", "[]", "<", ">", "<<", "<<a", "*", "* ", "**", "*\n", "-", "\n", " ", "\t\n", "\n\n", "p.", "p.p.", "a", "A",
-     "Day", "Day 1", "1", "{", '"', '{"a":', "```", "a ", "Aa ", "I", "I ", "'", "a@", ".", ". ", "a. ", "! ", "ä", "字", ","],
+    ["[", "]", "[]", "<", ">", "<<", "<<a", "*", "* ", "**", "*\n", "-", "\n", " ", "\t\n", "\n\n", "p.", "p.p.", "a",
+     "A", "Day", "Day 1", "1", "{", '"', '{"a":', "```", "a ", "Aa ", "I", "I ", "'", "a@", ".", ". ", "a. ", "! ", "ä",
+     "字", ","],
 )  # fmt: skip
 @pytest.mark.parametrize("name", sorted(INSTRUCTIONS))
 def test_many_of_anything_take_time_linear_in_it(request, name, piece):

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import langdetect
 import pytest
 
-from grpo_rl.envs.ifeval import check, load_rows
+from grpo_rl.envs.ifeval import IFEval, check, load_rows
+from grpo_rl.envs.ifeval import language as language_module
+from grpo_rl.envs.ifeval.language import detect_language
+from grpo_rl.envs.ifeval.verdicts import variants
 
-DISAGREEMENTS: dict[tuple[str, int, str, str], str] = {}
+# All 4 of 8,280 are langdetect's, which draws features from the text, and was not seeded when the verdicts were
+# recorded: by the draw, the same text is one language or another. Model, key, instruction, strict or loose: our verdict,
+# and what langdetect takes the deciding text for over 200 seeds.
+DISAGREEMENTS = {
+    # Names in capitals, of which it reads the first letters only: 89 times English, 108 German, 3 Somali.
+    ("qwen2.5-7b-instruct", 3456, "change_case:english_capital", "strict"): True,
+    # "ONE TWO SOFTWARE SOLUTIONS TWOBY TECH", without its last line: 165 times English, 35 Vietnamese.
+    ("qwen2.5-7b-instruct", 3617, "change_case:english_capital", "loose"): True,
+    # A list of three company names in bold, without the introduction: 68 times English, 132 Spanish.
+    ("llama-3.1-8b-instruct", 3617, "change_case:english_capital", "loose"): True,
+    # One Gujarati line with its reading in Latin letters: 39 times Gujarati, 161 Finnish.
+    ("mistral-7b-instruct-v0.3", 3112, "language:response_language", "loose"): False,
+}
+ABOUT_LANGUAGE = {"language:response_language", "change_case:english_capital", "change_case:english_lowercase"}
 
 
 @pytest.fixture(scope="module")
@@ -25,30 +47,141 @@ def recorded(real_data, rows) -> list[dict]:
     return answers
 
 
-def judge(row: dict, response: str, loose: bool) -> list[bool]:
-    return check(row["instruction_id_list"], row["kwargs"], response, prompt=row["prompt"], loose=loose)
+def judge(row: dict, answer: dict, kind: str) -> list[bool]:
+    ids, kwargs = row["instruction_id_list"], row["kwargs"]
+    return check(ids, kwargs, answer["response"], prompt=row["prompt"], loose=kind == "loose")
 
 
 @pytest.fixture(scope="module")
-def ours(punkt, rows, recorded) -> list[dict]:
-    """Our verdicts, in the same form."""
-    return [
-        {"strict": judge(row, answer["response"], False), "loose": judge(row, answer["response"], True)}
-        for answer in recorded
-        for row in [rows[answer["key"]]]
-    ]
+def ours(punkt, rows, recorded) -> list[dict[str, list[bool]]]:
+    """Our verdicts on the recorded answers."""
+    return [{kind: judge(rows[answer["key"]], answer, kind) for kind in ("strict", "loose")} for answer in recorded]
 
 
-@pytest.mark.slow
-def test_the_reference_scorer_agrees_but_for_what_is_explained(recorded, ours):
-    verdicts = 0
-    differing = set()
-    for theirs, mine in zip(recorded, ours, strict=True):
-        for kind in ("strict", "loose"):
+def test_the_recorded_verdicts_are_ours_but_for_those_that_are_explained(recorded, ours):
+    differing = {}
+    for kind in ("strict", "loose"):
+        verdicts = 0
+        for theirs, mine in zip(recorded, ours, strict=True):
             verdicts += len(theirs[kind])
             for name, one, other in zip(theirs["instruction_id_list"], theirs[kind], mine[kind], strict=True):
                 if one != other:
-                    differing.add((theirs["model"], theirs["key"], name, kind))
-    assert verdicts > 8000
-    assert differing == set(DISAGREEMENTS)
-    assert len(differing) <= verdicts / 1000
+                    differing[theirs["model"], theirs["key"], name, kind] = other
+        assert verdicts == 4140
+        assert sum(key[-1] == kind for key in differing) <= verdicts / 1000
+    assert differing == DISAGREEMENTS
+
+
+@pytest.mark.parametrize("where", DISAGREEMENTS, ids=lambda where: f"{where[0]}-{where[1]}")
+def test_a_disagreement_is_a_matter_of_the_draw(rows, recorded, monkeypatch, where):
+    model, key, name, kind = where
+    answer = next(answer for answer in recorded if (answer["model"], answer["key"]) == (model, key))
+    at = answer["instruction_id_list"].index(name)
+    verdicts = set()
+    for seed in range(30):
+        monkeypatch.setattr(language_module, "SEED", seed)
+        detect_language.cache_clear()
+        verdicts.add(judge(rows[key], answer, kind)[at])
+    detect_language.cache_clear()
+    assert verdicts == {True, False}
+
+
+def test_the_totals_of_gpt_4_match(recorded, ours):
+    # Of 538 prompts and 828 instructions. The paper's table 3 gives 76.89, 83.57, 79.30 and 85.37 % of all 541 and 834.
+    expected = {"strict": (415, 693), "loose": (429, 709)}
+    pairs = [pair for pair in zip(recorded, ours, strict=True) if pair[0]["model"] == "gpt-4-20231107"]
+    for kind, totals in expected.items():
+        for side in (0, 1):
+            verdicts = [pair[side][kind] for pair in pairs]
+            assert (len(verdicts), sum(map(len, verdicts))) == (538, 828)
+            assert (sum(map(all, verdicts)), sum(map(sum, verdicts))) == totals
+
+
+def test_the_task_pays_what_the_verdicts_say(recorded, ours, rows):
+    task = IFEval(list(rows.values()), strict=1, all=1, loose=1)
+    for answer, verdicts in list(zip(recorded, ours, strict=True))[::20]:
+        parts = task.score(rows[answer["key"]], answer["response"]).parts
+        count = len(verdicts["strict"])
+        assert parts["strict"] == pytest.approx(sum(verdicts["strict"]) / count)
+        assert parts["all"] == all(verdicts["strict"])
+        assert parts["loose"] == pytest.approx(sum(verdicts["loose"]) / count)
+
+
+# ---- the same on every call, thread and machine ----
+
+
+def test_verdicts_do_not_depend_on_threads_order_or_other_seeds(recorded, ours, rows):
+    chosen = [at for at, answer in enumerate(recorded) if ABOUT_LANGUAGE & set(answer["instruction_id_list"])][::3]
+    assert len(chosen) > 80
+    random.Random(0).shuffle(chosen)
+    detect_language.cache_clear()
+    random.seed(1)
+    seed, langdetect.DetectorFactory.seed = langdetect.DetectorFactory.seed, 7
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            again = pool.map(lambda at: judge(rows[recorded[at]["key"]], recorded[at], "loose"), chosen)
+            assert list(again) == [ours[at]["loose"] for at in chosen]
+    finally:
+        langdetect.DetectorFactory.seed = seed
+
+
+def test_another_process_gives_the_same_verdicts_with_other_hashes():
+    # Names in capitals: whether this is English hangs on the draw.
+    code = (
+        "from grpo_rl.envs.ifeval.language import detect_language\n"
+        "names = 'ALICE BRIAN CAROLINE DAVID EVELYN FIONA GEORGE HANNAH IAN JULIA'.split()\n"
+        "print([detect_language(' '.join(names[start::step])) for step in (1, 2, 3) for start in range(step + 2)])"
+    )
+    answers = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(answers) == 1
+    assert len(set(answers.pop().strip("[]\n").split(", "))) > 2
+
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "THE QUICK BROWN FOX jumps over the lazy dog.",
+    "Der schnelle braune Fuchs springt über den faulen Hund.",
+    "a", "A", "AB", "Ab aB", " x  y ", "ab ", "\tab\ncd ", "12 + 3", "",
+    "Xin chào, tôi là một mô hình ngôn ngữ. Tie\u0302\u0301ng Vie\u0323\u0302t",
+    "Bună ziua, așa și țara", "سلام، این یک متن فارسی است", "નમસ્તે, તમે કેમ છો?", "ಕನ್ನಡ ಭಾಷೆ", "नमस्ते दुनिया (namaste)",
+    "こんにちは世界、カタカナ", "你好，世界。繁體字", "안녕하세요 세계", "สวัสดีชาวโลก" * 20, "Привет, мир!", "Γειά σου",
+    "see https://example.com/a?b=c or write to someone@example.com, please", "don't [stop] me_now `x`",
+    "word " * 3000, "ünïcödé " * 5, "ǅ Ǆ ǆ ß İ ı", "🙂 hello 🙂",
+]  # fmt: skip
+
+
+def langdetects(text: str) -> str | None:
+    try:
+        return langdetect.detect(text)
+    except langdetect.LangDetectException:
+        return None
+
+
+def test_the_language_is_langdetects_own(monkeypatch):
+    monkeypatch.setattr(langdetect.DetectorFactory, "seed", 0)
+    assert {langdetects(text) for text in TEXTS} >= {None, "en", "de", "vi", "ro", "fa", "gu", "kn", "ja", "th", "ru"}
+    for text in TEXTS:
+        assert detect_language(text) == langdetects(text), text
+
+
+def test_the_language_of_each_recorded_answer_is_langdetects_own(recorded, monkeypatch):
+    monkeypatch.setattr(langdetect.DetectorFactory, "seed", 0)
+    texts = {
+        text
+        for answer in recorded
+        if ABOUT_LANGUAGE & set(answer["instruction_id_list"])
+        for text in variants(answer["response"])
+        if text.strip()
+    }
+    assert len(texts) > 1500
+    for text in sorted(texts)[::3]:
+        assert detect_language(text) == langdetects(text), text

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -42,7 +43,7 @@ def test_the_parts_are_paid_by_their_weights():
         assert task.score(ROW, answer).parts == {"strict": strict, "all": everything, "loose": loose}, answer
 
 
-def test_a_part_without_weight_is_neither_named_nor_judged(monkeypatch):
+def test_a_part_without_weight_is_neither_named_nor_judged():
     task = IFEval([ROW])
     assert task.reward_parts == ("strict", "all")
     assert task.score(ROW, '["hello world"]').parts == {"strict": 1.0, "all": 1.0}
@@ -169,7 +170,7 @@ def test_a_hub_that_cannot_be_reached_says_to_use_a_file(tmp_path):
 
 @pytest.fixture
 def no_punkt(tmp_path, monkeypatch):
-    """A machine without NLTK's data. What it would download from is what the test puts there."""
+    """A machine without NLTK's data; the folder where it would lie."""
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
     sentences_module._punkt.cache_clear()
     yield tmp_path
@@ -186,16 +187,12 @@ def test_rows_that_count_sentences_need_their_data_before_anything_is_loaded(no_
         IFEval([ROW, COUNTS_SENTENCES])
 
 
-def test_missing_data_is_downloaded_once(no_punkt, punkt, monkeypatch):
-    import shutil
-    from pathlib import Path
-
-    source = Path(os.environ["GRPO_RL_DATA"]) / "nltk_data" / "tokenizers"
+def test_missing_data_is_downloaded_once(punkt, no_punkt, monkeypatch):
     calls = []
 
-    def download(name, folder, **_options):
+    def download(name, **_options):
         calls.append(name)
-        shutil.copytree(source, Path(folder) / "tokenizers")
+        shutil.copytree(punkt / "tokenizers", no_punkt / "tokenizers")
 
     monkeypatch.setattr(nltk, "download", download)
     task = IFEval([COUNTS_SENTENCES])
