@@ -16,6 +16,9 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 _TARGETS = (LatexExtractionConfig(boxed_match_priority=0),)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_PERCENT_SIGN = re.compile(r"\s*(?:\\?%|\\(?:text|mbox|mathrm)\{\s*percent\s*\}|\bpercent\b)")
+_PERCENT = re.compile(r"(\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?|\.\d+)%")
+_BASE = re.compile(r"\s*[0-9]+\s*_\s*\{?\s*([0-9]+)\s*\}?\s*")
 
 
 def last_boxed(text: str) -> str | None:
@@ -42,20 +45,40 @@ def last_boxed(text: str) -> str | None:
 def equal(gold: str, answer: str | None) -> bool | None:
     r"""Whether the answer equals the gold answer, both as LaTeX without their box; None if the gold can't be parsed.
 
+    A gold answer that math-verify only knows as a text would make every other way to write it wrong.
+
+    Two things math-verify is helped with. It does not look at the base of ``52_8``: an answer in another base than the
+    gold answer's is wrong here; it may leave the base out. And with the ANTLR that Hydra needs it can't read percents:
+    ``28\%`` is 28/100, or 28 where the answer leaves the sign out, as it may other units.
+
     Has no deadline: sympy may take for ever.
 
     >>> equal(r"\frac{1}{2}", "0.5"), equal(r"\frac{1}{2}", "0.4"), equal("", "0.5")
     (True, False, None)
     """
+    gold = _PERCENT_SIGN.sub("%", gold)
     golds = _parsed(gold)
-    if not golds:
+    if all(isinstance(reading, str) for reading in golds):
         return None
-    return answer is not None and verify(golds, _parsed(answer), timeout_seconds=None)
+    if answer is None:
+        return False
+    answer = _PERCENT_SIGN.sub("%", answer)
+    base = _BASE.fullmatch(answer)
+    if base and ((gold_base := _BASE.fullmatch(gold)) is None or gold_base[1] != base[1]):
+        return False
+    if "%" in gold and "%" not in answer and _verified(_parsed(gold.replace("%", "")), answer):
+        return True
+    return _verified(golds, answer)
+
+
+def _verified(golds: list[Any], answer: str) -> bool:
+    return verify(golds, _parsed(answer), timeout_seconds=None)
 
 
 # The answers to one problem come together, and each needs the gold.
 @lru_cache(maxsize=256)
 def _parsed(latex: str) -> list[Any]:
     """Its readings: a sympy expression where it is one, and always the text; none if nothing is left of it."""
+    latex = _PERCENT.sub(lambda number: rf"\frac{{{number[1].replace(',', '')}}}{{100}}", latex)
     # The first match is all of it: any match would read `\frac{1}{2}` out of an answer that makes no sense.
     return parse(rf"\boxed{{{latex}}}", _TARGETS, extraction_mode="first_match", parsing_timeout=None)

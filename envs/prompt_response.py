@@ -10,7 +10,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs.base import LLMEnv
-from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.rewards.functions import RewardFunction
 from grpo_rl.envs.tables import load_rows
 from grpo_rl.envs.task import Messages, Reward, Task
@@ -35,7 +34,8 @@ class PromptResponse(Task):
     Args:
         rows: with a prompt each: a text, a list of texts (joined by spaces), or chat messages with role and content.
         reward: ``package.module:function``; several of them with weight 1, as a list; or a mapping of each to its
-            weight. Functions themselves are taken too. The parts of the reward bear the functions' names.
+            weight. Functions themselves are taken too. The parts of the reward bear the functions' names. None where
+            all rewards are added ones, as in ``env.rewards``.
         prompt_column: of the rows.
         completion_column: of the rows, the data's own answer; None where there is none.
         system_prompt: the first message, for prompts that have none of their own.
@@ -49,7 +49,7 @@ class PromptResponse(Task):
         self,
         rows: Sequence[dict],
         *,
-        reward: RewardName | Sequence[RewardName] | Mapping[RewardName, float],
+        reward: RewardName | Sequence[RewardName] | Mapping[RewardName, float] | None,
         prompt_column: str = "prompt",
         completion_column: str | None = None,
         system_prompt: str | None = None,
@@ -106,7 +106,7 @@ class PromptResponse(Task):
         wanted = {name for function, _ in self._functions for name in function.takes}
         batch = {name: self._values(name, rows, responses) for name in wanted}
         results = [function(batch, len(rows)) for function, _ in self._functions]
-        return [self._reward(values) for values in zip(*results, strict=True)]
+        return [self._reward([values[at] for values in results]) for at in range(len(rows))]
 
     def gold(self, row: dict) -> str | None:
         """The data's own answer; of several the first, of messages the last one's content."""
@@ -177,8 +177,10 @@ class PromptResponseEnv(LLMEnv):
         prompt_column: see :class:`PromptResponse`.
         completion_column: see :class:`PromptResponse`.
         system_prompt: see :class:`PromptResponse`.
-        rewards: added ones; see `grpo_rl.envs.rewards`.
         settings: of :class:`LLMEnv`.
+
+    Raises:
+        ValueError: there is neither a reward nor an added one; or see :class:`PromptResponse` and :func:`load_rows`.
     """
 
     def __init__(
@@ -187,15 +189,16 @@ class PromptResponseEnv(LLMEnv):
         repeats: int,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        reward: RewardName | Sequence[RewardName] | Mapping[RewardName, float],
+        reward: RewardName | Sequence[RewardName] | Mapping[RewardName, float] | None = None,
         path: str | Path | None = None,
         split: str = "train",
         prompt_column: str = "prompt",
         completion_column: str | None = None,
         system_prompt: str | None = None,
-        rewards: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
+        if not reward and not settings.get("rewards"):
+            raise ValueError("env.reward is empty; set it to package.module:function, or add rewards with env.rewards")
         task = PromptResponse(
             load_rows(path, split),
             reward=reward,
@@ -203,9 +206,7 @@ class PromptResponseEnv(LLMEnv):
             completion_column=completion_column,
             system_prompt=system_prompt,
         )
-        super().__init__(
-            with_rewards(task, rewards, token_counter(tokenizer)), tokenizer, num_envs, repeats, **settings
-        )
+        super().__init__(task, tokenizer, num_envs, repeats, **settings)
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
@@ -220,14 +221,14 @@ def _is_message(item: Mapping[str, Any]) -> bool:
 
 def _weighted(reward: Any) -> list[tuple[RewardName, float]]:
     """Each reward function with its weight."""
+    if reward is None:
+        return []
     if isinstance(reward, Mapping):
         pairs = list(reward.items())
     elif isinstance(reward, Sequence) and not isinstance(reward, str):
         pairs = [(name, 1.0) for name in reward]
     else:
         pairs = [(reward, 1.0)]
-    if not pairs or any(name is None for name, _ in pairs):
-        raise ValueError("env.reward is empty; set it to package.module:function")
     for name, weight in pairs:
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise ValueError(f"env.reward: the weight of {name} is {weight!r}; it must be a finite number")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 
-def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict]:
+def load_rows(
+    path: str | Path | None = None, split: str = "train", columns: Collection[str] | None = None
+) -> list[dict]:
     """Rows of a local file or of a data set of the hub, as they stand there.
 
     Args:
         path: a file, JSONL, JSON (a list of objects), CSV or Parquet, by its ending; or a hub name, ``owner/name`` or
             ``owner/name:configuration``, such as ``trl-lib/tldr``.
         split: of the hub's data; a file is one split.
+        columns: which to read, as far as they are there; others may be larger than memory. None reads all.
 
     Raises:
         ValueError: no path is given, there is no such file or data set or split, or it can't be read or is empty.
@@ -35,11 +38,11 @@ def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict
     ending = file.suffix.lower()
     if ending in (".jsonl", ".json"):
         # Not by `datasets`, which reads texts that look like dates as dates.
-        rows = [row for _, row in file_rows(file, "a prompt")]
+        rows = [{name: row[name] for name in _wanted(row, columns)} for _, row in file_rows(file, "a prompt")]
     elif ending in FORMATS:
-        rows = _table(file)
+        rows = _table(file, columns)
     elif not file.exists() and _HUB_NAME.fullmatch(str(path)):
-        rows = _hub_rows(str(path), split)
+        rows = _hub_rows(str(path), split, columns)
     else:
         raise ValueError(f"env.path={path} is no file that ends in {', '.join(FORMATS)}, and no hub name (owner/name)")
     if not rows:
@@ -47,7 +50,13 @@ def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict
     return rows
 
 
-def _table(file: Path) -> list[dict]:
+def _wanted(present: Iterable[str], columns: Collection[str] | None) -> list[str]:
+    """The columns to read; all where none of those wanted is there, so that a message can tell what is."""
+    present = list(present)
+    return [name for name in present if columns is None or name in columns] or present
+
+
+def _table(file: Path, columns: Collection[str] | None) -> list[dict]:
     # Imported here: it takes a second, which other files need not pay.
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
@@ -56,24 +65,26 @@ def _table(file: Path) -> list[dict]:
     # Otherwise the texts "None" and "NA" of a CSV file would be read as nothing.
     options = {"keep_default_na": False} if ending == ".csv" else {}
     try:
-        return load_dataset(ending[1:], data_files=str(file), split="train", **options).to_list()
+        data = load_dataset(ending[1:], data_files=str(file), split="train", **options)
     except (DatasetsError, OSError, ValueError) as error:
         raise ValueError(f"env.path={file} can't be read: {error.__cause__ or error}") from error
+    return data.select_columns(_wanted(data.column_names, columns)).to_list()
 
 
-def _hub_rows(path: str, split: str) -> list[dict]:
+def _hub_rows(path: str, split: str, columns: Collection[str] | None) -> list[dict]:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
     from httpx2 import HTTPError  # what huggingface_hub raises
 
     name, _, configuration = path.partition(":")
     try:
-        return load_dataset(name, configuration or None, split=split).to_list()
+        data = load_dataset(name, configuration or None, split=split)
     except (ConnectionError, DatasetsError, HTTPError) as error:
         raise ValueError(f"{path} can't be had from the hub ({error}); with a copy of it, set env.path=FILE") from error
     except ValueError as error:
         # It names the splits and configurations that there are.
         raise ValueError(f"env.path={path}, split {split}: {error}") from error
+    return data.select_columns(_wanted(data.column_names, columns)).to_list()
 
 
 def file_rows(path: str | Path, columns: str) -> Iterator[tuple[str, dict]]:

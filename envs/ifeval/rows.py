@@ -13,6 +13,8 @@ COLUMNS = {"key": (int, str), "prompt": str, "instruction_id_list": list, "kwarg
 HUB_NAME = "google/IFEval"
 SPLITS = ("train", "test")
 TEST_SHARE = 0.2
+SPLIT_SEED = 7
+"""With it, 105 of the 541 rows are held out, and each of the 25 types of instructions is among them at least twice."""
 
 
 def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict]:
@@ -46,9 +48,9 @@ def split_of(key: int | str) -> str:
     IFEval was published as one split, and what was trained on can't be what is measured.
 
     >>> [key for key in range(1000, 1020) if split_of(key) == "test"]
-    []
+    [1000, 1005, 1012]
     """
-    return "test" if random.Random(f"ifeval/{key}").random() < TEST_SHARE else "train"
+    return "test" if random.Random(f"{SPLIT_SEED}/{key}").random() < TEST_SHARE else "train"
 
 
 def check_row(row: object, where: str) -> None:

@@ -125,8 +125,6 @@ def test_the_datas_own_answer_is_there_for_logs(answer, gold):
         ({"reward": f"{EXAMPLES}:lenght"}, "has no lenght; its functions are reward_len, sentence_ending"),
         ({"reward": "correctness"}, r"env\.reward=correctness is no package\.module:function"),
         ({"reward": exact}, "exact asks for reference, and what it can get by name is completion, completions, prompt"),
-        ({"reward": None}, r"env\.reward is empty"),
-        ({"reward": []}, r"env\.reward is empty"),
         ({"reward": {LENGTH: float("nan")}}, "the weight of .*reward_len is nan"),
         ({"reward": {LENGTH: "1"}}, "the weight of .*reward_len is '1'"),
         ({"reward": [LENGTH, LENGTH]}, "two functions of one name: reward_len, reward_len"),
@@ -214,6 +212,15 @@ def test_the_environment_scores_what_a_policy_samples(jsonl, tokenizer):
     assert env.query(0) == env.query(1) == "Say hi."
 
 
+def test_all_rewards_may_be_added_ones_but_there_must_be_some(jsonl, tokenizer):
+    path = jsonl([{"prompt": "Say hi."}])
+    env = PromptResponseEnv(1, 2, tokenizer, path=path, rewards={"tag_count": 2.0})
+    assert [reward.parts for reward in env.score(0, [tokenizer("<think>\n")["input_ids"]])] == [{"tag_count": 0.5}]
+    for empty in (None, [], {}):
+        with pytest.raises(ValueError, match=r"env\.reward is empty; set it to package\.module:function, or add"):
+            PromptResponseEnv(1, 2, tokenizer, path=path, reward=empty, rewards={})
+
+
 TABLE = [
     {"prompt": "Say hi.", "label": "2019-01-01", "count": 1},
     {"prompt": "None", "label": "two\nlines, and a comma", "count": 2},
@@ -238,6 +245,18 @@ def test_messages_and_lists_come_out_of_a_parquet_file(tmp_path):
     rows = [{"prompt": CHAT, "tags": ["a", "b"]}, {"prompt": [{"role": "system", "content": "S"}, *CHAT], "tags": []}]
     Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
     assert load_rows(tmp_path / "rows.parquet") == rows
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_columns_that_nobody_wants_are_left_out(tmp_path, ending):
+    path = tmp_path / f"rows{ending}"
+    data = Dataset.from_list(TABLE)
+    data.to_json(str(path)) if ending == ".jsonl" else data.to_parquet(str(path))
+    assert load_rows(path, columns=("prompt", "answer", "count")) == [
+        {"prompt": "Say hi.", "count": 1}, {"prompt": "None", "count": 2},
+    ]  # fmt: skip
+    # Where none of them is there, all stay, so that a message can tell what there is.
+    assert load_rows(path, columns=("question",)) == TABLE
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from grpo_rl.envs.ifeval.language import detect_language
 from grpo_rl.envs.ifeval.verdicts import variants
 
 # All 4 of 8,280 are langdetect's, which draws features from the text, and was not seeded when the verdicts were
-# recorded: by the draw, the same text is one language or another. Model, key, instruction, strict or loose: our verdict,
-# and what langdetect takes the deciding text for over 200 seeds.
+# recorded: by the draw, the same text is one language or another. Here stand model, key, instruction, strict or loose,
+# and our verdict; above each, what langdetect takes the deciding text for over 200 seeds.
 DISAGREEMENTS = {
     # Names in capitals, of which it reads the first letters only: 89 times English, 108 German, 3 Somali.
     ("qwen2.5-7b-instruct", 3456, "change_case:english_capital", "strict"): True,
@@ -125,25 +125,16 @@ def test_verdicts_do_not_depend_on_threads_order_or_other_seeds(recorded, ours, 
         langdetect.DetectorFactory.seed = seed
 
 
-def test_another_process_gives_the_same_verdicts_with_other_hashes():
-    # Names in capitals: whether this is English hangs on the draw.
-    code = (
-        "from grpo_rl.envs.ifeval.language import detect_language\n"
-        "names = 'ALICE BRIAN CAROLINE DAVID EVELYN FIONA GEORGE HANNAH IAN JULIA'.split()\n"
-        "print([detect_language(' '.join(names[start::step])) for step in (1, 2, 3) for start in range(step + 2)])"
-    )
-    answers = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(answers) == 1
-    assert len(set(answers.pop().strip("[]\n").split(", "))) > 2
+def test_another_process_with_other_hashes_gives_the_same_languages():
+    # Names in capitals: which language this is hangs on the draw.
+    names = "ALICE BRIAN CAROLINE DAVID EVELYN FIONA GEORGE HANNAH IAN JULIA".split()
+    texts = [" ".join(names[start::step]) for step in (1, 2, 3) for start in range(step + 2)]
+    code = f"from grpo_rl.envs.ifeval.language import detect_language; print([detect_language(x) for x in {texts}])"
+    hashes = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") == "2" else "2"}
+    there = subprocess.run([sys.executable, "-c", code], env=hashes, capture_output=True, text=True, check=True).stdout
+    here = [detect_language(text) for text in texts]
+    assert there == f"{here}\n"
+    assert len(set(here)) > 2
 
 
 TEXTS = [
@@ -153,7 +144,7 @@ TEXTS = [
     "a", "A", "AB", "Ab aB", " x  y ", "ab ", "\tab\ncd ", "12 + 3", "",
     "Xin chào, tôi là một mô hình ngôn ngữ. Tie\u0302\u0301ng Vie\u0323\u0302t",
     "Bună ziua, așa și țara", "سلام، این یک متن فارسی است", "નમસ્તે, તમે કેમ છો?", "ಕನ್ನಡ ಭಾಷೆ", "नमस्ते दुनिया (namaste)",
-    "こんにちは世界、カタカナ", "你好，世界。繁體字", "안녕하세요 세계", "สวัสดีชาวโลก" * 20, "Привет, мир!", "Γειά σου",
+    "こんにちは世界、カタカナ", "你好，世界。繁體字", "안녕하세요 세계", "สวัสดีชาวโลก" * 20, "Привет, мир! Сегодня мы говорим о погоде в горах.", "Γειά σου",
     "see https://example.com/a?b=c or write to someone@example.com, please", "don't [stop] me_now `x`",
     "word " * 3000, "ünïcödé " * 5, "ǅ Ǆ ǆ ß İ ı", "🙂 hello 🙂",
 ]  # fmt: skip
