@@ -1,4 +1,4 @@
-"""The language that a text is in: langdetect's verdict, the same on every call, thread and machine, three times as fast.
+"""The language of a text: langdetect's verdict, the same on every call, thread and machine, and three times as fast.
 
 Source: https://github.com/Mimino666/langdetect, which the reference scorer uses, and whose tables and normalisation are
 used here. It takes for the features of a text the one, two and three characters that end on each of its characters; in

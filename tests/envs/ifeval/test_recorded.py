@@ -127,7 +127,7 @@ def test_verdicts_do_not_depend_on_threads_order_or_other_seeds(recorded, ours, 
 
 def test_another_process_with_other_hashes_gives_the_same_languages():
     # Names in capitals: which language this is hangs on the draw.
-    names = "ALICE BRIAN CAROLINE DAVID EVELYN FIONA GEORGE HANNAH IAN JULIA".split()
+    names = ["ALICE", "BRIAN", "CAROLINE", "DAVID", "EVELYN", "FIONA", "GEORGE", "HANNAH", "IAN", "JULIA"]
     texts = [" ".join(names[start::step]) for step in (1, 2, 3) for start in range(step + 2)]
     code = f"from grpo_rl.envs.ifeval.language import detect_language; print([detect_language(x) for x in {texts}])"
     hashes = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") == "2" else "2"}
@@ -144,7 +144,8 @@ TEXTS = [
     "a", "A", "AB", "Ab aB", " x  y ", "ab ", "\tab\ncd ", "12 + 3", "",
     "Xin chào, tôi là một mô hình ngôn ngữ. Tie\u0302\u0301ng Vie\u0323\u0302t",
     "Bună ziua, așa și țara", "سلام، این یک متن فارسی است", "નમસ્તે, તમે કેમ છો?", "ಕನ್ನಡ ಭಾಷೆ", "नमस्ते दुनिया (namaste)",
-    "こんにちは世界、カタカナ", "你好，世界。繁體字", "안녕하세요 세계", "สวัสดีชาวโลก" * 20, "Привет, мир! Сегодня мы говорим о погоде в горах.", "Γειά σου",
+    "こんにちは世界、カタカナ", "你好，世界。繁體字", "안녕하세요 세계", "สวัสดีชาวโลก" * 20, "Сегодня мы говорим о погоде в горах.",
+    "Γειά σου",
     "see https://example.com/a?b=c or write to someone@example.com, please", "don't [stop] me_now `x`",
     "word " * 3000, "ünïcödé " * 5, "ǅ Ǆ ǆ ß İ ı", "🙂 hello 🙂",
 ]  # fmt: skip
