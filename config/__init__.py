@@ -163,6 +163,7 @@ def check(cfg: DictConfig) -> None:
         "loss.clip_high",
         "optimizer.weight_decay",
         "optimizer.warmup_steps",
+        "optimizer.min_lr_fraction",
         "train.keep_checkpoints",
         "train.checkpoint_frequency",
         "evaluate.rows",

@@ -143,12 +143,13 @@ class ScoreGuard:
             return Failure("timeout", f"{name} took longer than {self.deadline_s:g} s on {where}: {result}; {of}")
         if isinstance(result, Exception):
             return Failure("error", f"{name} failed on {where}: {type(result).__name__}: {result}; {of}")
-        parts = getattr(result, "parts", None)
-        if not isinstance(parts, dict) or set(parts) != set(self._task.reward_parts) or not _finite(parts):
+        if not isinstance(result, Reward) or set(result.parts) != set(self._task.reward_parts) or not _finite(result.parts):
             wanted = list(self._task.reward_parts)
             return Failure("invalid", f"{name} returned {result!r} on {where}, not finite numbers under {wanted}; {of}")
+        if not _finite(result.measures):
+            return Failure("invalid", f"{name} measured {result.measures!r} on {where}, not finite numbers; {of}")
         # A task may well return counts or truth values.
-        return Reward({part: float(value) for part, value in parts.items()})
+        return Reward(_floats(result.parts), _floats(result.measures))
 
     def _results(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """What each call returned or raised; calls run one after the other, in a thread that may be left behind."""
@@ -181,6 +182,10 @@ def _run(calls: Sequence[Callable[[], Any]], done: queue.SimpleQueue[Any], left_
             done.put(call())
         except Exception as error:
             done.put(error)
+
+
+def _floats(numbers: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in numbers.items()}
 
 
 def _finite(parts: dict[str, Any]) -> bool:

@@ -94,7 +94,7 @@ class SearchQA(Task):
         exact_match: paid where the answer is the gold answer, see :func:`exact_match`.
         f1: paid by the share of common words, see :func:`f1`.
         supporting_recall: paid by the share of ``documents`` that were shown; at 0 it is no part of the reward, and
-            :meth:`measures` tells it all the same.
+            measured all the same.
         results: documents that a search shows.
         max_result_chars: of each document's text.
         form: in which the prompt shows a search, see `grpo_rl.envs.tools`; both forms are read.
@@ -164,12 +164,11 @@ class SearchQA(Task):
         inside = last_answer(final)
         answer = final if inside is None else inside
         earned = {"exact_match": float(exact_match(answer, gold)), "f1": f1(answer, gold)}
-        if "supporting_recall" in self._weights:
-            earned |= self.measures(row, messages)
-        return Reward({name: weight * earned[name] for name, weight in self._weights.items()})
+        recall = self._supporting_recall(row, messages)
+        return Reward({name: weight * (earned | recall)[name] for name, weight in self._weights.items()}, recall)
 
-    def measures(self, row: dict, messages: Messages) -> dict[str, float]:
-        """``supporting_recall``: the share of the row's documents that searches showed; none where it names none."""
+    def _supporting_recall(self, row: dict, messages: Messages) -> dict[str, float]:
+        """The share of the row's documents that searches showed; empty where it names none."""
         wanted = {_line(title, MAX_TITLE_CHARS) for title in row["documents"]}
         if not wanted:
             return {}
@@ -216,7 +215,8 @@ class SearchQAEnv(LLMEnv):
     >>> task.reply(row, messages)
     [{'role': 'tool', 'content': 'Title: Lilu\nText: A lilu is a spirit.'}]
     >>> messages += task.reply(row, messages) + [{"role": "assistant", "content": "<answer>A spirit</answer>"}]
-    >>> task.score_dialog(row, messages).parts, task.measures(row, messages)
+    >>> reward = task.score_dialog(row, messages)
+    >>> reward.parts, reward.measures
     ({'exact_match': 1.0, 'f1': 1.0}, {'supporting_recall': 0.5})
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Messages = list[dict[str, str]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates take them."""
@@ -17,11 +17,16 @@ RESERVED_PARTS = {"mean", "std", "zero_std_fraction", "reward", "mean_length", "
 class Reward:
     """What one answer is worth: named parts, already weighted, and their sum.
 
+    Args:
+        parts: of the reward.
+        measures: what is logged beside the reward and is no part of it; an answer may lack one that has no meaning there.
+
     >>> Reward({"correctness": 2.0, "answer_format": 0.5}).total
     2.5
     """
 
     parts: dict[str, float]
+    measures: dict[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:

@@ -33,9 +33,12 @@ GENERATED = ("arithmetic",)
 """Values of ``env.path`` that are no files, but have a split for training and one held out."""
 
 
-def make_tokenizer(model_folder: Path) -> PreTrainedTokenizerBase:
-    """The model's tokenizer."""
-    return AutoTokenizer.from_pretrained(model_folder)
+def make_tokenizer(model_folder: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with a chat template in the place of its own where one is given."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    if chat_template:
+        tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 def make_env(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ class Evaluation:
     Args:
         rewards: total reward of each row; NaN where its scorer failed.
         parts: mean of each named part of the reward.
+        measures: mean of each number beside the reward, over the rows that have it.
         completions: the answers as text.
         lengths: tokens of each answer.
         truncated: which answers met the length limit.
@@ -30,6 +31,7 @@ class Evaluation:
 
     rewards: list[float]
     parts: dict[str, float]
+    measures: dict[str, float]
     completions: list[str]
     lengths: list[int]
     truncated: list[bool]
@@ -40,10 +42,13 @@ class Evaluation:
         return float(np.nanmean(self.rewards))
 
     def metrics(self) -> dict[str, float]:
-        """The evaluation as one line of metrics: ``eval/reward``, ``eval/<part>``, length and truncation."""
+        """The evaluation as one line of metrics: ``eval/reward`` and its standard error, parts, length, truncation."""
+        judged = np.asarray(self.rewards)[~np.isnan(self.rewards)]
         return {
             "eval/reward": self.reward,
+            "eval/standard_error": float(stats.sem(judged)) if len(judged) > 1 else 0.0,
             **{f"eval/{name}": value for name, value in self.parts.items()},
+            **{f"eval/measure/{name}": value for name, value in self.measures.items()},
             "eval/mean_length": float(np.mean(self.lengths)),
             "eval/truncated_fraction": float(np.mean(self.truncated)),
             "eval/failed": float(np.isnan(self.rewards).sum()),
@@ -77,11 +82,18 @@ def evaluate(env: LLMEnv, engine: Engine, rows: Sequence[dict[str, Any]], sampli
         raise ValueError(f"none of the {len(rows)} held-out answers could be judged; the last: {results[-1]}")
     return Evaluation(
         rewards=[result.total if isinstance(result, Reward) else math.nan for result in results],
-        parts={name: float(np.mean([reward.parts[name] for reward in judged])) for name in judged[0].parts},
+        parts=_means([reward.parts for reward in judged]),
+        measures=_means([reward.measures for reward in judged]),
         completions=[trajectory.dialog.text for trajectory in trajectories],
         lengths=[sum(trajectory.trainable) for trajectory in trajectories],
         truncated=[trajectory.truncated for trajectory in trajectories],
     )
+
+
+def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each name over the rows that have it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,9 @@ REWARD = ("next", "reward")
 REWARD_PARTS = ("reward_parts",)
 """Prefix of the named reward parts, [1] float32 each, inside the step's result. Written by ``LLMEnv.step``."""
 
+MEASURES = ("measures",)
+"""Prefix of what is logged beside the reward, [] float32 each. Written and read like ``TOKENS_FULL``."""
+
 ADVANTAGE = "advantage"
 """[T, 1] float32: the answer's advantage on each token. Written by ``GroupBuffer``, read by losses."""
 

@@ -30,8 +30,11 @@ class StepResult:
     skipped: bool
 
 
-def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str) -> float:
-    """Factor on the learning rate at ``step`` (from 0): linear warm-up, then constant or decay to 0 at ``total_steps``.
+def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str, least: float = 0.0) -> float:
+    """Factor on the learning rate at ``step`` (from 0): linear warm-up, then constant, or decay until ``total_steps``.
+
+    Args:
+        least: where decay ends.
 
     >>> [lr_factor(s, 2, 6, "linear") for s in (0, 1, 2, 4)]
     [0.5, 1.0, 1.0, 0.5]
@@ -39,9 +42,8 @@ def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str) -> 
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    if schedule == "linear":
-        return 1 - done
-    return (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1.0
+    left = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}.get(schedule, 1.0)
+    return least + (1 - least) * left
 
 
 class PolicyOptimizer:
@@ -55,6 +57,7 @@ class PolicyOptimizer:
         model: whose trainable parameters are stepped.
         name: ``adamw`` or ``sgd``.
         total_steps: optimizer steps of the run, for schedules that decay.
+        min_lr_fraction: of ``lr``, where decay ends.
         clip_grad_norm: largest L2 norm of the gradient.
         max_bad_steps: non-finite steps in a row that stop the run.
 
@@ -72,6 +75,7 @@ class PolicyOptimizer:
         warmup_steps: int = 0,
         total_steps: int = 1,
         schedule: str = "constant",
+        min_lr_fraction: float = 0.0,
         clip_grad_norm: float = 1.0,
         mixed_precision: bool = True,
         max_bad_steps: int = 5,
@@ -99,7 +103,7 @@ class PolicyOptimizer:
         else:
             self._optimizer = torch.optim.SGD(self._masters, lr=lr, weight_decay=weight_decay, fused=True)
         self._lr, self._clip = lr, clip_grad_norm
-        self._warmup, self._total, self._schedule = warmup_steps, total_steps, schedule
+        self._schedule = (warmup_steps, total_steps, schedule, min_lr_fraction)
         self._max_bad_steps = max_bad_steps
         self.steps = 0
         self.bad_steps = 0
@@ -112,7 +116,7 @@ class PolicyOptimizer:
         Raises:
             NonFiniteError: ``max_bad_steps`` in a row were not finite; says which tensors.
         """
-        lr = self._lr * lr_factor(self.steps, self._warmup, self._total, self._schedule)
+        lr = self._lr * lr_factor(self.steps, *self._schedule)
         grads = [p.grad for p in self._masters if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
         finite = math.isfinite(norm)

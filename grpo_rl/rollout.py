@@ -34,6 +34,7 @@ class Group:
         offsets: [G + 1] where each response starts; ``offsets[-1] == R``.
         rewards: [G] total reward.
         reward_parts: named parts of the reward, [G] each.
+        measures: what is logged beside the reward, [G] each, NaN where an answer has no such number.
         truncated: [G] True where the answer met the length limit.
         advantages: [G], once they are known.
         ref_log_probs: [R] the frozen reference's log-probabilities, where there is one.
@@ -56,6 +57,7 @@ class Group:
     offsets: Int[Tensor, " G1"]
     rewards: Float[Tensor, " G"]
     reward_parts: dict[str, Tensor] = field(default_factory=dict)
+    measures: dict[str, Tensor] = field(default_factory=dict)
     truncated: Bool[Tensor, " G"] | None = None
     advantages: Float[Tensor, " G"] | None = None
     ref_log_probs: Float[Tensor, " R"] | None = None
@@ -94,9 +96,11 @@ class Group:
         group.__dict__.update(self.__dict__, advantages=advantages)
         return group
 
-    def with_rewards(self, rewards: Float[Tensor, " G"], parts: dict[str, Tensor]) -> Group:
-        """The same group with its rewards and their named parts written."""
-        return replace(self, rewards=rewards, reward_parts=parts)
+    def with_rewards(
+        self, rewards: Float[Tensor, " G"], parts: dict[str, Tensor], measures: dict[str, Tensor] | None = None
+    ) -> Group:
+        """The same group with its rewards, their named parts and what was measured written."""
+        return replace(self, rewards=rewards, reward_parts=parts, measures=measures or {})
 
     def with_ref_log_probs(self, ref_log_probs: Float[Tensor, " R"]) -> Group:
         """The same group with the reference's log-probabilities written."""
@@ -125,6 +129,7 @@ class Group:
             offsets=torch.cat([self.offsets[:1], self.lengths[keep].cumsum(0)]),
             rewards=self.rewards[keep],
             reward_parts={name: part[keep] for name, part in self.reward_parts.items()},
+            measures={name: values[keep] for name, values in self.measures.items()},
             truncated=cut(self.truncated, keep),
             advantages=cut(self.advantages, keep),
             ref_log_probs=cut(self.ref_log_probs, tokens),
@@ -155,6 +160,8 @@ class Group:
                 row[keys.TRUNCATED] = self.truncated[g].reshape(1)
             for name, part in self.reward_parts.items():
                 row[keys.REWARD_PARTS + (name,)] = part[g]
+            for name, values in self.measures.items():
+                row[keys.MEASURES + (name,)] = values[g]
             if self.ref_log_probs is not None:
                 row[keys.REF_LOG_PROBS_FULL] = torch.cat([torch.zeros(prompt), self.ref_log_probs[span]])
             if self.advantages is not None:
@@ -176,7 +183,11 @@ class Group:
             raise ValueError(f"these {len(rows)} rows belong to groups {sorted(group_ids)}; give one group's rows")
         prompt = len(prompt_ids)
         lengths = torch.tensor([0] + [len(row[keys.TOKENS_RESPONSE]) for row in rows])
-        parts = rows[0].get(keys.REWARD_PARTS, None)
+
+        def by_name(prefix: tuple[str]) -> dict[str, Tensor]:
+            named = rows[0].get(prefix, None)
+            return {} if named is None else {n: torch.stack([row[prefix + (n,)] for row in rows]) for n in named.keys()}
+
         has_advantage = rows[0].get(keys.ADVANTAGE, None) is not None
         has_ref = rows[0].get(keys.REF_LOG_PROBS_FULL, None) is not None
         has_truncated = rows[0].get(keys.TRUNCATED, None) is not None
@@ -190,9 +201,8 @@ class Group:
             trainable=torch.cat([row[keys.ASSISTANT_MASK][prompt:] for row in rows]),
             offsets=lengths.cumsum(0),
             rewards=torch.stack([row[keys.REWARD].reshape(()) for row in rows]),
-            reward_parts={}
-            if parts is None
-            else {name: torch.stack([row[keys.REWARD_PARTS + (name,)] for row in rows]) for name in parts.keys()},
+            reward_parts=by_name(keys.REWARD_PARTS),
+            measures=by_name(keys.MEASURES),
             truncated=torch.cat([row[keys.TRUNCATED] for row in rows]) if has_truncated else None,
             advantages=torch.stack([row[keys.ADVANTAGE][0, 0] for row in rows]) if has_advantage else None,
             ref_log_probs=torch.cat([row[keys.REF_LOG_PROBS_FULL][prompt:] for row in rows]) if has_ref else None,

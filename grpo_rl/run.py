@@ -28,10 +28,11 @@ from grpo_rl.evaluate import Evaluation, evaluate, paired_gain
 from grpo_rl.limit import StepLimit
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.meter import StepMeter
-from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, reward_metrics
+from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, read_metrics, reward_metrics
 from grpo_rl.monitor.progress import Progress, summary_panel
 from grpo_rl.monitor.report import versions, write_report
 from grpo_rl.monitor.wandb import WandbLog
+from grpo_rl.monitor.watch import RewardWatch
 from grpo_rl.optimizer import PolicyOptimizer, StepResult
 from grpo_rl.rollout import Group, groups_to_score
 from grpo_rl.weights.push import WeightSync
@@ -129,11 +130,13 @@ class Run:
         logger = self.cfg.logger
         self.metrics = MetricsLog(self.folder)
         self.completions = CompletionsLog(self.folder) if logger.completions else None
+        self._watch = RewardWatch()
         if self._restored:
             # Whatever was written after the checkpoint is of another future.
             (self.folder / SUMMARY).unlink(missing_ok=True)
             checkpoint.set_aside_later(self.folder / CHECKPOINTS, self.step)
             self.metrics.truncate(self.step)
+            self._watch = RewardWatch.over(read_metrics(self.folder))  # what it warned of is not told again
             CompletionsLog(self.folder).truncate(self.step)
         self.wandb = None
         if logger.backend == "wandb":
@@ -276,6 +279,8 @@ class Run:
 
     def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         self.metrics.log(step, metrics)
+        for warning in self._watch.update({"step": step, **metrics}):
+            self.progress.note(f"Warning. {warning}")
         if self.wandb:
             self.wandb.log(step, metrics)
 

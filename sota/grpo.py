@@ -18,7 +18,7 @@ from grpo_rl.weights.push import WeightSync
 def grpo(cfg):
     model_folder = resolve_model(cfg.model.name)
     devices = build.plan_devices(cfg, model_folder)  # which trains, which scores the reference, which samples
-    tokenizer = build.make_tokenizer(model_folder)
+    tokenizer = build.make_tokenizer(model_folder, cfg.model.chat_template)
     env = build.make_env(cfg, tokenizer)  # prompts in, rewards out
     held_out = build.eval_rows(cfg, env)
 

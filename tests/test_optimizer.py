@@ -107,6 +107,10 @@ def test_schedules(schedule, expected):
     assert [lr_factor(step, 2, 6, schedule) for step in range(6)] == pytest.approx(expected, abs=1e-6)
 
 
+def test_decay_can_end_above_zero():
+    assert [lr_factor(step, 2, 6, "cosine", 0.1) for step in (1, 4, 6, 9)] == pytest.approx([1, 0.55, 0.1, 0.1])
+
+
 @pytest.mark.parametrize("wrong", [{"name": "adam"}, {"schedule": "step"}, {"lr": -1.0}, {"clip_grad_norm": 0.0}])
 def test_wrong_settings_are_refused(wrong):
     with pytest.raises(ValueError, match="optimizer"):

@@ -59,6 +59,7 @@ case "${1:-}" in
     say "installing grpo_rl[$extra] and what it needs"
     pip install -e ".[$extra]"
     drop_torchvision
+    .venv/bin/python tools/nltk_data.py
     ;;
   dev)
     say "installing what the tests need"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -84,12 +85,14 @@ class WithRewards(Task):
                     "gold": [self.task.gold(rows[at]) for at, _ in judged] if "gold" in part.known.inputs else [],
                 }
                 for (at, result), value in zip(judged, part.values(inputs, len(judged)), strict=True):
-                    results[at] = value if isinstance(value, Exception) else Reward({**result.parts, part.name: value})
+                    failed = isinstance(value, Exception)
+                    results[at] = value if failed else replace(result, parts={**result.parts, part.name: value})
         # Weighted at the end: a reward that others are judged by may well have the weight 0.
         return [self._weighted(result) if isinstance(result, Reward) else result for result in results]
 
     def _weighted(self, reward: Reward) -> Reward:
-        return Reward({name: value * self._weights.get(name, 1.0) for name, value in reward.parts.items()})
+        parts = {name: value * self._weights.get(name, 1.0) for name, value in reward.parts.items()}
+        return replace(reward, parts=parts)
 
     def _units(self) -> set[str]:
         return {part.unit for part in self._parts if "length" in part.known.inputs}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -117,13 +118,16 @@ def rewarded(group: Group, results: Sequence[Reward | Failure]) -> Group | None:
         return None
     if len(rewards) < group.size:
         group = group.with_only([g for g, result in enumerate(results) if isinstance(result, Reward)])
+    measures = dict.fromkeys(name for reward in rewards for name in reward.measures)
     return group.with_rewards(
-        torch.tensor([reward.total for reward in rewards], dtype=torch.float32),
-        {
-            name: torch.tensor([reward.parts[name] for reward in rewards], dtype=torch.float32)
-            for name in rewards[0].parts
-        },
+        _numbers(reward.total for reward in rewards),
+        {name: _numbers(reward.parts[name] for reward in rewards) for name in rewards[0].parts},
+        {name: _numbers(reward.measures.get(name, math.nan) for reward in rewards) for name in measures},
     )
+
+
+def _numbers(values: Iterable[float]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.float32)
 
 
 class EnginePolicy(TensorDictModuleBase):

@@ -97,6 +97,16 @@ def charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
             "What the reward is made of, as means over answers.",
         ),
         Chart(
+            "Spread of the reward",
+            {f"reward_distribution/total/p{p}": f"{p} % earn less" for p in (90, 50, 10)},
+            "Quantiles over the answers of a step.",
+        ),
+        Chart(
+            "Measured beside the reward",
+            {name: name.removeprefix("measure/") for name in names if name.startswith("measure/")},
+            "What the task logs and does not pay for, as means over answers.",
+        ),
+        Chart(
             "Groups without signal",
             {"reward/zero_std_fraction": "zero spread"},
             "Groups whose answers were all rewarded alike; they teach nothing.",
@@ -107,9 +117,9 @@ def charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
             "Answer length", {"response/mean_length": "mean", "response/max_length": "longest"}, "In tokens.", floor=0
         ),
         Chart(
-            "Cut-off answers",
-            {"response/truncated_fraction": "truncated"},
-            "Answers that met the length limit.",
+            "Cut-off and repetitive answers",
+            {"response/truncated_fraction": "truncated", "response/repetition": "repeated 4-grams"},
+            "Answers that met the length limit, and the share of an answer that it said before.",
             floor=0,
             percent=True,
         ),

@@ -75,6 +75,7 @@ def completion_rows(
                     "answer": None if gold is None else str(gold),
                     "reward": group.rewards[g].item(),
                     **{f"reward_{name}": part[g].item() for name, part in group.reward_parts.items()},
+                    **{f"measure_{name}": values[g].item() for name, values in group.measures.items()},
                     "advantage": None if group.advantages is None else group.advantages[g].item(),
                     "tokens": len(ids),
                     "truncated": None if group.truncated is None else bool(group.truncated[g]),
@@ -93,7 +94,8 @@ class CompletionsLog:
 
     def log(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Writes the rows of a step (see :func:`completion_rows`); the same step again replaces them."""
-        parts = [name for name in rows[0] if name.startswith("reward_")] if rows else []
+        # A measure may have no meaning for the answers of some groups.
+        parts = list(dict.fromkeys(name for row in rows for name in row if name.startswith(("reward_", "measure_"))))
         # Without a schema a column that is all null in one step would get a type that other parts disagree with.
         schema = pa.schema([*_BEFORE_PARTS, *((name, pa.float32()) for name in parts), *_AFTER_PARTS])
         table = pa.Table.from_pylist([_encodable(row) | {"step": step} for row in rows], schema=schema)

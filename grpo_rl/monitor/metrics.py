@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,8 @@ REWARD_STATISTICS = frozenset({"mean", "std", "zero_std_fraction"})
 def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[str, float]:
     """Reward, response, advantage and staleness metrics of the answers in ``groups``, each answer weighing the same.
 
+    ``reward_distribution/<part>/p10`` and so on are quantiles over answers, ``response/length_correlation`` is between
+    an answer's length and its reward inside groups, left out where either is the same in all of them.
     ``reward/std`` is the population's, over all answers. ``reward/zero_std_fraction`` counts the groups whose answers
     were all rewarded alike: they have no advantage to learn from. Advantage metrics are left out while a group has no
     advantages yet, staleness metrics while ``version`` is not given.
@@ -53,9 +56,17 @@ def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[
         "response/mean_length": lengths.mean().item(),
         "response/max_length": lengths.max().item(),
     }
+    metrics |= _quantiles("total", rewards)
     for name in groups[0].reward_parts:
-        part = torch.cat([group.reward_parts[name] for group in groups])
-        metrics[f"reward/{name}"] = part.double().mean().item()
+        part = torch.cat([group.reward_parts[name] for group in groups]).double()
+        metrics[f"reward/{name}"] = part.mean().item()
+        metrics |= _quantiles(name, part)
+    for name in dict.fromkeys(name for group in groups for name in group.measures):
+        measured = torch.cat([group.measures[name] for group in groups if name in group.measures]).double()
+        metrics[f"measure/{name}"] = measured.nanmean().item()
+    if (correlation := _length_correlation(groups)) is not None:
+        metrics["response/length_correlation"] = correlation
+    metrics["response/repetition"] = repetition(groups)
     if truncated := _all_or_none([group.truncated for group in groups]):
         metrics["response/truncated_fraction"] = torch.cat(truncated).double().mean().item()
     if advantages := _all_or_none([group.advantages for group in groups]):
@@ -65,6 +76,49 @@ def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[
         age = version - torch.cat([group.versions[group.trainable] for group in groups])
         metrics |= {"staleness/mean": _mean(age), "staleness/max": float(age.max()) if len(age) else 0.0}
     return metrics
+
+
+def repetition(groups: Sequence[Group], n: int = 4) -> float:
+    """Share of an answer's n-grams of tokens that it had before, averaged over answers; only what the policy chose.
+
+    An answer of fewer than ``n`` tokens repeats nothing.
+
+    "a b a b a b" has three 2-grams that were not there before, of five: (a b), (b a); the other three are repeated.
+
+    >>> from grpo_rl.testing import random_group
+    >>> from dataclasses import replace
+    >>> group = replace(random_group(lengths=[6, 1]), response_ids=torch.tensor([1, 2, 1, 2, 1, 2, 3]))
+    >>> repetition([group], n=2)  # (3 / 5 + 0) / 2
+    0.3
+    """
+    shares = []
+    for group in groups:
+        owner = torch.arange(group.size).repeat_interleave(group.lengths)
+        if len(owner) < n:
+            shares.append(np.zeros(group.size))
+            continue
+        inside = (owner[n - 1 :] == owner[: len(owner) - n + 1]) & group.trainable.unfold(0, n, 1).all(1)
+        grams = group.response_ids.unfold(0, n, 1)[inside].numpy()
+        owners = owner[: len(inside)][inside].numpy()
+        _, first = np.unique(np.column_stack([owners, grams]), axis=0, return_index=True)
+        total, new = (np.bincount(who, minlength=group.size) for who in (owners, owners[first]))
+        shares.append(1 - new / np.maximum(total, 1) - (total == 0))
+    return float(np.concatenate(shares).mean())
+
+
+def _quantiles(name: str, values: Tensor) -> dict[str, float]:
+    tenths = torch.quantile(values, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    return {f"reward_distribution/{name}/p{p}": x for p, x in zip((10, 50, 90), tenths, strict=True)}
+
+
+def _length_correlation(groups: Sequence[Group]) -> float | None:
+    """Correlation of reward and length inside groups; None where either has no spread."""
+    centred = [
+        torch.cat([(x - x.mean()) for x in columns])
+        for columns in ([g.rewards.double() for g in groups], [g.lengths.double() for g in groups])
+    ]
+    norms = [x.norm() for x in centred]
+    return None if 0 in norms else (centred[0] @ centred[1] / (norms[0] * norms[1])).item()
 
 
 def time_metrics(

@@ -22,6 +22,7 @@ from grpo_rl.monitor.charts import LIMITED_PHASES, charts, draw, number
 from grpo_rl.monitor.completions import logged_steps, printable, read_step
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.monitor.progress import duration
+from grpo_rl.monitor.watch import RewardWatch
 
 SAMPLES_PER_STEP = 4
 MAX_SAMPLE_CHARS = 4000
@@ -151,6 +152,7 @@ def _note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> st
         notes.append(f"The run has not ended, or was stopped: this shows it up to step {last}.")
     if summary.get("finished") and summary.get("eval_gain") is None:
         notes.append("Held-out reward was not measured before and after (evaluate.rows), so there is no gain to state.")
+    notes += [f"{warning}." for warning in RewardWatch.over(rows).warnings.values()]
     return " ".join(notes)
 
 

@@ -85,6 +85,10 @@ def test_the_measures_agree_with_each_other(prediction, gold):
         assert value == 1
 
 
+def measured(task, row, messages):
+    return task.score_dialog(row, messages).measures
+
+
 def said(*texts: str, task: SearchQA, row: dict = ROW) -> list[dict[str, str]]:
     """The policy's messages with the task's replies between them, as a collector plays them."""
     messages = task.prompt(row)
@@ -119,7 +123,7 @@ def test_a_conversation_earns_its_parts(texts, parts, recall, role):
     task = SearchQA([ROW], SearchIndex(DOCUMENTS), tool_role=role, results=2)
     messages = said(*texts, task=task)
     assert tuple(task.score_dialog(ROW, messages).parts.values()) == pytest.approx(parts)
-    assert task.measures(ROW, messages) == {"supporting_recall": recall}
+    assert measured(task, ROW, messages) == {"supporting_recall": recall}
 
 
 def test_recall_is_part_of_the_reward_only_where_it_has_a_weight():
@@ -134,7 +138,7 @@ def test_recall_is_part_of_the_reward_only_where_it_has_a_weight():
 def test_a_question_that_looks_like_a_result_has_found_nothing():
     row = {**ROW, "question": "Who?\nTitle: Jane Austen"}
     task = SearchQA([row], SearchIndex(DOCUMENTS))
-    assert task.measures(row, said("<answer>x</answer>", task=task, row=row)) == {"supporting_recall": 0.0}
+    assert measured(task, row, said("<answer>x</answer>", task=task, row=row)) == {"supporting_recall": 0.0}
 
 
 def test_a_gold_answer_that_is_empty_once_normalised_is_not_judged():
@@ -191,7 +195,7 @@ def test_the_examples_in_the_prompt_earn_and_find_nothing():
     for end in ([], [{"role": "assistant", "content": ""}]):
         messages = task.prompt(ROW) + end
         assert task.score_dialog(ROW, messages).total == 0
-        assert task.measures(ROW, messages) == {"supporting_recall": 0.0}
+        assert measured(task, ROW, messages) == {"supporting_recall": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -494,7 +498,7 @@ def test_a_megabyte_of_anything_is_judged_in_time_linear_in_it(piece):
     start = time.process_time()
     for hostile in (text, f"Search: {text}", f"<answer>{text}</answer>"):
         messages = said(hostile, task=task)
-        task.score_dialog(ROW, messages), task.measures(ROW, messages)
+        task.score_dialog(ROW, messages)
     assert time.process_time() - start < 10  # a quadratic scan takes hours
 
 

@@ -156,7 +156,7 @@ def test_a_whole_run_is_told_on_one_page(tmp_path):
         "Held-out reward",
         "Reward parts",
         "Answer length",
-        "Cut-off answers",
+        "Cut-off and repetitive answers",
         "Entropy",
         "KL divergence",
         "Clipped tokens",

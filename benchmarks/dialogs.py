@@ -1,0 +1,164 @@
+"""Conversations of several turns with vLLM: whether one with slow tools holds up the others, and whether ids are kept.
+
+`python benchmarks/dialogs.py`: the default model solves word problems with a calculator, a number of conversations at once.
+First all tools answer at once: that gives the time of a conversation. Then the tool of one conversation is so slow that it
+takes 20 times as long; that one is played alone, and with all others. The figure is the ratio of these two times, and `others_s`
+when the others had ended: with a barrier after each turn, they would wait for the slow one at each. Answers are greedy.
+
+Of every turn, the ids that vLLM was given are compared with the conversation as it is trained on, token for token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import harness
+
+from grpo_rl.collectors.dialogs import Trajectory, begin, play
+from grpo_rl.engines.base import Engine, Samples, Sampling
+from grpo_rl.envs.calculator import Calculator, CalculatorEnv
+from grpo_rl.models import DEFAULT_MODEL, resolve_model
+
+NAME = "dialogs"
+BAR = 1.2
+
+
+@dataclass(eq=False)
+class Watched:
+    """An engine, and what goes in and out of it.
+
+    Args:
+        given: ids of each prompt that vLLM's scheduler was given, by conversation.
+        sampled: ids of each answer, by conversation.
+        ended_s: when each conversation had its last answer, after the start.
+    """
+
+    engine: Engine
+    given: dict[int, list[list[int]]] = field(default_factory=lambda: defaultdict(list))
+    sampled: dict[int, list[list[int]]] = field(default_factory=lambda: defaultdict(list))
+    ended_s: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._started = time.perf_counter()
+        self.max_model_len = self.engine.max_model_len
+        vllm = self.engine._llm.llm_engine  # pyright: ignore[reportAttributeAccessIssue]
+        self._add, self._vllm = vllm.add_request, vllm
+        vllm.add_request = self._note
+
+    def _note(self, request: str, prompt: dict, parameters: object) -> None:
+        self.given[int(request)].append(list(prompt["prompt_token_ids"]))
+        self._add(request, prompt, parameters)
+
+    def submit(self, request: int, prompt: list[int], sampling: Sampling) -> None:
+        self.engine.submit(request, prompt, sampling)
+
+    def step(self) -> list[tuple[int, Samples]]:
+        answered = self.engine.step()
+        for i, samples in answered:
+            self.sampled[i].append(samples.response_ids.tolist())
+            self.ended_s[i] = time.perf_counter() - self._started
+        return answered
+
+    def abort(self) -> None:
+        self.engine.abort()
+
+    def close(self) -> None:
+        self._vllm.add_request = self._add
+
+
+def conversations(env: CalculatorEnv, count: int) -> list[Trajectory]:
+    return [begin(env, row, f"row {i}", env.encode(row)) for i, row in enumerate(env.task.rows[:count])]
+
+
+def check_ids(trajectories: list[Trajectory], watched: Watched) -> int:
+    """The number of turns whose ids were compared.
+
+    Raises:
+        SystemExit: an id differs.
+    """
+    turns = 0
+    for i, trajectory in enumerate(trajectories):
+        whole, starts = [*trajectory.prompt_ids, *trajectory.ids], trajectory.turn_starts
+        offset = len(trajectory.prompt_ids)
+        for start, given, sampled in zip(starts, watched.given[i], watched.sampled[i], strict=True):
+            if whole[: offset + start] != given or trajectory.ids[start : start + len(sampled)] != sampled:
+                sys.exit(f"error: conversation {i} is trained on other ids than vLLM saw")
+            turns += 1
+    return turns
+
+
+def main() -> None:
+    args = parse()
+    load = harness.require_quiet(args.force)
+    from transformers import AutoTokenizer
+
+    from grpo_rl.engines.vllm import VLLMEngine
+
+    folder = resolve_model(args.model)
+    engine = VLLMEngine(folder, max_model_len=1024)
+    env = CalculatorEnv(args.conversations, 1, AutoTokenizer.from_pretrained(folder), path="quickstart-train", max_turns=4)
+    sampling = Sampling(max_new_tokens=args.response, temperature=0.0)
+    original = Calculator.reply
+    delay_s = 0.0
+
+    def reply(task: Calculator, row: dict, messages: list) -> list | None:
+        answer = original(task, row, messages)
+        if row is task.rows[0]:
+            time.sleep(delay_s)
+        return answer
+
+    runs: dict[str, dict[str, float]] = {}
+    Calculator.reply = reply  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        for name, count in (("warm-up", args.conversations), ("fast", args.conversations), ("slow alone", 1),
+                            ("slow", args.conversations)):  # fmt: skip
+            if name == "slow alone":
+                delay_s = (args.slower - 1) * runs["fast"]["conversation_s"] / runs["fast"]["slow_one's_turns"]
+            watched = Watched(engine)
+            trajectories = conversations(env, count)
+            start = time.perf_counter()
+            play(env, watched, sampling, trajectories)  # pyright: ignore[reportArgumentType]
+            all_s = time.perf_counter() - start
+            watched.close()
+            others = [watched.ended_s[i] for i in range(1, count)]
+            runs[name] = {
+                "all_s": all_s,
+                **({"conversation_s": sum(others) / len(others), "others_s": max(others)} if others else {}),
+                "slow_one's_turns": trajectories[0].dialog.turns,
+                "turns": check_ids(trajectories, watched),
+                "tokens": sum(len(t.ids) for t in trajectories),
+            }
+            print(f"{name}: {runs[name]}", file=sys.stderr, flush=True)
+    finally:
+        Calculator.reply = original
+        engine.close()
+
+    figure = runs["slow"]["all_s"] / runs["slow alone"]["all_s"]
+    longer = runs["slow alone"]["all_s"] / runs["slow"]["conversation_s"]
+    result = {
+        "shows": f"{args.conversations} conversations of up to 4 turns, one with a tool so slow that it takes "
+        f"{longer:.0f} times as long as the others do: the time of all over that of the slow one alone. The ids of "
+        f"{sum(run['turns'] for run in runs.values())} turns are those that vLLM was given, token for token.",
+        "bars": [harness.bar("time of all conversations over the slow one's alone", figure, at_most=BAR)],
+        "table": [{"run": name, **run} for name, run in runs.items()],
+        "machine": harness.machine(),
+        **load,
+    }
+    harness.finish(NAME, figure, result, args.out)
+
+
+def parse() -> argparse.Namespace:
+    parser = harness.arguments(__doc__, steps=None)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a local folder or a hub name")
+    parser.add_argument("--conversations", type=harness.at_least_one, default=16)
+    parser.add_argument("--response", type=harness.at_least_one, default=32, help="tokens of a turn, at most")
+    parser.add_argument("--slower", type=float, default=20.0, help="times that the slow conversation takes")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
