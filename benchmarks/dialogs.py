@@ -1,8 +1,8 @@
-"""Conversations of several turns with vLLM: whether one with slow tools holds up the others, and whether ids are kept.
+"""Whether a conversation with a slow tool holds up others, and whether ids are kept: `python benchmarks/dialogs.py`.
 
-`python benchmarks/dialogs.py`: the default model solves word problems with a calculator, a number of conversations at once.
-First all tools answer at once: that gives the time of a conversation. Then the tool of one conversation is so slow that it
-takes 20 times as long; that one is played alone, and with all others. The figure is the ratio of these two times, and `others_s`
+The default model solves word problems with a calculator, a number of conversations at once, in vLLM. First all tools
+answer at once: that gives the time of a conversation. Then the tool of one is so slow that its conversation takes 20
+times as long; that one is played alone, and with all others. The figure is the ratio of these two times, and `others_s`
 when the others had ended: with a barrier after each turn, they would wait for the slow one at each. Answers are greedy.
 
 Of every turn, the ids that vLLM was given are compared with the conversation as it is trained on, token for token.
@@ -100,7 +100,8 @@ def main() -> None:
 
     folder = resolve_model(args.model)
     engine = VLLMEngine(folder, max_model_len=1024)
-    env = CalculatorEnv(args.conversations, 1, AutoTokenizer.from_pretrained(folder), path="quickstart-train", max_turns=4)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    env = CalculatorEnv(args.conversations, 1, tokenizer, path="quickstart-train", max_turns=4)
     sampling = Sampling(max_new_tokens=args.response, temperature=0.0)
     original = Calculator.reply
     delay_s = 0.0

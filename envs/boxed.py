@@ -1,4 +1,4 @@
-"""The boxed answer in a text, and whether it equals another, by math-verify. Without torch: worker processes load it."""
+"""The boxed answer in a text, and whether it equals another, by math-verify. Without torch, as workers load it."""
 
 from __future__ import annotations
 

@@ -143,8 +143,8 @@ class ScoreGuard:
             return Failure("timeout", f"{name} took longer than {self.deadline_s:g} s on {where}: {result}; {of}")
         if isinstance(result, Exception):
             return Failure("error", f"{name} failed on {where}: {type(result).__name__}: {result}; {of}")
-        if not isinstance(result, Reward) or set(result.parts) != set(self._task.reward_parts) or not _finite(result.parts):
-            wanted = list(self._task.reward_parts)
+        wanted = list(self._task.reward_parts)
+        if not isinstance(result, Reward) or set(result.parts) != set(wanted) or not _finite(result.parts):
             return Failure("invalid", f"{name} returned {result!r} on {where}, not finite numbers under {wanted}; {of}")
         if not _finite(result.measures):
             return Failure("invalid", f"{name} measured {result.measures!r} on {where}, not finite numbers; {of}")

@@ -8,6 +8,7 @@ says which call it was, and takes nobody else's lock with it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -202,10 +203,8 @@ class _Worker:
     def kill(self) -> str:
         """Ends the process with its children, if it hasn't ended, and says how it ended."""
         if self.process.returncode is None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self.process.wait()
         self.pipe.close()
         code = self.process.returncode

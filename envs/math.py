@@ -164,7 +164,7 @@ class MathEnv(LLMEnv):
 
 
 def verify(gold: str, response: str) -> bool | None:
-    r"""Whether ``response`` answers with ``gold``; None if the gold answer can't be parsed, so that nothing can be said.
+    r"""Whether ``response`` answers with ``gold``; None if the gold answer can't be parsed: nothing can be said then.
 
     The judge is math-verify, https://github.com/huggingface/Math-Verify: answers that are equal as mathematics are
     equal, and decimals count to six places. What it is given:

@@ -19,7 +19,7 @@ class Reward:
 
     Args:
         parts: of the reward.
-        measures: what is logged beside the reward and is no part of it; an answer may lack one that has no meaning there.
+        measures: what is logged beside the reward and is no part of it; an answer lacks those that mean nothing there.
 
     >>> Reward({"correctness": 2.0, "answer_format": 0.5}).total
     2.5

@@ -138,8 +138,12 @@ def test_an_undefined_bca_interval_falls_back_to_percentiles(monkeypatch):
 
 @pytest.mark.parametrize(
     "before, after, message",
-    [([1.0], [2.0], "at least 2"), ([1.0, 2.0], [1.0], "same rows"), ([0.0, 1.0], [math.nan, 1.0], "at least 2"),
-     ([0.0, 1.0, 2.0], [math.inf, 1.0, 2.0], "1 of 6")],
+    [
+        ([1.0], [2.0], "at least 2"),
+        ([1.0, 2.0], [1.0], "same rows"),
+        ([0.0, 1.0], [math.nan, 1.0], "at least 2"),
+        ([0.0, 1.0, 2.0], [math.inf, 1.0, 2.0], "1 of 6"),
+    ],
 )
 def test_what_gives_no_interval_is_refused(before, after, message):
     with pytest.raises(ValueError, match=message):

@@ -75,9 +75,9 @@ class SyncCollector:
     def _play(self, prompts: Sequence[Prompt]) -> list[tuple[Group, list[Reward | Failure]]]:
         """A group of conversations about each prompt, and their rewards beside it."""
         start = time.perf_counter()
-        env = self._env
+        env, repeats = self._env, self._env.repeats
         played = [
-            [begin(env, env.task.rows[prompt.row], f"row {prompt.row}", prompt.ids.tolist()) for _ in range(env.repeats)]
+            [begin(env, env.task.rows[prompt.row], f"row {prompt.row}", prompt.ids.tolist()) for _ in range(repeats)]
             for prompt in prompts
         ]
         play(env, self._engine, self._sampling, [trajectory for group in played for trajectory in group])

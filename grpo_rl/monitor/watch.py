@@ -95,8 +95,9 @@ class RewardWatch:
         if after < REPEATED or after < before + MORE_REPEATED:
             return None
         return (
-            f"answers repeat themselves: {100 * after:.0f} % of their 4-grams were there before, {100 * before:.0f} % in "
-            f"the first {WINDOW} steps. Read answers in completions.parquet; env.rewards.repetition_penalty takes from them"
+            f"answers repeat themselves: {100 * after:.0f} % of their 4-grams were there before, {100 * before:.0f} % "
+            f"in the first {WINDOW} steps. Read answers in completions.parquet; env.rewards.repetition_penalty takes "
+            "from them"
         )
 
     def _ends(self, *names: str) -> tuple[Sequence[Mapping[str, float]], Sequence[Mapping[str, float]]]:

@@ -137,9 +137,7 @@ def test_a_call_whose_process_died_once_is_made_again(act, tmp_path):
 
 def test_what_a_call_raises_takes_the_place_of_its_result(act):
     with IsolatedCalls(act, workers=1) as calls:
-        error, odd, lost, fine = calls.map(
-            [("raise", KeyError("gold")), ("odd",), ("unpicklable",), ("double", 1)]
-        )
+        error, odd, lost, fine = calls.map([("raise", KeyError("gold")), ("odd",), ("unpicklable",), ("double", 1)])
     assert isinstance(error, KeyError) and error.args == ("gold",)
     assert isinstance(odd, RuntimeError) and str(odd) == "Odd: 1 and 2"
     assert isinstance(lost, Exception) and "lambda" in str(lost)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -41,7 +42,8 @@ EQUIVALENT = [
     # tuples, intervals, sets
     ("(6,31,-1)", "(6, 31, -1)"), (r"\left( 3, \frac{\pi}{2} \right)", r"(3, \pi/2)"), (r"(\frac12, 2)", "(0.5, 2)"),
     ("(3,4]", r"\left(3, 4\right]"), (r"(-\infty, 2) \cup (3, \infty)", r"(3,\infty)\cup(-\infty,2)"),
-    ("[0,1/2]", r"\left[0,\frac{1}{2}\right]"), (r"x \in [-2,7]", "[-2,7]"), ("1,-2", "-2,1"), (r"3, 5, 7", r"\{7,5,3\}"),
+    ("[0,1/2]", r"\left[0,\frac{1}{2}\right]"), (r"x \in [-2,7]", "[-2,7]"), ("1,-2", "-2,1"), (r"3, 5, 7",
+    r"\{7,5,3\}"),
     (r"\{1,2\}", r"\{2, 1\}"), (r"1 \pm \sqrt{19}", r"1+\sqrt{19}, 1-\sqrt{19}"),
     # matrices
     (r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}", r"\begin{pmatrix} -\frac13 \\ \frac23 \end{pmatrix}"),
@@ -101,7 +103,7 @@ def test_all_500_gold_solutions_verify(real_data):
     rewards = Math(rows).score_many(rows, [row["solution"] for row in rows])
     assert [row["answer"] for row, reward in zip(rows, rewards, strict=True) if reward.total != 1.1] == []
     # And none verifies where the problem is another: the next one, unless it happens to have the same answer.
-    pairs = [(row, other) for row, other in zip(rows, rows[1:]) if row["answer"] != other["answer"]]
+    pairs = [(row, other) for row, other in itertools.pairwise(rows) if row["answer"] != other["answer"]]
     assert len(pairs) > 490
     rewards = Math(rows).score_many([row for row, _ in pairs], [other["solution"] for _, other in pairs])
     assert [pair for pair, reward in zip(pairs, rewards, strict=True) if reward.total != 0.1] == []

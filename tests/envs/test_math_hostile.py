@@ -12,11 +12,15 @@ from grpo_rl.envs.base import Reward
 from grpo_rl.envs.math import Math
 
 COMMANDS = (
-    "\\frac", "\\dfrac", "\\sqrt", "\\boxed", "\\fbox", "\\text", "\\left", "\\right", "\\cdot", "\\times", "\\pm", "\\pi",
+    "\\frac", "\\dfrac", "\\sqrt", "\\boxed", "\\fbox", "\\text", "\\left", "\\right", "\\cdot", "\\times", "\\pm",
+    "\\pi",
     "\\infty", "\\sin", "\\log", "\\int", "\\sum", "\\prod", "\\lim", "\\binom", "\\begin{pmatrix}", "\\end{pmatrix}",
-    "\\begin{cases}", "\\\\", "&", "\\cup", "\\in", "\\le", "\\ne", "\\to", "\\{", "\\}", "{", "}", "(", ")", "[", "]", "^",
-    "_", "+", "-", "*", "/", "=", "<", ">", ",", ";", "!", "|", "%", "\\%", "$", "\\$", "x", "y", "n", "i", "e", "0", "1",
-    "7", "42", "3.14", "1,000", " ", "\n", "and", "or", "\\circ", "\\hspace", "\\overline", "\\mathbb{R}", "'", '"', "~", "#",
+    "\\begin{cases}", "\\\\", "&", "\\cup", "\\in", "\\le", "\\ne", "\\to", "\\{", "\\}", "{", "}", "(", ")", "[",
+    "]", "^",
+    "_", "+", "-", "*", "/", "=", "<", ">", ",", ";", "!", "|", "%", "\\%", "$", "\\$", "x", "y", "n", "i", "e", "0",
+    "1",
+    "7", "42", "3.14", "1,000", " ", "\n", "and", "or", "\\circ", "\\hspace", "\\overline", "\\mathbb{R}",
+    "'", '"', "~", "#",
 )  # fmt: skip
 
 BOMBS = (
@@ -46,7 +50,8 @@ def _boxed(rng: Random, inside: str) -> str:
 def _nesting(rng: Random) -> str:
     depth = rng.choice((3, 10, 30, 100, 1000, 100_000))
     opened, closed = rng.choice(
-        (("{", "}"), ("(", ")"), ("\\frac{1}{", "}"), ("\\sqrt{", "}"), ("\\left(", "\\right)"), ("2^{", "}"), ("-", ""),
+        (("{", "}"), ("(", ")"), ("\\frac{1}{", "}"), ("\\sqrt{", "}"), ("\\left(", "\\right)"), ("2^{", "}"),
+         ("-", ""),
          ("\\boxed{", "}"), ("\\sin(", ")"), ("[", "]"), ("|", "|"), ("\\text{", "}"), ("\\{", "\\}"), ("1+(", ")"))
     )  # fmt: skip
     left_open = rng.choice((0, 0, 1, depth // 2, depth))
@@ -54,14 +59,18 @@ def _nesting(rng: Random) -> str:
 
 
 def _megabytes(rng: Random) -> str:
-    piece = rng.choice(("1", "a ", "\\boxed{1} ", "\\boxed{", "{", "}", "$", "\\", "\\frac", "答", "\\fbox ", "9^", "\n"))
+    piece = rng.choice(
+        ("1", "a ", "\\boxed{1} ", "\\boxed{", "{", "}", "$", "\\", "\\frac", "答", "\\fbox ", "9^", "\n")
+    )
     text = piece * (rng.randint(100_000, 2_000_000) // len(piece))
     return rng.choice((text, text + "\\boxed{1}", _boxed(rng, text), "\\boxed{1}" + text))
 
 
 def _unicode(rng: Random) -> str:
     # Lone surrogates too: a decoder that ignores errors may give them.
-    text = "".join(chr(rng.choice((rng.randrange(128), rng.randrange(0x3000), rng.randrange(0x110000)))) for _ in range(40))
+    text = "".join(
+        chr(rng.choice((rng.randrange(128), rng.randrange(0x3000), rng.randrange(0x110000)))) for _ in range(40)
+    )
     return rng.choice((text, _boxed(rng, text), _boxed(rng, text[:5] + "1/2" + text[5:10])))
 
 
@@ -75,7 +84,9 @@ def _soup(rng: Random) -> str:
 
 
 def _mutation(rng: Random) -> str:
-    text = list(rng.choice(("\\frac{\\sqrt{3}}{4}", "(-\\infty, 2) \\cup (3, \\infty)", "x^2+2x+1", "1,000", "\\{1,2\\}")))
+    text = list(
+        rng.choice(("\\frac{\\sqrt{3}}{4}", "(-\\infty, 2) \\cup (3, \\infty)", "x^2+2x+1", "1,000", "\\{1,2\\}"))
+    )
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(text))
         text[at : at + rng.randint(0, 2)] = rng.choice(COMMANDS)
@@ -93,10 +104,14 @@ def judged(texts: list[str]) -> list[Reward | Exception]:
     return Math([]).score_many(rows, texts)
 
 
+def failed(texts, results):
+    return [(text[:200], result) for text, result in zip(texts, results, strict=True) if not isinstance(result, Reward)]
+
+
 def test_no_hostile_text_hangs_or_crashes_the_judge():
     texts = hostile_texts(600)
     results = judged(texts)
-    assert [(text[:200], result) for text, result in zip(texts, results, strict=True) if not isinstance(result, Reward)] == []
+    assert failed(texts, results) == []
 
 
 @pytest.mark.slow
@@ -105,5 +120,4 @@ def test_10_000_hostile_texts_are_judged_in_a_minute():
     start = time.monotonic()
     results = judged(texts)
     assert time.monotonic() - start < 60
-    failed = [(text[:200], result) for text, result in zip(texts, results, strict=True) if not isinstance(result, Reward)]
-    assert failed == []
+    assert failed(texts, results) == []

@@ -11,7 +11,8 @@ def rows(steps=30, evaluations=(), **metrics):
     """A line a step, each metric a function of the step, and the evaluations (step, reward, standard error) between."""
     lines = []
     for step in range(1, steps + 1):
-        lines.append({"step": step, "reward/mean": step / 10, **{n.replace("__", "/"): f(step) for n, f in metrics.items()}})
+        own = {name.replace("__", "/"): value(step) for name, value in metrics.items()}
+        lines.append({"step": step, "reward/mean": step / 10, **own})
         lines += [
             {"step": step, "eval/reward": reward, "eval/standard_error": error}
             for at, reward, error in evaluations
