@@ -50,8 +50,8 @@ setup(
         "hydra-core>=1.3.8,<1.4",  # before 1.3.8, `instantiate` could be made to run code
         "jaxtyping>=0.3.11,<0.4",
         "jinja2>=3.1.6,<4",
-        "markupsafe>=3,<4",
         "langdetect>=1.0.9,<1.1",
+        "markupsafe>=3,<4",
         "math-verify>=0.9,<0.10",
         "matplotlib>=3.10,<4",
         "nltk>=3.10.4,<4",

@@ -20,11 +20,23 @@ import harness
 
 from grpo_rl.collectors.dialogs import Trajectory, begin, play
 from grpo_rl.engines.base import Engine, Samples, Sampling
+from grpo_rl.envs.base import LLMEnv, Messages
 from grpo_rl.envs.calculator import Calculator, CalculatorEnv
 from grpo_rl.models import DEFAULT_MODEL, resolve_model
 
 NAME = "dialogs"
-BAR = 1.2
+BAR, OTHERS_BAR = 1.2, 1.5
+
+
+class SlowForOne(Calculator):
+    """A calculator that takes its time with the first row's conversation."""
+
+    delay_s = 0.0
+
+    def reply(self, row: dict, messages: Messages) -> Messages | None:
+        if row is self.rows[0]:
+            time.sleep(self.delay_s)
+        return super().reply(row, messages)
 
 
 @dataclass(eq=False)
@@ -70,7 +82,7 @@ class Watched:
         self._vllm.add_request = self._add
 
 
-def conversations(env: CalculatorEnv, count: int) -> list[Trajectory]:
+def conversations(env: LLMEnv, count: int) -> list[Trajectory]:
     return [begin(env, row, f"row {i}", env.encode(row)) for i, row in enumerate(env.task.rows[:count])]
 
 
@@ -101,51 +113,58 @@ def main() -> None:
     folder = resolve_model(args.model)
     engine = VLLMEngine(folder, max_model_len=1024)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    env = CalculatorEnv(args.conversations, 1, tokenizer, path="quickstart-train", max_turns=4)
+    env = CalculatorEnv(args.conversations, 2, tokenizer, path="quickstart-train", max_turns=4)
+    env.task = SlowForOne(env.task.rows)
     sampling = Sampling(max_new_tokens=args.response, temperature=0.0)
-    original = Calculator.reply
-    delay_s = 0.0
+    compared = 0
 
-    def reply(task: Calculator, row: dict, messages: list) -> list | None:
-        answer = original(task, row, messages)
-        if row is task.rows[0]:
-            time.sleep(delay_s)
-        return answer
+    def played(count: int, delay_s: float) -> dict[str, float]:
+        """Plays so many conversations; the tool of the first one takes ``delay_s`` seconds a turn."""
+        nonlocal compared
+        env.task.delay_s = delay_s
+        watched = Watched(engine)
+        trajectories = conversations(env, count)
+        start = time.perf_counter()
+        play(env, watched, sampling, trajectories)  # pyright: ignore[reportArgumentType]
+        all_s = time.perf_counter() - start
+        watched.close()
+        if dropped := [trajectory.dropped for trajectory in trajectories if trajectory.dropped]:
+            sys.exit(f"error: a conversation was dropped: {dropped[0].message}")
+        compared += check_ids(trajectories, watched)
+        others = [watched.ended_s[i] for i in range(1, count)]
+        means = {"other_s": sum(others) / len(others), "others_s": max(others)} if others else {}
+        return {"step_s": all_s, **means, "first_turns": trajectories[0].dialog.turns}
 
-    runs: dict[str, dict[str, float]] = {}
-    Calculator.reply = reply  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        for name, count in (("warm-up", args.conversations), ("fast", args.conversations), ("slow alone", 1),
-                            ("slow", args.conversations)):  # fmt: skip
-            if name == "slow alone":
-                delay_s = (args.slower - 1) * runs["fast"]["conversation_s"] / runs["fast"]["slow_one's_turns"]
-            watched = Watched(engine)
-            trajectories = conversations(env, count)
-            start = time.perf_counter()
-            play(env, watched, sampling, trajectories)  # pyright: ignore[reportArgumentType]
-            all_s = time.perf_counter() - start
-            watched.close()
-            others = [watched.ended_s[i] for i in range(1, count)]
-            runs[name] = {
-                "all_s": all_s,
-                **({"conversation_s": sum(others) / len(others), "others_s": max(others)} if others else {}),
-                "slow_one's_turns": trajectories[0].dialog.turns,
-                "turns": check_ids(trajectories, watched),
-                "tokens": sum(len(t.ids) for t in trajectories),
-            }
-            print(f"{name}: {runs[name]}", file=sys.stderr, flush=True)
+        played(args.conversations, 0.0)
+        fast = played(args.conversations, 0.0)
+        delay_s = (args.slower - 1) * fast["other_s"] / fast["first_turns"]
+        arms = {
+            "fast": lambda: played(args.conversations, 0.0),
+            "slow alone": lambda: played(1, delay_s),
+            "slow": lambda: played(args.conversations, delay_s),
+        }
+        summary = {name: harness.summarize(reports) for name, reports in harness.rounds(arms, args.steps).items()}
     finally:
-        Calculator.reply = original
         engine.close()
 
-    figure = runs["slow"]["all_s"] / runs["slow alone"]["all_s"]
-    longer = runs["slow alone"]["all_s"] / runs["slow"]["conversation_s"]
+    median = {name: arm["median"] for name, arm in summary.items()}
+    figure = median["slow"]["step_s"] / median["slow alone"]["step_s"]
+    longer = median["slow alone"]["step_s"] / median["slow"]["other_s"]
     result = {
         "shows": f"{args.conversations} conversations of up to 4 turns, one with a tool so slow that it takes "
         f"{longer:.0f} times as long as the others do: the time of all over that of the slow one alone. The ids of "
-        f"{sum(run['turns'] for run in runs.values())} turns are those that vLLM was given, token for token.",
-        "bars": [harness.bar("time of all conversations over the slow one's alone", figure, at_most=BAR)],
-        "table": [{"run": name, **run} for name, run in runs.items()],
+        f"{compared} turns are those that vLLM was given, token for token.",
+        "bars": [
+            harness.bar("time of all conversations over the slow one's alone", figure, at_most=BAR),
+            harness.bar(
+                "time until the others have ended, over that without a slow one",
+                median["slow"]["others_s"] / median["fast"]["others_s"],
+                at_most=OTHERS_BAR,
+            ),
+        ],
+        "arms": summary,
+        "plots": [],
         "machine": harness.machine(),
         **load,
     }
@@ -153,7 +172,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = harness.arguments(__doc__, steps=None)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a local folder or a hub name")
     parser.add_argument("--conversations", type=harness.at_least_one, default=16)
     parser.add_argument("--response", type=harness.at_least_one, default=32, help="tokens of a turn, at most")

@@ -123,11 +123,16 @@ def _dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
     ('ifeval', 'gsm8k')
     >>> _dataset_of(["env=ifeval,gsm8k"], "grpo_gsm8k"), _dataset_of(["--config-name", "mine"], "grpo_gsm8k")
     (None, None)
+    >>> _dataset_of(["--config-name=grpo_math"], "grpo_gsm8k"), _dataset_of(["+experiment=mine"], "grpo_gsm8k")
+    ('math', None)
     """
     name = config_name.removeprefix("grpo_")
-    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        option, _, value = word.partition("=")
         if option in ("--config-name", "-cn"):
-            name = value.removeprefix("grpo_")
+            name = (value or following).removeprefix("grpo_")
+        if option.lstrip("+") == "experiment":
+            return None  # it may choose a task
     for word in arguments:
         if word.startswith("env="):
             name = word.removeprefix("env=")
@@ -163,7 +168,6 @@ def check(cfg: DictConfig) -> None:
         "loss.clip_high",
         "optimizer.weight_decay",
         "optimizer.warmup_steps",
-        "optimizer.min_lr_fraction",
         "train.keep_checkpoints",
         "train.checkpoint_frequency",
         "evaluate.rows",
@@ -201,6 +205,12 @@ def check(cfg: DictConfig) -> None:
             f"inference_model.max_model_len={cfg.inference_model.max_model_len} leaves no room for a prompt beside "
             f"sampling.max_new_tokens={cfg.sampling.max_new_tokens}"
         )
+    if cfg.env.dataset == "search_qa" and cfg.env.eval_path and not cfg.env.corpus:
+        raise ValueError(
+            "env.eval_path needs env.corpus: those beside env.path do not answer its questions"
+        )
+    if not 0 <= cfg.optimizer.min_lr_fraction <= 1:
+        raise ValueError(f"optimizer.min_lr_fraction is {cfg.optimizer.min_lr_fraction}; it must be between 0 and 1")
     _one_of(cfg, "inference_model.engine", ("vllm", "transformers"))
     _one_of(cfg, "env.long_prompt", ("error", "skip"))
     _one_of(cfg, "train_model.dtype", ("bfloat16", "float32"))

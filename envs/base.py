@@ -49,7 +49,8 @@ class LLMEnv(EnvBase):
 
     ``reset`` takes the next rows of the epoch's seeded shuffle, ``step`` scores the answers and ends the episode; where
     the task replies, the prompt of the next step is the whole conversation, and the episode ends when all are over.
-    A collector that needs no TensorDicts uses :meth:`next_prompts` and :meth:`score`, which both are built on.
+    A collector that needs no TensorDicts uses :meth:`next_prompts` and :meth:`score`, which both are built on; in
+    ``step`` replies come one after the other and have no deadline, in ours each has its own.
     The data position is in ``state_dict()``, as JSON-able numbers: a restored environment asks the same next questions.
 
     Args:
@@ -144,18 +145,21 @@ class LLMEnv(EnvBase):
         Raises:
             ScoreError: too many answers failed (`grpo_rl.envs.guard`).
         """
-        return self.guard.score(self.task.rows[row], self._decode_all(responses), f"row {row}")
-
-    def score_text(self, row: dict, text: str, where: str = "a held-out row") -> Reward | Failure:
-        """The reward of one answer to a row of any data; see :meth:`score`."""
-        return self.guard.score(row, [text], where)[0]
+        data, texts = self.task.rows[row], self._decode_all(responses)
+        if not plays_turns(self.task):
+            return self.guard.score(data, texts, f"row {row}")
+        prompt = self.task.prompt(data)
+        dialogs = [[*prompt, {"role": "assistant", "content": text}] for text in texts]
+        return self.guard.score_dialogs(data, dialogs, f"row {row}")
 
     def check_prompts(self) -> None:
         """Tokenises every row, so that a prompt that is too long is found before a model is loaded.
 
         Raises:
-            ValueError: one is, and ``long_prompt`` is ``error``; or all are.
+            ValueError: one is, and ``long_prompt`` is ``error``; or all are; or the chat template can't write a reply.
         """
+        if self.max_turns > 1:
+            encode_reply(self.tokenizer, [{"role": self.task.reply_role, "content": "a reply"}])
         if self.max_prompt_tokens is None:
             return
         for start in range(0, len(self.task.rows), _CHECK_BATCH):
@@ -175,9 +179,13 @@ class LLMEnv(EnvBase):
         """The text that is judged: without special tokens, otherwise exactly what was sampled."""
         return self._decode_all([ids])[0]
 
-    def encode_reply(self, reply: Messages) -> list[int]:
-        """Ids that go behind a sampled answer: the end of its turn, the reply, the beginning of the next turn."""
-        return encode_reply(self.tokenizer, reply)
+    def encode_reply(self, reply: Messages, last: int) -> list[int]:
+        """Ids that go behind a sampled answer: the end of its turn, the reply, the beginning of the next turn.
+
+        Args:
+            last: the answer's last id.
+        """
+        return encode_reply(self.tokenizer, reply, last)
 
     def query(self, row: int) -> str:
         """The question of a row, for people and logs."""
@@ -190,7 +198,7 @@ class LLMEnv(EnvBase):
     # ---- data position ----
 
     def get_extra_state(self) -> dict[str, int]:
-        """The data position, which torch puts into ``state_dict()``."""
+        """The data position and the counts of failures, which torch puts into ``state_dict()``."""
         return {
             "rows": len(self.task.rows),
             "digest": self._digest,
@@ -198,6 +206,7 @@ class LLMEnv(EnvBase):
             "epoch": self._epoch,
             "cursor": self._cursor,
             "next_group_id": self._next_group_id,
+            **self.guard.counts,
         }
 
     def set_extra_state(self, state: dict[str, int]) -> None:
@@ -213,6 +222,7 @@ class LLMEnv(EnvBase):
             )
         self._start_epoch(state["seed"], state["epoch"])
         self._cursor, self._next_group_id = state["cursor"], state["next_group_id"]
+        self.guard.restore(state)
 
     def _start_epoch(self, seed: int, epoch: int) -> None:
         self._seed, self._epoch, self._cursor = seed, epoch, 0
@@ -326,7 +336,8 @@ class LLMEnv(EnvBase):
             row = answer.select(*_OBSERVATION)
             reward = result if isinstance(result, Reward) else self._no_reward
             if not isinstance(result, Reward):
-                reply = torch.tensor(self.encode_reply(result), dtype=torch.long)
+                last = int(answer[keys.TOKENS_RESPONSE][-1])
+                reply = torch.tensor(self.encode_reply(result, last), dtype=torch.long)
                 row[keys.TOKENS_PROMPT] = torch.cat([row[keys.TOKENS_PROMPT], answer[keys.TOKENS_RESPONSE], reply])
             row[keys.REWARD[-1]] = torch.tensor([reward.total])
             for name in self.task.reward_parts:
@@ -347,6 +358,7 @@ class LLMEnv(EnvBase):
                 continue
             dialog.say(text)
             if (reply := dialog.reply(self.task, row, self.max_turns)) is not None:
+                dialog.hear(reply)
                 judged[k] = reply
             else:
                 ended.append(k)

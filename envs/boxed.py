@@ -17,7 +17,8 @@ _TARGETS = (LatexExtractionConfig(boxed_match_priority=0),)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _PERCENT_SIGN = re.compile(r"\s*(?:\\?%|\\(?:text|mbox|mathrm)\{\s*percent\s*\}|\bpercent\b)")
-_PERCENT = re.compile(r"(\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?|\.\d+)%")
+_PERCENT = re.compile(r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)%")
+_INTEGER = re.compile(r"\s*-?[0-9]+\s*")
 _BASE = re.compile(r"\s*[0-9]+\s*_\s*\{?\s*([0-9]+)\s*\}?\s*")
 
 
@@ -48,10 +49,11 @@ def equal(gold: str, answer: str | None) -> bool | None:
     A gold answer that math-verify only knows as a text would make every other way to write it wrong.
 
     Two things math-verify is helped with. It does not look at the base of ``52_8``: an answer in another base than the
-    gold answer's is wrong here; it may leave the base out. And with the ANTLR that Hydra needs it can't read percents:
-    ``28\%`` is 28/100, or 28 where the answer leaves the sign out, as it may other units.
+    gold answer's, or in none, is wrong here. And with the ANTLR that Hydra needs it can't read percents: ``28\%`` is
+    28/100, and either side may leave the sign out, as other units; the gold answer only where it is a whole number.
 
-    Has no deadline: sympy may take for ever.
+    Has no deadline: sympy may take for ever. What it fails on, in any way, counts as not equal: nearly always it is the
+    answer that makes no sense.
 
     >>> equal(r"\frac{1}{2}", "0.5"), equal(r"\frac{1}{2}", "0.4"), equal("", "0.5")
     (True, False, None)
@@ -63,10 +65,12 @@ def equal(gold: str, answer: str | None) -> bool | None:
     if answer is None:
         return False
     answer = _PERCENT_SIGN.sub("%", answer)
-    base = _BASE.fullmatch(answer)
-    if base and ((gold_base := _BASE.fullmatch(gold)) is None or gold_base[1] != base[1]):
+    base, gold_base = _BASE.fullmatch(answer), _BASE.fullmatch(gold)
+    if (base and (gold_base is None or gold_base[1] != base[1])) or (gold_base and _INTEGER.fullmatch(answer)):
         return False
     if "%" in gold and "%" not in answer and _verified(_parsed(gold.replace("%", "")), answer):
+        return True
+    if "%" in answer and _INTEGER.fullmatch(gold) and _verified(golds, answer.replace("%", "")):
         return True
     return _verified(golds, answer)
 

@@ -73,7 +73,7 @@ class Calculator(Task):
     ) -> None:
         self._weights = {"correctness": correctness, "tool_use": tool_use, "answer_format": answer_format}
         check_settings(form, tool_role, self._weights)
-        self._role = tool_role
+        self.reply_role = tool_role
         solved = [{**example, "result": calculate(str(example.get("call")))} for example in examples]
         self._before = opening(self.tools[0], form, tool_role, system_prompt, solved)
         self.rows = rows
@@ -87,7 +87,7 @@ class Calculator(Task):
 
     def reply(self, row: dict, messages: Messages) -> Messages | None:
         """The results of the calls in the last message; None where it calls nothing, or answers."""
-        return answer_calls(messages[-1]["content"], self.tools, self._role)
+        return answer_calls(messages[-1]["content"], self.tools, self.reply_role)
 
     def score(self, row: dict, response: str) -> Reward:
         """The reward of a conversation of one message."""
@@ -118,7 +118,7 @@ class Calculator(Task):
             "tool_use": any(
                 result in _numbers(later)
                 for turn, text in enumerate(said[:-1])
-                for result in self._results(text)
+                for result in self._results(text, row["question"])
                 for later in said[turn + 1 :]
             ),
             "answer_format": re.search(gsm8k.ANSWER_PATTERN, final) is not None,
@@ -130,11 +130,18 @@ class Calculator(Task):
         number = extract_answer(row["answer"])
         return None if number is None else f"{number:f}"
 
-    def _results(self, text: str) -> list[str]:
-        """What the calculator said to a message's calls that had something to calculate; errors hold no number."""
-        expressions = [call.argument for call in find_calls(text, self.tools) if call.tool]
-        results = [calculate(expression) for expression in expressions if has_operation(expression)]
-        return [result.removeprefix("-") for result in results if not result.startswith("Error")]
+    def _results(self, text: str, question: str) -> list[str]:
+        """What a message's calls found out: results that stand neither in the question nor in the call itself.
+
+        Otherwise `1*1` would be of use wherever a 1 is written. Errors hold no number.
+        """
+        found = []
+        for call in find_calls(text, self.tools):
+            if call.tool and has_operation(call.argument):
+                result = calculate(call.argument).removeprefix("-")
+                if not result.startswith("Error") and result not in _numbers(question) | _numbers(call.argument):
+                    found.append(result)
+        return found
 
 
 def _numbers(text: str) -> set[str]:

@@ -41,11 +41,26 @@ class Dialog:
         self.turns += 1
 
     def reply(self, task: Task, row: dict, max_turns: int) -> Messages | None:
-        """What the task replies, appended; None where the conversation is over."""
+        """What the task replies; None where the conversation is over.
+
+        Raises:
+            TypeError: it replies with something else than messages.
+        """
         reply = task.reply(row, list(self.messages)) if self.turns < max_turns else None
+        if reply is not None:
+            _check_reply(reply)
         self.over = reply is None
-        self.messages += reply or []
         return reply
+
+    def hear(self, reply: Messages) -> None:
+        """Appends what the task replied."""
+        self.messages += reply
+
+
+def _check_reply(reply: Any) -> None:
+    whole = isinstance(reply, list) and reply and all(isinstance(message, dict) for message in reply)
+    if not whole or not all(isinstance(message.get(key), str) for message in reply for key in ("role", "content")):
+        raise TypeError(f"reply returned {reply!r:.80}; it must be None, or messages with a role and a content")
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, conversations: list[Messages]) -> list[list[int]]:
@@ -61,10 +76,13 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, conversations: list[Messa
     return cast("list[list[int]]", ids)
 
 
-def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: Messages) -> list[int]:
+def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: Messages, last: int | None = None) -> list[int]:
     """Ids of what follows a finished answer up to where the policy speaks again: the end of its turn, the reply.
 
     Nothing that was sampled is tokenised again: these ids go behind it.
+
+    Args:
+        last: the last id that was sampled; where it is the template's end of a turn, that is not written again.
 
     Raises:
         ValueError: the chat template refuses the messages, or changes earlier turns when later ones come.
@@ -81,9 +99,10 @@ def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: Messages) -> list[in
                 "the tokenizer's chat template changes earlier turns when later ones come, so ids that were sampled "
                 "could not be kept; use a template that only appends"
             )
-        # The token that ends a turn was sampled; what the template writes after it, a line break say, is still to come.
-        text = text[answered.rindex(_ANSWER) + len(_ANSWER) :].removeprefix(tokenizer.eos_token or "")
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+        text = text[answered.rindex(_ANSWER) + len(_ANSWER) :]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    # The token that ends a turn was sampled; what the template writes after it, a line break say, is still to come.
+    return ids[1:] if tokenizer.chat_template and ids[:1] == [last] else ids
 
 
 def _templated(tokenizer: PreTrainedTokenizerBase, messages: Any, **settings: bool) -> Any:

@@ -158,8 +158,8 @@ def check(numbers: Sequence[int], target: int, expression: str, use_all: bool = 
 
 
 def _answer(response: str) -> str:
-    end = response.rfind("</answer>")
-    start = response.rfind("<answer>", 0, end) if end >= 0 else -1
+    start = response.rfind("<answer>", 0, max(0, response.rfind("</answer>")))
+    end = response.find("</answer>", start)  # a second one behind it closes nothing
     return response[start + len("<answer>") : end] if start >= 0 else ""
 
 
@@ -251,6 +251,9 @@ class _Parser:
 # ---- the data ----
 
 
+MAX_TRIES = 100_000
+
+
 class Puzzles(Sequence[dict]):
     """``count`` puzzles with a solution, each made when it is asked for: row i depends on the settings and i alone.
 
@@ -304,12 +307,16 @@ class Puzzles(Sequence[dict]):
         return self._puzzle(Random(f"{self._seed}/{self._split}/{index % self._count}"))
 
     def _puzzle(self, rng: Random) -> dict:
-        while True:
+        for _ in range(MAX_TRIES):
             numbers = [rng.randint(1, self._max_number) for _ in range(rng.choice(self._sizes))]
             if is_held_out(numbers) == (self._split == "test"):
                 target, solution = _combined(numbers, rng)
                 if target.denominator == 1 and 1 <= target <= self._max_target:
                     return {"numbers": numbers, "target": int(target), "solution": solution}
+        raise ValueError(
+            f"no puzzle found in {MAX_TRIES} tries: of {list(self._sizes)} numbers up to {self._max_number}, hardly "
+            f"any reach a target up to {self._max_target}; lower max_number or raise max_target"
+        )
 
 
 def is_held_out(numbers: Sequence[int]) -> bool:
@@ -351,7 +358,7 @@ def load_rows(path: str | Path | None = None, split: str = "train", **puzzles: A
             ``target``, see :func:`grpo_rl.envs.tables.load_rows`; None generates 10,000 puzzles to train on, or 500
             held-out ones.
         split: ``train`` or ``test``; a file is one split.
-        puzzles: settings of :class:`Puzzles`, where they are generated.
+        puzzles: settings of :class:`Puzzles`, for those that are generated; a file has its own.
 
     Raises:
         ValueError: a setting makes no sense, there is no such file, or a row lacks a column.
@@ -362,8 +369,6 @@ def load_rows(path: str | Path | None = None, split: str = "train", **puzzles: A
     """
     if path is None:
         return Puzzles(**{"count": 10_000 if split == "train" else 500, "split": split, **puzzles})
-    if puzzles:
-        raise ValueError(f"{', '.join(puzzles)} are settings of generated puzzles; leave them out with env.path={path}")
     return [_checked(row, f"{path}, row {index}") for index, row in enumerate(tables.load_rows(path, split))]
 
 

@@ -30,7 +30,7 @@ SYSTEM_PROMPT = (
     "</answer>."
 )
 REASONING_PATTERN = r"(?s)^\s*<reasoning>.+?</reasoning>"
-ANSWER_PATTERN = r"(?s)<answer>\s*[-+$]?[\d.,]+\s*</answer>\s*$"
+ANSWER_PATTERN = r"(?s)<answer>\s*[-+$]*(\d[\d.,]*|\.\d+)\s*</answer>\s*$"
 
 
 class GSM8K(Task):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from grpo_rl.envs.isolation import IsolatedCalls
-from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, plays_turns
+from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, last_said, plays_turns
 
 Kind = Literal["error", "timeout", "invalid", "unjudgeable"]
+LARGEST = 3.4e38
+"""What a reward may be: training keeps it in fp32."""
 FEW = 80
 """Answers before which the fraction that failed says little; their number is taken for that of the first ones."""
 
@@ -38,15 +39,14 @@ class Failure:
 
 
 class Scorer:
-    """Scores with a copy of the task without its rows, as it goes to a process of its own."""
+    """A task's ways to score, without its rows, as they go to a process of their own."""
 
     def __init__(self, task: Task) -> None:
-        self._task = copy.copy(task)
-        self._task.rows = ()
+        self._task = task.without_rows()
 
-    def __call__(self, row: dict, response: str) -> Reward:
-        """The reward of one answer."""
-        return self._task.score(row, response)
+    def __call__(self, method: str, *arguments: Any) -> Any:
+        """What the task's ``score``, ``score_many`` or ``score_dialog`` returns."""
+        return getattr(self._task, method)(*arguments)
 
 
 class ScoreGuard:
@@ -54,8 +54,10 @@ class ScoreGuard:
 
     Args:
         task: judges.
-        deadline_s: seconds that the scoring of one answer may take, or of one prompt's where the task scores them
-            together. What takes longer is left behind in its thread, or killed where the task is ``isolated``.
+        deadline_s: seconds that the scoring of one answer may take; answers that are scored together have as many times
+            that together. What takes longer is left behind in its thread, or killed where the task is ``isolated``:
+            a thread can't be stopped, and code that never lets go of Python's interpreter, a regular expression that
+            backtracks say, holds up its deadline too.
         max_failed_fraction: of all answers; beyond it the run stops, as it would train on an odd choice of answers.
 
     Raises:
@@ -77,6 +79,17 @@ class ScoreGuard:
         self.examples: dict[Kind, str] = {}
         """The first failure of each kind."""
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was judged and what failed so far, as JSON-able numbers."""
+        return {"judged": self.judged, **{f"failed_{kind}": count for kind, count in self.failed.items()}}
+
+    def restore(self, counts: dict[str, int]) -> None:
+        """Goes on counting from :attr:`counts`; other entries are left aside."""
+        self.judged = counts.get("judged", 0)
+        kinds: tuple[Kind, ...] = get_args(Kind)
+        self.failed = Counter({kind: n for kind in kinds if (n := counts.get(f"failed_{kind}", 0))})
+
     def score(self, row: dict, responses: Sequence[str], where: str) -> list[Reward | Failure]:
         """The reward of each answer to one row.
 
@@ -86,28 +99,40 @@ class ScoreGuard:
         Raises:
             ScoreError: too many answers failed.
         """
-        task = self._task
-        if self._processes:
-            return self._checked(self._processes.map([(row, text) for text in responses]), responses, where)
-        if type(task).score_many is not Task.score_many:
-            together = self._results([lambda: task.score_many([row] * len(responses), responses)])[0]
-            if isinstance(together, Exception):
-                results: list[Any] = [together] * len(responses)
-            elif len(together) != len(responses):
-                wrong = TypeError(f"score_many returned {len(together)} rewards for {len(responses)} answers")
-                results = [wrong] * len(responses)
-            else:
-                results = list(together)
+        if not self._task.together:
+            return self._checked(self._each("score", [(row, text) for text in responses]), responses, where)
+        rows = [row] * len(responses)
+        together = self._all_at_once(rows, responses)
+        if isinstance(together, Exception):
+            results: list[Any] = [together] * len(responses)
+        elif len(together) != len(responses):
+            wrong = TypeError(f"score_many returned {len(together)} rewards for {len(responses)} answers")
+            results = [wrong] * len(responses)
         else:
-            results = self._results([lambda text=text: task.score(row, text) for text in responses])
+            results = together
         return self._checked(results, responses, where)
 
     def score_dialogs(self, row: dict, dialogs: Sequence[Messages], where: str) -> list[Reward | Failure]:
         """The reward of each conversation about one row; see :meth:`score`."""
+        said = [last_said(messages) for messages in dialogs]
         if not plays_turns(self._task):
-            return self.score(row, [messages[-1]["content"] for messages in dialogs], where)
-        calls = [lambda messages=messages: self._task.score_dialog(row, messages) for messages in dialogs]
-        return self._checked(self._results(calls), [messages[-1]["content"] for messages in dialogs], where)
+            return self.score(row, said, where)
+        return self._checked(self._each("score_dialog", [(row, messages) for messages in dialogs]), said, where)
+
+    def _each(self, method: str, calls: Sequence[tuple]) -> list[Any]:
+        """What each call of the task returned or raised."""
+        if self._processes:
+            return self._processes.map([(method, *arguments) for arguments in calls])
+        function = getattr(self._task, method)
+        return self._results([lambda arguments=arguments: function(*arguments) for arguments in calls])
+
+    def _all_at_once(self, rows: Sequence[dict], responses: Sequence[str]) -> Any:
+        """What ``score_many`` returned, as a list, or raised."""
+        deadline_s = self.deadline_s * max(1, len(responses))
+        if self._processes:
+            (result,) = self._processes.map([("score_many", rows, responses)], deadline_s)
+            return result if isinstance(result, Exception) else _listed(result)
+        return self._results([lambda: _listed(self._task.score_many(rows, responses))], deadline_s)[0]
 
     def _checked(self, results: Sequence[Any], answers: Sequence[str], where: str) -> list[Reward | Failure]:
         checked = [self._check(result, answer, where) for result, answer in zip(results, answers, strict=True)]
@@ -140,19 +165,20 @@ class ScoreGuard:
         if isinstance(result, Unjudgeable):
             return Failure("unjudgeable", f"{name} can't judge {where}: {result}")
         if isinstance(result, TimeoutError):
-            return Failure("timeout", f"{name} took longer than {self.deadline_s:g} s on {where}: {result}; {of}")
+            return Failure("timeout", f"{name} ran out of time on {where}: {result}; {of}")
         if isinstance(result, Exception):
             return Failure("error", f"{name} failed on {where}: {type(result).__name__}: {result}; {of}")
         wanted = list(self._task.reward_parts)
-        if not isinstance(result, Reward) or set(result.parts) != set(wanted) or not _finite(result.parts):
+        if not (isinstance(result, Reward) and _finite(result.parts) and set(result.parts) == set(wanted)):
             return Failure("invalid", f"{name} returned {result!r} on {where}, not finite numbers under {wanted}; {of}")
         if not _finite(result.measures):
             return Failure("invalid", f"{name} measured {result.measures!r} on {where}, not finite numbers; {of}")
         # A task may well return counts or truth values.
         return Reward(_floats(result.parts), _floats(result.measures))
 
-    def _results(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _results(self, calls: Sequence[Callable[[], Any]], deadline_s: float | None = None) -> list[Any]:
         """What each call returned or raised; calls run one after the other, in a thread that may be left behind."""
+        deadline_s = deadline_s or self.deadline_s
         results: list[Any] = []
         while len(results) < len(calls):
             done: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -161,10 +187,10 @@ class ScoreGuard:
             in_thread(_run, rest, done, left_behind)
             for _ in rest:
                 try:
-                    results.append(done.get(timeout=self.deadline_s))
+                    results.append(done.get(timeout=deadline_s))
                 except queue.Empty:
                     left_behind.set()
-                    results.append(TimeoutError("its scorer was left behind in its thread"))
+                    results.append(TimeoutError(f"no result within {deadline_s:g} s, so its thread was left behind"))
                     break
         return results
 
@@ -182,14 +208,24 @@ def _run(calls: Sequence[Callable[[], Any]], done: queue.SimpleQueue[Any], left_
             done.put(call())
         except Exception as error:
             done.put(error)
+        except BaseException as error:  # a scorer that calls sys.exit() ends itself, not the run
+            done.put(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _listed(rewards: Any) -> list[Any]:
+    if isinstance(rewards, (str, dict)):
+        raise TypeError(f"score_many returned {rewards!r:.80}, no list of rewards")
+    return list(rewards)
 
 
 def _floats(numbers: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items()}
 
 
-def _finite(parts: dict[str, Any]) -> bool:
+def _finite(numbers: Any) -> bool:
+    """Whether these are named numbers whose sum, too, is finite in fp32."""
     try:
-        return all(math.isfinite(value) for value in parts.values())
-    except TypeError:
+        values = [float(value) for value in numbers.values()]
+    except Exception:  # whatever a scorer may have put there
         return False
+    return all(abs(value) <= LARGEST for value in [*values, sum(values)])

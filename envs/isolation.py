@@ -86,8 +86,11 @@ class IsolatedCalls:
         self._process_id = os.getpid()
         self._finalizer = weakref.finalize(self, _kill_all, self._live, self._process_id)
 
-    def map(self, arguments: Sequence[tuple]) -> list[Any]:
+    def map(self, arguments: Sequence[tuple], deadline_s: float | None = None) -> list[Any]:
         """What each call returned, in the order of ``arguments``, one tuple a call.
+
+        Args:
+            deadline_s: of each of these calls, where it is not the usual one.
 
         In the place of a call that failed stands the exception: what it raised, a TimeoutError where it took longer
         than its deadline, or :class:`WorkerDied`.
@@ -99,7 +102,7 @@ class IsolatedCalls:
             raise RuntimeError("the workers belong to the process that this one was forked from; make others here")
         size = max(1, min(_MAX_CHUNK, len(arguments) // (4 * self.workers)))
         chunks = [arguments[start : start + size] for start in range(0, len(arguments), size)]
-        futures = [self._threads.submit(self._results, chunk) for chunk in chunks]
+        futures = [self._threads.submit(self._results, chunk, deadline_s or self.deadline_s) for chunk in chunks]
         try:
             return [result for future in futures for result in future.result()]
         finally:
@@ -118,7 +121,7 @@ class IsolatedCalls:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _results(self, chunk: Sequence[tuple]) -> list[Any]:
+    def _results(self, chunk: Sequence[tuple], deadline_s: float) -> list[Any]:
         """Of each call of the chunk, made by this thread's worker, and after a failure by the next one."""
         results: list[Any] = []
         died = False
@@ -129,11 +132,12 @@ class IsolatedCalls:
             try:
                 worker.pipe.send(list(chunk[len(results) :]))
                 while len(results) < len(chunk):
-                    results.append(worker.result(self.deadline_s))
+                    results.append(worker.result(deadline_s))
                     died = False
             except TimeoutError as error:
                 results.append(error)
                 self._kill(worker)
+                died = False
             except (EOFError, OSError):
                 end = self._kill(worker)
                 # A worker may have died before the call, killed by a machine short of memory: the call gets another.

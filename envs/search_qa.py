@@ -134,7 +134,7 @@ class SearchQA(Task):
             )
         self.reward_parts = tuple(self._weights)
         self.rows, self._index = rows, index
-        self._results, self._max_chars, self._role = results, max_result_chars, tool_role
+        self._results, self._max_chars, self.reply_role = results, max_result_chars, tool_role
         self.tools = (Tool("search", "query", "author of the novel Emma", self._search),)
         self._before = opening(self.tools[0], form, tool_role, system_prompt, examples)
 
@@ -144,7 +144,7 @@ class SearchQA(Task):
 
     def reply(self, row: dict, messages: Messages) -> Messages | None:
         """What the searches in the last message find; None where it searches nothing, or answers."""
-        return answer_calls(messages[-1]["content"], self.tools, self._role)
+        return answer_calls(messages[-1]["content"], self.tools, self.reply_role)
 
     def score(self, row: dict, response: str) -> Reward:
         """The reward of a conversation of one message."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,10 @@ from dataclasses import dataclass, field
 Messages = list[dict[str, str]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates take them."""
 
-RESERVED_PARTS = {"mean", "std", "zero_std_fraction", "reward", "mean_length", "truncated_fraction", "total", "failed"}
+RESERVED_PARTS = {
+    "mean", "std", "zero_std_fraction", "reward", "standard_error", "mean_length", "truncated_fraction", "total",
+    "failed", "measure",
+}  # fmt: skip
 """Names under ``reward/`` and ``eval/`` that metrics have taken already."""
 
 
@@ -51,6 +55,23 @@ class Task(ABC):
     """Names of the parts that every :meth:`score` returns."""
     isolated: bool = False
     """Whether answers are scored in a process of their own, which can be killed: for scorers that may hang or crash."""
+    reply_role: str = "tool"
+    """Role of the messages of :meth:`reply`, which the chat template has to know."""
+
+    def pays(self, part: str) -> bool:
+        """Whether an answer can earn by this part: a weight of 0 or less makes right answers look like wrong ones."""
+        return getattr(self, "_weights", {}).get(part, 1.0) > 0
+
+    @property
+    def together(self) -> bool:
+        """Whether the answers to a prompt are scored in one call of :meth:`score_many`; otherwise each has its own."""
+        return type(self).score_many is not Task.score_many
+
+    def without_rows(self) -> Task:
+        """A copy that can score and has no data, to be sent to another process."""
+        task = copy.copy(self)
+        task.rows = ()
+        return task
 
     @abstractmethod
     def prompt(self, row: dict) -> Messages:
@@ -79,8 +100,8 @@ class Task(ABC):
         return results
 
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
-        """The reward of a conversation of several turns, its prompt included; by default that of its last message."""
-        return self.score(row, messages[-1]["content"])
+        """The reward of a conversation of several turns, its prompt included; by default that of its end."""
+        return self.score(row, last_said(messages))
 
     def reply(self, row: dict, messages: Messages) -> Messages | None:
         """What the world says after the policy's last message; None ends the conversation, as single turns do.
@@ -92,6 +113,15 @@ class Task(ABC):
     def gold(self, row: dict) -> str | None:
         """The right answer, for logs; None where the task has no single one."""
         return None
+
+
+def last_said(messages: Messages) -> str:
+    """What the policy said last: a conversation that met a limit may end on a reply.
+
+    >>> last_said([{"role": "assistant", "content": "Calculator: 3*4"}, {"role": "tool", "content": "12"}])
+    'Calculator: 3*4'
+    """
+    return next((m["content"] for m in reversed(messages) if m["role"] == "assistant"), "")
 
 
 def plays_turns(task: Task) -> bool:

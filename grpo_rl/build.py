@@ -81,7 +81,7 @@ def eval_rows(cfg: DictConfig, env: LLMEnv) -> list[dict]:
         path = cfg.env.path  # which has a held-out part
     module = importlib.import_module(f"grpo_rl.envs.{ENVS[cfg.env.dataset][0]}")
     settings = {name: cfg.env[name] for name in ROW_SETTINGS if name in cfg.env}
-    puzzles = settings.pop("puzzles", {})
+    puzzles = settings.pop("puzzles", None) or {}
     rows = module.load_rows(path, "test", **settings, **puzzles)
     if len(rows) < wanted:
         raise ValueError(f"evaluate.rows={wanted}, but the held-out data has {len(rows)} rows")

@@ -128,7 +128,7 @@ def floors_s(
 
     prefill = of_distinct_tokens([group.prompt_ids for group in groups], prompt)
     decode = responses(groups)
-    longest = max((int(group.lengths.max()) for group in groups), default=0)
+    longest = max((int(group.chosen_lengths.max()) for group in groups), default=0)
     read_s = longest * sizes.decode_bytes / rates.bytes_per_s
     scored = [group for group in groups if group.ref_log_probs is not None]
     trained = groups_to_score(groups, skip_zero_advantage)

@@ -79,6 +79,12 @@ class Group:
         return self.offsets.diff()
 
     @property
+    def chosen_lengths(self) -> Int[Tensor, " G"]:
+        """Tokens of each response that the policy chose: all but those of replies."""
+        chosen = torch.cat([self.offsets[:1], self.trainable.cumsum(0)])
+        return chosen[self.offsets].diff()
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that a shared-prefix forward computes: the prompt once, then every response."""
         return len(self.prompt_ids) + len(self.response_ids)

@@ -97,6 +97,7 @@ class Run:
         self._interrupted = False
         self._training = False
         self._last_words: Panel | None = None
+        self._told: set[str] = set()
         self._stack = ExitStack()
 
     def _find_checkpoint(self) -> tuple[Path, dict] | None:
@@ -215,7 +216,7 @@ class Run:
 
     def steps(self, collector: SyncCollector) -> Iterator[list[Group]]:
         """The collections of the run, one a step, until the end or Ctrl-C."""
-        self._training = True
+        self._training, self._collector = True, collector
         while self.collected < self.cfg.train.total_dialog_turns:
             self._meter = StepMeter()
             self.progress.phase("sample")
@@ -250,13 +251,18 @@ class Run:
         sampled_under = self._weights.version - 1
         metrics = (
             reward_metrics(groups, sampled_under)
-            | self._meter.metrics(sum(len(group.response_ids) for group in groups), step_s)
+            | self._meter.metrics(sum(int(group.trainable.sum()) for group in groups), step_s)
             | {"policy_version": sampled_under, "optimizer/skipped_steps": self._optimizer.bad_steps}
         )
         scored = groups_to_score(groups, micro_batching(self.cfg)["skip_zero_advantage"])
         metrics["train/skipped_groups"] = len(groups) - len(scored)
-        # Of the whole run so far: rare as they are, a step's own would hardly ever show.
+        # Of the whole run so far, held-out answers too: rare as they are, a step's own would hardly ever show.
         metrics |= {f"failed/{kind}": count for kind, count in self.env.guard.failed.items()}
+        if self._collector.dropped_groups:
+            metrics["failed/groups"] = self._collector.dropped_groups
+        for kind in self.env.guard.examples.keys() - self._told:
+            self.progress.note(f"No reward ({kind}), the first of its kind: {self.env.guard.examples[kind]}")
+            self._told.add(kind)
         if self._limit:
             metrics |= self._limit.metrics(groups, self._meter.phases_s, step_s)
         if self._eval_rows and self.cfg.evaluate.frequency and self.step % self.cfg.evaluate.frequency == 0:

@@ -169,21 +169,22 @@ def check_task(task: Task, answers: Sequence[str] = ANSWERS, max_turns: int = 3)
 
     first, again = make_env().next_prompts(), make_env().next_prompts()
     assert [p.ids.tolist() for p in first] == [p.ids.tolist() for p in again], "prompt() gives other messages each time"
+    env = make_env()
     for row in (task.rows[0], task.rows[1]):
-        scores = [_scored(make_env(), row, text) for text in answers]
-        assert scores == [_scored(make_env(), row, text) for text in answers], "score() gives other rewards each time"
-        backwards = [_scored(make_env(), row, text) for text in reversed(answers)]
+        scores = [_scored(env, row, text) for text in answers]
+        assert scores == [_scored(env, row, text) for text in answers], "score() gives other rewards each time"
+        backwards = [_scored(env, row, text) for text in reversed(answers)]
         assert scores == backwards[::-1], "a score depends on what was scored before"
 
     ids = [tokenizer(text)["input_ids"] for text in answers]
     engine = _RecordingEngine(ids, tokenizer.eos_token_id)
-    env = make_env()
-    groups = SyncCollector(env, engine, Sampling(max_new_tokens=512), total_dialog_turns=8).collect()
+    groups = SyncCollector(make_env(), engine, Sampling(max_new_tokens=512), total_dialog_turns=8).collect()
     assert [group.size for group in groups] == [4, 4], "a group is not whole"
     assert groups[0].group_id != groups[1].group_id
     said = {tuple([*answer, tokenizer.eos_token_id]) for answer in ids}
     seen = {tuple(prompt) for prompt in engine.seen}
     for group in groups:
+        assert group.chosen_lengths.gt(0).all(), "an answer has no trainable token"
         for g, response in enumerate(group.responses):
             trainable = group.trainable[group.offsets[g] : group.offsets[g + 1]].tolist()
             for chosen, run in itertools.groupby(range(len(response)), key=trainable.__getitem__):
@@ -216,3 +217,5 @@ def _check_way_to_the_gradient(policy: TrainPolicy, groups: Sequence[Group]) -> 
             torch.stack([losses[name] for name in LOSSES]).sum().backward()
     gradients = [parameter.grad for parameter in policy.model.parameters() if parameter.grad is not None]
     assert gradients and all(gradient.isfinite().all() for gradient in gradients), "the gradient is not finite"
+    differ = any((group.rewards != group.rewards[0]).any() for group in groups)
+    assert not differ or any(gradient.any() for gradient in gradients), "rewards differ and the gradient is zero"

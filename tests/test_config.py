@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from grpo_rl.build import ENVS
 from grpo_rl.config import FOLDER, check, check_keys, check_overrides
 from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.rewards.registry import read_parts
 
 
 def config(*overrides):
@@ -19,10 +20,21 @@ def config(*overrides):
         return compose("grpo_gsm8k", overrides=list(overrides))
 
 
-def test_the_default_and_every_experiment_pass_the_checks():
+@pytest.mark.parametrize("experiment", sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml")))
+def test_every_experiment_passes_the_checks(experiment):
+    cfg = config(f"+experiment={experiment}")
+    check(cfg)
+    read_parts(cfg.env.rewards)  # each by its name, with settings that it has
+
+
+def test_the_default_passes_the_checks_and_open_r1s_distill_recipe_is_its_math_recipe_but_for_what_it_says():
     check(config())
-    for path in (FOLDER / "experiment").glob("*.yaml"):
-        check(config(f"+experiment={path.stem}"))
+    math, distill = (config(f"+experiment=open_r1_{name}") for name in ("math", "distill"))
+    assert (math.env.dataset, math.train.optim_batch_size, math.env.repeats) == ("math", 448, 16)
+    assert (math.optimizer.lr, math.policy.kl_coef, math.sampling.temperature) == (2e-5, 0.04, 0.9)
+    assert (distill.env, distill.train, distill.policy) == (math.env, math.train, math.policy)
+    assert (distill.optimizer.lr, distill.optimizer.min_lr_fraction, distill.sampling.temperature) == (1e-6, 0.1, 0.7)
+    assert "</think>" not in distill.model.chat_template
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from grpo_rl.collectors.sync import SyncCollector
@@ -144,13 +143,17 @@ def test_too_many_broken_replies_stop_the_run(tokenizer):
 
 
 def test_a_slow_reply_holds_up_nobody_else(tokenizer):
-    """Eight conversations whose tools take 0.4 s each: together they take little longer than one."""
-    turns = [[f"slow{i}", "end"] for i in range(8)]
-    collect, _, _ = collector(tokenizer, Echo({"seconds": 0.4}), turns, repeats=8)
+    """One tool takes 2 s; the other conversations have had all their turns by then."""
+    turns = [["slow", "end"], *[[f"{g}a", f"{g}b", "end"] for g in range(7)]]
+    collect, engine, _ = collector(tokenizer, Echo({"seconds": 2.0}), turns, repeats=8)
+    times: list[float] = []
+    generate = engine.generate
+    engine.generate = lambda *request: (times.append(time.monotonic()), generate(*request))[1]
     start = time.monotonic()
     (group,) = collect.collect()
-    assert time.monotonic() - start < 0.8
-    assert group.rewards.eq(1.0).all() and isinstance(group.rewards, torch.Tensor)
+    assert group.rewards.tolist() == [1.0, *[2.0] * 7]
+    # First turns, second and third ones of the others, and the slow one's second, alone.
+    assert times[-1] - start > 2.0 and all(at - start < 1.5 for at in times[:-1])
 
 
 class Chatty(Echo):

@@ -67,6 +67,7 @@ def test_metrics_are_means_over_rows():
     metrics = run([(1, "2"), (2, "5")]).metrics()
     assert metrics == {
         "eval/reward": 1.5,
+        "eval/standard_error": pytest.approx(1.0),  # sqrt(2) / sqrt(2): two rewards, 2 apart
         "eval/correct": 1.0,
         "eval/format": 0.5,
         "eval/mean_length": 1.0,

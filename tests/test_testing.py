@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
+from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.envs.base import Reward, ScoreError, Task
-from grpo_rl.testing import check_task
+from grpo_rl.testing import check_task, save_tiny_model
 
 DOCS = Path(__file__).parent.parent / "docs" / "tasks.md"
 
@@ -44,6 +48,25 @@ class Crashing(Good):
         return Reward({"length": 1.0 / len(response)})
 
 
+def test_a_mask_an_id_a_group_or_a_gradient_that_is_wrong_is_named(monkeypatch):
+    """Promises that an environment or a collector breaks, not a task."""
+    real = SyncCollector.collect
+
+    def broken(change):
+        monkeypatch.setattr(SyncCollector, "collect", lambda self: [change(group) for group in real(self)])
+
+    for change, message in (
+        (lambda g: replace(g, trainable=torch.zeros_like(g.trainable)), "answer has no trainable token"),
+        (lambda g: replace(g, response_ids=g.response_ids + 1), "not a whole answer"),
+        (lambda g: replace(g, prompt_ids=g.prompt_ids[1:]), "saw other ids"),
+        (lambda g: g.with_only([0, 1, 2]), "not whole"),
+        (lambda g: replace(g, log_probs=g.log_probs + torch.nan), "not finite"),
+    ):
+        broken(change)
+        with pytest.raises(AssertionError, match=message):
+            check_task(Good())
+
+
 def test_a_task_that_keeps_its_promises_passes():
     check_task(Good())
 
@@ -61,7 +84,7 @@ def test_a_broken_promise_is_named(task, error, message):
         check_task(task())
 
 
-def test_the_documentations_task_is_checked_as_it_is_printed_there():
+def test_the_documentations_task_is_checked_as_it_is_printed_there(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     task = blocks[0].split("class ")[1]
     assert len([line for line in task.splitlines() if line.strip()]) <= 20
@@ -69,3 +92,6 @@ def test_the_documentations_task_is_checked_as_it_is_printed_there():
     exec(compile("\n".join(blocks), str(DOCS), "exec"), names)  # our own page, not data
     rewarded = names["Rhyme"]([]).score({"word": "night"}, "Light.")
     assert rewarded.total == 1.2
+    env = names["make_env"](AutoTokenizer.from_pretrained(save_tiny_model(tmp_path)))
+    env.check_prompts()
+    assert env.batch_size == (32,) and all(env.encode(row) for row in names["held_out"])

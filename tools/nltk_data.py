@@ -68,8 +68,8 @@ def main() -> None:
             return
         try:
             get()
-        except (OSError, ValueError, subprocess.CalledProcessError):
-            continue  # what matters is whether it is there in the end
+        except (OSError, ValueError, SyntaxError, subprocess.CalledProcessError, zipfile.BadZipFile):
+            continue  # a network may answer anything; what matters is whether the data is there in the end
     if not is_there():
         print(
             f"[setup] NLTK's {DATA} could not be had. Only IFEval needs it: copy a nltk_data folder with it into "

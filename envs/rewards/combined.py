@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs.rewards.registry import Part, read_parts
-from grpo_rl.envs.task import Messages, Reward, Task, plays_turns
+from grpo_rl.envs.task import Messages, Reward, Task, last_said, plays_turns
 
 CountTokens = Callable[[Sequence[str]], Sequence[int]]
 """The number of tokens in each text."""
 
-CORRECTNESS = ("correctness", "accuracy")
+CORRECTNESS = ("accuracy", "correctness")
 """Reward parts that say whether an answer is right, where a reward names none."""
 
 
@@ -39,12 +39,23 @@ class WithRewards(Task):
         # What others are judged by comes before them.
         self._parts = sorted(read_parts(rewards), key=lambda part: "correct" in part.known.inputs)
         self._count_tokens = count_tokens
-        self.task, self.rows, self.isolated = task, task.rows, task.isolated
+        self.task, self.rows, self.isolated, self.reply_role = task, task.rows, task.isolated, task.reply_role
         self.reward_parts = (*task.reward_parts, *(part.name for part in self._parts))
         self._correct = {part.name: self._correctness(part) for part in self._parts}
         self._weights = {part.name: part.weight for part in self._parts}
         for part in self._parts:
             self._check(part)
+
+    @property
+    def together(self) -> bool:
+        """Whether the task's answers are scored together, or an added reward compares those of a group."""
+        return self.task.together or any(part.known.whole_group for part in self._parts)
+
+    def without_rows(self) -> WithRewards:
+        """See :meth:`Task.without_rows`."""
+        other = cast(WithRewards, super().without_rows())
+        other.task = self.task.without_rows()
+        return other
 
     def prompt(self, row: dict) -> Messages:
         """The task's prompt."""
@@ -66,7 +77,7 @@ class WithRewards(Task):
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
         """The reward of each answer; neighbours with the same row are the answers to one prompt."""
-        return self._extended(rows, responses, self.task.score_many(rows, responses))
+        return self._extended(rows, responses, list(self.task.score_many(rows, responses)))
 
     def _extended(
         self, rows: Sequence[dict], texts: Sequence[str], rewards: Sequence[Reward | Exception]
@@ -101,7 +112,13 @@ class WithRewards(Task):
         """The name of the part that tells whether an answer is right; empty where nobody asks."""
         if "correct" not in part.known.inputs:
             return ""
+        # An added accuracy first: it is judged before it is weighted.
         name = part.correct or next((name for name in CORRECTNESS if name in self.reward_parts), None)
+        if name in self.task.reward_parts and not self.task.pays(name):
+            raise ValueError(
+                f"env.rewards.{part.name} asks whether an answer is right, and the weight of {name} is not above 0, so "
+                f"that nobody could tell; pay for it, or add env.rewards.accuracy"
+            )
         if name is None or name not in self.reward_parts or name == part.name:
             raise ValueError(
                 f"env.rewards.{part.name} asks whether an answer is right, and {name or ' or '.join(CORRECTNESS)} is "
@@ -116,7 +133,7 @@ class WithRewards(Task):
             raise ValueError(f"{name} has a reward part {part.name} of its own; leave {where} out")
         if "length" in part.known.inputs and part.unit == "tokens" and self._count_tokens is None:
             raise ValueError(f"{where} counts tokens; give a counter of tokens, or set {where}.unit=characters")
-        if "gold" in part.known.inputs and len(self.rows) and self.task.gold(self.rows[0]) is None:
+        if "gold" in part.known.inputs and len(self.rows) and all(self.task.gold(row) is None for row in self.rows):
             raise ValueError(f"{where} needs gold answers, and {name} has none; leave {where} out")
         if part.known.whole_group and plays_turns(self.task):
             raise ValueError(f"{where} compares the answers of a group, and {name} is scored one by one; leave it out")
@@ -132,7 +149,7 @@ class WithRewardsInTurns(WithRewards):
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
         """The task's reward of the conversation, and the added ones of its last message."""
         own = self.task.score_dialog(row, messages)
-        return _raised(self._extended([row], [messages[-1]["content"]], [own])[0])
+        return _raised(self._extended([row], [last_said(messages)], [own])[0])
 
 
 def with_rewards(task: Task, rewards: Mapping[str, Any] | None, count_tokens: CountTokens | None = None) -> Task:

@@ -150,12 +150,17 @@ class _Player:
         if isinstance(reply, Exception):
             trajectory.dropped = self._failure(trajectory, reply)
         elif reply is not None:
-            ids = self._env.encode_reply(reply)
-            if trajectory.num_tokens + len(ids) < self._engine.max_model_len:
-                trajectory.add_reply(ids)
-                self._submit(i)
-                return
-            trajectory.truncated = True
+            try:
+                ids = self._env.encode_reply(reply, trajectory.ids[-1])
+            except Exception as error:
+                trajectory.dropped = self._failure(trajectory, error)
+            else:
+                if trajectory.num_tokens + len(ids) < self._engine.max_model_len:
+                    trajectory.dialog.hear(reply)
+                    trajectory.add_reply(ids)
+                    self._submit(i)
+                    return
+                trajectory.truncated = True  # the policy never reads the reply
         del self._open[i]
 
     def _failure(self, trajectory: Trajectory, error: Exception) -> Failure:
@@ -169,6 +174,8 @@ def _tell(replies: queue.SimpleQueue[tuple[int, Any]], i: int, call: Callable[[]
         replies.put((i, call()))
     except Exception as error:
         replies.put((i, error))
+    except BaseException as error:  # a tool that calls sys.exit() ends its conversation, not the run
+        replies.put((i, RuntimeError(f"{type(error).__name__}: {error}")))
 
 
 def judge(env: LLMEnv, group: Sequence[Trajectory]) -> list[Reward | Failure]:

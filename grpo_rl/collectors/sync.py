@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModuleBase
 from grpo_rl import keys
 from grpo_rl.collectors.dialogs import begin, group_of_trajectories, judge, play
 from grpo_rl.engines.base import Engine, Samples, Sampling
-from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward
+from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward, ScoreError
 from grpo_rl.rollout import Group
 
 
@@ -52,9 +52,19 @@ class SyncCollector:
             yield self.collect()
 
     def collect(self) -> list[Group]:
-        """A group for each of the next ``num_envs`` prompts, or of the ones after them where none is left of those."""
+        """A group for each of the next ``num_envs`` prompts, or of the ones after them where none is left of those.
+
+        Raises:
+            ScoreError: no group was left up to ``total_dialog_turns``.
+        """
         groups: list[Group] = []
+        self.sample_s = 0.0
         while not groups:
+            if self.dropped_groups and self.collected >= self._total:
+                raise ScoreError(
+                    f"no group of two scored answers is left, {self.dropped_groups} were dropped; the first failures:\n"
+                    + "\n".join(self._env.guard.examples.values())
+                )
             prompts = self._env.next_prompts()
             played = self._play(prompts) if self._env.max_turns > 1 else self._answer(prompts)
             groups = [group for judged in played if (group := rewarded(*judged))]
@@ -66,7 +76,7 @@ class SyncCollector:
         """A group of one turn for each prompt, and its rewards beside it."""
         start = time.perf_counter()
         samples = self._engine.generate([p.ids.tolist() for p in prompts], self._env.repeats, self._sampling)
-        self.sample_s = time.perf_counter() - start
+        self.sample_s += time.perf_counter() - start
         return [
             (group_of_samples(prompt, sample), self._env.score(prompt.row, sample.responses))
             for prompt, sample in zip(prompts, samples, strict=True)
@@ -81,7 +91,7 @@ class SyncCollector:
             for prompt in prompts
         ]
         play(env, self._engine, self._sampling, [trajectory for group in played for trajectory in group])
-        self.sample_s = time.perf_counter() - start
+        self.sample_s += time.perf_counter() - start
         return [
             (group_of_trajectories(prompt, group), judge(env, group))
             for prompt, group in zip(prompts, played, strict=True)

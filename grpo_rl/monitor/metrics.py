@@ -48,7 +48,7 @@ def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[
     if not groups:
         raise ValueError("no group to compute metrics of: every group of this step was dropped")
     rewards = torch.cat([group.rewards for group in groups]).double()
-    lengths = torch.cat([group.lengths for group in groups]).double()
+    lengths = torch.cat([group.chosen_lengths for group in groups]).double()
     metrics = {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),
@@ -83,7 +83,7 @@ def repetition(groups: Sequence[Group], n: int = 4) -> float:
 
     An answer of fewer than ``n`` tokens repeats nothing.
 
-    "a b a b a b" has three 2-grams that were not there before, of five: (a b), (b a); the other three are repeated.
+    Of the five 2-grams of "a b a b a b", two are new, (a b) and (b a), and three repeated.
 
     >>> from grpo_rl.testing import random_group
     >>> from dataclasses import replace
@@ -115,10 +115,10 @@ def _length_correlation(groups: Sequence[Group]) -> float | None:
     """Correlation of reward and length inside groups; None where either has no spread."""
     centred = [
         torch.cat([(x - x.mean()) for x in columns])
-        for columns in ([g.rewards.double() for g in groups], [g.lengths.double() for g in groups])
+        for columns in ([g.rewards.double() for g in groups], [g.chosen_lengths.double() for g in groups])
     ]
     norms = [x.norm() for x in centred]
-    return None if 0 in norms else (centred[0] @ centred[1] / (norms[0] * norms[1])).item()
+    return None if min(norms) < 1e-6 else (centred[0] @ centred[1] / (norms[0] * norms[1])).item()
 
 
 def time_metrics(

@@ -97,6 +97,11 @@ def test_a_different_answer_is_wrong(gold, answer):
     assert verify(gold, rf"Therefore it is $\boxed{{{answer}}}$.") is False
 
 
+def test_a_percent_sign_may_be_left_out_where_the_gold_answer_is_a_whole_number():
+    assert verify("10", r"\boxed{10\%}") and verify("1,200", r"\boxed{1,200.0\%}") is not None
+    assert verify("0.5", r"\boxed{0.5\%}") is False and verify("0.28", r"\boxed{28\%}") is True
+
+
 def test_all_500_gold_solutions_verify(real_data):
     rows = load_rows(real_data / "math500" / "math500.json")
     assert len(rows) == 500

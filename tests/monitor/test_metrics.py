@@ -34,6 +34,39 @@ def test_each_part_of_the_reward_has_its_own_mean():
     assert (metrics["reward/correct"], metrics["reward/format"]) == (1.0, 0.5)
 
 
+def test_quantiles_of_the_total_and_of_each_part_are_over_answers():
+    parts = {"correct": torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])}
+    metrics = reward_metrics([group([1] * 5, [0.0, 10.0, 20.0, 30.0, 40.0], reward_parts=parts)])
+    found = {name: value for name, value in metrics.items() if name.startswith("reward_distribution/")}
+    # Linear between order statistics: at 0.1 x 4 = 0.4 of the way, at 2, and at 3.6.
+    assert found == pytest.approx(
+        {f"reward_distribution/total/p{p}": x for p, x in ((10, 4.0), (50, 20.0), (90, 36.0))}
+        | {f"reward_distribution/correct/p{p}": x for p, x in ((10, 0.4), (50, 2.0), (90, 3.6))}
+    )
+
+
+def test_a_measure_is_averaged_over_the_answers_that_have_it():
+    one = group([1, 1], [0.0, 1.0], measures={"recall": torch.tensor([0.5, torch.nan])})
+    assert reward_metrics([one, group([1], [0.0])])["measure/recall"] == 0.5
+
+
+def test_length_and_reward_are_correlated_inside_groups():
+    # Each group's longer answer earns more by the same rate, though the group of longer answers earns less.
+    groups = [group([10, 20], [5.0, 6.0]), group([100, 110], [0.0, 1.0])]
+    assert reward_metrics(groups)["response/length_correlation"] == pytest.approx(1.0)
+    assert "response/length_correlation" not in reward_metrics([group([3, 3], [0.0, 1.0])])
+
+
+def test_repetition_is_of_what_the_policy_said():
+    ids = torch.tensor([1, 2, 3, 4, 1, 2, 3, 4, 1, 2])  # seven 4-grams, four of them different
+    said = group([10], [0.0], response_ids=ids)
+    assert reward_metrics([said])["response/repetition"] == pytest.approx(3 / 7)
+    a_tools = dataclasses.replace(said, trainable=torch.tensor([True] * 6 + [False] * 4))
+    assert reward_metrics([a_tools])["response/repetition"] == 0.0
+    # The next answer begins anew, and has said nothing before.
+    assert reward_metrics([group([5, 5], [0.0, 1.0], response_ids=ids)])["response/repetition"] == 0.0
+
+
 def test_zero_std_fraction_counts_groups_whose_answers_were_rewarded_alike():
     same = group([1, 1, 1], [0.1, 0.1, 0.1])  # the float std of three 0.1s is not exactly zero
     groups = [same, same, group([1, 1], [0.0, 1.0]), group([1, 1], [2.0, 2.0])]
