@@ -192,10 +192,11 @@ def opening(
 @functools.cache
 def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
     either = "|".join(re.escape(name) for name in names)
-    # The last three are what other habits make of a call. ASCII: otherwise a long s would count as an s.
+    # Behind the argument stands what other habits make of a call. ASCII: otherwise a long s would count as an s.
     return re.compile(
         r"(?aim)(?P<open><tool_call>)|(?P<close></tool_call>)"
-        rf"|^[ \t]*(?:(?P<name>{either}):(?P<argument>.*)|\[(?:{either})\]|(?:{either})\()|<(?:{either})>"
+        rf"|^[ \t]*(?:(?P<name>{either}):(?P<argument>.*)|\[(?:{either})\]|(?:{either})\("
+        rf"|[-*>#][-*># \t]*(?:{either})[*_`]*:|\{{[ \t]*\"name\")|<(?:{either})>"
     )
 
 
