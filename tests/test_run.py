@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.checkpoint import checkpoints, load
 from grpo_rl.engines.transformers import TransformersEngine
+from grpo_rl.envs.gsm8k import GSM8K
+from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import save_tiny_model
 
@@ -255,6 +257,25 @@ def test_ctrl_c_twice_stops_now(tiny, tmp_path, monkeypatch):
         run([*tiny, "train.checkpoint_frequency=0"], tmp_path / "run", monkeypatch)
     assert goes_on_after_the_first == [True]
     assert read_metrics(tmp_path / "run")[-1]["step"] == 1 and not checkpoints(tmp_path / "run" / "checkpoints")
+
+
+def test_answers_whose_scorer_fails_are_left_out_counted_and_told(tiny, tmp_path, monkeypatch, capsys):
+    score = GSM8K.score
+
+    def fails_now_and_then(task, row, response):
+        if len(response) % 5 == 0:
+            raise KeyError("gold")
+        return score(task, row, response)
+
+    monkeypatch.setattr(GSM8K, "score", fails_now_and_then)
+    folder = run([*tiny, "env.max_failed_fraction=1.0"], tmp_path / "run", monkeypatch)
+    counts = [row["failed/error"] for row in read_metrics(folder) if "failed/error" in row]
+    assert counts == sorted(counts) and counts[-1] > 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("No reward (error), the first of its kind: GSM8K failed on") == 1
+    assert sum(len(read_step(folder, step)) for step in logged_steps(folder)) < 64
+    saved = json.loads(load(checkpoints(folder / "checkpoints")[-1])["env"])
+    assert f'"failed_error": {int(counts[-1])}' in json.dumps(saved)
 
 
 def test_a_folder_that_holds_a_run_is_not_written_into(tiny, finished, monkeypatch):
