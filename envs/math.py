@@ -22,6 +22,9 @@ __all__ = ["Math", "MathEnv", "last_boxed", "load_rows", "verify"]
 HUB_SETS = {"train": ("DigitalLearningGmbH/MATH-lighteval", "train"), "test": ("HuggingFaceH4/MATH-500", "test")}
 """The hub's data set and its split, for each of ours; the 500 test problems are none of the training ones."""
 
+COLUMNS = ("problem", "answer", "solution")
+"""What is read of the data; some sets have whole conversations beside it."""
+
 SYSTEM_PROMPT = r"Reason step by step, and put the final answer within \boxed{}."
 DEADLINE_S = 5.0
 """Seconds for one comparison; nearly all take milliseconds."""
@@ -233,7 +236,7 @@ def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict
     if path is None and split not in HUB_SETS:
         raise ValueError(f"the math task has no split {split!r}; it has {' and '.join(HUB_SETS)}")
     source, source_split = (str(path), split) if path is not None else HUB_SETS[split]
-    rows = tables.load_rows(source, source_split)
+    rows = tables.load_rows(source, source_split, COLUMNS)
     return [_checked(row, f"{source}, row {index}") for index, row in enumerate(rows)]
 
 

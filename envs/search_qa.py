@@ -41,6 +41,7 @@ EXAMPLES = (
     },
 )
 
+COLUMNS = ("question", "answer", "supporting_facts")
 MAX_TITLE_CHARS = 200
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -290,7 +291,7 @@ def load_rows(
     if not 0 <= held_out < 1:
         raise ValueError(f"env.held_out={held_out}; it must be at least 0 and less than 1")
     name = str(path or HUB_NAME)
-    found = tables.load_rows(name, HUB_SPLITS[split])
+    found = tables.load_rows(name, HUB_SPLITS[split], COLUMNS)
     rows = [_question(row, f"{name}, row {index}") for index, row in enumerate(found)]
     if path is not None and held_out:
         chosen = set(random.Random(seed).sample(range(len(rows)), round(held_out * len(rows))))
