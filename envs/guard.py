@@ -103,13 +103,11 @@ class ScoreGuard:
             return self._checked(self._each("score", [(row, text) for text in responses]), responses, where)
         rows = [row] * len(responses)
         together = self._all_at_once(rows, responses)
-        if isinstance(together, Exception):
-            results: list[Any] = [together] * len(responses)
-        elif len(together) != len(responses):
-            wrong = TypeError(f"score_many returned {len(together)} rewards for {len(responses)} answers")
-            results = [wrong] * len(responses)
-        else:
-            results = together
+        if not isinstance(together, (Exception, Sequence)) or isinstance(together, str):
+            together = TypeError(f"score_many returned {together!r:.80}, no list of rewards")
+        elif isinstance(together, Sequence) and len(together) != len(responses):
+            together = TypeError(f"score_many returned {len(together)} rewards for {len(responses)} answers")
+        results = [together] * len(responses) if isinstance(together, Exception) else together
         return self._checked(results, responses, where)
 
     def score_dialogs(self, row: dict, dialogs: Sequence[Messages], where: str) -> list[Reward | Failure]:
@@ -127,12 +125,11 @@ class ScoreGuard:
         return self._results([lambda arguments=arguments: function(*arguments) for arguments in calls])
 
     def _all_at_once(self, rows: Sequence[dict], responses: Sequence[str]) -> Any:
-        """What ``score_many`` returned, as a list, or raised."""
+        """What ``score_many`` returned or raised."""
         deadline_s = self.deadline_s * max(1, len(responses))
         if self._processes:
-            (result,) = self._processes.map([("score_many", rows, responses)], deadline_s)
-            return result if isinstance(result, Exception) else _listed(result)
-        return self._results([lambda: _listed(self._task.score_many(rows, responses))], deadline_s)[0]
+            return self._processes.map([("score_many", rows, responses)], deadline_s)[0]
+        return self._results([lambda: self._task.score_many(rows, responses)], deadline_s)[0]
 
     def _checked(self, results: Sequence[Any], answers: Sequence[str], where: str) -> list[Reward | Failure]:
         checked = [self._check(result, answer, where) for result, answer in zip(results, answers, strict=True)]
@@ -210,12 +207,6 @@ def _run(calls: Sequence[Callable[[], Any]], done: queue.SimpleQueue[Any], left_
             done.put(error)
         except BaseException as error:  # a scorer that calls sys.exit() ends itself, not the run
             done.put(RuntimeError(f"{type(error).__name__}: {error}"))
-
-
-def _listed(rewards: Any) -> list[Any]:
-    if isinstance(rewards, (str, dict)):
-        raise TypeError(f"score_many returned {rewards!r:.80}, no list of rewards")
-    return list(rewards)
 
 
 def _floats(numbers: dict[str, Any]) -> dict[str, float]:

@@ -77,7 +77,7 @@ class WithRewards(Task):
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
         """The reward of each answer; neighbours with the same row are the answers to one prompt."""
-        return self._extended(rows, responses, list(self.task.score_many(rows, responses)))
+        return self._extended(rows, responses, self.task.score_many(rows, responses))
 
     def _extended(
         self, rows: Sequence[dict], texts: Sequence[str], rewards: Sequence[Reward | Exception]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 
@@ -10,6 +11,9 @@ import pytest
 
 from grpo_rl.envs.base import Reward, ScoreError, ScoreGuard, Task, Unjudgeable
 from grpo_rl.envs.countdown import Countdown
+
+ODD = {"nothing": None, "text": "12", "big": [Reward({"good": 10**400})] * 2, "more": [Reward({"good": 1e39})] * 2,
+       "unnamed": [Reward(None), Reward({"good": [1.0]})]}  # fmt: skip
 
 
 class Judge(Task):
@@ -42,6 +46,10 @@ class Judge(Task):
 
 class Together(Judge):
     def score_many(self, rows, responses):
+        if responses[0] == "exit":
+            raise SystemExit(3)
+        if responses[0] in ODD:
+            return ODD[responses[0]]
         if responses[0] == "short":
             return [Reward({"good": 1.0})]
         if responses[0] == "hang":
@@ -83,6 +91,16 @@ def test_answers_scored_together_fail_together_where_the_call_fails_and_alone_wh
     assert [r.kind for r in wrong] == ["error", "error"] and "1 rewards for 2 answers" in wrong[0].message
 
 
+@pytest.mark.parametrize(
+    ("first", "kind"),
+    [("exit", "error"), ("nothing", "error"), ("text", "error"), ("big", "invalid"), ("more", "invalid"),
+     ("unnamed", "invalid")],
+)  # fmt: skip
+def test_whatever_a_scorer_returns_is_a_typed_failure(first, kind):
+    results = guard(Together()).score({}, [first, "ab"], "row 0")
+    assert [result.kind for result in results] == [kind, kind]
+
+
 def test_too_many_failures_stop_the_run_with_an_example_of_each_kind():
     judge = guard(allowed=0.1)
     for _ in range(8):  # 8 of the first 80 answers are allowed
@@ -107,6 +125,24 @@ def test_an_isolated_task_scores_the_same_in_another_process():
         local = Judge()
         local.isolated, local.unsendable = True, threading.Lock()
         guard(local)
+
+
+class Backtracks(Judge):
+    """Hangs where no thread can be left behind: inside of one call that keeps the interpreter to itself."""
+
+    isolated = True
+
+    def score(self, row, response):
+        if response == "hang":
+            re.match(r"(a+)+$", "a" * 40 + "b")
+        return super().score(row, response)
+
+
+def test_an_isolated_scorer_that_keeps_the_interpreter_to_itself_is_killed():
+    judge = guard(Backtracks(), deadline_s=2.0)
+    judge.score({}, ["fine"], "row 0")  # the worker starts
+    results = judge.score({}, ["fine", "hang", "fine"], "row 0")
+    assert [getattr(result, "kind", "reward") for result in results] == ["reward", "timeout", "reward"]
 
 
 @pytest.mark.parametrize(("deadline_s", "allowed"), [(0.0, 0.1), (math.inf, 0.1), (1.0, 1.5), (1.0, -0.1)])

@@ -1,0 +1,58 @@
+"""Ids of a reply: nothing sampled is written again, nothing that the template writes is lost."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoTokenizer
+
+from grpo_rl.envs.chat import Dialog, encode_reply
+from grpo_rl.testing import save_tiny_model
+
+REPLY = [{"role": "tool", "content": "12"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def written(tokenizer, last):
+    return tokenizer.decode(encode_reply(tokenizer, REPLY, last))
+
+
+def test_the_end_of_a_turn_is_written_unless_it_was_sampled(tokenizer):
+    end, other = tokenizer.eos_token_id, tokenizer("x")["input_ids"][-1]
+    assert written(tokenizer, end) == "12<end>>"
+    assert written(tokenizer, other) == "<end>12<end>>"
+
+
+def test_the_templates_own_end_of_a_turn_is_kept_where_another_token_ended_the_answer(tokenizer):
+    """As with Gemma, whose turns end on another token than its texts."""
+    tokenizer.chat_template, before = "{% for m in messages %}{{ m.content }}#\n{% endfor %}>", tokenizer.chat_template
+    try:
+        assert written(tokenizer, tokenizer.eos_token_id) == "#\n12#\n>"
+        assert written(tokenizer, tokenizer("#")["input_ids"][-1]) == "\n12#\n>"
+    finally:
+        tokenizer.chat_template = before
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(tokenizer):
+    forgets = (
+        "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}|{% endfor %}"
+    )
+    tokenizer.chat_template, before = forgets, tokenizer.chat_template
+    try:
+        with pytest.raises(ValueError, match="changes earlier turns"):
+            encode_reply(tokenizer, REPLY)
+    finally:
+        tokenizer.chat_template = before
+
+
+@pytest.mark.parametrize("reply", ["12", [], ["12"], [{"role": "tool"}], {"role": "tool", "content": "12"}])
+def test_a_reply_that_is_no_message_is_refused(reply):
+    class Odd:
+        def reply(self, row, messages):
+            return reply
+
+    with pytest.raises(TypeError, match="reply returned"):
+        Dialog([], turns=1).reply(Odd(), {}, 4)
