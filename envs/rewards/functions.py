@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import inspect
 import math
@@ -13,6 +12,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from grpo_rl.envs.task import Unjudgeable
+
+
+LOOP_ANSWERS_S = 1.0
+"""Seconds after which an event loop is taken for blocked."""
 
 
 class RewardFunctionError(RuntimeError):
@@ -126,16 +129,29 @@ def _resolved(name: str) -> Any:
         ) from error
 
 
-@functools.cache
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+_loops_lock = threading.Lock()
+
+
 def _loop(process: int) -> asyncio.AbstractEventLoop:
     """The event loop of all async rewards of a process, in a thread of its own.
 
     One loop for all calls, as clients that a function keeps (of an HTTP service, say) belong to the loop they were
-    first used in. One for each process, as a fork does not take the thread along.
+    first used in. One for each process, as a fork does not take the thread along. Another one where a function blocks
+    it, which would hang the others' calls too.
     """
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=f"async rewards of {process}", daemon=True).start()
-    return loop
+    with _loops_lock:
+        loop = _loops.get(process)
+        if loop is None or not _answers(loop):
+            loop = _loops[process] = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name=f"async rewards of {process}", daemon=True).start()
+        return loop
+
+
+def _answers(loop: asyncio.AbstractEventLoop) -> bool:
+    answered = threading.Event()
+    loop.call_soon_threadsafe(answered.set)
+    return answered.wait(LOOP_ANSWERS_S)
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
