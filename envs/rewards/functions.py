@@ -13,7 +13,6 @@ from typing import Any
 
 from grpo_rl.envs.task import Unjudgeable
 
-
 LOOP_ANSWERS_S = 1.0
 """Seconds after which an event loop is taken for blocked."""
 
