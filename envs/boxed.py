@@ -18,6 +18,23 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _PERCENT_SIGN = re.compile(r"\s*(?:\\?%|\\(?:text|mbox|mathrm)\{\s*percent\s*\}|\bpercent\b)")
 _PERCENT = re.compile(r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)%")
+# What takes sympy for ever, or all memory, to give a value to.
+_UNBOUNDED = re.compile(
+    r"""
+    \^\s*\{[^{}]*\^              # a power in an exponent
+    | \^\s*\{?[\s(]*-?\d{4}      # an exponent in the thousands
+    | \d[eE]\+?\d{4}
+    | [})]\s*\^\s*\{?[\s(]*([2-9]\d|\d{3})  # likewise of a matrix, or of a sum
+    | \d{4}\s*!|[!)}]\s*!       # factorials of thousands, and of terms
+    | \\(?:sum|prod|int|lim|mod|pmod|bmod|gcd)(?![a-zA-Z])
+    | \\[dt]?binom\W*\d{3} | \\[dt]?binom[^a-zA-Z]*\^
+    """,
+    re.VERBOSE,
+)
+_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt)(?![a-zA-Z])")
+MAX_FUNCTIONS = 6
+"""In one answer; sympy simplifies what is nested deeper for minutes."""
+MAX_NESTING = 10
 _INTEGER = re.compile(r"\s*-?[0-9]+\s*")
 _BASE = re.compile(r"\s*[0-9]+\s*_\s*\{?\s*([0-9]+)\s*\}?\s*")
 
@@ -52,7 +69,10 @@ def equal(gold: str, answer: str | None) -> bool | None:
     gold answer's, or in none, is wrong here. And with the ANTLR that Hydra needs it can't read percents: ``28\%`` is
     28/100, and either side may leave the sign out, as other units; the gold answer only where it is a whole number.
 
-    Has no deadline: sympy may take for ever. What it fails on, in any way, counts as not equal: nearly always it is the
+    An answer that is left as work to do, which sympy could not finish, is wrong unless the gold answer is written so too:
+    powers in exponents, huge exponents and factorials, sums, integrals, limits, and what is nested very deep.
+
+    Has no deadline: sympy may still take for ever. What it fails on, in any way, counts as not equal: nearly always it is the
     answer that makes no sense.
 
     >>> equal(r"\frac{1}{2}", "0.5"), equal(r"\frac{1}{2}", "0.4"), equal("", "0.5")
@@ -64,6 +84,8 @@ def equal(gold: str, answer: str | None) -> bool | None:
         return None
     if answer is None:
         return False
+    if _is_unbounded(answer) and not _is_unbounded(gold):
+        return False
     answer = _PERCENT_SIGN.sub("%", answer)
     base, gold_base = _BASE.fullmatch(answer), _BASE.fullmatch(gold)
     if (base and (gold_base is None or gold_base[1] != base[1])) or (gold_base and _INTEGER.fullmatch(answer)):
@@ -73,6 +95,14 @@ def equal(gold: str, answer: str | None) -> bool | None:
     if "%" in answer and _INTEGER.fullmatch(gold) and _verified(golds, answer.replace("%", "")):
         return True
     return _verified(golds, answer)
+
+
+def _is_unbounded(latex: str) -> bool:
+    depth = deepest = 0
+    for sign in latex:
+        depth += (sign in "{([") - (sign in "})]")
+        deepest = max(deepest, depth)
+    return deepest > MAX_NESTING or len(_FUNCTION.findall(latex)) > MAX_FUNCTIONS or bool(_UNBOUNDED.search(latex))
 
 
 def _verified(golds: list[Any], answer: str) -> bool:

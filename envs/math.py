@@ -28,7 +28,7 @@ COLUMNS = ("problem", "answer", "solution")
 SYSTEM_PROMPT = r"Reason step by step, and put the final answer within \boxed{}."
 DEADLINE_S = 5.0
 """Seconds for one comparison; nearly all take milliseconds."""
-MAX_CHARS = 1000
+MAX_CHARS = 300
 """The longest answer that is judged. The longest of MATH-500 has 53; a parser can be made to work hard by much text."""
 
 # Written as it is here, an integer is read as itself, and two of them differ by more than the rounding of floats.
