@@ -127,7 +127,7 @@ def _dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
     ('math', None)
     """
     name = config_name.removeprefix("grpo_")
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         option, _, value = word.partition("=")
         if option in ("--config-name", "-cn"):
             name = (value or following).removeprefix("grpo_")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -34,15 +35,16 @@ _UNBOUNDED = re.compile(
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt)(?![a-zA-Z])")
 MAX_FUNCTIONS = 6
 """In one answer; sympy simplifies what is nested deeper for minutes."""
-MAX_NESTING = 10
+MAX_NESTING = 6
 _INTEGER = re.compile(r"\s*-?[0-9]+\s*")
 _BASE = re.compile(r"\s*[0-9]+\s*_\s*\{?\s*([0-9]+)\s*\}?\s*")
 
 
-def last_boxed(text: str) -> str | None:
+def last_boxed(text: str, max_chars: int = sys.maxsize) -> str | None:
     r"""What the last ``\boxed{…}`` or ``\fbox{…}`` of ``text`` holds; None if there is none, or the last isn't closed.
 
-    A box in a box is the later one. Takes time linear in the text, whatever the text.
+    A box in a box is the later one, and one of more than ``max_chars`` is none. Takes time linear in the text, whatever
+    the text.
 
     >>> last_boxed(r"Not \boxed{7}, but $\boxed{\frac{1}{2}}$.")
     '\\frac{1}{2}'
@@ -53,7 +55,7 @@ def last_boxed(text: str) -> str | None:
     if last is None:
         return None
     depth = 1
-    for brace in _BRACE.finditer(text, last.end()):
+    for brace in _BRACE.finditer(text, last.end(), min(len(text), last.end() + max_chars + 1)):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if not depth:
             return text[last.end() : brace.start()].strip()

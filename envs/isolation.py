@@ -209,9 +209,8 @@ class _Worker:
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        code = self.process.wait()
         self.pipe.close()
-        code = self.process.returncode
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 

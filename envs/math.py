@@ -208,8 +208,7 @@ def _verdicts(golds: Sequence[str], responses: Sequence[str], deadline_s: float)
 
 
 def _pair(gold: str, response: str) -> tuple[str, str | None]:
-    answer = last_boxed(response)
-    return _unboxed(gold), answer if answer is None or len(answer) <= MAX_CHARS else None
+    return _unboxed(gold), last_boxed(response, MAX_CHARS)
 
 
 def _unboxed(gold: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-import re
 import threading
 import time
 
@@ -79,7 +79,7 @@ def test_a_scorer_that_hangs_costs_its_answer_and_the_deadline_only():
     results = judge.score({}, ["fine", "hang", "fine", "hang"], "row 0")
     assert [getattr(result, "kind", "reward") for result in results] == ["reward", "timeout", "reward", "timeout"]
     assert time.monotonic() - start < 3
-    assert "0.3 s on row 0" in results[1].message
+    assert "on row 0: no result within 0.3 s" in results[1].message
 
 
 def test_answers_scored_together_fail_together_where_the_call_fails_and_alone_where_one_does():
@@ -127,19 +127,27 @@ def test_an_isolated_task_scores_the_same_in_another_process():
         guard(local)
 
 
-class Backtracks(Judge):
-    """Hangs where no thread can be left behind: inside of one call that keeps the interpreter to itself."""
+BACKTRACKS = """
+import re
+from grpo_rl.envs.base import Reward, Task
 
-    isolated = True
+class Backtracks(Task):
+    rows, reward_parts, isolated = (), ("good",), True
+
+    def prompt(self, row):
+        return []
 
     def score(self, row, response):
-        if response == "hang":
+        if response == "hang":  # in one call that keeps the interpreter to itself
             re.match(r"(a+)+$", "a" * 40 + "b")
-        return super().score(row, response)
+        return Reward({"good": 1.0})
+"""
 
 
-def test_an_isolated_scorer_that_keeps_the_interpreter_to_itself_is_killed():
-    judge = guard(Backtracks(), deadline_s=2.0)
+def test_an_isolated_scorer_that_keeps_the_interpreter_to_itself_is_killed(tmp_path, monkeypatch):
+    (tmp_path / "backtracks.py").write_text(BACKTRACKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    judge = guard(importlib.import_module("backtracks").Backtracks(), deadline_s=2.0)
     judge.score({}, ["fine"], "row 0")  # the worker starts
     results = judge.score({}, ["fine", "hang", "fine"], "row 0")
     assert [getattr(result, "kind", "reward") for result in results] == ["reward", "timeout", "reward"]

@@ -159,7 +159,7 @@ def test_a_task_of_several_turns_stays_one():
 @pytest.mark.parametrize(
     ("task", "config", "message"),
     [
-        (Guess, {"cosine": 1.0}, r"env\.rewards\.cosine asks whether .* correctness or accuracy is no other part"),
+        (Guess, {"cosine": 1.0}, r"env\.rewards\.cosine asks whether .* accuracy or correctness is no other part"),
         (Guess, {"cosine": {"correct": "hits"}}, r"hits is no other part of the reward, which has hit, cosine"),
         (Guess, {"length": {"correct": "length"}}, "length is no other part"),
         (Guess, {"accuracy": 1.0}, "needs gold answers, and Guess has none"),

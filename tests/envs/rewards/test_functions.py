@@ -176,9 +176,10 @@ def test_all_calls_of_async_functions_share_one_loop_whatever_their_thread():
 
 def test_an_async_function_that_blocks_does_not_hang_the_others(monkeypatch):
     monkeypatch.setattr(functions, "LOOP_ANSWERS_S", 0.2)
-    released = threading.Event()
+    began, released = threading.Event(), threading.Event()
 
     async def blocks(completion):
+        began.set()
         released.wait(30)
         return [0.0] * len(completion)
 
@@ -187,6 +188,7 @@ def test_an_async_function_that_blocks_does_not_hang_the_others(monkeypatch):
 
     hanging = threading.Thread(target=judge, args=(blocks,), daemon=True)
     hanging.start()
+    began.wait(10)
     try:
         assert judge(fine) == [1.0, 1.0]
     finally:
