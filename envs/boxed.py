@@ -71,11 +71,11 @@ def equal(gold: str, answer: str | None) -> bool | None:
     gold answer's, or in none, is wrong here. And with the ANTLR that Hydra needs it can't read percents: ``28\%`` is
     28/100, and either side may leave the sign out, as other units; the gold answer only where it is a whole number.
 
-    An answer that is left as work to do, which sympy could not finish, is wrong unless the gold answer is written so too:
+    An answer that is left as work to do, which sympy could not finish, is wrong unless the gold answer is written so:
     powers in exponents, huge exponents and factorials, sums, integrals, limits, and what is nested very deep.
 
-    Has no deadline: sympy may still take for ever. What it fails on, in any way, counts as not equal: nearly always it is the
-    answer that makes no sense.
+    Has no deadline: sympy may still take for ever. What it fails on, in any way, counts as not equal: nearly always it
+    is the answer that makes no sense.
 
     >>> equal(r"\frac{1}{2}", "0.5"), equal(r"\frac{1}{2}", "0.4"), equal("", "0.5")
     (True, False, None)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
 import json
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -72,20 +75,32 @@ class SearchIndex:
         return [self.documents[index] for index in best.tolist()]
 
 
-def _words(texts: list[str], ids: bool) -> Any:
-    # Imported where it is used: it looks for numba and jax, which takes seconds.
-    import bm25s
+@functools.cache
+def _bm25s() -> Any:
+    """The library, imported without numba and jax: of no use here, seconds to load, and vLLM can't start beside numba.
 
-    return bm25s.tokenize(texts, stopwords="en", return_ids=ids, show_progress=False)
+    vLLM 0.32 looks through all modules for kernels and takes every attribute for one that may be asked for its own.
+    """
+    hidden = {name: sys.modules.get(name) for name in ("numba", "jax")}
+    sys.modules.update(dict.fromkeys(hidden))  # importing what is None here fails, and bm25s goes on without it
+    try:
+        return importlib.import_module("bm25s")
+    finally:
+        for name, module in hidden.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
+
+
+def _words(texts: list[str], ids: bool) -> Any:
+    return _bm25s().tokenize(texts, stopwords="en", return_ids=ids, show_progress=False)
 
 
 def _built_index(documents: Sequence[Document]) -> Any:
-    import bm25s
-
     words = _words([f"{title} {text}" for title, text in documents], ids=True)
     if not words.vocab:
         raise ValueError(f"the corpus has {len(documents)} documents and no word; give one with titles and texts")
-    bm25 = bm25s.BM25(method="lucene", k1=1.5, b=0.75, backend="numpy")
+    bm25 = _bm25s().BM25(method="lucene", k1=1.5, b=0.75, backend="numpy")
     bm25.index(words, show_progress=False)
     return bm25
 
@@ -94,9 +109,7 @@ def _built_index(documents: Sequence[Document]) -> Any:
 
 
 def _kept_index(documents: Sequence[Document], cache: Path) -> Any:
-    import bm25s
-
-    digest = hashlib.sha256(f"{_FORMAT} {bm25s.__version__}".encode())
+    digest = hashlib.sha256(f"{_FORMAT} {_bm25s().__version__}".encode())
     for document in documents:
         digest.update(json.dumps(document).encode())
     folder = cache / digest.hexdigest()[:32]
@@ -116,12 +129,10 @@ def _kept_index(documents: Sequence[Document], cache: Path) -> Any:
 
 def _loaded_index(folder: Path) -> Any:
     """The index in ``folder``; None where there is none, or not what was stored."""
-    import bm25s
-
     try:
         if json.loads((folder / _CHECKSUMS).read_bytes()) != _checksums(folder):
             return None
-        return bm25s.BM25.load(folder, allow_pickle=False)
+        return _bm25s().BM25.load(folder, allow_pickle=False)
     except (OSError, ValueError):
         return None
 

@@ -29,7 +29,8 @@ def test_the_end_of_a_turn_is_written_unless_it_was_sampled(tokenizer):
 def test_the_templates_own_end_of_a_turn_is_kept_where_another_token_ended_the_answer(tokenizer):
     """As with Gemma, whose turns end on another token than its texts."""
     tokenizer.chat_template, before = None, tokenizer.chat_template
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}#\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    opens = "{% if add_generation_prompt %}>{% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}#\n{% endfor %}" + opens
     try:
         assert written(tokenizer, tokenizer.eos_token_id) == "#\n12#\n>"
         assert written(tokenizer, tokenizer("#")["input_ids"][-1]) == "\n12#\n>"

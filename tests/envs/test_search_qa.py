@@ -511,3 +511,13 @@ def test_real_questions_are_answered_by_their_gold_answers_alone(hotpotqa):
         assert task.score_dialog(row, right).parts == {"exact_match": 1.0, "f1": 1.0}, row
         if not exact_match(row["answer"], other["answer"]):
             assert task.score(row, f"<answer>{other['answer']}</answer>").parts["exact_match"] == 0.0
+
+
+def test_searching_loads_no_numba_which_vllm_could_not_start_beside():
+    program = """
+import sys
+from grpo_rl.envs.search_index import Document, SearchIndex
+assert SearchIndex([Document("Lilu", "A spirit."), Document("Gallu", "A demon.")]).search("demon", 1)
+assert not {"numba", "llvmlite", "jax"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
