@@ -263,7 +263,7 @@ def test_answers_whose_scorer_fails_are_left_out_counted_and_told(tiny, tmp_path
     score = GSM8K.score
 
     def fails_now_and_then(task, row, response):
-        if len(response) % 5 == 0:
+        if sum(map(ord, response)) % 7 == 3:
             raise KeyError("gold")
         return score(task, row, response)
 
