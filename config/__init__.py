@@ -206,9 +206,7 @@ def check(cfg: DictConfig) -> None:
             f"sampling.max_new_tokens={cfg.sampling.max_new_tokens}"
         )
     if cfg.env.dataset == "search_qa" and cfg.env.eval_path and not cfg.env.corpus:
-        raise ValueError(
-            "env.eval_path needs env.corpus: those beside env.path do not answer its questions"
-        )
+        raise ValueError("env.eval_path needs env.corpus: those beside env.path do not answer its questions")
     if not 0 <= cfg.optimizer.min_lr_fraction <= 1:
         raise ValueError(f"optimizer.min_lr_fraction is {cfg.optimizer.min_lr_fraction}; it must be between 0 and 1")
     _one_of(cfg, "inference_model.engine", ("vllm", "transformers"))

@@ -7,7 +7,6 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from math import isfinite
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,12 +15,27 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs import tables
 from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task
+from grpo_rl.envs.tags import last_answer
+from grpo_rl.envs.task import check_weights
 
 __all__ = ["Countdown", "CountdownEnv", "Puzzles", "check", "load_rows"]
 
 SYSTEM_PROMPT = (
     "Think inside <think> and </think>, then give the expression alone inside <answer> and </answer>, for example "
     "<answer>(1 + 2) * 3</answer>."
+)
+# 1 and 2 are in the prompt's own example. A small model that sees none of these writes no expression at all.
+EXAMPLES = (
+    {
+        "numbers": [3, 6, 20],
+        "target": 38,
+        "response": "<think>6 * 3 = 18, and 20 + 18 = 38.</think><answer>20 + 6 * 3</answer>",
+    },
+    {
+        "numbers": [50, 9, 8],
+        "target": 33,
+        "response": "<think>50 - 9 = 41, and 41 - 8 = 33.</think><answer>50 - 9 - 8</answer>",
+    },
 )
 SPLITS = ("train", "test")
 HELD_OUT_SHARE = 10  # One in so many sets of numbers is held out.
@@ -44,9 +58,10 @@ class Countdown(Task):
         answer_format: paid where there is an answer and it has a value, whatever that is and whatever its numbers.
         use_all: whether each number must be used exactly once, instead of at most once.
         system_prompt: the first message; None or an empty text leaves it out.
+        examples: ``numbers``, ``target`` and ``response`` of solved puzzles, shown as earlier turns.
 
     Raises:
-        ValueError: a weight is not a finite number.
+        ValueError: a weight is not a finite number, an example lacks a column, or its response is wrong.
     """
 
     reward_parts = ("correctness", "answer_format")
@@ -59,24 +74,37 @@ class Countdown(Task):
         answer_format: float = 0.1,
         use_all: bool = False,
         system_prompt: str | None = SYSTEM_PROMPT,
+        examples: Sequence[Mapping[str, Any]] = EXAMPLES,
     ) -> None:
         self._weights = {"correctness": correctness, "answer_format": answer_format}
-        for name, weight in self._weights.items():
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not isfinite(weight):
-                raise ValueError(f"env.reward.{name}={weight}; a weight is a finite number")
+        check_weights(self._weights)
         self._use_all = use_all
         self._before: Messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        for index, example in enumerate(examples):
+            row = _checked(dict(example), f"env.examples[{index}]")
+            response = str(row.get("response"))
+            if not self._is_right(row, response):
+                raise ValueError(f"env.examples[{index}] is wrong: its response is {response!r}")
+            self._before += [
+                {"role": "user", "content": self._question(row)},
+                {"role": "assistant", "content": response},
+            ]
         self.rows = rows
 
     def prompt(self, row: dict) -> Messages:
-        """System prompt, and the puzzle with its rule."""
+        """System prompt, examples, and the puzzle with its rule."""
+        return [*self._before, {"role": "user", "content": self._question(row)}]
+
+    def _question(self, row: dict) -> str:
         numbers = ", ".join(map(str, row["numbers"]))
         often = "exactly" if self._use_all else "at most"
-        question = (
+        return (
             f"Using the numbers {numbers}, write an expression that equals {row['target']}. You may use +, -, *, / and "
             f"brackets, and each number {often} once."
         )
-        return [*self._before, {"role": "user", "content": question}]
+
+    def _is_right(self, row: dict, response: str) -> bool:
+        return check(row["numbers"], row["target"], last_answer(response) or "", use_all=self._use_all)
 
     def score(self, row: dict, response: str) -> Reward:
         """Whether the expression is right, and whether it is one.
@@ -85,10 +113,9 @@ class Countdown(Task):
         >>> Countdown([row]).score(row, "<think>50 is near.</think><answer>50 - 3</answer>").parts
         {'correctness': 1.0, 'answer_format': 0.1}
         """
-        expression = _answer(response)
         earned = {
-            "correctness": check(row["numbers"], row["target"], expression, use_all=self._use_all),
-            "answer_format": _evaluated(expression) is not None,
+            "correctness": self._is_right(row, response),
+            "answer_format": _evaluated(last_answer(response) or "") is not None,
         }
         return Reward({name: float(self._weights[name]) if earned[name] else 0.0 for name in self.reward_parts})
 
@@ -115,6 +142,7 @@ class CountdownEnv(LLMEnv):
         split: see :func:`load_rows`.
         puzzles: settings of the generated :class:`Puzzles`.
         system_prompt: see :class:`Countdown`.
+        examples: see :class:`Countdown`.
         reward: weights and rule of :class:`Countdown`, as in the config's ``env.reward``.
         settings: see :class:`LLMEnv`.
     """
@@ -129,11 +157,12 @@ class CountdownEnv(LLMEnv):
         split: str = "train",
         puzzles: Mapping[str, Any] | None = None,
         system_prompt: str | None = SYSTEM_PROMPT,
+        examples: Sequence[Mapping[str, Any]] = EXAMPLES,
         reward: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         rows = load_rows(path, split, **(puzzles or {}))
-        task = Countdown(rows, system_prompt=system_prompt, **(reward or {}))
+        task = Countdown(rows, system_prompt=system_prompt, examples=examples, **(reward or {}))
         super().__init__(task, tokenizer, num_envs, repeats, **settings)
 
 
@@ -155,12 +184,6 @@ def check(numbers: Sequence[int], target: int, expression: str, use_all: bool = 
     value, used = evaluated
     allowed = used == Counter(numbers) if use_all else used <= Counter(numbers)
     return allowed and value == target
-
-
-def _answer(response: str) -> str:
-    start = response.rfind("<answer>", 0, max(0, response.rfind("</answer>")))
-    end = response.find("</answer>", start)  # a second one behind it closes nothing
-    return response[start + len("<answer>") : end] if start >= 0 else ""
 
 
 def _evaluated(expression: str) -> tuple[Fraction, Counter[int]] | None:
@@ -375,7 +398,7 @@ def load_rows(path: str | Path | None = None, split: str = "train", **puzzles: A
 def _checked(row: dict, where: str) -> dict:
     row = {"numbers" if column == "nums" else column: value for column, value in row.items()}
     numbers, target = row.get("numbers"), row.get("target")
-    if not isinstance(numbers, list) or not numbers or not all(map(_is_given, numbers)):
+    if not isinstance(numbers, Sequence) or not numbers or not all(map(_is_given, numbers)):
         raise ValueError(f"{where}: numbers is {numbers!r}; it must be a list of whole numbers, none negative")
     if isinstance(target, bool) or not isinstance(target, int):
         raise ValueError(f"{where}: target is {target!r}; it must be a whole number")

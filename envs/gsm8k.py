@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task
 from grpo_rl.envs.numbers import extract_answer
+from grpo_rl.envs.task import check_weights
 
 __all__ = ["GSM8K", "GSM8KEnv", "extract_answer", "load_rows"]
 
@@ -68,9 +68,7 @@ class GSM8K(Task):
         self._weights = {
             "correctness": correctness, "reasoning_format": reasoning_format, "answer_format": answer_format,
         }  # fmt: skip
-        for name, weight in self._weights.items():
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-                raise ValueError(f"env.reward.{name}={weight}; a weight is a finite number")
+        check_weights(self._weights)
         self._reasoning = _compiled("reasoning_pattern", reasoning_pattern)
         self._answer = _compiled("answer_pattern", answer_pattern)
         self._before: Messages = [{"role": "system", "content": system_prompt}] if system_prompt else []

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from grpo_rl.envs import tables
 from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task, Unjudgeable
 from grpo_rl.envs.boxed import equal, last_boxed
 from grpo_rl.envs.isolation import IsolatedCalls
+from grpo_rl.envs.task import check_weights
 
 __all__ = ["Math", "MathEnv", "last_boxed", "load_rows", "verify"]
 
@@ -65,9 +65,7 @@ class Math(Task):
         examples: Sequence[Mapping[str, str]] = (),
     ) -> None:
         self._weights = {"correctness": correctness, "answer_format": answer_format}
-        for name, weight in self._weights.items():
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not isfinite(weight):
-                raise ValueError(f"env.reward.{name}={weight}; a weight is a finite number")
+        check_weights(self._weights)
         if not deadline_s > 0:
             raise ValueError(f"env.reward.deadline_s={deadline_s}; a comparison needs some seconds")
         self._deadline_s = deadline_s

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
+from grpo_rl.envs.tags import last_answer
+
 _SEPARATOR = r"(?:,|\{,\}|\\,|,\\!|[\u00a0\u2009\u202f])"  # 1,234; LaTeX's 1{,}234, 1\,234 and 1,\!234; narrow spaces
 _WHOLE = rf"\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)|\d+"
 # A point that closes a sentence, or that follows a word or another point, is not a decimal point.
@@ -56,10 +58,9 @@ def extract_answer(text: str) -> Decimal | None:
 
 
 def _judged(text: str) -> str:
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
-    if start >= 0:
-        return text[start + len("<answer>") : end]
+    inside = last_answer(text)
+    if inside is not None:
+        return inside
     return text[text.rfind("####") + len("####") :] if "####" in text else text
 
 

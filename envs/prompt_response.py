@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.rewards.functions import RewardFunction
 from grpo_rl.envs.tables import load_rows
-from grpo_rl.envs.task import Messages, Reward, Task
+from grpo_rl.envs.task import Messages, Reward, Task, check_weights
 
 __all__ = ["PromptResponse", "PromptResponseEnv", "load_rows"]
 
@@ -229,7 +228,5 @@ def _weighted(reward: Any) -> list[tuple[RewardName, float]]:
         pairs = [(name, 1.0) for name in reward]
     else:
         pairs = [(reward, 1.0)]
-    for name, weight in pairs:
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-            raise ValueError(f"env.reward: the weight of {name} is {weight!r}; it must be a finite number")
+    check_weights({str(name): weight for name, weight in pairs})
     return pairs

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 Messages = list[dict[str, str]]
@@ -122,6 +123,19 @@ def last_said(messages: Messages) -> str:
     'Calculator: 3*4'
     """
     return next((m["content"] for m in reversed(messages) if m["role"] == "assistant"), "")
+
+
+def check_weights(weights: Mapping[str, object], section: str = "env.reward") -> None:
+    """Raises ValueError unless every weight of a reward's parts is a finite number.
+
+    >>> check_weights({"correctness": 2.0, "answer_format": "half"})
+    Traceback (most recent call last):
+    ...
+    ValueError: env.reward.answer_format='half'; a weight is a finite number
+    """
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise ValueError(f"{section}.{name}={weight!r}; a weight is a finite number")
 
 
 def plays_turns(task: Task) -> bool:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_rl.envs.task import Messages
+from grpo_rl.envs.tags import last_answer
+from grpo_rl.envs.task import Messages, check_weights
 
 FORMS = ("line", "json")
 ROLES = ("tool", "user")
@@ -111,17 +111,6 @@ def find_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
     return calls
 
 
-def last_answer(text: str) -> str | None:
-    """What is inside the last ``<answer>…</answer>``; None where there is none.
-
-    >>> last_answer("<answer>1</answer> or rather <answer> 2 </answer>")
-    '2'
-    """
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
-    return text[start + len("<answer>") : end].strip() if start >= 0 else None
-
-
 def is_final(text: str, tools: Sequence[Tool]) -> bool:
     """Whether the policy's message ends the conversation: it answers, or it calls nothing.
 
@@ -156,9 +145,7 @@ def check_settings(form: str, tool_role: str, weights: Mapping[str, float]) -> N
         raise ValueError(f"env.form={form}; a call is written as {' or '.join(FORMS)}")
     if tool_role not in ROLES:
         raise ValueError(f"env.tool_role={tool_role}; results come in the role {' or '.join(ROLES)}")
-    for name, weight in weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-            raise ValueError(f"env.reward.{name}={weight}; a weight is a finite number")
+    check_weights(weights)
 
 
 def opening(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +13,7 @@ from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task
 from grpo_rl.envs.ifeval.rows import check_row, load_rows
 from grpo_rl.envs.ifeval.sentences import require_punkt
 from grpo_rl.envs.ifeval.verdicts import parse, verdicts
+from grpo_rl.envs.task import check_weights
 
 COUNT_SENTENCES = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
 """Instructions that need NLTK's sentence data."""
@@ -49,9 +49,7 @@ class IFEval(Task):
         system_prompt: str | None = None,
     ) -> None:
         weights = {"strict": strict, "all": all, "loose": loose}
-        for name, weight in weights.items():
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-                raise ValueError(f"env.reward.{name}={weight}; a weight is a finite number")
+        check_weights(weights)
         self._weights = {name: float(weight) for name, weight in weights.items() if weight}
         if not self._weights:
             raise ValueError(f"the weights env.reward={weights} pay for nothing; give one another value than 0")

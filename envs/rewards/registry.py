@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from grpo_rl.envs.rewards.accuracy import accuracy
 from grpo_rl.envs.rewards.form import answer_format, code_format, reasoning_steps, tag_count
 from grpo_rl.envs.rewards.length import cosine, group_length, soft_overlong_punishment
 from grpo_rl.envs.rewards.repetition import repetition_penalty
+from grpo_rl.envs.task import check_weights
 
 UNITS = ("characters", "tokens")
 # What an answer of nothing gives to each input.
@@ -112,8 +112,7 @@ def _read(name: str, setting: Any) -> Part:
     known = REWARDS[name]
     settings = dict(setting) if isinstance(setting, Mapping) else {"weight": setting}
     weight = settings.pop("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-        raise ValueError(f"{where}: weight is {weight!r}; it must be a finite number")
+    check_weights({name: weight}, "env.rewards")
     unit = settings.pop("unit", known.unit) if "length" in known.inputs else known.unit
     if unit not in UNITS:
         raise ValueError(f"{where}: unit is {unit!r}; it can be {' or '.join(UNITS)}")

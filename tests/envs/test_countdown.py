@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchrl.envs.utils import check_env_specs
 
 from grpo_rl import keys
-from grpo_rl.envs.countdown import Countdown, CountdownEnv, Puzzles, check, is_held_out, load_rows
+from grpo_rl.envs.countdown import EXAMPLES, Countdown, CountdownEnv, Puzzles, check, is_held_out, load_rows
 
 ROW = {"numbers": [44, 19, 35], "target": 98, "solution": "44 + 19 + 35"}
 
@@ -158,11 +158,26 @@ def test_weights_and_the_rule_come_from_the_config():
     assert Countdown([], correctness=2, answer_format=-1.5).score(row, two).parts == {
         "correctness": 2.0, "answer_format": -1.5
     }  # fmt: skip
-    task = Countdown([row], use_all=True, system_prompt=None)
+    task = Countdown([row], use_all=True, system_prompt=None, examples=[])
     assert task.score(row, two).parts["correctness"] == 0.0
     [message] = task.prompt(row)
     assert "44, 19, 35" in message["content"] and "25" in message["content"] and "exactly once" in message["content"]
     assert "at most once" in Countdown([row]).prompt(row)[-1]["content"]
+
+
+def test_examples_are_right_by_the_rule_and_shown_as_earlier_turns():
+    assert not any(is_held_out(example["numbers"]) for example in EXAMPLES)
+    example = {"numbers": [4, 6], "target": 24, "response": "<answer>4 * 6</answer>"}
+    messages = Countdown([ROW], examples=[example]).prompt(ROW)
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+    assert "4, 6" in messages[1]["content"] and messages[2]["content"] == "<answer>4 * 6</answer>"
+    Countdown([], use_all=True)
+    with pytest.raises(ValueError, match=r"env\.examples\[1\] is wrong: its response is '4 \* 6'"):
+        Countdown([], examples=[example, {**example, "response": "4 * 6"}])
+    with pytest.raises(ValueError, match=r"env\.examples\[0\] is wrong"):
+        Countdown([], use_all=True, examples=[{**example, "numbers": [4, 6, 1]}])
+    with pytest.raises(ValueError, match=r"env\.examples\[0\]: numbers is None"):
+        Countdown([], examples=[{"target": 24, "response": "24"}])
 
 
 # ---- the data ----

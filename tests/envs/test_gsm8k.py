@@ -155,7 +155,7 @@ def test_weights_and_patterns_come_from_the_config():
         ({"answer_pattern": "(["}, r"env\.reward\.answer_pattern='\(\[' is no regular expression"),
         ({"reasoning_pattern": None}, r"env\.reward\.reasoning_pattern=None"),
         ({"correctness": float("nan")}, r"env\.reward\.correctness=nan"),
-        ({"answer_format": "0.5"}, r"env\.reward\.answer_format=0\.5"),
+        ({"answer_format": "0.5"}, r"env\.reward\.answer_format='0\.5'"),
         ({"examples": [{"question": "1 + 1?"}]}, r"env\.examples\[0\] has no answer; its columns are \['question'\]"),
         ({"rows": [ROW, {"question": "How many?", "answer": "none"}]}, "answer of row 1 has no number: 'none'"),
     ],

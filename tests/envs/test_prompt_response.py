@@ -125,8 +125,8 @@ def test_the_datas_own_answer_is_there_for_logs(answer, gold):
         ({"reward": f"{EXAMPLES}:lenght"}, "has no lenght; its functions are reward_len, sentence_ending"),
         ({"reward": "correctness"}, r"env\.reward=correctness is no package\.module:function"),
         ({"reward": exact}, "exact asks for reference, and what it can get by name is completion, completions, prompt"),
-        ({"reward": {LENGTH: float("nan")}}, "the weight of .*reward_len is nan"),
-        ({"reward": {LENGTH: "1"}}, "the weight of .*reward_len is '1'"),
+        ({"reward": {LENGTH: float("nan")}}, "reward_len=nan; a weight is"),
+        ({"reward": {LENGTH: "1"}}, "reward_len='1'; a weight is"),
         ({"reward": [LENGTH, LENGTH]}, "two functions of one name: reward_len, reward_len"),
     ],
 )

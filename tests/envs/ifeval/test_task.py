@@ -55,7 +55,7 @@ def test_a_part_without_weight_is_neither_named_nor_judged():
     ("options", "message"),
     [
         ({"strict": float("inf")}, r"env\.reward\.strict=inf"),
-        ({"loose": "1"}, r"env\.reward\.loose=1; a weight is a finite number"),
+        ({"loose": "1"}, r"env\.reward\.loose='1'; a weight is a finite number"),
         ({"all": True}, r"env\.reward\.all=True"),
         ({"strict": 0, "all": 0.0}, "pay for nothing"),
         ({"rows": [ROW, {**ROW, "kwargs": [{}, {}, {"num_words": 2}]}]},
