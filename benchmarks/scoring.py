@@ -1,7 +1,8 @@
 """How long 4,096 answers take to be scored: `python benchmarks/scoring.py --data FOLDER`.
 
 Answers go the way that training's go: through `LLMEnv.guard`, under a deadline, eight to a row. Some are right, some
-wrong, some have no form at all; answers to one row differ. The headline is the slowest task's time over what it may
+wrong, some have no form at all; answers to one row differ, in mathematics by the expressions that are compared too,
+and the tool tasks' conversations have a call and its result. The headline is the slowest task's time over what it may
 take: 2 seconds, and 20 for mathematics, whose answers are parsed and compared as mathematics. FOLDER has the folders
 gsm8k, ifeval, math500, hotpotqa and scitldr; countdown makes its own puzzles.
 """
@@ -39,77 +40,115 @@ def variants(right: str, wrong: str) -> list[str]:
     return [f"{PROSE[: 60 * i]}{text}" for i, text in enumerate(ends, 1)]
 
 
-def gsm8k(data: Path) -> tuple[Task, Callable[[dict], list[str]]]:
+Answers = Callable[[dict], list[Messages]]
+"""What is said behind a row's prompt, in each of eight conversations."""
+
+
+def said(texts: Sequence[str]) -> list[Messages]:
+    """Conversations of one answer each."""
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def said_after(task: Task, row: dict, call: str, texts: Sequence[str]) -> list[Messages]:
+    """Conversations that call a tool, get its result and answer."""
+    asked = [{"role": "assistant", "content": call}]
+    reply = task.reply(row, [*task.prompt(row), *asked])
+    assert reply, call
+    return [[*asked, *reply, *answer] for answer in said(texts)]
+
+
+def expressions() -> Iterator[str]:
+    """Mathematics without end, no two alike."""
+    for n in itertools.count(2):
+        yield from (
+            rf"\frac{{{n}}}{{{n + 1}}}", f"{n}x^2 + {n + 3}x - 1", rf"{n}\sqrt{{2}} + 1", f"({n}, {2 * n})",
+            rf"[{n}, \infty)", f"{n}.5", rf"{n}\pi", str(n),
+        )  # fmt: skip
+
+
+def gsm8k(data: Path) -> tuple[Task, Answers]:
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
 
     task = GSM8K(load_rows(str(data / "gsm8k" / "train.jsonl")))
-    return task, lambda row: variants(f"<answer>{task.gold(row)}</answer>", "<answer>7</answer>")
+    return task, lambda row: said(variants(f"<answer>{task.gold(row)}</answer>", "<answer>7</answer>"))
 
 
-def ifeval(data: Path) -> tuple[Task, Callable[[dict], list[str]]]:
+def ifeval(data: Path) -> tuple[Task, Answers]:
     from grpo_rl.envs.ifeval import IFEval, load_rows
 
     with (data / "ifeval" / "recorded_verdicts.jsonl").open(encoding="utf-8") as lines:
         responses = itertools.cycle([json.loads(line)["response"] for line in itertools.islice(lines, 2000)])
     task = IFEval(load_rows(data / "ifeval" / "input_data.jsonl"))
-    return task, lambda row: list(itertools.islice(responses, REPEATS))
+    return task, lambda row: said(list(itertools.islice(responses, REPEATS)))
 
 
-def math(data: Path) -> tuple[Task, Callable[[dict], list[str]]]:
+def math(data: Path) -> tuple[Task, Answers]:
     from grpo_rl.envs.math import Math, load_rows
 
     task = Math(load_rows(data / "math500" / "math500.json"))
-    wrong = itertools.cycle([r"\frac{3}{7}", "x + 1", r"\sqrt{2}", "(1, 2)", "12"])
+    wrong = expressions()
 
-    def answers(row: dict) -> list[str]:
-        return variants(rf"\boxed{{{task.gold(row)}}}", rf"\boxed{{{next(wrong)}}}")
+    def answers(row: dict) -> list[Messages]:
+        gold = task.gold(row)
+        boxes = [rf"\boxed{{{text}}}" for text in (gold, rf"{gold}\,", f"{{{gold}}}", *itertools.islice(wrong, 4))]
+        return said([f"{PROSE[: 60 * i]}{text}" for i, text in enumerate([*boxes, ""], 1)])
 
     return task, answers
 
 
-def countdown(data: Path) -> tuple[Task, Callable[[dict], list[str]]]:
+def countdown(data: Path) -> tuple[Task, Answers]:
     from grpo_rl.envs.countdown import Countdown, load_rows
 
     rows = load_rows(None, "train")
     wrong = "<answer>1 + 2 * (3 - 4)</answer>"
-    return Countdown(rows), lambda row: variants(f"<answer>{row['solution']}</answer>", wrong)
+    return Countdown(rows), lambda row: said(variants(f"<answer>{row['solution']}</answer>", wrong))
 
 
-def calculator(data: Path) -> tuple[Task, Callable[[dict], list[str]]]:
+def calculator(data: Path) -> tuple[Task, Answers]:
     from grpo_rl.envs.calculator import Calculator, load_rows
 
     task = Calculator(load_rows("arithmetic"))
-    return task, lambda row: variants(f"<answer>{task.gold(row)}</answer>", "<answer>7</answer>")
+
+    def answers(row: dict) -> list[Messages]:
+        right = f"<answer>{task.gold(row)}</answer>"
+        return said_after(task, row, f"Calculator: {task.gold(row)} * 3 / 3", variants(right, "<answer>7</answer>"))
+
+    return task, answers
 
 
-def search_qa(data: Path) -> tuple[Task, Callable[[dict], list[str]]]:
+def search_qa(data: Path) -> tuple[Task, Answers]:
     from grpo_rl.envs.search_index import SearchIndex, load_corpus
     from grpo_rl.envs.search_qa import SearchQA, load_rows
 
     folder = data / "hotpotqa"
     index = SearchIndex(load_corpus(folder / "hotpotqa_train_corpus.json"))
     task = SearchQA(load_rows(folder / "hotpotqa_train.json"), index)
-    return task, lambda row: variants(f"<answer>{row['answer']}</answer>", "<answer>in the year of 1975</answer>")
+
+    def answers(row: dict) -> list[Messages]:
+        texts = variants(f"<answer>{row['answer']}</answer>", "<answer>in the year of 1975</answer>")
+        return said_after(task, row, f"Search: {row['question']}".replace("\n", " "), texts)
+
+    return task, answers
 
 
-def prompt_response(data: Path) -> tuple[Task, Callable[[dict], list[str]]]:
+def prompt_response(data: Path) -> tuple[Task, Answers]:
     from grpo_rl.envs.prompt_response import PromptResponse, load_rows
 
     rewards = [f"grpo_rl.envs.rewards.examples:{name}" for name in ("reward_len", "sentence_ending")]
     rows = load_rows(str(data / "scitldr" / "scitldr_A_dev.jsonl"))
     task = PromptResponse([{"prompt": " ".join(row["source"])} for row in rows], reward=rewards)
-    return task, lambda row: variants("Half the bits suffice.", "no full stop")
+    return task, lambda row: said(variants("Half the bits suffice.", "no full stop"))
 
 
 TASKS = {f.__name__: f for f in (gsm8k, ifeval, math, countdown, calculator, search_qa, prompt_response)}
 
 
-def conversations(task: Task, answers: Callable[[dict], list[str]]) -> Iterator[tuple[dict, list[Messages]]]:
-    """A row and the ends of eight conversations about it, as many as make all answers."""
+def conversations(task: Task, answers: Answers) -> Iterator[tuple[dict, list[Messages]]]:
+    """A row and eight conversations about it, as many as make all answers."""
     for i in range(ANSWERS // REPEATS):
         row = task.rows[i % len(task.rows)]
         prompt = task.prompt(row)
-        yield row, [[*prompt, {"role": "assistant", "content": text}] for text in answers(row)]
+        yield row, [[*prompt, *messages] for messages in answers(row)]
 
 
 def scored_s(task: Task, work: Sequence[tuple[dict, list[Messages]]]) -> float:

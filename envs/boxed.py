@@ -32,6 +32,7 @@ _UNBOUNDED = re.compile(
     """,
     re.VERBOSE,
 )
+_SPACES_AROUND = re.compile(r"^(?:\s|\\[,;:! ]|~)+|(?:\s|\\[,;:! ]|~)+$")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt)(?![a-zA-Z])")
 MAX_FUNCTIONS = 6
 """In one answer; sympy simplifies what is nested deeper for minutes."""
@@ -86,6 +87,8 @@ def equal(gold: str, answer: str | None) -> bool | None:
         return None
     if answer is None:
         return False
+    if _bare(answer) == _bare(gold):
+        return True
     if _is_unbounded(answer) and not _is_unbounded(gold):
         return False
     answer = _PERCENT_SIGN.sub("%", answer)
@@ -97,6 +100,18 @@ def equal(gold: str, answer: str | None) -> bool | None:
     if "%" in answer and _INTEGER.fullmatch(gold) and _verified(golds, answer.replace("%", "")):
         return True
     return _verified(golds, answer)
+
+
+def _bare(latex: str) -> str:
+    r"""Without what nobody sees: spaces around it, and braces around all of it.
+
+    >>> _bare(r" {\frac{1}{2}}\, "), _bare(r"{a}^{b}")
+    ('\\frac{1}{2}', '{a}^{b}')
+    """
+    latex = _SPACES_AROUND.sub("", latex)
+    while latex.startswith("{") and last_boxed(rf"\boxed{latex}") == latex[1:-1].strip():
+        latex = _SPACES_AROUND.sub("", latex[1:-1])
+    return latex
 
 
 def _is_unbounded(latex: str) -> bool:

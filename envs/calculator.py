@@ -74,7 +74,7 @@ class Calculator(Task):
         self._weights = {"correctness": correctness, "tool_use": tool_use, "answer_format": answer_format}
         check_settings(form, tool_role, self._weights)
         self.reply_role = tool_role
-        solved = [{**example, "result": calculate(str(example.get("call")))} for example in examples]
+        solved = [{**example, "result": calculate(str(example.get("call")))} for example in examples or ()]
         self._before = opening(self.tools[0], form, tool_role, system_prompt, solved)
         self.rows = rows
         for index, row in enumerate(rows):

@@ -24,7 +24,7 @@ SYSTEM_PROMPT = (
     "Think inside <think> and </think>, then give the expression alone inside <answer> and </answer>, for example "
     "<answer>(1 + 2) * 3</answer>."
 )
-# 1 and 2 are in the prompt's own example. A small model that sees none of these writes no expression at all.
+# A small model that is shown no solved puzzle writes no expression at all.
 EXAMPLES = (
     {
         "numbers": [3, 6, 20],
@@ -80,14 +80,18 @@ class Countdown(Task):
         check_weights(self._weights)
         self._use_all = use_all
         self._before: Messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        for index, example in enumerate(examples):
-            row = _checked(dict(example), f"env.examples[{index}]")
-            response = str(row.get("response"))
-            if not self._is_right(row, response):
-                raise ValueError(f"env.examples[{index}] is wrong: its response is {response!r}")
+        for index, example in enumerate(examples or ()):
+            row, where = _checked(dict(example), f"env.examples[{index}]"), f"env.examples[{index}]"
+            if not isinstance(row.get("response"), str):
+                raise ValueError(f"{where} has no text response; its columns are {list(row)}")
+            if not self._is_right(row, _answer(row["response"])):
+                raise ValueError(
+                    f"{where} is wrong: {_answer(row['response'])!r} is no way to {row['target']} with each of "
+                    f"{list(row['numbers'])} {self._often} once; write one inside <answer>…</answer>"
+                )
             self._before += [
                 {"role": "user", "content": self._question(row)},
-                {"role": "assistant", "content": response},
+                {"role": "assistant", "content": row["response"]},
             ]
         self.rows = rows
 
@@ -97,14 +101,17 @@ class Countdown(Task):
 
     def _question(self, row: dict) -> str:
         numbers = ", ".join(map(str, row["numbers"]))
-        often = "exactly" if self._use_all else "at most"
         return (
             f"Using the numbers {numbers}, write an expression that equals {row['target']}. You may use +, -, *, / and "
-            f"brackets, and each number {often} once."
+            f"brackets, and each number {self._often} once."
         )
 
-    def _is_right(self, row: dict, response: str) -> bool:
-        return check(row["numbers"], row["target"], last_answer(response) or "", use_all=self._use_all)
+    @property
+    def _often(self) -> str:
+        return "exactly" if self._use_all else "at most"
+
+    def _is_right(self, row: dict, expression: str) -> bool:
+        return check(row["numbers"], row["target"], expression, use_all=self._use_all)
 
     def score(self, row: dict, response: str) -> Reward:
         """Whether the expression is right, and whether it is one.
@@ -113,9 +120,10 @@ class Countdown(Task):
         >>> Countdown([row]).score(row, "<think>50 is near.</think><answer>50 - 3</answer>").parts
         {'correctness': 1.0, 'answer_format': 0.1}
         """
+        expression = _answer(response)
         earned = {
-            "correctness": self._is_right(row, response),
-            "answer_format": _evaluated(last_answer(response) or "") is not None,
+            "correctness": self._is_right(row, expression),
+            "answer_format": _evaluated(expression) is not None,
         }
         return Reward({name: float(self._weights[name]) if earned[name] else 0.0 for name in self.reward_parts})
 
@@ -184,6 +192,10 @@ def check(numbers: Sequence[int], target: int, expression: str, use_all: bool = 
     value, used = evaluated
     allowed = used == Counter(numbers) if use_all else used <= Counter(numbers)
     return allowed and value == target
+
+
+def _answer(response: str) -> str:
+    return last_answer(response) or ""
 
 
 def _evaluated(expression: str) -> tuple[Fraction, Counter[int]] | None:

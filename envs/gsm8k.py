@@ -72,7 +72,7 @@ class GSM8K(Task):
         self._reasoning = _compiled("reasoning_pattern", reasoning_pattern)
         self._answer = _compiled("answer_pattern", answer_pattern)
         self._before: Messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        for index, example in enumerate(examples):
+        for index, example in enumerate(examples or ()):
             check_columns(example, f"env.examples[{index}]")
             self._before += [
                 {"role": "user", "content": example["question"]},

@@ -70,7 +70,7 @@ class Math(Task):
             raise ValueError(f"env.reward.deadline_s={deadline_s}; a comparison needs some seconds")
         self._deadline_s = deadline_s
         self._before: Messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        for index, example in enumerate(examples):
+        for index, example in enumerate(examples or ()):
             for column in ("problem", "solution"):
                 if not isinstance(example.get(column), str):
                     raise ValueError(f"env.examples[{index}] has no text {column}; its columns are {list(example)}")

@@ -228,5 +228,5 @@ def _weighted(reward: Any) -> list[tuple[RewardName, float]]:
         pairs = [(name, 1.0) for name in reward]
     else:
         pairs = [(reward, 1.0)]
-    check_weights({str(name): weight for name, weight in pairs})
+    check_weights({getattr(name, "__name__", name): weight for name, weight in pairs})
     return pairs

@@ -1,4 +1,4 @@
-"""What an answer marked as its answer, in tags."""
+"""What stands between the tags of an answer."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,7 +134,7 @@ def check_weights(weights: Mapping[str, object], section: str = "env.reward") ->
     ValueError: env.reward.answer_format='half'; a weight is a finite number
     """
     for name, weight in weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not abs(weight) <= sys.float_info.max:
             raise ValueError(f"{section}.{name}={weight!r}; a weight is a finite number")
 
 

@@ -163,7 +163,7 @@ def opening(
     messages: Messages = []
     if system_prompt:
         messages.append({"role": "system", "content": system_prompt.replace("{call}", tool.written(form))})
-    for index, example in enumerate(examples):
+    for index, example in enumerate(examples or ()):
         for key in ("question", "call", "result", "answer"):
             if not isinstance(example.get(key), str):
                 raise ValueError(f"env.examples[{index}] has no text {key}; its keys are {list(example)}")

@@ -112,7 +112,7 @@ def _read(name: str, setting: Any) -> Part:
     known = REWARDS[name]
     settings = dict(setting) if isinstance(setting, Mapping) else {"weight": setting}
     weight = settings.pop("weight", 1.0)
-    check_weights({name: weight}, "env.rewards")
+    check_weights({"weight": weight}, where)
     unit = settings.pop("unit", known.unit) if "length" in known.inputs else known.unit
     if unit not in UNITS:
         raise ValueError(f"{where}: unit is {unit!r}; it can be {' or '.join(UNITS)}")

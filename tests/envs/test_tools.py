@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_rl.envs.tags import last_answer
 from grpo_rl.envs.tools import (
     MAX_CALLS,
     Call,
@@ -15,7 +16,6 @@ from grpo_rl.envs.tools import (
     check_settings,
     find_calls,
     is_final,
-    last_answer,
     opening,
 )
 
@@ -192,6 +192,7 @@ def test_a_message_that_calls_and_has_no_whole_answer_is_not_the_last(text):
     ("text", "expected"),
     [("<answer> 7\n</answer>", "7"), ("<answer>1</answer><answer>2</answer>", "2"),
      ("<answer>1</answer><answer>2", "1"), ("<answer>1<answer>2</answer>", "2"), ("<answer></answer>", ""),
+     ("<answer>5</answer> so 7 </answer>", "5"),
      ("7", None), ("</answer>7<answer>", None)],
 )  # fmt: skip
 def test_the_last_whole_answer_counts(text, expected):

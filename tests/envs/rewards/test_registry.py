@@ -45,9 +45,10 @@ def test_what_is_asked_for_is_what_is_computed():
     ("config", "message"),
     [
         ({"cosin": 1.0}, r"env\.rewards\.cosin is unknown; it can be accuracy, .*; did you mean cosine\?"),
-        ({"format": "1.0"}, r"env\.rewards\.format='1\.0'; a weight is a finite number"),
-        ({"format": True}, "format=True; a weight is"),
-        ({"format": {"weight": math.nan}}, "format=nan; a weight is"),
+        ({"format": "1.0"}, r"env\.rewards\.format\.weight='1\.0'; a weight is a finite number"),
+        ({"format": True}, "weight=True; a weight is"),
+        ({"format": {"weight": math.nan}}, "weight=nan; a weight is"),
+        ({"format": {"weight": 10**400}}, "weight=1000+; a weight is"),
         ({"format": {"weigth": 1.0}}, r"env\.rewards\.format has no setting weigth; .*did you mean weight\?"),
         ({"format": {"unit": "tokens"}}, "has no setting unit"),
         ({"repetition_penalty": {"correct": "accuracy"}}, "has no setting correct"),
