@@ -123,14 +123,14 @@ class LLMEnv(EnvBase):
 
     # ---- plain methods: what reset and step are built on ----
 
-    def next_prompts(self) -> list[Prompt]:
-        """The next ``num_envs`` prompts, each tokenised once.
+    def next_prompts(self, count: int | None = None) -> list[Prompt]:
+        """The next ``count`` prompts, or ``num_envs``, each tokenised once.
 
         Raises:
             ValueError: a prompt is too long and ``long_prompt`` is ``error``, or every prompt is too long.
         """
         prompts: list[Prompt] = []
-        while missing := self.num_envs - len(prompts):
+        while missing := (count or self.num_envs) - len(prompts):
             rows = [row for row in self._next_rows(missing) if row not in self._too_long]
             for row, query, ids in self._encoded(rows):
                 if self._fits(row, len(ids)):

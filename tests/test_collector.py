@@ -123,3 +123,55 @@ def test_the_python_work_of_a_collection_does_not_grow_with_its_answers(env):
 
     # 6 answers: one step for each token would be 12,000.
     assert steps_of_python(2000) < steps_of_python(2) + 100
+
+
+# ---- dynamic sampling ----
+
+
+class CountAInFirst(CountA):
+    """Rewards the answers to one question differently, those to the others alike."""
+
+    def score(self, row, response):
+        return Reward({"a": float(response.count("a")) if row["q"] == "one" else 0.0})
+
+
+def test_groups_rewarded_alike_are_replaced_until_the_collection_is_full(tokenizer, engine):
+    env = LLMEnv(CountAInFirst(), tokenizer, num_envs=2, repeats=3)
+    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=10**6, refills=20)
+    groups = collector.collect()
+    assert [env.query(group.row) for group in groups] == ["one", "one"]
+    # Every epoch of three rows has one such row, so the second is found in the second epoch: 4 to 6 prompts.
+    asked = len(collector.sampled)
+    assert 4 <= asked <= 6 and collector.collected == 3 * asked
+    assert collector.filtered_groups == asked - 2 and collector.dropped_groups == 0
+    collector.collect()
+    assert collector.sampled[0].group_id == asked  # no prompt was taken from the data and not sampled
+
+
+def test_when_the_refills_are_used_up_groups_rewarded_alike_fill_the_collection(tokenizer, engine):
+    env = LLMEnv(CountAInFirst(), tokenizer, num_envs=3, repeats=3)  # each collection has one row that differs
+    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=10**6, refills=1)
+    groups = collector.collect()
+    assert len(groups) == 3 and 3 * len(collector.sampled) == collector.collected == 15
+    differing = [group for group in groups if group.rewards.std() > 0]
+    assert 1 <= len(differing) <= 2 and groups[: len(differing)] == differing
+    assert collector.filtered_groups == 2
+    assert len({group.group_id for group in groups}) == 3
+
+
+def test_refilling_ends_with_the_answers_of_the_run(tokenizer, engine):
+    env = LLMEnv(CountAInFirst(), tokenizer, num_envs=2, repeats=3)
+    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=6, refills=1000)
+    assert len(collector.collect()) == 2 and collector.collected == 6
+
+
+def test_the_group_size_may_change_between_collections(env, engine):
+    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=10**6)
+    assert [group.size for group in collector.collect()] == [3, 3]
+    collector.repeats = 4
+    assert [group.size for group in collector.collect()] == [4, 4] and collector.collected == 14
+
+
+def test_refills_are_none_or_more(env, engine):
+    with pytest.raises(ValueError, match=r"train\.max_refills=-1"):
+        SyncCollector(env, engine, Sampling(), 6, refills=-1)

@@ -23,12 +23,19 @@ class SyncCollector:
     An answer whose scorer failed is left out of its group, and a group of fewer than two answers out of the collection:
     nothing could be compared. Both are counted.
 
+    With ``refills``, groups whose answers were all rewarded alike, which teach nothing, are left out as well, and
+    others are sampled in their place: dynamic sampling, DAPO, https://arxiv.org/abs/2503.14476, section 3.2.
+
     Args:
         env: gives prompts and scores answers; ``env.repeats`` is the group size.
         engine: samples.
         sampling: how; of each turn, where the task replies.
         total_dialog_turns: answers to sample in all, over all runs of a resumed training.
         collected: answers sampled before, when a run is resumed.
+        refills: how often at most one collection is filled up; then it is filled with groups rewarded alike.
+
+    Raises:
+        ValueError: ``refills`` is negative.
     """
 
     def __init__(
@@ -38,14 +45,23 @@ class SyncCollector:
         sampling: Sampling,
         total_dialog_turns: int,
         collected: int = 0,
+        refills: int = 0,
     ) -> None:
+        if refills < 0:
+            raise ValueError(f"train.max_refills={refills}; it must be 0, which samples once, or more")
         self._env, self._engine, self._sampling = env, engine, sampling
-        self._total = total_dialog_turns
+        self._total, self._refills = total_dialog_turns, refills
         self.collected = collected
+        self.repeats = env.repeats
+        """Answers to each of the next prompts; it may change between collections."""
         self.sample_s = 0.0
         """Seconds that the engine took for the last collection."""
         self.dropped_groups = 0
-        """Groups left out so far."""
+        """Groups left out so far, as fewer than two of their answers had a reward."""
+        self.filtered_groups = 0
+        """Groups left out so far, as their answers were rewarded alike."""
+        self.sampled: list[Group] = []
+        """All groups of the last collection that had rewards, those left out as rewarded alike included."""
 
     def __iter__(self) -> Iterator[list[Group]]:
         while self.collected < self._total:
@@ -57,25 +73,37 @@ class SyncCollector:
         Raises:
             ScoreError: no group was left up to ``total_dialog_turns``.
         """
+        wanted, refills = self._env.num_envs, 0
         groups: list[Group] = []
-        self.sample_s = 0.0
-        while not groups:
-            if self.dropped_groups and self.collected >= self._total:
-                raise ScoreError(
-                    f"no group of two scored answers is left, {self.dropped_groups} were dropped; the first failures:\n"
-                    + "\n".join(self._env.guard.examples.values())
-                )
-            prompts = self._env.next_prompts()
-            played = self._play(prompts) if self._env.max_turns > 1 else self._answer(prompts)
-            groups = [group for judged in played if (group := rewarded(*judged))]
-            self.collected += len(prompts) * self._env.repeats
-            self.dropped_groups += len(prompts) - len(groups)
+        self.sampled, self.sample_s = [], 0.0
+        while not self.sampled or (len(groups) < wanted and refills < self._refills and self.collected < self._total):
+            refills += bool(self.sampled)
+            judged = self._sample(wanted - len(groups))
+            self.sampled += judged
+            groups += [group for group in judged if not rewarded_alike(group)] if self._refills else judged
+        # Groups compare by identity.
+        groups += [group for group in self.sampled if group not in groups][: wanted - len(groups)]
+        self.filtered_groups += len(self.sampled) - len(groups)
+        return groups
+
+    def _sample(self, count: int) -> list[Group]:
+        """The groups of the next ``count`` prompts, those of fewer than two scored answers left out and counted."""
+        if self.dropped_groups and self.collected >= self._total:
+            raise ScoreError(
+                f"no group of two scored answers is left, {self.dropped_groups} were dropped; the first failures:\n"
+                + "\n".join(self._env.guard.examples.values())
+            )
+        prompts = self._env.next_prompts(count)
+        played = self._play(prompts) if self._env.max_turns > 1 else self._answer(prompts)
+        groups = [group for judged in played if (group := rewarded(*judged))]
+        self.collected += len(prompts) * self.repeats
+        self.dropped_groups += len(prompts) - len(groups)
         return groups
 
     def _answer(self, prompts: Sequence[Prompt]) -> list[tuple[Group, list[Reward | Failure]]]:
         """A group of one turn for each prompt, and its rewards beside it."""
         start = time.perf_counter()
-        samples = self._engine.generate([p.ids.tolist() for p in prompts], self._env.repeats, self._sampling)
+        samples = self._engine.generate([p.ids.tolist() for p in prompts], self.repeats, self._sampling)
         self.sample_s += time.perf_counter() - start
         return [
             (group_of_samples(prompt, sample), self._env.score(prompt.row, sample.responses))
@@ -85,7 +113,7 @@ class SyncCollector:
     def _play(self, prompts: Sequence[Prompt]) -> list[tuple[Group, list[Reward | Failure]]]:
         """A group of conversations about each prompt, and their rewards beside it."""
         start = time.perf_counter()
-        env, repeats = self._env, self._env.repeats
+        env, repeats = self._env, self.repeats
         played = [
             [begin(env, env.task.rows[prompt.row], f"row {prompt.row}", prompt.ids.tolist()) for _ in range(repeats)]
             for prompt in prompts
@@ -134,6 +162,11 @@ def rewarded(group: Group, results: Sequence[Reward | Failure]) -> Group | None:
         {name: _numbers(reward.parts[name] for reward in rewards) for name in rewards[0].parts},
         {name: _numbers(reward.measures.get(name, math.nan) for reward in rewards) for name in measures},
     )
+
+
+def rewarded_alike(group: Group) -> bool:
+    """Whether all answers have the same reward, and so no advantage over each other."""
+    return bool((group.rewards == group.rewards[0]).all())
 
 
 def _numbers(values: Iterable[float]) -> torch.Tensor:
