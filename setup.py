@@ -34,6 +34,7 @@ setup(
     packages=packages,
     package_dir={"grpo_rl.envs": "envs", "grpo_rl.config": "config"},
     include_package_data=False,
+    entry_points={"console_scripts": ["grpo-rl = grpo_rl.cli:main"]},
     package_data={
         "grpo_rl": ["py.typed"],
         "grpo_rl.monitor": ["*.j2"],

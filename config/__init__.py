@@ -11,8 +11,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import hydra
+from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -20,16 +22,26 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging as transformers_logging
 
+from grpo_rl.advantages import Kind as Advantage
+from grpo_rl.advantages import check_advantage
 from grpo_rl.allocator import give_back
-from grpo_rl.build import ENVS
+from grpo_rl.batches import misfits
+from grpo_rl.buffer import check_rewards
+from grpo_rl.build import ENVS, group_sizes, make_lora, make_loss, micro_batching
 from grpo_rl.engines.base import Sampling
+from grpo_rl.losses.aggregate import Aggregation, check_aggregation
+from grpo_rl.losses.correction import Correction, Level
+from grpo_rl.losses.kl import KL
+from grpo_rl.losses.surrogate import Ratio, Surrogate
 from grpo_rl.optimizer import check_optimizer
+from grpo_rl.policies.lora import check_quantization
+from grpo_rl.schedules import AdaptiveKL, RefreshRule
 
 FOLDER = Path(__file__).resolve().parent
 GROUPS = ("env", "loss", "experiment")
 """Config groups: chosen by name (``loss=grpo``), not keys of their own."""
-FREE = ("env.rewards.", "env.reward.")
-"""Beginnings of keys that a task reads, and refuses, itself; ``env.reward`` only where it may be a mapping."""
+FREE = ("env.rewards.", "env.reward.", "loss.reward_weights.", "train.repeats_schedule.")
+"""Beginnings of keys that are of a task's own, which refuses others; ``env.reward`` only where it may be a mapping."""
 
 
 def known_keys(dataset: str | None = None) -> set[str]:
@@ -139,6 +151,31 @@ def _dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
     return name if name in ENVS else None
 
 
+def _choosing_configs(arguments: Sequence[str]) -> list[str]:
+    """The arguments with a task named by its config: it brings its own keys.
+
+    >>> _choosing_configs(["env.dataset=math", "optimizer.lr=1"])
+    ['env=math', 'optimizer.lr=1']
+    """
+    return [re.sub(r"^\+{0,2}env\.dataset=", "env=", word) for word in arguments]
+
+
+def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """The config that a script would get from these arguments; not checked beyond the names of its keys.
+
+    Raises:
+        ValueError: an unknown key.
+        HydraException: an unknown config, or an override that Hydra can't read.
+
+    >>> compose_config("grpo_gsm8k", ["env.dataset=countdown", "env.repeats=16"]).env.repeats
+    16
+    """
+    words = _choosing_configs(overrides)
+    check_overrides(words, _dataset_of(words, config_name))
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        return compose(config_name, overrides=words)
+
+
 def check(cfg: DictConfig) -> None:
     """Refuses a config that cannot run, by its keys and by its numbers.
 
@@ -154,6 +191,8 @@ def check(cfg: DictConfig) -> None:
         raise ValueError(f"{', '.join(unset)} must be set: {cfg.env.dataset} can't do without")
     for key in (
         "env.num_envs",
+        "env.repeats",
+        "train.total_dialog_turns",
         "train.optim_batch_size",
         "train.micro_batch_tokens",
         "train.epochs",
@@ -161,14 +200,22 @@ def check(cfg: DictConfig) -> None:
         "sampling.max_new_tokens",
     ):
         _at_least(cfg, key, 1)
+        if not isinstance(OmegaConf.select(cfg, key), int):
+            raise ValueError(f"{key} is {OmegaConf.select(cfg, key)}; it must be a whole number")
     for key in (
         "policy.kl_coef",
         "policy.entropy_coef",
         "loss.clip_low",
         "loss.clip_high",
+        "loss.tau_pos",
+        "loss.tau_neg",
+        "loss.correction_low",
+        "loss.correction_high",
+        "loss.top_entropy_fraction",
         "optimizer.weight_decay",
         "optimizer.warmup_steps",
         "train.keep_checkpoints",
+        "train.max_refills",
         "train.checkpoint_frequency",
         "evaluate.rows",
         "evaluate.frequency",
@@ -176,30 +223,8 @@ def check(cfg: DictConfig) -> None:
         _at_least(cfg, key, 0)
     if cfg.train.gradient_accumulation_steps is not None:
         _at_least(cfg, "train.gradient_accumulation_steps", 1)
-        groups = cfg.train.optim_batch_size // max(1, cfg.env.repeats)
-        if cfg.train.gradient_accumulation_steps > groups:
-            raise ValueError(
-                f"train.gradient_accumulation_steps={cfg.train.gradient_accumulation_steps} micro-batches cannot be "
-                f"made of the {groups} groups of an optimizer step"
-            )
-    repeats, batch = cfg.env.repeats, cfg.train.optim_batch_size
-    collected = cfg.env.num_envs * repeats
-    if repeats < 2:
-        raise ValueError(f"env.repeats is {repeats}; a group of one answer has no advantage, use 2 or more")
-    if batch % repeats:
-        raise ValueError(
-            f"train.optim_batch_size={batch} is not a multiple of env.repeats={repeats}: a group would be cut; "
-            f"use {max(1, batch // repeats) * repeats} or {(batch // repeats + 1) * repeats}"
-        )
-    if collected % batch:
-        raise ValueError(
-            f"env.num_envs x env.repeats = {cfg.env.num_envs} x {repeats} = {collected} answers a collection do not "
-            f"divide into batches of train.optim_batch_size={batch}; make {collected} a multiple of it"
-        )
-    if cfg.train.total_dialog_turns < collected:
-        raise ValueError(
-            f"train.total_dialog_turns={cfg.train.total_dialog_turns} is less than one collection, {collected} answers"
-        )
+    if cfg.env.repeats < 2:
+        raise ValueError(f"env.repeats is {cfg.env.repeats}; a group of one answer has no advantage, use 2 or more")
     if cfg.inference_model.max_model_len <= cfg.sampling.max_new_tokens:
         raise ValueError(
             f"inference_model.max_model_len={cfg.inference_model.max_model_len} leaves no room for a prompt beside "
@@ -212,8 +237,8 @@ def check(cfg: DictConfig) -> None:
     _one_of(cfg, "inference_model.engine", ("vllm", "transformers"))
     _one_of(cfg, "env.long_prompt", ("error", "skip"))
     _one_of(cfg, "train_model.dtype", ("bfloat16", "float32"))
-    _one_of(cfg, "loss.aggregate", ("sequence_mean", "token_mean"))
-    _one_of(cfg, "loss.advantage", ("zscore", "no_std", "leave_one_out"))
+    _check_lora(cfg)
+    _check_loss(cfg)
     _one_of(cfg, "logger.backend", ("none", "wandb"))
     check_optimizer(cfg.optimizer.name, cfg.optimizer.lr, cfg.optimizer.schedule, cfg.optimizer.clip_grad_norm)
     Sampling(**cfg.sampling)
@@ -226,11 +251,77 @@ def check(cfg: DictConfig) -> None:
         )
     if cfg.evaluate.rows == 1:
         raise ValueError("evaluate.rows is 1; use 0, or at least 2: one row gives no interval")
+    for misfit in misfits(cfg):  # last: `grpo-rl batches` draws a config with which nothing else is wrong
+        raise misfit
+
+
+def _check_lora(cfg: DictConfig) -> None:
+    lora = make_lora(cfg)
+    check_quantization(cfg.train_model.quantization, lora, cfg.train_model.compile)
+    if not lora.rank:
+        return
+    if lora.push == "adapter" and cfg.inference_model.engine != "vllm":
+        raise ValueError(
+            f"train_model.lora.push=adapter needs inference_model.engine=vllm, not {cfg.inference_model.engine}, which "
+            "takes weights alone; use merged"
+        )
+    if cfg.policy.kl_coef and (cfg.ref_model.num_devices is not None or cfg.ref_model.devices is not None):
+        raise ValueError(
+            "with train_model.lora the reference is the policy without its adapters, on the policy's device; leave "
+            "ref_model.num_devices and ref_model.devices at null"
+        )
+
+
+def _check_loss(cfg: DictConfig) -> None:
+    choices = {
+        "surrogate": get_args(Surrogate),
+        "ratio": get_args(Ratio),
+        "aggregate": get_args(Aggregation),
+        "advantage": get_args(Advantage),
+        "kl": get_args(KL),
+        "kl_in": ("loss", "reward"),
+        "correction": get_args(Correction),
+        "correction_level": get_args(Level),
+    }
+    for name, values in choices.items():
+        _one_of(cfg, f"loss.{name}", values)
+    for name in ("dual_clip", "normalizer", "advantage_clip"):
+        if cfg.loss[name] is not None:
+            _at_least(cfg, f"loss.{name}", 0)
+    if not 0 < cfg.loss.top_entropy_fraction <= 1:
+        raise ValueError(
+            f"loss.top_entropy_fraction is {cfg.loss.top_entropy_fraction}; it is the share of tokens that the policy "
+            "gradient is of, more than 0 and at most 1"
+        )
+    make_loss(cfg)
+    group_sizes(cfg)
+    check_aggregation(cfg.loss.aggregate, micro_batching(cfg)["normalizer"])
+    in_reward = cfg.policy.kl_coef if cfg.loss.kl_in == "reward" else 0.0
+    check_advantage(cfg.loss.advantage, cfg.loss.advantage_clip, in_reward, cfg.loss.kl)
+    check_rewards(cfg.train.reward_clip, cfg.train.reward_scale)
+    _check_reference(cfg)
+
+
+def _check_reference(cfg: DictConfig) -> None:
+    AdaptiveKL(cfg.policy.kl_coef, cfg.policy.target_kl, cfg.policy.kl_gain)
+    RefreshRule(cfg.ref_model.refresh, cfg.ref_model.refresh_steps)
+    if cfg.policy.stop_kl is not None and not cfg.policy.stop_kl > 0:
+        raise ValueError(f"policy.stop_kl is {cfg.policy.stop_kl}; it must be more than 0, or null")
+    if not 0 <= cfg.ref_model.decay < 1:
+        raise ValueError(f"ref_model.decay is {cfg.ref_model.decay}; it must be at least 0 and less than 1")
+    other = cfg.ref_model.refresh != "never" or cfg.ref_model.name is not None
+    if other and not cfg.policy.kl_coef:
+        raise ValueError("ref_model.refresh and ref_model.name are of the KL term's reference; set policy.kl_coef")
+    if other and cfg.train_model.lora.rank:
+        raise ValueError(
+            "with train_model.lora the reference is the policy without its adapters; leave ref_model.name at null and "
+            "ref_model.refresh at never"
+        )
 
 
 def _at_least(cfg: DictConfig, key: str, least: int) -> None:
     value = OmegaConf.select(cfg, key)
-    if not least <= value < float("inf"):
+    if not isinstance(value, int | float) or not least <= value < float("inf"):
         raise ValueError(f"{key} is {value}; it must be {least} or more")
 
 
@@ -266,8 +357,7 @@ def main(config_name: str) -> Callable:
                 give_back()
 
         def entry() -> None:
-            # A task brings its own keys: naming it chooses its config.
-            sys.argv[1:] = [re.sub(r"^\+{0,2}env\.dataset=", "env=", word) for word in sys.argv[1:]]
+            sys.argv[1:] = _choosing_configs(sys.argv[1:])
             try:
                 check_overrides(sys.argv[1:], _dataset_of(sys.argv[1:], config_name))
             except ValueError as error:

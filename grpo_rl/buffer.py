@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from torchrl.data import ListStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
-from grpo_rl.advantages import Kind, group_advantages
+from grpo_rl.advantages import Kind, batch_advantages, check_advantage, kl_penalty
+from grpo_rl.losses.kl import KL
 from grpo_rl.rollout import Group
 
 
@@ -21,17 +23,43 @@ class GroupBuffer(ReplayBuffer):
     Args:
         max_groups: capacity.
         groups_per_batch: groups of one optimizer step.
-        advantage: kind of advantage, see `grpo_rl.advantages.group_advantages`.
+        advantage: kind of advantage, see `grpo_rl.advantages.batch_advantages`; what it calls a batch is what one
+            :meth:`extend` brings, a collection.
+        advantage_clip: largest advantage either way.
+        reward_weights: of the parts of the reward, for ``advantage=multi_reward``.
+        kl_coef: of the KL from the reference that each answer's reward is charged with, before advantages.
+        kl: the estimate of it, see `grpo_rl.advantages.kl_penalty`.
+        reward_clip: rewards are first held within plus and minus this.
+        reward_scale: and then multiplied by this.
+
+    Raises:
+        ValueError: the settings give no advantage.
     """
 
-    def __init__(self, max_groups: int, groups_per_batch: int, advantage: Kind = "zscore") -> None:
+    def __init__(
+        self,
+        max_groups: int,
+        groups_per_batch: int,
+        advantage: Kind = "zscore",
+        advantage_clip: float | None = None,
+        reward_weights: Mapping[str, float] | None = None,
+        kl_coef: float = 0.0,
+        kl: KL = "k1",
+        reward_clip: float | None = None,
+        reward_scale: float = 1.0,
+    ) -> None:
+        check_rewards(reward_clip, reward_scale)
+        check_advantage(advantage, advantage_clip, kl_coef, kl)
         super().__init__(
             storage=_GroupStorage(max_groups),
             sampler=SamplerWithoutReplacement(),
             batch_size=groups_per_batch,
             collate_fn=list,
         )
-        self._advantage, self._max_groups = advantage, max_groups
+        self._max_groups = max_groups
+        self._advantage = {"kind": advantage, "clip": advantage_clip, "weights": reward_weights}
+        self.kl_coef, self.kl = kl_coef, kl
+        self._reward_clip, self._reward_scale = math.inf if reward_clip is None else reward_clip, reward_scale
 
     def extend(self, groups: Sequence[Group]) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Stores groups with their advantages.
@@ -42,7 +70,30 @@ class GroupBuffer(ReplayBuffer):
         room = self._max_groups - len(self)
         if len(groups) > room:
             raise ValueError(f"{len(groups)} groups do not fit: {room} of {self._max_groups} places are free")
-        return super().extend(_beside_advantages(groups, self._advantage))
+        return super().extend(self._beside_advantages(groups))
+
+    def _beside_advantages(self, groups: Sequence[Group]) -> list[_Item]:
+        """The groups beside their advantages, which are computed for all groups of one size at once."""
+        by_size: dict[int, list[int]] = defaultdict(list)
+        for i, group in enumerate(groups):
+            by_size[group.size].append(i)
+        rewards = [self._charged([groups[i] for i in members]) for members in by_size.values()]
+        parts = []
+        if self._advantage["kind"] == "multi_reward":
+            parts = [_stacked([groups[i].reward_parts for i in members]) for members in by_size.values()]
+        tables = batch_advantages(rewards, **self._advantage, parts=parts)
+        items: dict[int, _Item] = {}
+        for members, table in zip(by_size.values(), tables, strict=True):
+            items |= {i: (groups[i], table, row) for row, i in enumerate(members)}
+        return [items[i] for i in range(len(groups))]
+
+    def _charged(self, groups: Sequence[Group]) -> Tensor:
+        """Rewards within bounds and scaled, less what their KL costs; ``Group.rewards`` stay what the task gave."""
+        rewards = torch.stack([group.rewards for group in groups])
+        rewards = rewards.clamp(-self._reward_clip, self._reward_clip) * self._reward_scale
+        if not self.kl_coef:
+            return rewards
+        return rewards - self.kl_coef * torch.stack([kl_penalty(group, self.kl) for group in groups])
 
     def add(self, data: Group) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Stores one group, as :meth:`extend` stores several."""
@@ -61,6 +112,15 @@ class GroupBuffer(ReplayBuffer):
         groups = list(self[:])
         self.empty()
         return groups
+
+
+def check_rewards(clip: float | None, scale: float) -> None:
+    """Raises ValueError unless rewards can be clipped and scaled so."""
+    if (clip is not None and not clip > 0) or not 0 < scale < math.inf:
+        raise ValueError(
+            f"train.reward_clip={clip}, train.reward_scale={scale}; both must be more than 0, and a clip of null clips "
+            "nothing"
+        )
 
 
 _Item = tuple[Group, Tensor, int]
@@ -82,18 +142,10 @@ class _GroupStorage(ListStorage):
         return _read(items) if isinstance(items, tuple) else [_read(item) for item in items]
 
 
+def _stacked(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+
+
 def _read(item: _Item) -> Group:
     group, advantages, row = item
     return group.with_advantages(advantages[row])
-
-
-def _beside_advantages(groups: Sequence[Group], kind: Kind) -> list[_Item]:
-    """The groups beside their advantages, which are computed for all groups of one size at once."""
-    by_size: dict[int, list[int]] = defaultdict(list)
-    for i, group in enumerate(groups):
-        by_size[group.size].append(i)
-    items: dict[int, _Item] = {}
-    for members in by_size.values():
-        advantages = group_advantages(torch.stack([groups[i].rewards for i in members]), kind)
-        items |= {i: (groups[i], advantages, row) for row, i in enumerate(members)}
-    return [items[i] for i in range(len(groups))]

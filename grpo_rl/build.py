@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,11 +12,17 @@ import torch
 from omegaconf import DictConfig
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from grpo_rl.buffer import GroupBuffer
+from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.devices import Devices, allocate
 from grpo_rl.engines.base import Engine, Sampling
 from grpo_rl.envs.base import LLMEnv
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.models import resolve_model
 from grpo_rl.optimizer import PolicyOptimizer
+from grpo_rl.policies.lora import LoRA, has_adapters, target_names
 from grpo_rl.policies.train import ReferencePolicy, TrainPolicy
+from grpo_rl.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
 
 ENVS = {
     "gsm8k": ("gsm8k", "GSM8KEnv"),
@@ -103,6 +110,8 @@ def make_engine(cfg: DictConfig, model_folder: Path, devices: Devices) -> Engine
         from grpo_rl.engines.transformers import TransformersEngine
 
         return TransformersEngine(model_folder, model.max_model_len, dtype=dtype, device=devices.inference[0])
+    lora = make_lora(cfg)
+    beside = bool(lora.rank) and lora.push == "adapter"
     # What vLLM imports keeps the frames that it was imported from, and frames keep their callers with all variables:
     # this run's model would outlive the run. A thread's stack has nothing to keep.
     with ThreadPoolExecutor(max_workers=1) as thread:
@@ -115,6 +124,8 @@ def make_engine(cfg: DictConfig, model_folder: Path, devices: Devices) -> Engine
         gpu_memory_utilization=model.gpu_memory_utilization,
         enforce_eager=model.enforce_eager,
         dtype=dtype,
+        adapter_rank=lora.rank if beside else 0,
+        adapter_targets=target_names(model_folder, lora) if beside else (),
     )
 
 
@@ -124,8 +135,35 @@ def make_sampling(cfg: DictConfig) -> Sampling:
 
 
 def total_steps(cfg: DictConfig) -> int:
-    """Collections of the whole run: ``total_dialog_turns`` answers, ``num_envs x repeats`` at a time, rounded up."""
-    return -(-cfg.train.total_dialog_turns // (cfg.env.num_envs * cfg.env.repeats))
+    """Collections of the whole run: ``total_dialog_turns`` answers, ``num_envs`` groups at a time, rounded up.
+
+    Dynamic sampling takes answers from later ones: then there are at most so many.
+    """
+    return group_sizes(cfg).steps_for(cfg.train.total_dialog_turns, cfg.env.num_envs)
+
+
+def group_sizes(cfg: DictConfig) -> GroupSizes:
+    """The group size of each step.
+
+    Raises:
+        ValueError: one is less than 2.
+    """
+    return GroupSizes(cfg.env.repeats, cfg.train.repeats_schedule)
+
+
+def make_schedules(
+    cfg: DictConfig, loss: GRPOLoss, buffer: GroupBuffer, reference: ReferencePolicy | None, policy: TrainPolicy
+) -> Schedules:
+    """What changes in the course of the run."""
+    return Schedules(
+        group_sizes(cfg),
+        AdaptiveKL(cfg.policy.kl_coef, cfg.policy.target_kl, cfg.policy.kl_gain),
+        RefreshRule(cfg.ref_model.refresh, cfg.ref_model.refresh_steps),
+        loss if cfg.loss.kl_in == "loss" else buffer,
+        reference,
+        policy,
+        cfg.ref_model.decay,
+    )
 
 
 def optimizer_steps(cfg: DictConfig) -> int:
@@ -179,15 +217,41 @@ def make_policy(cfg: DictConfig, model_folder: Path, devices: Devices) -> TrainP
         cfg.sampling.temperature,
         cfg.train_model.gradient_checkpointing,
         cfg.train_model.compile,
+        make_lora(cfg),
+        cfg.train_model.quantization,
     )
 
 
-def make_reference(cfg: DictConfig, model_folder: Path, devices: Devices) -> ReferencePolicy | None:
-    """The frozen reference; None where nothing reads it."""
+def make_lora(cfg: DictConfig) -> LoRA:
+    """The adapters of ``train_model.lora``, of rank 0 where there are none.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+    return LoRA(**cfg.train_model.lora, seed=cfg.train.seed)
+
+
+def make_reference(
+    cfg: DictConfig, model_folder: Path, devices: Devices, policy: TrainPolicy | None = None
+) -> ReferencePolicy | None:
+    """The frozen reference; None where nothing reads it.
+
+    Args:
+        policy: one that learns by adapters is its own reference without them: nothing more is loaded.
+    """
     if not cfg.policy.kl_coef:
         return None
+    if policy and has_adapters(policy.model):
+        return ReferencePolicy(policy.model, cfg.sampling.temperature)
     dtype = getattr(torch, cfg.train_model.dtype)
-    return ReferencePolicy.load(model_folder, dtype, devices.ref[0], cfg.sampling.temperature)
+    folder = resolve_model(cfg.ref_model.name) if cfg.ref_model.name else model_folder
+    return ReferencePolicy.load(folder, dtype, devices.ref[0], cfg.sampling.temperature)
+
+
+def make_collector(cfg: DictConfig, env: LLMEnv, engine: Engine, collected: int) -> SyncCollector:
+    """The collector of the run, which has ``collected`` answers already."""
+    train = cfg.train
+    return SyncCollector(env, engine, make_sampling(cfg), train.total_dialog_turns, collected, train.max_refills)
 
 
 def make_optimizer(cfg: DictConfig, policy: TrainPolicy) -> PolicyOptimizer:
@@ -201,12 +265,84 @@ def make_optimizer(cfg: DictConfig, policy: TrainPolicy) -> PolicyOptimizer:
     )
 
 
+def make_loss(cfg: DictConfig) -> GRPOLoss:
+    """The loss of ``loss`` and ``policy``.
+
+    Raises:
+        ValueError: a setting that is unknown or out of range.
+    """
+    names = ("surrogate", "ratio", "clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg", "kl")
+    corrections = ("correction", "correction_level", "correction_low", "correction_high")
+    return GRPOLoss(
+        **{name: cfg.loss[name] for name in names + corrections},
+        kl_coef=cfg.policy.kl_coef if cfg.loss.kl_in == "loss" else 0.0,
+        entropy_coef=cfg.policy.entropy_coef,
+    )
+
+
+def make_buffer(cfg: DictConfig, reward_parts: Sequence[str] = ()) -> GroupBuffer:
+    """The buffer of one collection, which turns rewards into advantages.
+
+    Args:
+        reward_parts: of the task.
+
+    Raises:
+        ValueError: ``loss`` has settings that give no advantage, or weighs parts that the reward doesn't have.
+    """
+    weights = dict(cfg.loss.reward_weights)
+    if unknown := weights.keys() - set(reward_parts):
+        raise ValueError(
+            f"loss.reward_weights weighs {', '.join(sorted(unknown))}, and the parts of the reward are "
+            f"{', '.join(reward_parts)}"
+        )
+    if weights and cfg.loss.advantage != "multi_reward":
+        raise ValueError(
+            f"loss.reward_weights are read by loss.advantage=multi_reward, not by {cfg.loss.advantage}; the weights of "
+            "the reward's sum are those of env.reward and env.rewards"
+        )
+    return GroupBuffer(
+        cfg.env.num_envs,
+        cfg.train.optim_batch_size // cfg.env.repeats,
+        cfg.loss.advantage,
+        cfg.loss.advantage_clip,
+        weights,
+        kl_coef=cfg.policy.kl_coef if cfg.loss.kl_in == "reward" else 0.0,
+        kl=cfg.loss.kl,
+        reward_clip=cfg.train.reward_clip,
+        reward_scale=cfg.train.reward_scale,
+    )
+
+
 def micro_batching(cfg: DictConfig) -> dict:
     """How an optimizer step's groups are split and weighed."""
+    loss = cfg.loss
     return {
         "max_tokens": cfg.train.micro_batch_tokens,
         "count": cfg.train.gradient_accumulation_steps,
-        "aggregate": cfg.loss.aggregate,
+        "aggregate": loss.aggregate,
         # With a KL or entropy term every group has a gradient.
-        "skip_zero_advantage": not (cfg.policy.kl_coef or cfg.policy.entropy_coef),
+        "skip_zero_advantage": not ((cfg.policy.kl_coef and loss.kl_in == "loss") or cfg.policy.entropy_coef),
+        "normalizer": cfg.sampling.max_new_tokens if loss.normalizer is None else loss.normalizer,
+        "mask_truncated": loss.mask_truncated,
+        "top_entropy_fraction": loss.top_entropy_fraction,
+        "on_policy": _steps_once(cfg),
     }
+
+
+def annotates(cfg: DictConfig) -> bool:
+    """Whether the policy scores each collection before it trains on it, a forward more.
+
+    A correction asks for its log-probabilities, and so does a KL in the reward; the choice of tokens by their entropy
+    asks for entropies. For a correction alone, a collection of one optimizer step has them when it is trained on. A
+    stored lineage has them so that any loss can be replayed.
+    """
+    return (
+        ((cfg.loss.correction != "none" or cfg.train.lineage) and not _steps_once(cfg))
+        or (cfg.loss.kl_in == "reward" and cfg.policy.kl_coef > 0)
+        or cfg.loss.top_entropy_fraction < 1
+    )
+
+
+def _steps_once(cfg: DictConfig) -> bool:
+    """Whether each collection gives one optimizer step, so that no token is trained on after the weights have moved."""
+    return cfg.train.epochs == 1 and cfg.env.num_envs * cfg.env.repeats <= cfg.train.optim_batch_size

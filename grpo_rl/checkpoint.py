@@ -19,6 +19,7 @@ MAY_DIFFER = (
     "evaluate.frequency",
     "train.checkpoint_frequency",
     "train.keep_checkpoints",
+    "train.lineage",
     "train.max_bad_steps",
 )
 """Config keys that a resumed run may change: none of them touches what is computed."""

@@ -1,17 +1,22 @@
-"""The optimizer step: fp32 master weights, clipping, schedule, and a guard against non-finite gradients."""
+"""The optimizer step: fp32 master weights, clipping, schedule, and a guard: no weight ever becomes NaN or infinite."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+LARGEST_SQUARE_ROOT = 1e19
+"""Larger gradients have squares that fp32 does not hold, which AdamW's second moment would keep for ever."""
+REMEDY = "Lower optimizer.lr or loss.clip_high, raise optimizer.warmup_steps, or set train_model.dtype=float32."
+
 
 class NonFiniteError(RuntimeError):
-    """Too many steps in a row had a gradient that is not finite."""
+    """Too many steps in a row had a loss, a gradient or an update that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +26,15 @@ class StepResult:
     Args:
         grad_norm: L2 norm before clipping.
         lr: learning rate that was applied.
-        skipped: the weights are as before: the gradient was not finite, or there was none, as where every group of the
-            step was rewarded alike. Without a gradient there is no momentum and no weight decay either.
+        skipped: the weights are as before: something was not finite, or there was no gradient, as where every group of
+            the step was rewarded alike. Without a gradient there is no momentum and no weight decay either.
+        trouble: what was not finite, and where; told of the first step of a row of such steps.
     """
 
     grad_norm: float
     lr: float
     skipped: bool
+    trouble: str | None = None
 
 
 def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str, least: float = 0.0) -> float:
@@ -62,7 +69,7 @@ class PolicyOptimizer:
         max_bad_steps: non-finite steps in a row that stop the run.
 
     Raises:
-        ValueError: unknown name or schedule, or a number out of range.
+        ValueError: unknown name or schedule, a number out of range, or fp16 weights without fp32 masters.
     """
 
     def __init__(
@@ -85,6 +92,10 @@ class PolicyOptimizer:
         self._names = [n for n, _ in named]
         self._params = [p for _, p in named]
         copies = mixed_precision and any(p.dtype != torch.float32 for p in self._params)
+        if not copies and any(p.dtype == torch.float16 for p in self._params):
+            raise ValueError(
+                "fp16 weights need train.mixed_precision=true: AdamW's epsilon of 1e-8 is 0 in fp16, and 0 / 0 is NaN"
+            )
         self._masters = [p.detach().float().clone() for p in self._params] if copies else self._params
         for param in self._params if copies else ():
             param.grad_dtype = torch.float32  # a bf16 copy of each gradient would only take memory
@@ -110,8 +121,15 @@ class PolicyOptimizer:
         self._bad_in_a_row = 0
 
     @torch.no_grad()
-    def step(self) -> StepResult:
+    def step(self, loss_is_finite: bool = True, explain: Callable[[], str] | None = None) -> StepResult:
         """Applies the gradients summed since the last step, and clears them.
+
+        Nothing is applied where the loss, the gradient or the weights after the step would not be finite.
+
+        Args:
+            loss_is_finite: of the step's loss; a gradient that comes out finite nevertheless is not trusted.
+            explain: finds out which part of the batch is to blame; called where something is not finite, in the first
+                step of a row of such steps and before the error. It may compute gradients anew.
 
         Raises:
             NonFiniteError: ``max_bad_steps`` in a row were not finite; says which tensors.
@@ -119,42 +137,88 @@ class PolicyOptimizer:
         lr = self._lr * lr_factor(self.steps, *self._schedule)
         grads = [p.grad for p in self._masters if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
-        finite = math.isfinite(norm)
+        finite = loss_is_finite and math.isfinite(norm) and min(norm, self._clip) < LARGEST_SQUARE_ROOT
+        overflows = False
         if finite and grads:
             torch.nn.utils.clip_grads_with_norm_(self._masters, self._clip, torch.tensor(norm))
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
+            overflows = self._could_overflow(lr) and self._overflows()
+        if finite and grads and not overflows:
             self._optimizer.step()
             self._copy_masters()
-            self._bad_in_a_row = 0
-        if not finite:
+        trouble = None
+        if not finite or overflows:
             self.bad_steps += 1
             self._bad_in_a_row += 1
-            if self._bad_in_a_row >= self._max_bad_steps:
-                raise NonFiniteError(self._diagnosis(norm))
-        self._optimizer.zero_grad(set_to_none=True)
+            stops = self._bad_in_a_row >= self._max_bad_steps
+            if stops or self._bad_in_a_row == 1:
+                trouble = self._trouble(norm, lr, loss_is_finite, overflows)
+                trouble += f" {explain()}" if explain else ""
+            if stops:
+                raise NonFiniteError(f"{self._bad_in_a_row} steps in a row: {trouble} {REMEDY}")
+        elif grads:
+            self._bad_in_a_row = 0
+        self.clear_gradients()
         self.steps += 1
-        return StepResult(grad_norm=norm, lr=lr, skipped=not (finite and grads))
+        return StepResult(grad_norm=norm, lr=lr, skipped=not (finite and grads) or overflows, trouble=trouble)
+
+    def clear_gradients(self) -> None:
+        """Forgets the gradients summed so far."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def nonfinite_gradients(self) -> list[str]:
+        """Names of the parameters whose gradient, as summed so far, holds a NaN or an infinity."""
+        return [name for name, master in self._named_masters() if not _finite(master.grad)]
+
+    def _named_masters(self) -> list[tuple[str, Tensor]]:
+        return list(zip(self._names, self._masters, strict=True))
 
     def _copy_masters(self) -> None:
         for param, master in zip(self._params, self._masters, strict=True):
             if param is not master:
                 param.copy_(master)
 
-    def _diagnosis(self, norm: float) -> str:
-        bad = [
-            n
-            for n, p in zip(self._names, self._masters, strict=True)
-            if p.grad is not None and not p.grad.isfinite().all()
-        ]
-        broken = [n for n, p in zip(self._names, self._masters, strict=True) if not p.isfinite().all()]
-        return (
-            f"the gradient was not finite (norm {norm}) in {self._bad_in_a_row} steps in a row; first seen in "
-            f"{bad[0] if bad else 'none (the norm overflows)'}, {len(bad)} of {len(self._names)} tensors. Weights "
-            + (f"hold non-finite numbers in {broken[0]}" if broken else "are finite: they were not touched")
-            + ". Lower optimizer.lr or loss.clip_high, raise optimizer.warmup_steps, or train in float32 "
-            "(train_model.dtype=float32)."
-        )
+    def _could_overflow(self, lr: float) -> bool:
+        """Whether a weight might leave its dtype's range in this step; False for any sane setting, at next to no cost.
+
+        AdamW moves a weight by at most ``lr / sqrt((1 - b2) (1 - b1^2 / b2))``, by Cauchy-Schwarz on its two moments.
+        """
+        settings = self._optimizer.param_groups[0]
+        if isinstance(self._optimizer, torch.optim.SGD):
+            largest = self._clip
+        else:
+            beta1, beta2 = settings["betas"]
+            spread = (1 - beta2) * (1 - beta1**2 / beta2) if beta2 else 0.0
+            largest = spread**-0.5 if spread > 0 else math.inf
+        # The L2 norm is above the largest weight, and an eighth of the time of finding that.
+        weight = float(torch.nn.utils.get_total_norm(self._masters))
+        reached = weight * (1 + lr * settings["weight_decay"]) + lr * largest
+        limit = min(torch.finfo(param.dtype).max for param in self._params)
+        return not reached < limit / 2  # half: that is far from where rounding could matter
+
+    def _overflows(self) -> bool:
+        """Whether a weight leaves its dtype's range in this step: tried on a copy, so that nothing has to be undone."""
+        copies = [master.detach().clone() for master in self._masters]
+        for trial, master in zip(copies, self._masters, strict=True):
+            trial.grad = master.grad
+        optimizer = type(self._optimizer)(copies, lr=0.0, fused=True)
+        optimizer.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
+        optimizer.step()
+        return not all(_finite(x.to(param.dtype)) for x, param in zip(copies, self._params, strict=True))
+
+    def _trouble(self, norm: float, lr: float, loss_is_finite: bool, overflows: bool) -> str:
+        broken = [name for name, master in self._named_masters() if not _finite(master)]
+        weights = f"Weights hold non-finite numbers in {broken[0]}." if broken else "Weights were not touched."
+        if overflows:
+            what = f"the update would have taken weights out of their dtype's range at a learning rate of {lr:g}"
+        elif bad := self.nonfinite_gradients():
+            what = f"the gradient is not finite, first seen in {bad[0]}, {len(bad)} of {len(self._names)} tensors"
+        elif not loss_is_finite:
+            what = "the loss is not finite, though the gradient is"
+        else:
+            what = f"the gradient is too large for fp32 (norm {norm:g})"
+        return f"{what}. {weights}"
 
     def state_dict(self) -> dict:
         """Master weights, optimizer state and counters, loadable with ``weights_only=True``."""
@@ -184,6 +248,10 @@ class PolicyOptimizer:
         for hook, param in zip(self._hooks, self._params, strict=False):
             hook.remove()
             param.grad_dtype = param.dtype
+
+
+def _finite(x: Tensor | None) -> bool:
+    return x is None or bool(x.isfinite().all())
 
 
 def check_optimizer(name: str, lr: float, schedule: str, clip_grad_norm: float) -> None:

@@ -38,6 +38,8 @@ class Group:
         truncated: [G] True where the answer met the length limit.
         advantages: [G], once they are known.
         ref_log_probs: [R] the frozen reference's log-probabilities, where there is one.
+        old_log_probs: [R] the trainer's own log-probabilities before it trains on the group, where they are asked for.
+        old_entropies: [R] and its entropies, written with them.
 
     >>> group = Group(
     ...     0, 0, torch.tensor([5, 6]), torch.tensor([7, 8, 9]), torch.zeros(3), torch.zeros(3, dtype=torch.long),
@@ -61,6 +63,8 @@ class Group:
     truncated: Bool[Tensor, " G"] | None = None
     advantages: Float[Tensor, " G"] | None = None
     ref_log_probs: Float[Tensor, " R"] | None = None
+    old_log_probs: Float[Tensor, " R"] | None = None
+    old_entropies: Float[Tensor, " R"] | None = None
 
     def __post_init__(self) -> None:
         tokens = int(self.offsets[-1])
@@ -112,6 +116,33 @@ class Group:
         """The same group with the reference's log-probabilities written."""
         return replace(self, ref_log_probs=ref_log_probs)
 
+    def with_old(self, log_probs: Float[Tensor, " R"], entropies: Float[Tensor, " R"]) -> Group:
+        """The same group with what the trainer says of it before it trains on it written."""
+        return replace(self, old_log_probs=log_probs, old_entropies=entropies)
+
+    def trained_tokens(self, mask_truncated: bool) -> Bool[Tensor, " R"]:
+        """True on the tokens that are trained on: those that the policy chose.
+
+        Args:
+            mask_truncated: without those of answers that met the length limit.
+
+        Raises:
+            ValueError: it isn't known which answers did.
+
+        >>> from grpo_rl.testing import random_group
+        >>> group = replace(random_group(lengths=[1, 2]), truncated=torch.tensor([True, False]))
+        >>> group.trained_tokens(mask_truncated=True)
+        tensor([False,  True,  True])
+        """
+        if not mask_truncated:
+            return self.trainable
+        if self.truncated is None:
+            raise ValueError(
+                f"group {self.group_id} doesn't say which answers met the length limit, and loss.mask_truncated leaves "
+                "them out; set Group.truncated, or loss.mask_truncated=false"
+            )
+        return self.trainable & ~self.truncated.repeat_interleave(self.lengths)
+
     def with_only(self, answers: Sequence[int]) -> Group:
         """The same group without its other answers.
 
@@ -139,10 +170,14 @@ class Group:
             truncated=cut(self.truncated, keep),
             advantages=cut(self.advantages, keep),
             ref_log_probs=cut(self.ref_log_probs, tokens),
+            old_log_probs=cut(self.old_log_probs, tokens),
+            old_entropies=cut(self.old_entropies, tokens),
         )
 
     def to_tensordict(self) -> TensorDictBase:
         """G trajectories in TorchRL's ragged LLM layout (see `grpo_rl.keys`), one lazily stacked entry a response.
+
+        The trainer's own ``old_log_probs`` and ``old_entropies`` stay with the trainer and are left out.
 
         Source: ``torchrl.objectives.llm.GRPOLoss`` and ``MCAdvantage``, TorchRL 0.14.
         """

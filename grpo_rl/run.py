@@ -3,43 +3,56 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import numpy as np
+import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.panel import Panel
 from tensordict import TensorDictBase
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from grpo_rl import checkpoint
-from grpo_rl.build import micro_batching, total_steps
+from grpo_rl.build import make_loss, make_sampling, micro_batching, total_steps
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.devices import Devices
 from grpo_rl.engines.base import Engine, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.evaluate import Evaluation, evaluate, paired_gain
 from grpo_rl.limit import StepLimit
-from grpo_rl.monitor.completions import CompletionsLog, completion_rows
+from grpo_rl.losses.grpo import LOSSES
+from grpo_rl.monitor import lineage
+from grpo_rl.monitor.completions import CompletionsLog, completion_rows, printable
+from grpo_rl.monitor.diagnosis import Scene
 from grpo_rl.monitor.meter import StepMeter
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, read_metrics, reward_metrics
+from grpo_rl.monitor.mismatch import Mismatch
+from grpo_rl.monitor.nonfinite import first_nonfinite
 from grpo_rl.monitor.progress import Progress, summary_panel
 from grpo_rl.monitor.report import versions, write_report
 from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.monitor.watch import RewardWatch
 from grpo_rl.optimizer import PolicyOptimizer, StepResult
+from grpo_rl.policies.lora import has_adapters
+from grpo_rl.policies.train import TrainPolicy
 from grpo_rl.rollout import Group, groups_to_score
+from grpo_rl.schedules import Schedules
 from grpo_rl.weights.push import WeightSync
+from grpo_rl.weights.sources import export_merged
 
 CHECKPOINTS, SUMMARY = "checkpoints", "summary.json"
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """fp32 weights and AdamW's two moments."""
+QUESTION_CHARACTERS = 60
+"""Of a question, in messages that name a group."""
 
 
 class _Closable(Protocol):
@@ -93,6 +106,9 @@ class Run:
                     f"train.total_dialog_turns above {self.collected} (with optimizer.schedule=constant)"
                 )
         self._meter = StepMeter()
+        self._mismatch = Mismatch(**cfg.mismatch)
+        self._batch: Sequence[Group] = ()
+        self._loss_is_finite = True
         self._limit: StepLimit | None = None
         self._interrupted = False
         self._training = False
@@ -131,6 +147,9 @@ class Run:
         logger = self.cfg.logger
         self.metrics = MetricsLog(self.folder)
         self.completions = CompletionsLog(self.folder) if logger.completions else None
+        self._lineage = None
+        if self.cfg.train.lineage:
+            self._lineage = lineage.LineageLog(self.folder, self._config, make_loss(self.cfg))
         self._watch = RewardWatch()
         if self._restored:
             # Whatever was written after the checkpoint is of another future.
@@ -139,6 +158,7 @@ class Run:
             self.metrics.truncate(self.step)
             self._watch = RewardWatch.over(read_metrics(self.folder))  # what it warned of is not told again
             CompletionsLog(self.folder).truncate(self.step)
+            lineage.truncate(self.folder, self.step)
         self.wandb = None
         if logger.backend == "wandb":
             self.wandb = WandbLog(
@@ -187,18 +207,27 @@ class Run:
         skips = micro_batching(self.cfg)["skip_zero_advantage"]
         self._limit = StepLimit(model, self.cfg.train.epochs, skips, len(devices.inference))
 
-    def attach(self, optimizer: PolicyOptimizer, weights: WeightSync, engine: Engine) -> None:
-        """Takes the parts that checkpoints and evaluations need, and puts them back to where the checkpoint was.
+    def attach(
+        self,
+        policy: TrainPolicy,
+        optimizer: PolicyOptimizer,
+        weights: WeightSync,
+        engine: Engine,
+        schedules: Schedules,
+    ) -> None:
+        """Takes the parts that checkpoints, evaluations and diagnoses need, and puts them back to where it resumes.
 
-        A resumed run gets its optimizer, weights, data position, policy version and random state.
+        A resumed run gets its optimizer, weights, schedules, data position, policy version and random state.
         """
-        self._optimizer, self._weights, self._engine = optimizer, weights, engine
+        self._schedules = schedules
+        self._policy, self._optimizer, self._weights, self._engine = policy, optimizer, weights, engine
         if not self._restored:
             # After the parts are built: what building them draws is not the run's.
             set_seed(self.cfg.train.seed)
             return
         path, state = self._restored
         optimizer.load_state_dict(state["optimizer"])
+        schedules.restore(state["schedules"])
         self.env.load_state_dict(json.loads(state["env"]))
         # The push that follows gives the version that the checkpointed run went on with.
         weights.version = state["version"] - 1
@@ -219,7 +248,9 @@ class Run:
         self._training, self._collector = True, collector
         while self.collected < self.cfg.train.total_dialog_turns:
             self._meter = StepMeter()
+            self._mismatch.begin()
             self.progress.phase("sample")
+            collector.repeats = self._schedules.group_size(self.step + 1)
             groups = collector.collect()
             self.collected = collector.collected
             self._meter.add_phase("sample", collector.sample_s)
@@ -231,13 +262,68 @@ class Run:
                 write_report(self.folder)
                 raise SystemExit(f"Stopped after step {self.step}. Go on with: resume={self.folder}")
 
+    def batches(self, batches: Iterable[list[Group]]) -> Iterator[list[Group]]:
+        """The groups of each optimizer step, until the policy is ``policy.stop_kl`` away from the sampler."""
+        stop_kl = math.inf if self.cfg.policy.stop_kl is None else self.cfg.policy.stop_kl
+        for batch in batches:
+            self._batch = batch
+            self._kl_sum = self._kl_tokens = 0.0
+            if self._lineage:
+                self._lineage.begin(batch)
+            yield batch
+            if self._kl_sum > stop_kl * self._kl_tokens:
+                break
+
     def count(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
         """Adds a micro-batch to the step's metrics."""
         self._meter.add_losses(tokens, losses)
+        self._mismatch.add(tokens, self._batch, self._weights.version)
+        self._kl_sum += losses["kl_sampler"].item()
+        self._kl_tokens += losses["tokens"].item()
+        self._loss_is_finite &= all(bool(losses[name].isfinite()) for name in LOSSES)
+        if self._lineage:
+            self._lineage.add(tokens, losses)
+
+    def take_step(self, optimizer: PolicyOptimizer) -> None:
+        """The optimizer step over what was counted, and adds it to the step's metrics.
+
+        Nothing is learned from a loss or a gradient that is not finite.
+
+        Raises:
+            MismatchError: sampler and trainer differ, on weights that should be the same.
+            NonFiniteError: too many steps in a row were not finite.
+        """
+        if warning := self._mismatch.judge(self._scene()):
+            self.progress.note(f"Warning. {warning}")
+        result = optimizer.step(self._loss_is_finite, self._blame)
+        if result.trouble:
+            self.progress.note(f"An optimizer step of step {self.step + 1} is left out: {result.trouble}")
+        if not result.skipped:
+            self._mismatch.weights_moved()
+        self._loss_is_finite = True
+        self.count_step(result)
+
+    def _scene(self) -> Scene:
+        sampling, max_tokens = make_sampling(self.cfg), self.cfg.train.micro_batch_tokens
+        return Scene(
+            self._policy, self._weights, self._engine, sampling, max_tokens, self._describe, self.env.tokenizer.decode
+        )
+
+    def _blame(self) -> str:
+        """Which group of the optimizer step is not finite, and where in the model."""
+        batching, loss = micro_batching(self.cfg), make_loss(self.cfg)
+        return first_nonfinite(self._policy, loss, self._optimizer, self._batch, batching, self._describe)
+
+    def _describe(self, group: Group) -> str:
+        question = " ".join(printable(self.env.query(group.row)).split())
+        shown = question if len(question) <= QUESTION_CHARACTERS else f"{question[:QUESTION_CHARACTERS]}…"
+        return f"group {group.group_id} (row {group.row}, {shown!r})"
 
     def count_step(self, result: StepResult) -> None:
         """Adds an optimizer step to the step's metrics."""
         self._meter.add_step(result)
+        if self._lineage:
+            self._lineage.end(result)
 
     def finish_step(self, groups: Sequence[Group]) -> None:
         """Logs the step, evaluates and checkpoints where it is time to.
@@ -251,7 +337,7 @@ class Run:
         sampled_under = self._weights.version - 1
         metrics = (
             reward_metrics(groups, sampled_under)
-            | self._meter.metrics(sum(int(group.trainable.sum()) for group in groups), step_s)
+            | self._meter.metrics(sum(int(group.trainable.sum()) for group in self._collector.sampled), step_s)
             | {"policy_version": sampled_under, "optimizer/skipped_steps": self._optimizer.bad_steps}
         )
         scored = groups_to_score(groups, micro_batching(self.cfg)["skip_zero_advantage"])
@@ -263,11 +349,18 @@ class Run:
         for kind in self.env.guard.examples.keys() - self._told:
             self.progress.note(f"No reward ({kind}), the first of its kind: {self.env.guard.examples[kind]}")
             self._told.add(kind)
+        if self.cfg.train.max_refills:
+            metrics["sample/filtered_groups"] = self._collector.filtered_groups
+            metrics["reward/sampled_mean"] = float(torch.cat([g.rewards for g in self._collector.sampled]).mean())
+        metrics |= self._mismatch.metrics()
         if self._limit:
             metrics |= self._limit.metrics(groups, self._meter.phases_s, step_s)
         if self._eval_rows and self.cfg.evaluate.frequency and self.step % self.cfg.evaluate.frequency == 0:
             metrics |= self._evaluate().metrics()
+        metrics |= self._schedules.after_step(metrics)
         self._log(metrics, groups)
+        if self._lineage:
+            self._lineage.write(self.step, groups)
         frequency = self.cfg.train.checkpoint_frequency
         if frequency and self.step % frequency == 0:
             self.save_checkpoint()
@@ -297,6 +390,7 @@ class Run:
             "step": self.step,
             "collected": self.collected,
             "optimizer": self._optimizer.state_dict(),
+            "schedules": self._schedules.state(),
             "env": json.dumps(self.env.state_dict()),
             "version": self._weights.version,
             "rng": checkpoint.rng_state(),
@@ -335,7 +429,7 @@ class Run:
             self.progress.update(self.step, evaluation.metrics())
         path = self.save_checkpoint()
         exported = self.folder / "model"
-        _export(model, tokenizer, exported)
+        _export(model, tokenizer, exported, self.cfg.train_model.lora.export)
         summary = self._write_summary()
         report = write_report(self.folder)
         self._last_words = summary_panel(summary, checkpoint=path, model=exported, report=report)
@@ -366,12 +460,20 @@ class Run:
         return summary
 
 
-def _export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes the model for ``from_pretrained``; our attention's name must not travel with it."""
+def _export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, adapters: str = "merged") -> None:
+    """Writes the model for ``from_pretrained``; our attention's name must not travel with it.
+
+    Args:
+        adapters: what to do with a model's adapters: ``merged`` into its weights, which takes the host a copy of them,
+            or the ``adapter`` alone, as peft saves it.
+    """
     attention = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     try:
-        model.save_pretrained(folder)
+        if has_adapters(model) and adapters == "merged":
+            export_merged(model, folder)
+        else:
+            model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     finally:
         model.set_attn_implementation(attention)

@@ -4,12 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
 
 Refresh = Literal["never", "steps", "plateau", "average"]
 
 MAX_KL_ERROR = 0.2
 """Relative error that one step answers to, as in Ziegler et al.: single steps are noisy."""
+
+
+class HasKL(Protocol):
+    """The loss, or the buffer."""
+
+    kl_coef: float
+
+
+class HasModel(Protocol):
+    """The policy."""
+
+    model: Any
+
+
+class Refreshable(Protocol):
+    """The reference."""
+
+    def refresh(self, model: torch.nn.Module, decay: float) -> None:
+        """Moves towards a model: decay of itself, and the rest of the model."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Its weights."""
+        ...
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Takes weights back."""
+        ...
 
 
 class AdaptiveKL:
@@ -72,8 +103,8 @@ class GroupSizes:
         for step, size in self._changes.items():
             if step < 1 or size < 2:
                 raise ValueError(
-                    f"env.repeats_schedule has a group size of {size} from step {step} on; a step is 1 or more, and a "
-                    "group has at least 2 answers"
+                    f"train.repeats_schedule has a group size of {size} from step {step} on; a step is 1 or more, and "
+                    "a group has at least 2 answers"
                 )
 
     @property
@@ -105,8 +136,8 @@ class RefreshRule:
     - ``plateau``: when the mean reward of so many steps is no higher than that of as many before.
     - ``average``: after every step it moves a little towards the policy.
 
-    Source: WARP, https://arxiv.org/abs/2406.16768, for a moving average as the reference; "multiple training loops" with the
-    reference renewed, https://arxiv.org/abs/2402.03300, section 4.1.2.
+    Source: renewed in rounds, DeepSeekMath, https://arxiv.org/abs/2402.03300, algorithm 1; a moving average, WARP,
+    https://arxiv.org/abs/2406.16768, section 3.1.
 
     Args:
         when: one of these.
@@ -150,3 +181,73 @@ class RefreshRule:
     def restore(self, state: list[float]) -> None:
         """Goes back to what :meth:`state` returned."""
         self._rewards = list(state)
+
+
+class Schedules:
+    """All that changes in the course of one run, set before each step and moved on behind it.
+
+    Args:
+        sizes: of groups.
+        kl: the coefficient of the KL term.
+        refresh: when the reference is renewed.
+        terms: what has a ``kl_coef``: the loss, or the buffer that charges rewards with it.
+        reference: the frozen reference; None where there is none.
+        policy: whose copy it becomes.
+        decay: of the reference that is a moving average: it keeps this share of itself in a step.
+
+    Raises:
+        ValueError: a reference is to be renewed, and there is none.
+    """
+
+    def __init__(
+        self,
+        sizes: GroupSizes,
+        kl: AdaptiveKL,
+        refresh: RefreshRule,
+        terms: HasKL,
+        reference: Refreshable | None = None,
+        policy: HasModel | None = None,
+        decay: float = 0.99,
+    ) -> None:
+        if refresh.when != "never" and reference is None:
+            raise ValueError(f"ref_model.refresh={refresh.when} renews the reference of a KL term; set policy.kl_coef")
+        if not 0 <= decay < 1:
+            raise ValueError(f"ref_model.decay={decay}; it must be at least 0 and less than 1")
+        self._sizes, self._kl, self._refresh = sizes, kl, refresh
+        self._terms, self._reference, self._policy, self._decay = terms, reference, policy, decay
+        self._refreshed = 0
+
+    def group_size(self, step: int) -> int:
+        """The group size of a step, counted from 1."""
+        return self._sizes.at(step)
+
+    def after_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Moves on behind a step with these metrics; what is to be logged beside them."""
+        if self._reference is None:
+            return {}
+        logged = {"kl/coef": self._terms.kl_coef}  # what the step was trained with
+        self._terms.kl_coef = self._kl.update(metrics.get("kl/ref", math.nan))
+        if self._refresh.is_due(metrics["reward/mean"]):
+            assert self._policy is not None
+            self._reference.refresh(self._policy.model, self._decay if self._refresh.when == "average" else 0.0)
+            self._refreshed += 1
+        return logged | ({"reference/refreshes": self._refreshed} if self._refresh.when != "never" else {})
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the coefficient, and a reference that is no longer what training began with."""
+        weights = self._reference.state() if self._reference is not None and self._refreshed else None
+        return {
+            "kl_coef": self._kl.coef,
+            "refreshed": self._refreshed,
+            "rewards": self._refresh.state(),
+            "reference": weights,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes back to what :meth:`state` returned."""
+        self._kl.coef, self._refreshed = state["kl_coef"], state["refreshed"]
+        self._refresh.restore(state["rewards"])
+        if self._reference is not None:
+            self._terms.kl_coef = self._kl.coef
+            if state["reference"] is not None:
+                self._reference.restore(state["reference"])

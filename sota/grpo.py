@@ -4,10 +4,8 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from grpo_rl import build
-from grpo_rl.buffer import GroupBuffer
-from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.config import main
-from grpo_rl.losses.grpo import LOSSES, GRPOLoss
+from grpo_rl.losses.grpo import LOSSES
 from grpo_rl.models import resolve_model
 from grpo_rl.policies.train import scored_micro_batches
 from grpo_rl.run import Run
@@ -20,33 +18,34 @@ def grpo(cfg):
     devices = build.plan_devices(cfg, model_folder)  # which trains, which scores the reference, which samples
     tokenizer = build.make_tokenizer(model_folder, cfg.model.chat_template)
     env = build.make_env(cfg, tokenizer)  # prompts in, rewards out
+    loss, buffer = build.make_loss(cfg), build.make_buffer(cfg, env.task.reward_parts)
     held_out = build.eval_rows(cfg, env)
 
     with Run(cfg, env, HydraConfig.get().runtime.output_dir, held_out, build.model_bytes(model_folder)) as run:
         policy = build.make_policy(cfg, model_folder, devices)
-        reference = build.make_reference(cfg, model_folder, devices)  # None at kl_coef=0
+        reference = build.make_reference(cfg, model_folder, devices, policy)  # None at kl_coef=0
         optimizer = run.own(build.make_optimizer(cfg, policy))
         run.measure_limit(policy.model, devices)  # a second, once per machine
         engine = run.own(build.make_engine(cfg, model_folder, devices))
-        loss = GRPOLoss(cfg.loss.clip_low, cfg.loss.clip_high, cfg.policy.kl_coef, cfg.policy.entropy_coef)
-        buffer = GroupBuffer(cfg.env.num_envs, cfg.train.optim_batch_size // cfg.env.repeats, cfg.loss.advantage)
         weights = WeightSync(policy.model, engine)
 
-        run.attach(optimizer, weights, engine)  # a resumed run goes back to its checkpoint here
+        schedules = build.make_schedules(cfg, loss, buffer, reference, policy)  # KL weight, group size, reference
+        run.attach(policy, optimizer, weights, engine, schedules)  # a resumed run goes back to its checkpoint here
         weights.push()  # the engine now holds, provably, what will be trained
         run.evaluate_before()
-        collector = SyncCollector(env, engine, build.make_sampling(cfg), cfg.train.total_dialog_turns, run.collected)
+        collector = build.make_collector(cfg, env, engine, run.collected)
         for groups in run.steps(collector):
             with run.phase("score"):
                 groups = reference.annotate(groups, cfg.train.micro_batch_tokens) if reference else groups
+                groups = policy.annotate(groups, cfg.train.micro_batch_tokens) if build.annotates(cfg) else groups
             buffer.extend(groups)  # rewards of a group become advantages
             with run.phase("train"):
-                for batch in buffer.batches(cfg.train.epochs):
+                for batch in run.batches(buffer.batches(cfg.train.epochs)):
                     for tokens in scored_micro_batches(policy, batch, **build.micro_batching(cfg)):
                         losses = loss(tokens)
                         torch.stack([losses[name] for name in LOSSES]).sum().backward()
                         run.count(tokens, losses)
-                    run.count_step(optimizer.step())
+                    run.take_step(optimizer)  # unless something is wrong with it
             with run.phase("sync"):
                 weights.push()
             run.finish_step(buffer.drain())

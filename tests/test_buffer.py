@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_groups_of_any_sizes_get_the_advantages_each_would_get_alone_to_the_last
     [
         ([[0.0, 1.0], [0.0, math.nan]], "zscore", r"finite, got \[0.0, nan\]"),
         ([[0.0, 1.0], [1.0]], "zscore", "a group of 1 has no siblings"),
-        ([[0.0, 1.0]], "z", "unknown advantage 'z'"),
+        ([[0.0, 1.0]], "multi_reward", "the rewards have the parts \\[\\]"),
     ],
 )
 def test_rewards_that_give_no_advantage_are_refused_and_leave_the_buffer_as_it_was(rewards, kind, message):
@@ -92,6 +93,51 @@ def test_rewards_that_give_no_advantage_are_refused_and_leave_the_buffer_as_it_w
     with pytest.raises(ValueError, match=message):
         buffer.extend([random_group(lengths=[1] * len(r), rewards=r) for r in rewards])
     assert len(buffer) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"advantage": "z"}, "unknown advantage 'z'"),
+        ({"advantage_clip": 0.0}, "loss.advantage_clip is 0.0"),
+        ({"kl_coef": 0.1, "kl": "k3_is"}, "loss.kl=k3_is differs by its gradient"),
+        ({"kl_coef": 0.1, "advantage": "multi_reward"}, "use loss.kl_in=loss"),
+    ],
+)
+def test_settings_that_give_no_advantage_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        GroupBuffer(4, 1, **settings)
+
+
+def test_the_kl_in_the_reward_moves_advantages_and_leaves_rewards_as_the_task_gave_them():
+    # Three tokens in two answers, and a tool's token that is not charged. KL by k1: (-1 + 2) + (-1 + 1.5) = 1.5 and
+    # -3 + 2 = -1; at a coefficient of 2 the rewards 1, 0 become -2, 2.
+    group = replace(
+        random_group(lengths=[3, 1], rewards=[1.0, 0.0]),
+        trainable=torch.tensor([True, True, False, True]),
+        old_log_probs=torch.tensor([-1.0, -1.0, -9.0, -3.0]),
+        ref_log_probs=torch.tensor([-2.0, -1.5, -1.0, -2.0]),
+    )
+    buffer = GroupBuffer(1, 1, "no_std", kl_coef=2.0)
+    buffer.extend([group])
+    (charged,) = buffer.drain()
+    assert charged.advantages.tolist() == [-2.0, 2.0] and charged.rewards.tolist() == [1.0, 0.0]
+    with pytest.raises(ValueError, match="write them with TrainPolicy.annotate"):
+        buffer.extend([random_group()])
+
+
+def test_parts_of_the_reward_get_z_scores_of_their_own_with_groups_of_different_sizes():
+    # Each part is 0 and 1 somewhere in its group: the z-scores of two answers are +-1/sqrt(2), and the sums with
+    # weights 1 and 3 of the first group +-2/sqrt(2) (the parts disagree), of the second +-4/sqrt(2), the third 0.
+    def group(i, a, b):
+        parts = {"a": torch.tensor(a), "b": torch.tensor(b)}
+        return replace(random_group(group_id=i, lengths=[1] * len(a), rewards=[0.0] * len(a)), reward_parts=parts)
+
+    buffer = GroupBuffer(3, 1, "multi_reward", reward_weights={"b": 3.0})
+    buffer.extend([group(0, [1.0, 0.0], [0.0, 1.0]), group(1, [0.0, 1.0], [0.0, 1.0]), group(2, [0.5] * 3, [0.0] * 3)])
+    sums = torch.tensor([-2.0, 2.0, -4.0, 4.0, 0.0, 0.0, 0.0]) / 2**0.5
+    got = torch.cat([group.advantages for group in buffer.drain()])
+    torch.testing.assert_close(got, sums / sums.std(), rtol=1e-3, atol=0)
 
 
 def test_groups_that_come_in_several_times_stay_in_order():

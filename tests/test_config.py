@@ -78,7 +78,7 @@ def test_an_unknown_key_from_a_file_is_refused_too():
     ("overrides", "message"),
     [
         (["env.repeats=1"], "env.repeats is 1"),
-        (["env.repeats=8", "train.optim_batch_size=20"], "not a multiple of env.repeats=8.*use 16 or 24"),
+        (["env.repeats=8", "train.optim_batch_size=20"], "multiple of env.repeats=8.*train.optim_batch_size=16 or 32"),
         (["env.num_envs=3", "train.optim_batch_size=16"], "3 x 8 = 24 answers"),
         (["train.total_dialog_turns=8"], "less than one collection, 32 answers"),
         (["inference_model.max_model_len=256"], "leaves no room"),

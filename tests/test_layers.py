@@ -16,8 +16,9 @@ LAYERS = [
     {"keys"},
     {"losses", "advantages", "rollout", "devices", "envs", "fingerprint", "allocator"},
     {"policies", "engines", "buffer"},
-    {"optimizer", "models", "rates", "limit", "parallel"},
-    {"collectors", "weights", "evaluate", "checkpoint", "monitor", "run", "build", "testing"},
+    {"optimizer", "models", "rates", "limit", "parallel", "schedules"},
+    {"collectors", "weights", "evaluate", "checkpoint", "monitor", "run", "build", "testing"}
+    | {"batches", "replay", "replay_table"},
     {"sota", "cli", "config"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

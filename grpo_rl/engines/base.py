@@ -102,6 +102,10 @@ class Engine(Protocol):
     max_model_len: int
     """Prompt and answer, in tokens."""
 
+    takes_adapters: bool
+    """Whether it holds LoRA adapters beside its weights, and takes them as ``<layer>.lora_A.weight`` (r x inputs) and
+    ``<layer>.lora_B.weight`` (outputs x r, scaled)."""
+
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
         """``n`` answers to each prompt, in the prompts' order.
 
@@ -130,7 +134,12 @@ class Engine(Protocol):
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Takes weights by their checkpoint names; answers carry ``version`` from now on, prefix caches go."""
+        """Takes weights by their checkpoint names; answers carry ``version`` from now on, prefix caches go.
+
+        Args:
+            weights: read once, one after the other: whoever makes them as they are asked for never holds them all.
+                Either all of a model's, or adapters alone, or both.
+        """
         ...
 
     def fingerprints(self, shapes: Mapping[str, torch.Size]) -> dict[str, int]:

@@ -23,6 +23,7 @@ class ScriptedEngine(StepByGenerate):
         super().__init__()
         self.version, self.max_model_len = 0, max_model_len
         self.dtype = torch.bfloat16
+        self.takes_adapters = False
         self.weights: dict[str, Tensor] = {}
         self._script = script
 
@@ -44,7 +45,7 @@ class ScriptedEngine(StepByGenerate):
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.update_weights`."""
-        self.weights = {name: tensor.detach().to(self.dtype, copy=True) for name, tensor in weights}
+        self.weights |= {name: tensor.detach().to(self.dtype, copy=True) for name, tensor in weights}
         self.version = version
 
     def fingerprints(self, shapes: Mapping[str, torch.Size]) -> dict[str, int]:

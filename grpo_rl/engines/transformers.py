@@ -46,6 +46,7 @@ class TransformersEngine(StepByGenerate):
         self.version = 0
         self.max_model_len = max_model_len
         self.dtype = getattr(torch, dtype)
+        self.takes_adapters = False
         self._device = torch.device(device)
         self._max_batch = max_batch
         self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=self.dtype).to(self._device).eval()

@@ -1,6 +1,6 @@
 """vLLM as an engine, in the training process: the production engine on GPU and on CPU.
 
-The only file, with vllm_cpu.py, that imports vllm. Checked with vLLM 0.32.
+The only file, with vllm_cpu.py and vllm_lora.py, that imports vllm. Checked with vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,12 +35,22 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.sampling_params import RequestOutputKind
 
-from grpo_rl.engines.vllm_cpu import cpu_settings
+from grpo_rl.engines.vllm_cpu import cpu_settings, packed_heads, read_by_product, refresh_heads
+from grpo_rl.engines.vllm_lora import (
+    adapter_request,
+    adapter_settings,
+    held_factor_fingerprint,
+    hold_adapter,
+    without_adapter,
+)
+
+ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 
 
 class VLLMEngine:
@@ -53,6 +65,8 @@ class VLLMEngine:
         enforce_eager: False compiles at start; generation gets faster, starting slower.
         dtype: of the weights and the computation.
         max_num_seqs: answers computed at the same time.
+        adapter_rank: more than 0: the engine holds a LoRA adapter of this rank beside its weights.
+        adapter_targets: last names of the layers that it adapts, as the checkpoint has them.
 
     Raises:
         ValueError: vLLM refuses the model or the settings.
@@ -68,11 +82,16 @@ class VLLMEngine:
         enforce_eager: bool = True,
         dtype: str = "bfloat16",
         max_num_seqs: int = 256,
+        adapter_rank: int = 0,
+        adapter_targets: Sequence[str] = (),
     ) -> None:
         self.version = 0
         self.max_model_len = max_model_len
         self._asleep = False
         self.dtype = getattr(torch, dtype)
+        self.takes_adapters = adapter_rank > 0
+        self._adapter: LoRARequest | None = None
+        self._in_process = tensor_parallel_size == 1
         on_gpu = torch.cuda.is_available()
         gpu_settings = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
         self._llm = LLM(
@@ -92,6 +111,7 @@ class VLLMEngine:
             use_tqdm_on_load=False,
             worker_extension_cls=f"{__name__}.{WeightReceiver.__name__}",
             **(gpu_settings if on_gpu else cpu_settings()),
+            **(adapter_settings(adapter_rank, adapter_targets) if self.takes_adapters else {}),
         )
         # vLLM freezes the garbage collector's view of what exists, to spare an engine's own process work. Here that
         # takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.
@@ -104,7 +124,7 @@ class VLLMEngine:
         assert not self._asleep, "wake() the engine before it generates"
         check_request(prompts, n, sampling, self.max_model_len)
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self._llm.generate(requests, _parameters(n, sampling), use_tqdm=False)
+        outputs = self._llm.generate(requests, _parameters(n, sampling), use_tqdm=False, lora_request=self._adapter)
         return [self._samples(output) for output in outputs]
 
     def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -113,7 +133,9 @@ class VLLMEngine:
         check_request([prompt], 1, sampling, self.max_model_len)
         parameters = _parameters(1, sampling)
         self._requests[str(request)] = request
-        self._llm.llm_engine.add_request(str(request), {"prompt_token_ids": list(prompt)}, parameters)
+        self._llm.llm_engine.add_request(
+            str(request), {"prompt_token_ids": list(prompt)}, parameters, lora_request=self._adapter
+        )
 
     def step(self) -> list[tuple[int, Samples]]:
         """See :meth:`grpo_rl.engines.base.Engine.step`."""
@@ -136,7 +158,16 @@ class VLLMEngine:
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.update_weights`."""
-        self._llm.collective_rpc("receive_weights", args=([(name, tensor.detach()) for name, tensor in weights],))
+        factors: dict[str, Tensor] = {}
+        own = _without_factors(weights, factors)
+        if first := next(own, None):
+            own = chain([first], own)
+            # Another process gets its weights a layer at a time, so that never more than one is held to be sent.
+            for part in [own] if self._in_process else _by_layer(own):
+                self._llm.collective_rpc("receive_weights", args=(part,))
+        if factors:
+            self._llm.collective_rpc("receive_adapter", args=(factors,))
+            self._adapter = adapter_request(version)
         # What was cached under the old weights must not be read under the new ones.
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not drop its prefix cache after a weight update: requests are still running")
@@ -189,15 +220,48 @@ class WeightReceiver:
 
     model_runner: Any  # the worker's
 
-    def receive_weights(self, weights: list[tuple[str, Tensor]]) -> None:
-        """Loads the weights in place."""
+    def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads the weights in place; those that do not come stay."""
         self.model_runner.reload_weights(weights_iterator=iter(weights))
+        refresh_heads(self.model_runner.get_model())
+
+    def receive_adapter(self, factors: dict[str, Tensor]) -> None:
+        """Puts the adapter in the place of the one before."""
+        hold_adapter(self.model_runner, factors)
 
     def held_fingerprints(self, shapes: dict[str, torch.Size], dtype: torch.dtype) -> dict[str, int]:
         """This worker's share of the fingerprint of each checkpoint tensor, 0 where another worker counts it."""
         model = self.model_runner.get_model()
         held: dict[tuple[str, str], Tensor] = {}
-        return {name: _shard_fingerprint(model, name, shape, dtype, held) for name, shape in shapes.items()}
+        shares = {}
+        for name, shape in shapes.items():
+            if factor := ADAPTER_NAME.fullmatch(name):
+                module, index = _module_of(model, factor["layer"])
+                shares[name] = held_factor_fingerprint(self.model_runner, module, factor["part"], index)
+            else:
+                shares[name] = _shard_fingerprint(model, name, shape, dtype, held)
+        return shares
+
+
+def _without_factors(weights: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights as they come, but for an adapter's, which are put into ``factors``."""
+    for name, tensor in weights:
+        if ADAPTER_NAME.fullmatch(name):
+            factors[name] = tensor.detach()
+        else:
+            yield name, tensor.detach()
+
+
+def _by_layer(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """The weights of each of the model's layers, and what comes between.
+
+    >>> names = ["embed.weight", "layers.0.q.weight", "layers.0.k.weight", "layers.1.q.weight", "norm.weight"]
+    >>> [len(part) for part in _by_layer([(name, torch.zeros(1)) for name in names])]
+    [1, 2, 1, 1]
+    """
+    number = re.compile(r".*?\.\d+\.")
+    for _, part in groupby(weights, key=lambda weight: (number.match(weight[0]) or [""])[0]):
+        yield list(part)
 
 
 def _shard_fingerprint(
@@ -205,6 +269,7 @@ def _shard_fingerprint(
 ) -> int:
     path, _, kind = name.rpartition(".")
     module, index = _module_of(model, path)
+    module = without_adapter(module)
     # A fused module serves several names; what it holds is read once.
     key = (str(id(module)), kind)
     if key not in held:
@@ -214,8 +279,14 @@ def _shard_fingerprint(
     rank = getattr(module, "tp_rank", 0)
     if isinstance(module, VocabParallelEmbedding):
         # The vocabulary is padded, and split by rows.
-        first = module.shard_indices.org_vocab_start_index
-        return fingerprint(whole[: module.shard_indices.num_org_elements], row_start=first)
+        first, rows = module.shard_indices.org_vocab_start_index, module.shard_indices.num_org_elements
+        looked_up = fingerprint(whole[:rows], row_start=first)
+        # What is looked up is one thing, what a head on CPU multiplies by another: both have to be what was sent.
+        for head in packed_heads(model, module):
+            multiplied = fingerprint(read_by_product(head, whole.shape[1], dtype)[:rows], row_start=first)
+            if multiplied != looked_up:
+                return multiplied
+        return looked_up
     if isinstance(module, RowParallelLinear):
         if kind == "bias":
             return fingerprint(whole) if rank == 0 else 0
@@ -255,8 +326,5 @@ def _read(module: torch.nn.Module, kind: str, dtype: torch.dtype) -> Tensor:
     tensor = getattr(module, kind)
     if tensor.numel() or kind != "weight":
         return tensor.to(dtype)
-    # On CPU the weight has gone into a packed form that only a GEMM can read. One-hot inputs read it exactly: every
-    # output is one weight plus zeros.
-    columns = module.input_size_per_partition
-    one_hot = torch.eye(columns, dtype=dtype)
-    return cast(LinearBase, module).quant_method.apply(module, one_hot, None).T
+    # On CPU the weight has gone into a packed form that only a product can read.
+    return read_by_product(cast(LinearBase, module), cast(int, module.input_size_per_partition), dtype)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
+import torch
+from torch import Tensor
 from vllm import ir
 from vllm.kernels import vllm_c
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 PROVIDER = "grpo_rl_cpu"
 NORMS = {"rms_norm": vllm_c.rms_no_var_size, "fused_add_rms_norm": vllm_c.rms_add_no_var_size}
@@ -30,3 +35,34 @@ def _offer_norms() -> None:
         operation = getattr(ir.ops, name)
         kernel = operation.impls["vllm_c"]
         operation.register_impl(PROVIDER, supports_args=takes, inplace=kernel.inplace)(kernel.impl_fn)
+
+
+def refresh_heads(model: torch.nn.Module) -> None:
+    """Lets every head compute with the weight that it has now; to be called after weights were reloaded.
+
+    On a CPU vLLM multiplies by a packed copy of a weight, which it packs anew when weights come under the layer's name.
+    To a head that shares the embedding's weight they never do: it would go on with what it had at the start.
+    """
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and _is_packed(module):
+            cast(Any, module.quant_method).process_weights_after_loading(module)
+
+
+def packed_heads(model: torch.nn.Module, embedding: VocabParallelEmbedding) -> Iterator[ParallelLMHead]:
+    """The heads with this embedding's weight, itself included, that multiply by a packed copy of it."""
+    for module in model.modules():
+        is_head = isinstance(module, ParallelLMHead) and _is_packed(module)
+        if is_head and module.weight.data_ptr() == embedding.weight.data_ptr():
+            yield module
+
+
+def _is_packed(module: torch.nn.Module) -> bool:
+    return hasattr(module, "cpu_linear")
+
+
+def read_by_product(module: LinearBase | VocabParallelEmbedding, columns: int, dtype: torch.dtype) -> Tensor:
+    """The weight that the layer's product is made with, exactly, whatever form it is packed in.
+
+    Every output of a one-hot input is one weight plus zeros.
+    """
+    return cast(Any, module).quant_method.apply(module, torch.eye(columns, dtype=dtype), None).T

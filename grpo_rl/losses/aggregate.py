@@ -1,73 +1,135 @@
 """How the losses of single tokens become one number: a weight per token, so that the loss is sum(weight * loss).
 
-Letters: N response tokens of a micro-batch, B answers of a micro-batch.
+Letters: N response tokens of a micro-batch, B answers of a micro-batch, P prompts (groups) of a micro-batch.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Aggregation = Literal["sequence_mean", "token_mean"]
+Aggregation = Literal["sequence_mean", "token_mean", "constant", "prompt_mean"]
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What is counted over a whole optimizer step, all its micro-batches and ranks.
+
+    Dividing by a micro-batch's own counts would make a short micro-batch's tokens weigh more, and the gradient depend
+    on how the step was split.
+
+    Args:
+        sequences: answers, those without a trained token included: they add a loss of zero to a mean over answers, as
+            in TRL, and as in verl when it trains (it is given the global batch size).
+        tokens: trained tokens.
+        prompts: groups.
+        entropy_floor: the entropy below which a token carries no policy gradient; None: every token does.
+    """
+
+    sequences: int
+    tokens: int
+    prompts: int
+    entropy_floor: float | None = None
 
 
 def token_weights(
     lengths: Int[Tensor, " B"],
     trainable: Bool[Tensor, " N"],
     how: Aggregation,
-    num_sequences: int,
-    num_tokens: int,
+    totals: StepTotals,
+    group_sizes: Int[Tensor, " P"] | None = None,
+    normalizer: int | float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " N"]:
     """Weight of each token in the loss of the whole optimizer step; 0 where the policy did not choose the token.
 
-    Both counts are of the whole optimizer step, over all micro-batches and ranks. Dividing by this micro-batch's own
-    counts would make a short micro-batch's tokens weigh more, and the gradient depend on how the step was split.
-
-    ``sequence_mean`` is GRPO (https://arxiv.org/abs/2402.03300, eq. 3): the mean over an answer's trained tokens, then
-    over answers. ``token_mean`` is DAPO (https://arxiv.org/abs/2503.14476, eq. 8): every trained token weighs the same.
+    - ``sequence_mean``, GRPO (https://arxiv.org/abs/2402.03300, eq. 3): the mean over an answer's trained tokens, then
+      over answers.
+    - ``token_mean``, DAPO (https://arxiv.org/abs/2503.14476, eq. 8): every trained token weighs the same.
+    - ``constant``, Dr. GRPO (https://arxiv.org/abs/2503.20783): the sum over an answer's tokens over a
+      constant, then the mean over answers; an answer's length changes no token's weight.
+    - ``prompt_mean``, ScaleRL (https://arxiv.org/abs/2510.13786): the mean over the trained tokens of all answers to a
+      prompt, then over prompts.
 
     Args:
         lengths: tokens of each answer; N in all.
-        trainable: False for tokens that the policy did not choose (a tool's reply).
-        num_sequences: answers of the step, those without a trained token included: they add a loss of zero to the
-            mean, as in TRL, and as in verl when it trains (it is given the global batch size).
-        num_tokens: trained tokens of the step.
+        trainable: False for tokens that are not trained on, as those of a tool's reply.
+        totals: counts of the whole step.
+        group_sizes: answers of each prompt, in the order of ``lengths``; B in all. Read by ``prompt_mean``.
+        normalizer: the constant of ``constant``, as the most tokens that an answer may have.
         dtype: of the weights.
 
     Raises:
-        ValueError: unknown ``how``, lengths that don't add up, or counts smaller than what this micro-batch holds.
+        ValueError: unknown ``how``, lengths or sizes that don't add up, a normalizer that is missing or not positive,
+            or totals smaller than what this micro-batch holds.
 
-    Two answers of one and three tokens, and a tool's token inside the second, in a step of two answers:
+    Two answers of one and three tokens to one prompt, and a tool's token inside the second:
 
-    >>> trainable = torch.tensor([True, True, False, True])
-    >>> token_weights(torch.tensor([1, 3]), trainable, "sequence_mean", num_sequences=2, num_tokens=3)
+    >>> lengths, trainable = torch.tensor([1, 3]), torch.tensor([True, True, False, True])
+    >>> totals = StepTotals(sequences=2, tokens=3, prompts=1)
+    >>> token_weights(lengths, trainable, "sequence_mean", totals)
     tensor([0.5000, 0.2500, 0.0000, 0.2500])
-    >>> token_weights(torch.tensor([1, 3]), trainable, "token_mean", num_sequences=2, num_tokens=3)
+    >>> token_weights(lengths, trainable, "token_mean", totals)
     tensor([0.3333, 0.3333, 0.0000, 0.3333])
+    >>> token_weights(lengths, trainable, "constant", totals, normalizer=10)
+    tensor([0.0500, 0.0500, 0.0000, 0.0500])
     """
+    check_aggregation(how, normalizer)
     if int(lengths.sum()) != len(trainable):
         raise ValueError(f"lengths add up to {int(lengths.sum())} tokens, but there are {len(trainable)}")
     weights = trainable.to(dtype)
+    held = {"sequences": len(lengths), "tokens": int(trainable.sum())}
+    if group_sizes is not None:
+        held["prompts"] = len(group_sizes)
+    for name, count in held.items():
+        if count > getattr(totals, name):
+            raise ValueError(
+                f"this micro-batch holds {count} {name}, more than totals.{name}={getattr(totals, name)}; totals are "
+                "of the whole optimizer step"
+            )
+    answer = torch.repeat_interleave(lengths)
+    # A mean over no trained token has only zeros to divide; the clamps keep it at zero.
     if how == "token_mean":
-        trained = int(trainable.sum())
-        if trained > num_tokens:
-            raise ValueError(
-                f"this micro-batch trains {trained} tokens, more than num_tokens={num_tokens}; "
-                "num_tokens counts the whole optimizer step"
-            )
-        return weights / max(num_tokens, 1)
+        return weights / max(totals.tokens, 1)
+    if how == "constant":
+        return weights / (totals.sequences * normalizer)
     if how == "sequence_mean":
-        if len(lengths) > num_sequences:
-            raise ValueError(
-                f"this micro-batch holds {len(lengths)} answers, more than num_sequences={num_sequences}; "
-                "num_sequences counts the whole optimizer step"
-            )
-        answer = torch.repeat_interleave(lengths)
-        trained_of_answer = weights.new_zeros(len(lengths)).index_add_(0, answer, weights)
-        # An answer without a trained token has only zeros to divide.
-        return weights / trained_of_answer.clamp(min=1)[answer] / num_sequences
-    raise ValueError(f"unknown aggregation {how!r}; choose one of {', '.join(get_args(Aggregation))}")
+        return weights / sum_of_answer(weights, answer).clamp(min=1) / totals.sequences
+    if group_sizes is None or int(group_sizes.sum()) != len(lengths):
+        raise ValueError(
+            f"group_sizes {group_sizes} must say to which prompt each of the {len(lengths)} answers belongs"
+        )
+    prompt = torch.repeat_interleave(group_sizes)[answer]
+    return weights / sum_of_answer(weights, prompt).clamp(min=1) / totals.prompts
+
+
+def check_aggregation(how: str, normalizer: int | float | None) -> None:
+    """Refuses an aggregation that can't be computed.
+
+    Raises:
+        ValueError: which setting, and what it may be.
+    """
+    if how not in get_args(Aggregation):
+        raise ValueError(f"unknown aggregation {how!r}; choose one of {', '.join(get_args(Aggregation))}")
+    if how == "constant" and not (normalizer and normalizer > 0):
+        raise ValueError(f"loss.normalizer is {normalizer}; loss.aggregate=constant divides by it, use more than 0")
+
+
+def sum_of_answer(values: Float[Tensor, " N"], answer: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """The sum of ``values`` over the answer that a token belongs to, at each of its tokens.
+
+    Args:
+        answer: number of each token's answer.
+
+    >>> sum_of_answer(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 1, 1]))
+    tensor([1., 6., 6.])
+    """
+    if not len(answer):
+        return values
+    # One addend after the other: in fp32 an answer of 200,000 tokens would lose all but three digits.
+    sums = torch.zeros(int(answer.max()) + 1, dtype=torch.float64, device=values.device)
+    return sums.index_add(0, answer, values.double())[answer].to(values)

@@ -2,9 +2,62 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+KL = Literal["k1", "k2", "k3", "k3+", "k3_is"]
+"""What ``loss.kl`` may be."""
+REWARD_KL = ("k1", "k2", "k3")
+"""Those that differ by their values; the others are of use only where there is a gradient."""
+
+
+def kl_estimate(
+    kind: KL,
+    log_prob: Float[Tensor, " N"],
+    ref_log_prob: Float[Tensor, " N"],
+    log_ratio: Float[Tensor, " N"] | None = None,
+) -> Float[Tensor, " N"]:
+    r"""KL estimate per token, in nats, with $d = \log\pi_{ref} - \log\pi_\theta$ of the sampled token.
+
+    Over tokens sampled from pi_theta, values and gradients have these means, where KL = KL(pi_theta || pi_ref):
+
+    | kind  | per token                        | mean value | mean gradient         |
+    |-------|----------------------------------|------------|-----------------------|
+    | k1    | -d                               | KL         | 0                     |
+    | k2    | d²/2                             | biased     | that of KL            |
+    | k3    | e^d - d - 1                      | KL         | that of the reverse   |
+    | k3+   | value of k3, gradient of k2      | KL         | that of KL            |
+    | k3_is | ratio to the sampler times k3    | KL         | that of KL            |
+
+    "The reverse" is KL(pi_ref || pi_theta). ``k3_is`` keeps its means where the tokens were sampled from another policy
+    than pi_theta; the others are of fresh weights.
+
+    Source: Schulman, http://joschu.net/blog/kl-approx.html (k1, k2, k3); Tang and Munos, https://arxiv.org/abs/2506.09477
+    (gradients); ``k3+`` is verl's name; ``k3_is`` is DeepSeek-V3.2's, https://arxiv.org/abs/2512.02556.
+
+    Args:
+        log_prob: under the policy, with gradient.
+        ref_log_prob: under the reference.
+        log_ratio: log pi_theta - log of the policy that sampled, with gradient; read by ``k3_is``.
+
+    The reference gives the token half the policy's probability; d = -ln 2, and d²/2 = 0.2402:
+
+    >>> log_prob, ref = torch.zeros(1), torch.tensor([0.5]).log()
+    >>> [round(kl_estimate(kind, log_prob, ref).item(), 4) for kind in ("k1", "k2", "k3")]
+    [0.6931, 0.2402, 0.1931]
+    """
+    if kind == "k1":
+        return log_prob - ref_log_prob
+    if kind == "k3":
+        return k3(log_prob, ref_log_prob)
+    if kind == "k3_is":
+        assert log_ratio is not None
+        return log_ratio.exp() * k3(log_prob, ref_log_prob)
+    k2 = (log_prob - ref_log_prob).square() / 2
+    return k2 if kind == "k2" else k2 - k2.detach() + k3(log_prob, ref_log_prob).detach()
 
 
 def k3(log_prob: Float[Tensor, " N"], ref_log_prob: Float[Tensor, " N"]) -> Float[Tensor, " N"]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections import defaultdict
 
 import torch
 from tensordict import TensorDictBase
 
-from grpo_rl.losses.grpo import LOSSES, METRIC_SUMS
+from grpo_rl.losses.grpo import LOSSES
 from grpo_rl.monitor.metrics import time_metrics
 from grpo_rl.optimizer import StepResult
 
@@ -20,7 +21,7 @@ class StepMeter:
     def __init__(self) -> None:
         self._started = time.perf_counter()
         self.phases_s: dict[str, float] = {}
-        self._sums = dict.fromkeys((*LOSSES, *METRIC_SUMS), 0.0)
+        self._sums: dict[str, float] = defaultdict(float)
         self._results: list[StepResult] = []
         self._gaps: list[torch.Tensor] = []
         self._trained_tokens = 0
@@ -36,12 +37,12 @@ class StepMeter:
 
     def add_losses(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
         """Adds a micro-batch: what `GRPOLoss` was given, and what it returned."""
-        for name in self._sums:
-            self._sums[name] += losses[name].item()
+        for name, value in losses.items():
+            self._sums[name] += value.item()
         self._trained_tokens += len(tokens)
         if not self._results:
             # No optimizer step since the push: trainer and sampler hold the same weights, the gap is numeric.
-            gap = (tokens["log_prob"].detach() - tokens["old_log_prob"]).abs()
+            gap = (tokens["log_prob"].detach() - tokens["sampler_log_prob"]).abs()
             self._gaps.append(gap[tokens["trainable"]])
 
     def add_step(self, result: StepResult) -> None:
@@ -62,10 +63,19 @@ class StepMeter:
                 # Kish's effective sample size, as a fraction of the tokens.
                 "ess": self._sums["ratio"] ** 2 / (self._sums["ratio_squared"] * tokens),
             }
-            if self._sums["loss_kl"]:  # without a reference there is nothing to tell, not even 0
+            # Without a reference, a dual clip or a correction there is nothing to tell, not even 0.
+            if "kl_ref" in self._sums:
                 metrics["kl/ref"] = self._sums["kl_ref"] / tokens
-        if self._gaps:
-            gaps = torch.cat(self._gaps)
+            if "clip_dual" in self._sums:
+                metrics["clip/dual_fraction"] = self._sums["clip_dual"] / tokens
+            if "correction" in self._sums:
+                squared = self._sums["correction_squared"] * tokens
+                metrics |= {
+                    "correction/mean": self._sums["correction"] / tokens,
+                    "correction/bounded_fraction": self._sums["corrected"] / tokens,
+                    "correction/ess": self._sums["correction"] ** 2 / squared if squared else 0.0,
+                }
+        if self._gaps and len(gaps := torch.cat(self._gaps)):
             metrics |= {"mismatch/mean": gaps.mean().item(), "mismatch/max": gaps.max().item()}
         if self._results:
             metrics |= {

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_rl.allocator import keep_freed_memory
-from grpo_rl.losses.aggregate import Aggregation, token_weights
+from grpo_rl.losses.aggregate import Aggregation, StepTotals, token_weights
 from grpo_rl.policies.compiled import can_compile, compile_pointwise
 from grpo_rl.policies.embedding import Lookups
 from grpo_rl.policies.head import log_prob_and_entropy
+from grpo_rl.policies.lora import (
+    LoRA,
+    Quantization,
+    adapters_off,
+    add_adapters,
+    has_adapters,
+    load_quantized,
+    skeleton,
+    targeted,
+)
 from grpo_rl.policies.prefix import forward_hidden, pack, use_shared_prefix
 from grpo_rl.rollout import Group, groups_to_score, micro_batches
 
@@ -65,6 +77,8 @@ class TrainPolicy:
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
         compile: bool | None = False,
+        lora: LoRA | None = None,
+        quantization: Quantization | None = None,
     ) -> Policy:
         """The policy from a local model folder, ready to train.
 
@@ -72,13 +86,23 @@ class TrainPolicy:
 
         Args:
             compile: norms and MLPs become fused kernels; None: where there is a compiler for it.
+            lora: adapters that are trained in the place of the model, where its rank is more than 0.
+            quantization: of the base under the adapters.
 
         Raises:
-            ValueError: there is none, or the model would be scored wrongly.
+            ValueError: there is no compiler, the model would be scored wrongly, or the adapters' targets are not there.
         """
+        if lora and lora.rank:
+            targeted(skeleton(folder), lora.targets)  # a wrong name is told before anything is loaded
         if torch.device(device).type == "cpu":
             keep_freed_memory()
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+        if quantization:
+            model = load_quantized(folder, quantization, dtype, device)
+            compile = compile or False
+        else:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+        if lora and lora.rank:
+            add_adapters(model, lora)
         model.train()
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -105,21 +129,74 @@ class TrainPolicy:
             hidden, head.weight, packed.target_ids, head.bias, self.temperature, self.softcap, owner=owner
         )
 
+    def annotate(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:
+        """The groups with ``old_log_probs`` and ``old_entropies`` written; ``max_tokens`` are computed at a time.
 
-class ReferencePolicy(TrainPolicy):
-    """The frozen policy that the KL term holds on to."""
-
-    def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
-        super().__init__(model.eval().requires_grad_(False), temperature)
+        To be called before the first optimizer step on them: these are of the weights that training starts from.
+        """
+        return [group.with_old(*scored) for group, scored in zip(groups, self._scored(groups, max_tokens), strict=True)]
 
     @torch.no_grad()
-    def annotate(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:
-        """The groups with ``ref_log_probs`` written, once for all epochs; ``max_tokens`` are computed at a time."""
+    def _scored(self, groups: Sequence[Group], max_tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Log-probabilities and entropies of each group's response tokens, on the CPU."""
         by_id = {}
         for micro in micro_batches(groups, max_tokens):
-            log_probs = self.score(micro)[0].cpu().split([len(group.response_ids) for group in micro])
-            by_id |= {group.group_id: lp for group, lp in zip(micro, log_probs, strict=True)}
-        return [group.with_ref_log_probs(by_id[group.group_id]) for group in groups]
+            sizes = [len(group.response_ids) for group in micro]
+            log_probs, entropies = (x.cpu().split(sizes) for x in self.score(micro))
+            by_id |= {group.group_id: scored for group, *scored in zip(micro, log_probs, entropies, strict=True)}
+        return [tuple(by_id[group.group_id]) for group in groups]
+
+
+class ReferencePolicy(TrainPolicy):
+    """The frozen policy that the KL term holds on to.
+
+    Args:
+        model: a frozen one of its own; or the policy's, where that has adapters: without them it is the reference.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
+        self._shared = has_adapters(model)
+        self._averages: dict[str, Tensor] = {}
+        super().__init__(model if self._shared else model.eval().requires_grad_(False), temperature)
+        if self._shared:
+            with torch.no_grad():
+                self.score([FIRST_GROUP])  # compiled MLPs are compiled for this way too
+
+    def score(self, groups: Sequence[Group]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+        """See :meth:`TrainPolicy.score`."""
+        with adapters_off(self.model) if self._shared else nullcontext():
+            return super().score(groups)
+
+    def annotate(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:
+        """The groups with ``ref_log_probs`` written, once for all epochs; ``max_tokens`` are computed at a time."""
+        scored = self._scored(groups, max_tokens)
+        return [group.with_ref_log_probs(log_probs) for group, (log_probs, _) in zip(groups, scored, strict=True)]
+
+    @torch.no_grad()
+    def refresh(self, model: PreTrainedModel, decay: float = 0.0) -> None:
+        """Moves towards ``model``, of which it becomes a copy unless it keeps something of itself.
+
+        Args:
+            decay: what it keeps. Its weights are then held in fp32 too, as steps that small vanish in bfloat16.
+        """
+        assert not self._shared, "without its adapters the policy is always what it was"
+        for (name, mine), parameter in zip(self.model.named_parameters(), model.parameters(), strict=True):
+            if decay:
+                average = self._averages.setdefault(name, mine.float())
+                average.lerp_(parameter.to(average), 1 - decay)
+            mine.copy_(self._averages[name] if decay else parameter)
+
+    def state(self) -> dict[str, Tensor]:
+        """Its weights, in fp32 where they are averages."""
+        return dict(self._averages) or {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what :meth:`state` returned."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(state[name])
+            if state[name].dtype != parameter.dtype:
+                self._averages[name] = state[name].to(parameter.device, copy=True)
 
 
 def scored_micro_batches(
@@ -129,6 +206,11 @@ def scored_micro_batches(
     count: int | None = None,
     aggregate: Aggregation = "sequence_mean",
     skip_zero_advantage: bool = False,
+    normalizer: int | float | None = None,
+    mask_truncated: bool = False,
+    top_entropy_fraction: float = 1.0,
+    on_policy: bool = False,
+    totals: StepTotals | None = None,
 ) -> Iterator[TensorDict]:
     """One optimizer step's groups, scored with gradient a micro-batch at a time, as `GRPOLoss` reads them.
 
@@ -139,41 +221,115 @@ def scored_micro_batches(
         aggregate: how tokens weigh in the loss, see `grpo_rl.losses.aggregate.token_weights`.
         skip_zero_advantage: leave out groups whose answers were rewarded alike. They still count in the step's mean;
             with no KL and no entropy term their gradient is zero, so scoring them is work for nothing.
+        normalizer: of ``aggregate="constant"``.
+        mask_truncated: leave answers that met the length limit out of the loss.
+        top_entropy_fraction: share of the step's trained tokens, those of highest entropy, that the policy gradient is
+            of; KL and entropy terms are of all.
+        on_policy: this is the only optimizer step on these groups, so that what the policy says now is also what it
+            said before the update, and no group needs ``old_log_probs``.
+        totals: counts of the whole step, where other ranks score other groups of it; by default those of ``batch``.
 
     Raises:
-        ValueError: a group has no advantages.
+        ValueError: a group lacks what is asked of it.
     """
     missing = [group.group_id for group in batch if group.advantages is None]
     if missing:
         raise ValueError(f"groups {missing} have no advantages; write them with GroupBuffer or Group.with_advantages")
-    num_sequences = sum(group.size for group in batch)
-    num_tokens = sum(int(group.trainable.sum()) for group in batch)
+    totals = totals or step_totals(batch, mask_truncated, top_entropy_fraction)
     scored = groups_to_score(batch, skip_zero_advantage)
     for micro in micro_batches(scored, max_tokens, count and min(count, len(scored))) if scored else []:
-        lengths, trainable = torch.cat([g.lengths for g in micro]), torch.cat([g.trainable for g in micro])
-        weight = token_weights(lengths, trainable, aggregate, num_sequences, num_tokens)
-        yield training_tensordict(micro, weight, *policy.score(micro))
+        log_prob, entropy = policy.score(micro)
+        trainable = torch.cat([group.trained_tokens(mask_truncated) for group in micro])
+        lengths, sizes = torch.cat([group.lengths for group in micro]), torch.tensor([group.size for group in micro])
+        weight = token_weights(lengths, trainable, aggregate, totals, sizes, normalizer, log_prob.dtype)
+        yield training_tensordict(micro, weight, log_prob, entropy, trainable, totals.entropy_floor, on_policy)
+
+
+def step_totals(groups: Sequence[Group], mask_truncated: bool = False, top_entropy_fraction: float = 1.0) -> StepTotals:
+    """What is counted over the optimizer step that trains on ``groups``, see :func:`scored_micro_batches`.
+
+    Raises:
+        ValueError: entropies are needed and were not written.
+
+    >>> from grpo_rl.testing import random_group
+    >>> step_totals([random_group(lengths=[1, 3]), random_group(lengths=[2, 0])])
+    StepTotals(sequences=4, tokens=6, prompts=2, entropy_floor=None)
+    """
+    trained = [group.trained_tokens(mask_truncated) for group in groups]
+    floor = None
+    if top_entropy_fraction < 1:
+        missing = [group.group_id for group in groups if group.old_entropies is None]
+        if missing:
+            raise ValueError(
+                f"groups {missing} have no entropies, and loss.top_entropy_fraction={top_entropy_fraction} chooses by "
+                "them; write them with TrainPolicy.annotate"
+            )
+        floor = top_entropy_floor(
+            torch.cat([group.old_entropies[tokens] for group, tokens in zip(groups, trained, strict=True)]),
+            top_entropy_fraction,
+        )
+    return StepTotals(
+        sequences=sum(group.size for group in groups),
+        tokens=sum(int(tokens.sum()) for tokens in trained),
+        prompts=len(groups),
+        entropy_floor=floor,
+    )
+
+
+def top_entropy_floor(entropies: Float[Tensor, " N"], fraction: float) -> float:
+    """The lowest entropy among the ``fraction`` of tokens that have the highest: their (1 - fraction) quantile.
+
+    Source: https://arxiv.org/abs/2506.01939, eq. 5; TRL's ``top_entropy_quantile``, without its interpolation, which
+    keeps the same tokens.
+
+    >>> top_entropy_floor(torch.tensor([0.1, 0.5, 0.2, 0.4, 0.3]), 0.4)
+    0.4000000059604645
+    """
+    if not len(entropies):
+        return math.inf
+    kept = 1 + math.floor(fraction * (len(entropies) - 1))
+    return float(entropies.kthvalue(len(entropies) - kept + 1).values)
 
 
 def training_tensordict(
-    groups: Sequence[Group], weight: Float[Tensor, " N"], log_prob: Float[Tensor, " N"], entropy: Float[Tensor, " N"]
+    groups: Sequence[Group],
+    weight: Float[Tensor, " N"],
+    log_prob: Float[Tensor, " N"],
+    entropy: Float[Tensor, " N"],
+    trainable: Bool[Tensor, " N"] | None = None,
+    entropy_floor: float | None = None,
+    on_policy: bool = False,
 ) -> TensorDict:
     """What `GRPOLoss` reads, flat over the N response tokens of the groups.
 
     Args:
-        groups: with advantages, and with reference log-probabilities where there is a KL term.
+        groups: with advantages, and with what the loss asks for beside them: reference log-probabilities where there is
+            a KL term, the trainer's own where there is a correction.
         weight: of each token in the step's loss.
         log_prob: from :meth:`TrainPolicy.score`, like ``entropy``.
+        trainable: the tokens that are trained on; by default those that the policy chose.
+        entropy_floor: tokens of less entropy than this get no advantage, and so no policy gradient.
+        on_policy: see :func:`scored_micro_batches`.
     """
+    lengths = torch.cat([group.lengths for group in groups])
     entries = {
         "log_prob": log_prob,
         "entropy": entropy,
-        "old_log_prob": torch.cat([group.log_probs for group in groups]),
-        "advantage": torch.cat([group.advantages.repeat_interleave(group.lengths) for group in groups]),
-        "trainable": torch.cat([group.trainable for group in groups]),
+        "sampler_log_prob": torch.cat([group.log_probs for group in groups]),
+        "advantage": torch.cat([group.advantages for group in groups]).repeat_interleave(lengths),
+        "trainable": torch.cat([group.trainable for group in groups]) if trainable is None else trainable,
         "weight": weight,
+        "answer": torch.repeat_interleave(lengths),
+        "group_id": torch.tensor([group.group_id for group in groups for _ in range(len(group.response_ids))]),
     }
     if all(group.ref_log_probs is not None for group in groups):
         entries["ref_log_prob"] = torch.cat([group.ref_log_probs for group in groups])
+    if on_policy:
+        entries["old_log_prob"] = log_prob.detach()
+    elif all(group.old_log_probs is not None for group in groups):
+        entries["old_log_prob"] = torch.cat([group.old_log_probs for group in groups])
+    if entropy_floor is not None:
+        low = torch.cat([group.old_entropies for group in groups]) < entropy_floor
+        entries["advantage"] = entries["advantage"].masked_fill(low, 0.0)
     device = log_prob.device
     return TensorDict({name: value.to(device) for name, value in entries.items()}, batch_size=[len(log_prob)])

@@ -7,90 +7,149 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.losses.aggregate import token_weights
+from grpo_rl.losses.aggregate import StepTotals, sum_of_answer, token_weights
 
-HOWS = ("sequence_mean", "token_mean")
+HOWS = ("sequence_mean", "token_mean", "constant", "prompt_mean")
+NORMALIZER = 7.0
 
 
 @st.composite
 def steps(draw):
-    """Answer lengths (some empty), which tokens are trained, and where the step is cut into micro-batches."""
-    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=8))
-    total = sum(lengths)
-    trainable = draw(st.lists(st.booleans(), min_size=total, max_size=total))
-    cuts = draw(st.lists(st.integers(0, len(lengths)), max_size=4))
-    edges = [0, *sorted(cuts), len(lengths)]
-    return torch.tensor(lengths), torch.tensor(trainable, dtype=torch.bool), edges
+    """Answer lengths by prompt (some empty), which tokens are trained, and micro-batches: prompts, in any order."""
+    prompts = draw(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=5))
+    trainable = [draw(st.lists(st.booleans(), min_size=sum(p), max_size=sum(p))) for p in prompts]
+    order = draw(st.permutations(range(len(prompts))))
+    cuts = draw(st.lists(st.integers(0, len(prompts)), max_size=4))
+    edges = [0, *sorted(cuts), len(prompts)]
+    return prompts, trainable, [order[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def totals_of(prompts, trainable):
+    return StepTotals(sum(len(p) for p in prompts), sum(sum(t) for t in trainable), len(prompts))
 
 
 def test_sequence_mean_matches_the_table_worked_out_by_hand():
     # Answers of 1, 3, 0 and 2 tokens; one token of the second and all of the fourth came from a tool. Four answers:
     # the first token weighs 1/4, the two trained tokens of the second 1/2 * 1/4, and the others nothing.
     trainable = torch.tensor([True, True, False, True, False, False])
-    weights = token_weights(torch.tensor([1, 3, 0, 2]), trainable, "sequence_mean", num_sequences=4, num_tokens=3)
+    weights = token_weights(torch.tensor([1, 3, 0, 2]), trainable, "sequence_mean", StepTotals(4, 3, 2))
     assert weights.tolist() == [0.25, 0.125, 0.0, 0.125, 0.0, 0.0]
 
 
 def test_token_mean_matches_the_table_worked_out_by_hand():
     # Two trained tokens here of eight in the step.
     trainable = torch.tensor([True, False, True])
-    weights = token_weights(torch.tensor([1, 2]), trainable, "token_mean", num_sequences=5, num_tokens=8)
+    weights = token_weights(torch.tensor([1, 2]), trainable, "token_mean", StepTotals(5, 8, 2))
     assert weights.tolist() == [0.125, 0.0, 0.125]
 
 
+def test_the_constant_matches_the_table_worked_out_by_hand():
+    # Four answers in the step, 10 tokens allowed to each: every trained token weighs 1/40, however long its answer.
+    trainable = torch.tensor([True, False, True])
+    weights = token_weights(torch.tensor([1, 2]), trainable, "constant", StepTotals(4, 8, 2), normalizer=10)
+    assert weights.tolist() == pytest.approx([0.025, 0.0, 0.025])
+
+
+def test_prompt_mean_matches_the_table_worked_out_by_hand():
+    # Three prompts in the step, two of them here. The first has answers of 1 and 3 tokens, one of them a tool's: three
+    # tokens share a weight of 1/3. The second has an answer of two tokens, which share as much.
+    trainable = torch.tensor([True, True, False, True, True, True])
+    sizes, totals = torch.tensor([2, 1]), StepTotals(4, 9, 3)
+    weights = token_weights(torch.tensor([1, 3, 2]), trainable, "prompt_mean", totals, sizes)
+    torch.testing.assert_close(weights, torch.tensor([1 / 9, 1 / 9, 0, 1 / 9, 1 / 6, 1 / 6]))
+
+
 @given(steps(), st.sampled_from(HOWS), st.integers(0, 2**32))
-def test_splitting_into_micro_batches_does_not_change_the_loss(step, how, seed):
-    lengths, trainable, edges = step
-    per_token = torch.randn(len(trainable), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    counts = {"num_sequences": len(lengths), "num_tokens": int(trainable.sum())}
+def test_neither_splitting_into_micro_batches_nor_their_order_changes_the_loss(step, how, seed):
+    prompts, trainable, micro_batches = step
+    generator = torch.Generator().manual_seed(seed)
+    losses = [torch.randn(sum(p), dtype=torch.float64, generator=generator) for p in prompts]
 
     # The definition, answer by answer, with no weights.
-    answers = [x[m] for x, m in zip(per_token.split(lengths.tolist()), trainable.split(lengths.tolist()), strict=True)]
-    if how == "sequence_mean":
-        expected = sum(float(x.mean()) for x in answers if len(x)) / len(answers)
-    else:
-        expected = float(torch.cat(answers).mean()) if counts["num_tokens"] else 0.0
+    answers = [
+        [float(x[m].sum()) for x, m in zip(loss.split(p), torch.tensor(t, dtype=torch.bool).split(p), strict=True)]
+        for loss, p, t in zip(losses, prompts, trainable, strict=True)
+    ]
+    counts = [
+        [int(m.sum()) for m in torch.tensor(t, dtype=torch.bool).split(p)]
+        for p, t in zip(prompts, trainable, strict=True)
+    ]
+    num_sequences, num_tokens = sum(map(len, prompts)), sum(map(sum, counts))
+    means = [a / max(c, 1) for x, n in zip(answers, counts, strict=True) for a, c in zip(x, n, strict=True)]
+    expected = {
+        "sequence_mean": sum(means) / num_sequences,
+        "token_mean": sum(map(sum, answers)) / max(num_tokens, 1),
+        "constant": sum(map(sum, answers)) / (num_sequences * NORMALIZER),
+        "prompt_mean": sum(sum(x) / max(sum(n), 1) for x, n in zip(answers, counts, strict=True)) / len(prompts),
+    }[how]
 
-    starts = [0, *lengths.cumsum(0).tolist()]
     loss = 0.0
-    for first, last in zip(edges, edges[1:], strict=False):
-        tokens = slice(starts[first], starts[last])
-        weights = token_weights(lengths[first:last], trainable[tokens], how, **counts, dtype=torch.float64)
-        loss += float((weights * per_token[tokens]).sum())
+    for micro in micro_batches:
+        if not micro:
+            continue
+        weights = token_weights(
+            torch.tensor([n for i in micro for n in prompts[i]]),
+            torch.tensor([x for i in micro for x in trainable[i]], dtype=torch.bool),
+            how,
+            totals_of(prompts, trainable),
+            torch.tensor([len(prompts[i]) for i in micro]),
+            NORMALIZER,
+            torch.float64,
+        )
+        loss += float((weights * torch.cat([losses[i] for i in micro])).sum())
     assert loss == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
-@given(steps(), st.sampled_from(HOWS))
+@given(steps(), st.sampled_from([how for how in HOWS if how != "constant"]))
 def test_weights_add_up_to_one_over_a_step_in_which_every_answer_trains(step, how):
-    lengths, _, _ = step
-    lengths = lengths.clamp(min=1)
+    prompts = [[max(n, 1) for n in p] for p in step[0]]
+    lengths = torch.tensor([n for p in prompts for n in p])
     trainable = torch.ones(int(lengths.sum()), dtype=torch.bool)
-    weights = token_weights(lengths, trainable, how, len(lengths), len(trainable), dtype=torch.float64)
+    totals, sizes = StepTotals(len(lengths), len(trainable), len(prompts)), torch.tensor([len(p) for p in prompts])
+    weights = token_weights(lengths, trainable, how, totals, sizes, dtype=torch.float64)
     assert float(weights.sum()) == pytest.approx(1.0, rel=1e-12)
 
 
 @pytest.mark.parametrize("how", HOWS)
 def test_a_step_without_a_trained_token_has_zero_weights(how):
-    weights = token_weights(torch.tensor([0, 2]), torch.zeros(2, dtype=torch.bool), how, 2, 0)
+    trainable = torch.zeros(2, dtype=torch.bool)
+    weights = token_weights(torch.tensor([0, 2]), trainable, how, StepTotals(2, 0, 1), torch.tensor([2]), NORMALIZER)
     assert weights.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_micro_batch_without_a_token_has_no_weights(how):
+    nothing = torch.zeros(0, dtype=torch.bool)
+    totals, sizes = StepTotals(4, 9, 2), torch.tensor([2])
+    assert token_weights(torch.tensor([0, 0]), nothing, how, totals, sizes, NORMALIZER).tolist() == []
+
+
+def test_a_sum_over_answers_skips_empty_ones():
+    sums = sum_of_answer(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 1, 3]))
+    assert sums.tolist() == [3.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_sequences": 1}, "holds 2 answers, more than num_sequences=1"),
-        ({"how": "token_mean", "num_tokens": 2}, "trains 3 tokens, more than num_tokens=2"),
-        ({"how": "mean"}, "unknown aggregation 'mean'; choose one of sequence_mean, token_mean"),
+        ({"totals": StepTotals(1, 3, 1)}, "holds 2 sequences, more than totals.sequences=1"),
+        ({"totals": StepTotals(2, 2, 1)}, "holds 3 tokens, more than totals.tokens=2"),
+        ({"totals": StepTotals(2, 3, 0)}, "holds 1 prompts, more than totals.prompts=0"),
+        ({"how": "mean"}, "unknown aggregation 'mean'; choose one of sequence_mean, token_mean, constant, prompt_mean"),
+        ({"how": "constant"}, "loss.normalizer is None"),
+        ({"how": "constant", "normalizer": 0}, "loss.normalizer is 0"),
+        ({"how": "prompt_mean", "group_sizes": None}, "which prompt each of the 2 answers"),
+        ({"how": "prompt_mean", "group_sizes": torch.tensor([1])}, "which prompt each of the 2 answers"),
         ({"lengths": torch.tensor([1, 1])}, "lengths add up to 2 tokens, but there are 3"),
     ],
 )
-def test_counts_that_cannot_be_of_the_whole_step_are_refused(change, message):
+def test_what_cannot_be_of_a_whole_step_is_refused(change, message):
     settings = {
         "lengths": torch.tensor([1, 2]),
         "trainable": torch.ones(3, dtype=torch.bool),
         "how": "sequence_mean",
-        "num_sequences": 2,
-        "num_tokens": 3,
+        "totals": StepTotals(2, 3, 1),
+        "group_sizes": torch.tensor([2]),
     }
     with pytest.raises(ValueError, match=message):
         token_weights(**settings | change)

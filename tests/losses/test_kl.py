@@ -1,4 +1,4 @@
-"""The k3 estimator against the true divergence, and at the edges of floating point."""
+"""The estimators against the true divergence, values and gradients, and k3 at the edges of floating point."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.losses.kl import k3
+from grpo_rl.losses.kl import REWARD_KL, k3, kl_estimate
 
 LOG_PROBS = st.floats(-20, 0)
 LOGITS = st.floats(-3, 3)
@@ -26,6 +26,75 @@ def test_the_expected_estimate_is_the_divergence_of_any_two_distributions(logits
     pi, ref = torch.tensor(logits, dtype=torch.float64).log_softmax(0).unbind(1)
     expected = (pi.exp() * (pi - ref)).sum()
     torch.testing.assert_close((pi.exp() * k3(pi, ref)).sum(), expected, rtol=1e-9, atol=1e-12)
+
+
+VOCABULARIES = st.lists(st.tuples(LOGITS, LOGITS, LOGITS), min_size=2, max_size=6)
+
+
+def means(kind, logits, ref, sampler=None):
+    """Expected value and expected gradient by the logits over tokens from the sampler, by default pi_theta itself.
+
+    Every token of the vocabulary is drawn, and counts as often as it would be: there is no sampling noise.
+    """
+    theta = logits.clone().requires_grad_()
+    log_pi = theta.log_softmax(0)
+    log_sampler = log_pi.detach() if sampler is None else sampler
+    estimate = kl_estimate(kind, log_pi, ref, log_pi - log_sampler)
+    mean = (log_sampler.exp() * estimate).sum()
+    (gradient,) = torch.autograd.grad(mean, theta)
+    return mean.detach(), gradient
+
+
+def divergence(logits, ref, reverse=False):
+    """KL(pi_theta || ref) as a sum over the vocabulary, or KL(ref || pi_theta), and its gradient by the logits."""
+    theta = logits.clone().requires_grad_()
+    log_pi = theta.log_softmax(0)
+    kl = (ref.exp() * (ref - log_pi)).sum() if reverse else (log_pi.exp() * (log_pi - ref)).sum()
+    (gradient,) = torch.autograd.grad(kl, theta)
+    return kl.detach(), gradient
+
+
+def close(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@given(VOCABULARIES)
+def test_values_and_gradients_have_the_means_of_the_table(logits):
+    pi, ref, sampler = torch.tensor(logits, dtype=torch.float64).unbind(1)
+    ref, sampler = ref.log_softmax(0), sampler.log_softmax(0)
+    kl, gradient = divergence(pi, ref)
+    of_reverse = divergence(pi, ref, reverse=True)[1]
+    zero = torch.zeros_like(gradient)
+    for kind, value, slope in (
+        ("k1", kl, zero), ("k2", None, gradient), ("k3", kl, of_reverse), ("k3+", kl, gradient), ("k3_is", kl, gradient)
+    ):  # fmt: skip
+        mean, mean_gradient = means(kind, pi, ref)
+        close(mean_gradient, slope)
+        if value is not None:
+            close(mean, value)
+    # Tokens of another policy than pi_theta.
+    close(means("k3_is", pi, ref, sampler), (kl, gradient))
+
+
+def test_of_another_policys_tokens_only_k3_is_keeps_its_means():
+    pi, ref, sampler = torch.tensor([[0.0, 1.0, 2.0], [0.0, 0.0, 0.0], [2.0, 1.0, 0.0]], dtype=torch.float64)
+    ref, sampler = ref.log_softmax(0), sampler.log_softmax(0)
+    kl, gradient = divergence(pi, ref)
+    for kind in ("k1", "k2", "k3", "k3+"):
+        value, slope = means(kind, pi, ref, sampler)
+        assert not torch.isclose(value, kl, rtol=0.1) and not torch.allclose(slope, gradient, rtol=0.1), kind
+
+
+def test_k2_is_half_the_square_and_biased():
+    # pi = (1/2, 1/2), ref = (1/4, 3/4): (ln(2)^2 + ln(2/3)^2) / 4 = 0.1612, and KL = ln(4/3)/2 = 0.1438
+    pi, ref = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
+    assert (pi.exp() * kl_estimate("k2", pi, ref)).sum().item() == pytest.approx(0.1612, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", REWARD_KL)
+def test_equal_policies_cost_nothing(kind):
+    log_prob = torch.rand(8).log()
+    assert kl_estimate(kind, log_prob, log_prob.clone()).eq(0).all()
 
 
 @given(LOG_PROBS, LOG_PROBS)

@@ -1,4 +1,4 @@
-"""Clipped surrogate: a table worked out by hand, and what must hold for every ratio and advantage."""
+"""Surrogates: tables worked out by hand, and what must hold for every ratio and advantage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.losses.surrogate import clipped_surrogate
+from grpo_rl.losses.surrogate import (
+    cispo_surrogate,
+    clipped_surrogate,
+    clipped_tokens,
+    leveled_log_ratio,
+    plain_surrogate,
+    sapo_surrogate,
+)
 
 LOG_RATIOS = st.floats(-5, 5)
 ADVANTAGES = st.floats(-5, 5)
@@ -79,7 +86,148 @@ def test_a_ratio_that_overflows_on_a_bad_answer_is_seen_as_infinite():
     assert clipped_surrogate(torch.tensor([1000.0]), torch.tensor([-1.0])).item() == math.inf
 
 
-@pytest.mark.parametrize("clips", [{"clip_low": -0.1}, {"clip_low": 1.5}, {"clip_high": -0.1}])
-def test_impossible_clips_are_refused(clips):
-    with pytest.raises(ValueError, match="need clip_low in .0, 1., clip_high >= 0"):
+@pytest.mark.parametrize(
+    ("clips", "message"),
+    [
+        ({"clip_low": -0.1}, "need clip_low in .0, 1., clip_high >= 0"),
+        ({"clip_low": 1.5}, "need clip_low in .0, 1., clip_high >= 0"),
+        ({"clip_high": -0.1}, "need clip_low in .0, 1., clip_high >= 0"),
+        ({"clip_high": math.nan}, "need clip_low in .0, 1., clip_high >= 0"),
+        ({"dual_clip": 1.1}, "use at least 1.2"),
+    ],
+)
+def test_impossible_clips_are_refused(clips, message):
+    with pytest.raises(ValueError, match=message):
         clipped_surrogate(torch.zeros(1), torch.ones(1), **clips)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        # As without a dual clip up to a ratio of 3, beyond it the price of 3; good answers are not touched.
+        (2.0, -2.0, 4.0, 4.0),
+        (2.9, -1.0, 2.9, 2.9),
+        (4.0, -2.0, 6.0, 0.0),
+        (1e9, -2.0, 6.0, 0.0),
+        (0.5, -1.0, 0.8, 0.0),
+        (4.0, 1.0, -1.28, 0.0),
+        (1.1, 1.0, -1.1, -1.1),
+    ],
+)
+def test_the_dual_clip_matches_the_table_worked_out_by_hand(ratio, advantage, loss, gradient):
+    clips = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+    got_loss, got_gradient = loss_and_gradient([math.log(ratio)], [advantage], **clips)
+    assert got_loss.item() == pytest.approx(loss, abs=1e-12)
+    assert got_gradient.item() == pytest.approx(gradient, abs=1e-12)
+
+
+@pytest.mark.parametrize("log_ratio", [1000.0, math.inf])
+def test_with_a_dual_clip_no_ratio_overflows(log_ratio):
+    log_ratio = torch.tensor([log_ratio, log_ratio, -log_ratio], requires_grad=True)
+    loss = clipped_surrogate(log_ratio, torch.tensor([-1.0, 1.0, -1.0]), dual_clip=3.0)
+    loss.sum().backward()
+    torch.testing.assert_close(loss.detach(), torch.tensor([3.0, -1.2, 0.8]))
+    assert log_ratio.grad.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight"),
+    [(1.0, 2.0, 1.0), (7.0, 1.0, 5.0), (7.0, -1.0, 5.0), (0.1, 1.0, 0.5), (0.1, -3.0, 0.5), (math.inf, -1.0, 5.0)],
+)
+def test_cispo_bounds_a_tokens_weight_and_never_takes_its_gradient(ratio, advantage, weight):
+    # -weight * A * log pi, and nothing through the weight.
+    log_prob = torch.tensor([-2.0], dtype=torch.float64, requires_grad=True)
+    log_ratio = log_prob + math.log(ratio) + 2.0
+    loss = cispo_surrogate(log_ratio, torch.tensor([advantage]).double(), log_prob, clip_low=0.5, clip_high=4.0)
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(2.0 * weight * advantage)
+    assert log_prob.grad.item() == pytest.approx(-weight * advantage)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        # tau = 2 for good answers, 4 for others. Loss -(4/tau) sigmoid(tau (r - 1)) A; by log r: -4 s (1 - s) r A.
+        (1.0, 1.0, -1.0, -1.0),  # s = 1/2: the plain policy gradient
+        (1.0, -1.0, 0.5, 1.0),
+        (1 + math.log(3) / 2, 1.0, -1.5, -4 * 3 / 16 * (1 + math.log(3) / 2)),  # s = 3/4
+        (1 + math.log(3) / 4, -2.0, 1.5, 2 * 4 * 3 / 16 * (1 + math.log(3) / 4)),
+        (1 - math.log(3) / 2, 1.0, -0.5, -4 * 3 / 16 * (1 - math.log(3) / 2)),  # s = 1/4
+        (1e30, 1.0, -2.0, 0.0),
+        (1e30, -1.0, 1.0, 0.0),
+    ],
+)
+def test_the_soft_gate_matches_the_table_worked_out_by_hand(ratio, advantage, loss, gradient):
+    log_ratio = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    got = sapo_surrogate(log_ratio, torch.tensor([advantage]).double(), tau_pos=2.0, tau_neg=4.0)
+    got.sum().backward()
+    assert got.item() == pytest.approx(loss, abs=1e-12)
+    assert log_ratio.grad.item() == pytest.approx(gradient, abs=1e-12)
+
+
+@pytest.mark.parametrize("surrogate", [sapo_surrogate, plain_surrogate])
+def test_an_answer_without_advantage_has_no_loss_even_where_its_ratio_overflows(surrogate):
+    log_ratio = torch.tensor([1000.0, math.inf, -1000.0], requires_grad=True)
+    loss = surrogate(log_ratio, torch.zeros(3))
+    loss.sum().backward()
+    assert loss.eq(0).all() and log_ratio.grad.eq(0).all()
+
+
+@given(LOG_RATIOS, ADVANTAGES)
+def test_the_plain_surrogate_is_minus_the_weighted_advantage(log_ratio, advantage):
+    log_ratio = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
+    loss = plain_surrogate(log_ratio, torch.tensor([advantage], dtype=torch.float64))
+    loss.backward()
+    assert loss.item() == log_ratio.grad.item() == pytest.approx(-math.exp(log_ratio.item()) * advantage)
+
+
+TRAINED = torch.tensor([True, True, False, True, True])
+ANSWER = torch.tensor([0, 0, 0, 2, 2])  # answer 1 is empty
+LOGS = [1.0, 3.0, 0.0, -2.0, 0.0]  # of the untrained token 0, as the loss puts it
+
+
+def test_an_answers_ratio_is_the_geometric_mean_of_its_trained_tokens():
+    got = leveled_log_ratio(torch.tensor(LOGS), "sequence", TRAINED, ANSWER)
+    assert got.tolist() == [2.0, 2.0, 2.0, -1.0, -1.0]
+
+
+def test_gspo_gives_every_token_of_an_answer_an_equal_share_of_the_gradient_and_gspo_token_its_own():
+    # f = 1 r0 + 10 r1 + 100 r2 + 1000 r3 + 10000 r4, with r the ratio at each token; e^2 = a and e^-1 = b.
+    weights = torch.tensor([1.0, 10.0, 100.0, 1000.0, 10000.0], dtype=torch.float64)
+    a, b = math.exp(2.0), math.exp(-1.0)
+    # Two trained tokens share 111 a, and the untrained one is given its share too: the loss puts its weight to 0.
+    expected = {
+        "sequence": [111 * a / 2, 111 * a / 2, 111 * a / 2, 5500 * b, 5500 * b],
+        "sequence_token": [a, 10 * a, 100 * a, 1000 * b, 10000 * b],
+    }
+    for level, gradient in expected.items():
+        log_ratio = torch.tensor(LOGS, dtype=torch.float64, requires_grad=True)
+        ratio = leveled_log_ratio(log_ratio, level, TRAINED, ANSWER).exp()
+        (weights * ratio).sum().backward()
+        assert ratio.tolist() == pytest.approx([a, a, a, b, b])
+        assert log_ratio.grad.tolist() == pytest.approx(gradient)
+
+
+def test_with_one_advantage_an_answer_gspo_and_gspo_token_have_one_gradient():
+    # Trained tokens of an answer weigh the same, so that its gradient is spread evenly either way.
+    gradients = []
+    for level in ("sequence", "sequence_token"):
+        log_ratio = torch.tensor([0.3, -0.1, 0.5], dtype=torch.float64, requires_grad=True)
+        ratio = leveled_log_ratio(log_ratio, level, torch.ones(3).bool(), torch.tensor([0, 0, 1]))
+        clipped_surrogate(ratio, torch.tensor([1.0, 1.0, -1.0]).double(), 0.2, 0.3).sum().backward()
+        gradients.append(log_ratio.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
+
+
+def test_clipped_tokens_are_those_whose_gradient_or_weight_a_clip_has_changed():
+    log_ratio = torch.tensor([0.5, 0.5, 1.0, 1.5, 1.5, 4.0]).log()
+    advantage = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
+    both = {"log_ratio": log_ratio, "advantage": advantage, "clip_low": 0.2, "clip_high": 0.2}
+    flags = clipped_tokens("clipped", **both, dual_clip=3.0)
+    assert {name: flag.int().tolist() for name, flag in flags.items()} == {
+        "clip_low": [0, 1, 0, 0, 0, 0], "clip_high": [0, 0, 0, 1, 0, 0], "clip_dual": [0, 0, 0, 0, 0, 1]
+    }  # fmt: skip
+    flags = clipped_tokens("cispo", **both)
+    assert flags["clip_low"].int().tolist() == [1, 1, 0, 0, 0, 0]
+    assert flags["clip_high"].int().tolist() == [0, 0, 0, 1, 1, 1]
+    assert not any(flag.any() for kind in ("sapo", "plain") for flag in clipped_tokens(kind, **both).values())

@@ -10,7 +10,7 @@ from grpo_rl.optimizer import StepResult
 
 
 def micro_batch(log_prob, trainable, **sums):
-    tokens = {"log_prob": log_prob, "old_log_prob": [-1.0] * len(log_prob), "trainable": trainable}
+    tokens = {"log_prob": log_prob, "sampler_log_prob": [-1.0] * len(log_prob), "trainable": trainable}
     losses = dict.fromkeys((*LOSSES, *METRIC_SUMS), 0.0) | {"ratio": 1.0, "ratio_squared": 1.0} | sums
     return (
         TensorDict({name: torch.tensor(value) for name, value in tokens.items()}, batch_size=[len(log_prob)]),
@@ -38,6 +38,33 @@ def test_the_mismatch_is_of_fresh_weights_and_of_tokens_that_the_policy_chose():
     meter.add_losses(*micro_batch([-9.0], [True]))  # the weights have moved: this gap is no mismatch
     metrics = meter.metrics(sampled_tokens=0, step_s=1.0)
     assert (metrics["mismatch/mean"], metrics["mismatch/max"]) == (0.25, 0.5)
+
+
+def test_what_a_loss_doesnt_have_is_not_logged():
+    meter = StepMeter()
+    meter.add_losses(*micro_batch([-1.0], [True], tokens=1.0))
+    names = meter.metrics(sampled_tokens=0, step_s=1.0).keys()
+    assert not names & {"kl/ref", "clip/dual_fraction"} and not any(name.startswith("correction/") for name in names)
+
+
+def test_correction_weights_are_told_by_mean_share_at_a_bound_and_effective_sample_size():
+    # Weights 2, 2, 1, 0: mean 5/4, three of four at a bound, and 5^2 / (4 * 9) of the tokens' worth.
+    meter = StepMeter()
+    meter.add_losses(
+        *micro_batch([-1.0] * 2, [True] * 2, tokens=2.0, correction=4.0, correction_squared=8.0, corrected=2)
+    )
+    meter.add_losses(
+        *micro_batch([-1.0] * 2, [True] * 2, tokens=2.0, correction=1.0, correction_squared=1.0, corrected=1)
+    )
+    metrics = meter.metrics(sampled_tokens=0, step_s=1.0)
+    assert (metrics["correction/mean"], metrics["correction/bounded_fraction"]) == (1.25, 0.75)
+    assert metrics["correction/ess"] == pytest.approx(25 / 36)
+
+
+def test_a_step_without_a_trained_token_has_metrics():
+    meter = StepMeter()
+    meter.add_losses(*micro_batch([-1.0], [False], tokens=0.0))
+    assert meter.metrics(sampled_tokens=0, step_s=1.0)["loss/total"] == 0.0
 
 
 def test_a_phase_that_runs_twice_has_the_time_of_both():

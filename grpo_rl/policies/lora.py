@@ -1,0 +1,287 @@
+"""Low-rank adapters (LoRA) by peft: a small part of a model that is trained while its base stays, in 4 or 8 bits too.
+
+Letters: r rank, E inputs and F outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+ALL_LINEAR = "all-linear"
+QUANTIZATIONS = ("nf4", "fp4", "int8")
+Quantization = Literal["nf4", "fp4", "int8"]
+MAX_PUSHED_RANK = 512
+"""The largest rank for which vLLM has adapter slots."""
+_ADAPTER = "default"
+"""peft's own name for an adapter that was given none."""
+
+
+@dataclass(frozen=True)
+class LoRA:
+    r"""Trains $W + \frac{\alpha}{r} BA$ in the place of targeted weights $W$: A is [r, E], B is [F, r], W stays.
+
+    Source: https://arxiv.org/abs/2106.09685, section 4.1. That all linear layers, alpha 32 and about ten times the
+    learning rate of full training are a good start, whatever the rank: https://thinkingmachines.ai/blog/lora/.
+
+    Args:
+        rank: r; 0 or None: no adapters, the whole model is trained.
+        alpha: what is learnt is scaled by ``alpha / rank``.
+        dropout: probability with which an input of A is dropped in training. The engine drops nothing: with more than
+            0 the ratio of fresh weights is not 1 but scatters around it, as if weights were stale.
+        targets: names of linear layers as the model has them, like ``q_proj``, or ``all-linear``: all but the head.
+        push: what the engine gets: ``merged`` weights, or the ``adapter`` beside its base.
+        export: what the run leaves: a ``merged`` model, or an ``adapter`` folder for peft.
+        seed: of A's random start; B starts at zero, and so the policy as its base.
+
+    Raises:
+        ValueError: a setting is out of range, or peft is not installed.
+
+    >>> LoRA(rank=16).scale
+    2.0
+    >>> LoRA(rank=16, targets="q_proj")
+    Traceback (most recent call last):
+    ValueError: train_model.lora.targets is 'q_proj'; give a list of names, as in [q_proj], or all-linear
+    """
+
+    rank: int | None = 0
+    alpha: float | int = 32
+    dropout: float | int = 0.0
+    targets: str | Sequence[str] = ALL_LINEAR
+    push: str = "merged"
+    export: str = "merged"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_lora(self.rank, self.alpha, self.dropout, self.targets, self.push, self.export)
+
+    @property
+    def scale(self) -> float:
+        """Factor on what is learnt."""
+        return self.alpha / (self.rank or 1)
+
+
+def check_lora(
+    rank: Any,
+    alpha: Any = 32,
+    dropout: Any = 0.0,
+    targets: Any = ALL_LINEAR,
+    push: Any = "merged",
+    export: Any = "merged",
+) -> None:
+    """Refuses settings that :class:`LoRA` can't be made of.
+
+    Raises:
+        ValueError: one is out of range, or peft is not installed.
+    """
+    if isinstance(rank, bool) or not isinstance(rank or 0, int) or (rank or 0) < 0:
+        raise ValueError(f"train_model.lora.rank is {rank}; it must be a whole number, 0 for no adapters")
+    if not isinstance(alpha, int | float) or not 0 < alpha < float("inf"):
+        raise ValueError(f"train_model.lora.alpha is {alpha}; it must be more than 0, usually 32")
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise ValueError(f"train_model.lora.dropout is {dropout}; it must be at least 0 and less than 1")
+    named = isinstance(targets, Sequence) and not isinstance(targets, str)
+    if targets != ALL_LINEAR and not (named and targets and all(isinstance(target, str) for target in targets)):
+        example = targets if isinstance(targets, str) else "q_proj"
+        raise ValueError(
+            f"train_model.lora.targets is {targets!r}; give a list of names, as in [{example}], or {ALL_LINEAR}"
+        )
+    for name, value in {"push": push, "export": export}.items():
+        if value not in ("merged", "adapter"):
+            raise ValueError(f"train_model.lora.{name} is {value!r}; it can be merged or adapter")
+    if rank and push == "adapter" and rank > MAX_PUSHED_RANK:
+        raise ValueError(
+            f"train_model.lora.rank is {rank}, and vLLM holds adapters of rank {MAX_PUSHED_RANK} at most; lower it or "
+            "set train_model.lora.push=merged"
+        )
+    if rank:
+        _need("peft", "train_model.lora.rank", "lora")
+
+
+def check_quantization(quantization: str | None, lora: LoRA, compiled: bool | None) -> None:
+    """Refuses a base that can't be held like this.
+
+    Raises:
+        ValueError: an unknown kind, one without adapters, one with compiled MLPs, or bitsandbytes is not installed.
+    """
+    if quantization is None:
+        return
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(
+            f"train_model.quantization is {quantization!r}; it can be null, {', '.join(QUANTIZATIONS)} (4, 4, 8 bits)"
+        )
+    if not lora.rank:
+        raise ValueError(
+            f"train_model.quantization={quantization} without adapters: weights of so few bits can't be trained; set "
+            "train_model.lora.rank, or quantization=null"
+        )
+    if compiled:
+        raise ValueError(
+            f"train_model.compile=true with quantization={quantization}: bitsandbytes' products would cut every "
+            "compiled MLP to pieces; leave compile at null"
+        )
+    _need("bitsandbytes", "train_model.quantization", "qlora")
+
+
+def _need(library: str, key: str, extra: str) -> None:
+    if importlib.util.find_spec(library) is None:
+        raise ValueError(f"{key} needs {library}, which is not installed; install the extra `{extra}`")
+
+
+def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
+    """Full names of the linear layers that the targets mean, in the model's order.
+
+    Raises:
+        ValueError: a target means none; names those there are.
+    """
+    inside = f"{model.base_model_prefix}."
+    linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith(inside)]
+    if targets == ALL_LINEAR:
+        return linear
+    chosen = {target: [n for n in linear if n == target or n.endswith(f".{target}")] for target in targets}
+    if missing := [target for target, names in chosen.items() if not names]:
+        # The head and the embedding too: the head's product is computed in tiles, straight from its weight.
+        raise ValueError(
+            f"train_model.lora.targets: {', '.join(missing)} is no linear layer inside {type(model).__name__}; those "
+            f"there are: {', '.join(_last_names(linear))}, or {ALL_LINEAR}"
+        )
+    wanted = set().union(*chosen.values())
+    return [name for name in linear if name in wanted]
+
+
+def _last_names(names: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def target_names(folder: str | Path, lora: LoRA) -> list[str]:
+    """Last names of the targeted layers of the model in the folder, none of whose weights are read.
+
+    Raises:
+        ValueError: a target means none; names those there are.
+    """
+    return _last_names(targeted(skeleton(folder), lora.targets))
+
+
+def skeleton(folder: str | Path) -> PreTrainedModel:
+    """The folder's model with its names and shapes, but no weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
+def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
+    """The model with adapters, in its own dtype, which alone are trainable; until they are, it computes what it did.
+
+    Raises:
+        ValueError: a target means no linear layer.
+    """
+    from peft import LoraConfig
+
+    names = targeted(model, lora.targets)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank or 0,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=lora.dropout,
+        target_modules=_last_names(names) if lora.targets == ALL_LINEAR else list(lora.targets),
+    )
+    # A starts alike whatever was drawn before, and whatever is drawn after is as if nothing had been drawn here.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(lora.seed)  # peft draws on the CPU, wherever the model is
+        model.add_adapter(config, _ADAPTER)
+    layers = adapted_layers(model)
+    assert list(layers) == names, (list(layers), names)
+    for layer in layers.values():
+        for part in (layer.lora_A, layer.lora_B):
+            part.to(model.dtype)  # over 8-bit weights peft makes them fp32
+    return model
+
+
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Whether :func:`add_adapters` was here."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def adapted_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """peft's layers by the name that the checkpoint has for what they adapt; empty for a plain model."""
+    if not has_adapters(model):
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def factors(layer: Any) -> tuple[Float[Tensor, "r E"], Float[Tensor, "F r"]]:
+    """A and ``scale * B`` in fp32 at least: their product, B's first, is what was learnt."""
+    a, b = (part[_ADAPTER].weight.detach() for part in (layer.lora_A, layer.lora_B))
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    return a.to(dtype), b.to(dtype) * layer.scaling[_ADAPTER]
+
+
+@contextmanager
+def adapters_off(model: PreTrainedModel) -> Iterator[None]:
+    """Meanwhile the model is its base, in evaluation mode."""
+    training = model.training
+    model.disable_adapters()
+    model.eval()
+    for module in model.modules():
+        # On a CPU bitsandbytes packs a 4-bit weight anew, rounding its scales, when it is first read in this mode.
+        if type(module).__module__.startswith("bitsandbytes."):
+            module.train()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+        model.train(training)
+
+
+def load_quantized(
+    folder: str | Path, quantization: Quantization, dtype: torch.dtype, device: torch.device | str
+) -> PreTrainedModel:
+    """The folder's model with its linear layers, but for the head, in 4 or 8 bits; other weights in ``dtype``.
+
+    Source of nf4 and of quantised scales: QLoRA, https://arxiv.org/abs/2305.14314, section 3; of int8 (whose inputs
+    are rounded to 8 bits too): LLM.int8(), https://arxiv.org/abs/2208.07339.
+    """
+    settings = (
+        BitsAndBytesConfig(load_in_8bit=True)
+        if quantization == "int8"
+        else BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quantization,
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_use_double_quant=True,
+        )
+    )
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, quantization_config=settings, device_map={"": torch.device(device)}
+    )
+
+
+def base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The model's parameters under the checkpoint's names, without adapters; quantised ones as they are computed with.
+
+    >>> [name for name, _ in base_weights(torch.nn.Linear(2, 2))]
+    ['weight', 'bias']
+    """
+    adapted = has_adapters(model)
+    for name, parameter in model.named_parameters():
+        if adapted and ".lora_" in name:
+            continue
+        yield name.replace(".base_layer.", ".") if adapted else name, _dequantized(model, name, parameter)
+
+
+def _dequantized(model: torch.nn.Module, name: str, parameter: Tensor) -> Tensor:
+    if type(parameter).__name__ not in ("Params4bit", "Int8Params"):
+        return parameter.detach()
+    from peft.utils.integrations import dequantize_module_weight
+
+    return dequantize_module_weight(model.get_submodule(name.rpartition(".")[0])).detach()

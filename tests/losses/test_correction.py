@@ -1,0 +1,71 @@
+"""Weights of sampler against trainer: tables worked out by hand, and the edges of floating point."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_rl.losses.correction import check_correction, corrected_tokens, correction_weight
+
+RATIOS = [0.25, 0.5, 1.0, 2.0, 4.0]
+ANSWER = torch.tensor([0, 0, 2, 2, 3])  # products 1/8, 2 and 4; answer 1 is empty
+
+
+@pytest.mark.parametrize(
+    ("how", "level", "weights", "bounded"),
+    [
+        # Bounds 0.4 and 3.
+        ("none", "token", [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]),
+        ("truncate", "token", [0.25, 0.5, 1, 2, 3], [0, 0, 0, 0, 1]),
+        ("mask", "token", [0, 0.5, 1, 2, 0], [1, 0, 0, 0, 1]),
+        ("truncate", "sequence", [0.125, 0.125, 2, 2, 3], [0, 0, 0, 0, 1]),
+        ("mask", "sequence", [0, 0, 2, 2, 0], [1, 1, 0, 0, 1]),
+    ],
+)
+def test_weights_match_the_table_worked_out_by_hand(how, level, weights, bounded):
+    log_ratio = torch.tensor(RATIOS, dtype=torch.float64).log()
+    settings = {"how": how, "level": level, "low": 0.4, "high": 3.0, "answer": ANSWER}
+    assert correction_weight(log_ratio, **settings).tolist() == pytest.approx(weights)
+    assert corrected_tokens(log_ratio, **settings).int().tolist() == bounded
+
+
+@given(
+    st.lists(st.floats(-30, 30), min_size=1, max_size=8),
+    st.sampled_from(["truncate", "mask"]),
+    st.sampled_from(["token", "sequence"]),
+)
+def test_a_weight_is_never_above_its_bound_and_one_on_equal_log_probabilities(log_ratios, how, level):
+    log_ratio, answer = torch.tensor(log_ratios), torch.arange(len(log_ratios)) // 3
+    weights = correction_weight(log_ratio, how, level, 0.5, 2.0, answer)
+    assert (weights <= 2.0).all() and (weights >= 0).all()
+    assert correction_weight(log_ratio * 0, how, level, 0.5, 2.0, answer).eq(1).all()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("how", "weight"), [("truncate", 2.0), ("mask", 0.0)])
+def test_an_overflow_meets_the_bound(how, weight, level):
+    log_ratio = torch.tensor([1000.0, math.inf])
+    assert correction_weight(log_ratio, how, level, answer=torch.tensor([0, 1])).tolist() == [weight, weight]
+
+
+def test_a_weight_has_no_gradient():
+    log_ratio = torch.zeros(2, requires_grad=True)
+    assert not correction_weight(log_ratio, "truncate").requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"how": "tis"}, "loss.correction is 'tis'; it can be none, truncate, mask"),
+        ({"level": "answer"}, "loss.correction_level is 'answer'; it can be token, sequence"),
+        ({"low": 1.5}, "a weight of 1 must lie between them"),
+        ({"high": 0.5}, "a weight of 1 must lie between them"),
+    ],
+)
+def test_corrections_that_cannot_be_meant_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        check_correction(**{"how": "mask", "level": "token", "low": 0.5, "high": 2.0} | change)

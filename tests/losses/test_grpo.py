@@ -1,0 +1,350 @@
+"""GRPOLoss: its factors in every pair of choices, what it must do for any batch, and the edges of floating point."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch.overrides import TorchFunctionMode
+
+from grpo_rl.losses.aggregate import Aggregation, StepTotals, token_weights
+from grpo_rl.losses.grpo import LOSSES, METRIC_SUMS, GRPOLoss
+from grpo_rl.losses.kl import KL
+from grpo_rl.losses.surrogate import Ratio, Surrogate
+
+CORRECTIONS = ("none", "token truncate", "sequence truncate", "token mask", "sequence mask")
+FACTORS = {
+    "surrogate": (*get_args(Surrogate), "clipped dual"),
+    "ratio": get_args(Ratio),
+    "kl": ("none", *(kind for kind in get_args(KL) if kind != "k1")),  # k1 is refused in the loss
+    "correction": CORRECTIONS,
+    "aggregate": get_args(Aggregation),
+    "entropy_coef": (0.0, 0.3),
+}
+LENGTHS, SIZES = torch.tensor([2, 3, 0, 1]), torch.tensor([2, 2])
+
+
+def pairwise(factors):
+    """A few combinations of the factors in which every two choices of two factors come together."""
+    missing = {pair for a, b in itertools.combinations(factors.items(), 2) for pair in pairs_of(a, b)}
+    while missing:
+        best = max(itertools.product(*factors.values()), key=lambda chosen: len(missing & met(factors, chosen)))
+        missing -= met(factors, best)
+        yield dict(zip(factors, best, strict=True))
+
+
+def pairs_of(a, b):
+    return {((a[0], x), (b[0], y)) for x in a[1] for y in b[1]}
+
+
+def met(factors, chosen):
+    return set(itertools.combinations(zip(factors, chosen, strict=True), 2))
+
+
+def make_loss(surrogate="clipped", ratio="token", kl="none", correction="none", entropy_coef=0.0):
+    surrogate, _, dual = surrogate.partition(" ")
+    level, _, how = correction.rpartition(" ")
+    return GRPOLoss(
+        kl_coef=0.0 if kl == "none" else 0.2,
+        entropy_coef=entropy_coef,
+        surrogate=surrogate,
+        ratio=ratio,
+        dual_clip=2.0 if dual else None,
+        kl="k3" if kl == "none" else kl,
+        correction=how,
+        correction_level=level or "token",
+    )
+
+
+def random_tokens(aggregate="sequence_mean", seed=0, dtype=torch.float64):
+    """Answers of 2, 3, 0 and 1 tokens to two prompts, one token not trained; many ratios and weights meet a bound."""
+    g = torch.Generator().manual_seed(seed)
+    n = int(LENGTHS.sum())
+    log_prob, old, sampler, ref = (
+        torch.randn(4, n, generator=g, dtype=dtype) * torch.tensor([[1.0], [0.8], [0.7], [0.5]]) - 2
+    )
+    trainable = torch.tensor([True, True, True, False, True, True])
+    totals = StepTotals(len(LENGTHS), int(trainable.sum()), len(SIZES))
+    return TensorDict(
+        log_prob=log_prob,
+        entropy=torch.rand(n, generator=g, dtype=dtype),
+        old_log_prob=old,
+        sampler_log_prob=sampler,
+        ref_log_prob=ref,
+        advantage=torch.randn(len(LENGTHS), generator=g, dtype=dtype).repeat_interleave(LENGTHS),
+        trainable=trainable,
+        weight=token_weights(LENGTHS, trainable, aggregate, totals, SIZES, 4.0, dtype),
+        answer=torch.repeat_interleave(LENGTHS),
+        batch_size=[n],
+    )
+
+
+def total(loss, tokens):
+    out = loss(tokens)
+    return sum(out[name] for name in LOSSES)
+
+
+class HeldStopGradients(TorchFunctionMode):
+    """What was detached in a first evaluation stays what it was in the next ones, as the gradient takes it to be.
+
+    Otherwise a finite difference would move the weights and values that have no gradient by definition.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._held, self._at = [], None
+
+    def from_the_start(self):
+        self._at = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not torch.Tensor.detach:
+            return func(*args, **(kwargs or {}))
+        if self._at is None:
+            self._held.append(func(*args).clone())
+            return self._held[-1]
+        self._at += 1
+        return self._held[self._at - 1]
+
+
+PAIRS = list(pairwise(FACTORS))
+
+
+def test_the_combinations_hold_every_pair_of_choices():
+    wanted = {pair for a, b in itertools.combinations(FACTORS.items(), 2) for pair in pairs_of(a, b)}
+    assert wanted == set().union(*(met(FACTORS, chosen.values()) for chosen in PAIRS)) and len(PAIRS) < 60
+
+
+@pytest.mark.parametrize("choices", PAIRS, ids=lambda choices: "-".join(map(str, choices.values())))
+def test_gradients_are_those_of_finite_differences(choices):
+    choices = dict(choices)
+    tokens = random_tokens(choices.pop("aggregate"))
+    loss, held = make_loss(**choices), HeldStopGradients()
+
+    def evaluate(log_prob, entropy):
+        return total(loss, tokens.clone(recurse=False).update({"log_prob": log_prob, "entropy": entropy}))
+
+    with held:
+        evaluate(tokens["log_prob"], tokens["entropy"])
+
+    def again(*inputs):
+        held.from_the_start()
+        with held:
+            return evaluate(*inputs)
+
+    inputs = [tokens[name].clone().requires_grad_() for name in ("log_prob", "entropy")]
+    assert torch.autograd.gradcheck(again, inputs, eps=1e-6, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("choices", PAIRS, ids=lambda choices: "-".join(map(str, choices.values())))
+def test_the_loss_is_the_weighted_sum_of_its_terms(choices):
+    choices = dict(choices)
+    tokens = random_tokens(choices.pop("aggregate"))
+    loss = make_loss(**choices)
+    out, terms = loss(tokens), loss.terms(tokens)
+    assert terms.batch_size == tokens.batch_size
+    for name, coef in (("objective", 1.0), ("kl", loss.kl_coef), ("entropy", -loss.entropy_coef)):
+        torch.testing.assert_close(out[f"loss_{name}"], coef * (tokens["weight"] * terms[name]).sum())
+    for name in ("clip_low", "clip_high", "corrected"):
+        if name in out.keys():
+            assert out[name] == (terms[name] & tokens["trainable"]).sum()
+    assert set(METRIC_SUMS) < set(out.keys()) and set(loss.in_keys) <= set(tokens.keys())
+
+
+CHOICES = st.fixed_dictionaries({name: st.sampled_from(FACTORS[name]) for name in ("surrogate", "ratio", "correction")})
+
+
+@given(CHOICES, st.integers(0, 2**32))
+def test_on_equal_log_probabilities_every_importance_weight_is_one(choices, seed):
+    tokens = random_tokens(seed=seed)
+    tokens["old_log_prob"] = tokens["sampler_log_prob"] = tokens["log_prob"]
+    loss = make_loss(**choices)
+    terms, out = loss.terms(tokens), loss(tokens)
+    for name in ("ratio", "correction"):
+        torch.testing.assert_close(terms[name], torch.ones_like(terms[name]), rtol=1e-12, atol=0)
+    assert not any(terms[name].any() for name in ("clip_low", "clip_high", "corrected"))
+    assert out["ratio"] == out["ratio_squared"] == out["tokens"] and out["kl_sampler"] == 0
+
+
+@given(CHOICES, st.integers(0, 2**32))
+def test_fresh_weights_give_the_policy_gradient_whatever_the_surrogate(choices, seed):
+    tokens = random_tokens(seed=seed)
+    log_prob = tokens["log_prob"].clone().requires_grad_()
+    tokens["old_log_prob"] = tokens["sampler_log_prob"] = log_prob.detach()
+    total(make_loss(**choices), tokens.update({"log_prob": log_prob})).backward()
+    expected = -tokens["weight"] * tokens["advantage"]
+    torch.testing.assert_close(log_prob.grad, expected, rtol=1e-9, atol=1e-12)
+
+
+@given(CHOICES, st.integers(0, 2**32))
+def test_answers_without_advantages_give_exactly_no_gradient(choices, seed):
+    tokens = random_tokens(seed=seed)
+    tokens["advantage"] = torch.zeros_like(tokens["advantage"])
+    log_prob = tokens["log_prob"].clone().requires_grad_()
+    total(make_loss(**choices), tokens.update({"log_prob": log_prob})).backward()
+    assert log_prob.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("ratio", get_args(Ratio))
+def test_cispo_keeps_the_gradient_of_clipped_tokens_that_clipping_takes_away(ratio):
+    gradients = {}
+    for surrogate in ("clipped", "cispo"):
+        of_seeds = []
+        for seed in range(10):
+            tokens, loss = random_tokens(seed=seed), make_loss(surrogate, ratio)
+            terms = loss.terms(tokens)
+            clipped = (terms["clip_low"] | terms["clip_high"]) & tokens["trainable"]
+            log_prob = tokens["log_prob"].clone().requires_grad_()
+            total(loss, tokens.update({"log_prob": log_prob})).backward()
+            of_seeds.append(log_prob.grad[clipped])
+        gradients[surrogate] = torch.cat(of_seeds)
+        assert len(gradients[surrogate]) > 5
+    assert gradients["clipped"].eq(0).all() and gradients["cispo"].ne(0).all()
+
+
+def test_correction_and_ratio_are_taken_apart_as_worked_out_by_hand():
+    # Sampler 1/8, trainer before the update 1/2, now 3/4: the weight 4 is truncated to 3, the ratio is 3/2, and of a
+    # good answer (A = 2) it counts as 1.2. Without a correction the ratio is 6, which counts as 1.2 too.
+    tokens = TensorDict(
+        log_prob=torch.tensor([0.75]).log(), old_log_prob=torch.tensor([0.5]).log(),
+        sampler_log_prob=torch.tensor([0.125]).log(), entropy=torch.zeros(1), advantage=torch.tensor([2.0]),
+        trainable=torch.tensor([True]), weight=torch.ones(1), batch_size=[1],
+    )  # fmt: skip
+    loss = GRPOLoss(correction="truncate", correction_high=3.0)
+    terms, out = loss.terms(tokens), loss(tokens)
+    assert (terms["ratio"].item(), terms["correction"].item()) == pytest.approx((1.5, 3.0))
+    assert out["loss_objective"].item() == pytest.approx(-3 * 1.2 * 2)
+    assert (out["correction"].item(), out["correction_squared"].item(), out["corrected"].item()) == (3.0, 9.0, 1.0)
+    plain = GRPOLoss()
+    assert plain.terms(tokens)["ratio"].item() == pytest.approx(6.0)
+    assert plain(tokens)["loss_objective"].item() == pytest.approx(-2.4)
+    # The effective sample size is of the sampler's tokens, whatever the ratio is to.
+    assert out["ratio"].item() == plain(tokens)["ratio"].item() == pytest.approx(6.0)
+
+
+EXTREME = st.sampled_from([0.0, -1e-8, 1.0, -30.0, 89.0, -89.0, 800.0, -1e4, 1e4, 1e30, math.inf, -math.inf])
+
+
+@given(
+    CHOICES,
+    st.lists(EXTREME, min_size=6, max_size=6),
+    st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=4, max_size=4),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_a_finite_loss_has_a_finite_gradient_however_far_the_ratios_are(choices, log_ratios, advantages, dtype):
+    """And otherwise the loss shows it: the optimizer refuses such a step by name."""
+    # Sampler and trainer can't both be at infinity, where their difference is nothing.
+    assume(choices["correction"] == "none" or not any(map(math.isinf, log_ratios)))
+    tokens = random_tokens(dtype=torch.float64)
+    log_prob = tokens["log_prob"].to(dtype).requires_grad_()
+    old = log_prob.detach() - torch.tensor(log_ratios, dtype=torch.float64).to(dtype)
+    tokens.update({"log_prob": log_prob, "old_log_prob": old, "sampler_log_prob": old})
+    tokens["advantage"] = torch.tensor(advantages, dtype=dtype).repeat_interleave(LENGTHS)
+    loss = total(make_loss(**choices), tokens)
+    loss.backward()
+    assert not loss.isfinite() or log_prob.grad.isfinite().all()
+    if choices["surrogate"] in ("sapo", "clipped dual") and choices["ratio"] == "token":
+        assert loss.isfinite()  # their losses are bounded
+    assert not loss.isfinite() or log_prob.grad[~tokens["trainable"]].eq(0).all()
+
+
+def test_log_ratios_are_taken_in_fp32_where_the_log_probabilities_are_rounded():
+    tokens = random_tokens(dtype=torch.float32)
+    rounded = {name: tokens[name].bfloat16() for name in ("log_prob", "sampler_log_prob", "entropy")}
+    terms = GRPOLoss().terms(tokens.update(rounded))
+    expected = rounded["log_prob"].float() - rounded["sampler_log_prob"].float()
+    assert torch.equal(terms["log_ratio"], torch.where(tokens["trainable"], expected, 0.0))
+
+
+@pytest.mark.parametrize("choices", PAIRS[:20], ids=lambda choices: "-".join(map(str, choices.values())))
+@pytest.mark.parametrize("masked", ["all", "no token"])
+def test_a_batch_with_nothing_to_train_on_has_a_loss_of_zero(choices, masked):
+    choices = dict(choices)
+    tokens = random_tokens(choices.pop("aggregate"))
+    if masked == "no token":
+        tokens = tokens[:0]
+    # Whatever stands on tokens that are not trained on is not read.
+    garbage = torch.full_like(tokens["log_prob"], math.nan)
+    tokens.update(dict.fromkeys(("sampler_log_prob", "old_log_prob", "ref_log_prob", "entropy", "advantage"), garbage))
+    tokens["trainable"] = torch.zeros_like(tokens["trainable"])
+    tokens["weight"] = torch.zeros_like(tokens["weight"])
+    log_prob = tokens["log_prob"].clone().requires_grad_()
+    loss = make_loss(**choices)
+    out = loss(tokens.update({"log_prob": log_prob}))
+    sum(out[name] for name in LOSSES).backward()
+    assert all(value.eq(0).all() for value in out.values()) and log_prob.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("ratio", get_args(Ratio))
+def test_an_answer_of_many_tokens_is_as_exact_as_a_short_one(ratio):
+    # 200,000 tokens with a ratio of 1.1 each: the answer's geometric mean is 1.1 too, and the loss -1.1.
+    n = 200_000
+    log_prob = torch.full((n,), math.log(1.1)).requires_grad_()
+    trainable = torch.ones(n, dtype=torch.bool)
+    tokens = TensorDict(
+        log_prob=log_prob, sampler_log_prob=torch.zeros(n), entropy=torch.zeros(n), advantage=torch.ones(n),
+        trainable=trainable, answer=torch.zeros(n, dtype=torch.long),
+        weight=token_weights(torch.tensor([n]), trainable, "sequence_mean", StepTotals(1, n, 1)), batch_size=[n],
+    )  # fmt: skip
+    loss = total(GRPOLoss(ratio=ratio), tokens)
+    loss.backward()
+    assert loss.item() == pytest.approx(-1.1, rel=1e-5)
+    torch.testing.assert_close(log_prob.grad, torch.full((n,), -1.1 / n), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_one_token_an_answers_ratio_is_its_tokens(seed):
+    tokens = random_tokens(seed=seed)[[5]]
+    losses = [total(make_loss("clipped", ratio, correction="token truncate"), tokens) for ratio in get_args(Ratio)]
+    losses.append(total(make_loss("clipped", "sequence", correction="sequence truncate"), tokens))
+    torch.testing.assert_close(losses, [losses[0]] * 4)
+
+
+def test_the_reference_is_told_of_without_a_kl_in_the_loss():
+    tokens = random_tokens()
+    out = GRPOLoss()(tokens)
+    assert out["loss_kl"] == 0 and out["kl_ref"] > 0
+    del tokens["ref_log_prob"]
+    assert "kl_ref" not in GRPOLoss()(tokens).keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing", "message"),
+    [
+        ({"correction": "mask"}, "old_log_prob", "write it with TrainPolicy.annotate"),
+        ({"kl_coef": 0.1}, "ref_log_prob", "write it with ReferencePolicy.annotate"),
+        ({}, "sampler_log_prob", "what the engine returned"),
+        ({}, "entropy", "the loss reads entropy, which is not there"),
+    ],
+)
+def test_an_entry_that_is_missing_is_named_with_who_writes_it(settings, missing, message):
+    tokens = random_tokens()
+    del tokens[missing]
+    with pytest.raises(ValueError, match=message):
+        GRPOLoss(**settings)(tokens)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"surrogate": "ppo"}, "loss.surrogate is 'ppo'; it can be clipped, cispo, sapo, plain"),
+        ({"ratio": "answer"}, "loss.ratio is 'answer'; it can be token, sequence, sequence_token"),
+        ({"kl": "k4"}, "loss.kl is 'k4'"),
+        ({"kl": "k1", "kl_coef": 0.1}, "gradient of mean zero"),
+        ({"dual_clip": 3.0, "surrogate": "sapo"}, "loss.surrogate=sapo has none"),
+        ({"dual_clip": 1.1}, "use at least 1.2"),
+        ({"tau_neg": 0.0}, "loss.tau_neg 0.0; both must be more than 0"),
+        ({"clip_low": 2.0}, "loss.clip_low is 2.0"),
+        ({"correction": "tis"}, "loss.correction is 'tis'"),
+        ({"correction_high": 0.5}, "a weight of 1 must lie between them"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOLoss(**settings)

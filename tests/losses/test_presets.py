@@ -1,0 +1,142 @@
+"""The losses of config/loss: complete, explained, buildable, and with the classes' own defaults."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from grpo_rl.buffer import GroupBuffer
+from grpo_rl.build import annotates, make_buffer, make_loss, micro_batching
+from grpo_rl.config import FOLDER, check, check_overrides
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.train import scored_micro_batches
+
+PRESETS = sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml"))
+
+
+def config(*overrides):
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        return compose("grpo_gsm8k", overrides=list(overrides))
+
+
+def test_the_papers_of_the_field_are_there():
+    named = "grpo dr_grpo dapo bnpo gspo gspo_token cispo rloo sapo reinforce_pp gdpo tis icepop"
+    assert set(PRESETS) >= set(named.split())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_has_every_key_says_where_it_comes_from_and_passes_the_checks(preset):
+    path = FOLDER / "loss" / f"{preset}.yaml"
+    assert set(OmegaConf.load(path)) == set(OmegaConf.load(FOLDER / "loss" / "grpo.yaml"))
+    comment = re.match(r"(#.*\n)+", path.read_text())[0]
+    assert "https://" in comment and (" J = " in comment or " A = " in comment)
+    assert preset == "grpo" or "Differs from g" in comment
+    cfg = config(f"loss={preset}", "policy.kl_coef=0.1")
+    check(cfg)
+    loss, buffer = make_loss(cfg), make_buffer(cfg)
+    # A KL is charged once: in the loss or in the reward.
+    assert {loss.kl_coef, buffer.kl_coef} == {0.0, 0.1}
+
+
+def test_grpos_values_are_the_defaults_of_the_classes():
+    preset = OmegaConf.to_container(OmegaConf.load(FOLDER / "loss" / "grpo.yaml"))
+    read = {"kl_in", "reward_weights"}  # a choice between two classes, and a mapping
+    defaults = {}
+    for function in (scored_micro_batches, GroupBuffer.__init__, GRPOLoss.__init__):
+        defaults |= {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    assert {name: defaults[name] for name in preset.keys() - read} == {n: preset[n] for n in preset.keys() - read}
+
+
+def test_the_builder_gives_the_loss_what_the_config_says():
+    changed = {
+        "surrogate": "cispo", "ratio": "sequence", "clip_low": 0.5, "clip_high": 3.0, "tau_pos": 0.9, "tau_neg": 1.3,
+        "kl": "k3_is", "correction": "mask", "correction_level": "sequence", "correction_low": 0.1,
+        "correction_high": 7.0,
+    }  # fmt: skip
+    overrides = [f"loss.{name}={value}" for name, value in changed.items()]
+    got = make_loss(config(*overrides, "policy.kl_coef=0.2", "policy.entropy_coef=0.3"))
+    expected = GRPOLoss(**changed, kl_coef=0.2, entropy_coef=0.3)
+    assert {name: vars(got)[name] for name in vars(expected) if not name.endswith("hooks")} == {
+        name: value for name, value in vars(expected).items() if not name.endswith("hooks")
+    }
+
+
+def test_dr_grpo_divides_by_the_longest_answer_unless_a_number_is_given():
+    assert micro_batching(config("loss=dr_grpo", "sampling.max_new_tokens=99"))["normalizer"] == 99
+    assert micro_batching(config("loss=dr_grpo", "loss.normalizer=7"))["normalizer"] == 7
+
+
+@pytest.mark.parametrize(
+    ("overrides", "annotated", "on_policy"),
+    [
+        ([], False, True),
+        (["train.epochs=2"], False, False),
+        (["loss=tis"], False, True),  # what the policy says in the only step is what it said before
+        (["loss=tis", "train.epochs=2"], True, False),
+        (["loss=tis", "env.num_envs=8"], True, False),  # 64 answers, 32 a step
+        (["loss=rloo"], False, True),
+        (["loss=rloo", "policy.kl_coef=0.1"], True, True),
+        (["loss.top_entropy_fraction=0.2"], True, True),
+    ],
+)
+def test_the_policy_scores_a_collection_beforehand_only_where_something_reads_it(overrides, annotated, on_policy):
+    cfg = config(*overrides)
+    assert annotates(cfg) is annotated and micro_batching(cfg)["on_policy"] is on_policy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "skips"),
+    [
+        ([], True),
+        (["policy.kl_coef=0.1"], False),
+        (["policy.entropy_coef=0.1"], False),
+        (["loss=rloo", "policy.kl_coef=0.1"], True),  # in the reward, where it is part of the advantage
+    ],
+)
+def test_groups_without_advantage_are_skipped_where_the_loss_has_nothing_else(overrides, skips):
+    assert micro_batching(config(*overrides))["skip_zero_advantage"] is skips
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["loss.surrogate=clip"], "did you mean clipped"),
+        (["loss.ratio=answer"], "loss.ratio is 'answer'; it can be token, sequence, sequence_token"),
+        (["loss.aggregate=mean"], "loss.aggregate is 'mean'; it can be .*prompt_mean"),
+        (["loss.advantage=z_score"], "did you mean zscore"),
+        (["loss.kl=k4"], "loss.kl is 'k4'"),
+        (["loss.kl_in=rewards"], "did you mean reward"),
+        (["loss.correction=truncated"], "did you mean truncate"),
+        (["loss.correction_level=tokens"], "did you mean token"),
+        (["loss.clip_low=1.5"], "loss.clip_low is 1.5"),
+        (["loss.clip_high=wide"], "loss.clip_high is wide; it must be 0 or more"),
+        (["loss.dual_clip=1.0"], "use at least 1.2"),
+        (["loss.tau_pos=0"], "both must be more than 0"),
+        (["loss.correction_high=0.9"], "a weight of 1 must lie between them"),
+        (["loss.top_entropy_fraction=0"], "more than 0 and at most 1"),
+        (["loss.top_entropy_fraction=20"], "more than 0 and at most 1"),
+        (["loss.advantage_clip=0"], "loss.advantage_clip is 0"),
+        (["loss.aggregate=constant", "loss.normalizer=0"], "loss.normalizer is 0"),
+        (["loss.kl=k1", "policy.kl_coef=0.1"], "gradient of mean zero"),
+        (["loss.kl=k3+", "loss.kl_in=reward", "policy.kl_coef=0.1"], "differs by its gradient"),
+        (["loss=gdpo", "loss.kl_in=reward", "policy.kl_coef=0.1"], "use loss.kl_in=loss"),
+    ],
+)
+def test_wrong_settings_are_told_before_anything_starts(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        check(config(*overrides))
+
+
+def test_weights_of_parts_are_checked_against_the_tasks():
+    cfg = config("loss=gdpo", "+loss.reward_weights.style=2.0")
+    check(cfg)
+    check_overrides(["+loss.reward_weights.style=2.0"])
+    make_buffer(cfg, ("correctness", "style"))
+    with pytest.raises(ValueError, match="weighs style, and the parts of the reward are correctness, format"):
+        make_buffer(cfg, ("correctness", "format"))
+    with pytest.raises(ValueError, match="read by loss.advantage=multi_reward, not by zscore"):
+        make_buffer(config("+loss.reward_weights.style=2.0"), ("style",))

