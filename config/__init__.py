@@ -40,7 +40,7 @@ from grpo_rl.schedules import AdaptiveKL, RefreshRule
 FOLDER = Path(__file__).resolve().parent
 GROUPS = ("env", "loss", "experiment")
 """Config groups: chosen by name (``loss=grpo``), not keys of their own."""
-FREE = ("env.rewards.", "env.reward.", "loss.reward_weights.", "train.repeats_schedule.")
+FREE = ("env.rewards.", "env.reward.", "loss.reward_weights.")
 """Beginnings of keys that are of a task's own, which refuses others; ``env.reward`` only where it may be a mapping."""
 
 

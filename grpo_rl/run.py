@@ -220,6 +220,7 @@ class Run:
         A resumed run gets its optimizer, weights, schedules, data position, policy version and random state.
         """
         self._schedules = schedules
+        self._left_out = [0, 0]
         self._policy, self._optimizer, self._weights, self._engine = policy, optimizer, weights, engine
         if not self._restored:
             # After the parts are built: what building them draws is not the run's.
@@ -228,6 +229,7 @@ class Run:
         path, state = self._restored
         optimizer.load_state_dict(state["optimizer"])
         schedules.restore(state["schedules"])
+        self._left_out = state["left_out"]
         self.env.load_state_dict(json.loads(state["env"]))
         # The push that follows gives the version that the checkpointed run went on with.
         weights.version = state["version"] - 1
@@ -246,6 +248,7 @@ class Run:
     def steps(self, collector: SyncCollector) -> Iterator[list[Group]]:
         """The collections of the run, one a step, until the end or Ctrl-C."""
         self._training, self._collector = True, collector
+        collector.dropped_groups, collector.filtered_groups = self._left_out
         while self.collected < self.cfg.train.total_dialog_turns:
             self._meter = StepMeter()
             self._mismatch.begin()
@@ -391,6 +394,7 @@ class Run:
             "collected": self.collected,
             "optimizer": self._optimizer.state_dict(),
             "schedules": self._schedules.state(),
+            "left_out": [self._collector.dropped_groups, self._collector.filtered_groups],
             "env": json.dumps(self.env.state_dict()),
             "version": self._weights.version,
             "rng": checkpoint.rng_state(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -88,18 +88,23 @@ class GroupSizes:
 
     Args:
         first: at the beginning.
-        changes: group size by the step (counted from 1) from which on it holds.
+        changes: pairs of a step, counted from 1, and the group size from it on.
 
     Raises:
-        ValueError: a step is not one, or a group has fewer than two answers.
+        ValueError: a pair is none, a step is not one, or a group has fewer than two answers.
 
-    >>> sizes = GroupSizes(8, {3: 4})
+    >>> sizes = GroupSizes(8, [(3, 4)])
     >>> [sizes.at(step) for step in (1, 2, 3, 4)], sizes.steps_for(100, prompts=4), sizes.largest
     ([8, 8, 4, 4], 5, 8)
     """
 
-    def __init__(self, first: int, changes: Mapping[int, int] | None = None) -> None:
-        self._changes = {1: first} | {int(step): size for step, size in sorted((changes or {}).items())}
+    def __init__(self, first: int, changes: Sequence[Sequence[int]] = ()) -> None:
+        for pair in changes:
+            if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(n, int) for n in pair):
+                raise ValueError(
+                    f"train.repeats_schedule has {pair}; give pairs of a step and the group size from it on: [[100, 4]]"
+                )
+        self._changes = {1: first} | {step: size for step, size in changes}
         for step, size in self._changes.items():
             if step < 1 or size < 2:
                 raise ValueError(

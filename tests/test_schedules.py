@@ -49,13 +49,13 @@ def test_a_wrong_setting_of_the_kl_term_is_named(settings, message):
 
 
 def test_group_sizes_hold_from_their_step_on():
-    sizes = GroupSizes(8, {5: 4, 3: 6})
+    sizes = GroupSizes(8, [(5, 4), (3, 6)])
     assert [sizes.at(step) for step in range(1, 8)] == [8, 8, 6, 6, 4, 4, 4]
     assert GroupSizes(8).at(1000) == 8 and sizes.largest == 8
 
 
 def test_the_number_of_steps_is_that_of_a_run_counted_answer_by_answer():
-    for changes in ({}, {2: 4}, {3: 4, 5: 16}, {1: 2}):
+    for changes in ([], [(2, 4)], [(3, 4), (5, 16)], [(1, 2)]):
         sizes = GroupSizes(8, changes)
         for answers in (1, 23, 24, 25, 48, 49, 72, 100, 1000):
             sampled = steps = 0
@@ -65,10 +65,16 @@ def test_the_number_of_steps_is_that_of_a_run_counted_answer_by_answer():
             assert sizes.steps_for(answers, prompts=3) == steps, (changes, answers)
 
 
-@pytest.mark.parametrize("changes", [{0: 4}, {3: 1}])
+@pytest.mark.parametrize("changes", [[(0, 4)], [(3, 1)]])
 def test_a_group_of_one_and_a_step_before_the_first_are_refused(changes):
     with pytest.raises(ValueError, match="train.repeats_schedule has a group size of"):
         GroupSizes(8, changes)
+
+
+@pytest.mark.parametrize("pair", [4, [3], [3, 4, 5], [3, "4"], [3, 4.5]])
+def test_what_is_no_pair_is_refused(pair):
+    with pytest.raises(ValueError, match="train.repeats_schedule has .*; give pairs"):
+        GroupSizes(8, [pair])
 
 
 def test_the_reference_is_renewed_every_so_many_steps_or_never_or_always():
@@ -126,7 +132,7 @@ def make(reference, when="steps", target=0.02):
     loss = SimpleNamespace(kl_coef=0.1)
     policy = SimpleNamespace(model="the policy's model")
     rule, kl = RefreshRule(when, steps=2), AdaptiveKL(0.1, target, gain=0.5)
-    return loss, Schedules(GroupSizes(8, {3: 4}), kl, rule, loss, reference, policy, decay=0.9)
+    return loss, Schedules(GroupSizes(8, [(3, 4)]), kl, rule, loss, reference, policy, decay=0.9)
 
 
 def test_behind_each_step_the_coefficient_moves_and_the_reference_is_renewed_when_due():

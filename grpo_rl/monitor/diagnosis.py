@@ -97,7 +97,7 @@ class Scored:
 
 
 def diagnose(scene: Scene, scored: Sequence[Scored], thorough: bool = True) -> Explanation:
-    """The best explanation of why sampler and trainer differ on these groups.
+    """The best explanation of why sampler and trainer differ on these groups; leaves the random state as it was.
 
     Whether the engine holds the trainer's weights is a fact, and comes first. Then what can be tried on the tokens at
     hand: an explanation counts if it takes the difference away, and that with the least left is named.
@@ -108,6 +108,12 @@ def diagnose(scene: Scene, scored: Sequence[Scored], thorough: bool = True) -> E
     """
     if fact := _failed_sync(scene):
         return fact
+    device = scene.policy.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout and sampling draw from it
+        return _best(scene, scored, thorough)
+
+
+def _best(scene: Scene, scored: Sequence[Scored], thorough: bool) -> Explanation:
     worst = sorted((s for s in scored if len(s.gaps)), key=lambda s: -s.gap)
     tried = [s.first_answers(ANSWERS) for s in worst[:WORST_GROUPS]]
     if not all_gaps(tried).isfinite().all():
@@ -276,9 +282,7 @@ def ranked_mass(policy: TrainPolicy, group: Group) -> Float[Tensor, "R V"]:
 def _stale(scene: Scene, scored: Sequence[Scored], tried: Sequence[Scored]) -> Explanation:
     """Answers sampled now agree with the trainer: those at hand came from other weights than they say."""
     prompts = [s.group for s in tried]
-    devices = range(torch.cuda.device_count())
-    with torch.random.fork_rng(devices):  # a run that goes on shall go on as if nobody had asked
-        samples = scene.engine.generate([g.prompt_ids.tolist() for g in prompts], ANSWERS, scene.sampling)
+    samples = scene.engine.generate([g.prompt_ids.tolist() for g in prompts], ANSWERS, scene.sampling)
     anew = [
         Group(
             group_id=group.group_id,

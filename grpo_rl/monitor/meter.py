@@ -81,6 +81,7 @@ class StepMeter:
             metrics |= {
                 "grad_norm": sum(r.grad_norm for r in self._results) / steps,
                 "lr": self._results[-1].lr,
+                "train/optimizer_steps": len(self._results),
             }
         metrics |= time_metrics(self.phases_s, step_s, sampled_tokens, self._trained_tokens)
         return metrics | {"memory/peak_gib": _peak_gib()}

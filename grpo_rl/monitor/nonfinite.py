@@ -44,10 +44,11 @@ def first_nonfinite(
         return f"The weights themselves hold it: {broken[0]}, {len(broken)} in all."
     # Each group by itself: there is nothing to split a step's only group into.
     batching = {**batching, "count": None}
+    devices = [policy.device] if policy.device.type == "cuda" else []
     for group in batch:
         optimizer.clear_gradients()
-        # Compiled modules would not call our hooks.
-        with torch.compiler.set_stance("force_eager"), _watched(policy.model) as seen:
+        # Compiled modules would not call our hooks; and a run that goes on draws as if nothing had been looked for.
+        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), _watched(policy.model) as seen:
             found = _in_group(policy, loss, optimizer, group, batching, seen)
         if found:
             optimizer.clear_gradients()

@@ -228,6 +228,17 @@ def test_correction_and_ratio_are_taken_apart_as_worked_out_by_hand():
     assert out["ratio"].item() == plain(tokens)["ratio"].item() == pytest.approx(6.0)
 
 
+def test_the_kls_importance_weight_is_to_the_sampler_whatever_the_surrogates_ratio_is_to():
+    # pi is 6 times the sampler's and 3/2 of the trainer's before; the reference is at pi/2: k3 = 1/2 + ln 2 - 1.
+    tokens = random_tokens()[[0]]
+    log_prob = torch.tensor([0.75], dtype=torch.float64).log()
+    tokens["log_prob"], tokens["ref_log_prob"] = log_prob, log_prob - math.log(2)
+    tokens["old_log_prob"], tokens["sampler_log_prob"] = log_prob - math.log(1.5), log_prob - math.log(6)
+    for correction in ("none", "truncate"):
+        terms = GRPOLoss(kl_coef=1.0, kl="k3_is", correction=correction).terms(tokens)
+        assert terms["kl"].item() == pytest.approx(6 * (math.log(2) - 0.5))
+
+
 EXTREME = st.sampled_from([0.0, -1e-8, 1.0, -30.0, 89.0, -89.0, 800.0, -1e4, 1e4, 1e30, math.inf, -math.inf])
 
 

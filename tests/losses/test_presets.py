@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import runpy
+import sys
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -13,7 +16,9 @@ from grpo_rl.buffer import GroupBuffer
 from grpo_rl.build import annotates, make_buffer, make_loss, micro_batching
 from grpo_rl.config import FOLDER, check, check_overrides
 from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.policies.train import scored_micro_batches
+from grpo_rl.testing import save_tiny_model
 
 PRESETS = sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml"))
 
@@ -140,3 +145,48 @@ def test_weights_of_parts_are_checked_against_the_tasks():
         make_buffer(cfg, ("correctness", "format"))
     with pytest.raises(ValueError, match="read by loss.advantage=multi_reward, not by zscore"):
         make_buffer(config("+loss.reward_weights.style=2.0"), ("style",))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Overrides for a run of one collection and four optimizer steps: a random model that is paid for digits."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps({"question": f"{i}?", "answer": "#### 1"}) + "\n" for i in (1, 2))
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_RL_CACHE", str(folder))
+        yield [
+            f"model.name={save_tiny_model(folder / 'model')}", f"env.path={folder / 'train.jsonl'}",
+            "env.system_prompt=null", "env.num_envs=4", "env.repeats=4", "env.reward.reasoning_pattern='[0-9]'",
+            "train.optim_batch_size=8", "train.total_dialog_turns=16", "train.epochs=2", "train.micro_batch_tokens=64",
+            "inference_model.engine=transformers", "inference_model.max_model_len=64", "sampling.max_new_tokens=8",
+            "optimizer.lr=1e-3", "policy.kl_coef=0.05",
+        ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss=dr_grpo"],
+        ["loss=dapo", "loss.mask_truncated=false", "loss.top_entropy_fraction=0.5"],  # a random model never ends
+        ["loss=gspo"],
+        ["loss=cispo", "loss.kl=k3_is"],
+        ["loss=rloo"],
+        ["loss=gdpo", "loss.dual_clip=3.0", "+loss.reward_weights.correctness=0.5"],
+        ["loss=icepop", "loss.aggregate=prompt_mean"],
+    ],
+    ids=" ".join,
+)
+def test_the_script_trains_under_it(tiny, overrides, tmp_path, monkeypatch):
+    script = FOLDER.parent / "sota" / "grpo.py"
+    monkeypatch.setattr(sys, "argv", [str(script), *tiny, *overrides, f"hydra.run.dir={tmp_path}"])
+    runpy.run_path(str(script), run_name="__main__")
+    (metrics,) = read_metrics(tmp_path)
+    assert metrics["grad_norm"] > 0 and metrics["optimizer/skipped_steps"] == 0
+    assert metrics["kl/ref"] > 0 and (metrics["loss/kl"] == 0) == (overrides[0] == "loss=rloo")
+    corrected = overrides[0] in ("loss=gspo", "loss=icepop")
+    # The engine computes in another way than the trainer, a little.
+    assert corrected == ("correction/mean" in metrics) and abs(metrics.get("correction/mean", 1.0) - 1.0) < 0.1
+    assert ("clip/dual_fraction" in metrics) == ("loss.dual_clip=3.0" in overrides)

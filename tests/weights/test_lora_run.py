@@ -1,0 +1,136 @@
+"""The main script with adapters, on CPU with a tiny model: what it leaves, how it resumes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_rl.checkpoint import checkpoints, load
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.testing import save_tiny_model
+
+pytest.importorskip("peft")
+
+SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
+CLOCK = ("time/", "throughput/", "memory/", "limit_")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Overrides for a run of a few seconds with adapters, held to their base, and with dropout."""
+    folder = tmp_path_factory.mktemp("tiny")
+    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"model.name={save_tiny_model(folder / 'model')}",
+        f"env.path={folder / 'train.jsonl'}",
+        "env.system_prompt=null",
+        "env.num_envs=4",
+        "env.repeats=4",
+        "env.reward.reasoning_pattern='[0-9]'",
+        "train.optim_batch_size=8",
+        "train.total_dialog_turns=48",
+        "train.checkpoint_frequency=1",
+        "train.keep_checkpoints=0",
+        "train_model.lora.rank=4",
+        "train_model.lora.targets=[q_proj,up_proj,down_proj]",
+        "train_model.lora.dropout=0.1",
+        "policy.kl_coef=0.1",
+        "inference_model.engine=transformers",
+        "inference_model.max_model_len=64",
+        "sampling.max_new_tokens=8",
+        "optimizer.lr=1e-2",
+    ]
+
+
+def run(overrides, folder, monkeypatch):
+    """Runs the script in this process; its folder."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={folder}"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory):
+    """(folder, how often a model was loaded) of a whole run."""
+    loaded, from_pretrained = [], AutoModelForCausalLM.from_pretrained
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_RL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(
+            AutoModelForCausalLM, "from_pretrained", lambda *a, **kw: loaded.append(a) or from_pretrained(*a, **kw)
+        )
+        return run(tiny, tmp_path_factory.mktemp("whole") / "run", patch), len(loaded)
+
+
+def test_the_base_is_loaded_for_policy_and_engine_and_no_third_time_for_the_reference(finished):
+    folder, loaded = finished
+    assert loaded == 2
+    first, *_, last = read_metrics(folder)
+    # The first collection's last optimizer steps have moved already, so not even its KL is quite zero.
+    assert 0 <= first["kl/ref"] < last["kl/ref"]
+
+
+def test_checkpoints_hold_adapters_alone_and_the_run_leaves_a_whole_model_that_has_moved(finished, tiny):
+    folder, _ = finished
+    masters = load(checkpoints(folder / "checkpoints")[-1])["optimizer"]["masters"]
+    assert len(masters) == 2 * 2 * 3 and all(".lora_" in name for name in masters)
+    start = AutoModelForCausalLM.from_pretrained(tiny[0].split("=")[1])
+    trained = dict(AutoModelForCausalLM.from_pretrained(folder / "model").named_parameters())
+    for name, parameter in start.named_parameters():
+        is_target = any(target in name for target in ("q_proj", "up_proj", "down_proj"))
+        assert torch.equal(parameter, trained[name]) != is_target, name
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, tmp_path, monkeypatch, step):
+    whole, _ = finished
+    cut = tmp_path / "cut"
+    shutil.copytree(whole, cut)
+    torch.manual_seed(12345)  # whatever happened since
+    start = checkpoints(cut / "checkpoints")[step - 1]
+    run([*tiny, f"resume={start}"], tmp_path / "unused", monkeypatch)
+    ours, theirs = (load(checkpoints(f / "checkpoints")[-1])["optimizer"]["masters"] for f in (cut, whole))
+    assert theirs.keys() == ours.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    timeless = [
+        [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in read_metrics(f)] for f in (cut, whole)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train_model.lora.targets=[qproj]"], r"targets: qproj is no linear layer .* q_proj, k_proj"),
+        (["train_model.lora.rank=-4"], "lora.rank is -4"),
+        (["train_model.lora.alpha=0"], "lora.alpha is 0"),
+        (["train_model.lora.targets=q_proj"], r"as in \[q_proj\], or all-linear"),
+        (["train_model.lora.push=adapter"], "push=adapter needs inference_model.engine=vllm, not transformers"),
+        (["train_model.lora.rank=0", "train_model.quantization=nf4"], "quantization=nf4 without adapters"),
+        (["train_model.quantization=nf3"], "quantization is 'nf3'"),
+        (["ref_model.num_devices=1"], "the reference is the policy without its adapters"),
+        (["train_model.lora.rnk=4"], "did you mean train_model.lora.rank"),
+    ],
+)
+def test_bad_settings_are_told_in_one_line_before_a_model_is_loaded(tiny, tmp_path, monkeypatch, overrides, message):
+    def no_model(*_, **__):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
+    with pytest.raises(SystemExit, match=message):
+        run([*tiny, *overrides], tmp_path / "run", monkeypatch)
+
+
+def test_a_run_on_a_quantised_base_trains_and_exports_plain_weights(tiny, tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    overrides = ["train_model.quantization=nf4", "train.total_dialog_turns=16", "train.checkpoint_frequency=0"]
+    folder = run([*tiny, *overrides], tmp_path / "run", monkeypatch)
+    assert read_metrics(folder)[-1]["grad_norm"] > 0
+    trained = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert all(parameter.dtype == torch.bfloat16 for parameter in trained.parameters())
