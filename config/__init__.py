@@ -246,8 +246,9 @@ def check(cfg: DictConfig) -> None:
         raise ValueError("sampling.temperature is 0; greedy answers to one prompt are all equal, use more than 0")
     if cfg.sampling.top_p != 1:
         raise ValueError(
-            f"sampling.top_p is {cfg.sampling.top_p}: answers would come from a truncated distribution, which the "
-            "trainer does not score under, and every importance ratio would be off by the mass cut away; use 1"
+            f"sampling.top_p is {cfg.sampling.top_p}: answers would come from a truncated distribution: no importance "
+            "weight brings back the tokens that are cut off, and fresh ratios would start at the mass kept, not at 1. "
+            "Use 1; a lower sampling.temperature sharpens answers and stays exact (docs/troubleshooting.md)"
         )
     if cfg.evaluate.rows == 1:
         raise ValueError("evaluate.rows is 1; use 0, or at least 2: one row gives no interval")

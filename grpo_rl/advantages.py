@@ -55,13 +55,20 @@ def group_advantages(rewards: Float[Tensor, "*N G"], kind: Kind = "zscore") -> F
         )
     # Rounding of the mean would leave equal rewards a residue, which the z-score then magnifies up to 10,000 times.
     equal = (rewards == rewards[..., :1]).all(-1, keepdim=True)
-    deviations = (rewards - rewards.mean(-1, keepdim=True)).masked_fill(equal, 0.0)
-    if kind == "no_std":
-        return deviations
+    wide = rewards.double()  # the squares of large rewards overflow fp32, and a std of infinity would hide them all
+    deviations = (wide - wide.mean(-1, keepdim=True)).masked_fill(equal, 0.0)
     if kind == "leave_one_out":
         # r_i - (sum - r_i) / (G - 1) = (r_i - mean) * G / (G - 1)
-        return deviations * (size / (size - 1))
-    return deviations / (rewards.std(-1, keepdim=True) + STD_EPSILON)
+        deviations = deviations * (size / (size - 1))
+    elif kind == "zscore":
+        deviations = deviations / (wide.std(-1, keepdim=True) + STD_EPSILON)
+    advantages = deviations.to(rewards.dtype)
+    if not advantages.isfinite().all():
+        raise ValueError(
+            f"rewards as large as {rewards.abs().max():.3g} have advantages beyond {rewards.dtype}; scale them down "
+            "(train.reward_scale)"
+        )
+    return advantages
 
 
 def batch_advantages(
@@ -124,7 +131,7 @@ def _sum_of_parts(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> 
 def _over_std(tables: Sequence[Tensor], spread: Sequence[Tensor]) -> list[Tensor]:
     if not spread:
         return []
-    std = torch.cat([table.flatten() for table in spread]).std()
+    std = torch.cat([table.flatten() for table in spread]).double().std()  # squares of large rewards overflow fp32
     return [table / (std + STD_EPSILON) for table in tables]
 
 

@@ -131,11 +131,12 @@ def floors_s(
     longest = max((int(group.chosen_lengths.max()) for group in groups), default=0)
     read_s = longest * sizes.decode_bytes / rates.bytes_per_s
     scored = [group for group in groups if group.ref_log_probs is not None]
+    annotated = [group for group in groups if group.old_log_probs is not None]
     trained = groups_to_score(groups, skip_zero_advantage)
     flops_per_s = rates.gemm_flops_per_s
     return {
         "sample": (prefill / flops_per_s + max(decode / flops_per_s, read_s)) / inference_devices,
-        "score": forward(scored) / flops_per_s,
+        "score": (forward(scored) + forward(annotated)) / flops_per_s,
         # The backward multiplies twice for each product of the forward: for the input's gradient and the weight's.
         "train": 3 * epochs * forward(trained) / flops_per_s,
         "sync": 2 * sizes.parameter_bytes / rates.bytes_per_s,

@@ -282,7 +282,9 @@ def _shard_fingerprint(
         first, rows = module.shard_indices.org_vocab_start_index, module.shard_indices.num_org_elements
         looked_up = fingerprint(whole[:rows], row_start=first)
         # What is looked up is one thing, what a head on CPU multiplies by another: both have to be what was sent.
-        for head in packed_heads(model, module):
+        for head in packed_heads(model):
+            if head.weight.data_ptr() != module.weight.data_ptr():
+                continue
             multiplied = fingerprint(read_by_product(head, whole.shape[1], dtype)[:rows], row_start=first)
             if multiplied != looked_up:
                 return multiplied

@@ -43,21 +43,15 @@ def refresh_heads(model: torch.nn.Module) -> None:
     On a CPU vLLM multiplies by a packed copy of a weight, which it packs anew when weights come under the layer's name.
     To a head that shares the embedding's weight they never do: it would go on with what it had at the start.
     """
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead) and _is_packed(module):
-            cast(Any, module.quant_method).process_weights_after_loading(module)
+    for head in packed_heads(model):
+        cast(Any, head.quant_method).process_weights_after_loading(head)
 
 
-def packed_heads(model: torch.nn.Module, embedding: VocabParallelEmbedding) -> Iterator[ParallelLMHead]:
-    """The heads with this embedding's weight, itself included, that multiply by a packed copy of it."""
+def packed_heads(model: torch.nn.Module) -> Iterator[ParallelLMHead]:
+    """The heads that multiply by a packed copy of their weight; none on a GPU."""
     for module in model.modules():
-        is_head = isinstance(module, ParallelLMHead) and _is_packed(module)
-        if is_head and module.weight.data_ptr() == embedding.weight.data_ptr():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             yield module
-
-
-def _is_packed(module: torch.nn.Module) -> bool:
-    return hasattr(module, "cpu_linear")
 
 
 def read_by_product(module: LinearBase | VocabParallelEmbedding, columns: int, dtype: torch.dtype) -> Tensor:

@@ -160,7 +160,7 @@ class GRPOLoss(LossModule):
         trainable = tensordict[keys.trainable]
         log_prob, sampler = self._read(tensordict, keys.log_prob), self._read(tensordict, keys.sampler_log_prob)
         advantage = self._read(tensordict, keys.advantage)
-        answer = tensordict[keys.answer] if self._by_answer else None
+        answer = _entry(tensordict, keys.answer) if self._by_answer else None
         old = self._read(tensordict, keys.old_log_prob) if self.correction != "none" else sampler
         log_ratio = log_prob - old
         leveled = leveled_log_ratio(log_ratio, self.ratio, trainable, answer)
@@ -184,9 +184,7 @@ class GRPOLoss(LossModule):
 
     def _read(self, tensordict: TensorDictBase, key: NestedKey) -> Tensor:
         """The entry in fp32 or more; 0 on tokens that are not trained on, for which nothing may be known."""
-        value = tensordict.get(key, None)
-        if value is None:
-            raise ValueError(f"the loss reads {key}, which is not there; {_WRITTEN_BY.get(str(key), 'see its docs')}")
+        value = _entry(tensordict, key)
         wide = value.to(torch.promote_types(value.dtype, torch.float32))
         return torch.where(tensordict[self.tensor_keys.trainable], wide, 0.0)
 
@@ -229,3 +227,11 @@ _WRITTEN_BY = {
     "ref_log_prob": "write it with ReferencePolicy.annotate, or set policy.kl_coef to 0",
     "sampler_log_prob": "it is what the engine returned, Group.log_probs",
 }
+
+
+def _entry(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
+    value = tensordict.get(key, None)
+    if value is None:
+        hint = _WRITTEN_BY.get(str(key), "grpo_rl.policies.train.training_tensordict writes it")
+        raise ValueError(f"the loss reads {key}, which is not there; {hint}")
+    return value

@@ -23,7 +23,6 @@ class StepMeter:
         self.phases_s: dict[str, float] = {}
         self._sums: dict[str, float] = defaultdict(float)
         self._results: list[StepResult] = []
-        self._gaps: list[torch.Tensor] = []
         self._trained_tokens = 0
 
     @property
@@ -40,10 +39,6 @@ class StepMeter:
         for name, value in losses.items():
             self._sums[name] += value.item()
         self._trained_tokens += len(tokens)
-        if not self._results:
-            # No optimizer step since the push: trainer and sampler hold the same weights, the gap is numeric.
-            gap = (tokens["log_prob"].detach() - tokens["sampler_log_prob"]).abs()
-            self._gaps.append(gap[tokens["trainable"]])
 
     def add_step(self, result: StepResult) -> None:
         """Adds an optimizer step."""
@@ -75,8 +70,6 @@ class StepMeter:
                     "correction/bounded_fraction": self._sums["corrected"] / tokens,
                     "correction/ess": self._sums["correction"] ** 2 / squared if squared else 0.0,
                 }
-        if self._gaps and len(gaps := torch.cat(self._gaps)):
-            metrics |= {"mismatch/mean": gaps.mean().item(), "mismatch/max": gaps.max().item()}
         if self._results:
             metrics |= {
                 "grad_norm": sum(r.grad_norm for r in self._results) / steps,

@@ -332,6 +332,7 @@ def test_the_reference_is_told_of_without_a_kl_in_the_loss():
         ({"kl_coef": 0.1}, "ref_log_prob", "write it with ReferencePolicy.annotate"),
         ({}, "sampler_log_prob", "what the engine returned"),
         ({}, "entropy", "the loss reads entropy, which is not there"),
+        ({"ratio": "sequence"}, "answer", "training_tensordict writes it"),
     ],
 )
 def test_an_entry_that_is_missing_is_named_with_who_writes_it(settings, missing, message):

@@ -31,15 +31,6 @@ def test_means_are_over_tokens_and_losses_over_optimizer_steps():
     assert (metrics["grad_norm"], metrics["lr"]) == (3.0, 0.2)
 
 
-def test_the_mismatch_is_of_fresh_weights_and_of_tokens_that_the_policy_chose():
-    meter = StepMeter()
-    meter.add_losses(*micro_batch([-1.5, -1.0, 7.0], [True, True, False]))
-    meter.add_step(StepResult(grad_norm=1.0, lr=0.1, skipped=False))
-    meter.add_losses(*micro_batch([-9.0], [True]))  # the weights have moved: this gap is no mismatch
-    metrics = meter.metrics(sampled_tokens=0, step_s=1.0)
-    assert (metrics["mismatch/mean"], metrics["mismatch/max"]) == (0.25, 0.5)
-
-
 def test_what_a_loss_doesnt_have_is_not_logged():
     meter = StepMeter()
     meter.add_losses(*micro_batch([-1.0], [True], tokens=1.0))

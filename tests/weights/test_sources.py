@@ -408,6 +408,7 @@ def test_a_merged_export_is_read_without_peft(folder, tmp_path):
     assert result.stdout.split() == ["torch.bfloat16", str(numel)]
 
 
+@pytest.mark.slow
 @pytest.mark.network  # the model comes from PyPI the first time
 @pytest.mark.parametrize("push", ["merged", "adapter"])
 def test_a_real_models_sampler_agrees_with_its_trainer_under_pushed_adapters(default_model, push):
