@@ -340,7 +340,8 @@ def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
 
     monkeypatch.setattr(DictConfig, "_get_impl", recording_get)
     monkeypatch.setattr(config, "check", check_then_record)
-    overrides = [*tiny, "logger.backend=wandb", "logger.mode=offline", "train.total_dialog_turns=16", "policy.kl_coef=0.1"]
+    overrides = [*tiny, "logger.backend=wandb", "logger.mode=offline", "train.total_dialog_turns=16"]
+    overrides.append("policy.kl_coef=0.1")  # without a reference nobody asks for its name
     run(overrides, tmp_path / "run", monkeypatch)
     # These are vLLM's; `build.make_engine` hands them on by name.
     of_vllm = {"inference_model.gpu_memory_utilization", "inference_model.enforce_eager"}
