@@ -38,6 +38,7 @@ class ModelSizes:
         decode_bytes: weights that each decoding step reads: trunk and head, not the embedding's table.
         parameter_bytes: all weights, tied ones once: what a push sends.
         windows: of each layer, how many positions back a token sees, its own included; None: all.
+        trained: share of the weights that have a gradient: a frozen one's is not computed.
     """
 
     trunk: int
@@ -47,6 +48,7 @@ class ModelSizes:
     decode_bytes: int
     parameter_bytes: int
     windows: tuple[int | None, ...]
+    trained: float = 1.0
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelSizes:
@@ -59,13 +61,14 @@ class ModelSizes:
         window = getattr(config, "sliding_window", None)
         layers = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
         return cls(
-            trunk=sum(p.numel() for p in trunk),
+            trunk=sum(map(_numel, trunk)),
             hidden=hidden,
             vocab=vocab,
             attention=config.num_attention_heads * head_dim,
-            decode_bytes=sum(p.nbytes for p in trunk) + head.nbytes,
-            parameter_bytes=sum(p.nbytes for p in model.parameters()),
+            decode_bytes=sum(map(_numel, [*trunk, head])) * model.dtype.itemsize,
+            parameter_bytes=sum(map(_numel, model.parameters())) * model.dtype.itemsize,
             windows=tuple(window if layer == "sliding_attention" else None for layer in layers),
+            trained=sum(_numel(p) for p in [*trunk, head] if p.requires_grad) / sum(map(_numel, [*trunk, head])),
         )
 
     def keys_seen(self, start: int, end: int) -> int:
@@ -97,7 +100,7 @@ def floors_s(
     - ``sample``: $2NP + 4AK$ for the prompts, what they begin with in common computed once, then $2(N + HV)R + 4AK$ for
       the responses or, where that takes longer, reading the weights once for every token of the longest answer;
     - ``score``: $2N(P + R) + 2HVR + 4AK$ where a reference has scored them, else 0;
-    - ``train``: three times as much in each epoch;
+    - ``train``: three times as much in each epoch, twice where weights are frozen;
     - ``sync``: the weights read once and written once.
 
     Args:
@@ -138,9 +141,15 @@ def floors_s(
         "sample": (prefill / flops_per_s + max(decode / flops_per_s, read_s)) / inference_devices,
         "score": (forward(scored) + forward(annotated)) / flops_per_s,
         # The backward multiplies twice for each product of the forward: for the input's gradient and the weight's.
-        "train": 3 * epochs * forward(trained) / flops_per_s,
+        "train": (2 + sizes.trained) * epochs * forward(trained) / flops_per_s,
         "sync": 2 * sizes.parameter_bytes / rates.bytes_per_s,
     }
+
+
+def _numel(parameter: Tensor) -> int:
+    """Numbers that the parameter stands for: those of 4 bits lie two in a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return state.shape.numel() if state else parameter.numel()
 
 
 def of_distinct_tokens(prompts: Sequence[Int[Tensor, " P"]], work: Callable[[int], int]) -> int:

@@ -135,7 +135,9 @@ class Run:
         except OSError as error:
             raise ValueError(f"the run can't write to {self.folder} ({error.strerror}); set hydra.run.dir") from error
         checkpoints = 1 + self.cfg.train.keep_checkpoints  # one more while the next is written
-        needed = model_bytes / 2 * CHECKPOINT_BYTES_PER_PARAMETER * checkpoints + model_bytes
+        # Checkpoints of adapters are small beside the model.
+        in_checkpoints = 0 if self.cfg.train_model.lora.rank else model_bytes
+        needed = in_checkpoints / 2 * CHECKPOINT_BYTES_PER_PARAMETER * checkpoints + model_bytes
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise ValueError(
@@ -227,6 +229,7 @@ class Run:
             set_seed(self.cfg.train.seed)
             return
         path, state = self._restored
+        weights.check_base(state["base"])  # a checkpoint of adapters does not hold what they were trained on
         optimizer.load_state_dict(state["optimizer"])
         schedules.restore(state["schedules"])
         self._left_out = state["left_out"]
@@ -397,6 +400,7 @@ class Run:
             "left_out": [self._collector.dropped_groups, self._collector.filtered_groups],
             "env": json.dumps(self.env.state_dict()),
             "version": self._weights.version,
+            "base": self._weights.base_fingerprints(),
             "rng": checkpoint.rng_state(),
             "config": self._config,
             "eval_before": self._eval_before,

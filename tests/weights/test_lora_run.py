@@ -134,3 +134,19 @@ def test_a_run_on_a_quantised_base_trains_and_exports_plain_weights(tiny, tmp_pa
     assert read_metrics(folder)[-1]["grad_norm"] > 0
     trained = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert all(parameter.dtype == torch.bfloat16 for parameter in trained.parameters())
+
+
+def test_adapters_are_not_resumed_on_another_base(finished, tiny, tmp_path, monkeypatch):
+    whole, _ = finished
+    changed, model = tmp_path / "run", Path(tiny[0].split("=")[1])
+    shutil.copytree(whole, changed)
+    kept = (model / "model.safetensors").read_bytes()
+    try:
+        other = AutoModelForCausalLM.from_pretrained(model)
+        with torch.no_grad():
+            other.model.norm.weight[3] += 1
+        other.save_pretrained(model)
+        with pytest.raises(SystemExit, match=r"another base: 1 of 20 tensors .*model\.norm\.weight"):
+            run([*tiny, f"resume={checkpoints(changed / 'checkpoints')[1]}"], tmp_path / "unused", monkeypatch)
+    finally:
+        (model / "model.safetensors").write_bytes(kept)
