@@ -172,8 +172,8 @@ def test_with_vllm_the_engine_sees_the_ids_that_are_trained_on_token_for_token(t
     engine = VLLMEngine(folder, max_model_len=256)
     computed: list[list[int]] = []
     add = engine._llm.llm_engine.add_request
-    engine._llm.llm_engine.add_request = lambda i, prompt, params: (
-        computed.append(list(prompt["prompt_token_ids"])), add(i, prompt, params)
+    engine._llm.llm_engine.add_request = lambda i, prompt, params, **more: (
+        computed.append(list(prompt["prompt_token_ids"])), add(i, prompt, params, **more)
     )  # fmt: skip
     try:
         env = LLMEnv(Chatty({}, {"prompt": "q"}), tokenizer, 2, 3, max_turns=4)
