@@ -366,7 +366,7 @@ class Run:
         metrics |= self._schedules.after_step(metrics)
         self._log(metrics, groups)
         if self._lineage:
-            self._lineage.write(self.step, groups)
+            self._lineage.write(self.step, groups, metrics.get("kl/coef", 0.0))
         frequency = self.cfg.train.checkpoint_frequency
         if frequency and self.step % frequency == 0:
             self.save_checkpoint()

@@ -30,6 +30,7 @@ CLOCK = ("time/", "throughput/", "memory/", "limit_")
 EVERYTHING = [
     "train.epochs=2", "policy.kl_coef=0.1", "policy.entropy_coef=0.01", "loss.correction=truncate",
     "loss.correction_high=1.0", "loss.top_entropy_fraction=0.5", "loss.clip_high=0.01",
+    "policy.target_kl=0.05",
 ]  # fmt: skip
 """Every part of the loss at work."""
 

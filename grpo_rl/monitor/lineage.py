@@ -114,12 +114,14 @@ class LineageLog:
         """The optimizer step is over."""
         self._steps[-1].told |= {"grad_norm": result.grad_norm, "lr": result.lr, "skipped": result.skipped}
 
-    def write(self, step: int, groups: Sequence[Group]) -> None:
+    def write(self, step: int, groups: Sequence[Group], kl_coef: float) -> None:
         """Writes the step's files.
 
         Args:
             groups: the whole collection, with advantages.
+            kl_coef: what the step was trained with, which ``policy.target_kl`` moves away from the config's.
         """
+        config = self._config | {"policy": self._config["policy"] | {"kl_coef": kl_coef}}
         tables = []
         for number, trained in enumerate(self._steps):
             for group in trained.groups:
@@ -130,7 +132,7 @@ class LineageLog:
             if group.group_id not in self._visits:
                 tables.append(_token_rows(group, {"step": step, "epoch": None, "optimizer_step": None}, None))
         told = [trained.told | {"groups": list(trained.epochs)} for trained in self._steps]
-        about = {"step": step, "config": self._config, "optimizer_steps": told}
+        about = {"step": step, "config": config, "optimizer_steps": told}
         table = pa.concat_tables(tables).combine_chunks().unify_dictionaries()
         # The answers first: whoever finds the tokens finds both.
         _write(self._run_dir / ANSWERS, step, _answer_rows(step, groups))

@@ -40,13 +40,13 @@ def group_of(group_id, lengths, advantages, **changes):
 def log_step(run_dir, groups, updates=None, loss=None, step=1, shift=0.0, **settings):
     """Plays a collection's optimizer steps, each on the groups given, and writes it."""
     loss = loss or GRPOLoss()
-    log = LineageLog(run_dir, json.dumps({"loss": {"clip_low": 0.2}}), loss)
+    log = LineageLog(run_dir, json.dumps({"loss": {"clip_low": 0.2}, "policy": {}}), loss)
     for batch in updates or [groups]:
         log.begin(batch)
         for tokens in scored_micro_batches(Said(shift), batch, 8, skip_zero_advantage=True, **settings):
             log.add(tokens, loss(tokens))
         log.end(StepResult(grad_norm=1.5, lr=0.1, skipped=False))
-    log.write(step, groups)
+    log.write(step, groups, kl_coef=0.0)
     return pd.read_parquet(run_dir / TOKENS / f"step_{step:06d}.parquet")
 
 
@@ -136,7 +136,7 @@ def test_the_loss_of_each_optimizer_step_and_the_settings_are_in_the_metadata(tm
     group = group_of(0, [1, 1], [1, -1])
     log_step(tmp_path, [group], updates=[[group], [group]])
     about = json.loads(pq.read_schema(tmp_path / TOKENS / "step_000001.parquet").metadata[KEY])
-    assert about["config"] == {"loss": {"clip_low": 0.2}}
+    assert about["config"] == {"loss": {"clip_low": 0.2}, "policy": {"kl_coef": 0.0}}
     told = about["optimizer_steps"]
     assert [(t["loss_objective"], t["grad_norm"], t["lr"]) for t in told] == [(0.0, 1.5, 0.1)] * 2  # -(1 - 1) / 2
 
