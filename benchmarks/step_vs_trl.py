@@ -99,14 +99,13 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     from hydra import compose, initialize_config_dir
 
     from grpo_rl import build
-    from grpo_rl.buffer import GroupBuffer
     from grpo_rl.collectors.sync import SyncCollector
     from grpo_rl.config import FOLDER
     from grpo_rl.devices import allocate
     from grpo_rl.engines.base import Sampling
     from grpo_rl.envs.base import LLMEnv, Reward, Task
     from grpo_rl.limit import StepLimit
-    from grpo_rl.losses.grpo import GRPOLoss
+    from grpo_rl.losses.grpo import LOSSES
     from grpo_rl.policies.train import scored_micro_batches
     from grpo_rl.rates import measure_rates
     from grpo_rl.weights.push import WeightSync
@@ -137,8 +136,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     policy = build.make_policy(cfg, folder, devices)
     optimizer = build.make_optimizer(cfg, policy)
     engine = build.make_engine(cfg, folder, devices)
-    loss = GRPOLoss(cfg.loss.clip_low, cfg.loss.clip_high, cfg.policy.kl_coef, cfg.policy.entropy_coef)
-    buffer = GroupBuffer(cfg.env.num_envs, len(work.prompts), cfg.loss.advantage)
+    loss, buffer = build.make_loss(cfg), build.make_buffer(cfg)
     weights = WeightSync(policy.model, engine)
     sampling = Sampling(max_new_tokens=work.response, min_new_tokens=work.response)
     collector = SyncCollector(env, engine, sampling, total_dialog_turns=sys.maxsize)
@@ -156,7 +154,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
             for batch in buffer.batches():
                 for tokens in scored_micro_batches(policy, batch, **build.micro_batching(cfg)):
                     losses = loss(tokens)
-                    (losses["loss_objective"] + losses["loss_kl"] + losses["loss_entropy"]).backward()
+                    torch.stack([losses[name] for name in LOSSES]).sum().backward()
                 optimizer.step()
             groups = buffer.drain()
             trained = time.perf_counter()

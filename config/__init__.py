@@ -34,7 +34,7 @@ from grpo_rl.losses.correction import Correction, Level
 from grpo_rl.losses.kl import KL
 from grpo_rl.losses.surrogate import Ratio, Surrogate
 from grpo_rl.optimizer import check_optimizer
-from grpo_rl.policies.lora import check_quantization
+from grpo_rl.policies.lora import LoRA, check_quantization
 from grpo_rl.schedules import AdaptiveKL, RefreshRule
 
 FOLDER = Path(__file__).resolve().parent
@@ -185,6 +185,8 @@ def check(cfg: DictConfig) -> None:
     _one_of(cfg, "env.dataset", tuple(ENVS))
     check_keys(leaves(cfg), cfg.env.dataset)
     missing = sorted(known_keys(cfg.env.dataset) - set(leaves(cfg)) - {prefix[:-1] for prefix in FREE})
+    if missing and all(key.startswith("loss.") for key in missing):
+        raise ValueError(f"the loss lacks {', '.join(missing)}; build its file on another: `defaults: [grpo, _self_]`")
     if missing:
         raise ValueError(f"the config lacks {', '.join(missing)}; build it on grpo_gsm8k by `defaults: [grpo_gsm8k]`")
     if unset := sorted(OmegaConf.missing_keys(cfg)):
@@ -203,6 +205,19 @@ def check(cfg: DictConfig) -> None:
         if not isinstance(OmegaConf.select(cfg, key), int):
             raise ValueError(f"{key} is {OmegaConf.select(cfg, key)}; it must be a whole number")
     for key in (
+        "env.isolated",
+        "train_model.gradient_checkpointing",
+        "train_model.compile",
+        "inference_model.enforce_eager",
+        "train.mixed_precision",
+        "train.lineage",
+        "loss.mask_truncated",
+        "logger.completions",
+    ):
+        value = OmegaConf.select(cfg, key)
+        if not isinstance(value, bool) and not (value is None and key == "train_model.compile"):
+            raise ValueError(f"{key} is {value!r}; it must be true or false")
+    for key in (
         "policy.kl_coef",
         "policy.entropy_coef",
         "loss.clip_low",
@@ -212,6 +227,11 @@ def check(cfg: DictConfig) -> None:
         "loss.correction_low",
         "loss.correction_high",
         "loss.top_entropy_fraction",
+        "policy.kl_gain",
+        "ref_model.decay",
+        "ref_model.refresh_steps",
+        "train.reward_scale",
+        "mismatch.first_tokens",
         "optimizer.weight_decay",
         "optimizer.warmup_steps",
         "train.keep_checkpoints",
@@ -221,8 +241,13 @@ def check(cfg: DictConfig) -> None:
         "evaluate.frequency",
     ):
         _at_least(cfg, key, 0)
-    if cfg.train.gradient_accumulation_steps is not None:
+    for key in ("policy.target_kl", "policy.stop_kl", "train.reward_clip", "mismatch.bound"):
+        if OmegaConf.select(cfg, key) is not None:
+            _at_least(cfg, key, 0)
+    if (steps := cfg.train.gradient_accumulation_steps) is not None:
         _at_least(cfg, "train.gradient_accumulation_steps", 1)
+        if not isinstance(steps, int):
+            raise ValueError(f"train.gradient_accumulation_steps is {steps}; it must be a whole number")
     if cfg.env.repeats < 2:
         raise ValueError(f"env.repeats is {cfg.env.repeats}; a group of one answer has no advantage, use 2 or more")
     if cfg.inference_model.max_model_len <= cfg.sampling.max_new_tokens:
@@ -260,6 +285,9 @@ def _check_lora(cfg: DictConfig) -> None:
     lora = make_lora(cfg)
     check_quantization(cfg.train_model.quantization, lora, cfg.train_model.compile)
     if not lora.rank:
+        unused, given = LoRA(seed=lora.seed), cfg.train_model.lora
+        if idle := [name for name in given if name != "rank" and getattr(lora, name) != getattr(unused, name)]:
+            raise ValueError(f"train_model.lora.{idle[0]}={given[idle[0]]} without adapters; set train_model.lora.rank")
         return
     if lora.push == "adapter" and cfg.inference_model.engine != "vllm":
         raise ValueError(
@@ -294,6 +322,16 @@ def _check_loss(cfg: DictConfig) -> None:
             f"loss.top_entropy_fraction is {cfg.loss.top_entropy_fraction}; it is the share of tokens that the policy "
             "gradient is of, more than 0 and at most 1"
         )
+    masks_tokens = cfg.loss.correction == "mask" and cfg.loss.correction_level == "token"
+    if cfg.loss.ratio == "sequence" and (masks_tokens or cfg.loss.top_entropy_fraction < 1):
+        raise ValueError(
+            "loss.ratio=sequence gives all tokens of an answer one gradient, so that loss.top_entropy_fraction and a "
+            "loss.correction=mask by token would leave none of them out; use loss.ratio=sequence_token"
+        )
+    if cfg.loss.normalizer is not None and cfg.loss.aggregate != "constant":
+        raise ValueError(
+            f"loss.normalizer is {cfg.loss.normalizer}, and loss.aggregate={cfg.loss.aggregate} reads none: use null"
+        )
     make_loss(cfg)
     group_sizes(cfg)
     check_aggregation(cfg.loss.aggregate, micro_batching(cfg)["normalizer"])
@@ -305,11 +343,9 @@ def _check_loss(cfg: DictConfig) -> None:
 
 def _check_reference(cfg: DictConfig) -> None:
     AdaptiveKL(cfg.policy.kl_coef, cfg.policy.target_kl, cfg.policy.kl_gain)
-    RefreshRule(cfg.ref_model.refresh, cfg.ref_model.refresh_steps)
+    RefreshRule(cfg.ref_model.refresh, cfg.ref_model.refresh_steps, cfg.ref_model.decay)
     if cfg.policy.stop_kl is not None and not cfg.policy.stop_kl > 0:
         raise ValueError(f"policy.stop_kl is {cfg.policy.stop_kl}; it must be more than 0, or null")
-    if not 0 <= cfg.ref_model.decay < 1:
-        raise ValueError(f"ref_model.decay is {cfg.ref_model.decay}; it must be at least 0 and less than 1")
     other = cfg.ref_model.refresh != "never" or cfg.ref_model.name is not None
     if other and not cfg.policy.kl_coef:
         raise ValueError("ref_model.refresh and ref_model.name are of the KL term's reference; set policy.kl_coef")

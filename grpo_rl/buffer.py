@@ -50,6 +50,11 @@ class GroupBuffer(ReplayBuffer):
     ) -> None:
         check_rewards(reward_clip, reward_scale)
         check_advantage(advantage, advantage_clip, kl_coef, kl)
+        if advantage == "multi_reward" and (reward_clip is not None or reward_scale != 1):
+            raise ValueError(
+                "loss.advantage=multi_reward looks at parts of the reward, not at their sum; leave "
+                "train.reward_clip at null and train.reward_scale at 1"
+            )
         super().__init__(
             storage=_GroupStorage(max_groups),
             sampler=SamplerWithoutReplacement(),

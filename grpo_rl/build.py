@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,14 +15,15 @@ from omegaconf import DictConfig
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_rl.buffer import GroupBuffer
-from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.collectors.sync import SyncCollector, rewarded_alike
 from grpo_rl.devices import Devices, allocate
 from grpo_rl.engines.base import Engine, Sampling
 from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.task import check_weights
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.models import resolve_model
 from grpo_rl.optimizer import PolicyOptimizer
-from grpo_rl.policies.lora import LoRA, has_adapters, target_names
+from grpo_rl.policies.lora import LoRA, has_adapters, skeleton, target_names
 from grpo_rl.policies.train import ReferencePolicy, TrainPolicy
 from grpo_rl.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
 
@@ -158,11 +161,10 @@ def make_schedules(
     return Schedules(
         group_sizes(cfg),
         AdaptiveKL(cfg.policy.kl_coef, cfg.policy.target_kl, cfg.policy.kl_gain),
-        RefreshRule(cfg.ref_model.refresh, cfg.ref_model.refresh_steps),
+        RefreshRule(cfg.ref_model.refresh, cfg.ref_model.refresh_steps, cfg.ref_model.decay),
         loss if cfg.loss.kl_in == "loss" else buffer,
         reference,
         policy,
-        cfg.ref_model.decay,
     )
 
 
@@ -238,6 +240,9 @@ def make_reference(
 
     Args:
         policy: one that learns by adapters is its own reference without them: nothing more is loaded.
+
+    Raises:
+        ValueError: ``ref_model.name`` is a model that can't judge the policy's tokens, or can't become its copy.
     """
     if not cfg.policy.kl_coef:
         return None
@@ -245,13 +250,34 @@ def make_reference(
         return ReferencePolicy(policy.model, cfg.sampling.temperature)
     dtype = getattr(torch, cfg.train_model.dtype)
     folder = resolve_model(cfg.ref_model.name) if cfg.ref_model.name else model_folder
+    if folder != model_folder:
+        _check_reference(folder, model_folder, cfg)
     return ReferencePolicy.load(folder, dtype, devices.ref[0], cfg.sampling.temperature)
+
+
+def _check_reference(folder: Path, model_folder: Path, cfg: DictConfig) -> None:
+    vocabularies = [AutoTokenizer.from_pretrained(model).get_vocab() for model in (folder, model_folder)]
+    if vocabularies[0] != vocabularies[1]:
+        raise ValueError(
+            f"ref_model.name={cfg.ref_model.name} has another vocabulary than {cfg.model.name}: what it says of the "
+            "policy's tokens would mean nothing; choose a model of the same family"
+        )
+    shapes = [
+        {name: weight.shape for name, weight in skeleton(model).named_parameters()} for model in (folder, model_folder)
+    ]
+    if cfg.ref_model.refresh != "never" and shapes[0] != shapes[1]:
+        raise ValueError(
+            f"ref_model.refresh={cfg.ref_model.refresh} renews the reference from the policy, and {cfg.ref_model.name} "
+            f"has other weights than {cfg.model.name}; set ref_model.refresh=never, or leave ref_model.name at null"
+        )
 
 
 def make_collector(cfg: DictConfig, env: LLMEnv, engine: Engine, collected: int) -> SyncCollector:
     """The collector of the run, which has ``collected`` answers already."""
     train = cfg.train
-    return SyncCollector(env, engine, make_sampling(cfg), train.total_dialog_turns, collected, train.max_refills)
+    clip = math.inf if train.reward_clip is None else train.reward_clip
+    alike = functools.partial(rewarded_alike, clip=clip, by_part=cfg.loss.advantage == "multi_reward")
+    return SyncCollector(env, engine, make_sampling(cfg), train.total_dialog_turns, collected, train.max_refills, alike)
 
 
 def make_optimizer(cfg: DictConfig, policy: TrainPolicy) -> PolicyOptimizer:
@@ -295,6 +321,7 @@ def make_buffer(cfg: DictConfig, reward_parts: Sequence[str] = ()) -> GroupBuffe
             f"loss.reward_weights weighs {', '.join(sorted(unknown))}, and the parts of the reward are "
             f"{', '.join(reward_parts)}"
         )
+    check_weights(weights, "loss.reward_weights")
     if weights and cfg.loss.advantage != "multi_reward":
         raise ValueError(
             f"loss.reward_weights are read by loss.advantage=multi_reward, not by {cfg.loss.advantage}; the weights of "

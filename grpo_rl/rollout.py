@@ -250,14 +250,19 @@ class Group:
         )
 
 
-def groups_to_score(groups: Sequence[Group], skip_zero_advantage: bool) -> list[Group]:
-    """The groups that training computes: all, or those with anything to learn from.
+def groups_to_score(groups: Sequence[Group], skip_zero_advantage: bool, mask_truncated: bool = False) -> list[Group]:
+    """The groups that training computes: those with a token that is trained on, and with anything to learn from.
 
     Args:
         groups: with advantages, unless all are wanted.
         skip_zero_advantage: leave out groups whose answers were rewarded alike.
+        mask_truncated: answers that met the length limit are not trained on.
     """
-    return [group for group in groups if not skip_zero_advantage or bool(group.advantages.any())]
+    return [
+        group
+        for group in groups
+        if group.trained_tokens(mask_truncated).any() and (not skip_zero_advantage or bool(group.advantages.any()))
+    ]
 
 
 def micro_batches(groups: Sequence[Group], max_tokens: int, count: int | None = None) -> list[list[Group]]:

@@ -99,6 +99,8 @@ class GroupSizes:
     """
 
     def __init__(self, first: int, changes: Sequence[Sequence[int]] = ()) -> None:
+        if not isinstance(changes, Sequence):
+            raise ValueError(f"train.repeats_schedule is {changes}; give pairs, as [[100, 4]], or []")
         for pair in changes:
             if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(n, int) for n in pair):
                 raise ValueError(
@@ -147,21 +149,26 @@ class RefreshRule:
     Args:
         when: one of these.
         steps: of ``steps`` and ``plateau``.
+        decay: of ``average``: the reference keeps this share of itself.
 
     Raises:
-        ValueError: there is no such rule, or ``steps`` is less than 1.
+        ValueError: there is no such rule, or a number is out of range.
 
     >>> rule = RefreshRule("plateau", steps=2)
     >>> [rule.is_due(reward) for reward in (0.1, 0.2, 0.5, 0.6, 0.5, 0.6, 0.6, 0.6, 0.6)]
     [False, False, False, False, False, True, False, False, False]
     """
 
-    def __init__(self, when: Refresh = "never", steps: int = 100) -> None:
+    def __init__(self, when: Refresh = "never", steps: int = 100, decay: float = 0.99) -> None:
         if when not in get_args(Refresh):
             raise ValueError(f"ref_model.refresh={when}; choose one of {', '.join(get_args(Refresh))}")
         if steps < 1:
             raise ValueError(f"ref_model.refresh_steps={steps}; it must be 1 or more")
+        if not 0 <= decay < 1:
+            raise ValueError(f"ref_model.decay={decay}; it must be at least 0 and less than 1")
         self.when, self._steps = when, steps
+        self.decay = decay if when == "average" else 0.0
+        """What the reference keeps of itself when it is renewed; 0 makes it a copy."""
         self._rewards: list[float] = []
 
     def is_due(self, reward: float) -> bool:
@@ -198,7 +205,6 @@ class Schedules:
         terms: what has a ``kl_coef``: the loss, or the buffer that charges rewards with it.
         reference: the frozen reference; None where there is none.
         policy: whose copy it becomes.
-        decay: of the reference that is a moving average: it keeps this share of itself in a step.
 
     Raises:
         ValueError: a reference is to be renewed, and there is none.
@@ -212,29 +218,32 @@ class Schedules:
         terms: HasKL,
         reference: Refreshable | None = None,
         policy: HasModel | None = None,
-        decay: float = 0.99,
     ) -> None:
         if refresh.when != "never" and reference is None:
             raise ValueError(f"ref_model.refresh={refresh.when} renews the reference of a KL term; set policy.kl_coef")
-        if not 0 <= decay < 1:
-            raise ValueError(f"ref_model.decay={decay}; it must be at least 0 and less than 1")
         self._sizes, self._kl, self._refresh = sizes, kl, refresh
-        self._terms, self._reference, self._policy, self._decay = terms, reference, policy, decay
+        self._terms, self._reference, self._policy = terms, reference, policy
         self._refreshed = 0
 
     def group_size(self, step: int) -> int:
         """The group size of a step, counted from 1."""
         return self._sizes.at(step)
 
+    @property
+    def kl_coef(self) -> float:
+        """The weight that the KL term has now."""
+        return self._terms.kl_coef
+
     def after_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Moves on behind a step with these metrics; what is to be logged beside them."""
         if self._reference is None:
             return {}
-        logged = {"kl/coef": self._terms.kl_coef}  # what the step was trained with
+        logged = {"kl/coef": self.kl_coef}  # what the step was trained with
         self._terms.kl_coef = self._kl.update(metrics.get("kl/ref", math.nan))
-        if self._refresh.is_due(metrics["reward/mean"]):
+        # Groups that dynamic sampling left out count: those that it keeps look alike however good the policy is.
+        if self._refresh.is_due(metrics.get("reward/sampled_mean", metrics["reward/mean"])):
             assert self._policy is not None
-            self._reference.refresh(self._policy.model, self._decay if self._refresh.when == "average" else 0.0)
+            self._reference.refresh(self._policy.model, self._refresh.decay)
             self._refreshed += 1
         return logged | ({"reference/refreshes": self._refreshed} if self._refresh.when != "never" else {})
 

@@ -55,7 +55,7 @@ def random_group(
     )
 
 
-def save_tiny_model(folder: str | Path, seed: int = 0) -> Path:
+def save_tiny_model(folder: str | Path, seed: int = 0, hidden_size: int = 64) -> Path:
     """Writes a random two-layer Llama with a byte-level tokenizer and a chat template: what a model folder holds.
 
     Small enough for a unit test to train, real enough for every engine to load.
@@ -70,7 +70,7 @@ def save_tiny_model(folder: str | Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(fast),
-        hidden_size=64,
+        hidden_size=hidden_size,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=2,

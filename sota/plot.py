@@ -1,4 +1,7 @@
-"""Reward curves of several runs as one SVG: `python sota/plot.py OUT.svg RUN_FOLDER...`."""
+"""Reward curves of several runs as one SVG: `python sota/plot.py OUT.svg RUN_FOLDER...`.
+
+A run is named by its seed, or as in NAME=RUN_FOLDER; runs of one name have one colour.
+"""
 
 import json
 import sys
@@ -12,15 +15,18 @@ import matplotlib.pyplot as plt
 from grpo_rl.monitor.metrics import read_metrics
 
 
-def plot(out, folders):
+def plot(out, runs):
     plt.rcParams["svg.fonttype"] = "none"
     figure, (train, held_out) = plt.subplots(1, 2, figsize=(9, 3.2), width_ratios=[3, 1], sharey=True)
-    for folder in map(Path, folders):
-        summary = json.loads((folder / "summary.json").read_text())
+    colours = {}
+    for name, _, folder in (run.rpartition("=") for run in runs):
+        summary = json.loads(Path(folder, "summary.json").read_text())
         rows = [row for row in read_metrics(folder) if "reward/mean" in row]
-        label = f"seed {summary['seed']}"
-        train.plot([row["step"] for row in rows], [row["reward/mean"] for row in rows], label=label)
-        held_out.plot([0, 1], [summary["eval_before"], summary["eval_after"]], marker="o", label=label)
+        name = name or f"seed {summary['seed']}"
+        label = None if name in colours else name
+        line = {"color": colours.setdefault(name, f"C{len(colours)}"), "linewidth": 1}
+        train.plot([row["step"] for row in rows], [row["reward/mean"] for row in rows], label=label, **line)
+        held_out.plot([0, 1], [summary["eval_before"], summary["eval_after"]], marker="o", **line)
     train.set(title="reward of sampled answers", xlabel="step", ylabel="reward (at most 3)", ylim=(0, 3))
     held_out.set(title="held out, greedy", xticks=[0, 1], xticklabels=["before", "after"], xlim=(-0.3, 1.3))
     train.legend(frameon=False)

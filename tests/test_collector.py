@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from grpo_rl import keys
-from grpo_rl.collectors.sync import EnginePolicy, SyncCollector
+from grpo_rl.collectors.sync import EnginePolicy, SyncCollector, rewarded_alike
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, Task
 from grpo_rl.rollout import Group
-from grpo_rl.testing import save_tiny_model
+from grpo_rl.testing import random_group, save_tiny_model
 
 
 class CountA(Task):
@@ -157,6 +158,15 @@ def test_when_the_refills_are_used_up_groups_rewarded_alike_fill_the_collection(
     assert 1 <= len(differing) <= 2 and groups[: len(differing)] == differing
     assert collector.filtered_groups == 2
     assert len({group.group_id for group in groups}) == 3
+
+
+def test_groups_are_alike_by_what_their_advantages_are_made_of():
+    group = random_group(lengths=[1, 1, 1], rewards=[1.0, 1.0, 1.0])
+    parts = {"a": torch.tensor([1.0, 1.0, 0.0]), "b": torch.tensor([0.0, 0.0, 1.0])}
+    group = replace(group, reward_parts=parts)
+    assert rewarded_alike(group) and not rewarded_alike(group, by_part=True)
+    apart = replace(group, rewards=torch.tensor([5.0, 7.0, 6.0]))
+    assert not rewarded_alike(apart) and rewarded_alike(apart, clip=3.0)
 
 
 def test_refilling_ends_with_the_answers_of_the_run(tokenizer, engine):

@@ -33,7 +33,13 @@ from grpo_rl.testing import random_group
 
 RECORDED = Path(__file__).parent / "data" / "parity.json"
 FOLDER = Path(__file__).parents[1] / "config" / "loss"
-PRESETS = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in sorted(FOLDER.glob("*.yaml"))}
+GRPO = OmegaConf.load(FOLDER / "grpo.yaml")
+PRESETS = {
+    path.stem: OmegaConf.to_container(OmegaConf.merge(GRPO, OmegaConf.load(path)))
+    for path in sorted(FOLDER.glob("*.yaml"))
+}
+for preset in PRESETS.values():
+    preset.pop("defaults", None)
 # What no preset sets, on top of GRPO or another.
 VARIANTS = {
     "gspo_to_sampler": PRESETS["gspo"] | {"correction": "none"},

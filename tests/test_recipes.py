@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
+from grpo_rl.checkpoint import checkpoints
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import save_tiny_model
 
@@ -96,10 +99,36 @@ def test_group_sizes_change_at_their_steps_and_the_groups_of_an_optimizer_step_d
 
 
 def test_what_dynamic_sampling_left_out_is_counted(whole):
-    rows = whole[1]
-    assert rows[-1]["sample/filtered_groups"] > 0
+    folder, rows = whole
     counts = [row["sample/filtered_groups"] for row in rows]
-    assert counts == sorted(counts) and all("reward/sampled_mean" in row for row in rows)
+    assert counts[-1] > 0
+    # All that was sampled is kept or left out, step by step.
+    sizes = {1: 4, 2: 8}
+    collected = 0
+    for step, filtered in enumerate(counts, 1):
+        sampled = 4 + filtered - ([0, *counts][step - 1])
+        collected += sampled * sizes.get(step, 2)
+    state = torch.load(checkpoints(folder / "checkpoints")[-1], weights_only=False)
+    assert state["collected"] == collected >= 80
+    assert all("reward/sampled_mean" in row for row in rows)
+
+
+def test_the_weight_of_a_kl_in_the_reward_moves_and_resumes_exactly(tiny, tmp_path, monkeypatch):
+    settings = [
+        *tiny, "loss=rloo", "policy.kl_coef=0.1", "policy.target_kl=0.001", "ref_model.refresh=steps",
+        "ref_model.refresh_steps=1",
+    ]  # fmt: skip
+    rows = run(settings, tmp_path / "whole", monkeypatch)
+    assert [row["reference/refreshes"] for row in rows] == [1, 2, 3, 4]
+    coefficients = [row["kl/coef"] for row in rows]
+    assert len(set(coefficients)) == 4
+    (tmp_path / "copied.pt").write_bytes((tmp_path / "whole/checkpoints/checkpoint_000002.pt").read_bytes())
+    resumed = run([*settings, f"resume={tmp_path / 'copied.pt'}"], tmp_path / "resumed", monkeypatch)
+    for ours, theirs in zip(resumed, rows[2:], strict=True):
+        assert {k: (v, theirs[k]) for k, v in ours.items() if v != theirs[k]} == {}
+    # It is charged: another weight in the second step gives other advantages, and so another gradient.
+    fixed = run([*settings, "policy.target_kl=null"], tmp_path / "fixed", monkeypatch)
+    assert fixed[0]["grad_norm"] == rows[0]["grad_norm"] and fixed[1]["grad_norm"] != rows[1]["grad_norm"]
 
 
 def test_all_of_it_resumes_exactly(whole, tiny, tmp_path, monkeypatch):
@@ -130,6 +159,19 @@ def test_the_reference_may_be_another_model(tiny, tmp_path, monkeypatch):
     assert far[0]["kl/ref"] > 0.1 and same[0]["kl/ref"] < 1e-3
 
 
+def test_a_reference_that_cannot_judge_or_copy_the_policy_is_refused(tiny, tmp_path, monkeypatch):
+    wider = save_tiny_model(tmp_path / "wider", hidden_size=128)
+    settings = [*tiny, "policy.kl_coef=0.1", "train.total_dialog_turns=16"]
+    with pytest.raises(SystemExit, match=r"ref_model\.refresh=steps renews the reference .* has other weights"):
+        run([*settings, f"ref_model.name={wider}", "ref_model.refresh=steps"], tmp_path / "run", monkeypatch)
+    run([*settings, f"ref_model.name={wider}"], tmp_path / "kept", monkeypatch)  # as it stays what it is
+    tokenizer = AutoTokenizer.from_pretrained(wider)
+    tokenizer.add_tokens("another")
+    tokenizer.save_pretrained(wider)
+    with pytest.raises(SystemExit, match=r"has another vocabulary than .*choose a model of the same family"):
+        run([*settings, f"ref_model.name={wider}"], tmp_path / "again", monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -140,6 +182,18 @@ def test_the_reference_may_be_another_model(tiny, tmp_path, monkeypatch):
         (["policy.stop_kl=0"], r"policy\.stop_kl is 0; it must be more than 0, or null"),
         (["train.reward_scale=0"], r"train\.reward_clip=None, train\.reward_scale=0"),
         (["train.max_refills=-1"], r"train\.max_refills is -1"),
+        (["train.repeats_schedule=null"], r"train\.repeats_schedule is None; give pairs"),
+        (["policy.target_kl=high"], r"policy\.target_kl is high; it must be 0 or more"),
+        (["train.reward_clip=x"], r"train\.reward_clip is x"),
+        (["ref_model.refresh_steps=null"], r"ref_model\.refresh_steps is None"),
+        (["loss=gdpo", "train.reward_clip=1"], r"multi_reward looks at parts of the reward"),
+        (["loss=gdpo", "+loss.reward_weights.correctness=high"], r"loss\.reward_weights\.correctness='high'"),
+        (["loss.mask_truncated=no"], r"loss\.mask_truncated is 'no'; it must be true or false"),
+        (["train.gradient_accumulation_steps=1.5"], r"gradient_accumulation_steps is 1\.5; it must be a whole number"),
+        (["loss=gspo", "loss.top_entropy_fraction=0.2"], r"use loss\.ratio=sequence_token"),
+        (["loss=gspo", "loss.correction=mask"], r"use loss\.ratio=sequence_token"),
+        (["loss.normalizer=512"], r"loss\.aggregate=sequence_mean reads none"),
+        (["train_model.lora.alpha=64"], r"train_model\.lora\.alpha=64 without adapters"),
     ],
 )
 def test_a_recipe_that_makes_no_sense_is_refused_at_once(tiny, overrides, message, tmp_path, monkeypatch):

@@ -131,8 +131,8 @@ class Reference:
 def make(reference, when="steps", target=0.02):
     loss = SimpleNamespace(kl_coef=0.1)
     policy = SimpleNamespace(model="the policy's model")
-    rule, kl = RefreshRule(when, steps=2), AdaptiveKL(0.1, target, gain=0.5)
-    return loss, Schedules(GroupSizes(8, [(3, 4)]), kl, rule, loss, reference, policy, decay=0.9)
+    rule, kl = RefreshRule(when, steps=2, decay=0.9), AdaptiveKL(0.1, target, gain=0.5)
+    return loss, Schedules(GroupSizes(8, [(3, 4)]), kl, rule, loss, reference, policy)
 
 
 def test_behind_each_step_the_coefficient_moves_and_the_reference_is_renewed_when_due():
@@ -150,6 +150,14 @@ def test_a_moving_average_keeps_its_share_of_itself_in_every_step():
     for _ in range(3):
         schedules.after_step({"reward/mean": 0.0, "kl/ref": 0.02})
     assert reference.calls == [("the policy's model", 0.9)] * 3
+
+
+def test_a_plateau_is_of_all_that_was_sampled_not_of_what_dynamic_sampling_kept():
+    reference = Reference()
+    _, schedules = make(reference, when="plateau")
+    for sampled in (0.1, 0.2, 0.3, 0.4):
+        schedules.after_step({"reward/mean": 0.5, "reward/sampled_mean": sampled, "kl/ref": 0.02})
+    assert reference.calls == []
 
 
 def test_a_resumed_run_has_the_coefficient_the_window_and_the_reference_of_the_first():
@@ -174,7 +182,7 @@ def test_without_a_reference_nothing_moves_and_nothing_can_be_renewed():
 
 def test_a_decay_of_one_or_more_would_never_move():
     with pytest.raises(ValueError, match=r"ref_model\.decay=1\.0"):
-        Schedules(GroupSizes(2), AdaptiveKL(0.0), RefreshRule(), SimpleNamespace(kl_coef=0.0), decay=1.0)
+        RefreshRule("average", decay=1.0)
 
 
 def test_a_refreshed_reference_is_the_policy_and_an_average_is_summed_in_fp32(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -33,6 +33,7 @@ class SyncCollector:
         total_dialog_turns: answers to sample in all, over all runs of a resumed training.
         collected: answers sampled before, when a run is resumed.
         refills: how often at most one collection is filled up; then it is filled with groups rewarded alike.
+        alike: which groups teach nothing, :func:`rewarded_alike` unless rewards are changed before they are compared.
 
     Raises:
         ValueError: ``refills`` is negative.
@@ -46,11 +47,12 @@ class SyncCollector:
         total_dialog_turns: int,
         collected: int = 0,
         refills: int = 0,
+        alike: Callable[[Group], bool] | None = None,
     ) -> None:
         if refills < 0:
             raise ValueError(f"train.max_refills={refills}; it must be 0, which samples once, or more")
         self._env, self._engine, self._sampling = env, engine, sampling
-        self._total, self._refills = total_dialog_turns, refills
+        self._total, self._refills, self._alike = total_dialog_turns, refills, alike or rewarded_alike
         self.collected = collected
         self.repeats = env.repeats
         """Answers to each of the next prompts; it may change between collections."""
@@ -80,7 +82,7 @@ class SyncCollector:
             refills += bool(self.sampled)
             judged = self._sample(wanted - len(groups))
             self.sampled += judged
-            groups += [group for group in judged if not rewarded_alike(group)] if self._refills else judged
+            groups += [group for group in judged if not self._alike(group)] if self._refills else judged
         # Groups compare by identity.
         groups += [group for group in self.sampled if group not in groups][: wanted - len(groups)]
         self.filtered_groups += len(self.sampled) - len(groups)
@@ -164,9 +166,15 @@ def rewarded(group: Group, results: Sequence[Reward | Failure]) -> Group | None:
     )
 
 
-def rewarded_alike(group: Group) -> bool:
-    """Whether all answers have the same reward, and so no advantage over each other."""
-    return bool((group.rewards == group.rewards[0]).all())
+def rewarded_alike(group: Group, clip: float = math.inf, by_part: bool = False) -> bool:
+    """Whether all answers have the same reward, and so no advantage over each other.
+
+    Args:
+        clip: rewards are compared within plus and minus this.
+        by_part: each part of the reward is compared, not their sum.
+    """
+    rewards = torch.stack(list(group.reward_parts.values())) if by_part else group.rewards.clamp(-clip, clip)[None]
+    return bool((rewards == rewards[:, :1]).all())
 
 
 def _numbers(values: Iterable[float]) -> torch.Tensor:

@@ -12,6 +12,11 @@ POINTWISE = ("RMSNorm", "MLP")
 """How transformers ends the names of modules that are element-wise but for a mean over the last dimension and products.
 
 Compiling whole layers around the attention was not faster than these alone (docs/log.md)."""
+RECOMPILE_LIMIT = 64
+"""How many kernels one class may have in a process; PyTorch's 8 would run the ninth uncompiled.
+
+A class has one for each width of each model, with and without gradients, and one more where gradient checkpointing
+computes again: there an uncompiled module keeps other tensors than the forward pass did, which fails."""
 
 
 def can_compile(device: torch.device | str) -> bool:
@@ -32,6 +37,7 @@ def compile_pointwise(model: PreTrainedModel) -> None:
     if not can_compile(model.device):
         needed = "Triton" if model.device.type == "cuda" else "a C++ compiler (g++, or the one that CXX names)"
         raise ValueError(f"train_model.compile=true needs {needed}, which was not found; set it to null or false")
+    torch.compiler.config.recompile_limit = max(RECOMPILE_LIMIT, torch.compiler.config.recompile_limit)
     for module in model.modules():
         if type(module).__name__.endswith(POINTWISE):
             module.compile(dynamic=True)

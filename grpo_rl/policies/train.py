@@ -59,6 +59,9 @@ class TrainPolicy:
         ValueError: the model's attention or head is of a kind that would be scored wrongly.
     """
 
+    _has_compiled = False
+    """Whether kernels without gradients are there."""
+
     def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
         if temperature <= 0:
             raise ValueError(
@@ -139,6 +142,9 @@ class TrainPolicy:
     @torch.no_grad()
     def _scored(self, groups: Sequence[Group], max_tokens: int) -> list[tuple[Tensor, Tensor]]:
         """Log-probabilities and entropies of each group's response tokens, on the CPU."""
+        if not self._has_compiled:
+            self.score([FIRST_GROUP])  # the same kernels whatever comes first
+            self._has_compiled = True
         by_id = {}
         for micro in micro_batches(groups, max_tokens):
             sizes = [len(group.response_ids) for group in micro]
@@ -158,9 +164,6 @@ class ReferencePolicy(TrainPolicy):
         self._shared = has_adapters(model)
         self._averages: dict[str, Tensor] = {}
         super().__init__(model if self._shared else model.eval().requires_grad_(False), temperature)
-        if self._shared:
-            with torch.no_grad():
-                self.score([FIRST_GROUP])  # compiled MLPs are compiled for this way too
 
     def score(self, groups: Sequence[Group]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         """See :meth:`TrainPolicy.score`."""
@@ -236,7 +239,7 @@ def scored_micro_batches(
     if missing:
         raise ValueError(f"groups {missing} have no advantages; write them with GroupBuffer or Group.with_advantages")
     totals = totals or step_totals(batch, mask_truncated, top_entropy_fraction)
-    scored = groups_to_score(batch, skip_zero_advantage)
+    scored = groups_to_score(batch, skip_zero_advantage, mask_truncated)
     for micro in micro_batches(scored, max_tokens, count and min(count, len(scored))) if scored else []:
         log_prob, entropy = policy.score(micro)
         trainable = torch.cat([group.trained_tokens(mask_truncated) for group in micro])

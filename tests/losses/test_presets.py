@@ -34,9 +34,8 @@ def test_the_papers_of_the_field_are_there():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_has_every_key_says_where_it_comes_from_and_passes_the_checks(preset):
+def test_a_preset_says_where_it_comes_from_and_passes_the_checks(preset):
     path = FOLDER / "loss" / f"{preset}.yaml"
-    assert set(OmegaConf.load(path)) == set(OmegaConf.load(FOLDER / "loss" / "grpo.yaml"))
     comment = re.match(r"(#.*\n)+", path.read_text())[0]
     assert "https://" in comment and (" J = " in comment or " A = " in comment)
     assert preset == "grpo" or "Differs from g" in comment

@@ -132,6 +132,15 @@ def tokens_of(groups, **settings):
     return tokens
 
 
+def test_a_group_whose_answers_were_all_cut_is_not_computed():
+    groups = [annotated([2, 3], 0), annotated([1, 4], 1)]
+    groups[0] = replace(groups[0], truncated=torch.tensor([True, True]))
+    groups[1] = replace(groups[1], truncated=torch.tensor([True, False]), trainable=torch.ones(5, dtype=torch.bool))
+    tokens = tokens_of(groups, mask_truncated=True)
+    assert tokens["group_id"].unique().tolist() == [1]
+    assert not list(scored_micro_batches(Table(groups), groups[:1], max_tokens=10**6, mask_truncated=True))
+
+
 def test_answers_that_were_cut_are_left_out_of_the_loss_and_of_its_counts():
     group = annotated([2, 3, 1], 0)
     chosen = torch.tensor([True, True, True, True, False, True])

@@ -48,6 +48,26 @@ def test_nothing_is_compiled_again_for_other_lengths(folder):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
+class TinyRMSNorm(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@needs_compiler
+def test_a_process_may_compile_models_of_many_widths(folder):
+    model = TrainPolicy.load(folder, torch.float32).model
+    model.norms = torch.nn.ModuleList(TinyRMSNorm(width) for width in range(2, 12))
+    compiled.compile_pointwise(model)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for norm in model.norms:
+        norm(torch.ones(3, len(norm.weight)))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + len(model.norms)
+
+
 @needs_compiler
 def test_every_norm_and_mlp_is_compiled_and_the_weights_keep_their_names(folder):
     plain, policy = (TrainPolicy.load(folder, torch.float32, compile=c) for c in (False, True))
