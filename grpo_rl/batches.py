@@ -6,6 +6,7 @@ not divide is a `Misfit`, which the checks of a config raise and which `grpo-rl 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +14,7 @@ from typing import Literal
 import torch
 from omegaconf import DictConfig
 
-from grpo_rl.build import micro_batching, optimizer_steps, total_steps
+from grpo_rl.build import annotates, group_sizes, micro_batching, optimizer_steps, total_steps
 from grpo_rl.devices import Devices, allocate
 from grpo_rl.rollout import Group, micro_batches
 
@@ -101,6 +102,8 @@ class BatchPlan:
 
     Args:
         prompts: of a collection, each with ``group_size`` answers: a group.
+        sizes: pairs of a collection, from 1, and the group size from it on.
+        refills: how often a collection may be filled up, which makes the collections fewer.
         batch_answers: answers of an optimizer step.
         epochs: passes over each collection.
         collections: of the whole run.
@@ -112,6 +115,7 @@ class BatchPlan:
         accumulation: the number of micro-batches that is asked for; None: as many as the tokens need.
         micro_batches: how many groups each micro-batch of an optimizer step has.
         has_reference: a frozen reference scores every collection.
+        annotates: so does the policy, before it trains on it.
         skips_equal_rewards: groups whose answers are all rewarded alike are not computed.
         devices: of each role.
         misfits: what does not divide.
@@ -119,6 +123,8 @@ class BatchPlan:
 
     prompts: int
     group_size: int
+    sizes: tuple[tuple[int, int], ...]
+    refills: int
     batch_answers: int
     epochs: int
     collections: int
@@ -130,6 +136,7 @@ class BatchPlan:
     accumulation: int | None
     micro_batches: tuple[int, ...]
     has_reference: bool
+    annotates: bool
     skips_equal_rewards: bool
     devices: Devices
     misfits: tuple[Misfit, ...] = ()
@@ -138,6 +145,17 @@ class BatchPlan:
     def answers(self) -> int:
         """Answers of a collection."""
         return self.prompts * self.group_size
+
+    @property
+    def all_answers(self) -> int:
+        """Answers of all collections, each of its own group size."""
+        starts = itertools.pairwise([*self.sizes, (self.collections + 1, 0)])
+        return self.prompts * sum(size * (end - start) for (start, size), (end, _) in starts)
+
+    @property
+    def largest(self) -> int:
+        """The largest group size of the run."""
+        return max(size for _, size in self.sizes)
 
     @property
     def batch_groups(self) -> int:
@@ -157,12 +175,16 @@ class BatchPlan:
     @property
     def over_budget(self) -> bool:
         """True where a group, which is never split, takes more than ``train.micro_batch_tokens``."""
-        return self.accumulation is None and max(self.loads, default=0) > self.max_tokens
+        return self.accumulation is None and self.tokens_of(self.largest) > self.max_tokens
 
     @property
     def group_tokens(self) -> int:
         """Tokens computed for a group: its prompt once, then every answer."""
-        return self.prompt_tokens + self.group_size * self.answer_tokens
+        return self.tokens_of(self.group_size)
+
+    def tokens_of(self, size: int) -> int:
+        """Tokens computed for a group of so many answers."""
+        return self.prompt_tokens + size * self.answer_tokens
 
     def batch_of(self, group: int, answer: int) -> int | None:
         """Which of the collection's optimizer steps takes this answer; None: it is left over."""
@@ -199,12 +221,16 @@ def plan_batches(
     groups = [_assumed_group(prompt, answer, cfg.env.repeats)] * (cfg.train.optim_batch_size // cfg.env.repeats)
     count = settings["count"] and min(settings["count"], len(groups))
     micro = micro_batches(groups, settings["max_tokens"], count) if groups else []
+    sizes, collections = group_sizes(cfg), total_steps(cfg)
+    starts = sorted({1, *(step for step, _ in cfg.train.repeats_schedule if step <= collections)})
     return BatchPlan(
         prompts=cfg.env.num_envs,
         group_size=cfg.env.repeats,
+        sizes=tuple((start, sizes.at(start)) for start in starts),
+        refills=cfg.train.max_refills,
         batch_answers=cfg.train.optim_batch_size,
         epochs=cfg.train.epochs,
-        collections=total_steps(cfg),
+        collections=collections,
         optimizer_steps=optimizer_steps(cfg),
         turns=cfg.train.total_dialog_turns,
         prompt_tokens=prompt,
@@ -213,6 +239,7 @@ def plan_batches(
         accumulation=settings["count"],
         micro_batches=tuple(len(groups) for groups in micro),
         has_reference=bool(cfg.policy.kl_coef),
+        annotates=annotates(cfg),
         skips_equal_rewards=settings["skip_zero_advantage"],
         devices=allocate(cfg, visible=gpus),
         misfits=tuple(misfits(cfg)),

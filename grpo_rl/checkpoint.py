@@ -16,11 +16,13 @@ PATTERN = "checkpoint_{step:06d}.pt"
 MAY_DIFFER = (
     "resume",
     "logger",
+    "mismatch",
     "evaluate.frequency",
     "train.checkpoint_frequency",
     "train.keep_checkpoints",
     "train.lineage",
     "train.max_bad_steps",
+    "train_model.lora.export",
 )
 """Config keys that a resumed run may change: none of them touches what is computed."""
 

@@ -124,7 +124,11 @@ def _with_loss(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     chosen, changed = compose_config(CONFIG, overrides), copy.deepcopy(cfg)
     for key in sorted(keys, key=len):  # a preset first, and single settings over it
         OmegaConf.update(changed, key, OmegaConf.select(chosen, key), merge=False)
-    check(changed)
+    # The loss alone, in a config in which all else is in order: the run's own may ask for what this machine lacks.
+    checked = compose_config(CONFIG, [])
+    for key in ("loss", *OF_A_LOSS):
+        OmegaConf.update(checked, key, OmegaConf.select(changed, key), merge=False)
+    check(checked)
     return changed
 
 

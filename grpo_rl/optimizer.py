@@ -128,8 +128,8 @@ class PolicyOptimizer:
 
         Args:
             loss_is_finite: of the step's loss; a gradient that comes out finite nevertheless is not trusted.
-            explain: finds out which part of the batch is to blame; called where something is not finite, in the first
-                step of a row of such steps and before the error. It may compute gradients anew.
+            explain: finds out which part of the batch is to blame; called where the loss or a gradient is not finite,
+                in the first step of a row of such steps and before the error. It may compute gradients anew.
 
         Raises:
             NonFiniteError: ``max_bad_steps`` in a row were not finite; says which tensors.
@@ -154,7 +154,9 @@ class PolicyOptimizer:
             stops = self._bad_in_a_row >= self._max_bad_steps
             if stops or self._bad_in_a_row == 1:
                 trouble = self._trouble(norm, lr, loss_is_finite, overflows)
-                trouble += f" {explain()}" if explain else ""
+                # What is finite and only too large for the step is no part's fault.
+                broken = not loss_is_finite or bool(self.nonfinite_gradients())
+                trouble += f" {explain()}" if explain and broken else ""
             if stops:
                 raise NonFiniteError(f"{self._bad_in_a_row} steps in a row: {trouble} {REMEDY}")
         elif grads:

@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_rl.build import annotates, make_buffer, make_loss, micro_batching
 from grpo_rl.losses.grpo import LOSSES
 from grpo_rl.monitor.lineage_reader import StoredStep, StoredUpdate
-from grpo_rl.monitor.meter import StepMeter
+from grpo_rl.monitor.meter import StepMeter, by_group, clipped_at_all
 from grpo_rl.optimizer import StepResult
 from grpo_rl.policies.train import TrainPolicy, scored_micro_batches, step_totals
 from grpo_rl.rollout import Group, groups_to_score
@@ -141,7 +141,8 @@ def recompute(stored: StoredStep, cfg: DictConfig) -> Outcome:
         batch, total = [by_id[i] for i in update.groups], 0.0
         told = {group.group_id: torch.zeros(len(_COLUMNS), len(group.response_ids)) for group in batch}
         not_scored += sum(
-            group.group_id not in update.scored for group in groups_to_score(batch, settings["skip_zero_advantage"])
+            group.group_id not in update.scored
+            for group in groups_to_score(batch, settings["skip_zero_advantage"], settings["mask_truncated"])
         )
         # Those that were not scored count in the means all the same.
         totals = step_totals(batch, settings["mask_truncated"], settings["top_entropy_fraction"])
@@ -154,11 +155,9 @@ def recompute(stored: StoredStep, cfg: DictConfig) -> Outcome:
             meter.add_losses(tokens, out)
             with torch.no_grad():
                 terms = loss.terms(tokens)
-            clipped = torch.stack([value for name, value in terms.items() if name.startswith("clip_")]).any(0)
-            columns = (tokens["log_prob"].grad, tokens["advantage"], terms["ratio"], clipped, tokens["trainable"])
-            ids, sizes = tokens["group_id"].unique_consecutive(return_counts=True)
-            cut = torch.stack([column.float() for column in columns]).split(sizes.tolist(), dim=1)
-            told |= dict(zip(ids.tolist(), cut, strict=True))
+            columns = (tokens["log_prob"].grad, tokens["advantage"], terms["ratio"], clipped_at_all(terms))
+            columns = (*columns, tokens["trainable"])
+            told |= by_group(tokens, torch.stack([column.float() for column in columns]))
         meter.add_step(StepResult(grad_norm=0.0, lr=0.0, skipped=False))
         losses.append(total)
         pieces += [told[i] for i in update.groups]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,24 +32,21 @@ from grpo_rl.monitor import lineage
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows, printable
 from grpo_rl.monitor.diagnosis import Scene
 from grpo_rl.monitor.meter import StepMeter
-from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog, read_metrics, reward_metrics
-from grpo_rl.monitor.mismatch import Mismatch
+from grpo_rl.monitor.metrics import MetricsLog, read_metrics, reward_metrics
+from grpo_rl.monitor.mismatch import Mismatch, MismatchError
 from grpo_rl.monitor.nonfinite import first_nonfinite
 from grpo_rl.monitor.progress import Progress, summary_panel
 from grpo_rl.monitor.report import versions, write_report
 from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.monitor.watch import RewardWatch
-from grpo_rl.optimizer import PolicyOptimizer, StepResult
-from grpo_rl.policies.lora import has_adapters
+from grpo_rl.optimizer import NonFiniteError, PolicyOptimizer, StepResult
 from grpo_rl.policies.train import TrainPolicy
 from grpo_rl.rollout import Group, groups_to_score
+from grpo_rl.run_folder import check_folder, export
 from grpo_rl.schedules import Schedules
 from grpo_rl.weights.push import WeightSync
-from grpo_rl.weights.sources import export_merged
 
 CHECKPOINTS, SUMMARY = "checkpoints", "summary.json"
-CHECKPOINT_BYTES_PER_PARAMETER = 12
-"""fp32 weights and AdamW's two moments."""
 QUESTION_CHARACTERS = 60
 """Of a question, in messages that name a group."""
 
@@ -92,7 +88,7 @@ class Run:
         self.folder = Path(folder)
         if self._restored and self._restored[0].parent.name == CHECKPOINTS:
             self.folder = self._restored[0].parent.parent
-        self._check_disk(model_bytes)
+        check_folder(self.folder, cfg, model_bytes, resumed=self._restored is not None)
         if self._restored:
             state = self._restored[1]
             checkpoint.check_config(state["config"], self._config)
@@ -121,29 +117,6 @@ class Run:
             return None
         path = checkpoint.find(str(self.cfg.resume), Path("outputs"))
         return (path.resolve(), checkpoint.load(path)) if path else None
-
-    def _check_disk(self, model_bytes: int) -> None:
-        if not self._restored and (self.folder / METRICS_FILE).exists():
-            raise ValueError(
-                f"{self.folder} already holds a run; go on with it (resume={self.folder}) or set another hydra.run.dir"
-            )
-        probe = self.folder / ".write_probe"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            probe.write_text("")
-            probe.unlink()
-        except OSError as error:
-            raise ValueError(f"the run can't write to {self.folder} ({error.strerror}); set hydra.run.dir") from error
-        checkpoints = 1 + self.cfg.train.keep_checkpoints  # one more while the next is written
-        # Checkpoints of adapters are small beside the model.
-        in_checkpoints = 0 if self.cfg.train_model.lora.rank else model_bytes
-        needed = in_checkpoints / 2 * CHECKPOINT_BYTES_PER_PARAMETER * checkpoints + model_bytes
-        free = shutil.disk_usage(self.folder).free
-        if free < needed:
-            raise ValueError(
-                f"{self.folder} has {free / 2**30:.1f} GiB free, and {checkpoints} checkpoints and the exported model "
-                f"take about {needed / 2**30:.1f} GiB; free some space or set hydra.run.dir"
-            )
 
     def __enter__(self) -> Run:
         logger = self.cfg.logger
@@ -299,9 +272,14 @@ class Run:
             MismatchError: sampler and trainer differ, on weights that should be the same.
             NonFiniteError: too many steps in a row were not finite.
         """
-        if warning := self._mismatch.judge(self._scene()):
-            self.progress.note(f"Warning. {warning}")
-        result = optimizer.step(self._loss_is_finite, self._blame)
+        try:
+            if warning := self._mismatch.judge(self._scene()):
+                self.progress.note(f"Warning. {warning}")
+            result = optimizer.step(self._loss_is_finite, self._blame)
+        except (MismatchError, NonFiniteError):
+            if self._lineage:  # of this step, where there is most to ask
+                self._lineage.write(self.step + 1, None, self._schedules.kl_coef)
+            raise
         if result.trouble:
             self.progress.note(f"An optimizer step of step {self.step + 1} is left out: {result.trouble}")
         if not result.skipped:
@@ -318,6 +296,8 @@ class Run:
     def _blame(self) -> str:
         """Which group of the optimizer step is not finite, and where in the model."""
         batching, loss = micro_batching(self.cfg), make_loss(self.cfg)
+        if self.cfg.loss.kl_in == "loss":
+            loss.kl_coef = self._schedules.kl_coef
         return first_nonfinite(self._policy, loss, self._optimizer, self._batch, batching, self._describe)
 
     def _describe(self, group: Group) -> str:
@@ -346,7 +326,8 @@ class Run:
             | self._meter.metrics(sum(int(group.trainable.sum()) for group in self._collector.sampled), step_s)
             | {"policy_version": sampled_under, "optimizer/skipped_steps": self._optimizer.bad_steps}
         )
-        scored = groups_to_score(groups, micro_batching(self.cfg)["skip_zero_advantage"])
+        batching = micro_batching(self.cfg)
+        scored = groups_to_score(groups, batching["skip_zero_advantage"], batching["mask_truncated"])
         metrics["train/skipped_groups"] = len(groups) - len(scored)
         # Of the whole run so far, held-out answers too: rare as they are, a step's own would hardly ever show.
         metrics |= {f"failed/{kind}": count for kind, count in self.env.guard.failed.items()}
@@ -437,7 +418,7 @@ class Run:
             self.progress.update(self.step, evaluation.metrics())
         path = self.save_checkpoint()
         exported = self.folder / "model"
-        _export(model, tokenizer, exported, self.cfg.train_model.lora.export)
+        export(model, tokenizer, exported, self.cfg.train_model.lora.export)
         summary = self._write_summary()
         report = write_report(self.folder)
         self._last_words = summary_panel(summary, checkpoint=path, model=exported, report=report)
@@ -466,22 +447,3 @@ class Run:
         partial.write_text(json.dumps(summary, indent=2) + "\n")
         os.replace(partial, self.folder / SUMMARY)
         return summary
-
-
-def _export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, adapters: str = "merged") -> None:
-    """Writes the model for ``from_pretrained``; our attention's name must not travel with it.
-
-    Args:
-        adapters: what to do with a model's adapters: ``merged`` into its weights, which takes the host a copy of them,
-            or the ``adapter`` alone, as peft saves it.
-    """
-    attention = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        if has_adapters(model) and adapters == "merged":
-            export_merged(model, folder)
-        else:
-            model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    finally:
-        model.set_attn_implementation(attention)

@@ -64,6 +64,37 @@ def test_epochs_rounding_and_a_given_number_of_micro_batches_are_told():
     assert "exactly 4 micro-batches" in text and "sample 64 → steps 1 to 2 → steps 3 to 4 → push weights" in text
 
 
+def test_group_sizes_that_change_are_counted_in_and_told():
+    # 4 prompts: 9 collections of 4 x 8 answers, 10 of 4 x 4, then 4 x 16: 288 + 160 of 1000 are 552 short, 9 more.
+    plan = plan_of("train.repeats_schedule=[[10,4],[20,16],[500,2]]", "train.total_dialog_turns=1000")
+    assert (plan.collections, plan.all_answers, plan.optimizer_steps) == (28, 288 + 160 + 9 * 64, 28)
+    assert plan.sizes == ((1, 8), (10, 4), (20, 16))  # the run ends before the last
+    text = " ".join(drawn(plan).split())
+    assert "32 answers a collection; group size changes to 4 at step 10, to 16 at step 20" in text
+    assert "train.repeats_schedule=[[10,4],[20,16]]" in text
+    assert "28 collections, 28 optimizer steps, 1,024 answers (1,000 rounded up)" in text
+    ET.fromstring(svg(plan, "a title"))
+
+
+def test_the_largest_group_of_the_run_has_to_fit_into_a_micro_batch():
+    # 128 + 32 x 256 = 8320 tokens, and 8192 are allowed.
+    plan = plan_of("train.repeats_schedule=[[10,32]]")
+    assert plan.over_budget and not plan_of("train.repeats_schedule=[[10,31]]").over_budget
+    assert "32 answers take 8,320 tokens, more than train.micro_batch_tokens" in " ".join(drawn(plan).split())
+
+
+def test_with_refills_the_numbers_of_the_run_are_bounds():
+    text = " ".join(drawn(plan_of("train.max_refills=2")).split())
+    assert "at most 3,125 collections, 3,125 optimizer steps: 100,000 answers or a few more" in text
+    assert "train.max_refills=2" in text and "sample 32 or more → step 1" in text
+
+
+def test_that_the_policy_scores_a_collection_first_is_drawn():
+    text = " ".join(drawn(plan_of("train.epochs=2", "loss=tis", "policy.kl_coef=0.1")).split())
+    assert "sample 32 → score reference → score policy → step 1 → step 2" in text
+    assert "score policy" not in drawn(plan_of("loss=tis"))  # one optimizer step has them when it is trained on
+
+
 def test_the_plan_is_what_the_buffer_hands_out():
     plan = plan_of("env.num_envs=12", "env.repeats=4", "train.optim_batch_size=16", "train.epochs=3")
     buffer = GroupBuffer(plan.prompts, plan.batch_groups)

@@ -110,6 +110,11 @@ def test_another_config_is_refused_with_the_keys_that_differ():
     checkpoint.check_config(json.dumps(saved), json.dumps(saved | {"resume": "auto"}))
 
 
+def test_a_run_that_a_mismatch_stopped_can_go_on_without_the_bound():
+    saved = {"optimizer": {"lr": 1e-5}, "mismatch": {"bound": 0.2, "first_tokens": 256}}
+    checkpoint.check_config(json.dumps(saved), json.dumps(saved | {"mismatch": {"bound": None, "first_tokens": 256}}))
+
+
 def test_later_checkpoints_of_another_future_are_set_aside(tmp_path):
     for step in (1, 2, 3):
         checkpoint.save(tmp_path, step, {"step": step}, keep=0)

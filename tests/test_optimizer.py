@@ -99,6 +99,16 @@ def test_who_is_to_blame_is_asked_once_in_a_row_of_bad_steps_and_again_before_th
         bad_step()
 
 
+@pytest.mark.parametrize(("size", "lr", "clip"), [(1e20, 1.0, 1e30), (1.0, 600.0, 1.0)])
+def test_nobody_is_blamed_for_what_is_finite_and_too_large_for_the_step(size, lr, clip):
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float16)
+    torch.nn.init.constant_(model.weight, 64992.0)
+    stepper = PolicyOptimizer(model, name="sgd", lr=lr, clip_grad_norm=clip)
+    stepper._masters[0].grad = torch.full((1, 1), -size)
+    trouble = stepper.step(explain=lambda: pytest.fail("the step was done again")).trouble
+    assert "dtype's range" in trouble or "too large for fp32" in trouble
+
+
 def test_a_step_whose_loss_is_not_finite_is_skipped_though_its_gradient_is():
     model = linear()
     before = [p.clone() for p in model.parameters()]

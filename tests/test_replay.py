@@ -7,6 +7,7 @@ import re
 import runpy
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,14 @@ import torch
 from omegaconf import OmegaConf
 
 from grpo_rl.checkpoint import checkpoints
-from grpo_rl.cli import main
+from grpo_rl.cli import _with_loss, main
 from grpo_rl.config import FOLDER
+from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.monitor.lineage import TOKENS, stored_steps
 from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.monitor.mismatch import MismatchError
 from grpo_rl.replay import recompute
 from grpo_rl.testing import save_tiny_model
 
@@ -223,6 +226,39 @@ def test_groups_that_were_not_scored_are_told_where_a_loss_would_have_scored_the
     told = replayed(plain, steps[0], "policy.entropy_coef=0.1", capsys=capsys)
     skipped = read_metrics(plain)[steps[0] - 1]["train/skipped_groups"]
     assert told["other"]["not_scored_groups"] == skipped and told["run"]["not_scored_groups"] == 0
+
+
+def test_a_step_whose_answers_were_all_rewarded_alike_replays(tiny, tmp_path, capsys):
+    folder = tmp_path / "run"
+    run([*tiny, "train.total_dialog_turns=16", "env.reward.reasoning_pattern='never said'"], folder)
+    told = replayed(folder, 1, "loss=cispo", capsys=capsys)
+    assert told["run"]["loss/total"] == told["other"]["loss/total"] == told["recorded_gap"] == 0
+    assert told["cosine"] is None and told["tokens"] == []
+    assert main(["replay", str(folder), "1", "loss=cispo"]) == 0  # as tables, too
+
+
+def test_the_step_that_a_mismatch_stopped_is_stored_and_replays(tiny, tmp_path, capsys, monkeypatch):
+    generate, folder = TransformersEngine.generate, tmp_path / "run"
+    monkeypatch.setattr(
+        TransformersEngine, "generate", lambda *args: generate(*args[:-1], replace(args[-1], temperature=0.5))
+    )
+    with pytest.raises(MismatchError, match="wrong temperature"):
+        run(tiny, folder)
+    assert stored_steps(folder) == [1]
+    assert replayed(folder, 1, "loss=cispo", capsys=capsys)["recorded_gap"] < 1e-6
+    assert {group.size for group in read_step(folder, 1).groups} == {4}
+
+
+def test_a_run_with_adapters_replays_where_peft_is_not_installed(plain, monkeypatch, capsys):
+    from grpo_rl.policies import lora
+
+    def absent(package, key, extra):
+        raise ValueError(f"{key} needs {package}")
+
+    monkeypatch.setattr(lora, "_need", absent)
+    stored = OmegaConf.create(read_step(plain, 1).config)
+    with_adapters = OmegaConf.merge(stored, {"train_model": {"lora": {"rank": 8}, "quantization": "nf4"}})
+    assert _with_loss(with_adapters, ["loss=cispo"]).loss.surrogate == "cispo"
 
 
 @pytest.mark.parametrize(

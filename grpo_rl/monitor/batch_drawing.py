@@ -44,20 +44,27 @@ class Band:
 def bands(plan: BatchPlan) -> tuple[Band, Band, Band, Band]:
     """What is sampled, what an optimizer step takes, how it is computed, and how often."""
     collection = f"{_count(plan.prompts, 'prompt')} x {plan.group_size} answers = {plan.answers:,} answers a collection"
+    changes = [(step, size) for step, size in plan.sizes if size != plan.group_size or step > 1]
+    collection += "; group size changes " * bool(changes)
+    collection += ", ".join(f"to {size} at step {step}" for step, size in changes)
+    sampling = f"env.num_envs={plan.prompts} env.repeats={plan.group_size}"
+    sampling += f" train.repeats_schedule={[list(change) for change in changes]}".replace(", ", ",") * bool(changes)
+    sampling += f" train.max_refills={plan.refills}" * bool(plan.refills)
     step = f"{_count(plan.batches, 'optimizer step')} of {plan.batch_answers:,} answers"
     step += f" ({_count(plan.batch_groups, 'group')})" + (f", in each of {plan.epochs} epochs" * (plan.epochs > 1))
     about = "about" if plan.accumulation is None else "exactly"
     micro = (
         f"{about} {_count(len(plan.micro_batches), 'micro-batch', 'micro-batches')} a step; a prompt is computed once"
     )
-    answers = plan.collections * plan.answers
-    run = f"{_count(plan.collections, 'collection')}, {_count(plan.optimizer_steps, 'optimizer step')}, "
-    run += f"{answers:,} answers" + (f" ({plan.turns:,} rounded up)" * (answers != plan.turns))
+    run = f"{_count(plan.collections, 'collection')}, {_count(plan.optimizer_steps, 'optimizer step')}"
+    rounded = f"{plan.all_answers:,} answers" + f" ({plan.turns:,} rounded up)" * (plan.all_answers != plan.turns)
+    # A collection that is filled up ends as soon as enough answers are sampled.
+    run = f"at most {run}: {plan.turns:,} answers or a few more" if plan.refills else f"{run}, {rounded}"
     budget = f"train.micro_batch_tokens={plan.max_tokens}"
     if plan.accumulation:
         budget = f"train.gradient_accumulation_steps={plan.accumulation}"
     return (
-        Band("Sample", collection, f"env.num_envs={plan.prompts} env.repeats={plan.group_size}"),
+        Band("Sample", collection, sampling),
         Band(
             "Train",
             step,
@@ -69,13 +76,14 @@ def bands(plan: BatchPlan) -> tuple[Band, Band, Band, Band]:
     )
 
 
-def legend(plan: BatchPlan) -> str:
-    """What sharing a prompt spares in an optimizer step."""
+def legend(plan: BatchPlan) -> tuple[str, str]:
+    """What the two shades of a micro-batch are, and what sharing a prompt spares in an optimizer step."""
     together = plan.batch_groups * plan.group_tokens
     apart = plan.batch_groups * plan.group_size * (plan.prompt_tokens + plan.answer_tokens)
     return (
-        f"a prompt of {plan.prompt_tokens:,} tokens, computed once, and its {plan.group_size} answers of "
-        f"{plan.answer_tokens:,}: {together:,} tokens a step; with the prompt beside each answer, {apart:,}"
+        f"a prompt of {plan.prompt_tokens:,} tokens, computed once",
+        f"its {plan.group_size} answers of {plan.answer_tokens:,}: {together:,} tokens a step; with the prompt beside "
+        f"each answer, {apart:,}",
     )
 
 
@@ -98,7 +106,10 @@ def trouble(plan: BatchPlan) -> list[str]:
         missing = (plan.accumulation or 0) - len(plan.loads)
         lines.append(f"no group is left for {_count(missing, 'micro-batch', 'micro-batches')}")
     if plan.over_budget:
-        lines.append("a group is never split: this takes more than train.micro_batch_tokens")
+        tokens = plan.tokens_of(plan.largest)
+        lines.append(
+            f"a group is never split: {plan.largest} answers take {tokens:,} tokens, more than train.micro_batch_tokens"
+        )
     return lines
 
 
@@ -108,10 +119,11 @@ def cycle(plan: BatchPlan) -> list[str]:
     A run of optimizer steps is told by its first and last:
 
     >>> from types import SimpleNamespace as Plan
-    >>> cycle(Plan(answers=32, has_reference=False, epochs=2, batches=4))
-    ['sample 32', 'steps 1 to 4', 'steps 5 to 8', 'push weights']
+    >>> cycle(Plan(answers=32, refills=0, has_reference=False, annotates=True, epochs=2, batches=4))
+    ['sample 32', 'score policy', 'steps 1 to 4', 'steps 5 to 8', 'push weights']
     """
-    stages = [f"sample {plan.answers:,}"] + ["score reference"] * plan.has_reference
+    stages = [f"sample {plan.answers:,}" + " or more" * bool(plan.refills)]
+    stages += ["score reference"] * plan.has_reference + ["score policy"] * plan.annotates
     for epoch in range(min(plan.epochs, ROWS)):
         first, last = epoch * plan.batches + 1, (epoch + 1) * plan.batches
         stages.append(f"step {first}" if first == last else f"steps {first} to {last}")
@@ -137,10 +149,11 @@ def mark_size(plan: BatchPlan) -> str:
     return f"a mark stands for {plan.group_size / MARKS:.3g} answers"
 
 
-def owner_names(plan: BatchPlan, group: int) -> str:
-    """The optimizer step that takes a group, or all those that cut it."""
-    names = ["left over" if step is None else f"step {step + 1}" for step in dict.fromkeys(owners(plan, group))]
-    return " | ".join(names) + (": the group is cut" * (len(names) > 1))
+def owner_names(plan: BatchPlan, group: int) -> tuple[str, bool]:
+    """The optimizer step that takes a group, or all those that cut it; and whether it is taken whole."""
+    steps = list(dict.fromkeys(owners(plan, group)))
+    names = " | ".join("left over" if step is None else f"step {step + 1}" for step in steps)
+    return names + ": the group is cut" * (len(steps) > 1), len(steps) == 1 and steps[0] is not None
 
 
 def shown_groups(plan: BatchPlan) -> list[int | None]:
@@ -206,8 +219,8 @@ def _answers(plan: BatchPlan) -> Text:
             style = "red" if owner is None else COLOURS[owner % len(COLOURS)]
             picture.append("□" if owner is None else "■", style)
             before = owner
-        names = owner_names(plan, group)
-        picture.append(f"  {names}", "bold red" if "left over" in names or "cut" in names else "dim")
+        names, whole = owner_names(plan, group)
+        picture.append(f"  {names}", "dim" if whole else "bold red")
     if plan.group_size > MARKS:
         picture.append(f"\n{mark_size(plan)}", "dim")
     return picture
@@ -231,7 +244,8 @@ def _micro_batches(plan: BatchPlan) -> Text:
         picture.append(label, "bold red" if over else "")
     for line in trouble(plan):
         picture.append(f"\n{line}", "bold red")
-    return picture.append(f"\n█ {legend(plan)}".replace(" and its", " ░ and its"), "dim")
+    prompt, answers = legend(plan)
+    return picture.append(f"\n█ {prompt}, ░ and {answers}", "dim")
 
 
 def _group_bars(plan: BatchPlan, groups: int, scale: float) -> Iterable[str]:

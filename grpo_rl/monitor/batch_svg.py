@@ -116,7 +116,7 @@ def _answers(pen: _Pen, plan: BatchPlan) -> None:
     pen.y += 0.2 * LINE
     rows = shown_groups(plan)
     side = min(2.2, (RIGHT - start) / min(plan.group_size, MARKS) - 0.3)
-    for names, run in itertools.groupby(rows, key=lambda group: None if group is None else owner_names(plan, group)):
+    for owner, run in itertools.groupby(rows, key=lambda group: None if group is None else owner_names(plan, group)):
         top = pen.y
         for group in run:
             if group is None:
@@ -126,14 +126,14 @@ def _answers(pen: _Pen, plan: BatchPlan) -> None:
                 pen.write(LEFT + 5.25, f"prompt {group + 1}", "white", ha="center", size=8)
                 _row(pen, plan, group, start, side)
             pen.y += row
-        if names is None:
+        if owner is None:
             continue
+        names, whole = owner
         end = start + min(plan.group_size, MARKS) * (side + 0.3) + 1
-        bad = "left over" in names or "cut" in names
-        colour = BAD if bad else STEPS[(owners(plan, group)[0] or 0) % len(STEPS)]
+        colour = STEPS[(owners(plan, group)[0] or 0) % len(STEPS)] if whole else BAD
         pen.axes.plot([end, end], [top - 1, pen.y - row + 1], color=colour, linewidth=2)
         middle = (top - pen.y - row) / 2
-        pen.write(end + 1.2, f"optimizer {names}" if names.startswith("step") else names, BAD if bad else INK, middle)
+        pen.write(end + 1.2, f"optimizer {names}" if whole else names, INK if whole else BAD, middle)
     if plan.group_size > MARKS:
         pen.lines(start, mark_size(plan), 80, FAINT, size=8)
 
@@ -172,8 +172,7 @@ def _micro_batches(pen: _Pen, plan: BatchPlan) -> None:
     for line in trouble(plan):
         pen.write(LEFT, line, BAD, weight="bold")
         pen.y += LINE
-    before, after = legend(plan).split(", computed once, ")
-    for colour, line in ((PROMPT, f"{before}, computed once"), (ANSWER, after.removeprefix("and "))):
+    for colour, line in zip((PROMPT, ANSWER), legend(plan), strict=True):
         pen.box(LEFT, 2, 1.4, colour)
         pen.write(LEFT + 3, line, size=8)
         pen.y += 0.9 * LINE

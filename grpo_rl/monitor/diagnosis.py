@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +16,9 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.nn.functional import linear
 
+from grpo_rl.collectors.sync import group_of_samples
 from grpo_rl.engines.base import Engine, Sampling
+from grpo_rl.envs.base import Prompt
 from grpo_rl.policies.prefix import forward_hidden, pack
 from grpo_rl.policies.train import TrainPolicy
 from grpo_rl.rollout import Group, micro_batches
@@ -26,10 +29,11 @@ WORST_GROUPS, ANSWERS, TOKENS = 2, 4, 256
 EXPLAINS = 0.7
 """An explanation leaves at most this share of the difference: by squares it accounts for half of it."""
 STANDARD_ERRORS, LEAST_TOKENS = 5.0, 16
-"""And what it takes away is so many of its standard errors, over so many tokens: of a handful chance explains a lot."""
+"""And what it takes away is so many of its standard errors, over so many tokens: of a handful chance explains a lot.
+The errors are over answers, as tokens of one answer are alike."""
 CLOSEST_TEMPERATURE = 0.01
 """Temperatures nearer than this share are the same: rounding can prefer either."""
-TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995)
+TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98)
 TOP_K = (1, 2, 3, 5, 8, 10, 15, 20, 30, 40, 50, 64, 80, 100, 128, 200, 256, 500)
 
 
@@ -86,9 +90,8 @@ class Scored:
 
     @property
     def gap(self) -> float:
-        """Their mean; infinite where a log-probability is not finite, 0 where the policy chose nothing."""
-        mean = self.gaps.mean().item() if len(self.gaps) else 0.0
-        return mean if math.isfinite(mean) else math.inf
+        """Their mean, 0 where the policy chose nothing."""
+        return self.gaps.mean().item() if len(self.gaps) else 0.0
 
     def first_answers(self, count: int) -> Scored:
         """The same without the answers that come later."""
@@ -108,16 +111,18 @@ def diagnose(scene: Scene, scored: Sequence[Scored], thorough: bool = True) -> E
     """
     if fact := _failed_sync(scene):
         return fact
-    device = scene.policy.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout and sampling draw from it
+    with forked_random_state():  # dropout and sampling draw from it
         return _best(scene, scored, thorough)
+
+
+def forked_random_state() -> AbstractContextManager[None]:
+    """Within it torch draws, on the CPU and on every GPU of this process, as if nobody would see it later."""
+    return torch.random.fork_rng(range(torch.cuda.device_count()))
 
 
 def _best(scene: Scene, scored: Sequence[Scored], thorough: bool) -> Explanation:
     worst = sorted((s for s in scored if len(s.gaps)), key=lambda s: -s.gap)
     tried = [s.first_answers(ANSWERS) for s in worst[:WORST_GROUPS]]
-    if not all_gaps(tried).isfinite().all():
-        return _unexplained(scene, worst[0])
     found = [_shifted(tried), _temperature(scene, tried), _swapped(scene, tried[0], scored), _truncation(scene, tried)]
     explanations = [e for e in found if e and e.left <= EXPLAINS]
     if thorough and (anew := _stale(scene, scored, tried)).left <= EXPLAINS:
@@ -161,25 +166,29 @@ def _shifted(tried: Sequence[Scored]) -> Explanation:
     found = []
     for by in (-1, 1):
         pairs = [_beside(s, by) for s in tried]
-        before, after = (torch.cat(gaps) for gaps in zip(*pairs, strict=True))
+        before, after, sizes = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         found.append(
             Explanation(
                 "shifted",
                 "log-probabilities shifted by one token: the sampler's fit the token "
                 f"{'before' if by < 0 else 'after'} ({_from_to(before, after)}). Look at what is cut off or put in "
                 "front where the engine's log-probabilities are joined to its tokens",
-                _left(before, after),
+                _left(before, after, sizes),
             )
         )
     return min(found, key=lambda e: e.left)
 
 
-def _beside(s: Scored, by: int) -> tuple[Tensor, Tensor]:
-    """|sampler - trainer| of each token with itself, and with the one that stands ``by`` places on in its answer."""
+def _beside(s: Scored, by: int) -> tuple[Tensor, Tensor, Tensor]:
+    """|sampler - trainer| of each token with itself, and with the one that stands ``by`` places on in its answer.
+
+    And how many such tokens each answer has.
+    """
     group, place = s.group, torch.arange(len(s.log_probs))
     answer, other = torch.repeat_interleave(group.lengths), (place + by).clamp(0, max(len(place) - 1, 0))
     pairs = (other != place) & (answer[other] == answer) & group.trainable & group.trainable[other]
-    return (group.log_probs - s.log_probs).abs()[pairs], (group.log_probs - s.log_probs[other]).abs()[pairs]
+    same, beside = (group.log_probs - log_probs for log_probs in (s.log_probs, s.log_probs[other]))
+    return same.abs()[pairs], beside.abs()[pairs], answer[pairs].bincount()
 
 
 def _temperature(scene: Scene, tried: Sequence[Scored]) -> Explanation | None:
@@ -211,7 +220,7 @@ def _temperature(scene: Scene, tried: Sequence[Scored]) -> Explanation | None:
         f"wrong temperature: the answers were sampled at about {fitting:.3g} and are scored at {asked:g} "
         f"({_from_to(before, after)}). Both must be sampling.temperature; look for one that the engine takes from "
         "elsewhere",
-        _left(before, after),
+        _left(before, after, _sizes(tried)),
     )
 
 
@@ -226,7 +235,7 @@ def _swapped(scene: Scene, worst: Scored, scored: Sequence[Scored]) -> Explanati
         "swapped_groups",
         f"swapped groups: the answers of {scene.describe(worst.group)} fit the prompt of {scene.describe(fitting)} "
         f"({_from_to(worst.gaps, best.gaps)}). Look at how answers find back to their prompts",
-        _left(worst.gaps, best.gaps),
+        _left(worst.gaps, best.gaps, _sizes([worst])),
     )
 
 
@@ -235,12 +244,13 @@ def _truncation(scene: Scene, tried: Sequence[Scored]) -> Explanation | None:
     share = mass_kept(tried)
     if share > 0.99:
         return None
-    masses, differences = [], []
+    masses, differences, sizes = [], [], []
     for s in tried:
         ranked = ranked_mass(scene.policy, s.group)
         chosen = s.group.trainable[: len(ranked)]
         masses.append(ranked[chosen])
         differences.append((s.group.log_probs - s.log_probs)[: len(ranked)][chosen])
+        sizes.append(torch.repeat_interleave(s.group.lengths)[: len(ranked)][chosen].bincount())
     ranked, difference = torch.cat(masses), torch.cat(differences)
     kept = {f"top_k={k}": ranked[:, k - 1] for k in TOP_K if k < ranked.shape[1]}
     for p in TOP_P:
@@ -254,7 +264,7 @@ def _truncation(scene: Scene, tried: Sequence[Scored]) -> Explanation | None:
         f"truncated sampling: the engine cuts its distribution about as {name} does, to {100 * share:.0f} % of its "
         f"mass, and the trainer scores all of it ({_from_to(before, after)}). Turn top-p, top-k and min-p off in the "
         "engine; a model's own generation_config may have set them",
-        _left(before, after),
+        _left(before, after, torch.cat(sizes)),
     )
 
 
@@ -284,33 +294,24 @@ def _stale(scene: Scene, scored: Sequence[Scored], tried: Sequence[Scored]) -> E
     prompts = [s.group for s in tried]
     samples = scene.engine.generate([g.prompt_ids.tolist() for g in prompts], ANSWERS, scene.sampling)
     anew = [
-        Group(
-            group_id=group.group_id,
-            row=group.row,
-            prompt_ids=group.prompt_ids,
-            response_ids=s.response_ids,
-            log_probs=s.log_probs,
-            versions=torch.full_like(s.response_ids, s.version),
-            trainable=torch.ones_like(s.response_ids, dtype=torch.bool),
-            offsets=s.offsets,
-            rewards=torch.zeros(len(s.offsets) - 1),
-        )
-        for group, s in zip(prompts, samples, strict=True)
+        group_of_samples(Prompt(group.group_id, group.row, "", group.prompt_ids), sample)
+        for group, sample in zip(prompts, samples, strict=True)
     ]
     # All groups at hand, not the worst: new answers are not chosen by how bad they are.
-    now, then = all_gaps(score(scene, anew)), all_gaps(scored)
+    now, then = score(scene, anew), scored
     return Explanation(
         "stale_weights",
-        f"stale weights: answers sampled now agree with the trainer ({now.mean():.3g} nats) and those at hand do not "
-        f"({then.mean():.3g}), though they say version {scene.weights.version}: older weights gave them. Look for "
-        "groups that outlived a push, a prefix cache that was not dropped, or a version that is written after sampling",
-        _left(then, now, paired=False),
+        "stale weights, or answers changed behind the engine: new answers agree with the trainer "
+        f"({all_gaps(now).mean():.3g} nats) and those at hand do not ({all_gaps(then).mean():.3g}), though they say "
+        f"version {scene.weights.version}. Look for groups that outlived a push, a prefix cache that was not dropped, "
+        "a version that is written after sampling, and whatever touches ids or log-probabilities after it",
+        _left(all_gaps(then), all_gaps(now), _sizes(then), _sizes(now)),
     )
 
 
 def _unexplained(scene: Scene, worst: Scored) -> Explanation:
     group = worst.group
-    gaps = torch.where(group.trainable, (worst.log_probs - group.log_probs).abs(), -1.0).nan_to_num(math.inf)
+    gaps = torch.where(group.trainable, (worst.log_probs - group.log_probs).abs(), -1.0)
     token = int(gaps.argmax())
     answer = int(torch.repeat_interleave(group.lengths)[token])
     place = token - int(group.offsets[answer])
@@ -325,24 +326,43 @@ def _unexplained(scene: Scene, worst: Scored) -> Explanation:
     )
 
 
-def _left(before: Tensor, after: Tensor, paired: bool = True) -> float:
+def _sizes(scored: Iterable[Scored]) -> Tensor:
+    """How many tokens the policy chose in each answer."""
+    return torch.cat([s.group.chosen_lengths for s in scored])
+
+
+def _left(before: Tensor, after: Tensor, sizes: Tensor, new_sizes: Tensor | None = None) -> float:
     """Share of the mean difference that an explanation leaves; 1 where what it takes away may be chance.
 
     Args:
-        paired: both are of the same tokens, in order.
+        sizes: tokens of each answer.
+        new_sizes: of those behind ``after``, where they are other answers; None: both are of the same tokens, in order.
 
-    >>> before = torch.tensor([0.9, 1.1] * 8)
-    >>> round(_left(before, before / 10), 6), _left(before[:2], before[:2] / 10)
+    One odd answer of two is chance, sixteen tokens or not:
+
+    >>> before, odd = torch.tensor([0.9, 1.1] * 8), torch.tensor([2.0] * 8 + [0.1] * 8)
+    >>> round(_left(before, before / 10, torch.tensor([8, 8])), 6), _left(odd, odd * 0 + 0.1, torch.tensor([8, 8]))
     (0.1, 1.0)
     """
     if min(len(before), len(after)) < LEAST_TOKENS:
         return 1.0
-    if paired:
-        error = (before - after).std() / len(before) ** 0.5
+    if new_sizes is None:
+        error = _standard_error(before - after, sizes)
     else:
-        error = (before.var() / len(before) + after.var() / len(after)).sqrt()
+        error = torch.hypot(_standard_error(before, sizes), _standard_error(after, new_sizes))
     gain = before.mean() - after.mean()
     return (after.mean() / before.mean()).item() if gain > STANDARD_ERRORS * error else 1.0
+
+
+def _standard_error(values: Tensor, sizes: Tensor) -> Tensor:
+    """Of the mean over tokens, where answers are independent of each other and their tokens are not; NaN of one.
+
+    >>> round(_standard_error(torch.tensor([1.0, 1.0, 3.0, 3.0]), torch.tensor([2, 2])).item(), 6)  # that of [1, 3]
+    1.0
+    """
+    off = values.new_zeros(len(sizes)).index_add(0, torch.repeat_interleave(sizes), values - values.mean())
+    answers = sizes.count_nonzero()
+    return off.norm() / len(values) * (answers / (answers - 1)).sqrt()
 
 
 def _from_to(before: Tensor, after: Tensor) -> str:

@@ -24,13 +24,14 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
+from grpo_rl.monitor.meter import by_group, clipped_at_all
 from grpo_rl.optimizer import StepResult
 from grpo_rl.rollout import Group
 
 TOKENS, ANSWERS = "lineage", "lineage_answers"
 """Folders in that of the run."""
 MASK_REASONS = ("tool", "truncated", "zero_advantage_group", "low_entropy", "correction")
-"""Why a token has no policy gradient; the first that applies."""
+"""Why a token is left out of the policy gradient; the first that applies."""
 KEY = b"grpo_rl"
 """Of a token file's metadata: JSON with the step, the run's config and the recorded losses of each optimizer step."""
 
@@ -66,8 +67,8 @@ class _Step:
 
     groups: Sequence[Group]
     epochs: dict[int, int]
-    scored: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    told: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    scored: dict[int, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    told: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LOSSES, 0.0))
 
 
 class LineageLog:
@@ -95,18 +96,15 @@ class LineageLog:
     def add(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
         """Adds a micro-batch: what `GRPOLoss` was given, and what it returned."""
         step, terms = self._steps[-1], self._loss.terms(tokens)
-        clipped = torch.stack([value for name, value in terms.items() if name.startswith("clip_")]).any(0)
         columns = {
-            **{name: tokens[name] for name in ("log_prob", "entropy", "advantage", "weight", "trainable")},
+            **{name: tokens[name] for name in ("log_prob", "entropy", "advantage", "weight")},
             **{name: terms[name] for name in ("ratio", "correction", "corrected")},
             **({"old_log_prob": tokens["old_log_prob"]} if "old_log_prob" in tokens.keys() else {}),
-            "clipped": clipped,
+            "clipped": clipped_at_all(terms),
         }
-        columns = {name: value.detach().cpu() for name, value in columns.items()}
-        ids, sizes = tokens["group_id"].cpu().unique_consecutive(return_counts=True)
-        cut = {name: value.split(sizes.tolist()) for name, value in columns.items()}
-        for i, group_id in enumerate(ids.tolist()):
-            step.scored[group_id] = {name: pieces[i] for name, pieces in cut.items()}
+        for name, values in columns.items():
+            for group_id, piece in by_group(tokens, values).items():
+                step.scored[group_id][name] = piece
         for name in LOSSES:
             step.told[name] += losses[name].item()
 
@@ -114,23 +112,27 @@ class LineageLog:
         """The optimizer step is over."""
         self._steps[-1].told |= {"grad_norm": result.grad_norm, "lr": result.lr, "skipped": result.skipped}
 
-    def write(self, step: int, groups: Sequence[Group], kl_coef: float) -> None:
+    def write(self, step: int, groups: Sequence[Group] | None, kl_coef: float) -> None:
         """Writes the step's files.
 
         Args:
-            groups: the whole collection, with advantages.
+            groups: the whole collection, with advantages; None: the step was cut short, and those that optimizer steps
+                took until then are all that is known.
             kl_coef: what the step was trained with, which ``policy.target_kl`` moves away from the config's.
         """
         config = self._config | {"policy": self._config["policy"] | {"kl_coef": kl_coef}}
+        masked = config["loss"]["mask_truncated"]
+        if groups is None:
+            groups = list({group.group_id: group for trained in self._steps for group in trained.groups}.values())
         tables = []
         for number, trained in enumerate(self._steps):
             for group in trained.groups:
                 place = {"step": step, "epoch": trained.epochs[group.group_id], "optimizer_step": number}
-                tables.append(_token_rows(group, place, trained.scored.get(group.group_id)))
+                tables.append(_token_rows(group, place, trained.scored.get(group.group_id), masked))
         # A collection whose training was cut short has groups that no optimizer step took.
         for group in groups:
             if group.group_id not in self._visits:
-                tables.append(_token_rows(group, {"step": step, "epoch": None, "optimizer_step": None}, None))
+                tables.append(_token_rows(group, {"step": step, "epoch": None, "optimizer_step": None}, None, masked))
         told = [trained.told | {"groups": list(trained.epochs)} for trained in self._steps]
         about = {"step": step, "config": config, "optimizer_steps": told}
         table = pa.concat_tables(tables).combine_chunks().unify_dictionaries()
@@ -154,9 +156,12 @@ def stored_steps(run_dir: str | Path) -> list[int]:
     return sorted(int(match[1]) for path in (Path(run_dir) / TOKENS).glob("*") if (match := FILE.fullmatch(path.name)))
 
 
-def _token_rows(group: Group, place: Mapping[str, int | None], scored: Mapping[str, Tensor] | None) -> pa.Table:
+def _token_rows(
+    group: Group, place: Mapping[str, int | None], scored: Mapping[str, Tensor] | None, mask_truncated: bool
+) -> pa.Table:
     """Rows of a group's tokens in one optimizer step, or in none."""
     count, chosen = len(group.response_ids), group.trainable.numpy()
+    trained = group.trained_tokens(mask_truncated).numpy()
     answer = torch.repeat_interleave(group.lengths)
     columns: dict[str, object] = {name: np.full(count, value) for name, value in place.items() if value is not None}
     columns |= {
@@ -176,15 +181,13 @@ def _token_rows(group: Group, place: Mapping[str, int | None], scored: Mapping[s
     if group.advantages is not None and not group.advantages.any():
         reason[:] = MASK_REASONS.index("zero_advantage_group")
     if scored is not None:
-        trained = scored["trainable"].numpy()
         columns |= {name: value.numpy() for name, value in scored.items() if name in SCHEMA.names}
-        columns["trainable"] = chosen
         masks |= dict.fromkeys(("ratio", "correction", "clipped"), ~trained)
         no_weight = (scored["corrected"] & (scored["correction"] == 0)).numpy()
         reason[trained & no_weight & (reason < 0)] = MASK_REASONS.index("correction")
         low = (scored["advantage"] == 0) & (group.advantages[answer] != 0)
         reason[trained & low.numpy()] = MASK_REASONS.index("low_entropy")
-        reason[~trained] = MASK_REASONS.index("truncated")
+    reason[~trained] = MASK_REASONS.index("truncated")
     reason[~chosen] = MASK_REASONS.index("tool")
     indices = pa.array(reason, pa.int8(), mask=reason < 0)
     columns["mask_reason"] = pa.DictionaryArray.from_arrays(indices, pa.array(MASK_REASONS))

@@ -58,7 +58,7 @@ def read_step(run_dir: str | Path, step: int) -> StoredStep:
         pq.read_table(Path(run_dir) / folder / f"step_{step:06d}.parquet") for folder in (TOKENS, ANSWERS)
     )
     about = json.loads(table.schema.metadata[KEY])
-    valid = torch.from_numpy(table["log_prob"].is_valid().to_numpy())
+    valid = {name: torch.from_numpy(table[name].is_valid().to_numpy()) for name in _READ}
     columns = {name: torch.from_numpy(table[name].to_numpy().copy()) for name in _READ}
     spans = _spans(table)
     by_group: dict[int, list[dict]] = defaultdict(list)
@@ -67,12 +67,14 @@ def read_step(run_dir: str | Path, step: int) -> StoredStep:
     groups = []
     for group_id, rows in by_group.items():
         span = next((span for (_, owner), span in spans.items() if owner == group_id), slice(0, 0))
-        groups.append(_group(rows, {name: column[span] for name, column in columns.items()}))
+        groups.append(
+            _group(rows, *({name: column[span] for name, column in part.items()} for part in (columns, valid)))
+        )
     updates = []
     for number, told in enumerate(about["optimizer_steps"]):
         ids = told.pop("groups")
         found = {i: spans.get((number, i), slice(0, 0)) for i in ids}
-        found = {i: at for i, at in found.items() if valid[at].all()}
+        found = {i: at for i, at in found.items() if valid["log_prob"][at].all()}
         scored = {i: (columns["log_prob"][at], columns["entropy"][at]) for i, at in found.items()}
         updates.append(StoredUpdate(ids, scored, told))
     return StoredStep(about["step"], about["config"], groups, updates)
@@ -86,15 +88,15 @@ def _spans(table: pa.Table) -> dict[tuple[int, int], slice]:
     return {tuple(owners[:, a].tolist()): slice(a, b) for a, b in zip(starts, ends, strict=True)}
 
 
-def _group(rows: Sequence[Mapping], tokens: Mapping[str, Tensor]) -> Group:
-    """The group whose answers and tokens these are."""
+def _group(rows: Sequence[Mapping], tokens: Mapping[str, Tensor], valid: Mapping[str, Tensor]) -> Group:
+    """The group whose answers and tokens these are; null is what is not valid, NaN is a number that was computed."""
 
     def named(prefix: str) -> dict[str, Tensor]:
         names = [name for name in rows[0] if name.startswith(prefix) and rows[0][name] is not None]
         return {name.removeprefix(prefix): torch.tensor([row[name] for row in rows]) for name in names}
 
     def known(name: str) -> Tensor | None:
-        return tokens[name] if len(tokens[name]) and not tokens[name].isnan().any() else None
+        return tokens[name] if len(tokens[name]) and valid[name].all() else None
 
     annotated = known("old_entropy") is not None
     return Group(
@@ -102,7 +104,7 @@ def _group(rows: Sequence[Mapping], tokens: Mapping[str, Tensor]) -> Group:
         row=rows[0]["row"],
         prompt_ids=torch.tensor(rows[0]["prompt_ids"], dtype=torch.long),
         response_ids=tokens["token_id"].long(),
-        log_probs=tokens["sampler_log_prob"].nan_to_num(0.0),
+        log_probs=torch.where(valid["sampler_log_prob"], tokens["sampler_log_prob"], 0.0),
         versions=tokens["policy_version"].long(),
         trainable=tokens["trainable"],
         offsets=torch.tensor([0, *(row["tokens"] for row in rows)]).cumsum(0),

@@ -8,7 +8,9 @@ import time
 from collections import defaultdict
 
 import torch
+from jaxtyping import Bool, Shaped
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from grpo_rl.losses.grpo import LOSSES
 from grpo_rl.monitor.metrics import time_metrics
@@ -78,6 +80,23 @@ class StepMeter:
             }
         metrics |= time_metrics(self.phases_s, step_s, sampled_tokens, self._trained_tokens)
         return metrics | {"memory/peak_gib": _peak_gib()}
+
+
+def by_group(tokens: TensorDictBase, values: Shaped[Tensor, "*K N"]) -> dict[int, Shaped[Tensor, "*K R"]]:
+    """Values of a micro-batch's N tokens on the CPU, by the id of the group whose R tokens they are of.
+
+    >>> from tensordict import TensorDict
+    >>> tokens = TensorDict(group_id=torch.tensor([7, 7, 2]), batch_size=[3])
+    >>> by_group(tokens, torch.tensor([0.5, 1.0, 2.0]))
+    {7: tensor([0.5000, 1.0000]), 2: tensor([2.])}
+    """
+    ids, sizes = tokens["group_id"].cpu().unique_consecutive(return_counts=True)
+    return dict(zip(ids.tolist(), values.detach().cpu().split(sizes.tolist(), dim=-1), strict=True))
+
+
+def clipped_at_all(terms: TensorDictBase) -> Bool[Tensor, " N"]:
+    """Which tokens met a bound of the surrogate, by what `GRPOLoss.terms` says of them."""
+    return torch.stack([value for name, value in terms.items() if name.startswith("clip_")]).any(0)
 
 
 def _peak_gib() -> float:

@@ -17,12 +17,13 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from grpo_rl.monitor.diagnosis import Explanation, Scene, Scored, all_gaps, diagnose, mass_kept
+from grpo_rl.monitor.meter import by_group
 from grpo_rl.rollout import Group
 
 JUMP = 2.0
 """Times the run's own floor at which a mismatch is looked into; what is looked into and can't be named is no alarm."""
 WINDOW = 20
-"""Steps whose median is the floor."""
+"""Steps whose median is the floor; what was looked into begins a new one."""
 NEGLIGIBLE = 1e-5
 """Nats that are nothing: fp32 rounds log-probabilities by a tenth of that, and ratios change by a thousandth of a %."""
 
@@ -37,7 +38,8 @@ class Mismatch:
     - Each step logs the difference on fresh weights, and apart from it that of stale tokens, by their age in versions.
     - The first steps of a run are looked into whatever the numbers are, since nothing is known of this machine's
       rounding yet; later ones where the difference doubles, or is above the bound.
-    - A fault that has a name stops the run, however small; what has none stops it above the bound.
+    - A fault that has a name stops the run, however small. What has none stops it above the bound, and so does a
+      difference of which it is only known that new answers don't have it, which is told below.
 
     Args:
         bound: mean |difference| on fresh weights that stops the run, in nats; None: nothing stops it, faults are told.
@@ -55,7 +57,7 @@ class Mismatch:
             raise ValueError(f"mismatch.bound is {bound}; it must be more than 0 nats, or null to stop for nothing")
         self._bound, self._first_tokens, self._max_staleness = bound, first_tokens, max_staleness
         self._history: deque[float] = deque(maxlen=WINDOW)
-        self._cleared, self._looked_at = 0.0, 0
+        self._looked_at = 0
         self._told: set[str] = set()
         self.begin()
 
@@ -75,9 +77,8 @@ class Mismatch:
             version: of the weights that the engine was given last.
         """
         by_id = {group.group_id: group for group in groups}
-        ids, sizes = tokens["group_id"].cpu().unique_consecutive(return_counts=True)
-        pieces = tokens["log_prob"].detach().float().cpu().split(sizes.tolist())
-        for group, piece in zip((by_id[i] for i in ids.tolist()), pieces, strict=True):
+        for group_id, piece in by_group(tokens, tokens["log_prob"].float()).items():
+            group = by_id[group_id]
             ages = torch.where(group.trainable, version - group.versions, -1)
             for age in ages.unique().tolist():
                 tokens_of_age = Scored(replace(group, trainable=ages == age), piece)
@@ -93,6 +94,8 @@ class Mismatch:
     def judge(self, scene: Scene) -> str | None:
         """Looks into the step where there is reason to, before its first optimizer step; what is to be told.
 
+        Log-probabilities that are not finite are left to the optimizer step, which finds out where they come from.
+
         Raises:
             MismatchError: a fault was found, or the difference is above the bound.
         """
@@ -106,10 +109,12 @@ class Mismatch:
             )
         if self._judged or not self._fresh:
             return None
-        self._judged = True
         gaps = all_gaps(self._fresh)
-        mean = gaps.mean().item() if gaps.isfinite().all() else math.inf
-        floor = max(median(self._history), self._cleared) if self._history else math.inf
+        if not gaps.isfinite().all():
+            return None
+        self._judged = True
+        mean = gaps.mean().item()
+        floor = median(self._history) if self._history else math.inf
         over = self._bound is not None and mean > self._bound
         if over:
             reason = f"more than mismatch.bound={self._bound:g}"
@@ -122,15 +127,15 @@ class Mismatch:
             return None
         self._looked_at += len(gaps)
         found = diagnose(scene, self._fresh, thorough=over or mean > JUMP * floor)
+        self._history = deque([mean], maxlen=WINDOW)
         if found.name == "unexplained" and not over:
-            self._history.append(mean)
-            self._cleared = mean
             return None
-        return self._tell(found, f"sampler and trainer differ by {mean:.3g} nats a token on fresh weights, {reason}: ")
+        what = f"sampler and trainer differ by {mean:.3g} nats a token on fresh weights, {reason}: "
+        return self._tell(found, what, stops=over or found.name != "stale_weights")
 
-    def _tell(self, found: Explanation, what: str = "") -> str | None:
+    def _tell(self, found: Explanation, what: str = "", stops: bool = True) -> str | None:
         self._found = found
-        if self._bound is not None:
+        if stops and self._bound is not None:
             raise MismatchError(f"{what}{found.text}. (mismatch.bound=null goes on nevertheless.)")
         if found.name in self._told:
             return None

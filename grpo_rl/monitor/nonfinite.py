@@ -16,8 +16,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
+from grpo_rl.monitor.diagnosis import forked_random_state
 from grpo_rl.optimizer import PolicyOptimizer
-from grpo_rl.policies.train import TrainPolicy, scored_micro_batches
+from grpo_rl.policies.train import TrainPolicy, scored_micro_batches, step_totals
 from grpo_rl.rollout import Group
 
 COMPUTED = ("log_prob", "entropy")
@@ -42,18 +43,21 @@ def first_nonfinite(
     """
     if broken := [name for name, x in policy.model.named_parameters() if not x.isfinite().all()]:
         return f"The weights themselves hold it: {broken[0]}, {len(broken)} in all."
-    # Each group by itself: there is nothing to split a step's only group into.
-    batching = {**batching, "count": None}
-    devices = [policy.device] if policy.device.type == "cuda" else []
-    for group in batch:
-        optimizer.clear_gradients()
-        # Compiled modules would not call our hooks; and a run that goes on draws as if nothing had been looked for.
-        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), _watched(policy.model) as seen:
-            found = _in_group(policy, loss, optimizer, group, batching, seen)
-        if found:
+    masks = {name: batching[name] for name in ("mask_truncated", "top_entropy_fraction") if name in batching}
+    # Each group by itself, with the weights that its tokens have in the step; there is nothing to split it into.
+    batching = {**batching, "count": None, "totals": step_totals(batch, **masks)}
+    try:
+        for group in batch:
             optimizer.clear_gradients()
-            return f"It comes from {describe(group)}: {found}."
-    optimizer.clear_gradients()
+            # A run that goes on draws as if nothing had been looked for.
+            with forked_random_state(), _watched(policy.model) as seen:
+                found = _in_group(policy, loss, optimizer, group, batching, seen)
+            if found:
+                return f"It comes from {describe(group)}: {found}."
+    except torch.OutOfMemoryError:
+        return "Where it comes from could not be traced: out of memory."
+    finally:
+        optimizer.clear_gradients()
     return f"None of the {len(batch)} groups has it by itself: it is their sum that overflows, or a compiled kernel."
 
 
@@ -65,8 +69,10 @@ def _in_group(
     batching: Mapping[str, Any],
     seen: dict[str, str],
 ) -> str | None:
+    # On-policy, what the trainer said before is a copy of what it says now.
+    computed = (*COMPUTED, "old_log_prob") if batching.get("on_policy") else COMPUTED
     for tokens in scored_micro_batches(policy, [group], **batching):
-        given = [name for name in tokens.keys() if name not in COMPUTED]
+        given = [name for name in tokens.keys() if name not in computed]
         if place := _place(tokens, given, group):
             return f"{place}, which was not finite before it was scored"
         if place := _place(tokens, COMPUTED, group):
@@ -123,9 +129,16 @@ def _watched(model: torch.nn.Module) -> Iterator[dict[str, str]]:
 
     # A module's hook is called before that of the module around it: the innermost is the first to be seen.
     hooks = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules() if name]
+    # What is inside a compiled module would not call its hooks. All else stays compiled: without its kernel the
+    # attention takes memory that there may not be.
+    compiled = [(module, module._compiled_call_impl) for module in model.modules()]
     try:
+        for module, _ in compiled:
+            module._compiled_call_impl = None
         yield seen
     finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
         for hook in hooks:
             hook.remove()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pandas as pd
 import pyarrow.parquet as pq
@@ -40,7 +41,8 @@ def group_of(group_id, lengths, advantages, **changes):
 def log_step(run_dir, groups, updates=None, loss=None, step=1, shift=0.0, **settings):
     """Plays a collection's optimizer steps, each on the groups given, and writes it."""
     loss = loss or GRPOLoss()
-    log = LineageLog(run_dir, json.dumps({"loss": {"clip_low": 0.2}, "policy": {}}), loss)
+    config = {"loss": {"mask_truncated": settings.get("mask_truncated", False)}, "policy": {}}
+    log = LineageLog(run_dir, json.dumps(config), loss)
     for batch in updates or [groups]:
         log.begin(batch)
         for tokens in scored_micro_batches(Said(shift), batch, 8, skip_zero_advantage=True, **settings):
@@ -85,6 +87,15 @@ def test_each_reason_for_no_gradient_is_named(tmp_path):
     ]  # fmt: skip
 
 
+def test_the_first_reason_that_applies_is_named_of_groups_that_were_not_scored_too(tmp_path):
+    alike = group_of(
+        0, [2, 2], [0, 0], truncated=torch.tensor([True, False]), trainable=torch.tensor([True, False, True, True])
+    )
+    rows = log_step(tmp_path, [alike], mask_truncated=True)
+    assert rows["log_prob"].isna().all()
+    assert rows["mask_reason"].tolist() == ["truncated", "tool", *["zero_advantage_group"] * 2]
+
+
 def test_a_group_that_was_not_scored_has_null_where_the_trainer_would_speak(tmp_path):
     rows = log_step(tmp_path, [group_of(0, [2, 1], [1, -1]), group_of(1, [1, 1], [0, 0])])
     skipped = rows[rows["group_id"] == 1]
@@ -124,6 +135,35 @@ def test_groups_come_back_as_they_were(tmp_path):
     assert torch.equal(log_prob, plain.log_probs + 0.125) and torch.equal(entropy, plain.response_ids.float())
 
 
+def test_a_number_that_is_not_finite_comes_back_and_hides_no_other(tmp_path):
+    group = group_of(0, [2, 1], [1, -1])
+    group = group.with_ref_log_probs(torch.tensor([-1.0, math.nan, -2.0]))
+    group = replace(group, log_probs=torch.tensor([math.nan, -1.0, -1.0]))
+    log_step(tmp_path, [group])
+    (back,) = read_step(tmp_path, 1).groups
+    assert torch.equal(back.ref_log_probs.nan_to_num(7.0), torch.tensor([-1.0, 7.0, -2.0]))
+    assert torch.equal(back.log_probs.nan_to_num(7.0), torch.tensor([7.0, -1.0, -1.0]))
+
+
+def test_of_a_step_that_was_cut_short_what_optimizer_steps_took_is_stored(tmp_path):
+    first, second = group_of(0, [1, 1], [1, -1]), group_of(1, [2, 1], [1, -1])
+    log_step(tmp_path, None, updates=[[first], [second], [first]])
+    stored = read_step(tmp_path, 1)
+    assert [group.group_id for group in stored.groups] == [0, 1] and len(stored.updates) == 3
+
+
+def test_a_measure_that_no_answer_of_the_first_step_has_is_there_as_the_page_reads_them(tmp_path):
+    code = (Path(__file__).parents[2] / "docs" / "lineage.md").read_text().split("```python\n")[1].split("```")[0]
+    group = group_of(0, [1, 1], [1, -1])
+    log_step(tmp_path, [group], step=1)
+    log_step(tmp_path, [replace(group, measures={"words": torch.tensor([3.0, 4.0])})], step=2)
+    names: dict = {"run": tmp_path}
+    exec(compile(code, "docs/lineage.md", "exec"), names)  # our own page, not data
+    answers = names["answers"]
+    assert answers["step"].tolist() == [1, 1, 2, 2]
+    assert answers["measure_words"].fillna(-1).tolist() == [-1, -1, 3, 4]
+
+
 def test_a_group_that_no_optimizer_step_took_is_stored_too(tmp_path):
     trained, left = group_of(0, [1, 1], [1, -1]), group_of(1, [2, 1], [1, -1])
     rows = log_step(tmp_path, [trained, left], updates=[[trained]])
@@ -136,7 +176,7 @@ def test_the_loss_of_each_optimizer_step_and_the_settings_are_in_the_metadata(tm
     group = group_of(0, [1, 1], [1, -1])
     log_step(tmp_path, [group], updates=[[group], [group]])
     about = json.loads(pq.read_schema(tmp_path / TOKENS / "step_000001.parquet").metadata[KEY])
-    assert about["config"] == {"loss": {"clip_low": 0.2}, "policy": {"kl_coef": 0.0}}
+    assert about["config"] == {"loss": {"mask_truncated": False}, "policy": {"kl_coef": 0.0}}
     told = about["optimizer_steps"]
     assert [(t["loss_objective"], t["grad_norm"], t["lr"]) for t in told] == [(0.0, 1.5, 0.1)] * 2  # -(1 - 1) / 2
 

@@ -15,6 +15,8 @@ from transformers import AutoTokenizer
 
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
+from grpo_rl.monitor.lineage import stored_steps
+from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.monitor.nonfinite import first_nonfinite
 from grpo_rl.optimizer import NonFiniteError, PolicyOptimizer
@@ -107,6 +109,43 @@ def test_inside_compiled_modules_too(model):
     assert found.endswith("in the output of model.layers.0.mlp.act_fn.")
 
 
+def test_while_a_step_is_looked_into_other_kernels_stay_compiled(model):
+    step, compiled = Step(model, torch.bfloat16, compile=True), []
+
+    @torch.compile(backend="eager")
+    def attend(x):
+        return x + int(torch.compiler.is_compiling())
+
+    attention = step.policy.model.get_submodule("model.layers.0.self_attn")
+    attention.register_forward_hook(lambda *_: compiled.append(attend(torch.zeros(())).item()))
+    calls = [module._compiled_call_impl for module in step.policy.model.modules()]
+    step.explain()
+    assert set(compiled) == {1}
+    assert any(calls) and calls == [module._compiled_call_impl for module in step.policy.model.modules()]
+
+
+def test_running_out_of_memory_over_it_does_not_hide_the_step_that_failed(model):
+    step = Step(model)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    step.policy.model.get_submodule("model.layers.0.mlp").register_forward_hook(full)
+    assert step.explain() == "Where it comes from could not be traced: out of memory."
+
+
+def test_each_group_is_looked_at_with_the_weights_of_the_whole_step(model):
+    step, weights = Step(model), []
+
+    class Watched(GRPOLoss):
+        def forward(self, tokens):
+            weights.append(tokens["weight"].sum().item())
+            return super().forward(tokens)
+
+    first_nonfinite(step.policy, Watched(), step.optimizer, step.batch, BATCHING, str)
+    assert weights == pytest.approx([1 / 3] * 3)  # three groups of equally many answers, whose weights sum to 1
+
+
 def test_where_the_gradient_alone_is_not_finite_the_layer_is_that_nearest_to_the_loss(model):
     step = Step(model)
 
@@ -152,32 +191,51 @@ def test_where_no_group_has_it_alone_that_is_said_and_no_trace_is_left(model):
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_the_script_names_the_question_at_once_and_stops_where_it_goes_on(model, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("whose", ["sampler_log_prob", "log_prob"])
+def test_the_script_names_the_question_at_once_and_stops_where_it_goes_on(model, whose, tmp_path, monkeypatch, capsys):
     rows = [{"question": f"How much is {i} + {i}?", "answer": f"#### {2 * i}"} for i in range(4)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     generate = TransformersEngine.generate
     (three,) = AutoTokenizer.from_pretrained(model)("3", add_special_tokens=False)["input_ids"]
 
-    def broken(engine, prompts, n, sampling):
+    def broken_sampler(engine, prompts, n, sampling):
         samples = generate(engine, prompts, n, sampling)
         for prompt, s in zip(prompts, samples, strict=True):
             if three in prompt:
                 s.log_probs[0] = math.nan
         return samples
 
-    monkeypatch.setattr(TransformersEngine, "generate", broken)
+    scored = TrainPolicy.score
+
+    def broken_trainer(policy, groups):
+        log_prob, entropy = scored(policy, groups)
+        bad = torch.cat([torch.full((len(g.response_ids),), three in g.prompt_ids) for g in groups])
+        return torch.where(bad, math.nan, log_prob), entropy
+
+    if whose == "log_prob":
+        monkeypatch.setattr(TrainPolicy, "score", broken_trainer)
+    else:
+        monkeypatch.setattr(TransformersEngine, "generate", broken_sampler)
     monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
     overrides = [
         f"model.name={model}", f"env.path={tmp_path / 'train.jsonl'}", "env.system_prompt=null", "env.repeats=4",
         "env.num_envs=4", "env.reward.reasoning_pattern='[0-9]'", "train.optim_batch_size=16", "evaluate.rows=0",
         "train.total_dialog_turns=160", "train.max_bad_steps=2", "inference_model.engine=transformers",
         "inference_model.max_model_len=64", "sampling.max_new_tokens=8", "policy.entropy_coef=0.01",
-        "mismatch.bound=null",
+        "train.lineage=true",
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={tmp_path / 'run'}"])
-    message = r"2 steps in a row: .*row 3, 'How much is 3 \+ 3\?'\): sampler_log_prob of token 0"
+    message = rf"2 steps in a row: .*row 3, 'How much is 3 \+ 3\?'\): {whose} of token 0"
     with pytest.raises(NonFiniteError, match=message):
         runpy.run_path(str(SCRIPT), run_name="__main__")
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("An optimizer step of step 1 is left out: ") == 1 and "How much is 3 + 3?" in said
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
+    # The step that stopped the run has its lineage too, in which NaN is a number and null is not.
+    assert stored_steps(tmp_path / "run") == [1, 2]
+    stored = read_step(tmp_path / "run", 2)
+    (update,) = stored.updates
+    said = {"log_prob": {i: log_prob for i, (log_prob, _) in update.scored.items()},
+            "sampler_log_prob": {group.group_id: group.log_probs for group in stored.groups}}  # fmt: skip
+    assert {group.row for group in stored.groups if said[whose][group.group_id].isnan().any()} == {3}
+    assert len(update.scored) == len(stored.groups) == 4
