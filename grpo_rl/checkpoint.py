@@ -27,6 +27,16 @@ MAY_DIFFER = (
 """Config keys that a resumed run may change: none of them touches what is computed."""
 
 
+def seed_rng(seed: int) -> None:
+    """Seeds every generator that training draws from.
+
+    As ``transformers.set_seed``, whose import brings peft and bitsandbytes along where they are installed.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def rng_state() -> dict:
     """State of every generator that training draws from, as plain tensors, numbers and lists."""
     version, words, gauss = random.getstate()

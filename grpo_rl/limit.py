@@ -3,9 +3,10 @@ r"""What a step would take at this machine's measured best: the floor behind ``l
 A floor counts the matrix products of a step, those of causal attention included, and the weights that have to come from
 memory. It leaves out what should be small beside them (element-wise work, the optimizer, rewards), and counts every
 response token in full, though an answer's last one need not be fed back: with answers of a few dozen tokens and more,
-the fraction is below 1 even where nothing is wasted. The counts are those of dense models, all of whose parameters are
-trained: an expert that a token does not visit would be counted as work. Source of the counts: PaLM, appendix B,
-https://arxiv.org/abs/2204.02311, but with the keys that a token sees rather than all.
+the fraction is below 1 even where nothing is wasted. The counts are those of dense models: an expert that a token does
+not visit would be counted as work. What adapters add to products and reads is left out, being small beside the weights
+that they adapt. Source of the counts: PaLM, appendix B, https://arxiv.org/abs/2204.02311, but with the keys that a
+token sees rather than all.
 
 Letters: N parameters of the trunk, H hidden size, V vocabulary, A query heads times their size; P prompt tokens of a
 group, R its response tokens, of all answers together; K keys that tokens see, summed over tokens and layers.
@@ -36,7 +37,7 @@ class ModelSizes:
         vocab: V.
         attention: A, query heads times their size.
         decode_bytes: weights that each decoding step reads: trunk and head, not the embedding's table.
-        parameter_bytes: all weights, tied ones once: what a push sends.
+        pushed_bytes: what every push sends: all weights, tied ones once, or adapters alone.
         windows: of each layer, how many positions back a token sees, its own included; None: all.
         trained: share of the weights that have a gradient: a frozen one's is not computed.
     """
@@ -46,15 +47,21 @@ class ModelSizes:
     vocab: int
     attention: int
     decode_bytes: int
-    parameter_bytes: int
+    pushed_bytes: int
     windows: tuple[int | None, ...]
     trained: float = 1.0
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> ModelSizes:
-        """The sizes of a transformers model, in the dtype it has now."""
+    def of(cls, model: PreTrainedModel, pushes_adapters: bool = False) -> ModelSizes:
+        """The sizes of a transformers model, in the dtype it has now.
+
+        Args:
+            pushes_adapters: they alone travel, beside a base that went with the first push; else they are merged.
+        """
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        trunk = [p for p in model.parameters() if p is not embedding and p is not head]
+        base = [p for name, p in model.named_parameters() if ".lora_" not in name]
+        adapters = [p for name, p in model.named_parameters() if ".lora_" in name]
+        trunk = [p for p in base if p is not embedding and p is not head]
         vocab, hidden = head.shape
         config = model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -66,7 +73,7 @@ class ModelSizes:
             vocab=vocab,
             attention=config.num_attention_heads * head_dim,
             decode_bytes=sum(map(_numel, [*trunk, head])) * model.dtype.itemsize,
-            parameter_bytes=sum(map(_numel, model.parameters())) * model.dtype.itemsize,
+            pushed_bytes=sum(map(_numel, adapters if pushes_adapters else base)) * model.dtype.itemsize,
             windows=tuple(window if layer == "sliding_attention" else None for layer in layers),
             trained=sum(_numel(p) for p in [*trunk, head] if p.requires_grad) / sum(map(_numel, [*trunk, head])),
         )
@@ -74,7 +81,7 @@ class ModelSizes:
     def keys_seen(self, start: int, end: int) -> int:
         """By the tokens of a sequence from position ``start`` up to ``end``, in all layers.
 
-        >>> sizes = ModelSizes(1, 1, 1, attention=1, decode_bytes=1, parameter_bytes=1, windows=(None, 2))
+        >>> sizes = ModelSizes(1, 1, 1, attention=1, decode_bytes=1, pushed_bytes=1, windows=(None, 2))
         >>> sizes.keys_seen(0, 3), sizes.keys_seen(2, 3)  # 1 + 2 + 3 and 1 + 2 + 2; 3 and 2
         (11, 5)
         """
@@ -101,7 +108,7 @@ def floors_s(
       the responses or, where that takes longer, reading the weights once for every token of the longest answer;
     - ``score``: $2N(P + R) + 2HVR + 4AK$ where a reference has scored them, else 0;
     - ``train``: three times as much in each epoch, twice where weights are frozen;
-    - ``sync``: the weights read once and written once.
+    - ``sync``: what is pushed read once and written once.
 
     Args:
         skip_zero_advantage: groups whose answers were rewarded alike are not trained on.
@@ -112,7 +119,7 @@ def floors_s(
     6·100·9 + 6·40·5 = 6600 operations.
 
     >>> from grpo_rl.testing import random_group
-    >>> sizes = ModelSizes(100, hidden=4, vocab=10, attention=0, decode_bytes=280, parameter_bytes=280, windows=())
+    >>> sizes = ModelSizes(100, hidden=4, vocab=10, attention=0, decode_bytes=280, pushed_bytes=280, windows=())
     >>> floors_s([random_group(prompt=4, lengths=[3, 2])], sizes, Rates(gemm_flops_per_s=1000, bytes_per_s=70))
     {'sample': 12.8, 'score': 0.0, 'train': 6.6, 'sync': 8.0}
     """
@@ -142,7 +149,7 @@ def floors_s(
         "score": (forward(scored) + forward(annotated)) / flops_per_s,
         # The backward multiplies twice for each product of the forward: for the input's gradient and the weight's.
         "train": (2 + sizes.trained) * epochs * forward(trained) / flops_per_s,
-        "sync": 2 * sizes.parameter_bytes / rates.bytes_per_s,
+        "sync": 2 * sizes.pushed_bytes / rates.bytes_per_s,
     }
 
 
@@ -202,6 +209,7 @@ class StepLimit:
         epochs: passes over each collection.
         skip_zero_advantage: groups whose answers were rewarded alike are not trained on.
         inference_devices: that sample side by side.
+        pushes_adapters: they alone travel, see :meth:`ModelSizes.of`.
         rates: to go by instead, whatever a step shows; a benchmark measures its own.
     """
 
@@ -211,9 +219,10 @@ class StepLimit:
         epochs: int = 1,
         skip_zero_advantage: bool = False,
         inference_devices: int = 1,
+        pushes_adapters: bool = False,
         rates: Rates | None = None,
     ) -> None:
-        self.sizes = ModelSizes.of(model)
+        self.sizes = ModelSizes.of(model, pushes_adapters)
         self._work = {
             "epochs": epochs,
             "skip_zero_advantage": skip_zero_advantage,

@@ -17,7 +17,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.panel import Panel
 from tensordict import TensorDictBase
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_rl import checkpoint
 from grpo_rl.build import make_loss, make_sampling, micro_batching, total_steps
@@ -180,7 +180,9 @@ class Run:
         Takes about a second the first time, while no engine holds the machine's memory yet.
         """
         skips = micro_batching(self.cfg)["skip_zero_advantage"]
-        self._limit = StepLimit(model, self.cfg.train.epochs, skips, len(devices.inference))
+        lora, engines = self.cfg.train_model.lora, len(devices.inference)
+        beside = bool(lora.rank) and lora.push == "adapter"
+        self._limit = StepLimit(model, self.cfg.train.epochs, skips, engines, pushes_adapters=beside)
 
     def attach(
         self,
@@ -199,7 +201,7 @@ class Run:
         self._policy, self._optimizer, self._weights, self._engine = policy, optimizer, weights, engine
         if not self._restored:
             # After the parts are built: what building them draws is not the run's.
-            set_seed(self.cfg.train.seed)
+            checkpoint.seed_rng(self.cfg.train.seed)
             return
         path, state = self._restored
         weights.check_base(state["base"])  # a checkpoint of adapters does not hold what they were trained on

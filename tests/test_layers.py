@@ -17,7 +17,7 @@ LAYERS = [
     {"losses", "advantages", "rollout", "devices", "envs", "fingerprint", "allocator"},
     {"policies", "engines", "buffer"},
     {"optimizer", "models", "rates", "limit", "parallel", "schedules"},
-    {"collectors", "weights", "evaluate", "checkpoint", "monitor", "run", "build", "testing"}
+    {"collectors", "weights", "evaluate", "checkpoint", "monitor", "run", "run_folder", "build", "testing"}
     | {"batches", "replay", "replay_table"},
     {"sota", "cli", "config"},
 ]
@@ -27,7 +27,12 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 ONLY_ROOMS = {"envs": {"keys", "rollout"}, "losses": {"keys"}}
 ONLY_LIBRARIES = {"losses": {"torch", "tensordict", "torchrl", "jaxtyping"}}
 # Libraries that only files or folders with these beginnings may import.
-ONLY_IN = {"vllm": ("grpo_rl/engines/vllm",), "hydra": ("sota/", "grpo_rl/cli.py", "config/")}
+ONLY_IN = {
+    "vllm": ("grpo_rl/engines/vllm",),
+    "hydra": ("sota/", "grpo_rl/cli.py", "config/"),
+    "peft": ("grpo_rl/policies/lora.py",),
+    "bitsandbytes": ("grpo_rl/policies/lora.py",),
+}
 
 
 def python_files(root: Path) -> list[Path]:
@@ -156,6 +161,8 @@ def test_every_file_is_looked_at_once():
         ("grpo_rl/run.py", "from grpo_rl.testing import random_group", "imports testing, which is for tests"),
         ("sota/grpo.py", "from vllm import LLM", "imports vllm, which only grpo_rl/engines/vllm may"),
         ("grpo_rl/run.py", "import hydra.utils", "imports hydra, which only sota/ grpo_rl/cli.py config/ may"),
+        ("grpo_rl/run.py", "import bitsandbytes", "imports bitsandbytes, which only grpo_rl/policies/lora.py may"),
+        ("config/__init__.py", "from peft import LoraConfig", "imports peft, which only grpo_rl/policies/lora.py may"),
         ("sota/grpo.py", "from envs.gsm8k import GSM8K", "imports envs.gsm8k; it is grpo_rl.envs.gsm8k"),
         ("grpo_rl/utils.py", "", "utils has no layer"),
     ],

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 
 from grpo_rl import limit
 from grpo_rl.limit import ModelSizes, StepLimit, floors_s, limit_metrics, of_distinct_tokens
+from grpo_rl.policies.lora import LoRA, add_adapters, load_quantized
 from grpo_rl.rates import Rates
 from grpo_rl.testing import random_group, save_tiny_model
 
-SIZES = ModelSizes(trunk=100, hidden=4, vocab=10, attention=0, decode_bytes=280, parameter_bytes=300, windows=())
+SIZES = ModelSizes(trunk=100, hidden=4, vocab=10, attention=0, decode_bytes=280, pushed_bytes=300, windows=())
 UNIT = Rates(gemm_flops_per_s=1.0, bytes_per_s=1e9)
 """Memory is no hindrance, and seconds are operations."""
 
@@ -34,7 +35,31 @@ def test_sizes_count_a_tied_head_once_and_the_embedding_not_at_all(tied):
     table = 11 * 8
     assert (sizes.trunk, sizes.hidden, sizes.vocab) == (trunk, 8, 11)
     assert sizes.decode_bytes == 2 * (trunk + table)
-    assert sizes.parameter_bytes == 2 * (trunk + table * (1 if tied else 2))
+    assert sizes.pushed_bytes == 2 * (trunk + table * (1 if tied else 2))
+
+
+def test_adapters_are_left_out_but_where_they_alone_are_pushed_and_a_frozen_trunk_is_four_operations():
+    pytest.importorskip("peft")
+    plain = ModelSizes.of(LlamaForCausalLM(config()).bfloat16())
+    model = add_adapters(LlamaForCausalLM(config()).bfloat16(), LoRA(rank=3, targets=["q_proj"]))
+    merged, beside = (ModelSizes.of(model, pushes_adapters) for pushes_adapters in (False, True))
+    assert merged == replace(plain, trained=0.0)
+    # 2 bytes each, in 2 layers: A is 3·8, B is 8·3.
+    assert beside == replace(merged, pushed_bytes=2 * 2 * (3 * 8 + 8 * 3))
+    step = StepLimit(model, pushes_adapters=True, rates=UNIT)
+    assert step.sizes == beside
+    assert floors_s([random_group(prompt=4, lengths=[3, 2])], replace(SIZES, trained=0.0), UNIT)["train"] == (
+        4 * 100 * 9 + 4 * 40 * 5
+    )
+
+
+def test_four_bit_weights_are_counted_as_the_numbers_that_they_stand_for(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    folder = save_tiny_model(tmp_path)
+    model = load_quantized(folder, "nf4", torch.bfloat16, "cpu")
+    assert model.get_parameter("model.layers.0.self_attn.q_proj.weight").numel() == 64 * 64 // 2
+    # A layer: queries 64·64, keys and values 64·32 each, output 64·64, three matrices 64·96 of the MLP, two norms.
+    assert ModelSizes.of(model).trunk == 2 * (4096 + 2048 + 2048 + 4096 + 3 * 6144 + 128) + 64
 
 
 def test_training_is_six_operations_a_trunk_parameter_and_token_and_the_head_on_responses_only():

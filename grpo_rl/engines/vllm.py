@@ -69,7 +69,7 @@ class VLLMEngine:
         adapter_targets: last names of the layers that it adapts, as the checkpoint has them.
 
     Raises:
-        ValueError: vLLM refuses the model or the settings.
+        ValueError: vLLM refuses the model or the settings, or has no kernels for adapters in this dtype.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class VLLMEngine:
             use_tqdm_on_load=False,
             worker_extension_cls=f"{__name__}.{WeightReceiver.__name__}",
             **(gpu_settings if on_gpu else cpu_settings()),
-            **(adapter_settings(adapter_rank, adapter_targets) if self.takes_adapters else {}),
+            **(adapter_settings(adapter_rank, adapter_targets, self.dtype, on_gpu) if self.takes_adapters else {}),
         )
         # vLLM freezes the garbage collector's view of what exists, to spare an engine's own process work. Here that
         # takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.

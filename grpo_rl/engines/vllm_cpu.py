@@ -47,11 +47,12 @@ def refresh_heads(model: torch.nn.Module) -> None:
         cast(Any, head.quant_method).process_weights_after_loading(head)
 
 
-def packed_heads(model: torch.nn.Module) -> Iterator[ParallelLMHead]:
+def packed_heads(model: torch.nn.Module) -> Iterator[VocabParallelEmbedding]:
     """The heads that multiply by a packed copy of their weight; none on a GPU."""
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-            yield module
+    tables = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    # Some models, like Gemma 2, have no head of their own and multiply by the embedding.
+    heads = [table for table in tables if isinstance(table, ParallelLMHead)] or tables
+    return (head for head in heads if hasattr(head, "cpu_linear"))
 
 
 def read_by_product(module: LinearBase | VocabParallelEmbedding, columns: int, dtype: torch.dtype) -> Tensor:

@@ -24,8 +24,17 @@ RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
 _ID = 1
 
 
-def adapter_settings(rank: int, targets: Sequence[str]) -> dict[str, Any]:
-    """Further arguments of `vllm.LLM`: one slot for one adapter of these layers."""
+def adapter_settings(rank: int, targets: Sequence[str], dtype: torch.dtype, on_gpu: bool) -> dict[str, Any]:
+    """Further arguments of `vllm.LLM`: one slot for one adapter of these layers.
+
+    Raises:
+        ValueError: the GPU's kernels for adapters don't take the dtype.
+    """
+    if on_gpu and dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"train_model.lora.push=adapter with {dtype}: on a GPU vLLM multiplies by adapters in bfloat16 or float16 "
+            "alone; set train_model.dtype=bfloat16 or train_model.lora.push=merged"
+        )
     slot = min(size for size in RANKS if size >= rank)
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot, "lora_target_modules": list(targets)}
 

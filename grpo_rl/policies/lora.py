@@ -6,11 +6,12 @@ Letters: r rank, E inputs and F outputs of a linear layer.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -18,12 +19,15 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 ALL_LINEAR = "all-linear"
-QUANTIZATIONS = ("nf4", "fp4", "int8")
 Quantization = Literal["nf4", "fp4", "int8"]
 MAX_PUSHED_RANK = 512
 """The largest rank for which vLLM has adapter slots."""
 _ADAPTER = "default"
 """peft's own name for an adapter that was given none."""
+
+# peft imports bitsandbytes where it is installed, for a model in full precision too. It warns of a kernel that it could
+# not fetch, and in every call of every int8 layer that inputs are rounded.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,6 @@ class LoRA:
     Raises:
         ValueError: a setting is out of range, or peft is not installed.
 
-    >>> LoRA(rank=16).scale
-    2.0
     >>> LoRA(rank=16, targets="q_proj")
     Traceback (most recent call last):
     ValueError: train_model.lora.targets is 'q_proj'; give a list of names, as in [q_proj], or all-linear
@@ -62,49 +64,29 @@ class LoRA:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_lora(self.rank, self.alpha, self.dropout, self.targets, self.push, self.export)
-
-    @property
-    def scale(self) -> float:
-        """Factor on what is learnt."""
-        return self.alpha / (self.rank or 1)
-
-
-def check_lora(
-    rank: Any,
-    alpha: Any = 32,
-    dropout: Any = 0.0,
-    targets: Any = ALL_LINEAR,
-    push: Any = "merged",
-    export: Any = "merged",
-) -> None:
-    """Refuses settings that :class:`LoRA` can't be made of.
-
-    Raises:
-        ValueError: one is out of range, or peft is not installed.
-    """
-    if isinstance(rank, bool) or not isinstance(rank or 0, int) or (rank or 0) < 0:
-        raise ValueError(f"train_model.lora.rank is {rank}; it must be a whole number, 0 for no adapters")
-    if not isinstance(alpha, int | float) or not 0 < alpha < float("inf"):
-        raise ValueError(f"train_model.lora.alpha is {alpha}; it must be more than 0, usually 32")
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise ValueError(f"train_model.lora.dropout is {dropout}; it must be at least 0 and less than 1")
-    named = isinstance(targets, Sequence) and not isinstance(targets, str)
-    if targets != ALL_LINEAR and not (named and targets and all(isinstance(target, str) for target in targets)):
-        example = targets if isinstance(targets, str) else "q_proj"
-        raise ValueError(
-            f"train_model.lora.targets is {targets!r}; give a list of names, as in [{example}], or {ALL_LINEAR}"
-        )
-    for name, value in {"push": push, "export": export}.items():
-        if value not in ("merged", "adapter"):
-            raise ValueError(f"train_model.lora.{name} is {value!r}; it can be merged or adapter")
-    if rank and push == "adapter" and rank > MAX_PUSHED_RANK:
-        raise ValueError(
-            f"train_model.lora.rank is {rank}, and vLLM holds adapters of rank {MAX_PUSHED_RANK} at most; lower it or "
-            "set train_model.lora.push=merged"
-        )
-    if rank:
-        _need("peft", "train_model.lora.rank", "lora")
+        rank, alpha, dropout, targets = self.rank, self.alpha, self.dropout, self.targets
+        if isinstance(rank, bool) or not isinstance(rank or 0, int) or (rank or 0) < 0:
+            raise ValueError(f"train_model.lora.rank is {rank}; it must be a whole number, 0 for no adapters")
+        if not isinstance(alpha, int | float) or not 0 < alpha < float("inf"):
+            raise ValueError(f"train_model.lora.alpha is {alpha}; it must be more than 0, usually 32")
+        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+            raise ValueError(f"train_model.lora.dropout is {dropout}; it must be at least 0 and less than 1")
+        named = isinstance(targets, Sequence) and not isinstance(targets, str)
+        if targets != ALL_LINEAR and not (named and targets and all(isinstance(target, str) for target in targets)):
+            example = targets if isinstance(targets, str) else "q_proj"
+            raise ValueError(
+                f"train_model.lora.targets is {targets!r}; give a list of names, as in [{example}], or {ALL_LINEAR}"
+            )
+        for name, value in {"push": self.push, "export": self.export}.items():
+            if value not in ("merged", "adapter"):
+                raise ValueError(f"train_model.lora.{name} is {value!r}; it can be merged or adapter")
+        if rank and self.push == "adapter" and rank > MAX_PUSHED_RANK:
+            raise ValueError(
+                f"train_model.lora.rank is {rank}, and vLLM holds adapters of rank {MAX_PUSHED_RANK} at most; lower "
+                "it or set train_model.lora.push=merged"
+            )
+        if rank:
+            _need("peft", "train_model.lora.rank", "lora")
 
 
 def check_quantization(quantization: str | None, lora: LoRA, compiled: bool | None) -> None:
@@ -115,14 +97,19 @@ def check_quantization(quantization: str | None, lora: LoRA, compiled: bool | No
     """
     if quantization is None:
         return
-    if quantization not in QUANTIZATIONS:
+    if quantization not in (kinds := get_args(Quantization)):
         raise ValueError(
-            f"train_model.quantization is {quantization!r}; it can be null, {', '.join(QUANTIZATIONS)} (4, 4, 8 bits)"
+            f"train_model.quantization is {quantization!r}; it can be null, {', '.join(kinds)} (4, 4, 8 bits)"
         )
     if not lora.rank:
         raise ValueError(
             f"train_model.quantization={quantization} without adapters: weights of so few bits can't be trained; set "
             "train_model.lora.rank, or quantization=null"
+        )
+    if quantization == "int8" and torch.cuda.is_available():
+        raise ValueError(
+            "train_model.quantization=int8 on a GPU: bitsandbytes rounds the layers' inputs to 8 bits there, the "
+            "engine does not, and how far they then differ was never measured; use nf4"
         )
     if compiled:
         raise ValueError(
@@ -230,13 +217,13 @@ def factors(layer: Any) -> tuple[Float[Tensor, "r E"], Float[Tensor, "F r"]]:
 def adapters_off(model: PreTrainedModel) -> Iterator[None]:
     """Meanwhile the model is its base, in evaluation mode."""
     training = model.training
-    model.disable_adapters()
-    model.eval()
-    for module in model.modules():
-        # On a CPU bitsandbytes packs a 4-bit weight anew, rounding its scales, when it is first read in this mode.
-        if type(module).__module__.startswith("bitsandbytes."):
-            module.train()
     try:
+        model.disable_adapters()
+        model.eval()
+        for module in model.modules():
+            # On a CPU bitsandbytes packs a 4-bit weight anew, rounding its scales, when it is first read in this mode.
+            if type(module).__module__.startswith("bitsandbytes."):
+                module.train()
         yield
     finally:
         model.enable_adapters()
@@ -282,6 +269,9 @@ def base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _dequantized(model: torch.nn.Module, name: str, parameter: Tensor) -> Tensor:
     if type(parameter).__name__ not in ("Params4bit", "Int8Params"):
         return parameter.detach()
-    from peft.utils.integrations import dequantize_module_weight
+    from peft.utils.integrations import dequantize_bnb_weight
 
-    return dequantize_module_weight(model.get_submodule(name.rpartition(".")[0])).detach()
+    # peft's dequantize_module_weight, which asks for less, also replaces the weight on a CPU: in 8 bits by one without
+    # its scales once there was a forward.
+    state = getattr(model.get_submodule(name.rpartition(".")[0]), "state", None)
+    return dequantize_bnb_weight(parameter, state).detach()  # pyright: ignore[reportArgumentType]

@@ -22,7 +22,8 @@ class WeightSync:
     """Pushes a model's parameters into an engine under ever higher versions; every push is proven.
 
     A model with adapters is sent as the engine takes it: merged, a tensor at a time, or the adapters alone, beside a
-    base that travels with the first push. No second copy of the weights is made.
+    base that travels with the first push. No second copy of the weights is made here; vLLM, which fuses some layers,
+    holds the tensors of each until they are all there.
 
     Args:
         model: the trainer's, whose parameter names are the checkpoint's. Tied weights travel once.
@@ -44,14 +45,23 @@ class WeightSync:
             WeightDeliveryError: the engine computes with something else than what was sent.
         """
         self.version += 1
-        self._engine.update_weights(self._weights(frozen=not self._has_base), self.version)
-        self._verify(frozen=not self._has_base)
+        sent: dict[str, tuple[torch.Size, int]] = {}
+        weights = self._weights(not self._has_base, sent)
+        self._engine.update_weights(weights, self.version)
+        for _ in weights:
+            pass  # an engine that stopped early lacks what is left
+        self._check(sent)
         self._has_base = True
         return self.version
 
-    def _weights(self, frozen: bool) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self, frozen: bool, seen: dict[str, tuple[torch.Size, int]]) -> Iterator[tuple[str, Tensor]]:
+        """What is to be sent; shape and fingerprint of what was taken are put into ``seen``."""
         weights = chain(self._source.frozen(), self._source.moving()) if frozen else self._source.moving()
-        return ((name, tensor.to(self._engine.dtype)) for name, tensor in weights)
+        for name, tensor in weights:
+            tensor = tensor.to(self._engine.dtype)
+            seen[name] = tensor.shape, fingerprint(tensor)
+            yield name, tensor
+            del tensor  # before the next one is made
 
     def verify(self) -> None:
         """Compares all that the engine holds with what the trainer holds, by fingerprints of every tensor.
@@ -59,14 +69,14 @@ class WeightSync:
         Raises:
             WeightDeliveryError: they differ; names the tensors.
         """
-        self._verify(frozen=True)
+        expected: dict[str, tuple[torch.Size, int]] = {}
+        for _ in self._weights(True, expected):
+            pass
+        self._check(expected)
 
-    def _verify(self, frozen: bool) -> None:
-        shapes, sent = {}, {}
-        for name, tensor in self._weights(frozen):
-            shapes[name], sent[name] = tensor.shape, fingerprint(tensor)
-        held = self._engine.fingerprints(shapes)
-        wrong = [name for name in sent if held[name] != sent[name]]
+    def _check(self, sent: Mapping[str, tuple[torch.Size, int]]) -> None:
+        held = self._engine.fingerprints({name: shape for name, (shape, _) in sent.items()})
+        wrong = [name for name, (_, expected) in sent.items() if held[name] != expected]
         if wrong or self._engine.version != self.version:
             shown = ", ".join(wrong[:5]) + (", …" if len(wrong) > 5 else "")
             raise WeightDeliveryError(
@@ -99,5 +109,7 @@ class WeightSync:
         if differ:
             raise ValueError(
                 f"the checkpoint's adapters belong to another base: {len(differ)} of {len(ours)} tensors of the model "
-                f"have changed since ({differ[0]}, …); put back the one that the run began with"
+                f"have changed since ({differ[0]}, …); put back the one that the run began with. If the model's files "
+                "are those and its base is quantised, bitsandbytes has quantised it otherwise: resume on the same kind "
+                "of device with the same version"
             )

@@ -28,6 +28,16 @@ def test_a_closed_engine_leaves_no_layer_behind(tmp_path):
     assert [o for o in gc.get_objects() if type(o).__name__ in ("QKVParallelLinear", "VocabParallelEmbedding")] == []
 
 
+def test_adapters_in_fp32_are_refused_where_gpu_kernels_do_not_take_them():
+    pytest.importorskip("vllm")
+    from grpo_rl.engines.vllm_lora import adapter_settings
+
+    for dtype, on_gpu in ((torch.float32, False), (torch.bfloat16, True)):
+        assert adapter_settings(4, ["q_proj"], dtype, on_gpu)["max_lora_rank"] == 8
+    with pytest.raises(ValueError, match="push=adapter with torch.float32: on a GPU .* train_model.dtype=bfloat16"):
+        adapter_settings(4, ["q_proj"], torch.float32, on_gpu=True)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
 def test_on_cpu_a_short_prompt_is_not_computed_for_every_answer_and_norms_are_kernels(tmp_path):
     pytest.importorskip("vllm")

@@ -114,7 +114,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, 
         (["train_model.lora.push=adapter"], "push=adapter needs inference_model.engine=vllm, not transformers"),
         (["train_model.lora.rank=0", "train_model.quantization=nf4"], "quantization=nf4 without adapters"),
         (["train_model.quantization=nf3"], "quantization is 'nf3'"),
-        (["ref_model.num_devices=1"], "the reference is the policy without its adapters"),
+        (["ref_model.num_devices=1"], "the reference is the policy without its adapters, on the policy's device"),
+        (["ref_model.name=other"], "without its adapters; leave ref_model.name at null"),
+        (["ref_model.refresh=steps"], "without its adapters; .* ref_model.refresh at never"),
         (["train_model.lora.rnk=4"], "did you mean train_model.lora.rank"),
     ],
 )
@@ -127,11 +129,14 @@ def test_bad_settings_are_told_in_one_line_before_a_model_is_loaded(tiny, tmp_pa
         run([*tiny, *overrides], tmp_path / "run", monkeypatch)
 
 
-def test_a_run_on_a_quantised_base_trains_and_exports_plain_weights(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_a_run_on_a_quantised_base_trains_and_exports_plain_weights(tiny, tmp_path, monkeypatch, quantization):
     pytest.importorskip("bitsandbytes")
-    overrides = ["train_model.quantization=nf4", "train.total_dialog_turns=16", "train.checkpoint_frequency=0"]
+    # Two collections: weights are pushed again after they were computed with.
+    overrides = [f"train_model.quantization={quantization}", "train.total_dialog_turns=32"]
     folder = run([*tiny, *overrides], tmp_path / "run", monkeypatch)
-    assert read_metrics(folder)[-1]["grad_norm"] > 0
+    steps = read_metrics(folder)
+    assert len(steps) == 2 and all(step["grad_norm"] > 0 for step in steps)
     trained = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert all(parameter.dtype == torch.bfloat16 for parameter in trained.parameters())
 
