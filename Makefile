@@ -1,10 +1,11 @@
 # make train: trains a small real model on this machine; everything it needs is installed first, into .venv.
 # make test:  lint, types, tests and doctests, likewise.
-# Variables: ARGS="..." for more settings of the run, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
+# Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=2, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
 
 SHELL := /bin/bash
 PYTHON ?=
 BACKEND ?=
+TEST_PROCESSES ?= 2
 ARGS ?=
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
@@ -45,7 +46,8 @@ types: $(DEV)
 	.venv/bin/pyright
 
 pytest: $(DEV)
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not alone" $(ARGS)
+	.venv/bin/python -m pytest -m alone $(ARGS)
 
 bench: $(DEV)
 	.venv/bin/python benchmarks/run_all.py $(ARGS)

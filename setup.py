@@ -89,6 +89,7 @@ setup(
             "liger-kernel==0.8.*; sys_platform == 'linux' and platform_machine == 'x86_64'",  # it requires triton
             "pyright[nodejs]>=1.1.414,<1.2",  # [nodejs]: node as a wheel, not downloaded at the first run
             "pytest>=9.2,<10",
+            "pytest-xdist>=3.8,<4",
             "ray>=2.60,<3",
             "ruff>=0.17.5,<0.18",
             "setuptools>=77",

@@ -117,6 +117,7 @@ def test_a_conversation_ends_where_the_context_does(tokenizer):
     assert [room for _, room in engine.seen] == [8, 8, 2]
 
 
+@pytest.mark.alone
 def test_a_reply_that_fails_or_hangs_drops_its_conversation_alone(tokenizer):
     task = Echo({"seconds": 5})
     turns = [["boom"], ["slow"], ["a", "end"], ["end"]]

@@ -88,6 +88,7 @@ def test_rates_are_positive_numbers(values):
         Rates(*values)
 
 
+@pytest.mark.alone
 def test_no_loop_of_products_is_faster_than_the_measured_rate():
     before = measure_rates(torch.float32, seconds=0.2)
     factor = torch.rand(512, 512)

@@ -73,6 +73,7 @@ def test_each_accident_is_one_typed_failure_and_the_others_keep_their_rewards():
     assert all(word in message for word in ("Judge", "row 7", "KeyError: 'gold'", "'raise x'"))
 
 
+@pytest.mark.alone
 def test_a_scorer_that_hangs_costs_its_answer_and_the_deadline_only():
     judge = guard(deadline_s=0.3)
     start = time.monotonic()

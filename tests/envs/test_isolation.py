@@ -159,6 +159,7 @@ def test_workers_start_with_the_first_call_and_are_used_again(act):
         assert set(calls.map([("pid",)] * 50)) == {first}
 
 
+@pytest.mark.alone
 def test_several_workers_share_a_batch(act):
     with IsolatedCalls(act, workers=2) as calls:
         calls.map([("double", 1)] * 2)
