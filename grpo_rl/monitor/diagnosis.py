@@ -124,7 +124,8 @@ def _best(scene: Scene, scored: Sequence[Scored], thorough: bool) -> Explanation
     worst = sorted((s for s in scored if len(s.gaps)), key=lambda s: -s.gap)
     tried = [s.first_answers(ANSWERS) for s in worst[:WORST_GROUPS]]
     # A shift asks nothing of the model: all groups can be looked at, beside the worst ones, where it may be alone.
-    found = [_shifted(tried), _shifted(scored), _temperature(scene, tried), _swapped(scene, tried[0], scored), _truncation(scene, tried)]
+    shifts = [_shifted(tried), _shifted(scored)]
+    found = [*shifts, _temperature(scene, tried), _swapped(scene, tried[0], scored), _truncation(scene, tried)]
     explanations = [e for e in found if e and e.left <= EXPLAINS]
     if thorough and (anew := _stale(scene, scored, tried)).left <= EXPLAINS:
         # Answers that are sampled anew agree whatever was done to the old ones after the engine: what explains the
