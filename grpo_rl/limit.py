@@ -100,6 +100,7 @@ def floors_s(
     *,
     epochs: int = 1,
     skip_zero_advantage: bool = False,
+    mask_truncated: bool = False,
     inference_devices: int = 1,
 ) -> dict[str, float]:
     r"""Least seconds of each phase of the step that samples these groups and trains on them.
@@ -112,6 +113,7 @@ def floors_s(
 
     Args:
         skip_zero_advantage: groups whose answers were rewarded alike are not trained on.
+        mask_truncated: nor answers that met the length limit; a group of such alone is not computed.
         inference_devices: that sample side by side, each as fast as ``rates`` says.
 
     4 prompt and 3 + 2 response tokens, attention left aside. Sampling: 2·100·4 = 800 operations for the prompt;
@@ -142,7 +144,7 @@ def floors_s(
     read_s = longest * sizes.decode_bytes / rates.bytes_per_s
     scored = [group for group in groups if group.ref_log_probs is not None]
     annotated = [group for group in groups if group.old_log_probs is not None]
-    trained = groups_to_score(groups, skip_zero_advantage)
+    trained = groups_to_score(groups, skip_zero_advantage, mask_truncated)
     flops_per_s = rates.gemm_flops_per_s
     return {
         "sample": (prefill / flops_per_s + max(decode / flops_per_s, read_s)) / inference_devices,
@@ -208,6 +210,7 @@ class StepLimit:
         model: that is trained; the engine samples with the same weights in the same dtype.
         epochs: passes over each collection.
         skip_zero_advantage: groups whose answers were rewarded alike are not trained on.
+        mask_truncated: nor answers that met the length limit; a group of such alone is not computed.
         inference_devices: that sample side by side.
         pushes_adapters: they alone travel, see :meth:`ModelSizes.of`.
         rates: to go by instead, whatever a step shows; a benchmark measures its own.
@@ -218,6 +221,7 @@ class StepLimit:
         model: PreTrainedModel,
         epochs: int = 1,
         skip_zero_advantage: bool = False,
+        mask_truncated: bool = False,
         inference_devices: int = 1,
         pushes_adapters: bool = False,
         rates: Rates | None = None,
@@ -226,6 +230,7 @@ class StepLimit:
         self._work = {
             "epochs": epochs,
             "skip_zero_advantage": skip_zero_advantage,
+            "mask_truncated": mask_truncated,
             "inference_devices": inference_devices,
         }
         self._dtype, self._device = model.dtype, model.device

@@ -179,10 +179,15 @@ class Run:
 
         Takes about a second the first time, while no engine holds the machine's memory yet.
         """
-        skips = micro_batching(self.cfg)["skip_zero_advantage"]
-        lora, engines = self.cfg.train_model.lora, len(devices.inference)
-        beside = bool(lora.rank) and lora.push == "adapter"
-        self._limit = StepLimit(model, self.cfg.train.epochs, skips, engines, pushes_adapters=beside)
+        batching, lora = micro_batching(self.cfg), self.cfg.train_model.lora
+        self._limit = StepLimit(
+            model,
+            self.cfg.train.epochs,
+            batching["skip_zero_advantage"],
+            batching["mask_truncated"],
+            len(devices.inference),
+            pushes_adapters=bool(lora.rank) and lora.push == "adapter",
+        )
 
     def attach(
         self,

@@ -94,8 +94,8 @@ class GroupSizes:
         ValueError: a pair is none, a step is not one, or a group has fewer than two answers.
 
     >>> sizes = GroupSizes(8, [(3, 4)])
-    >>> [sizes.at(step) for step in (1, 2, 3, 4)], sizes.steps_for(100, prompts=4), sizes.largest
-    ([8, 8, 4, 4], 5, 8)
+    >>> [sizes.at(step) for step in (1, 2, 3, 4)], sizes.steps_for(100, prompts=4)
+    ([8, 8, 4, 4], 5)
     """
 
     def __init__(self, first: int, changes: Sequence[Sequence[int]] = ()) -> None:
@@ -113,11 +113,6 @@ class GroupSizes:
                     f"train.repeats_schedule has a group size of {size} from step {step} on; a step is 1 or more, and "
                     "a group has at least 2 answers"
                 )
-
-    @property
-    def largest(self) -> int:
-        """The largest of all."""
-        return max(self._changes.values())
 
     def at(self, step: int) -> int:
         """The group size of a step, counted from 1."""

@@ -104,6 +104,18 @@ def test_groups_without_advantage_need_no_training_where_they_are_skipped():
     assert skipped["sample"] == all_of_them["sample"] > 0  # they were sampled all the same
 
 
+def test_groups_cut_off_as_a_whole_need_no_training_where_cut_answers_are_left_out():
+    cut, partly = (
+        replace(
+            random_group(prompt=4, lengths=[3, 2], group_id=i).with_advantages(torch.tensor([-1.0, 1.0])),
+            truncated=torch.tensor(truncated),
+        )
+        for i, truncated in enumerate(([True, True], [True, False]))
+    )
+    left_out, trained = (floors_s([cut, partly], SIZES, UNIT, mask_truncated=mask)["train"] for mask in (True, False))
+    assert left_out == trained / 2 == 6600
+
+
 def test_only_groups_that_a_reference_scored_count_as_scored():
     group = random_group(prompt=4, lengths=[3, 2])
     assert floors_s([group], SIZES, UNIT)["score"] == 0

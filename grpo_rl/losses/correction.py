@@ -23,8 +23,8 @@ def correction_weight(
     low: float = 0.5,
     high: float = 2.0,
     answer: Int[Tensor, " N"] | None = None,
-) -> Float[Tensor, " N"]:
-    r"""Weight of each token's surrogate loss, without gradient, for $\rho = \pi_{old} / \pi_{sampler}$.
+) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
+    r"""Weights of tokens in the surrogate loss, $\rho = \pi_{old} / \pi_{sampler}$, and which met a bound; no gradient.
 
     Both had the same parameters, or should have had: the trainer computes them in one way and the engine in another,
     and where the engine's are stale they differ in earnest.
@@ -43,33 +43,19 @@ def correction_weight(
     Tokens that the trainer gives a third, the same and three times the sampler's probability:
 
     >>> log_ratio = torch.tensor([1 / 3, 1.0, 3.0]).log()
-    >>> correction_weight(log_ratio, "truncate"), correction_weight(log_ratio, "mask")
-    (tensor([0.3333, 1.0000, 2.0000]), tensor([0., 1., 0.]))
+    >>> correction_weight(log_ratio, "truncate")
+    (tensor([0.3333, 1.0000, 2.0000]), tensor([False, False,  True]))
+    >>> correction_weight(log_ratio, "mask")
+    (tensor([0., 1., 0.]), tensor([ True, False,  True]))
     """
-    if how == "none":
-        return torch.ones_like(log_ratio)
-    rho = _ratio(log_ratio, level, answer)
-    return rho.clamp(max=high) if how == "truncate" else torch.where((rho >= low) & (rho <= high), rho, 0.0)
-
-
-def corrected_tokens(
-    log_ratio: Float[Tensor, " N"],
-    how: Correction,
-    level: Level = "token",
-    low: float = 0.5,
-    high: float = 2.0,
-    answer: Int[Tensor, " N"] | None = None,
-) -> Bool[Tensor, " N"]:
-    """Tokens whose weight :func:`correction_weight` has truncated or masked."""
-    if how == "none":
-        return torch.zeros_like(log_ratio, dtype=torch.bool)
-    rho = _ratio(log_ratio, level, answer)
-    return (rho > high) | ((rho < low) if how == "mask" else torch.zeros_like(rho, dtype=torch.bool))
-
-
-def _ratio(log_ratio: Tensor, level: Level, answer: Tensor | None) -> Tensor:
     log_ratio = log_ratio.detach()
-    return (log_ratio if level == "token" else sum_of_answer(log_ratio, answer)).exp()
+    if how == "none":
+        return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
+    rho = (log_ratio if level == "token" else sum_of_answer(log_ratio, answer)).exp()
+    if how == "truncate":
+        return rho.clamp(max=high), rho > high
+    outside = ~((rho >= low) & (rho <= high))
+    return rho.masked_fill(outside, 0.0), outside
 
 
 def check_correction(how: str, level: str, low: float, high: float) -> None:

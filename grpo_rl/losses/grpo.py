@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import LossModule
 
-from grpo_rl.losses.correction import Correction, Level, check_correction, corrected_tokens, correction_weight
+from grpo_rl.losses.correction import Correction, Level, check_correction, correction_weight
 from grpo_rl.losses.kl import KL, k3, kl_estimate
 from grpo_rl.losses.surrogate import Ratio, Surrogate, check_clips, clipped_tokens, leveled_log_ratio, surrogate_loss
 
@@ -164,7 +164,7 @@ class GRPOLoss(LossModule):
         old = self._read(tensordict, keys.old_log_prob) if self.correction != "none" else sampler
         log_ratio = log_prob - old
         leveled = leveled_log_ratio(log_ratio, self.ratio, trainable, answer)
-        weight = correction_weight(old - sampler, **self._correction, answer=answer)
+        weight, corrected = correction_weight(old - sampler, **self._correction, answer=answer)
         terms = TensorDict(
             objective=weight * surrogate_loss(**self._surrogate, **self._taus, log_ratio=leveled,
                                               advantage=advantage, log_prob=log_prob),
@@ -173,7 +173,7 @@ class GRPOLoss(LossModule):
             log_ratio=log_ratio,
             ratio=leveled.exp(),
             correction=weight,
-            corrected=corrected_tokens(old - sampler, **self._correction, answer=answer),
+            corrected=corrected,
             batch_size=log_ratio.shape,
         )  # fmt: skip
         terms.update(clipped_tokens(**self._surrogate, log_ratio=leveled.detach(), advantage=advantage))
