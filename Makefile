@@ -1,11 +1,11 @@
 # make train: trains a small real model on this machine; everything it needs is installed first, into .venv.
 # make test:  lint, types, tests and doctests, likewise.
-# Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=2, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
+# Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=3, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
 
 SHELL := /bin/bash
 PYTHON ?=
 BACKEND ?=
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 ARGS ?=
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
@@ -46,7 +46,7 @@ types: $(DEV)
 	.venv/bin/pyright
 
 pytest: $(DEV)
-	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not alone" $(ARGS)
+	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS)
 	.venv/bin/python -m pytest -m alone $(ARGS)
 
 bench: $(DEV)

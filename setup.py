@@ -36,7 +36,11 @@ setup(
     packages=packages,
     package_dir={"grpo_rl.envs": "envs", "grpo_rl.config": "config"},
     include_package_data=False,
-    entry_points={"console_scripts": ["grpo-rl = grpo_rl.cli:main"]},
+    entry_points={
+        "console_scripts": ["grpo-rl = grpo_rl.cli:main"],
+        # vLLM calls these in each of its processes.
+        "vllm.general_plugins": ["grpo_rl_shared_memory = grpo_rl.engines.vllm_transfer:register"],
+    },
     package_data={
         "grpo_rl": ["py.typed"],
         "grpo_rl.monitor": ["*.j2"],
@@ -72,6 +76,7 @@ setup(
         "torchrl==0.14.1",
         "transformers>=5.16.1,<5.20",
         "wandb>=0.31,<0.32",
+        "xxhash>=3.5,<5",
     ],
     extras_require={
         "vllm": CUDA_VLLM,

@@ -40,6 +40,18 @@ from grpo_rl.schedules import AdaptiveKL, RefreshRule
 FOLDER = Path(__file__).resolve().parent
 GROUPS = ("env", "loss", "experiment")
 """Config groups: chosen by name (``loss=grpo``), not keys of their own."""
+ONLY_ASYNC = (
+    "train.max_staleness",
+    "inference_model.max_restarts",
+    "inference_model.start_s",
+    "inference_model.deadline_s",
+    "inference_model.transfer",
+    "inference_model.push_changes",
+    "inference_model.keep_cache",
+    "ray.address",
+    "ray.nodes",
+)
+"""Keys that nothing reads in mode=sync."""
 FREE = ("env.rewards.", "env.reward.", "loss.reward_weights.")
 """Beginnings of keys that are of a task's own, which refuses others; ``env.reward`` only where it may be a mapping."""
 
@@ -208,7 +220,9 @@ def check(cfg: DictConfig) -> None:
         "env.isolated",
         "train_model.gradient_checkpointing",
         "train_model.compile",
+        "train_model.cpu_offload",
         "inference_model.enforce_eager",
+        "inference_model.sleep",
         "train.mixed_precision",
         "train.lineage",
         "loss.mask_truncated",
@@ -259,10 +273,12 @@ def check(cfg: DictConfig) -> None:
         raise ValueError("env.eval_path needs env.corpus: those beside env.path do not answer its questions")
     if not 0 <= cfg.optimizer.min_lr_fraction <= 1:
         raise ValueError(f"optimizer.min_lr_fraction is {cfg.optimizer.min_lr_fraction}; it must be between 0 and 1")
+    _check_mode(cfg)
     _one_of(cfg, "inference_model.engine", ("vllm", "transformers"))
     _one_of(cfg, "env.long_prompt", ("error", "skip"))
     _one_of(cfg, "train_model.dtype", ("bfloat16", "float32"))
     _check_lora(cfg)
+    _check_parallel(cfg)
     _check_loss(cfg)
     _one_of(cfg, "logger.backend", ("none", "wandb"))
     check_optimizer(cfg.optimizer.name, cfg.optimizer.lr, cfg.optimizer.schedule, cfg.optimizer.clip_grad_norm)
@@ -298,6 +314,72 @@ def _check_lora(cfg: DictConfig) -> None:
         raise ValueError(
             "with train_model.lora the reference is the policy without its adapters, on the policy's device; leave "
             "ref_model.num_devices and ref_model.devices at null"
+        )
+
+
+def _check_mode(cfg: DictConfig) -> None:
+    if cfg.mode is not None:
+        _one_of(cfg, "mode", ("sync", "async"))
+    if cfg.mode != "async":
+        base = OmegaConf.load(FOLDER / "grpo.yaml")
+        for key in ONLY_ASYNC:
+            if OmegaConf.select(cfg, key) != OmegaConf.select(base, key):
+                raise ValueError(f"{key}={OmegaConf.select(cfg, key)} is of mode=async; run sota/grpo_async.py")
+        return
+    _at_least(cfg, "train.max_staleness", 0)
+    _at_least(cfg, "inference_model.max_restarts", 0)
+    _at_least(cfg, "inference_model.deadline_s", 1)
+    _at_least(cfg, "inference_model.start_s", 1)
+    for key in ("inference_model.push_changes", "inference_model.keep_cache"):
+        if not isinstance(value := OmegaConf.select(cfg, key), bool):
+            raise ValueError(f"{key} is {value!r}; it must be true or false")
+    if cfg.inference_model.transfer is not None:
+        _one_of(cfg, "inference_model.transfer", ("shared_memory", "nccl"))
+    if cfg.inference_model.sleep:
+        raise ValueError("inference_model.sleep is of mode=sync; in mode=async engines have devices of their own")
+    if cfg.inference_model.push_changes and cfg.inference_model.transfer not in (None, "shared_memory"):
+        raise ValueError(
+            f"inference_model.push_changes=true with inference_model.transfer={cfg.inference_model.transfer}; changes "
+            "travel through shared_memory only"
+        )
+    if cfg.ray.nodes is not None:
+        _at_least(cfg, "ray.nodes", 1)
+        if cfg.ray.address is None and cfg.ray.nodes > 1:
+            raise ValueError(
+                f"ray.nodes={cfg.ray.nodes} needs a cluster; set ray.address (auto where this is part of it)"
+            )
+    if cfg.inference_model.engine != "vllm":
+        raise ValueError(
+            f"mode=async samples with inference_model.engine=vllm, not {cfg.inference_model.engine}; use mode=sync"
+        )
+    if cfg.train.repeats_schedule:
+        raise ValueError("train.repeats_schedule is of mode=sync: groups of several steps are in flight in mode=async")
+
+
+def _check_parallel(cfg: DictConfig) -> None:
+    train = cfg.train_model
+    _at_least(cfg, "train_model.timeout_s", 1)
+    if train.parallel is not None:
+        _one_of(cfg, "train_model.parallel", ("fsdp", "ddp"))
+        if cfg.ref_model.num_devices is not None or cfg.ref_model.devices is not None:
+            raise ValueError(
+                f"ref_model.num_devices or ref_model.devices with train_model.parallel={train.parallel}: each trainer "
+                "scores the reference on its own device; leave both at null"
+            )
+    if train.cpu_offload and train.parallel != "fsdp":
+        raise ValueError(
+            f"train_model.cpu_offload=true with train_model.parallel={train.parallel}; only fsdp fetches weights "
+            "from there: set train_model.parallel=fsdp"
+        )
+    if train.quantization and train.parallel == "fsdp":
+        raise ValueError(
+            f"train_model.quantization={train.quantization} with train_model.parallel=fsdp: a base in so few bits is "
+            "not sharded here; use ddp, where each process holds all of it"
+        )
+    if train.lora.export == "adapter" and train.parallel == "fsdp":
+        raise ValueError(
+            "train_model.lora.export=adapter with train_model.parallel=fsdp: sharded adapters are written merged only; "
+            "set train_model.lora.export=merged, or use ddp"
         )
 
 
@@ -370,10 +452,14 @@ def _one_of(cfg: DictConfig, key: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{key} is {value!r}; it can be {', '.join(choices)}{hint}")
 
 
-def main(config_name: str) -> Callable:
+def main(config_name: str, mode: str = "sync") -> Callable:
     """Decorator for a script's main function: Hydra's own, with our checks, and wrong input told in one line.
 
     The config folder is the project's; ``hydra.searchpath`` adds others.
+
+    Args:
+        config_name: unless ``--config-name`` gives another.
+        mode: that the script is of; a config may name it, and no other.
     """
 
     def decorate(function: Callable[[DictConfig], object]) -> Callable[[], None]:
@@ -381,6 +467,11 @@ def main(config_name: str) -> Callable:
         def run(cfg: DictConfig) -> object:
             transformers_logging.disable_progress_bar()  # the live view is the one to look at
             try:
+                if cfg.mode is None:
+                    cfg.mode = mode
+                if cfg.mode != mode:
+                    script = {"sync": "sota/grpo.py", "async": "sota/grpo_async.py"}.get(cfg.mode)
+                    raise ValueError(f"this script is of mode={mode}" + (f"; run {script}" if script else ""))
                 check(cfg)
                 return function(cfg)
             except ValueError as error:

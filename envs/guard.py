@@ -71,7 +71,7 @@ class ScoreGuard:
             raise ValueError(f"env.max_failed_fraction={max_failed_fraction}; it must be between 0 and 1")
         self._task, self.deadline_s, self._max_failed = task, deadline_s, max_failed_fraction
         self._processes = IsolatedCalls(Scorer(task), deadline_s=deadline_s) if task.isolated else None
-        self._lock = threading.Lock()
+        self._lock, self._turn = threading.Lock(), threading.Lock()
         self.judged = 0
         """Answers so far, the failed ones included."""
         self.failed: Counter[Kind] = Counter()
@@ -82,7 +82,13 @@ class ScoreGuard:
     @property
     def counts(self) -> dict[str, int]:
         """What was judged and what failed so far, as JSON-able numbers."""
-        return {"judged": self.judged, **{f"failed_{kind}": count for kind, count in self.failed.items()}}
+        with self._lock:
+            return {"judged": self.judged, **{f"failed_{kind}": count for kind, count in self.failed.items()}}
+
+    def failures(self) -> tuple[dict[Kind, int], dict[Kind, str]]:
+        """:attr:`failed` and :attr:`examples` at one moment, where another thread may be judging."""
+        with self._lock:
+            return dict(self.failed), dict(self.examples)
 
     def restore(self, counts: dict[str, int]) -> None:
         """Goes on counting from :attr:`counts`; other entries are left aside."""
@@ -119,17 +125,19 @@ class ScoreGuard:
 
     def _each(self, method: str, calls: Sequence[tuple]) -> list[Any]:
         """What each call of the task returned or raised."""
-        if self._processes:
-            return self._processes.map([(method, *arguments) for arguments in calls])
-        function = getattr(self._task, method)
-        return self._results([lambda arguments=arguments: function(*arguments) for arguments in calls])
+        with self._turn:  # a task is asked once at a time, though a run may evaluate while answers come in
+            if self._processes:
+                return self._processes.map([(method, *arguments) for arguments in calls])
+            function = getattr(self._task, method)
+            return self._results([lambda arguments=arguments: function(*arguments) for arguments in calls])
 
     def _all_at_once(self, rows: Sequence[dict], responses: Sequence[str]) -> Any:
         """What ``score_many`` returned or raised."""
         deadline_s = self.deadline_s * max(1, len(responses))
-        if self._processes:
-            return self._processes.map([("score_many", rows, responses)], deadline_s)[0]
-        return self._results([lambda: self._task.score_many(rows, responses)], deadline_s)[0]
+        with self._turn:
+            if self._processes:
+                return self._processes.map([("score_many", rows, responses)], deadline_s)[0]
+            return self._results([lambda: self._task.score_many(rows, responses)], deadline_s)[0]
 
     def _checked(self, results: Sequence[Any], answers: Sequence[str], where: str) -> list[Reward | Failure]:
         checked = [self._check(result, answer, where) for result, answer in zip(results, answers, strict=True)]

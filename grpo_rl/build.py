@@ -6,9 +6,11 @@ import functools
 import importlib
 import importlib.util
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from omegaconf import DictConfig
@@ -17,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from grpo_rl.buffer import GroupBuffer
 from grpo_rl.collectors.sync import SyncCollector, rewarded_alike
 from grpo_rl.devices import Devices, allocate
-from grpo_rl.engines.base import Engine, Sampling
+from grpo_rl.engines.base import Engine, Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.task import check_weights
 from grpo_rl.losses.grpo import GRPOLoss
@@ -25,7 +27,12 @@ from grpo_rl.models import resolve_model
 from grpo_rl.optimizer import PolicyOptimizer
 from grpo_rl.policies.lora import LoRA, has_adapters, skeleton, target_names
 from grpo_rl.policies.train import ReferencePolicy, TrainPolicy
+from grpo_rl.rollout import Group
 from grpo_rl.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
+from grpo_rl.together import Collector, Led, NoEngine, SharedCollector
+
+if TYPE_CHECKING:
+    from grpo_rl.parallel import Ranks
 
 ENVS = {
     "gsm8k": ("gsm8k", "GSM8KEnv"),
@@ -105,10 +112,16 @@ def eval_rows(cfg: DictConfig, env: LLMEnv) -> list[dict]:
     return [rows[i] for i in range(wanted)]
 
 
-def make_engine(cfg: DictConfig, model_folder: Path, devices: Devices) -> Engine:
-    """The inference engine of ``inference_model.engine``."""
+def make_engine(cfg: DictConfig, model_folder: Path, devices: Devices, ranks: Ranks | None = None) -> Engine | NoEngine:
+    """The inference engine of ``inference_model.engine``.
+
+    Args:
+        ranks: of which only rank 0 has one.
+    """
     model = cfg.inference_model
     dtype = cfg.train_model.dtype
+    if ranks and ranks.rank:
+        return NoEngine(getattr(torch, dtype), takes_adapters=False)
     if model.engine == "transformers":
         from grpo_rl.engines.transformers import TransformersEngine
 
@@ -193,8 +206,16 @@ def plan_devices(cfg: DictConfig, model_folder: Path) -> Devices:
         )
     config = AutoConfig.from_pretrained(model_folder).get_text_config()
     devices = allocate(cfg, num_attention_heads=config.num_attention_heads)
-    if len(devices.train) > 1:
-        raise ValueError(f"{len(devices.train)} training devices; this script trains on one: train_model.num_devices=1")
+    if len(devices.train) > 1 and cfg.train_model.parallel is None:
+        raise ValueError(
+            f"{len(devices.train)} training devices and one process; set train_model.parallel=fsdp (or ddp) and start "
+            f"torchrun --nproc-per-node {len(devices.train)}, or train_model.num_devices=1"
+        )
+    if cfg.train_model.parallel and cfg.inference_model.engine == "vllm":
+        raise ValueError(
+            "vLLM in this process would take the trainer's process group for its own; with train_model.parallel set "
+            "inference_model.engine=transformers, or run sota/grpo_async.py, where engines have processes of their own"
+        )
     if devices.replicas > 1:
         raise ValueError(
             f"{len(devices.inference)} inference devices with tensor_parallel_size={devices.tensor_parallel_size} are "
@@ -210,8 +231,35 @@ def plan_devices(cfg: DictConfig, model_folder: Path) -> Devices:
     return devices
 
 
-def make_policy(cfg: DictConfig, model_folder: Path, devices: Devices) -> TrainPolicy:
-    """The policy that learns."""
+def make_ranks(cfg: DictConfig, devices: Devices) -> Ranks | None:
+    """The processes that train together, of which torchrun started this one; None where one trains alone.
+
+    Raises:
+        ValueError: torchrun did not, or it started more or fewer than there are devices to train on.
+    """
+    train = cfg.train_model
+    if train.parallel is None:
+        return None
+    from grpo_rl.parallel import Ranks  # brings much of torch.distributed along
+
+    # Devices are those of this machine; other nodes have their own, and as many.
+    started, on_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), devices.train[0].type == "cuda"
+    if on_gpu and started and started != len(devices.train):
+        raise ValueError(
+            f"{started} processes were started on this node and {len(devices.train)} of its devices train; set "
+            f"train_model.num_devices={started}"
+        )
+    device = devices.train[int(os.environ.get("LOCAL_RANK", 0))] if on_gpu else devices.train[0]
+    placement = {"fp32_masters": cfg.train.mixed_precision, "cpu_offload": train.cpu_offload}
+    return Ranks.join(train.parallel, device, timeout_s=train.timeout_s, **placement)
+
+
+def make_policy(cfg: DictConfig, model_folder: Path, devices: Devices, ranks: Ranks | None = None) -> TrainPolicy:
+    """The policy that learns.
+
+    Args:
+        ranks: the processes that train it together.
+    """
     return TrainPolicy.load(
         model_folder,
         getattr(torch, cfg.train_model.dtype),
@@ -221,6 +269,7 @@ def make_policy(cfg: DictConfig, model_folder: Path, devices: Devices) -> TrainP
         cfg.train_model.compile,
         make_lora(cfg),
         cfg.train_model.quantization,
+        ranks,
     )
 
 
@@ -239,20 +288,24 @@ def make_reference(
     """The frozen reference; None where nothing reads it.
 
     Args:
-        policy: one that learns by adapters is its own reference without them: nothing more is loaded.
+        policy: one that learns by adapters is its own reference without them: nothing more is loaded. The processes
+            that train it share the reference likewise.
 
     Raises:
         ValueError: ``ref_model.name`` is a model that can't judge the policy's tokens, or can't become its copy.
     """
     if not cfg.policy.kl_coef:
         return None
+    peers = policy.peers if policy else None
     if policy and has_adapters(policy.model):
-        return ReferencePolicy(policy.model, cfg.sampling.temperature)
+        reference = ReferencePolicy(policy.model, cfg.sampling.temperature)
+        reference.peers = peers
+        return reference
     dtype = getattr(torch, cfg.train_model.dtype)
     folder = resolve_model(cfg.ref_model.name) if cfg.ref_model.name else model_folder
     if folder != model_folder:
         _check_reference(folder, model_folder, cfg)
-    return ReferencePolicy.load(folder, dtype, devices.ref[0], cfg.sampling.temperature)
+    return ReferencePolicy.load(folder, dtype, devices.ref[0], cfg.sampling.temperature, peers=peers)
 
 
 def _check_reference(folder: Path, model_folder: Path, cfg: DictConfig) -> None:
@@ -272,22 +325,38 @@ def _check_reference(folder: Path, model_folder: Path, cfg: DictConfig) -> None:
         )
 
 
-def make_collector(cfg: DictConfig, env: LLMEnv, engine: Engine, collected: int) -> SyncCollector:
-    """The collector of the run, which has ``collected`` answers already."""
+def make_collector(cfg: DictConfig, env: LLMEnv, engine: Sampler, collected: int, led: Led | None = None) -> Collector:
+    """The collector of the run, which has ``collected`` answers already.
+
+    Args:
+        led: how other ranks get what rank 0 collects.
+    """
     train = cfg.train
-    clip = math.inf if train.reward_clip is None else train.reward_clip
-    alike = functools.partial(rewarded_alike, clip=clip, by_part=cfg.loss.advantage == "multi_reward")
-    return SyncCollector(env, engine, make_sampling(cfg), train.total_dialog_turns, collected, train.max_refills, alike)
+    collector = SyncCollector(
+        env, engine, make_sampling(cfg), train.total_dialog_turns, collected, train.max_refills, make_alike(cfg)
+    )
+    return SharedCollector(collector, led, env.repeats, collected) if led and led.ranks else collector
 
 
-def make_optimizer(cfg: DictConfig, policy: TrainPolicy) -> PolicyOptimizer:
-    """The optimizer of ``optimizer.name`` over the policy."""
+def make_alike(cfg: DictConfig) -> Callable[[Group], bool]:
+    """Which groups are rewarded alike, by rewards as they become advantages."""
+    clip = math.inf if cfg.train.reward_clip is None else cfg.train.reward_clip
+    return functools.partial(rewarded_alike, clip=clip, by_part=cfg.loss.advantage == "multi_reward")
+
+
+def make_optimizer(cfg: DictConfig, policy: TrainPolicy, ranks: Ranks | None = None) -> PolicyOptimizer:
+    """The optimizer of ``optimizer.name`` over the policy.
+
+    Args:
+        ranks: the processes that train it together.
+    """
     return PolicyOptimizer(
         policy.model,
         **cfg.optimizer,
         total_steps=optimizer_steps(cfg),
         mixed_precision=cfg.train.mixed_precision,
         max_bad_steps=cfg.train.max_bad_steps,
+        ranks=ranks,
     )
 
 

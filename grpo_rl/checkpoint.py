@@ -7,10 +7,15 @@ import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
+
+from grpo_rl.parallel_checkpoint import load_shards, remove, remove_orphans, save_shards, set_aside
+
+if TYPE_CHECKING:
+    from grpo_rl.parallel import Ranks
 
 PATTERN = "checkpoint_{step:06d}.pt"
 MAY_DIFFER = (
@@ -23,8 +28,23 @@ MAY_DIFFER = (
     "train.lineage",
     "train.max_bad_steps",
     "train_model.lora.export",
+    "train_model.num_devices",
+    "train_model.devices",
+    "train_model.parallel",
+    "train_model.cpu_offload",
+    "train_model.timeout_s",
+    "inference_model.num_devices",
+    "inference_model.devices",
+    "inference_model.tensor_parallel_size",
+    "inference_model.gpu_memory_utilization",
+    "inference_model.max_restarts",
+    "inference_model.start_s",
+    "inference_model.deadline_s",
+    "inference_model.transfer",
+    "inference_model.push_changes",
+    "ray",
 )
-"""Config keys that a resumed run may change: none of them touches what is computed."""
+"""Config keys that a resumed run may change: none of them touches what is computed, but for rounding."""
 
 
 def seed_rng(seed: int) -> None:
@@ -62,17 +82,24 @@ def set_rng_state(state: dict) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def save(folder: Path, step: int, state: Mapping, keep: int = 2) -> Path:
+def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | None = None) -> Path:
     """Writes ``checkpoint_<step>.pt``; whoever looks sees the whole file or none.
 
     Args:
         keep: newest checkpoints that stay, 0 for all; older ones are removed once this one is safe on disk.
+        ranks: the processes that hold the state together, all of which call this, with a folder that all of them see.
+            Sharded tensors go into ``checkpoint_<step>.shards`` beside the file; all else is that of rank 0.
 
     Raises:
         OSError: the disk is full or read-only; the checkpoints before are untouched.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / PATTERN.format(step=step)
+    if ranks:
+        state = save_shards(path, state, ranks)
+        if ranks.rank:
+            ranks.wait()
+            return path
     partial = path.with_suffix(".partial")
     try:
         with open(partial, "wb") as file:
@@ -89,7 +116,9 @@ def save(folder: Path, step: int, state: Mapping, keep: int = 2) -> Path:
     finally:
         os.close(directory)
     for old in checkpoints(folder)[:-keep] if keep else []:
-        old.unlink()
+        remove(old)
+    if ranks:
+        ranks.wait()
     return path
 
 
@@ -100,9 +129,10 @@ def set_aside_later(folder: Path, step: int) -> None:
     """
     for path in checkpoints(folder):
         if path.name > PATTERN.format(step=step):
-            path.rename(path.with_suffix(".abandoned"))
+            set_aside(path)
     for partial in folder.glob("checkpoint_*.partial"):
         partial.unlink()
+    remove_orphans(folder)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -110,17 +140,22 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("checkpoint_*.pt"))
 
 
-def load(path: Path) -> dict:
+def load(path: Path, ranks: Ranks | None = None) -> dict:
     """A checkpoint's state. Tensors, numbers and text only: no code runs.
+
+    Args:
+        ranks: those that go on with it, however many wrote it: each gets its part of what was sharded, and all of the
+            rest. Alone, a process gets everything whole.
 
     Raises:
         ValueError: the file is no checkpoint of ours.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         # torch raises RuntimeError, UnpicklingError, EOFError or KeyError, depending on where the file is broken.
         raise ValueError(f"{path} can't be read as a checkpoint: {error}") from error
+    return load_shards(path, state, ranks)
 
 
 def find(resume: str, outputs: Path) -> Path | None:

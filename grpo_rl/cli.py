@@ -1,4 +1,6 @@
-"""The command line: `grpo-rl batches` draws a config's batches, `grpo-rl replay` puts a stored step under another loss.
+"""The command line: `grpo-rl batches` draws a config's batches, `grpo-rl plan` says what it needs of a cluster,
+`grpo-rl doctor` asks every node of one, `grpo-rl replay` puts a stored step under another loss, and `grpo-rl export`
+writes the model of a checkpoint.
 
 Wrong input is told in one line, with exit code 2; with 1 a command says that it found what it looks for.
 """
@@ -13,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -20,16 +23,27 @@ from transformers import AutoTokenizer
 
 from grpo_rl.batches import Misfit, plan_batches
 from grpo_rl.config import check, compose_config
+from grpo_rl.hardware import Cluster
 from grpo_rl.models import CONVERTED, DEFAULT_MODEL, cache_folder
 from grpo_rl.monitor.batch_drawing import terminal
 from grpo_rl.monitor.batch_svg import svg
 from grpo_rl.monitor.lineage_reader import read_step
+from grpo_rl.plan import make_plan
+from grpo_rl.plan_advice import at_once, divided, in_turns, remedies
+from grpo_rl.plan_question import Question, config_source
+from grpo_rl.plan_simulate import TAIL, simulate_plan
+from grpo_rl.plan_table import plan_view, simulation_view
+from grpo_rl.plan_time import SAMPLE_SHARE, TRAIN_SHARE
+from grpo_rl.policies.lora import skeleton
 from grpo_rl.replay import replay
 from grpo_rl.replay_table import replay_view
+from grpo_rl.run_folder import export_checkpoint
 
 CONFIG = "grpo_gsm8k"
 OF_A_LOSS = ("policy.kl_coef", "policy.entropy_coef")
 """Keys beside those of ``loss`` that a replay can change."""
+OF_A_PLAN = ("cluster", "mode")
+"""Words of a plan that are no keys of a config."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,6 +79,46 @@ def _parser() -> argparse.ArgumentParser:
     batches.add_argument("--gpus", type=int, metavar="N", help="plan for a machine with so many (those of this one)")
     batches.set_defaults(run_command=_batches)
 
+    plan = commands.add_parser(
+        "plan",
+        help="say what a config needs of a cluster: memory and seconds, by role and device",
+        usage="grpo-rl plan [options] [cluster=64xH100] [mode=sync|async] [overrides ...]",
+        description="Says what fits on each device of a cluster, the largest micro-batch and context, the expected "
+        "time of a step, and how to divide the devices. Takes the overrides of `python sota/grpo.py`; needs a model's "
+        "config.json and no weights. cluster=64xH100, with numbers of your own cluster=64xH100,network_gb_s=25, or "
+        "cluster=here, which measures this machine (the default). mode=async where there are several devices, unless "
+        "it is given. Exit code 1: it does not fit, or no script runs it, and what to change is shown.",
+    )
+    plan.add_argument("--config-name", "-cn", default=CONFIG, help=f"the config to start from ({CONFIG})")
+    plan.add_argument("--prompt-tokens", type=int, metavar="N", help="assumed length of a prompt in a step")
+    plan.add_argument("--answer-tokens", type=int, metavar="N", help="and of an answer (sampling.max_new_tokens)")
+    share = "of the devices' rates that %s reaches: limit_fraction/%s of a run of one process in mode=sync (%s)"
+    for phase, default in (("train", TRAIN_SHARE), ("sample", SAMPLE_SHARE)):
+        text = share % (f"{phase[:-1]}ing", phase, default)
+        plan.add_argument(f"--{phase}-share", type=float, default=default, metavar="X", help=text)
+    plan.add_argument("--simulate", action="store_true", help="also run it in the twin, with answers of many lengths")
+    text = f"of the twin's lengths: the 99th percentile over the median ({TAIL:g})"
+    plan.add_argument("--length-tail", type=float, default=TAIL, metavar="X", help=text)
+    plan.set_defaults(run_command=_plan)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="ask every node of a Ray cluster whether it is fit for a run",
+        usage="grpo-rl doctor --ray ADDRESS [options]",
+        description="Waits until all nodes of a Ray cluster are there, has each run something, compares their packages "
+        "and looks whether all see the run's folder; starts nothing. Exit code 2: a node is missing, silent or "
+        "different, and named.",
+    )
+    doctor.add_argument(
+        "--ray", required=True, metavar="ADDRESS", help="host:port of the head, or auto on a node of it"
+    )
+    who = doctor.add_mutually_exclusive_group()
+    who.add_argument("--nodes", type=int, default=1, metavar="N", help="how many there have to be (1)")
+    who.add_argument("--names", metavar="A,B,...", help="or which, by the names of `ray start --node-name`")
+    doctor.add_argument("--folder", type=Path, help="that all of them have to see: the run's, or the one it will be in")
+    doctor.add_argument("--deadline-s", type=float, default=120.0, metavar="S", help="longest wait for the nodes (120)")
+    doctor.set_defaults(run_command=_doctor)
+
     again = commands.add_parser(
         "replay",
         help="recompute a step of a run under another loss",
@@ -77,6 +131,18 @@ def _parser() -> argparse.ArgumentParser:
     again.add_argument("--json", action="store_true", help="print numbers instead of tables")
     again.add_argument("--top", type=int, default=10, metavar="N", help="tokens shown, those that differ most (10)")
     again.set_defaults(run_command=_replay)
+
+    exported = commands.add_parser(
+        "export",
+        help="write the model of a checkpoint as a folder",
+        usage="grpo-rl export CHECKPOINT FOLDER",
+        description="Writes the model of a checkpoint, whichever processes wrote it, as a folder that transformers and "
+        "vLLM read: of a run that is not at its end, which writes model/ itself. On the CPU, with 4 bytes a parameter "
+        "of memory and half as much again.",
+    )
+    exported.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a run's checkpoints/checkpoint_*.pt")
+    exported.add_argument("folder", type=Path, metavar="FOLDER", help="that is to be; it must not hold anything")
+    exported.set_defaults(run_command=_export)
     return parser
 
 
@@ -91,6 +157,54 @@ def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.svg:
         options.svg.write_text(svg(plan, title))
     return int(bool(plan.misfits))
+
+
+def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    own = {key: value for key, _, value in (word.partition("=") for word in overrides) if key in OF_A_PLAN}
+    if own.get("mode", "sync") not in ("sync", "async"):
+        raise ValueError(f"mode is {own['mode']!r}; it is sync or async")
+    cfg = compose_config(options.config_name, [word for word in overrides if word.partition("=")[0] not in OF_A_PLAN])
+    dtype = getattr(torch, cfg.train_model.dtype)
+    cluster = Cluster.parse(own.get("cluster", "here"), dtype)
+    cfg.mode = own.get("mode") or ("async" if cluster.count > 1 else "sync")
+    check(cfg)
+    model = skeleton(config_source(cfg.model.name)).to(dtype)
+    lengths, shares = (options.prompt_tokens, options.answer_tokens), (options.train_share, options.sample_share)
+    asked = Question(cfg, model, cluster, cfg.mode, *lengths, *shares)
+    question, chosen = divided(asked)
+    plan = make_plan(question)
+    name = [] if options.config_name == CONFIG else [f"--config-name {options.config_name}"]
+    title = " ".join(["grpo-rl plan", *name, *overrides])
+    view = plan_view(plan, title, remedies(plan), at_once(question), in_turns(question), chosen)
+    console = Console(highlight=False)
+    console.print(view)
+    if options.simulate and plan.fits:
+        console.print(simulation_view(simulate_plan(plan, options.length_tail)))
+    return int(not plan.fits or bool(plan.refused))
+
+
+def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if overrides:
+        raise ValueError(f"doctor takes no overrides such as {overrides[0]}; it looks at machines, not at a config")
+    try:
+        from grpo_rl.ray_doctor import examine
+    except ImportError as error:
+        raise ValueError(f"Ray is not installed ({error}); install the extra `ray`") from None
+    expected = options.names.split(",") if options.names else options.nodes
+    reports = examine(options.ray, expected, options.folder, options.deadline_s)
+    for node in reports:
+        print(f"{node.name} ({node.address}): {node.cpus:g} CPUs, {node.gpus:g} GPUs")
+    devices = sum(node.gpus for node in reports)
+    print(f"All {len(reports)} nodes answer, with the same packages; {devices:g} GPUs in all.")
+    return 0
+
+
+def _export(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if overrides:
+        raise ValueError(f"export takes no overrides such as {overrides[0]}; the checkpoint has its config")
+    export_checkpoint(options.checkpoint, options.folder)
+    print(f"The model of {options.checkpoint} is in {options.folder}.")
+    return 0
 
 
 def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:

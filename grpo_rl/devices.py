@@ -45,7 +45,13 @@ class Devices:
 
 
 def allocate(
-    cfg: Any, mode: str = "sync", visible: int | None = None, num_attention_heads: int | None = None
+    cfg: Any,
+    mode: str = "sync",
+    visible: int | None = None,
+    num_attention_heads: int | None = None,
+    cores: int | None = None,
+    world: int = 1,
+    counts_only: bool = False,
 ) -> Devices:
     """The devices of training, reference and inference.
 
@@ -58,13 +64,17 @@ def allocate(
     - inference shares the training devices in sync mode, and takes all that are left in async mode, where training
       and sampling run at the same time.
 
-    With no GPU every role shares the CPU, which is logged once.
+    With no GPU every role shares the CPU, which is logged once. In async mode each engine, and each process that
+    trains, is then a device with cores of its own; an engine is one such device.
 
     Args:
         cfg: the run's config, or any object with these attributes.
         mode: ``sync`` or ``async``.
         visible: number of GPUs to plan for; by default those of this machine.
         num_attention_heads: of the model, where known: tensor parallelism has to divide it.
+        cores: in async mode without GPUs, what is there for all of them.
+        world: processes that train and are started already, in async mode without GPUs.
+        counts_only: the GPUs are those of a cluster, where no list can name one.
 
     Raises:
         ValueError: what was asked for does not fit; the message has the numbers and the remedy.
@@ -81,6 +91,12 @@ def allocate(
     if visible is None:
         visible = torch.cuda.device_count()
     roles = [_Role.read(cfg, name) for name in ("train", "ref", "inference")]
+    for role in roles:
+        if counts_only and role.indices is not None:
+            raise ValueError(
+                f"{role.section}.devices={list(role.indices)}, but with ray.address Ray chooses among the GPUs of all "
+                f"nodes; set {role.section}.num_devices={len(role.indices)} and leave the list null"
+            )
     has_ref = cfg.policy.kl_coef > 0
     if not has_ref:
         asked = roles.pop(1)
@@ -89,13 +105,22 @@ def allocate(
                 f"{asked.section} asks for {_devices(asked.count)}, but with policy.kl_coef={cfg.policy.kl_coef} no "
                 f"reference is loaded; set policy.kl_coef above 0, or leave {asked.section} null"
             )
+    if visible == 0 and mode == "async":
+        plan = _split_cpu(roles, cores, world)
+        if cfg.inference_model.tensor_parallel_size not in (None, 1):
+            raise ValueError(
+                f"inference_model.tensor_parallel_size={cfg.inference_model.tensor_parallel_size}, but no GPU is "
+                "visible: on a CPU an engine is one process; leave it null"
+            )
+        return Devices(plan["train"], plan.get("ref", ()), plan["inference"], 1)
     if visible == 0:
         plan = _share_cpu(roles)
     else:
         plan = _give_out(roles, mode, visible)
-    tensor_parallel_size = _tensor_parallel_size(
-        cfg.inference_model.tensor_parallel_size, len(plan["inference"]), num_attention_heads
-    )
+    asked = cfg.inference_model.tensor_parallel_size
+    if asked is None and mode == "async":
+        asked = 1
+    tensor_parallel_size = _tensor_parallel_size(asked, len(plan["inference"]), num_attention_heads)
     return Devices(plan["train"], plan.get("ref", ()), plan["inference"], tensor_parallel_size)
 
 
@@ -156,6 +181,23 @@ def _share_cpu(roles: list[_Role]) -> dict[str, tuple[torch.device, ...]]:
     return {role.name: (torch.device("cpu"),) for role in roles}
 
 
+def _split_cpu(roles: list[_Role], cores: int | None, world: int) -> dict[str, tuple[torch.device, ...]]:
+    for role in roles:
+        if role.indices is not None:
+            raise ValueError(
+                f"{role.section}.devices={list(role.indices)}, but no GPU is visible; leave it null, and set "
+                f"{role.section}.num_devices to split the CPU's cores"
+            )
+    counts = {role.name: role.count or 1 for role in roles if role.name != "ref"}
+    counts["train"] = max(counts["train"], world)
+    total = sum(counts.values())
+    if cores is not None and total > cores:
+        key = "inference_model" if counts["inference"] > 1 else "train_model"
+        fix = f"lower {key}.num_devices" if max(counts.values()) > 1 else "use mode=sync, where they take turns"
+        raise ValueError(f"{_sum(counts, 'process', 'processes')}, {cores} CPU cores there; {fix}")
+    return {role.name: (torch.device("cpu"),) * counts.get(role.name, 1) for role in roles}
+
+
 @functools.cache
 def _say_everything_shares_the_cpu() -> None:
     log.warning("no GPU is visible: training and sampling share the CPU")
@@ -201,19 +243,34 @@ def _give_out(roles: list[_Role], mode: str, visible: int) -> dict[str, tuple[to
                 f"{_sum(counts)}, {visible} visible: none is left to sample, and in async mode inference shares none; "
                 "use sync mode, or give training fewer"
             )
-    return {name: tuple(torch.device("cuda", index) for index in indices) for name, indices in plan.items()}
+    return {name: tuple(_gpu(index) for index in indices) for name, indices in plan.items()}
 
 
-def _sum(counts: dict[str, int]) -> str:
+@dataclass(frozen=True)
+class FarDevice:
+    """A GPU of a cluster, beyond those that torch can number: it counts the devices of one machine, in 8 bits."""
+
+    index: int
+    type: str = "cuda"
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.index}"
+
+
+def _gpu(index: int) -> Any:
+    return torch.device("cuda", index) if index < 128 else FarDevice(index)
+
+
+def _sum(counts: dict[str, int], unit: str = "GPU", units: str = "GPUs") -> str:
     """
     >>> _sum({"train": 2, "ref": 1, "inference": 6}), _sum({"train": 1, "inference": 0})
     ('train 2 + ref 1 + inference 6 = 9 GPUs', 'train 1 GPU')
     """
     parts = {name: count for name, count in counts.items() if count}
     total = sum(parts.values())
-    gpus = f"{total} GPU" + ("s" if total > 1 else "")
+    all_of_them = f"{total} {units if total > 1 else unit}"
     terms = " + ".join(f"{name} {count}" for name, count in parts.items())
-    return f"{terms} = {gpus}" if len(parts) > 1 else f"{next(iter(parts))} {gpus}"
+    return f"{terms} = {all_of_them}" if len(parts) > 1 else f"{next(iter(parts))} {all_of_them}"
 
 
 def _remedy(roles: list[_Role], mode: str) -> str:

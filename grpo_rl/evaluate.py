@@ -12,7 +12,7 @@ import numpy as np
 from scipy import stats
 
 from grpo_rl.collectors.dialogs import begin, judge, play
-from grpo_rl.engines.base import Engine, Sampling
+from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv, Reward
 
 
@@ -55,7 +55,7 @@ class Evaluation:
         }
 
 
-def evaluate(env: LLMEnv, engine: Engine, rows: Sequence[dict[str, Any]], sampling: Sampling) -> Evaluation:
+def evaluate(env: LLMEnv, engine: Sampler, rows: Sequence[dict[str, Any]], sampling: Sampling) -> Evaluation:
     """Rewards of one answer to each row.
 
     With ``Sampling(temperature=0.0)`` answers are greedy, so that two evaluations differ by their weights alone and

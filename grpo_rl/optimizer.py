@@ -6,12 +6,20 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from grpo_rl.policies.shards import assign, local, placed_like, whole
+
+if TYPE_CHECKING:
+    from grpo_rl.parallel import Ranks
+
 LARGEST_SQUARE_ROOT = 1e19
 """Larger gradients have squares that fp32 does not hold, which AdamW's second moment would keep for ever."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW's state holds of the shape of a weight."""
 REMEDY = "Lower optimizer.lr or loss.clip_high, raise optimizer.warmup_steps, or set train_model.dtype=float32."
 
 
@@ -60,6 +68,8 @@ class PolicyOptimizer:
     is smaller than the spacing of bf16 numbers around most weights and would vanish if it were added to them. Gradients
     are summed in fp32 as they appear, so micro-batches lose nothing either.
 
+    Several processes take one step together: gradient, clipping and the decision to leave a step out are of all ranks.
+
     Args:
         model: whose trainable parameters are stepped.
         name: ``adamw`` or ``sgd``.
@@ -67,6 +77,7 @@ class PolicyOptimizer:
         min_lr_fraction: of ``lr``, where decay ends.
         clip_grad_norm: largest L2 norm of the gradient.
         max_bad_steps: non-finite steps in a row that stop the run.
+        ranks: the processes that train the model together; all of them call each method.
 
     Raises:
         ValueError: unknown name or schedule, a number out of range, or fp16 weights without fp32 masters.
@@ -86,6 +97,7 @@ class PolicyOptimizer:
         clip_grad_norm: float = 1.0,
         mixed_precision: bool = True,
         max_bad_steps: int = 5,
+        ranks: Ranks | None = None,
     ) -> None:
         check_optimizer(name, lr, schedule, clip_grad_norm)
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -116,6 +128,7 @@ class PolicyOptimizer:
         self._lr, self._clip = lr, clip_grad_norm
         self._schedule = (warmup_steps, total_steps, schedule, min_lr_fraction)
         self._max_bad_steps = max_bad_steps
+        self._ranks = ranks
         self.steps = 0
         self.bad_steps = 0
         self._bad_in_a_row = 0
@@ -129,21 +142,25 @@ class PolicyOptimizer:
         Args:
             loss_is_finite: of the step's loss; a gradient that comes out finite nevertheless is not trusted.
             explain: finds out which part of the batch is to blame; called where the loss or a gradient is not finite,
-                in the first step of a row of such steps and before the error. It may compute gradients anew.
+                in the first step of a row of such steps and before the error. It may compute gradients anew. Not called
+                where several processes train: what one finds out the others would have to compute with it.
 
         Raises:
             NonFiniteError: ``max_bad_steps`` in a row were not finite; says which tensors.
         """
         lr = self._lr * lr_factor(self.steps, *self._schedule)
+        if self._ranks:
+            self._ranks.sum_gradients(self._masters)
+            loss_is_finite = not self._on_any_rank(not loss_is_finite)
         grads = [p.grad for p in self._masters if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+        norm = _total_norm(grads) if grads else 0.0
         finite = loss_is_finite and math.isfinite(norm) and min(norm, self._clip) < LARGEST_SQUARE_ROOT
         overflows = False
         if finite and grads:
             torch.nn.utils.clip_grads_with_norm_(self._masters, self._clip, torch.tensor(norm))
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            overflows = self._could_overflow(lr) and self._overflows()
+            overflows = self._could_overflow(lr) and self._on_any_rank(self._overflows())
         if finite and grads and not overflows:
             self._optimizer.step()
             self._copy_masters()
@@ -156,7 +173,7 @@ class PolicyOptimizer:
                 trouble = self._trouble(norm, lr, loss_is_finite, overflows)
                 # What is finite and only too large for the step is no part's fault.
                 broken = not loss_is_finite or bool(self.nonfinite_gradients())
-                trouble += f" {explain()}" if explain and broken else ""
+                trouble += f" {explain()}" if explain and broken and not self._ranks else ""
             if stops:
                 raise NonFiniteError(f"{self._bad_in_a_row} steps in a row: {trouble} {REMEDY}")
         elif grads:
@@ -171,10 +188,15 @@ class PolicyOptimizer:
 
     def nonfinite_gradients(self) -> list[str]:
         """Names of the parameters whose gradient, as summed so far, holds a NaN or an infinity."""
-        return [name for name, master in self._named_masters() if not _finite(master.grad)]
+        return self._names_where([not _finite(master.grad) for master in self._masters])
 
-    def _named_masters(self) -> list[tuple[str, Tensor]]:
-        return list(zip(self._names, self._masters, strict=True))
+    def _names_where(self, flags: Sequence[bool]) -> list[str]:
+        """Names of the parameters that are flagged, on any rank."""
+        flags = self._ranks.any(flags) if self._ranks else flags
+        return [name for name, flag in zip(self._names, flags, strict=True) if flag]
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        return self._ranks.any([flag])[0] if self._ranks else flag
 
     def _copy_masters(self) -> None:
         for param, master in zip(self._params, self._masters, strict=True):
@@ -194,7 +216,7 @@ class PolicyOptimizer:
             spread = (1 - beta2) * (1 - beta1**2 / beta2) if beta2 else 0.0
             largest = spread**-0.5 if spread > 0 else math.inf
         # The L2 norm is above the largest weight, and an eighth of the time of finding that.
-        weight = float(torch.nn.utils.get_total_norm(self._masters))
+        weight = _total_norm(self._masters)
         reached = weight * (1 + lr * settings["weight_decay"]) + lr * largest
         limit = min(torch.finfo(param.dtype).max for param in self._params)
         return not reached < limit / 2  # half: that is far from where rounding could matter
@@ -207,10 +229,10 @@ class PolicyOptimizer:
         optimizer = type(self._optimizer)(copies, lr=0.0, fused=True)
         optimizer.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
         optimizer.step()
-        return not all(_finite(x.to(param.dtype)) for x, param in zip(copies, self._params, strict=True))
+        return not all(_finite(local(x).to(param.dtype)) for x, param in zip(copies, self._params, strict=True))
 
     def _trouble(self, norm: float, lr: float, loss_is_finite: bool, overflows: bool) -> str:
-        broken = [name for name, master in self._named_masters() if not _finite(master)]
+        broken = self._names_where([not _finite(master) for master in self._masters])
         weights = f"Weights hold non-finite numbers in {broken[0]}." if broken else "Weights were not touched."
         if overflows:
             what = f"the update would have taken weights out of their dtype's range at a learning rate of {lr:g}"
@@ -240,9 +262,14 @@ class PolicyOptimizer:
         if list(state["masters"]) != self._names:
             raise ValueError("the checkpoint's tensors are not this model's: it was written by another model")
         for master, saved in zip(self._masters, state["masters"].values(), strict=True):
-            master.copy_(saved)
+            assign(master, saved)
         self._copy_masters()
-        self._optimizer.load_state_dict(state["optimizer"])
+        saved = state["optimizer"]
+        moments = {
+            i: {name: placed_like(x, self._masters[i]) if name in MOMENTS else x for name, x in of.items()}
+            for i, of in saved["state"].items()
+        }
+        self._optimizer.load_state_dict({**saved, "state": moments})
         self.steps, self.bad_steps, self._bad_in_a_row = state["counters"]
 
     def close(self) -> None:
@@ -252,8 +279,14 @@ class PolicyOptimizer:
             param.grad_dtype = param.dtype
 
 
+def _total_norm(tensors: Sequence[Tensor]) -> float:
+    """L2 norm of all of them, wherever their parts are."""
+    return float(whole(torch.nn.utils.get_total_norm(tensors)))
+
+
 def _finite(x: Tensor | None) -> bool:
-    return x is None or bool(x.isfinite().all())
+    """Of a sharded tensor, this rank's part."""
+    return x is None or bool(local(x).isfinite().all())
 
 
 def check_optimizer(name: str, lr: float, schedule: str, clip_grad_norm: float) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,17 +16,18 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 from rich.panel import Panel
 from tensordict import TensorDictBase
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_rl import checkpoint
 from grpo_rl.build import make_loss, make_sampling, micro_batching, total_steps
-from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.devices import Devices
-from grpo_rl.engines.base import Engine, Sampling
+from grpo_rl.engines.base import EngineDeadError, Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.evaluate import Evaluation, evaluate, paired_gain
+from grpo_rl.fleet_engine import FleetEngine
 from grpo_rl.limit import StepLimit
 from grpo_rl.losses.grpo import LOSSES
 from grpo_rl.monitor import lineage
@@ -40,10 +42,12 @@ from grpo_rl.monitor.report import versions, write_report
 from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.monitor.watch import RewardWatch
 from grpo_rl.optimizer import NonFiniteError, PolicyOptimizer, StepResult
+from grpo_rl.parallel import Ranks
 from grpo_rl.policies.train import TrainPolicy
 from grpo_rl.rollout import Group, groups_to_score
 from grpo_rl.run_folder import check_folder, export
 from grpo_rl.schedules import Schedules
+from grpo_rl.together import Collector, Led
 from grpo_rl.weights.push import WeightSync
 
 CHECKPOINTS, SUMMARY = "checkpoints", "summary.json"
@@ -67,15 +71,27 @@ class Run:
         folder: where the run writes; a resumed run goes on in the folder of its checkpoint.
         eval_rows: held-out rows, judged before and after.
         model_bytes: size of the model's files, to see beforehand whether checkpoints fit on the disk.
+        ranks: the processes that train together, each with a run of its own, and the same numbers in all of them. That
+            of rank 0 is the one that is kept; others write to a folder that goes with them.
 
     Raises:
         ValueError: the folder can't be written, the disk is too small, or the checkpoint is of another config.
     """
 
     def __init__(
-        self, cfg: DictConfig, env: LLMEnv, folder: str | Path, eval_rows: Sequence[dict] = (), model_bytes: int = 0
+        self,
+        cfg: DictConfig,
+        env: LLMEnv,
+        folder: str | Path,
+        eval_rows: Sequence[dict] = (),
+        model_bytes: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         self.cfg, self.env = cfg, env
+        self._ranks, self._leads = ranks, ranks is None or ranks.rank == 0
+        self._stack = ExitStack()
+        if ranks:
+            self._stack.callback(ranks.close)
         self._config = json.dumps(OmegaConf.to_container(cfg, resolve=True), sort_keys=True)
         self._eval_rows = list(eval_rows)
         self._eval_before: list[float] = []
@@ -88,7 +104,13 @@ class Run:
         self.folder = Path(folder)
         if self._restored and self._restored[0].parent.name == CHECKPOINTS:
             self.folder = self._restored[0].parent.parent
-        check_folder(self.folder, cfg, model_bytes, resumed=self._restored is not None)
+        if ranks:
+            # Started a second apart, they may have been given different folders.
+            self._shared_folder = ranks.broadcast(self.folder.resolve())
+        if not self._leads:
+            self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        if self._leads:
+            check_folder(self.folder, cfg, model_bytes, resumed=self._restored is not None)
         if self._restored:
             state = self._restored[1]
             checkpoint.check_config(state["config"], self._config)
@@ -101,8 +123,11 @@ class Run:
                     f"the run in {self.folder} is finished after {self.step} steps; to go on, raise "
                     f"train.total_dialog_turns above {self.collected} (with optimizer.schedule=constant)"
                 )
+        self._collected_state: dict | None = None
+        self._saved_at: int | None = None
         self._meter = StepMeter()
-        self._mismatch = Mismatch(**cfg.mismatch)
+        staleness = cfg.train.max_staleness if cfg.mode == "async" else 0
+        self._mismatch = Mismatch(**cfg.mismatch, max_staleness=staleness)
         self._batch: Sequence[Group] = ()
         self._loss_is_finite = True
         self._limit: StepLimit | None = None
@@ -110,20 +135,24 @@ class Run:
         self._training = False
         self._last_words: Panel | None = None
         self._told: set[str] = set()
-        self._stack = ExitStack()
 
     def _find_checkpoint(self) -> tuple[Path, dict] | None:
         if self.cfg.resume is None:
             return None
         path = checkpoint.find(str(self.cfg.resume), Path("outputs"))
-        return (path.resolve(), checkpoint.load(path)) if path else None
+        path = path and path.resolve()
+        path = self._ranks.broadcast(path) if self._ranks else path
+        return (path, checkpoint.load(path, self._ranks)) if path else None
+
+    def _how_to_go_on(self) -> str:
+        return f"Go on with: resume={self._shared_folder if self._ranks else self.folder}"
 
     def __enter__(self) -> Run:
         logger = self.cfg.logger
         self.metrics = MetricsLog(self.folder)
-        self.completions = CompletionsLog(self.folder) if logger.completions else None
+        self.completions = CompletionsLog(self.folder) if logger.completions and self._leads else None
         self._lineage = None
-        if self.cfg.train.lineage:
+        if self.cfg.train.lineage and self._leads:
             self._lineage = lineage.LineageLog(self.folder, self._config, make_loss(self.cfg))
         self._watch = RewardWatch()
         if self._restored:
@@ -135,11 +164,12 @@ class Run:
             CompletionsLog(self.folder).truncate(self.step)
             lineage.truncate(self.folder, self.step)
         self.wandb = None
-        if logger.backend == "wandb":
+        if logger.backend == "wandb" and self._leads:
             self.wandb = WandbLog(
                 self.folder, json.loads(self._config), project=logger.project, name=logger.name, mode=logger.mode
             )
-        self.progress = self._stack.enter_context(Progress(total_steps(self.cfg), first_step=self.step))
+        console = None if self._leads else Console(quiet=True)
+        self.progress = self._stack.enter_context(Progress(total_steps(self.cfg), console, first_step=self.step))
         if self.env.skipped:
             self.progress.note(f"{self.env.skipped} of {len(self.env.task.rows)} prompts are too long and left out")
         self._install_interrupt()
@@ -153,6 +183,8 @@ class Run:
         if self._training and isinstance(error, ValueError):
             # A ValueError says that the input was wrong, and is told without a traceback; what fails now is a bug.
             raise RuntimeError(f"failed after step {self.step}: {error}") from error
+        if self._training and isinstance(error, EngineDeadError):
+            raise SystemExit(f"Stopped after step {self.step}: {error}. {self._how_to_go_on()}") from error
         if self._last_words:
             self.progress.console.print(self._last_words)
 
@@ -177,8 +209,11 @@ class Run:
     def measure_limit(self, model: PreTrainedModel, devices: Devices) -> None:
         """Finds out what this machine does at its best, so that every step logs how near it came (``limit_fraction``).
 
-        Takes about a second the first time, while no engine holds the machine's memory yet.
+        Takes about a second the first time, while no engine holds the machine's memory yet. Not where several processes
+        train: what they could do together is more than this one measures.
         """
+        if self._ranks:
+            return
         batching, lora = micro_batching(self.cfg), self.cfg.train_model.lora
         self._limit = StepLimit(
             model,
@@ -194,15 +229,18 @@ class Run:
         policy: TrainPolicy,
         optimizer: PolicyOptimizer,
         weights: WeightSync,
-        engine: Engine,
+        engine: Sampler,
         schedules: Schedules,
     ) -> None:
         """Takes the parts that checkpoints, evaluations and diagnoses need, and puts them back to where it resumes.
 
-        A resumed run gets its optimizer, weights, schedules, data position, policy version and random state.
+        A resumed run gets its optimizer, weights, schedules, policy version and random state; its collector, data
+        position included, gets its own when it is given to :meth:`steps`.
         """
         self._schedules = schedules
-        self._left_out = [0, 0]
+        self.led = Led(self._ranks, weights.deliver)
+        if isinstance(engine, FleetEngine):
+            engine.deliver = self.led.deliver
         self._policy, self._optimizer, self._weights, self._engine = policy, optimizer, weights, engine
         if not self._restored:
             # After the parts are built: what building them draws is not the run's.
@@ -212,12 +250,10 @@ class Run:
         weights.check_base(state["base"])  # a checkpoint of adapters does not hold what they were trained on
         optimizer.load_state_dict(state["optimizer"])
         schedules.restore(state["schedules"])
-        self._left_out = state["left_out"]
-        self.env.load_state_dict(json.loads(state["env"]))
         # The push that follows gives the version that the checkpointed run went on with.
         weights.version = state["version"] - 1
         checkpoint.set_rng_state(state["rng"])
-        self._restored = None
+        self._collected_state, self._restored = state["collector"], None
         self.progress.note(f"Resumed after step {self.step} from {path}")
 
     @contextmanager
@@ -228,32 +264,42 @@ class Run:
         yield
         self._meter.add_phase(name, time.perf_counter() - start)
 
-    def steps(self, collector: SyncCollector) -> Iterator[list[Group]]:
+    def steps(self, collector: Collector) -> Iterator[list[Group]]:
         """The collections of the run, one a step, until the end or Ctrl-C."""
         self._training, self._collector = True, collector
-        collector.dropped_groups, collector.filtered_groups = self._left_out
+        if self._collected_state:
+            collector.restore(self._collected_state)
+            self._collected_state = None
         while self.collected < self.cfg.train.total_dialog_turns:
             self._meter = StepMeter()
             self._mismatch.begin()
-            self.progress.phase("sample")
+            self.progress.phase(waits := "wait" if self.cfg.mode == "async" else "sample")
             collector.repeats = self._schedules.group_size(self.step + 1)
             groups = collector.collect()
             self.collected = collector.collected
-            self._meter.add_phase("sample", collector.sample_s)
+            if not groups:
+                break  # the last ones were dropped
+            self._meter.add_phase(waits, collector.sample_s)
+            if self.cfg.inference_model.sleep and self._leads:
+                self._engine.sleep()  # until weights are pushed into it
             yield groups
             # After the last step there is nothing to stop: the run ends as it would have.
-            if self._interrupted and self.collected < self.cfg.train.total_dialog_turns:
+            interrupted = self._ranks.any([self._interrupted])[0] if self._ranks else self._interrupted
+            if interrupted and self.collected < self.cfg.train.total_dialog_turns:
                 self.save_checkpoint()
                 self._write_summary()
                 write_report(self.folder)
-                raise SystemExit(f"Stopped after step {self.step}. Go on with: resume={self.folder}")
+                raise SystemExit(f"Stopped after step {self.step}. {self._how_to_go_on()}")
 
     def batches(self, batches: Iterable[list[Group]]) -> Iterator[list[Group]]:
         """The groups of each optimizer step, until the policy is ``policy.stop_kl`` away from the sampler."""
         stop_kl = math.inf if self.cfg.policy.stop_kl is None else self.cfg.policy.stop_kl
         for batch in batches:
+            # Which groups a batch has is drawn, by each rank for itself.
+            batch = self._ranks.broadcast(batch) if self._ranks else batch
             self._batch = batch
             self._kl_sum = self._kl_tokens = 0.0
+            self._computed: list[tuple[TensorDictBase, TensorDictBase]] = []
             if self._lineage:
                 self._lineage.begin(batch)
             yield batch
@@ -261,7 +307,15 @@ class Run:
                 break
 
     def count(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
-        """Adds a micro-batch to the step's metrics."""
+        """Adds a micro-batch to the step's metrics; those of all ranks are added before the optimizer step."""
+        if self._ranks:
+            # With FSDP a rank that has nothing left goes on in step with tokens that are trained on elsewhere.
+            if tokens["trainable"].any():
+                self._computed.append((tokens.detach().cpu(), losses.detach().cpu()))
+        else:
+            self._count(tokens, losses)
+
+    def _count(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
         self._meter.add_losses(tokens, losses)
         self._mismatch.add(tokens, self._batch, self._weights.version)
         self._kl_sum += losses["kl_sampler"].item()
@@ -279,8 +333,12 @@ class Run:
             MismatchError: sampler and trainer differ, on weights that should be the same.
             NonFiniteError: too many steps in a row were not finite.
         """
+        if self._ranks:
+            for of_rank in self._ranks.gather(self._computed):
+                for tokens, losses in of_rank:
+                    self._count(tokens, losses)
         try:
-            if warning := self._mismatch.judge(self._scene()):
+            if warning := self._mismatch.judge(None if self._ranks else self._scene()):
                 self.progress.note(f"Warning. {warning}")
             result = optimizer.step(self._loss_is_finite, self._blame)
         except (MismatchError, NonFiniteError):
@@ -337,14 +395,15 @@ class Run:
         scored = groups_to_score(groups, batching["skip_zero_advantage"], batching["mask_truncated"])
         metrics["train/skipped_groups"] = len(groups) - len(scored)
         # Of the whole run so far, held-out answers too: rare as they are, a step's own would hardly ever show.
-        metrics |= {f"failed/{kind}": count for kind, count in self.env.guard.failed.items()}
-        if self._collector.dropped_groups:
-            metrics["failed/groups"] = self._collector.dropped_groups
-        for kind in self.env.guard.examples.keys() - self._told:
-            self.progress.note(f"No reward ({kind}), the first of its kind: {self.env.guard.examples[kind]}")
+        failed, examples = self.env.guard.failures()
+        metrics |= {f"failed/{kind}": count for kind, count in failed.items()}
+        metrics |= self._collector.metrics()
+        for news in self._collector.news():
+            self.progress.note(news)
+        for kind in examples.keys() - self._told:
+            self.progress.note(f"No reward ({kind}), the first of its kind: {examples[kind]}")
             self._told.add(kind)
         if self.cfg.train.max_refills:
-            metrics["sample/filtered_groups"] = self._collector.filtered_groups
             metrics["reward/sampled_mean"] = float(torch.cat([g.rewards for g in self._collector.sampled]).mean())
         metrics |= self._mismatch.metrics()
         if self._limit:
@@ -378,15 +437,16 @@ class Run:
             self.wandb.log(step, metrics)
 
     def save_checkpoint(self) -> Path:
-        """Writes a checkpoint of this moment."""
+        """Writes a checkpoint of this moment, unless there is one."""
+        if self._saved_at == self.step:
+            return self.checkpoint
         self.progress.phase("checkpoint")
         state = {
             "step": self.step,
             "collected": self.collected,
             "optimizer": self._optimizer.state_dict(),
             "schedules": self._schedules.state(),
-            "left_out": [self._collector.dropped_groups, self._collector.filtered_groups],
-            "env": json.dumps(self.env.state_dict()),
+            "collector": self._collector.state(),
             "version": self._weights.version,
             "base": self._weights.base_fingerprints(),
             "rng": checkpoint.rng_state(),
@@ -394,7 +454,10 @@ class Run:
             "eval_before": self._eval_before,
             "seconds": self.seconds,
         }
-        self.checkpoint = checkpoint.save(self.folder / CHECKPOINTS, self.step, state, self.cfg.train.keep_checkpoints)
+        folder = (self._shared_folder if self._ranks else self.folder) / CHECKPOINTS
+        keep = self.cfg.train.keep_checkpoints
+        self.checkpoint = checkpoint.save(folder, self.step, state, keep, self._ranks)
+        self._saved_at = self.step
         return self.checkpoint
 
     @property
@@ -413,7 +476,7 @@ class Run:
     def _evaluate(self) -> Evaluation:
         self.progress.phase("evaluating")
         sampling = Sampling(temperature=0.0, max_new_tokens=self.cfg.sampling.max_new_tokens)
-        evaluation = evaluate(self.env, self._engine, self._eval_rows, sampling)
+        evaluation = self.led(lambda: evaluate(self.env, self._engine, self._eval_rows, sampling))
         self._eval_after, self._evaluated_at = evaluation.rewards, self.step
         return evaluation
 
@@ -425,7 +488,7 @@ class Run:
             self.progress.update(self.step, evaluation.metrics())
         path = self.save_checkpoint()
         exported = self.folder / "model"
-        export(model, tokenizer, exported, self.cfg.train_model.lora.export)
+        export(model, tokenizer, exported, self.cfg.train_model.lora.export, self._ranks)
         summary = self._write_summary()
         report = write_report(self.folder)
         self._last_words = summary_panel(summary, checkpoint=path, model=exported, report=report)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
+import torch
 from omegaconf import DictConfig
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_rl import checkpoint
+from grpo_rl.build import make_tokenizer
+from grpo_rl.models import resolve_model
 from grpo_rl.monitor.metrics import METRICS_FILE
+from grpo_rl.parallel import Ranks, gathered
+from grpo_rl.parallel_checkpoint import export_model
 from grpo_rl.policies.lora import has_adapters
-from grpo_rl.weights.sources import export_merged
+from grpo_rl.weights.sources import export_merged, source_of
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """fp32 weights and AdamW's two moments."""
@@ -48,20 +55,55 @@ def check_folder(folder: Path, cfg: DictConfig, model_bytes: int, resumed: bool)
         )
 
 
-def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, adapters: str = "merged") -> None:
+def export(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    adapters: str = "merged",
+    ranks: Ranks | None = None,
+) -> None:
     """Writes the model for ``from_pretrained``; our attention's name must not travel with it.
 
     Args:
         adapters: what to do with a model's adapters: ``merged`` into its weights, which takes the host a copy of them,
             or the ``adapter`` alone, as peft saves it.
+        ranks: the processes that hold the model together, all of which call this; rank 0 writes.
     """
     attention = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     try:
-        if has_adapters(model) and adapters == "merged":
+        if ranks and ranks.in_step:
+            weights = gathered(source_of(model, takes_adapters=False).moving(), ranks.rank)
+            if ranks.rank:
+                return
+            export_model(weights, model.config, folder, model.config.dtype, model.generation_config)
+        elif ranks and ranks.rank:
+            return
+        elif has_adapters(model) and adapters == "merged":
             export_merged(model, folder)
         else:
             model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     finally:
         model.set_attn_implementation(attention)
+
+
+def export_checkpoint(path: Path, folder: Path) -> None:
+    """Writes the model of a checkpoint, sharded or not, as a run does at its end; one process does it, on the CPU.
+
+    Raises:
+        ValueError: it is no checkpoint, or one of adapters; the folder holds something; the model that training began
+            with, whose config and tokenizer go along, is not there.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already and not empty; give another folder")
+    state = checkpoint.load(path)
+    masters, cfg = state["optimizer"]["masters"], json.loads(state["config"])
+    if any(".lora_" in name for name in masters):
+        raise ValueError(f"{path} is of adapters, without the model under them; the run's own folder model/ has both")
+    source = resolve_model(cfg["model"]["name"])
+    config, of_sampling = AutoConfig.from_pretrained(source), None
+    if (source / "generation_config.json").is_file():
+        of_sampling = GenerationConfig.from_pretrained(source)
+    export_model(masters, config, folder, getattr(torch, cfg["train_model"]["dtype"]), of_sampling)
+    make_tokenizer(source, cfg["model"]["chat_template"]).save_pretrained(folder)

@@ -1,4 +1,8 @@
-"""GRPO, sample and train in turns: `python sota/grpo.py env.path=train.jsonl optimizer.lr=1e-5`."""
+"""GRPO, sample and train in turns: `python sota/grpo.py env.path=train.jsonl optimizer.lr=1e-5`.
+
+Several devices train together under `torchrun --nproc-per-node 2 sota/grpo.py train_model.parallel=fsdp ...`: rank 0
+samples and writes, and every rank runs all of this.
+"""
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -21,19 +25,20 @@ def grpo(cfg):
     loss, buffer = build.make_loss(cfg), build.make_buffer(cfg, env.task.reward_parts)
     held_out = build.eval_rows(cfg, env)
 
-    with Run(cfg, env, HydraConfig.get().runtime.output_dir, held_out, build.model_bytes(model_folder)) as run:
-        policy = build.make_policy(cfg, model_folder, devices)
+    ranks = build.make_ranks(cfg, devices)  # the processes that train together; None where this one is alone
+    with Run(cfg, env, HydraConfig.get().runtime.output_dir, held_out, build.model_bytes(model_folder), ranks) as run:
+        policy = build.make_policy(cfg, model_folder, devices, ranks)
         reference = build.make_reference(cfg, model_folder, devices, policy)  # None at kl_coef=0
-        optimizer = run.own(build.make_optimizer(cfg, policy))
+        optimizer = run.own(build.make_optimizer(cfg, policy, ranks))
         run.measure_limit(policy.model, devices)  # a second, once per machine
-        engine = run.own(build.make_engine(cfg, model_folder, devices))
-        weights = WeightSync(policy.model, engine)
+        engine = run.own(build.make_engine(cfg, model_folder, devices, ranks))
+        weights = WeightSync(policy.model, engine, ranks=ranks)
 
         schedules = build.make_schedules(cfg, loss, buffer, reference, policy)  # KL weight, group size, reference
         run.attach(policy, optimizer, weights, engine, schedules)  # a resumed run goes back to its checkpoint here
         weights.push()  # the engine now holds, provably, what will be trained
         run.evaluate_before()
-        collector = build.make_collector(cfg, env, engine, run.collected)
+        collector = build.make_collector(cfg, env, engine, run.collected, run.led)
         for groups in run.steps(collector):
             with run.phase("score"):
                 groups = reference.annotate(groups, cfg.train.micro_batch_tokens) if reference else groups

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
-# Test processes side by side have a core each: with all cores for each, their threads wait for one another.
-if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+# Test processes side by side compute with a thread each: with one for every core, threads wait for one another.
+if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or vLLM puts the threads of all of them on the same cores
 
 import hypothesis
 import pytest
@@ -25,10 +25,19 @@ hypothesis.settings.load_profile("project")
 
 
 def pytest_collection_modifyitems(items):
+    # Files with slow tests first: processes that share the files out end at about the same time.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish():
+    # A run ends with a collection of garbage, for which all that has been imported is looked through.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

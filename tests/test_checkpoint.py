@@ -14,6 +14,10 @@ import time
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from grpo_rl import checkpoint
 
@@ -123,3 +127,65 @@ def test_later_checkpoints_of_another_future_are_set_aside(tmp_path):
     names = ["checkpoint_000001.pt", "checkpoint_000002.abandoned", "checkpoint_000003.abandoned"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
     assert checkpoint.find(str(tmp_path), tmp_path).name == "checkpoint_000001.pt"
+
+
+class OneRank:
+    """Of processes that hold a state together, the only one."""
+
+    rank = 0
+
+    def wait(self):
+        """Nobody else is there."""
+
+
+@pytest.fixture
+def save_sharded(tmp_path):
+    """Saves a checkpoint whose tensor lies in a folder of its own."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    mesh = init_device_mesh("cpu", (1,))
+
+    def save(step, number, keep=0):
+        weights = distribute_tensor(torch.full((4,), float(number)), mesh, [Shard(0)])
+        return checkpoint.save(tmp_path, step, {"step": step, "weights": weights}, keep=keep, ranks=OneRank())
+
+    yield save
+    dist.destroy_process_group()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_kill_while_a_step_is_saved_again_leaves_no_checkpoint_without_tensors(tmp_path, save_sharded, monkeypatch):
+    save_sharded(1, 10)
+    save_sharded(2, 20)
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(dcp, "save", killed)
+        save_sharded(2, 20)
+    found = checkpoint.find(str(tmp_path), tmp_path)
+    assert found.name == "checkpoint_000001.pt" and checkpoint.load(found)["weights"].tolist() == [10.0] * 4
+    assert checkpoint.load(save_sharded(2, 20))["weights"].tolist() == [20.0] * 4
+
+
+def test_tensors_go_along_with_the_checkpoint_that_is_set_aside_and_orphans_go(tmp_path, save_sharded):
+    for step in (1, 2, 3):
+        save_sharded(step, step)
+    (tmp_path / "checkpoint_000003.pt").unlink()  # as a killed write leaves it
+    checkpoint.set_aside_later(tmp_path, 1)
+    aside = ["checkpoint_000002.abandoned", "checkpoint_000002.abandoned.shards"]
+    assert names(tmp_path) == ["checkpoint_000001.pt", "checkpoint_000001.shards", *aside]
+    save_sharded(2, 200)  # on the other way
+    assert checkpoint.load(tmp_path / aside[0])["weights"].tolist() == [2.0] * 4
+    checkpoint.set_aside_later(tmp_path, 1)  # and once more
+    assert checkpoint.load(tmp_path / aside[0])["weights"].tolist() == [200.0] * 4
+    assert names(tmp_path) == ["checkpoint_000001.pt", "checkpoint_000001.shards", *aside]
+
+
+def test_old_checkpoints_go_with_their_tensors(tmp_path, save_sharded):
+    for step in (1, 2, 3):
+        save_sharded(step, step, keep=1)
+    assert names(tmp_path) == ["checkpoint_000003.pt", "checkpoint_000003.shards"]

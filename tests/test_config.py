@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -120,3 +121,30 @@ def test_naming_a_task_chooses_its_config():
         check_overrides(["env.reward.correctness=1"], "ifeval")
     with pytest.raises(ValueError, match=r"env\.reward must be set"):
         check(config("env=prompt_response"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.max_staleness=1"], "train.max_staleness=1 is of mode=async; run sota/grpo_async.py"),
+        (["ray.address=auto"], "ray.address=auto is of mode=async"),
+        (["mode=asink"], "mode is 'asink'; it can be sync, async; did you mean async?"),
+        (["mode=async", "train.max_staleness=-1"], "train.max_staleness is -1; it must be 0 or more"),
+        (["mode=async", "inference_model.engine=transformers"], "mode=async samples with inference_model.engine=vllm"),
+        (["mode=async", "inference_model.transfer=tcp"], "inference_model.transfer is 'tcp'; it can be shared_memory"),
+        (
+            ["mode=async", "inference_model.transfer=nccl", "inference_model.push_changes=true"],
+            "push_changes=true with",
+        ),
+        (["mode=async", "ray.nodes=2"], "ray.nodes=2 needs a cluster; set ray.address"),
+        (["mode=async", "train.repeats_schedule=[[1,4]]"], "train.repeats_schedule is of mode=sync"),
+        (["mode=async", "inference_model.keep_cache=1"], "inference_model.keep_cache is 1; it must be true or false"),
+    ],
+)
+def test_what_is_of_the_other_mode_or_out_of_range_is_refused(overrides, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(config(*overrides))
+
+
+def test_async_mode_passes_the_checks():
+    check(config("mode=async", "train.max_staleness=0", "ray.address=auto", "ray.nodes=2"))

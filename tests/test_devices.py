@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
@@ -161,3 +162,58 @@ def test_without_a_gpu_all_roles_share_the_cpu_and_this_is_said_once(caplog):
             plan = allocate(config(train=1, inference=1, kl_coef=0.1), mode=mode, visible=0)
             assert plan.train == plan.ref == plan.inference == (torch.device("cpu"),)
     assert [record.message for record in caplog.records] == ["no GPU is visible: training and sampling share the CPU"]
+
+
+def test_without_a_gpu_async_mode_splits_the_cores_between_processes():
+    plan = allocate(config(inference=3, kl_coef=0.1), mode="async", visible=0, cores=4)
+    cpu = torch.device("cpu")
+    assert plan == devices.Devices((cpu,), (cpu,), (cpu,) * 3, 1) and plan.replicas == 3
+    assert len(allocate(config(), mode="async", visible=0, cores=4, world=2).train) == 2
+
+
+@pytest.mark.parametrize(
+    ("cfg", "cores", "world", "message"),
+    [
+        (
+            config(inference=2),
+            2,
+            1,
+            "train 1 + inference 2 = 3 processes, 2 CPU cores there; lower inference_model.num",
+        ),
+        (
+            config(train=2),
+            2,
+            1,
+            "train 2 + inference 1 = 3 processes, 2 CPU cores there; lower train_model.num_devices",
+        ),
+        (config(), 2, 2, "train 2 + inference 1 = 3 processes, 2 CPU cores there; lower train_model.num_devices"),
+        (
+            config(),
+            1,
+            1,
+            "train 1 + inference 1 = 2 processes, 1 CPU cores there; use mode=sync, where they take turns",
+        ),
+        (config(inference=[0]), 2, 1, "inference_model.devices=[0], but no GPU is visible; leave it null, and set"),
+        (
+            config(tp=2),
+            4,
+            1,
+            "inference_model.tensor_parallel_size=2, but no GPU is visible: on a CPU an engine is one",
+        ),
+    ],
+)
+def test_async_mode_refuses_more_processes_than_cores(cfg, cores, world, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        allocate(cfg, mode="async", visible=0, cores=cores, world=world)
+
+
+def test_on_a_cluster_gpus_are_counted_and_not_named():
+    message = "inference_model.devices=[1, 2], but with ray.address Ray chooses among the GPUs of all nodes; set "
+    with pytest.raises(ValueError, match="^" + re.escape(f"{message}inference_model.num_devices=2")):
+        allocate(config(inference=[1, 2]), mode="async", visible=16, counts_only=True)
+
+
+def test_more_gpus_than_torch_can_number_are_still_told_apart():
+    plan = allocate(config(train=640, inference=384, tp=4), mode="async", visible=1024, counts_only=True)
+    assert (len(plan.train), len(plan.inference), plan.replicas, plan.colocated) == (640, 384, 96, False)
+    assert str(plan.inference[-1]) == "cuda:1023" and plan.inference[-1].type == "cuda"

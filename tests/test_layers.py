@@ -14,11 +14,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # below it. The fingerprint is a pure function that both ends of a transfer compute, engines and weights.
 LAYERS = [
     {"keys"},
-    {"losses", "advantages", "rollout", "devices", "envs", "fingerprint", "allocator"},
+    {"losses", "advantages", "rollout", "devices", "envs", "fingerprint", "allocator", "virtual_time"},
     {"policies", "engines", "buffer"},
-    {"optimizer", "models", "rates", "limit", "parallel", "schedules"},
-    {"collectors", "weights", "evaluate", "checkpoint", "monitor", "run", "run_folder", "build", "testing"}
-    | {"batches", "replay", "replay_table"},
+    {"optimizer", "models", "rates", "limit", "parallel", "parallel_checkpoint", "schedules"},
+    {"collectors", "weights", "evaluate", "checkpoint", "monitor", "run", "run_folder", "build", "testing", "fleet"}
+    | {"batches", "replay", "replay_table", "twin", "together", "fleet_engine", "build_async"}
+    | {"ray_cluster", "ray_doctor", "ray_engines", "ray_token", "ray_trainers"}
+    | {"hardware", "plan", "plan_advice", "plan_memory", "plan_question", "plan_simulate", "plan_table", "plan_time"},
     {"sota", "cli", "config"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
@@ -28,6 +30,7 @@ ONLY_ROOMS = {"envs": {"keys", "rollout"}, "losses": {"keys"}}
 ONLY_LIBRARIES = {"losses": {"torch", "tensordict", "torchrl", "jaxtyping"}}
 # Libraries that only files or folders with these beginnings may import.
 ONLY_IN = {
+    "ray": ("grpo_rl/ray_",),
     "vllm": ("grpo_rl/engines/vllm",),
     "hydra": ("sota/", "grpo_rl/cli.py", "config/"),
     "peft": ("grpo_rl/policies/lora.py",),

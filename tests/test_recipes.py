@@ -113,6 +113,7 @@ def test_what_dynamic_sampling_left_out_is_counted(whole):
     assert all("reward/sampled_mean" in row for row in rows)
 
 
+@pytest.mark.slow
 def test_the_weight_of_a_kl_in_the_reward_moves_and_resumes_exactly(tiny, tmp_path, monkeypatch):
     settings = [
         *tiny, "loss=rloo", "policy.kl_coef=0.1", "policy.target_kl=0.001", "ref_model.refresh=steps",
@@ -142,6 +143,7 @@ def test_all_of_it_resumes_exactly(whole, tiny, tmp_path, monkeypatch):
         assert {k: (v, theirs[k]) for k, v in ours.items() if v != theirs[k]} == {}
 
 
+@pytest.mark.slow
 def test_a_collection_is_left_when_the_policy_is_too_far_from_the_sampler(tiny, tmp_path, monkeypatch):
     few = [*tiny, "train.epochs=4", "train.total_dialog_turns=32", "policy.kl_coef=0.01", "train_model.dtype=float32"]
     free = run(few, tmp_path / "free", monkeypatch)

@@ -231,6 +231,7 @@ def wait_for_step(child, folder, step):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_ctrl_c_once_finishes_the_step_checkpoints_and_says_how_to_go_on(tiny, tmp_path):
     folder = tmp_path / "run"
     child = started([*tiny, "train.total_dialog_turns=100000", "train.checkpoint_frequency=0"], folder)
@@ -274,7 +275,7 @@ def test_answers_whose_scorer_fails_are_left_out_counted_and_told(tiny, tmp_path
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("No reward (error), the first of its kind: GSM8K failed on") == 1
     assert sum(len(read_step(folder, step)) for step in logged_steps(folder)) < 64
-    saved = json.loads(load(checkpoints(folder / "checkpoints")[-1])["env"])
+    saved = json.loads(load(checkpoints(folder / "checkpoints")[-1])["collector"]["env"])
     assert f'"failed_error": {int(counts[-1])}' in json.dumps(saved)
 
 
@@ -345,7 +346,12 @@ def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
     run(overrides, tmp_path / "run", monkeypatch)
     # These are vLLM's; `build.make_engine` hands them on by name.
     of_vllm = {"inference_model.gpu_memory_utilization", "inference_model.enforce_eager"}
-    assert config.known_keys("gsm8k") - read == of_vllm
+    of_several_processes = {"train_model.cpu_offload", "train_model.timeout_s"}  # tests/test_parallel.py
+    of_async = set(config.ONLY_ASYNC)
+    assert config.known_keys("gsm8k") - read == of_vllm | of_several_processes | of_async
+    texts = "".join((SCRIPT.parent.parent / "grpo_rl" / name).read_text() for name in ("build_async.py", "run.py"))
+    unread = [key for key in of_async | of_several_processes if f".{key.rpartition('.')[2]}" not in texts]
+    assert not unread
 
 
 def test_a_missing_vllm_is_told_before_a_model_is_loaded(tiny, tmp_path, monkeypatch):
@@ -376,3 +382,24 @@ def test_a_disk_that_cannot_be_written_is_told_in_one_line(tiny, tmp_path, monke
 def test_a_malformed_override_is_told_in_one_line(tiny, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="error: "):
         run([*tiny, "optimizer.lr=[1"], tmp_path / "run", monkeypatch)
+
+
+def test_an_engine_that_sleeps_while_the_policy_trains_samples_the_same(tiny, tmp_path, monkeypatch):
+    counts = {"sleep": 0, "wake": 0}
+    for name in counts:
+        method = getattr(TransformersEngine, name)
+
+        def counted(engine, name=name, method=method):
+            counts[name] += 1
+            method(engine)
+
+        monkeypatch.setattr(TransformersEngine, name, counted)
+    awake = run([*tiny, "train.total_dialog_turns=32"], tmp_path / "awake", monkeypatch)
+    assert counts["sleep"] == 0
+    asleep = run([*tiny, "train.total_dialog_turns=32", "inference_model.sleep=true"], tmp_path / "asleep", monkeypatch)
+    assert counts["sleep"] == 2 and counts["wake"] >= 3, "once a step, and awake for every push"
+    rows = [
+        [{name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in read_metrics(folder)]
+        for folder in (awake, asleep)
+    ]
+    assert rows[0] == rows[1]

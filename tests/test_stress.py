@@ -63,6 +63,7 @@ REWARDS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_200_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtype):
     torch.manual_seed(0)

@@ -5,15 +5,17 @@ A slow tool holds up its own conversation alone. What was sampled is never token
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from grpo_rl.engines.base import Engine, Samples, Sampling
+from grpo_rl.engines.base import Sampler, Samples, Sampling
 from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward
 from grpo_rl.envs.chat import Dialog
 from grpo_rl.envs.guard import in_thread
@@ -61,7 +63,7 @@ class Trajectory:
         self.turn_starts.append(len(self.ids))
         self.ids += ids
         self.log_probs += samples.log_probs.tolist()
-        self.versions += [samples.version] * len(ids)
+        self.versions += samples.versions.tolist()
         self.trainable += [True] * len(ids)
 
     def add_reply(self, ids: Sequence[int]) -> None:
@@ -72,7 +74,7 @@ class Trajectory:
         self.trainable += [False] * len(ids)
 
 
-def play(env: LLMEnv, engine: Engine, sampling: Sampling, trajectories: Sequence[Trajectory]) -> None:
+def play(env: LLMEnv, engine: Sampler, sampling: Sampling, trajectories: Sequence[Trajectory]) -> None:
     """Plays each conversation to its end, or until it is dropped.
 
     Args:
@@ -90,7 +92,7 @@ def begin(env: LLMEnv, row: dict, where: str, prompt_ids: Sequence[int]) -> Traj
 
 
 class _Player:
-    def __init__(self, env: LLMEnv, engine: Engine, sampling: Sampling) -> None:
+    def __init__(self, env: LLMEnv, engine: Sampler, sampling: Sampling) -> None:
         self._env, self._engine, self._sampling = env, engine, sampling
         self._open: dict[int, Trajectory] = {}
         self._in_engine: set[int] = set()
@@ -112,9 +114,7 @@ class _Player:
 
     def _submit(self, i: int) -> None:
         trajectory = self._open[i]
-        limit = min(self._sampling.max_new_tokens, self._engine.max_model_len - trajectory.num_tokens)
-        least = min(self._sampling.min_new_tokens, limit)
-        sampling = replace(self._sampling, max_new_tokens=limit, min_new_tokens=least)
+        sampling = turn_sampling(trajectory, self._sampling, self._engine.max_model_len)
         self._engine.submit(i, [*trajectory.prompt_ids, *trajectory.ids], sampling)
         self._in_engine.add(i)
 
@@ -147,26 +147,87 @@ class _Player:
     def _on_reply(self, i: int, reply: Any) -> None:
         trajectory = self._open[i]
         trajectory.replying_since = None
-        if isinstance(reply, Exception):
-            trajectory.dropped = self._failure(trajectory, reply)
-        elif reply is not None:
-            try:
-                ids = self._env.encode_reply(reply, trajectory.ids[-1])
-            except Exception as error:
-                trajectory.dropped = self._failure(trajectory, error)
-            else:
-                if trajectory.num_tokens + len(ids) < self._engine.max_model_len:
-                    trajectory.dialog.hear(reply)
-                    trajectory.add_reply(ids)
-                    self._submit(i)
-                    return
-                trajectory.truncated = True  # the policy never reads the reply
-        del self._open[i]
+        if take_reply(self._env, trajectory, reply, self._engine.max_model_len):
+            self._submit(i)
+        else:
+            del self._open[i]
 
-    def _failure(self, trajectory: Trajectory, error: Exception) -> Failure:
-        where = f"{trajectory.where}, turn {trajectory.dialog.turns}"
-        message = f"{type(self._env.task).__name__}.reply failed on {where}: {type(error).__name__}: {error}"
-        return Failure("timeout" if isinstance(error, TimeoutError) else "error", message)
+
+def turn_sampling(trajectory: Trajectory, sampling: Sampling, max_model_len: int) -> Sampling:
+    """How the next turn is sampled: as far as there is room for it."""
+    limit = min(sampling.max_new_tokens, max_model_len - trajectory.num_tokens)
+    return replace(sampling, max_new_tokens=limit, min_new_tokens=min(sampling.min_new_tokens, limit))
+
+
+def take_reply(env: LLMEnv, trajectory: Trajectory, reply: Any, max_model_len: int) -> bool:
+    """Whether the policy has another turn after this reply, which is put behind what there is.
+
+    Args:
+        reply: messages; None where the conversation is over; or the exception that came in the place of one.
+    """
+    if reply is None:
+        return False
+    try:
+        if isinstance(reply, Exception):
+            raise reply
+        ids = env.encode_reply(reply, trajectory.ids[-1])
+    except Exception as error:
+        trajectory.dropped = _failure(env, trajectory, error)
+        return False
+    if trajectory.num_tokens + len(ids) >= max_model_len:
+        trajectory.truncated = True  # the policy never reads the reply
+        return False
+    trajectory.dialog.hear(reply)
+    trajectory.add_reply(ids)
+    return True
+
+
+def _failure(env: LLMEnv, trajectory: Trajectory, error: Exception) -> Failure:
+    where = f"{trajectory.where}, turn {trajectory.dialog.turns}"
+    message = f"{type(env.task).__name__}.reply failed on {where}: {type(error).__name__}: {error}"
+    return Failure("timeout" if isinstance(error, TimeoutError) else "error", message)
+
+
+async def converse(
+    env: LLMEnv,
+    trajectory: Trajectory,
+    ask: Callable[[Sequence[int], Sampling], Awaitable[Samples]],
+    sampling: Sampling,
+    max_model_len: int,
+) -> None:
+    """Plays one conversation to its end, or until it is dropped; as :func:`play`, on an event loop.
+
+    Args:
+        ask: samples a turn.
+    """
+    goes_on = True
+    while goes_on:
+        samples = await ask(
+            [*trajectory.prompt_ids, *trajectory.ids], turn_sampling(trajectory, sampling, max_model_len)
+        )
+        trajectory.add_turn(samples, env.decode(samples.response_ids))
+        if trajectory.truncated:
+            return
+        goes_on = take_reply(env, trajectory, await _reply(env, trajectory), max_model_len)
+
+
+async def _reply(env: LLMEnv, trajectory: Trajectory) -> Any:
+    """The reply, or the exception in its place; a thread that is late is left behind."""
+    replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+
+    def call() -> None:
+        _tell(replies, 0, lambda: trajectory.dialog.reply(env.task, trajectory.row, env.max_turns))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(arrived.set)
+
+    in_thread(call)
+    deadline_s = env.guard.deadline_s
+    try:
+        await asyncio.wait_for(arrived.wait(), deadline_s)
+    except TimeoutError:
+        return TimeoutError(f"no reply within {deadline_s:g} s")
+    return replies.get()[1]
 
 
 def _tell(replies: queue.SimpleQueue[tuple[int, Any]], i: int, call: Callable[[], Any]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -12,7 +14,7 @@ from tensordict.nn import TensorDictModuleBase
 
 from grpo_rl import keys
 from grpo_rl.collectors.dialogs import begin, group_of_trajectories, judge, play
-from grpo_rl.engines.base import Engine, Samples, Sampling
+from grpo_rl.engines.base import Sampler, Samples, Sampling
 from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward, ScoreError
 from grpo_rl.rollout import Group
 
@@ -42,7 +44,7 @@ class SyncCollector:
     def __init__(
         self,
         env: LLMEnv,
-        engine: Engine,
+        engine: Sampler,
         sampling: Sampling,
         total_dialog_turns: int,
         collected: int = 0,
@@ -87,6 +89,26 @@ class SyncCollector:
         groups += [group for group in self.sampled if group not in groups][: wanted - len(groups)]
         self.filtered_groups += len(self.sampled) - len(groups)
         return groups
+
+    def state(self) -> dict[str, Any]:
+        """Where the collection of the run stands, data position included, for a checkpoint."""
+        return {"env": json.dumps(self._env.state_dict()), "left_out": [self.dropped_groups, self.filtered_groups]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from :meth:`state`; how much was collected, the constructor was told."""
+        self._env.load_state_dict(json.loads(state["env"]))
+        self.dropped_groups, self.filtered_groups = state["left_out"]
+
+    def metrics(self) -> dict[str, float]:
+        """What was left out so far."""
+        metrics: dict[str, float] = {"failed/groups": self.dropped_groups} if self.dropped_groups else {}
+        if self._refills:
+            metrics["sample/filtered_groups"] = self.filtered_groups
+        return metrics
+
+    def news(self) -> list[str]:
+        """Nothing: what goes wrong here is raised."""
+        return []
 
     def _sample(self, count: int) -> list[Group]:
         """The groups of the next ``count`` prompts, those of fewer than two scored answers left out and counted."""
@@ -136,7 +158,7 @@ def group_of_samples(prompt: Prompt, samples: Samples) -> Group:
         prompt_ids=prompt.ids,
         response_ids=samples.response_ids,
         log_probs=samples.log_probs,
-        versions=torch.full_like(samples.response_ids, samples.version),
+        versions=samples.versions,
         trainable=torch.ones_like(samples.response_ids, dtype=torch.bool),
         offsets=samples.offsets,
         rewards=torch.zeros(len(samples.offsets) - 1),
@@ -195,7 +217,7 @@ class EnginePolicy(TensorDictModuleBase):
         keys.TRUNCATED,
     ]
 
-    def __init__(self, engine: Engine, sampling: Sampling) -> None:
+    def __init__(self, engine: Sampler, sampling: Sampling) -> None:
         super().__init__()
         self._engine, self._sampling = engine, sampling
 
@@ -216,9 +238,9 @@ class EnginePolicy(TensorDictModuleBase):
 
     @staticmethod
     def _write(group: list[TensorDictBase], samples: Samples) -> None:
-        log_probs = samples.log_probs.split(samples.offsets.diff().tolist())
+        log_probs, versions = (x.split(samples.offsets.diff().tolist()) for x in (samples.log_probs, samples.versions))
         for g, (row, ids) in enumerate(zip(group, samples.responses, strict=True)):
             row[keys.TOKENS_RESPONSE] = ids
             row[keys.LOG_PROBS_RESPONSE] = log_probs[g]
-            row[keys.VERSIONS] = torch.full_like(ids, samples.version)
+            row[keys.VERSIONS] = versions[g]
             row[keys.TRUNCATED] = samples.truncated[g : g + 1]

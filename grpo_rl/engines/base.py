@@ -5,15 +5,49 @@ Letters: G answers to one prompt, R response tokens of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
 import numpy as np
 import torch
+import xxhash
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
+"""Of the two factors of a LoRA layer, as engines take them."""
+
+
+def digest(tensor: Tensor) -> int:
+    """Hash of a tensor's bytes (XXH3, https://xxhash.com), 0 … 2^64 - 1, as fast as memory is read.
+
+    Both ends of a transfer compute it where one process holds each tensor whole; a tensor in shards has a
+    `grpo_rl.fingerprint`, which adds up.
+
+    >>> x = torch.arange(12.0)
+    >>> digest(x) == digest(x.reshape(3, 4)) != digest(x.flip(0))
+    True
+    """
+    return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+@contextmanager
+def a_core_left() -> Iterator[None]:
+    """Within it PyTorch takes a thread less, if it has several: both ends of a transfer work at the same time.
+
+    Threads that wait for one which has no core cost more than they spare. It is the calling thread's setting.
+    """
+    threads = torch.get_num_threads()
+    # In its workers vLLM has put something in the place of `torch.set_num_threads` that does nothing.
+    torch._C.set_num_threads(max(1, threads - 1))
+    try:
+        yield
+    finally:
+        torch._C.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -47,6 +81,18 @@ class Sampling:
             )
 
 
+class EngineDeadError(RuntimeError):
+    """An engine's process has ended, or does not answer within its deadline; names it."""
+
+
+class EngineLostError(RuntimeError):
+    """An engine died under a group, whose answers are lost; another engine can sample it again."""
+
+
+class AbortedError(RuntimeError):
+    """A request was aborted before it was answered."""
+
+
 @dataclass(frozen=True, eq=False)
 class Samples:
     """The G answers to one prompt, flat with offsets, as in `grpo_rl.rollout.Group`.
@@ -57,7 +103,8 @@ class Samples:
             those at temperature 1.
         offsets: [G + 1] int64.
         truncated: [G] True where an answer met ``max_new_tokens`` (finish reason "length").
-        version: policy version of the weights that sampled it.
+        version: policy version of the weights that sampled it; of the last of them, where they changed in between.
+        token_versions: [R] int64, of each token; None where all have ``version``.
     """
 
     response_ids: Int[Tensor, " R"]
@@ -65,6 +112,14 @@ class Samples:
     offsets: Int[Tensor, " G1"]
     truncated: Bool[Tensor, " G"]
     version: int
+    token_versions: Int[Tensor, " R"] | None = None
+
+    @property
+    def versions(self) -> Int[Tensor, " R"]:
+        """Policy version of the weights that sampled each token."""
+        if self.token_versions is not None:
+            return self.token_versions
+        return torch.full_like(self.response_ids, self.version)
 
     @property
     def responses(self) -> tuple[Tensor, ...]:
@@ -90,8 +145,8 @@ class Samples:
         )
 
 
-class Engine(Protocol):
-    """An engine holds one copy of the policy and samples from it."""
+class Sampler(Protocol):
+    """What answers prompts: an engine, or a fleet of them."""
 
     version: int
     """Policy version of the weights it holds."""
@@ -133,6 +188,18 @@ class Engine(Protocol):
         """Forgets the prompts that were taken in and not answered."""
         ...
 
+    def sleep(self) -> None:
+        """Frees what it can until :meth:`wake`; a sleeping engine generates nothing."""
+        ...
+
+    def wake(self) -> None:
+        """Ready again, with the weights it had."""
+        ...
+
+
+class Engine(Sampler, Protocol):
+    """An engine holds one copy of the policy and samples from it."""
+
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Takes weights by their checkpoint names; answers carry ``version`` from now on, prefix caches go.
 
@@ -150,16 +217,74 @@ class Engine(Protocol):
         """
         ...
 
-    def sleep(self) -> None:
-        """Frees what it can until :meth:`wake`; a sleeping engine generates nothing."""
-        ...
-
-    def wake(self) -> None:
-        """Ready again, with the weights it had."""
-        ...
-
     def close(self) -> None:
         """Frees everything; the engine is of no use after it."""
+        ...
+
+
+class AsyncEngine(Protocol):
+    """An engine in a process of its own, spoken to from one event loop; it goes on while weights are replaced.
+
+    Every call but :meth:`generate` has a deadline, and a death is noticed in each; both raise EngineDeadError.
+    """
+
+    name: str
+    """For messages."""
+
+    version: int
+    """Policy version of the weights it holds."""
+
+    dtype: torch.dtype
+    max_model_len: int
+    takes_adapters: bool
+
+    proves_bytes: bool
+    """Whether :meth:`fingerprints` are digests of bytes, but for adapters: it holds each tensor whole, on a CPU."""
+
+    async def generate(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
+        """``n`` answers to a prompt; tokens from before and after an update carry their own versions.
+
+        Raises:
+            ValueError: as :meth:`Engine.generate`.
+            AbortedError: :meth:`abort` was called.
+            EngineDeadError: the engine died, or hangs.
+        """
+        ...
+
+    async def abort(self, *request_ids: str) -> None:
+        """Ends requests that are under way."""
+        ...
+
+    async def pause(self) -> None:
+        """Holds all requests where they are; after it no token is on its way."""
+        ...
+
+    async def resume(self) -> None:
+        """Goes on with the requests that were held, and those that came since."""
+        ...
+
+    async def fingerprints(self, shapes: Mapping[str, Sequence[int]], read_back: bool = False) -> dict[str, int]:
+        """See :meth:`Engine.fingerprints`.
+
+        Args:
+            read_back: of what products are made with, rather than of what it was packed from.
+        """
+        ...
+
+    async def check_health(self) -> None:
+        """Returns when the engine answers."""
+        ...
+
+    async def sleep(self) -> None:
+        """See :meth:`Engine.sleep`; requests under way are held."""
+        ...
+
+    async def wake(self) -> None:
+        """See :meth:`Engine.wake`."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the process, within the deadline; may be called on a dead engine, and twice."""
         ...
 
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from grpo_rl.engines.base import Samples, Sampling, check_request
+from grpo_rl.engines.base import ADAPTER_NAME, Samples, Sampling, check_request
 from grpo_rl.fingerprint import add, fingerprint
 
 # Read by vLLM at import. In-process: a second process would take half a minute to start and copy every weight twice.
@@ -49,8 +49,6 @@ from grpo_rl.engines.vllm_lora import (
     hold_adapter,
     without_adapter,
 )
-
-ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 
 
 class VLLMEngine:
@@ -92,31 +90,24 @@ class VLLMEngine:
         self.takes_adapters = adapter_rank > 0
         self._adapter: LoRARequest | None = None
         self._in_process = tensor_parallel_size == 1
-        on_gpu = torch.cuda.is_available()
-        gpu_settings = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
-        self._llm = LLM(
-            model=str(model),
-            skip_tokenizer_init=True,  # ids in, ids out
-            dtype=dtype,
-            max_model_len=max_model_len,
-            seed=seed,
-            tensor_parallel_size=tensor_parallel_size,
-            distributed_executor_backend="mp" if tensor_parallel_size > 1 else "uni",
-            # Log-probabilities after temperature and top-p: those of the distribution that was sampled from.
-            logprobs_mode="processed_logprobs",
-            enable_prefix_caching=True,
-            enforce_eager=enforce_eager,
-            max_num_seqs=max_num_seqs,
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            worker_extension_cls=f"{__name__}.{WeightReceiver.__name__}",
-            **(gpu_settings if on_gpu else cpu_settings()),
-            **(adapter_settings(adapter_rank, adapter_targets, self.dtype, on_gpu) if self.takes_adapters else {}),
+        settings = engine_settings(
+            model,
+            max_model_len,
+            seed,
+            tensor_parallel_size,
+            gpu_memory_utilization,
+            enforce_eager,
+            self.dtype,
+            max_num_seqs,
+            adapter_rank,
+            adapter_targets,
         )
+        receiver = f"{__name__}.{WeightReceiver.__name__}"
+        self._llm = LLM(**settings, use_tqdm_on_load=False, worker_extension_cls=receiver)
         # vLLM freezes the garbage collector's view of what exists, to spare an engine's own process work. Here that
         # takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.
         gc.unfreeze()
-        self._can_free = on_gpu
+        self._can_free = torch.cuda.is_available()
         self._requests: dict[str, int] = {}
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
@@ -124,14 +115,16 @@ class VLLMEngine:
         assert not self._asleep, "wake() the engine before it generates"
         check_request(prompts, n, sampling, self.max_model_len)
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self._llm.generate(requests, _parameters(n, sampling), use_tqdm=False, lora_request=self._adapter)
-        return [self._samples(output) for output in outputs]
+        outputs = self._llm.generate(
+            requests, sampling_parameters(n, sampling), use_tqdm=False, lora_request=self._adapter
+        )
+        return [samples_of(output, self.version) for output in outputs]
 
     def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.submit`."""
         assert not self._asleep, "wake() the engine before it generates"
         check_request([prompt], 1, sampling, self.max_model_len)
-        parameters = _parameters(1, sampling)
+        parameters = sampling_parameters(1, sampling)
         self._requests[str(request)] = request
         self._llm.llm_engine.add_request(
             str(request), {"prompt_token_ids": list(prompt)}, parameters, lora_request=self._adapter
@@ -140,21 +133,13 @@ class VLLMEngine:
     def step(self) -> list[tuple[int, Samples]]:
         """See :meth:`grpo_rl.engines.base.Engine.step`."""
         outputs = self._llm.llm_engine.step() if self._requests else []
-        return [(self._requests.pop(out.request_id), self._samples(out)) for out in outputs if out.finished]
+        return [(self._requests.pop(out.request_id), samples_of(out, self.version)) for out in outputs if out.finished]
 
     def abort(self) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.abort`."""
         if self._requests:
             self._llm.llm_engine.abort_request(list(self._requests))
             self._requests.clear()
-
-    def _samples(self, output: RequestOutput) -> Samples:
-        return Samples.from_lists(
-            [answer.token_ids for answer in output.outputs],
-            [cast(FlatLogprobs, answer.logprobs).logprobs for answer in output.outputs],
-            [answer.finish_reason == "length" for answer in output.outputs],
-            self.version,
-        )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.update_weights`."""
@@ -180,7 +165,7 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """Frees the KV cache and moves weights to host memory; on CPU, where there is nothing to free, a mark only."""
-        if self._can_free:
+        if self._can_free and not self._asleep:
             self._llm.sleep(level=1)
         self._asleep = True
 
@@ -201,7 +186,46 @@ class VLLMEngine:
         gc.collect()
 
 
-def _parameters(n: int, sampling: Sampling) -> SamplingParams:
+def engine_settings(
+    model: str | Path,
+    max_model_len: int,
+    seed: int,
+    tensor_parallel_size: int,
+    gpu_memory_utilization: float,
+    enforce_eager: bool,
+    dtype: torch.dtype,
+    max_num_seqs: int,
+    adapter_rank: int,
+    adapter_targets: Sequence[str],
+) -> dict[str, Any]:
+    """Arguments of vLLM's engines, in this process or in another; the names are :class:`VLLMEngine`'s.
+
+    Raises:
+        ValueError: vLLM has no kernels for adapters in this dtype.
+    """
+    on_gpu = torch.cuda.is_available()
+    gpu_settings = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
+    return {
+        "model": str(model),
+        "skip_tokenizer_init": True,  # ids in, ids out
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": max_model_len,
+        "seed": seed,
+        "tensor_parallel_size": tensor_parallel_size,
+        "distributed_executor_backend": "mp" if tensor_parallel_size > 1 else "uni",
+        # Log-probabilities after temperature and top-p: those of the distribution that was sampled from.
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "enforce_eager": enforce_eager,
+        "max_num_seqs": max_num_seqs,
+        "disable_log_stats": True,
+        **(gpu_settings if on_gpu else cpu_settings()),
+        **(adapter_settings(adapter_rank, adapter_targets, dtype, on_gpu) if adapter_rank else {}),
+    }
+
+
+def sampling_parameters(n: int, sampling: Sampling) -> SamplingParams:
+    """What vLLM is to be asked for: ids and the log-probability of each, once an answer is whole."""
     return SamplingParams(
         n=n,
         temperature=sampling.temperature,
@@ -212,6 +236,16 @@ def _parameters(n: int, sampling: Sampling) -> SamplingParams:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def samples_of(output: RequestOutput, version: int) -> Samples:
+    """The answers of a request that is finished."""
+    return Samples.from_lists(
+        [answer.token_ids for answer in output.outputs],
+        [cast(FlatLogprobs, answer.logprobs).logprobs for answer in output.outputs],
+        [answer.finish_reason == "length" for answer in output.outputs],
+        version,
     )
 
 
@@ -236,7 +270,7 @@ class WeightReceiver:
         shares = {}
         for name, shape in shapes.items():
             if factor := ADAPTER_NAME.fullmatch(name):
-                module, index = _module_of(model, factor["layer"])
+                module, index = module_of(model, factor["layer"])
                 shares[name] = held_factor_fingerprint(self.model_runner, module, factor["part"], index)
             else:
                 shares[name] = _shard_fingerprint(model, name, shape, dtype, held)
@@ -268,7 +302,7 @@ def _shard_fingerprint(
     model: torch.nn.Module, name: str, shape: torch.Size, dtype: torch.dtype, held: dict[tuple[str, str], Tensor]
 ) -> int:
     path, _, kind = name.rpartition(".")
-    module, index = _module_of(model, path)
+    module, index = module_of(model, path)
     module = without_adapter(module)
     # A fused module serves several names; what it holds is read once.
     key = (str(id(module)), kind)
@@ -308,7 +342,7 @@ def _shard_fingerprint(
     return fingerprint(whole) if torch.distributed.get_rank() == 0 else 0
 
 
-def _module_of(model: torch.nn.Module, path: str) -> tuple[torch.nn.Module, int]:
+def module_of(model: torch.nn.Module, path: str) -> tuple[torch.nn.Module, int]:
     """The module that holds a checkpoint's module, and which of its fused parts that is."""
     parent, _, leaf = path.rpartition(".")
     for fused, parts in getattr(model, "packed_modules_mapping", {}).items():

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from vllm import ir
 from vllm.kernels import vllm_c
+from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from grpo_rl.engines.base import digest
 
 PROVIDER = "grpo_rl_cpu"
 NORMS = {"rms_norm": vllm_c.rms_no_var_size, "fused_add_rms_norm": vllm_c.rms_add_no_var_size}
@@ -20,7 +24,7 @@ NORMS = {"rms_norm": vllm_c.rms_no_var_size, "fused_add_rms_norm": vllm_c.rms_ad
 
 def cpu_settings() -> dict[str, Any]:
     """Further arguments of `vllm.LLM` on CPU; figures in docs/log.md."""
-    _offer_norms()
+    offer_norms()
     return {
         # The end of a prompt that does not fill a block is computed for each of the n answers. vLLM's block is 128.
         "block_size": 32,
@@ -29,7 +33,7 @@ def cpu_settings() -> dict[str, Any]:
 
 
 @functools.cache
-def _offer_norms() -> None:
+def offer_norms() -> None:
     """Registers vLLM's C++ norms for CPUs: it has compiled them, and offers them to GPUs alone."""
     for name, takes in NORMS.items():
         operation = getattr(ir.ops, name)
@@ -53,6 +57,39 @@ def packed_heads(model: torch.nn.Module) -> Iterator[VocabParallelEmbedding]:
     # Some models, like Gemma 2, have no head of their own and multiply by the embedding.
     heads = [table for table in tables if isinstance(table, ParallelLMHead)] or tables
     return (head for head in heads if hasattr(head, "cpu_linear"))
+
+
+@functools.cache
+def note_what_is_packed() -> None:
+    """From now on every packed weight of this process knows what it was packed from, part by part.
+
+    A packed weight is read back by a product only, which takes longer than loading it. The note is fastened to the
+    packed form itself: a layer that is not packed anew when its weight is renewed keeps the old one.
+    """
+    pack = utils.dispatch_cpu_unquantized_gemm
+
+    def pack_and_note(layer: torch.nn.Module, remove_weight: bool) -> None:
+        weight = layer.weight
+        pack(layer, remove_weight)
+        linear = getattr(layer, "cpu_linear", None)
+        # What packs nothing holds nothing: PyTorch's own product, which vLLM falls back on.
+        if isinstance(linear, types.FunctionType) and linear.__closure__:
+            cast(Any, linear).packed_from = [digest(part) for part in parts_of(layer, weight)]
+
+    utils.dispatch_cpu_unquantized_gemm = pack_and_note
+
+
+def packed_from(layer: torch.nn.Module) -> list[int] | None:
+    """Digests of what the weight that the layer multiplies by was packed from; None where it is not packed."""
+    return getattr(getattr(layer, "cpu_linear", None), "packed_from", None)
+
+
+def parts_of(layer: torch.nn.Module, whole: Tensor) -> Sequence[Tensor]:
+    """The checkpoint's tensors that a layer holds as one."""
+    if isinstance(layer, VocabParallelEmbedding):
+        return [whole[: layer.shard_indices.num_org_elements]]  # the vocabulary is padded
+    sizes = getattr(layer, "output_partition_sizes", None)
+    return whole.split(list(sizes)) if sizes and sum(sizes) == len(whole) else [whole]
 
 
 def read_by_product(module: LinearBase | VocabParallelEmbedding, columns: int, dtype: torch.dtype) -> Tensor:

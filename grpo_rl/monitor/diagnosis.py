@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from grpo_rl.collectors.sync import group_of_samples
-from grpo_rl.engines.base import Engine, Sampling
+from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.envs.base import Prompt
 from grpo_rl.policies.prefix import forward_hidden, pack
 from grpo_rl.policies.train import TrainPolicy
@@ -69,7 +69,7 @@ class Scene:
 
     policy: TrainPolicy
     weights: WeightSync
-    engine: Engine
+    engine: Sampler
     sampling: Sampling
     max_tokens: int
     describe: Callable[[Group], str]
@@ -109,6 +109,7 @@ def diagnose(scene: Scene, scored: Sequence[Scored], thorough: bool = True) -> E
         scored: groups with the trainer's log-probabilities, under the weights that the engine was given last.
         thorough: samples anew, too, to see whether the engine agrees with the trainer now.
     """
+    scene.engine.wake()  # it may sleep while the policy trains
     if fact := _failed_sync(scene):
         return fact
     with forked_random_state():  # dropout and sampling draw from it

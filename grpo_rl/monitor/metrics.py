@@ -127,7 +127,8 @@ def time_metrics(
     """Seconds of each phase of a step, what is left as ``time/other_s``, and the rates of sampling and training.
 
     Args:
-        phases_s: seconds of ``sample``, ``score``, ``train``, ``sync``, those that the step had.
+        phases_s: seconds of ``sample``, ``score``, ``train``, ``sync``, those that the step had; ``wait`` stands in the
+            place of ``sample`` where sampling goes on during the whole step.
         step_s: seconds of the whole step.
         sampled_tokens: response tokens that the engine produced.
         trained_tokens: response tokens that went through forward and backward.
@@ -139,9 +140,13 @@ def time_metrics(
     """
     metrics = {f"time/{name}_s": seconds for name, seconds in phases_s.items()}
     metrics["time/other_s"] = max(step_s - sum(phases_s.values()), 0.0)
-    for phase, tokens in (("sample", sampled_tokens), ("train", trained_tokens)):
-        if phases_s.get(phase, 0.0) > 0:
-            metrics[f"throughput/{phase}_tokens_per_s"] = tokens / phases_s[phase]
+    sample_s = step_s if "wait" in phases_s else phases_s.get("sample", 0.0)
+    for phase, tokens, seconds in (
+        ("sample", sampled_tokens, sample_s),
+        ("train", trained_tokens, phases_s.get("train", 0.0)),
+    ):
+        if seconds > 0:
+            metrics[f"throughput/{phase}_tokens_per_s"] = tokens / seconds
     return metrics
 
 

@@ -91,8 +91,11 @@ class Mismatch:
         """An optimizer step was taken."""
         self._moved = True
 
-    def judge(self, scene: Scene) -> str | None:
+    def judge(self, scene: Scene | None) -> str | None:
         """Looks into the step where there is reason to, before its first optimizer step; what is to be told.
+
+        Args:
+            scene: None where several processes train, which can't sample and score alone: then only the bound counts.
 
         Log-probabilities that are not finite are left to the optimizer step, which finds out where they come from.
 
@@ -126,7 +129,9 @@ class Mismatch:
             self._history.append(mean)
             return None
         self._looked_at += len(gaps)
-        found = diagnose(scene, self._fresh, thorough=over or mean > JUMP * floor)
+        found = Explanation("unexplained", "several processes train, and none can look into it alone. Train in one")
+        if scene:
+            found = diagnose(scene, self._fresh, thorough=over or mean > JUMP * floor)
         self._history = deque([mean], maxlen=WINDOW)
         if found.name == "unexplained" and not over:
             return None

@@ -104,7 +104,7 @@ class Progress:
         """Names what is going on: sampling, training, weights, evaluating, checkpoint."""
         self._phase = name
         self._start_live()
-        if name == "sample" and not self._durations:
+        if name in ("sample", "wait") and not self._durations:
             self._last = self._clock()  # what came before the first step is no step's time
 
     def _start_live(self) -> None:

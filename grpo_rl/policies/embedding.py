@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 from jaxtyping import Float, Int
@@ -41,6 +41,7 @@ class Lookups(TorchFunctionMode):
         self.stand_in: Tensor | None = None
         """[V, E] after a lookup: what a tied head names as the owner of its weight's gradient. Holds no numbers."""
 
+    @no_type_check  # at run time, by tests: it is called for every operation, and takes less than its check would
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

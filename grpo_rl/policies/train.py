@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -29,10 +29,15 @@ from grpo_rl.policies.lora import (
     skeleton,
     targeted,
 )
-from grpo_rl.policies.prefix import forward_hidden, pack, use_shared_prefix
+from grpo_rl.policies.prefix import Packed, forward_hidden, pack, use_shared_prefix
+from grpo_rl.policies.shards import assign, placed_like
 from grpo_rl.rollout import Group, groups_to_score, micro_batches
 
 Policy = TypeVar("Policy", bound="TrainPolicy")
+X = TypeVar("X")
+
+CALL_WHOLE = "call_with_whole_weights"
+"""The method that a sharded model has: calls a function while its embedding, head and last norm are gathered."""
 
 FIRST_GROUP = Group(
     group_id=0,
@@ -48,6 +53,34 @@ FIRST_GROUP = Group(
 """What kernels are compiled for: always the same, so that a resumed run has the kernels of the one before."""
 
 
+@runtime_checkable
+class Seat(Protocol):
+    """One of several processes: its number, how many there are, and whether they have to compute in step."""
+
+    rank: int
+    size: int
+    in_step: bool
+
+
+@runtime_checkable
+class Peers(Seat, Protocol):
+    """The processes that train one policy together, as one of them sees it: `grpo_rl.parallel.Ranks`."""
+
+    device: torch.device
+
+    def turn(self) -> AbstractContextManager[None]:
+        """What one machine's ranks do in turns."""
+        ...
+
+    def place(self, model: PreTrainedModel) -> None:
+        """Moves the model to the rank's device, or the rank's part of it."""
+        ...
+
+    def gather(self, mine: X) -> list[X]:
+        """What each rank gave."""
+        ...
+
+
 class TrainPolicy:
     """Scores the response tokens of groups under a model, with gradient.
 
@@ -61,6 +94,8 @@ class TrainPolicy:
 
     _has_compiled = False
     """Whether kernels without gradients are there."""
+    peers: Peers | None = None
+    """Where several processes train it: each scores a share of the groups that all of them are given."""
 
     def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
         if temperature <= 0:
@@ -82,6 +117,7 @@ class TrainPolicy:
         compile: bool | None = False,
         lora: LoRA | None = None,
         quantization: Quantization | None = None,
+        peers: Peers | None = None,
     ) -> Policy:
         """The policy from a local model folder, ready to train.
 
@@ -91,25 +127,32 @@ class TrainPolicy:
             compile: norms and MLPs become fused kernels; None: where there is a compiler for it.
             lora: adapters that are trained in the place of the model, where its rank is more than 0.
             quantization: of the base under the adapters.
+            peers: the processes that train it together, each on a device of its own, whatever ``device`` is.
 
         Raises:
             ValueError: there is no compiler, the model would be scored wrongly, or the adapters' targets are not there.
         """
         if lora and lora.rank:
             targeted(skeleton(folder), lora.targets)  # a wrong name is told before anything is loaded
+        device = peers.device if peers else device
         if torch.device(device).type == "cpu":
             keep_freed_memory()
-        if quantization:
-            model = load_quantized(folder, quantization, dtype, device)
-            compile = compile or False
-        else:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
-        if lora and lora.rank:
-            add_adapters(model, lora)
-        model.train()
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        policy = cls(model, temperature)
+        with peers.turn() if peers else nullcontext():
+            if quantization:
+                model = load_quantized(folder, quantization, dtype, device)
+                compile = compile or False
+            else:
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+                model = model if peers else model.to(device)
+            if lora and lora.rank:
+                add_adapters(model, lora)
+            model.train()
+            if gradient_checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            policy = cls(model, temperature)
+            policy.peers = peers
+            if peers and not quantization:
+                peers.place(model)
         if can_compile(device) if compile is None else compile:
             compile_pointwise(model)
             policy.score([FIRST_GROUP])[0].sum().backward()
@@ -118,12 +161,16 @@ class TrainPolicy:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
-        return self.model.device
+        """Where the model computes."""
+        return self.peers.device if self.peers else self.model.device
 
     def score(self, groups: Sequence[Group]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         """Log-probability and entropy of every response token, flat in the groups' order, fp32, in nats."""
         packed = pack(groups, self.device)
+        call_whole = getattr(self.model, CALL_WHOLE, None)
+        return call_whole(self._score, packed) if call_whole else self._score(packed)
+
+    def _score(self, packed: Packed) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         head = self.model.get_output_embeddings()
         with Lookups(self.model.get_input_embeddings().weight) as lookups:
             hidden = forward_hidden(self.model, packed)
@@ -146,10 +193,13 @@ class TrainPolicy:
             self.score([FIRST_GROUP])  # the same kernels whatever comes first
             self._has_compiled = True
         by_id = {}
-        for micro in micro_batches(groups, max_tokens):
+        micros, _ = micro_batches_of(self.peers, groups, max_tokens)
+        for micro in micros:
             sizes = [len(group.response_ids) for group in micro]
             log_probs, entropies = (x.cpu().split(sizes) for x in self.score(micro))
             by_id |= {group.group_id: scored for group, *scored in zip(micro, log_probs, entropies, strict=True)}
+        for scored in self.peers.gather(by_id) if self.peers else ():
+            by_id |= scored
         return [tuple(by_id[group.group_id]) for group in groups]
 
 
@@ -197,9 +247,9 @@ class ReferencePolicy(TrainPolicy):
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Takes back what :meth:`state` returned."""
         for name, parameter in self.model.named_parameters():
-            parameter.copy_(state[name])
+            assign(parameter, state[name])
             if state[name].dtype != parameter.dtype:
-                self._averages[name] = state[name].to(parameter.device, copy=True)
+                self._averages[name] = placed_like(state[name].to(parameter.device, copy=True), parameter)
 
 
 def scored_micro_batches(
@@ -217,10 +267,12 @@ def scored_micro_batches(
 ) -> Iterator[TensorDict]:
     """One optimizer step's groups, scored with gradient a micro-batch at a time, as `GRPOLoss` reads them.
 
+    Of a policy that several processes train, each is given all groups and scores its share of them.
+
     Args:
         batch: all groups of the optimizer step, with advantages.
         max_tokens: tokens of a micro-batch, prompts counted once.
-        count: or exactly this many micro-batches.
+        count: or exactly this many micro-batches, in each process.
         aggregate: how tokens weigh in the loss, see `grpo_rl.losses.aggregate.token_weights`.
         skip_zero_advantage: leave out groups whose answers were rewarded alike. They still count in the step's mean;
             with no KL and no entropy term their gradient is zero, so scoring them is work for nothing.
@@ -240,12 +292,56 @@ def scored_micro_batches(
         raise ValueError(f"groups {missing} have no advantages; write them with GroupBuffer or Group.with_advantages")
     totals = totals or step_totals(batch, mask_truncated, top_entropy_fraction)
     scored = groups_to_score(batch, skip_zero_advantage, mask_truncated)
-    for micro in micro_batches(scored, max_tokens, count and min(count, len(scored))) if scored else []:
+    if policy.peers:
+        ids = policy.peers.gather([group.group_id for group in scored])
+        if any(of_rank != ids[0] for of_rank in ids):
+            raise ValueError(f"processes were given other groups for one step: {ids}; broadcast them, in one order")
+    micros, real = micro_batches_of(policy.peers, scored, max_tokens, count)
+    for i, micro in enumerate(micros):
         log_prob, entropy = policy.score(micro)
         trainable = torch.cat([group.trained_tokens(mask_truncated) for group in micro])
         lengths, sizes = torch.cat([group.lengths for group in micro]), torch.tensor([group.size for group in micro])
         weight = token_weights(lengths, trainable, aggregate, totals, sizes, normalizer, log_prob.dtype)
+        if i >= real:
+            trainable, weight = torch.zeros_like(trainable), torch.zeros_like(weight)
         yield training_tensordict(micro, weight, log_prob, entropy, trainable, totals.entropy_floor, on_policy)
+
+
+def micro_batches_of(
+    seat: Seat | None, groups: Sequence[Group], max_tokens: int, count: int | None = None
+) -> tuple[list[list[Group]], int]:
+    """This process's micro-batches of the groups, and how many of them are its own.
+
+    Every process plans those of all and takes every so many: loads are alike, as `micro_batches` balances them. Where
+    processes compute in step, the smallest group stands in for what one has less than another; nothing must come of it.
+
+    Args:
+        seat: which of the processes this is; None: it is alone.
+        max_tokens: of a micro-batch.
+        count: or exactly this many micro-batches in each process, as far as there are groups.
+
+    Three groups for two processes:
+
+    >>> from types import SimpleNamespace
+    >>> from grpo_rl.testing import random_group
+    >>> groups = [random_group(prompt=2, lengths=[n], group_id=n) for n in (8, 3, 4)]
+    >>> for rank in range(2):
+    ...     micros, real = micro_batches_of(SimpleNamespace(rank=rank, size=2, in_step=True), groups, max_tokens=10)
+    ...     print([[g.group_id for g in micro] for micro in micros], real)
+    [[8], [3]] 2
+    [[4], [3]] 1
+    """
+    if not groups:
+        return [], 0
+    if seat is None:
+        micros = micro_batches(groups, max_tokens, count and min(count, len(groups)))
+        return micros, len(micros)
+    each = count or -(-len(micro_batches(groups, max_tokens)) // seat.size)
+    micros = micro_batches(groups, max_tokens, min(each * seat.size, len(groups)))
+    own = micros[seat.rank :: seat.size]
+    longest = -(-len(micros) // seat.size)
+    smallest = min(groups, key=lambda group: group.num_tokens)
+    return own + [[smallest]] * (longest - len(own) if seat.in_step else 0), len(own)
 
 
 def step_totals(groups: Sequence[Group], mask_truncated: bool = False, top_entropy_fraction: float = 1.0) -> StepTotals:

