@@ -31,7 +31,7 @@ VLLM_BATCH_TOKENS = 16384
 VLLM_SEQUENCES = 256
 """Answers that an engine computes at the same time, see `grpo_rl.engines.vllm.VLLMEngine`."""
 CPU_CACHE_GIB = 2
-"""KV cache of vLLM on a CPU, where `grpo_rl.engines.vllm` sets ``VLLM_CPU_KVCACHE_SPACE`` and no share counts."""
+"""KV cache of vLLM on a CPU at most, see `grpo_rl.engines.vllm_cpu`; no share counts there."""
 VLLM_BLOCK = 16
 """Tokens of a block of vLLM's KV cache."""
 

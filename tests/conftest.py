@@ -10,6 +10,7 @@ from pathlib import Path
 if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or vLLM puts the threads of all of them on the same cores
+    os.environ["RAY_worker_niceness"] = "0"  # or Ray's actors get what the tests of other processes leave
 
 import hypothesis
 import pytest
@@ -34,10 +35,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     # A run ends with a collection of garbage, for which all that has been imported is looked through.
     gc.collect()
     gc.freeze()
+    session.config.add_cleanup(gc.unfreeze)
+    gc.unfreeze = lambda: None  # for vLLM, which does so whenever an engine ends
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,7 @@ class Engine:
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors don't import tests
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
 

@@ -11,6 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +24,6 @@ from grpo_rl.fingerprint import add, fingerprint
 
 # Read by vLLM at import. In-process: a second process would take half a minute to start and copy every weight twice.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -103,10 +103,8 @@ class VLLMEngine:
             adapter_targets,
         )
         receiver = f"{__name__}.{WeightReceiver.__name__}"
-        self._llm = LLM(**settings, use_tqdm_on_load=False, worker_extension_cls=receiver)
-        # vLLM freezes the garbage collector's view of what exists, to spare an engine's own process work. Here that
-        # takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.
-        gc.unfreeze()
+        with _nothing_frozen():
+            self._llm = LLM(**settings, use_tqdm_on_load=False, worker_extension_cls=receiver)
         self._can_free = torch.cuda.is_available()
         self._requests: dict[str, int] = {}
 
@@ -186,6 +184,19 @@ class VLLMEngine:
         gc.collect()
 
 
+@contextmanager
+def _nothing_frozen() -> Iterator[None]:
+    """Keeps vLLM from freezing all that exists for the garbage collector, to spare an engine's own process work.
+
+    Here that takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.
+    """
+    freeze, gc.freeze = gc.freeze, lambda: None
+    try:
+        yield
+    finally:
+        gc.freeze = freeze
+
+
 def engine_settings(
     model: str | Path,
     max_model_len: int,
@@ -219,7 +230,7 @@ def engine_settings(
         "enforce_eager": enforce_eager,
         "max_num_seqs": max_num_seqs,
         "disable_log_stats": True,
-        **(gpu_settings if on_gpu else cpu_settings()),
+        **(gpu_settings if on_gpu else cpu_settings(model, dtype, max_model_len, max_num_seqs)),
         **(adapter_settings(adapter_rank, adapter_targets, dtype, on_gpu) if adapter_rank else {}),
     }
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 from vllm import ir
 from vllm.kernels import vllm_c
 from vllm.model_executor.layers import utils
@@ -22,14 +24,31 @@ NORMS = {"rms_norm": vllm_c.rms_no_var_size, "fused_add_rms_norm": vllm_c.rms_ad
 """Operation -> which arguments its kernel takes; the others are left to PyTorch."""
 
 
-def cpu_settings() -> dict[str, Any]:
-    """Further arguments of `vllm.LLM` on CPU; figures in docs/log.md."""
+BLOCK = 32
+"""Tokens of a block of the KV cache. The end of a prompt that does not fill one is computed for each of the n answers;
+vLLM's own choice is 128."""
+CACHE_BYTES = 2 << 30
+"""That the KV cache has at most, unless ``VLLM_CPU_KVCACHE_SPACE`` says otherwise, in GiB."""
+
+
+def cpu_settings(model: str | Path, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
+    """Further arguments of `vllm.LLM` on CPU, figures in docs/log.md; the names are `VLLMEngine`'s."""
     offer_norms()
+    tokens = max_num_seqs * -(-max_model_len // BLOCK) * BLOCK
     return {
-        # The end of a prompt that does not fill a block is computed for each of the n answers. vLLM's block is 128.
-        "block_size": 32,
+        "block_size": BLOCK,
+        # No more than the longest answers fill: vLLM writes zeros to all of it at its start.
+        "kv_cache_memory_bytes": min(CACHE_BYTES, tokens * _token_bytes(model, dtype)),
         "ir_op_priority": {name: [PROVIDER] for name in NORMS},
     }
+
+
+def _token_bytes(model: str | Path, dtype: torch.dtype) -> int:
+    """Of a token's keys and values in all layers; models that keep less than that are given room for it."""
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * dtype.itemsize * config.num_hidden_layers * heads * width
 
 
 @functools.cache

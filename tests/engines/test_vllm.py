@@ -19,7 +19,9 @@ def test_a_closed_engine_leaves_no_layer_behind(tmp_path):
     from grpo_rl.engines.vllm import VLLMEngine
 
     folder = save_tiny_model(tmp_path / "model")
+    frozen = gc.get_freeze_count()
     engine = VLLMEngine(folder, max_model_len=64)
+    assert gc.get_freeze_count() <= frozen, "what is frozen is never freed"
     WeightSync(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), engine).push()
     engine.generate([[5, 6]], n=2, sampling=Sampling(max_new_tokens=2))
     engine.close()
@@ -53,6 +55,8 @@ def test_on_cpu_a_short_prompt_is_not_computed_for_every_answer_and_norms_are_ke
         engine.generate([list(range(5, 80))], n=8, sampling=Sampling(max_new_tokens=1))
         # 75 tokens: two blocks of 32 once, the 11 behind them for each of the 8 answers.
         assert computed == [2 * 32 + 8 * 11]
+        blocks = engine._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+        assert blocks == 256 * 128 // 32, "room for 256 answers at their longest, and not the 2 GiB it may have"
         for name in NORMS:
             assert getattr(ir.ops, name).get_priority()[0] == PROVIDER
     finally:
@@ -66,9 +70,9 @@ def test_the_norms_on_cpu_are_as_exact_as_pytorchs(dtype):
     pytest.importorskip("vllm")
     from vllm import ir
 
-    from grpo_rl.engines.vllm_cpu import PROVIDER, cpu_settings
+    from grpo_rl.engines.vllm_cpu import PROVIDER, offer_norms
 
-    cpu_settings()
+    offer_norms()
     generator = torch.Generator().manual_seed(0)
     x, residual = (3 * torch.randn(64, 96, generator=generator).to(dtype) for _ in range(2))
     weight = torch.rand(96, generator=generator).to(dtype)

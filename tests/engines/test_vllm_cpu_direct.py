@@ -122,7 +122,7 @@ def push(engine, folder, version, bucket_bytes=1 << 14):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["untied", "biased"])  # the latter tied
 def test_what_came_directly_answers_as_what_was_loaded_from_disk(kind, tmp_path, monkeypatch):
     folders = [save(kind, seed, tmp_path / str(seed)) for seed in range(2)]
     second = answers_from_disk(folders[1])
