@@ -10,7 +10,7 @@ from pathlib import Path
 if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or vLLM puts the threads of all of them on the same cores
-    os.environ["RAY_worker_niceness"] = "0"  # or Ray's actors get what the tests of other processes leave
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  or Ray's actors get what the tests of others leave
 
 import hypothesis
 import pytest
