@@ -1,6 +1,6 @@
 """vLLM as an engine, in the training process: the production engine on GPU and on CPU.
 
-The only file, with vllm_cpu.py and vllm_lora.py, that imports vllm. Checked with vLLM 0.32.
+With the other files vllm_*.py here the only one that imports vllm. Checked with vLLM 0.32.
 """
 
 from __future__ import annotations

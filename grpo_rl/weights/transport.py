@@ -296,7 +296,7 @@ class NativeTransport(Controlled):
     ) -> None:
         super().__init__(engines, deadline_s)
         self._device = device
-        self._transfer = importlib.import_module("grpo_rl.engines.vllm_transfer")
+        self._transfer = importlib.import_module("grpo_rl.engines.vllm_native")
         self._source = self._transfer.OneStream(shapes, self.dtype)
         self._backend, self._gpus, self._address = backend, gpus_per_engine, address
         self._version = 0
