@@ -45,6 +45,8 @@ lint: $(DEV)
 types: $(DEV)
 	.venv/bin/pyright
 
+# Or each of many processes compiles our files anew.
+pytest: export PYTHONDONTWRITEBYTECODE =
 pytest: $(DEV)
 	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS)
 	.venv/bin/python -m pytest -m alone $(ARGS)

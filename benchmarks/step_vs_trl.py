@@ -178,7 +178,7 @@ def trl_arm(steps: harness.Steps, work: Work, setting: TRLSetting) -> None:
     """TRL's ``GRPOTrainer``; what it is asked to do in a step is all in its config."""
     if setting.generation == "vllm":
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # TRL's choice of executor asks for it
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB, as much as ours has
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB, and ours has no more
     if setting.our_allocator:
         keep_freed_memory()
     import torch

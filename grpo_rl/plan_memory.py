@@ -332,7 +332,7 @@ def engine_memory(
 
     Args:
         memory: bytes of the device.
-        utilization: the share of it that vLLM may take; on a CPU :data:`CPU_CACHE_GIB` beside what it needs.
+        utilization: the share of it that vLLM may take; on a CPU :data:`CPU_CACHE_GIB` at most, and these are counted.
     """
     size, w = tensor_parallel_size, shape.itemsize
     batch = VLLM_BATCH_TOKENS if memory >= 70 * 2**30 else VLLM_BATCH_TOKENS // 2

@@ -10,7 +10,7 @@ from pathlib import Path
 if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or vLLM puts the threads of all of them on the same cores
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  or Ray's actors get what the tests of others leave
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  at Ray's 15 actors hardly run beside other tests
 
 import hypothesis
 import pytest
@@ -39,8 +39,8 @@ def pytest_collection_finish(session):
     # A run ends with a collection of garbage, for which all that has been imported is looked through.
     gc.collect()
     gc.freeze()
-    session.config.add_cleanup(gc.unfreeze)
-    gc.unfreeze = lambda: None  # for vLLM, which does so whenever an engine ends
+    session.config.add_cleanup(gc.unfreeze)  # or libraries that are not freed in the end print what they hold
+    gc.freeze = gc.unfreeze = lambda: None  # vLLM does both with all there is, for every engine
 
 
 @pytest.fixture(scope="session")

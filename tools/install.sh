@@ -7,7 +7,6 @@ cd "$(dirname "$0")/.."
 
 say() { echo "[setup] $*" >&2; }
 export PIP_PROGRESS_BAR=off PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-# Not compiled: Python does so with what is imported, a small part; to compile all of it took a third of the time.
 pip() { .venv/bin/python -m pip "$@" </dev/null >>.venv/install.log 2>&1; }
 on_exit() {
   if [ "$1" != 0 ] && [ -f .venv/install.log ]; then
@@ -41,10 +40,10 @@ fi
 install_torch() {
   say "installing torch for $BACKEND"
   if [ "$BACKEND" = cuda ] || [ "$(uname)" = Darwin ]; then
-    pip install --no-compile torch==2.13.0
-  elif ! pip install --no-compile torch==2.13.0+cpu; then
+    pip install torch==2.13.0
+  elif ! pip install torch==2.13.0+cpu; then
     # PyPI has no CPU build for Linux: unless pip is configured with an index that does, ask PyTorch's.
-    pip install --no-compile torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu
+    pip install torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu
   fi
 }
 
@@ -58,17 +57,17 @@ case "${1:-}" in
     install_torch
     case $BACKEND in cuda) extra=vllm ;; *) extra=cpu ;; esac
     say "installing grpo_rl[$extra] and what it needs"
-    pip install --no-compile -e ".[$extra]"
+    pip install -e ".[$extra]"
     drop_torchvision
     .venv/bin/python tools/nltk_data.py
     ;;
   dev)
     say "installing what the tests need"
-    pip install --no-compile -e ".[dev]"
+    pip install -e ".[dev]"
     # verl pins a tensordict and a transformers that we do not use; the functions compared with ours need neither.
     # It has no release for Python 3.13 and later: there, its half of the parity tests is skipped.
     if .venv/bin/python -c 'import sys; sys.exit(sys.version_info >= (3, 13))'; then
-      pip install --no-compile --no-deps verl==0.9.1
+      pip install --no-deps verl==0.9.1
     fi
     drop_torchvision
     ;;

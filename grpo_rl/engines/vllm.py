@@ -1,6 +1,6 @@
 """vLLM as an engine, in the training process: the production engine on GPU and on CPU.
 
-With the other files vllm_*.py here the only one that imports vllm. Checked with vLLM 0.32.
+Only this file and the vllm_*.py beside it import vllm. Checked with vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, cast
@@ -103,8 +102,10 @@ class VLLMEngine:
             adapter_targets,
         )
         receiver = f"{__name__}.{WeightReceiver.__name__}"
-        with _nothing_frozen():
-            self._llm = LLM(**settings, use_tqdm_on_load=False, worker_extension_cls=receiver)
+        self._llm = LLM(**settings, use_tqdm_on_load=False, worker_extension_cls=receiver)
+        # vLLM freezes the garbage collector's view of what exists, to spare an engine's own process work. Here that
+        # takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.
+        gc.unfreeze()
         self._can_free = torch.cuda.is_available()
         self._requests: dict[str, int] = {}
 
@@ -184,19 +185,6 @@ class VLLMEngine:
         gc.collect()
 
 
-@contextmanager
-def _nothing_frozen() -> Iterator[None]:
-    """Keeps vLLM from freezing all that exists for the garbage collector, to spare an engine's own process work.
-
-    Here that takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.
-    """
-    freeze, gc.freeze = gc.freeze, lambda: None
-    try:
-        yield
-    finally:
-        gc.freeze = freeze
-
-
 def engine_settings(
     model: str | Path,
     max_model_len: int,
@@ -230,7 +218,7 @@ def engine_settings(
         "enforce_eager": enforce_eager,
         "max_num_seqs": max_num_seqs,
         "disable_log_stats": True,
-        **(gpu_settings if on_gpu else cpu_settings(model, dtype, max_model_len, max_num_seqs)),
+        **(gpu_settings if on_gpu else cpu_settings(model, dtype, max_model_len, max_num_seqs, tensor_parallel_size)),
         **(adapter_settings(adapter_rank, adapter_targets, dtype, on_gpu) if adapter_rank else {}),
     }
 

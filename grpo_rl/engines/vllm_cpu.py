@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,33 +23,34 @@ from grpo_rl.engines.base import digest
 PROVIDER = "grpo_rl_cpu"
 NORMS = {"rms_norm": vllm_c.rms_no_var_size, "fused_add_rms_norm": vllm_c.rms_add_no_var_size}
 """Operation -> which arguments its kernel takes; the others are left to PyTorch."""
-
-
 BLOCK = 32
 """Tokens of a block of the KV cache. The end of a prompt that does not fill one is computed for each of the n answers;
 vLLM's own choice is 128."""
 CACHE_BYTES = 2 << 30
-"""That the KV cache has at most, unless ``VLLM_CPU_KVCACHE_SPACE`` says otherwise, in GiB."""
+"""Most bytes of the KV cache. vLLM takes ``VLLM_CPU_KVCACHE_SPACE``, in GiB, in their place where it is set."""
 
 
-def cpu_settings(model: str | Path, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
+def cpu_settings(
+    model: str | Path, dtype: torch.dtype, max_model_len: int, max_num_seqs: int, tensor_parallel_size: int
+) -> dict[str, Any]:
     """Further arguments of `vllm.LLM` on CPU, figures in docs/log.md; the names are `VLLMEngine`'s."""
     offer_norms()
-    tokens = max_num_seqs * -(-max_model_len // BLOCK) * BLOCK
+    blocks = max_num_seqs * math.ceil(max_model_len / BLOCK) + 1  # vLLM keeps one for itself
+    longest = blocks * BLOCK * _token_bytes(model, dtype, tensor_parallel_size)
     return {
         "block_size": BLOCK,
         # No more than the longest answers fill: vLLM writes zeros to all of it at its start.
-        "kv_cache_memory_bytes": min(CACHE_BYTES, tokens * _token_bytes(model, dtype)),
+        "kv_cache_memory_bytes": min(CACHE_BYTES, longest),
         "ir_op_priority": {name: [PROVIDER] for name in NORMS},
     }
 
 
-def _token_bytes(model: str | Path, dtype: torch.dtype) -> int:
-    """Of a token's keys and values in all layers; models that keep less than that are given room for it."""
+def _token_bytes(model: str | Path, dtype: torch.dtype, tensor_parallel_size: int) -> int:
+    """Bytes of a token's keys and values on a device, as if all layers were alike."""
     config = AutoConfig.from_pretrained(model).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * dtype.itemsize * config.num_hidden_layers * heads * width
+    return 2 * dtype.itemsize * config.num_hidden_layers * max(1, heads // tensor_parallel_size) * width
 
 
 @functools.cache

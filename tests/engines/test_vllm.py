@@ -9,19 +9,22 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.engines.base import Sampling
+from grpo_rl.plan_memory import CPU_CACHE_GIB
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights.push import WeightSync
 
 
-def test_a_closed_engine_leaves_no_layer_behind(tmp_path):
+def test_a_closed_engine_leaves_no_layer_behind(tmp_path, monkeypatch):
     """A sweep builds one engine after another in one process; notes on reloaded layers used to keep every one alive."""
     pytest.importorskip("vllm")
     from grpo_rl.engines.vllm import VLLMEngine
 
     folder = save_tiny_model(tmp_path / "model")
-    frozen = gc.get_freeze_count()
+    calls = []
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: calls.append(name))
     engine = VLLMEngine(folder, max_model_len=64)
-    assert gc.get_freeze_count() <= frozen, "what is frozen is never freed"
+    assert calls.count("freeze") > 0 and calls[-1] == "unfreeze", "what is frozen is never freed"
     WeightSync(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), engine).push()
     engine.generate([[5, 6]], n=2, sampling=Sampling(max_new_tokens=2))
     engine.close()
@@ -55,13 +58,30 @@ def test_on_cpu_a_short_prompt_is_not_computed_for_every_answer_and_norms_are_ke
         engine.generate([list(range(5, 80))], n=8, sampling=Sampling(max_new_tokens=1))
         # 75 tokens: two blocks of 32 once, the 11 behind them for each of the 8 answers.
         assert computed == [2 * 32 + 8 * 11]
-        blocks = engine._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-        assert blocks == 256 * 128 // 32, "room for 256 answers at their longest, and not the 2 GiB it may have"
         for name in NORMS:
             assert getattr(ir.ops, name).get_priority()[0] == PROVIDER
     finally:
         handle.remove()
         engine.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
+def test_on_cpu_the_cache_has_room_for_the_longest_answers_and_no_more(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    from grpo_rl.engines.vllm import VLLMEngine
+    from grpo_rl.engines.vllm_cpu import CACHE_BYTES, cpu_settings
+
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    folder = save_tiny_model(tmp_path / "model")
+    engine = VLLMEngine(folder, max_model_len=70, max_num_seqs=1)
+    try:
+        assert engine._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == 3 + 1  # of 32 tokens, and vLLM's own
+        (samples,) = engine.generate([[5] * 6], n=1, sampling=Sampling(max_new_tokens=64, min_new_tokens=64))
+        assert len(samples.response_ids) == 64
+    finally:
+        engine.close()
+    assert CACHE_BYTES == CPU_CACHE_GIB * 2**30
+    assert cpu_settings(folder, torch.bfloat16, 1 << 20, 256, 1)["kv_cache_memory_bytes"] == CACHE_BYTES
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
