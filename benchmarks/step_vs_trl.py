@@ -434,8 +434,9 @@ def main() -> None:
     harness.finish(name_of(args.prompt), ratio, result, args.out)
 
 
-def parse() -> argparse.Namespace:
-    parser = harness.arguments(__doc__)
+def parser(description: str) -> argparse.ArgumentParser:
+    """Options of the work, and of ours."""
+    parser = harness.arguments(description)
     number = harness.at_least_one
     data = os.environ.get("GRPO_RL_DATA")
     parser.add_argument(
@@ -447,20 +448,31 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=number, default=8, help="answers to each, an even number")
     parser.add_argument("--response", type=number, default=96, help="tokens of each answer")
     parser.add_argument("--prompt", type=number, default=None, help="lengthen prompts to so many tokens")
-    parser.add_argument("--trl-batch", type=number, nargs="+", default=[8, 16, 32], help="answers a forward, to try")
-    parser.add_argument("--trl-fp32", action=argparse.BooleanOptionalAction, default=True,
-                        help="try fp32 weights beside bf16")  # fmt: skip
-    parser.add_argument("--trl-generation", nargs="*", choices=("batching", "vllm"), default=[],
-                        help="ways to generate, to try beside `generate`")  # fmt: skip
-    parser.add_argument("--our-allocator", action=argparse.BooleanOptionalAction, default=True,
-                        help="try TRL with our allocator setting too")  # fmt: skip
     parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="config overrides for our arm")
+    return parser
+
+
+def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options as they were given; ends the program where they make no work."""
     args = parser.parse_args()
     if args.data is None:
         parser.error("give --data FILE, or set GRPO_RL_DATA")
     if args.repeats % 2:
         parser.error(f"--repeats {args.repeats} is odd: rewards alternate inside each group")
     return args
+
+
+def parse() -> argparse.Namespace:
+    options = parser(__doc__)
+    number = harness.at_least_one
+    options.add_argument("--trl-batch", type=number, nargs="+", default=[8, 16, 32], help="answers a forward, to try")
+    options.add_argument("--trl-fp32", action=argparse.BooleanOptionalAction, default=True,
+                         help="try fp32 weights beside bf16")  # fmt: skip
+    options.add_argument("--trl-generation", nargs="*", choices=("batching", "vllm"), default=[],
+                         help="ways to generate, to try beside `generate`")  # fmt: skip
+    options.add_argument("--our-allocator", action=argparse.BooleanOptionalAction, default=True,
+                         help="try TRL with our allocator setting too")  # fmt: skip
+    return checked(options)
 
 
 if __name__ == "__main__":
