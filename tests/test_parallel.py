@@ -386,7 +386,7 @@ def test_a_checkpoint_without_its_shards_is_refused_by_name(alone, together, tmp
     (path,) = checkpoint.checkpoints(alone[0] / "fsdp-whole model-4")
     alone_file = tmp_path / path.name
     alone_file.write_bytes(path.read_bytes())
-    with pytest.raises(ValueError, match="has no sharded tensors beside it in checkpoint_000003.shards"):
+    with pytest.raises(ValueError, match="it has no sharded tensors beside it in checkpoint_000003.shards"):
         checkpoint.load(alone_file)
 
 
