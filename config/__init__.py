@@ -497,7 +497,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             except HydraException as error:
                 raise SystemExit(f"error: {error}") from error
             except OSError as error:
-                if error.errno not in (errno.EROFS, errno.EACCES, errno.ENOSPC):
+                if error.errno not in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT):
                     raise
                 raise SystemExit(
                     f"error: can't write to {error.filename or 'the disk'}: {error.strerror}; free some space or set "

@@ -23,8 +23,9 @@ from grpo_rl.engines.base import Engine, Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.task import check_weights
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.models import resolve_model
+from grpo_rl.models import check_finite, resolve_model
 from grpo_rl.optimizer import PolicyOptimizer
+from grpo_rl.parallel_checkpoint import agreed
 from grpo_rl.policies.lora import LoRA, has_adapters, skeleton, target_names
 from grpo_rl.policies.train import ReferencePolicy, TrainPolicy
 from grpo_rl.rollout import Group
@@ -259,7 +260,11 @@ def make_policy(cfg: DictConfig, model_folder: Path, devices: Devices, ranks: Ra
 
     Args:
         ranks: the processes that train it together.
+
+    Raises:
+        ValueError: its weights are not finite, or it can't be trained.
     """
+    agreed(ranks, lambda: None if ranks and ranks.rank else check_finite(model_folder))
     return TrainPolicy.load(
         model_folder,
         getattr(torch, cfg.train_model.dtype),
@@ -304,6 +309,7 @@ def make_reference(
     dtype = getattr(torch, cfg.train_model.dtype)
     folder = resolve_model(cfg.ref_model.name) if cfg.ref_model.name else model_folder
     if folder != model_folder:
+        check_finite(folder)
         _check_reference(folder, model_folder, cfg)
     return ReferencePolicy.load(folder, dtype, devices.ref[0], cfg.sampling.temperature, peers=peers)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import random
+import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -12,11 +14,26 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from grpo_rl.parallel_checkpoint import load_shards, remove, remove_orphans, save_shards, set_aside
+from grpo_rl import checkpoint_file
+from grpo_rl.monitor.completions import COMPLETIONS_FOLDER
+from grpo_rl.monitor.lineage import ANSWERS, TOKENS
+from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
+from grpo_rl.parallel_checkpoint import (
+    agreed,
+    check_shards,
+    load_shards,
+    remove,
+    remove_orphans,
+    remove_stale,
+    save_shards,
+    set_aside,
+)
 
 if TYPE_CHECKING:
     from grpo_rl.parallel import Ranks
 
+CHECKPOINTS = "checkpoints"
+"""Their folder in that of the run."""
 PATTERN = "checkpoint_{step:06d}.pt"
 MAY_DIFFER = (
     "resume",
@@ -85,41 +102,65 @@ def set_rng_state(state: dict) -> None:
 def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | None = None) -> Path:
     """Writes ``checkpoint_<step>.pt``; whoever looks sees the whole file or none.
 
+    A checkpoint of the same step that is there already is good until this one takes its place.
+
     Args:
         keep: newest checkpoints that stay, 0 for all; older ones are removed once this one is safe on disk.
         ranks: the processes that hold the state together, all of which call this, with a folder that all of them see.
             Sharded tensors go into ``checkpoint_<step>.shards`` beside the file; all else is that of rank 0.
 
     Raises:
-        OSError: the disk is full or read-only; the checkpoints before are untouched.
+        OSError: the disk is full or read-only; the checkpoints before are untouched. All ranks raise it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / PATTERN.format(step=step)
-    if ranks:
-        state = save_shards(path, state, ranks)
-        if ranks.rank:
-            ranks.wait()
-            return path
-    partial = path.with_suffix(".partial")
+    leads = ranks is None or ranks.rank == 0
+
+    def commit() -> None:
+        if leads:
+            checkpoint_file.write(path, state)
+            remove_stale(path, state)
+            for old in checkpoints(folder)[:-keep] if keep else []:
+                remove(old)
+
     try:
-        with open(partial, "wb") as file:
-            torch.save(dict(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
+        agreed(ranks, lambda: checkpoint_file.make_folder(folder) if leads else None)
+        state = save_shards(path, state, ranks) if ranks else state
+        agreed(ranks, commit)
+    except OSError:
+        if leads:  # room for whoever tries again
+            remove_stale(path, checkpoint_file.read(path) if path.exists() else {})
         raise
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-    for old in checkpoints(folder)[:-keep] if keep else []:
-        remove(old)
-    if ranks:
-        ranks.wait()
     return path
+
+
+def sync_logs(run: Path) -> None:
+    """Returns when what a run has logged is on the disk: a checkpoint must not outlive the steps that led to it.
+
+    Called before every checkpoint. Files of steps before the newest one are on the disk since then.
+
+    Args:
+        run: the run's folder.
+    """
+    last = max((step_of(path) for path in checkpoints(run / CHECKPOINTS)), default=-1)
+    for name in (COMPLETIONS_FOLDER, TOKENS, ANSWERS):
+        written = [path for path in (run / name).glob("[!.]*.parquet") if step_of(path) > last]
+        for path in written:
+            checkpoint_file.sync(path)
+        if written:
+            checkpoint_file.sync(run / name)
+    if (run / METRICS_FILE).exists():
+        checkpoint_file.sync(run / METRICS_FILE)
+    checkpoint_file.sync(run)
+
+
+def step_of(path: Path) -> int:
+    """The step that a file is named by; -1 where it is named otherwise.
+
+    >>> step_of(Path("checkpoint_000012.pt")), step_of(Path("part-00000003.parquet")), step_of(Path("copied.pt"))
+    (12, 3, -1)
+    """
+    number = re.search(r"\d+", path.name)
+    return int(number[0]) if number else -1
 
 
 def set_aside_later(folder: Path, step: int) -> None:
@@ -141,25 +182,59 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def load(path: Path, ranks: Ranks | None = None) -> dict:
-    """A checkpoint's state. Tensors, numbers and text only: no code runs.
+    """A checkpoint's state, once all its files have proved to be as they were written. No code in them runs.
 
     Args:
         ranks: those that go on with it, however many wrote it: each gets its part of what was sharded, and all of the
             rest. Alone, a process gets everything whole.
 
     Raises:
-        ValueError: the file is no checkpoint of ours.
+        ValueError: it is damaged or no checkpoint of ours; names the newest good one beside it. All ranks raise it.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        # torch raises RuntimeError, UnpicklingError, EOFError or KeyError, depending on where the file is broken.
+        return _load(path, ranks)
+    except ValueError as error:
+        remedy = _remedy(path) if ranks is None or ranks.rank == 0 else ""
+        raise ValueError(f"{error}; {ranks.broadcast(remedy) if ranks else remedy}") from error
+
+
+def _load(path: Path, ranks: Ranks | None) -> dict:
+    rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
+
+    def verified() -> dict:
+        has_digest = rank > 0 or checkpoint_file.check(path)
+        state = checkpoint_file.read(path)
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds a {type(state).__name__} and no state")
+        check_shards(path, state, rank, size)
+        if not has_digest:
+            _say(f"{path} was written by an earlier version, without a SHA-256: only its CRC-32s were compared")
+        return state
+
+    try:
+        state = agreed(ranks, verified)
+        return agreed(ranks, lambda: load_shards(path, state, ranks))
+    except (ValueError, OSError) as error:
         raise ValueError(f"{path} can't be read as a checkpoint: {error}") from error
-    return load_shards(path, state, ranks)
+
+
+def _remedy(path: Path) -> str:
+    for other in reversed(checkpoints(path.parent)):
+        if other.name != path.name:
+            try:
+                _load(other, None)
+            except ValueError:
+                continue
+            return f"the newest good one beside it is {other}"
+    return "there is no good one beside it"
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 def find(resume: str, outputs: Path) -> Path | None:
-    """The checkpoint that ``resume`` names: a file, a run's folder, or ``auto``, the newest under ``outputs``.
+    """The checkpoint that ``resume`` names, unread: a file, the newest of a run's folder, or of ``auto``.
 
     Returns:
         None for ``auto`` where there is none yet.
@@ -167,16 +242,79 @@ def find(resume: str, outputs: Path) -> Path | None:
     Raises:
         ValueError: the file or folder is not there or holds no checkpoint.
     """
+    return next(iter(_candidates(resume, outputs)), None)
+
+
+def _candidates(resume: str, outputs: Path) -> list[Path]:
+    """What ``resume`` may mean, the best first. ``auto`` means one run, that with the newest checkpoint."""
     if resume == "auto":
         found = sorted(outputs.glob("**/checkpoints/checkpoint_*.pt"), key=lambda path: path.stat().st_mtime)
-        return found[-1] if found else None
+        return checkpoints(found[-1].parent)[::-1] if found else []
     path = Path(resume)
     if path.is_file():
-        return path
-    inside = checkpoints(path / "checkpoints") or checkpoints(path)
+        return [path]
+    inside = checkpoints(path / CHECKPOINTS) or checkpoints(path)
     if not inside:
         raise ValueError(f"resume={resume}: no checkpoint there; give a checkpoint_*.pt, a run's folder, or auto")
-    return inside[-1]
+    return inside[::-1]
+
+
+def restore(resume: str, outputs: Path, ranks: Ranks | None = None) -> tuple[Path, dict] | None:
+    """The checkpoint that a run goes on with, and its state; all ranks get the same one.
+
+    Of a run's folder, or of ``auto``, the newest is taken that is whole and whose steps are all in ``metrics.jsonl``;
+    those that are passed over are told, with the reason. A file that is named is taken or refused.
+
+    Returns:
+        None for ``auto`` where there is none yet.
+
+    Raises:
+        ValueError: nothing that ``resume`` names can be used; says why, and what to do.
+    """
+    leads = ranks is None or ranks.rank == 0
+    # Rank 0 looks: what others see of a shared disk may be older.
+    paths = agreed(ranks, lambda: [path.resolve() for path in _candidates(resume, outputs)] if leads else [])
+    named = Path(resume).is_file()
+    paths, named = ranks.broadcast((paths, named)) if ranks else (paths, named)
+    told = []
+    for path in paths:
+        try:
+            state = load(path, ranks) if named else _load(path, ranks)
+        except ValueError as error:
+            if named:
+                raise
+            told.append(f"passed over: {error}")
+            continue
+        try:
+            agreed(ranks, functools.partial(_check_metrics, path, state) if leads else lambda: None)
+        except ValueError as error:
+            told.append(f"{'going on with a gap' if named else 'passed over'}: {error}")
+            if not named:
+                continue
+        if leads and told:
+            _say("\n".join([*told, f"resume={resume}: going on with {path}"]))
+        return path, state
+    if not paths:
+        return None
+    reasons = "\n  ".join(told)
+    raise ValueError(
+        f"resume={resume}: no checkpoint can be used; to start anew, set resume=null and another hydra.run.dir; to go "
+        f"on with one that only lacks metrics, give its file\n  {reasons}"
+    )
+
+
+def _check_metrics(path: Path, state: Mapping) -> None:
+    """Refuses a checkpoint that lies in a run's folder whose metrics end before it, as a power cut can leave them.
+
+    Raises:
+        ValueError: where they end.
+    """
+    file = path.parent.parent / METRICS_FILE
+    if path.parent.name != CHECKPOINTS:
+        return
+    logged = max((int(row["step"]) for row in read_metrics(file)), default=0) if file.exists() else 0
+    if logged < state["step"]:
+        raise ValueError(f"{path} is of step {state['step']}, and {file} ends at step {logged}: the rest is lost")
 
 
 def check_config(saved: str, current: str) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -22,7 +27,9 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
+from safetensors import SafetensorError, safe_open
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -36,6 +43,11 @@ CONVERTED = "SmolLM2-135M-Instruct-from-Q4_1-1"
 """Folder of the converted model. Raise its last number when `_convert` changes, so that caches are built anew."""
 
 CHECKSUMS = "SHA256SUMS"
+INDEX = "model.safetensors.index.json"
+"""Says which file has which weight, where there are several."""
+FETCH_AGAIN = "the file is damaged: fetch or copy the model again"
+PIECE = 1 << 18
+"""Numbers that are looked at together: they stay in the processor's cache."""
 
 
 def resolve_model(name: str) -> Path:
@@ -46,7 +58,7 @@ def resolve_model(name: str) -> Path:
     A run never asks the network for what is here, so it starts offline, and with the same weights as the last.
 
     Raises:
-        ValueError: there is no such model, or it cannot be fetched.
+        ValueError: there is no such model, it cannot be fetched, or one of its files is damaged.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -98,7 +110,89 @@ def _checked(folder: Path, name: str) -> Path:
             f"model {name!r}: {folder} has no config.json with *.safetensors beside it (it has {present}); give the "
             "folder that save_pretrained() wrote"
         )
+    _read_json(folder / "config.json")
+    weights = {path.name for path in folder.glob("*.safetensors")}
+    if (index := folder / INDEX).is_file():
+        listed = _read_json(index).get("weight_map")
+        if not isinstance(listed, dict):
+            raise ValueError(f"{index} has no weight_map; {FETCH_AGAIN}")
+        if missing := sorted(set(map(str, listed.values())) - weights):
+            raise ValueError(f"{index} lists {missing[0]}, which is not there; {FETCH_AGAIN}")
+    for file in sorted(weights):
+        with _opened(folder / file):
+            pass
     return folder.resolve()
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        contents = json.loads(path.read_bytes())
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise ValueError(f"{path} is not JSON ({error}); {FETCH_AGAIN}") from error
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path} holds a {type(contents).__name__}, not a JSON object; {FETCH_AGAIN}")
+    return contents
+
+
+def _opened(path: Path) -> safe_open:
+    """A file of weights, its header read and compared with its length: seconds are not spent on one that is torn."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole safetensors file ({error}); {FETCH_AGAIN}") from error
+
+
+def check_finite(folder: Path) -> None:
+    """Refuses weights that hold a NaN or an infinity, which training would only spread.
+
+    One pass over each tensor, on the CPU, at the speed of memory; what it reads from the disk is read once, as loading
+    finds it in the system's cache.
+
+    Raises:
+        ValueError: names the file and the tensor.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        with _opened(path) as file:
+            for name in file.keys():
+                tensor = file.get_tensor(name)
+                if not all(map(_finite, tensor.flatten().split(PIECE))):
+                    raise ValueError(
+                        f"{path} holds numbers that are not finite, in {name}: nothing can be learned from there; take "
+                        "the weights from before they broke, or fetch the model again"
+                    )
+
+
+def _finite(piece: Tensor) -> bool:
+    if not piece.is_floating_point() or not piece.numel():
+        return True
+    # Both ends of a piece that holds a NaN are NaN. This takes a tenth of the time of isfinite, which writes a mask.
+    low, high = torch.aminmax(piece.float() if piece.itemsize == 1 else piece)
+    return math.isfinite(low) and math.isfinite(high)
+
+
+@contextmanager
+def writing_model(folder: Path) -> Iterator[None]:
+    """Around what writes a model's folder: its files get the permissions of others, and an error names the folder.
+
+    Raises:
+        OSError: the disk is full or read-only.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(error.filename or folder)) from error
+    except Exception as error:
+        # safetensors and tokenizers raise errors of their own, with the system's number in the text alone.
+        if found := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
+        raise
+    # safetensors makes files that nobody else can read, whatever the umask says.
+    probe = folder / ".mode_probe"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for path in folder.glob("*.safetensors"):
+        path.chmod(mode)
 
 
 def _from_hub(name: str) -> Path:
@@ -179,8 +273,9 @@ def _convert(gguf: Path, folder: Path) -> None:
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     )
     tokenizer.model_max_length = config.max_position_embeddings
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with writing_model(folder):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def _write_checksums(folder: Path) -> None:

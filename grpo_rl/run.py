@@ -50,7 +50,7 @@ from grpo_rl.schedules import Schedules
 from grpo_rl.together import Collector, Led
 from grpo_rl.weights.push import WeightSync
 
-CHECKPOINTS, SUMMARY = "checkpoints", "summary.json"
+CHECKPOINTS, SUMMARY = checkpoint.CHECKPOINTS, "summary.json"
 QUESTION_CHARACTERS = 60
 """Of a question, in messages that name a group."""
 
@@ -139,10 +139,7 @@ class Run:
     def _find_checkpoint(self) -> tuple[Path, dict] | None:
         if self.cfg.resume is None:
             return None
-        path = checkpoint.find(str(self.cfg.resume), Path("outputs"))
-        path = path and path.resolve()
-        path = self._ranks.broadcast(path) if self._ranks else path
-        return (path, checkpoint.load(path, self._ranks)) if path else None
+        return checkpoint.restore(str(self.cfg.resume), Path("outputs"), self._ranks)
 
     def _how_to_go_on(self) -> str:
         return f"Go on with: resume={self._shared_folder if self._ranks else self.folder}"
@@ -456,6 +453,7 @@ class Run:
         }
         folder = (self._shared_folder if self._ranks else self.folder) / CHECKPOINTS
         keep = self.cfg.train.keep_checkpoints
+        checkpoint.sync_logs(self.folder)
         self.checkpoint = checkpoint.save(folder, self.step, state, keep, self._ranks)
         self._saved_at = self.step
         return self.checkpoint

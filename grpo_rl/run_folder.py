@@ -12,7 +12,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrain
 
 from grpo_rl import checkpoint
 from grpo_rl.build import make_tokenizer
-from grpo_rl.models import resolve_model
+from grpo_rl.models import resolve_model, writing_model
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.parallel import Ranks, gathered
 from grpo_rl.parallel_checkpoint import export_model
@@ -68,22 +68,26 @@ def export(
         adapters: what to do with a model's adapters: ``merged`` into its weights, which takes the host a copy of them,
             or the ``adapter`` alone, as peft saves it.
         ranks: the processes that hold the model together, all of which call this; rank 0 writes.
+
+    Raises:
+        OSError: the disk is full or read-only; names the folder.
     """
     attention = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     try:
+        weights = {}
         if ranks and ranks.in_step:
             weights = gathered(source_of(model, takes_adapters=False).moving(), ranks.rank)
-            if ranks.rank:
-                return
-            export_model(weights, model.config, folder, model.config.dtype, model.generation_config)
-        elif ranks and ranks.rank:
+        if ranks and ranks.rank:
             return
-        elif has_adapters(model) and adapters == "merged":
-            export_merged(model, folder)
-        else:
-            model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        with writing_model(folder):
+            if weights:
+                export_model(weights, model.config, folder, model.config.dtype, model.generation_config)
+            elif has_adapters(model) and adapters == "merged":
+                export_merged(model, folder)
+            else:
+                model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
     finally:
         model.set_attn_implementation(attention)
 
@@ -94,6 +98,7 @@ def export_checkpoint(path: Path, folder: Path) -> None:
     Raises:
         ValueError: it is no checkpoint, or one of adapters; the folder holds something; the model that training began
             with, whose config and tokenizer go along, is not there.
+        OSError: the disk is full or read-only; what was written until then is removed.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already and not empty; give another folder")
@@ -105,5 +110,12 @@ def export_checkpoint(path: Path, folder: Path) -> None:
     config, of_sampling = AutoConfig.from_pretrained(source), None
     if (source / "generation_config.json").is_file():
         of_sampling = GenerationConfig.from_pretrained(source)
-    export_model(masters, config, folder, getattr(torch, cfg["train_model"]["dtype"]), of_sampling)
-    make_tokenizer(source, cfg["model"]["chat_template"]).save_pretrained(folder)
+    tokenizer = make_tokenizer(source, cfg["model"]["chat_template"])
+    try:
+        with writing_model(folder):
+            export_model(masters, config, folder, getattr(torch, cfg["train_model"]["dtype"]), of_sampling)
+            tokenizer.save_pretrained(folder)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # a part of a model could be taken for one
+        remedy = "free some space or give another folder"
+        raise OSError(error.errno, f"{error.strerror}; {remedy}", error.filename) from error

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
 import json
 import os
+import pickle
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from grpo_rl import checkpoint
+from grpo_rl import checkpoint, checkpoint_file
+from grpo_rl.monitor.metrics import MetricsLog
+from grpo_rl.parallel_checkpoint import ABANDONED, SHARDS, folder_of
 
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path):
@@ -132,10 +141,13 @@ def test_later_checkpoints_of_another_future_are_set_aside(tmp_path):
 class OneRank:
     """Of processes that hold a state together, the only one."""
 
-    rank = 0
+    rank, size = 0, 1
 
-    def wait(self):
-        """Nobody else is there."""
+    def gather(self, mine):
+        return [mine]
+
+    def broadcast(self, first):
+        return first
 
 
 @pytest.fixture
@@ -144,8 +156,8 @@ def save_sharded(tmp_path):
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     mesh = init_device_mesh("cpu", (1,))
 
-    def save(step, number, keep=0):
-        weights = distribute_tensor(torch.full((4,), float(number)), mesh, [Shard(0)])
+    def save(step, number, keep=0, rows=4):
+        weights = distribute_tensor(torch.full((rows,), float(number)), mesh, [Shard(0)])
         return checkpoint.save(tmp_path, step, {"step": step, "weights": weights}, keep=keep, ranks=OneRank())
 
     yield save
@@ -154,21 +166,6 @@ def save_sharded(tmp_path):
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-def test_a_kill_while_a_step_is_saved_again_leaves_no_checkpoint_without_tensors(tmp_path, save_sharded, monkeypatch):
-    save_sharded(1, 10)
-    save_sharded(2, 20)
-
-    def killed(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(dcp, "save", killed)
-        save_sharded(2, 20)
-    found = checkpoint.find(str(tmp_path), tmp_path)
-    assert found.name == "checkpoint_000001.pt" and checkpoint.load(found)["weights"].tolist() == [10.0] * 4
-    assert checkpoint.load(save_sharded(2, 20))["weights"].tolist() == [20.0] * 4
 
 
 def test_tensors_go_along_with_the_checkpoint_that_is_set_aside_and_orphans_go(tmp_path, save_sharded):
@@ -189,3 +186,321 @@ def test_old_checkpoints_go_with_their_tensors(tmp_path, save_sharded):
     for step in (1, 2, 3):
         save_sharded(step, step, keep=1)
     assert names(tmp_path) == ["checkpoint_000003.pt", "checkpoint_000003.shards"]
+
+
+def write_sharded(folder, step, ranks=3):
+    """A checkpoint that several ranks hold, whose tensor is the step's number in every row."""
+    path = folder / checkpoint.PATTERN.format(step=step)
+    folder_of(path).mkdir(parents=True)
+    files = []
+    for rank, rows in enumerate(torch.full((7, 2), float(step)).chunk(ranks)):
+        name = f"save_0_rank_{rank}.pt"
+        files.append([name, checkpoint_file.write(folder_of(path) / name, {"weights": rows})])
+    index = {"files": files, "tensors": [{"place": ["weights"], "size": [7, 2]}]}
+    checkpoint_file.write(path, {"step": step, "weights": None, SHARDS: index})
+    return path
+
+
+def write_whole(folder, step):
+    """The same by one process."""
+    return checkpoint.save(folder, step, {"step": step, "weights": torch.full((7, 2), float(step))}, keep=0)
+
+
+def files_of(path):
+    return [path, *folder_of(path).glob("*")]
+
+
+FUZZED = 200
+
+
+@pytest.mark.parametrize("write", [write_whole, write_sharded])
+def test_no_damaged_checkpoint_is_loaded_and_the_one_before_is_taken(tmp_path, write, capsys):
+    template = tmp_path / "template"
+    write(template, 1), write(template, 2)
+    draw = random.Random(0)
+    for i in range(FUZZED):
+        folder = shutil.copytree(template, tmp_path / str(i))
+        newest = folder / "checkpoint_000002.pt"
+        file = draw.choice(files_of(newest))
+        before = file.read_bytes()
+        at, damaged = draw.randrange(len(before)), bytearray(before)
+        kind = draw.choice(["torn", "zeroed", "bit", "byte", "zeros at the end", "longer"])
+        if kind == "torn":
+            damaged = damaged[:at]
+        elif kind == "zeroed":
+            end = min(len(before), at + draw.choice([1, 16, 512, 4096]))
+            damaged[at:end] = bytes(end - at)
+        elif kind == "bit":
+            damaged[at] ^= 1 << draw.randrange(8)
+        elif kind == "byte":
+            damaged[at] = draw.randrange(256)
+        elif kind == "zeros at the end":  # as a file system leaves a file whose last blocks were lost
+            damaged[at:] = bytes(len(before) - at)
+        else:
+            damaged += draw.randbytes(draw.randrange(1, 100))
+        if bytes(damaged) == before:
+            damaged[at] ^= 255
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"checkpoint_000002.pt can't be .*good one beside it is .*_000001.pt"):
+            checkpoint.load(newest)
+        path, state = checkpoint.restore(str(folder), tmp_path)
+        assert path.name == "checkpoint_000001.pt" and state["weights"].eq(1.0).all(), (i, kind, at)
+        assert "passed over" in capsys.readouterr().err
+        shutil.rmtree(folder)
+
+
+def test_a_file_cut_right_before_its_digest_is_not_taken_for_one_without(tmp_path):
+    path = write_whole(tmp_path, 1)
+    path.write_bytes(path.read_bytes()[: -checkpoint_file.COMMENT_BYTES])
+    with pytest.raises(ValueError, match="torn"):
+        checkpoint.load(path)
+
+
+def test_the_digest_is_that_of_what_torch_wrote_and_other_readers_see_a_plain_archive(tmp_path):
+    state, plain = {"weights": torch.arange(5.0)}, io.BytesIO()
+    torch.save(state, plain)
+    path = tmp_path / "ours.pt"
+    digest = checkpoint_file.write(path, state)
+    assert digest == hashlib.sha256(plain.getvalue()).hexdigest() == checkpoint_file.check(path)
+    assert len(path.read_bytes()) == len(plain.getvalue()) + len("sha256:") + 64
+    with zipfile.ZipFile(path) as archive:
+        assert archive.comment == b"sha256:" + digest.encode() and archive.testzip() is None
+    assert torch.load(path)["weights"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_part_of_another_checkpoint_is_found_out(tmp_path):
+    paths = [write_sharded(tmp_path, step) for step in (1, 2)]
+    shutil.copy(*(folder_of(path) / "save_0_rank_1.pt" for path in paths))
+    with pytest.raises(ValueError, match="save_0_rank_1.pt is of another checkpoint"):
+        checkpoint.load(paths[1])
+    (folder_of(paths[0]) / "save_0_rank_2.pt").unlink()
+    with pytest.raises(ValueError, match="no sharded tensors beside it in checkpoint_000001.shards/save_0_rank_2.pt"):
+        checkpoint.load(paths[0])
+
+
+class Payload:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize("form", ["pickle", "archive", "archive with a digest"])
+def test_no_file_of_a_sharded_checkpoint_runs_code(tmp_path, form):
+    mark, payload = tmp_path / "ran", Payload(tmp_path / "ran")
+    pickle.loads(pickle.dumps(payload))
+    mark.unlink()  # a pickle that is read as one does leave it
+    path = write_sharded(tmp_path / "checkpoints", 1)
+    files = [*files_of(path), folder_of(path) / ".metadata", folder_of(path) / "__0_0.distcp"]
+    before = {file: file.read_bytes() for file in files if file.exists()}
+    for file in files:
+        digest = None
+        if form == "pickle":
+            file.write_bytes(pickle.dumps(payload))
+        elif form == "archive":
+            with file.open("wb") as opened:
+                torch.save({"weights": payload}, opened)
+        else:
+            digest = checkpoint_file.write(file, {"weights": payload})
+        if digest and file in before and file != path:  # whoever writes a part can write the digest into the list
+            state = torch.load(path)
+            state[SHARDS]["files"] = [[n, digest if n == file.name else d] for n, d in state[SHARDS]["files"]]
+            checkpoint_file.write(path, state)
+        if file in before:
+            with pytest.raises(ValueError, match="can't be read as a checkpoint"):
+                checkpoint.load(path)
+        else:
+            checkpoint.load(path)
+        with pytest.raises(ValueError) if file in before else contextlib.nullcontext():
+            checkpoint.restore(str(path), tmp_path)
+        assert not mark.exists(), file
+        file.unlink()
+        for file, contents in before.items():
+            file.write_bytes(contents)
+    assert checkpoint.load(path)["weights"].eq(1.0).all()
+
+
+def test_a_checkpoint_of_an_earlier_version_loads_and_says_what_it_lacks(tmp_path, capsys):
+    path = tmp_path / "checkpoint_000001.pt"
+    torch.save({"step": 1, "weights": torch.ones(1000)}, path)
+    assert checkpoint.load(path)["weights"].sum() == 1000
+    assert "earlier version, without a SHA-256" in capsys.readouterr().err
+    flipped = bytearray(path.read_bytes())
+    flipped[flipped.index(torch.ones(2).numpy().tobytes())] ^= 1
+    path.write_bytes(flipped)
+    with pytest.raises(ValueError, match="another CRC-32"):
+        checkpoint.load(path)
+
+
+def test_sharded_tensors_of_an_earlier_version_are_refused(tmp_path):
+    path = tmp_path / "checkpoint_000001.pt"
+    torch.save({"step": 1, "weights": None, SHARDS: [["weights"]]}, path)
+    with pytest.raises(ValueError, match="written by an earlier version, in a form that could run code"):
+        checkpoint.load(path)
+
+
+def damage(path):
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)
+
+
+def test_a_torn_newest_checkpoint_is_passed_over_aloud_and_named_it_is_refused(tmp_path, capsys):
+    folder = tmp_path / "run" / "checkpoints"
+    log = MetricsLog(tmp_path / "run")
+    for step in (1, 2, 3):
+        log.log(step, {"loss": 0.0})
+        write_whole(folder, step)
+    newest = checkpoint.checkpoints(folder)[-1]
+    damage(newest)
+    for resume in ("auto", str(tmp_path / "run"), str(folder)):
+        path, state = checkpoint.restore(resume, tmp_path)
+        assert path.name == "checkpoint_000002.pt" and state["weights"].eq(2.0).all()
+        said = capsys.readouterr().err
+        assert f"passed over: {newest} can't be read as a checkpoint" in said and f"going on with {path}" in said
+    with pytest.raises(ValueError, match=r"_000003.pt can't be read .* the newest good one beside it is .*_000002.pt"):
+        checkpoint.restore(str(newest), tmp_path)
+    for path in checkpoint.checkpoints(folder)[:-1]:
+        damage(path)
+    with pytest.raises(ValueError, match=r"_000002.pt can't be read .* there is no good one beside it"):
+        checkpoint.restore(str(path), tmp_path)
+    with pytest.raises(ValueError, match=r"no checkpoint can be used; to start anew(.|\n)*_000003(.|\n)*_000001"):
+        checkpoint.restore("auto", tmp_path)
+
+
+def test_auto_stays_with_the_run_whose_checkpoint_is_the_newest(tmp_path):
+    """Going on with another run, because this one's checkpoint is torn, is nothing that anyone asked for."""
+    other = write_whole(tmp_path / "a" / "checkpoints", 1)
+    os.utime(other, (1, 1))
+    MetricsLog(tmp_path / "a").log(1, {})
+    damage(write_whole(tmp_path / "b" / "checkpoints", 1))
+    with pytest.raises(ValueError, match="no checkpoint can be used"):
+        checkpoint.restore("auto", tmp_path)
+
+
+def test_a_checkpoint_whose_metrics_are_lost_is_passed_over(tmp_path, capsys):
+    for step in (1, 2, 3):
+        write_whole(tmp_path / "run" / "checkpoints", step)
+    log = MetricsLog(tmp_path / "run")
+    log.log(0, {}), log.log(1, {}), log.log(2, {})
+    path, _ = checkpoint.restore("auto", tmp_path)
+    assert path.name == "checkpoint_000002.pt"
+    assert (
+        "_000003.pt is of step 3, and" in (said := capsys.readouterr().err) and "metrics.jsonl ends at step 2" in said
+    )
+    named = tmp_path / "run" / "checkpoints" / "checkpoint_000003.pt"
+    assert checkpoint.restore(str(named), tmp_path)[0] == named
+    assert "going on with a gap" in capsys.readouterr().err
+    copy = shutil.copy(named, tmp_path / "copied.pt")  # begins a folder of its own
+    assert checkpoint.restore(str(copy), tmp_path)[0] == copy
+    assert capsys.readouterr().err == ""
+    log.path.unlink()
+    with pytest.raises(ValueError, match="only lacks metrics, give its file"):
+        checkpoint.restore("auto", tmp_path)
+
+
+def test_logs_since_the_last_checkpoint_are_on_the_disk_when_a_checkpoint_appears(tmp_path, monkeypatch):
+    parts = {
+        step: [tmp_path / f"completions.parquet/part-{step:08d}.parquet"]
+        + [tmp_path / name / f"step_{step:06d}.parquet" for name in ("lineage", "lineage_answers")]
+        for step in (1, 2, 3)
+    }
+    for path in [tmp_path / "metrics.jsonl", *(path for of_step in parts.values() for path in of_step)]:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    checkpoint.save(tmp_path / "checkpoints", 1, {})
+    synced, fsync = [], os.fsync
+
+    def note(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    checkpoint.sync_logs(tmp_path)
+    folders = [tmp_path / name for name in ("completions.parquet", "lineage", "lineage_answers")]
+    assert set(synced) == {*parts[2], *parts[3], *folders, tmp_path / "metrics.jsonl", tmp_path}
+    # A folder's list of names after the files that it names.
+    assert all(synced.index(path) < synced.index(path.parent) for path in parts[2] + parts[3])
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+def kill_at(monkeypatch, number):
+    """From the given file operation on, counted from 0, nothing more reaches the disk."""
+    count = iter(range(1_000_000))
+    for name in ("replace", "rename", "unlink", "rmdir", "mkdir", "fsync"):
+        real = getattr(os, name)
+
+        def operation(*args, real=real, **settings):
+            if next(count) >= number:
+                raise Killed
+            return real(*args, **settings)
+
+        monkeypatch.setattr(os, name, operation)
+
+
+@pytest.mark.parametrize("what", ["next step", "same step again", "same step alone", "set aside"])
+def test_a_kill_at_any_file_operation_leaves_a_good_checkpoint(tmp_path, save_sharded, monkeypatch, what):
+    works = {
+        "next step": lambda: save_sharded(3, 30, keep=1),
+        "same step again": lambda: save_sharded(2, 22, keep=1),
+        "same step alone": lambda: checkpoint.save(tmp_path, 2, {"step": 2, "weights": torch.full((4,), 22.0)}, keep=1),
+        "set aside": lambda: checkpoint.set_aside_later(tmp_path, 1),
+    }
+    expected = {"next step": {20, 30}, "same step again": {20, 22}, "same step alone": {20, 22}, "set aside": {10, 20}}
+    found = []
+    for number in range(1000):
+        shutil.rmtree(tmp_path)
+        save_sharded(1, 10)
+        save_sharded(2, 20)
+        if what == "set aside":
+            save_sharded(3, 20)
+        with monkeypatch.context() as patched:
+            kill_at(patched, number)
+            try:
+                works[what]()
+                done = True
+            except Killed:
+                done = False
+        state = checkpoint.restore(str(tmp_path), tmp_path)[1]
+        found.append(state["weights"][0].item())
+        assert state["weights"].tolist() == [found[-1]] * 4
+        # Whoever goes on there finds nothing in the way, and nothing is left of the cut.
+        checkpoint.set_aside_later(tmp_path, state["step"])
+        save_sharded(4, 40, keep=1)
+        assert checkpoint.restore(str(tmp_path), tmp_path)[1]["weights"].tolist() == [40.0] * 4
+        kept = [name for name in names(tmp_path) if ABANDONED not in name]
+        assert kept == ["checkpoint_000004.pt", "checkpoint_000004.shards"]
+        if done:
+            break
+    assert done and number >= 4 and set(found) == expected[what]
+    assert found == sorted(found, reverse=what == "set aside")
+
+
+def test_a_full_disk_names_the_file_and_leaves_what_was_there(tmp_path, save_sharded):
+    """The system itself refuses what makes a file larger than 20 kB: torch makes an error of its own of that."""
+    for step in (1, 2):
+        save_sharded(step, step)
+    before = {file: file.read_bytes() for path in checkpoint.checkpoints(tmp_path) for file in files_of(path)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        for step in (2, 3):
+            with pytest.raises(OSError, match="File too large") as whole:
+                checkpoint.save(tmp_path, step, {"step": step, "weights": torch.ones(10_000)})
+            with pytest.raises(OSError, match="File too large") as sharded:
+                save_sharded(step, 0, rows=10_000)
+            assert whole.value.filename == str(tmp_path / f"checkpoint_00000{step}.pt")
+            assert sharded.value.filename.startswith(str(tmp_path / f"checkpoint_00000{step}.shards"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    after = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    assert after == before
+    assert names(tmp_path) == [f"checkpoint_00000{step}.{end}" for step in (1, 2) for end in ("pt", "shards")]

@@ -1,10 +1,15 @@
-"""Finding a model: a folder, the hub, the embedded default with its checksums."""
+"""Finding a model: a folder, the hub, the embedded default with its checksums; damaged files, and writing new ones."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import resource
 import shutil
+import signal
+import stat
 import threading
 import zipfile
 from types import SimpleNamespace
@@ -14,10 +19,15 @@ import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from grpo_rl import models
-from grpo_rl.models import DEFAULT_MODEL, resolve_model
+from grpo_rl import build, checkpoint, models
+from grpo_rl.config import compose_config
+from grpo_rl.devices import Devices
+from grpo_rl.models import DEFAULT_MODEL, check_finite, resolve_model
+from grpo_rl.run_folder import export, export_checkpoint
+from grpo_rl.testing import save_tiny_model
 
 
 @pytest.fixture
@@ -61,9 +71,14 @@ def hub_error(kind):
     return kind("refused", response=httpx2.Response(404, request=httpx2.Request("GET", "https://hub")))
 
 
+def save_weights(folder, **tensors):
+    """A model's folder, as far as one is looked for."""
+    (folder / "config.json").write_text("{}")
+    save_file(tensors or {"norm.weight": torch.ones(3)}, folder / "model.safetensors")
+
+
 def test_a_local_folder_is_used_as_it_is(tmp_path, no_hub):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    save_weights(tmp_path)
     assert resolve_model(str(tmp_path)) == tmp_path.resolve()
     assert no_hub == []
 
@@ -74,9 +89,136 @@ def test_a_folder_without_weights_is_refused(tmp_path):
         resolve_model(str(tmp_path))
 
 
+def cut(contents):
+    return contents[:-2]
+
+
+def rubbish(contents):
+    return b"<html>404</html>"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("model.safetensors", cut, r"model\.safetensors is no whole safetensors file \(.*not fully covered"),
+        ("model.safetensors", rubbish, r"model\.safetensors is no whole safetensors file"),
+        ("model.safetensors", lambda _: b"", r"model\.safetensors is no whole safetensors file"),
+        ("config.json", lambda _: b'{"hidden_size":', r"config\.json is not JSON"),
+        ("config.json", rubbish, r"config\.json is not JSON"),
+        ("config.json", lambda _: b"\xff\xfe\x00", r"config\.json is not JSON"),
+        ("config.json", lambda _: b"[1]", r"config\.json holds a list, not a JSON object"),
+        ("model.safetensors.index.json", lambda _: b"{}", r"index\.json has no weight_map"),
+        (
+            "model.safetensors.index.json",
+            lambda _: b'{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}',
+            r"index\.json lists model-2\.safetensors, which is not there",
+        ),
+    ],
+)
+def test_a_damaged_file_of_a_model_is_named_with_the_remedy(tmp_path, file, change, message):
+    save_weights(tmp_path)
+    path = tmp_path / file
+    path.write_bytes(change(path.read_bytes() if path.exists() else b""))
+    with pytest.raises(ValueError, match=f"{message}.*: fetch or copy the model again"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_weights_that_are_not_finite_are_refused_by_file_and_name(tmp_path, dtype, number):
+    weights = torch.zeros(700, 1000).to(dtype)  # several pieces, all but the last of them in order
+    weights[0, 0] = torch.finfo(dtype).max
+    fine = {"a": torch.ones(2), "ids": torch.tensor([1 << 40]), "mask": torch.ones(1).bool(), "empty": torch.empty(0)}
+    save_weights(tmp_path, **fine, **{"layers.1.weight": weights})
+    check_finite(tmp_path)
+    weights[699, 999] = number
+    save_weights(tmp_path, **fine, **{"layers.1.weight": weights})
+    with pytest.raises(ValueError, match=r"model\.safetensors holds numbers that are not finite, in layers\.1\.weight"):
+        check_finite(tmp_path)
+
+
+def test_weights_of_eight_bits_are_looked_at_too(tmp_path):
+    for number in (448.0, float("nan")):
+        save_weights(tmp_path, a=torch.tensor([1.0, number]).to(torch.float8_e4m3fn))
+        with pytest.raises(ValueError, match="not finite, in a") if number != number else contextlib.nullcontext():
+            check_finite(tmp_path)
+
+
+def test_a_policy_with_weights_that_are_not_finite_is_refused_before_anything_is_loaded(tmp_path):
+    cpu = (torch.device("cpu"),)
+    save_weights(tmp_path, head=torch.tensor([1.0, float("nan")]))
+    with pytest.raises(ValueError, match="not finite, in head"):
+        build.make_policy(compose_config("grpo_gsm8k", []), tmp_path, Devices(cpu, (), cpu))
+
+
+@pytest.fixture
+def file_limit():
+    """Lets the system refuse what makes a file larger than a number of bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    @contextlib.contextmanager
+    def limit(number):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (number, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    yield limit
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_the_files_of_an_exported_model_follow_the_umask(tmp_path, tiny, umask):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    state = {"optimizer": {"masters": dict(model.named_parameters())}, "config": config_of(tiny)}
+    path = checkpoint.save(tmp_path / "checkpoints", 1, state)
+    before = os.umask(umask)
+    try:
+        export(model, tokenizer, tmp_path / "at the end")
+        export_checkpoint(path, tmp_path / "of a checkpoint")
+    finally:
+        os.umask(before)
+    for folder in ("at the end", "of a checkpoint"):
+        modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / folder).iterdir()}
+        assert modes == dict.fromkeys(modes, 0o666 & ~umask) and "model.safetensors" in modes
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def config_of(folder):
+    """What an export reads of a run's config."""
+    model = {"name": str(folder), "chat_template": None}
+    return json.dumps({"model": model, "train_model": {"dtype": "float32"}})
+
+
+@pytest.mark.parametrize("number", [20_000, 500])
+def test_a_disk_that_is_full_while_a_model_is_written_is_told_with_the_folder(tmp_path, tiny, file_limit, number):
+    """safetensors and tokenizers raise errors of their own then; 500 bytes are too few for the config already."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    state = {"optimizer": {"masters": dict(model.named_parameters())}, "config": config_of(tiny)}
+    path = checkpoint.save(tmp_path / "checkpoints", 1, state)
+    with file_limit(number), pytest.raises(OSError, match="File too large") as told:
+        export(model, tokenizer, tmp_path / "model")
+    assert told.value.filename.startswith(str(tmp_path / "model"))
+    with file_limit(number), pytest.raises(OSError, match="File too large; free some space or give another") as told:
+        export_checkpoint(path, tmp_path / "other")
+    assert told.value.filename.startswith(str(tmp_path / "other")) and not (tmp_path / "other").exists()
+    export_checkpoint(path, tmp_path / "other")  # and the checkpoint is as it was
+
+
+def test_what_tokenizers_says_of_a_full_disk_is_told_as_one(tmp_path):
+    with pytest.raises(OSError, match="No space left on device") as told, models.writing_model(tmp_path):
+        raise Exception("No space left on device (os error 28)")
+    assert (told.value.errno, told.value.filename) == (28, str(tmp_path))
+
+
 def test_a_model_in_the_hub_cache_needs_no_network(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    save_weights(tmp_path)
 
     def snapshot_download(name, *, local_files_only=False, **_):
         assert local_files_only, "asked the network for a model that is here"

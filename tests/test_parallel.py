@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from grpo_rl import checkpoint
+from grpo_rl import checkpoint, checkpoint_file
 from grpo_rl.cli import main
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.optimizer import PolicyOptimizer
@@ -152,6 +154,8 @@ def be_rank(folder: Path, rank: int, size: int) -> None:
         for case in (("fsdp", "whole model"), ("fsdp", "adapters"), ("ddp", "whole model")):
             for written_by in (4, 1):
                 found["resumed", written_by, *case] = resumed(folder, written_by, case, of_mode[case[0]])
+        found["torn"] = fsdp.gather(restored_beside_a_torn_one(folder, fsdp))
+        found["full disk"] = fsdp.gather(full_disk_of_one_rank(folder, parts, fsdp))
     if rank == 0:
         torch.save(found, folder / f"of-{size}")
     of_mode["fsdp"].close()
@@ -200,6 +204,46 @@ def resumed(folder: Path, written_by: int, case: tuple[str, str], ranks: Ranks |
     (path,) = checkpoint.checkpoints(folder / f"{mode}-{variant}-{written_by}")
     parts[2].load_state_dict(checkpoint.load(path, ranks)["optimizer"])
     return list(steps(parts, ranks, first=SAVED_AT))
+
+
+def restored_beside_a_torn_one(folder: Path, ranks: Ranks) -> tuple[str, float, str]:
+    """One part of the newest of two checkpoints is damaged: which one a rank gets, its first number there, and what
+    it is told when it names the newest."""
+    torn = folder / "torn"
+    if ranks.rank == 0:
+        for step in (2, SAVED_AT):
+            shutil.copytree(folder / "fsdp-whole model-4", torn, dirs_exist_ok=True)
+            if step < SAVED_AT:
+                (torn / f"checkpoint_{SAVED_AT:06d}.pt").rename(torn / f"checkpoint_{step:06d}.pt")
+                (torn / f"checkpoint_{SAVED_AT:06d}.shards").rename(torn / f"checkpoint_{step:06d}.shards")
+        part = next((torn / f"checkpoint_{SAVED_AT:06d}.shards").glob("*_rank_3.pt"))
+        part.write_bytes(part.read_bytes()[:-1])
+    ranks.wait()
+    path, state = checkpoint.restore(str(torn), folder, ranks)
+    first = whole(next(iter(state["optimizer"]["masters"].values()))).flatten()[0].item()
+    try:
+        checkpoint.load(torn / f"checkpoint_{SAVED_AT:06d}.pt", ranks)
+    except ValueError as error:
+        return path.name, first, str(error)
+    raise AssertionError("a torn checkpoint was loaded")
+
+
+def full_disk_of_one_rank(folder: Path, parts: tuple, ranks: Ranks) -> tuple[str, list[str]]:
+    """The last rank's disk is full: what each rank is told, and what is left in the folder."""
+    write = checkpoint_file.write
+
+    def full(path: Path, state: Mapping) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    checkpoint_file.write = full if ranks.rank == ranks.size - 1 else write
+    try:
+        checkpoint.save(folder / "full", 1, {"optimizer": parts[2].state_dict()}, ranks=ranks)
+    except OSError as error:
+        ranks.wait()
+        return str(error), [path.name for path in (folder / "full").iterdir()]
+    finally:
+        checkpoint_file.write = write
+    raise AssertionError("a checkpoint without all of its parts was written")
 
 
 def fork_ranks(folder: Path, size: int) -> None:
@@ -340,6 +384,20 @@ def test_bf16_weights_have_fp32_masters_when_they_are_sharded(alone, together):
     assert together[4]["bf16"][-1]["weights"].dtype == torch.float32
 
 
+def test_all_ranks_pass_over_a_torn_checkpoint_and_take_the_same_one(alone, together):
+    weights = alone[1]["whole model"][SAVED_AT - 1]["weights"]
+    assert len(together[2]["torn"]) == 2
+    for name, first, error in together[2]["torn"]:
+        assert name == "checkpoint_000002.pt" and first == pytest.approx(weights[0].item())
+        assert "_rank_3.pt is damaged" in error and error.endswith("torn/checkpoint_000002.pt")
+
+
+def test_a_full_disk_of_one_rank_is_told_on_all_and_nothing_is_left_of_it(together):
+    (first, left), second = together[2]["full disk"]
+    assert second == (first, left) and "No space left on device" in first and "_rank_1.pt" in first
+    assert left == []
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_step_with_a_nan_on_one_rank_is_left_out_on_all_of_them(together, size):
     for ranks in together[size]["nan"]:
@@ -386,7 +444,7 @@ def test_a_checkpoint_without_its_shards_is_refused_by_name(alone, together, tmp
     (path,) = checkpoint.checkpoints(alone[0] / "fsdp-whole model-4")
     alone_file = tmp_path / path.name
     alone_file.write_bytes(path.read_bytes())
-    with pytest.raises(ValueError, match="has no sharded tensors beside it in checkpoint_000003.shards"):
+    with pytest.raises(ValueError, match="it has no sharded tensors beside it in checkpoint_000003.shards"):
         checkpoint.load(alone_file)
 
 

@@ -363,7 +363,7 @@ def test_a_missing_vllm_is_told_before_a_model_is_loaded(tiny, tmp_path, monkeyp
         run([*tiny, "inference_model.engine=vllm"], tmp_path / "run", monkeypatch)
 
 
-@pytest.mark.parametrize("code", ["EROFS", "ENOSPC"])
+@pytest.mark.parametrize("code", ["EROFS", "ENOSPC", "EDQUOT"])
 def test_a_disk_that_cannot_be_written_is_told_in_one_line(tiny, tmp_path, monkeypatch, code):
     import errno
 
@@ -403,3 +403,53 @@ def test_an_engine_that_sleeps_while_the_policy_trains_samples_the_same(tiny, tm
         for folder in (awake, asleep)
     ]
     assert rows[0] == rows[1]
+
+
+def test_a_run_whose_newest_checkpoint_is_torn_goes_on_with_the_one_before(
+    finished, tiny, tmp_path, monkeypatch, capsys
+):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    torn = folder / "checkpoints" / "checkpoint_000004.pt"
+    torn.write_bytes(torn.read_bytes()[:-1000])
+    run([*tiny, f"resume={folder}"], tmp_path / "unused", monkeypatch)
+    assert f"passed over: {torn}" in capsys.readouterr().err
+    assert comparable(folder) == comparable(finished)
+    assert (folder / "checkpoints" / "checkpoint_000004.abandoned").exists() and load(torn)["step"] == 4
+    with pytest.raises(SystemExit, match=r"can't be read .*good one beside it is .*checkpoint_000004\.pt"):
+        run([*tiny, f"resume={torn.with_suffix('.abandoned')}"], tmp_path / "unused", monkeypatch)
+
+
+def test_what_a_run_has_logged_is_on_the_disk_before_a_checkpoint_appears(tiny, tmp_path, monkeypatch):
+    folder, synced, appeared = tmp_path / "run", {}, []
+    fsync, replace = os.fsync, os.replace
+
+    def note(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced[path] = path.stat().st_size
+        fsync(descriptor)
+
+    def appear(source, target):
+        if Path(target).match("checkpoint_*.pt"):
+            appeared.append(Path(target).name)
+            logs = [folder / "metrics.jsonl", *folder.glob("completions.parquet/*"), *folder.glob("lineage*/*")]
+            assert len(logs) == 1 + 3 * len(appeared)
+            assert {path: path.stat().st_size for path in logs} == {path: synced.get(path) for path in logs}
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "replace", appear)
+    few = ["train.total_dialog_turns=32", "train.lineage=true", "evaluate.rows=0"]
+    run([*tiny, *few], folder, monkeypatch)
+    assert appeared == ["checkpoint_000001.pt", "checkpoint_000002.pt"]
+
+
+def test_weights_that_are_not_finite_are_told_before_an_engine_starts(tiny, tmp_path, monkeypatch):
+    folder = shutil.copytree(tiny[0].split("=")[1], tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[5, 3] = float("nan")
+    model.save_pretrained(folder)
+    monkeypatch.setattr(TransformersEngine, "__init__", lambda *_, **__: pytest.fail("the engine started"))
+    name = r"model\.layers\.1\.mlp\.up_proj\.weight"
+    with pytest.raises(SystemExit, match=rf"error: .*model\.safetensors holds numbers that are not finite, in {name}"):
+        run([*tiny, f"model.name={folder}"], tmp_path / "run", monkeypatch)

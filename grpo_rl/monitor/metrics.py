@@ -189,7 +189,10 @@ class MetricsLog:
 
     def _rewrite(self, lines: Sequence[str]) -> None:
         temporary = self.path.with_suffix(".jsonl.tmp")
-        temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write("".join(line + "\n" for line in lines))
+            file.flush()
+            os.fsync(file.fileno())  # a power cut leaves the lines before or these, and no empty file
         os.replace(temporary, self.path)
 
 
