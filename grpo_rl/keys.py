@@ -19,10 +19,12 @@ TOKENS_FULL = ("tokens", "full")
 """[T] int64: prompt and answer. Written by ``Group.to_tensordict``, read by TorchRL's losses."""
 
 LOG_PROBS_FULL = ("log_probs", "full")
-"""[T] float32: the sampler's log-probabilities, 0 on the prompt. Written and read like ``TOKENS_FULL``."""
+"""[T] float32: the sampler's log-probabilities, NaN on tokens that the policy did not choose, as TorchRL's losses skip
+them. Written and read like ``TOKENS_FULL``."""
 
 LOG_PROBS_RESPONSE = ("log_probs", "response")
-"""[R] float32: the sampler's log-probabilities of the answer. Written by the policy, read by the collector."""
+"""[R] float32: the sampler's log-probabilities of the response. Written by the policy, read by the collector; written
+by ``Group.to_tensordict``, read by ``Group.from_tensordict``."""
 
 REF_LOG_PROBS_FULL = ("next", "ref_log_probs", "full")
 """[T] float32: the frozen reference's log-probabilities, 0 on the prompt. Written by ``Group.to_tensordict``."""
@@ -43,7 +45,7 @@ MEASURES = ("measures",)
 """Prefix of what is logged beside the reward, [] float32 each. Written and read like ``TOKENS_FULL``."""
 
 ADVANTAGE = "advantage"
-"""[T, 1] float32: the answer's advantage on each token. Written by ``GroupBuffer``, read by losses."""
+"""[1, 1] float32: the response's advantage, one for all its tokens. Written and read like ``TOKENS_FULL``."""
 
 GROUP_ID = "group_id"
 """[1] int64: ties the answers to one prompt together. Written by ``LLMEnv.reset``, read by the collector."""

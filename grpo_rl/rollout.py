@@ -177,6 +177,11 @@ class Group:
     def to_tensordict(self) -> TensorDictBase:
         """G trajectories in TorchRL's ragged LLM layout (see `grpo_rl.keys`), one lazily stacked entry a response.
 
+        TorchRL's own losses read it as it is, groups stacked with ``lazy_stack``, and give the project's values. They
+        pad advantages on the right and all else on the left, so nothing here depends on the side: a response has one
+        advantage for all its tokens. Tokens that the policy did not choose have NaN for the sampler's log-probability,
+        which takes them out of the loss.
+
         The trainer's own ``old_log_probs`` and ``old_entropies`` stay with the trainer and are left out.
 
         Source: ``torchrl.objectives.llm.GRPOLoss`` and ``MCAdvantage``, TorchRL 0.14.
@@ -190,7 +195,9 @@ class Group:
             row[keys.TOKENS_PROMPT] = self.prompt_ids
             row[keys.TOKENS_RESPONSE] = ids
             row[keys.TOKENS_FULL] = full
-            row[keys.LOG_PROBS_FULL] = torch.cat([torch.zeros(prompt), self.log_probs[span]])
+            chosen = torch.where(self.trainable[span], self.log_probs[span], torch.nan)
+            row[keys.LOG_PROBS_RESPONSE] = self.log_probs[span]
+            row[keys.LOG_PROBS_FULL] = torch.cat([torch.full((prompt,), torch.nan), chosen])
             row[keys.ASSISTANT_MASK] = torch.cat([torch.zeros(prompt, dtype=torch.bool), self.trainable[span]])
             row[keys.ATTENTION_MASK] = torch.ones_like(full, dtype=torch.bool)
             row[keys.REWARD] = self.rewards[g].reshape(1, 1)
@@ -206,7 +213,7 @@ class Group:
             if self.ref_log_probs is not None:
                 row[keys.REF_LOG_PROBS_FULL] = torch.cat([torch.zeros(prompt), self.ref_log_probs[span]])
             if self.advantages is not None:
-                row[keys.ADVANTAGE] = self.advantages[g].expand(len(full), 1)
+                row[keys.ADVANTAGE] = self.advantages[g].reshape(1, 1)
             rows.append(row)
         return lazy_stack(rows)
 
@@ -237,7 +244,7 @@ class Group:
             row=int(rows[0][keys.ROW]),
             prompt_ids=prompt_ids,
             response_ids=torch.cat([row[keys.TOKENS_RESPONSE] for row in rows]),
-            log_probs=torch.cat([row[keys.LOG_PROBS_FULL][prompt:] for row in rows]),
+            log_probs=torch.cat([row[keys.LOG_PROBS_RESPONSE] for row in rows]),
             versions=torch.cat([row[keys.VERSIONS] for row in rows]),
             trainable=torch.cat([row[keys.ASSISTANT_MASK][prompt:] for row in rows]),
             offsets=lengths.cumsum(0),
@@ -245,7 +252,7 @@ class Group:
             reward_parts=by_name(keys.REWARD_PARTS),
             measures=by_name(keys.MEASURES),
             truncated=torch.cat([row[keys.TRUNCATED] for row in rows]) if has_truncated else None,
-            advantages=torch.stack([row[keys.ADVANTAGE][0, 0] for row in rows]) if has_advantage else None,
+            advantages=torch.stack([row[keys.ADVANTAGE].reshape(()) for row in rows]) if has_advantage else None,
             ref_log_probs=torch.cat([row[keys.REF_LOG_PROBS_FULL][prompt:] for row in rows]) if has_ref else None,
         )
 

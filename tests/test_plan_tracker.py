@@ -51,10 +51,10 @@ class Scorer(torch.nn.Module):
 
 @pytest.fixture
 def kernels_without_triton(monkeypatch):
-    """The head's two kernels as they are seen from memory: three numbers a token, and logits overwritten in place."""
+    """The head's two kernels as they are seen from memory: five numbers a token, and logits overwritten in place."""
     kernels: Any = ModuleType("grpo_rl.policies.head_triton")
     kernels.tile_statistics = lambda logits, *_: tuple(
-        logits.new_empty(len(logits), dtype=torch.float32) for _ in "123"
+        logits.new_empty(len(logits), dtype=torch.float32) for _ in "12345"
     )
     kernels.tile_gradient_ = lambda logits, *_: logits
     monkeypatch.setitem(sys.modules, "grpo_rl.policies.head_triton", kernels)

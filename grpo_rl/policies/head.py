@@ -92,49 +92,55 @@ class _TiledHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, owner, weight, target_ids, bias, make):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        target_logit, mean_logit = (torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
-        lse = torch.full_like(target_logit, -torch.inf)
+        target_logit, total, moment = (torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
+        # Over what was seen so far: greatest logit z, sum of exp(z - top), sum of exp(z - top) * (z - top). Relative
+        # to the top, no result is a small difference of large numbers. The top starts finite: inf - inf would be NaN.
+        top = torch.full_like(total, torch.finfo(dtype).min / 2)
         for tokens in make.tokens(len(hidden)):
             for words in make.words(len(weight)):
                 logits, _ = make(hidden[tokens], weight[words], None if bias is None else bias[words])
-                probs = logits.softmax(-1)
-                # The largest probability is at least 1 / v: its logarithm is exact enough to give the tile's share.
-                tile_lse = logits.amax(-1) - probs.amax(-1).log_()
-                joint = torch.logaddexp(lse[tokens], tile_lse)
                 place = target_ids[tokens, None] - words.start
                 inside = (place >= 0) & (place < logits.shape[1])
                 target_logit[tokens] += (logits.gather(1, place.where(inside, 0)) * inside)[:, 0]
-                mean_logit[tokens] *= (lse[tokens] - joint).exp_()
-                mean_logit[tokens] += probs.mul_(logits).sum(-1) * (tile_lse - joint).exp_()
-                lse[tokens] = joint
-        # H = lse - sum_v p_v z_v
-        entropy = lse - mean_logit
-        ctx.save_for_backward(hidden, weight, target_ids, bias, entropy, lse)
+                new_top = torch.maximum(top[tokens], logits.amax(-1))
+                shift = top[tokens] - new_top
+                carry = shift.exp()
+                below = logits.sub_(new_top[:, None])
+                weights = below.exp()
+                moment[tokens] = carry * (moment[tokens] + shift * total[tokens])
+                total[tokens] = carry * total[tokens] + weights.sum(-1)
+                moment[tokens] += weights.mul_(below).sum(-1)
+                top[tokens] = new_top
+        # H = log sum - mean of (z - top): neither term can be negative, as the sum counts the top as 1 and z <= top.
+        mean_below = moment / total
+        ctx.save_for_backward(hidden, weight, target_ids, bias, top, total, mean_below)
         ctx.make, ctx.weight_grad_dtype = make, grad_dtype(owner)
-        return target_logit - lse, entropy
+        log_total = total.log()
+        return target_logit - top - log_total, log_total - mean_below
 
     @staticmethod
     def backward(ctx, grad_log_prob, grad_entropy):  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, target_ids, bias, entropy, lse = ctx.saved_tensors
+        hidden, weight, target_ids, bias, top, total, mean_below = ctx.saved_tensors
         make = ctx.make
         # Sums over tiles are fp32: bf16 would lose small terms.
-        grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype)
+        grad_hidden = torch.zeros_like(hidden, dtype=total.dtype)
         grad_weight = torch.empty_like(weight, dtype=ctx.weight_grad_dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[4] else None
         entropy_counts = bool(grad_entropy.any())
         for words in make.words(len(weight)):
             word_weight, word_bias = weight[words], None if bias is None else bias[words]
-            sum_weight, sum_bias = torch.zeros_like(word_weight, dtype=lse.dtype), lse.new_zeros(len(word_weight))
+            sum_weight, sum_bias = torch.zeros_like(word_weight, dtype=total.dtype), total.new_zeros(len(word_weight))
             for tokens in make.tokens(len(hidden)):
-                log_p, slope = make(hidden[tokens], word_weight, word_bias)
-                log_p.sub_(lse[tokens, None])
-                g = grad_log_prob[tokens, None]
+                logits, slope = make(hidden[tokens], word_weight, word_bias)
+                below = logits.sub_(top[tokens, None])
+                g, share = grad_log_prob[tokens, None], 1 / total[tokens, None]
                 if entropy_counts:
-                    # dH/dz_v = -p_v (log p_v + H)
-                    probs = log_p.exp()
-                    grad = log_p.add_(entropy[tokens, None]).mul_(-grad_entropy[tokens, None]).sub_(g).mul_(probs)
+                    # dH/dz_v = -p_v (log p_v + H), and log p_v + H is what z_v has beyond the mean z.
+                    weights = below.exp()
+                    by_entropy = grad_entropy[tokens, None] * share
+                    grad = below.sub_(mean_below[tokens, None]).mul_(-by_entropy).sub_(g * share).mul_(weights)
                 else:
-                    grad = log_p.exp_().mul_(-g)
+                    grad = below.exp_().mul_(-g * share)
                 place = target_ids[tokens, None] - words.start
                 inside = (place >= 0) & (place < grad.shape[1])
                 grad.scatter_add_(1, place.where(inside, 0), g * inside)
@@ -167,8 +173,8 @@ class _RowTiledHead(torch.autograd.Function):
         for tokens in _row_tiles(hidden, weight):
             logits = linear(hidden[tokens], weight, bias)
             parts.append(tile_statistics(logits, target_ids[tokens], temperature, softcap))
-        log_prob, entropy, lse = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, target_ids, bias, entropy, lse)
+        log_prob, entropy, *statistics = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, target_ids, bias, *statistics)
         ctx.temperature, ctx.softcap, ctx.weight_grad_dtype = temperature, softcap, grad_dtype(owner)
         return log_prob, entropy
 
@@ -176,24 +182,23 @@ class _RowTiledHead(torch.autograd.Function):
     def backward(ctx, grad_log_prob, grad_entropy):  # pyright: ignore[reportIncompatibleMethodOverride]
         from grpo_rl.policies.head_triton import tile_gradient_
 
-        hidden, weight, target_ids, bias, entropy, lse = ctx.saved_tensors
+        hidden, weight, target_ids, bias, *statistics = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         tiles = _row_tiles(hidden, weight)
         # Sums over tiles are fp32: bf16 would lose small terms. A single tile has nothing to sum.
         sum_dtype = torch.float32 if len(tiles) > 1 else ctx.weight_grad_dtype
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[4] else None
+        wants_bias = bias is not None and ctx.needs_input_grad[4]
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         for tokens in tiles:
             logits = linear(hidden[tokens], weight, bias)
-            ups = grad_log_prob[tokens], grad_entropy[tokens]
-            grad = tile_gradient_(
-                logits, target_ids[tokens], lse[tokens], entropy[tokens], *ups, ctx.temperature, ctx.softcap
-            )
+            rows = (x[tokens] for x in (*statistics, grad_log_prob, grad_entropy))
+            grad = tile_gradient_(logits, target_ids[tokens], *rows, ctx.temperature, ctx.softcap)
             grad_hidden[tokens] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[tokens]
             if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=lse.dtype)
+                grad_bias += grad.sum(0, dtype=torch.float32)
         grad_weight = None if grad_weight is None else grad_weight.to(ctx.weight_grad_dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, None, None, grad_bias, None, None

@@ -40,8 +40,11 @@ def available(device: torch.device | str) -> bool:
 
 def tile_statistics(
     logits: Float[Tensor, "n V"], target_ids: Int[Tensor, " n"], temperature: float = 1.0, softcap: float | None = None
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Log-probability of each target, entropy, and log-sum-exp of each row, in nats: fp32 (fp64 for fp64 logits).
+) -> tuple[Float[Tensor, " n"], ...]:
+    """Log-probability of each target and entropy of each row, in nats, and what the gradient needs of the row.
+
+    The latter are three: top, the row's greatest z; total, the sum of exp(z - top); and the mean of z - top. All are
+    fp32 (fp64 for fp64 logits).
 
     Args:
         logits: of the model, bias included, rows contiguous.
@@ -51,15 +54,13 @@ def tile_statistics(
     rows, vocabulary = logits.shape
     assert logits.stride(1) == 1, "a row of the tile must be contiguous"
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    log_prob, entropy, lse = (torch.empty(rows, dtype=dtype, device=logits.device) for _ in range(3))
+    results = tuple(torch.empty(rows, dtype=dtype, device=logits.device) for _ in range(5))
     if rows:
         with torch.cuda.device_of(logits):  # Triton launches on the current device, wherever the tensors are
             _statistics[(rows,)](
                 logits,
                 target_ids,
-                log_prob,
-                entropy,
-                lse,
+                *results,
                 logits.stride(0),
                 vocabulary,
                 temperature,
@@ -68,14 +69,15 @@ def tile_statistics(
                 _block(vocabulary),
                 num_warps=WARPS,
             )
-    return log_prob, entropy, lse
+    return results
 
 
 def tile_gradient_(
     logits: Float[Tensor, "n V"],
     target_ids: Int[Tensor, " n"],
-    lse: Float[Tensor, " n"],
-    entropy: Float[Tensor, " n"],
+    top: Float[Tensor, " n"],
+    total: Float[Tensor, " n"],
+    mean_below: Float[Tensor, " n"],
     grad_log_prob: Float[Tensor, " n"],
     grad_entropy: Float[Tensor, " n"],
     temperature: float = 1.0,
@@ -86,7 +88,8 @@ def tile_gradient_(
     $\partial L/\partial z_v = g_{lp}(1[v = t] - p_v) - g_H\,p_v(\log p_v + H)$, and on to the model's logits.
 
     Args:
-        lse: with ``entropy``, from :func:`tile_statistics` on the same logits, temperature and soft cap.
+        top: with ``total`` and ``mean_below``, from :func:`tile_statistics` on the same logits, temperature and soft
+            cap.
     """
     rows, vocabulary = logits.shape
     assert logits.stride(1) == 1, "a row of the tile must be contiguous"
@@ -96,8 +99,9 @@ def tile_gradient_(
             _gradient[(rows, triton.cdiv(vocabulary, block))](
                 logits,
                 target_ids,
-                lse,
-                entropy,
+                top,
+                total,
+                mean_below,
                 grad_log_prob.contiguous(),  # the gradient of a sum is one number, expanded
                 grad_entropy.contiguous(),
                 logits.stride(0),
@@ -132,7 +136,9 @@ def _statistics(
     target_ids,
     log_prob,
     entropy,
-    lse,
+    tops,
+    totals,
+    means_below,
     STRIDE,
     V,
     TEMPERATURE: tl.constexpr,
@@ -140,7 +146,7 @@ def _statistics(
     LOWEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    dtype = lse.dtype.element_ty
+    dtype = tops.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)  # a tile may have more than 2^31 logits
     logits += row * STRIDE
     # Over what was seen so far: greatest z, sum of exp(z - top), and sum of exp(z - top) * (z - top). Relative to the
@@ -164,9 +170,13 @@ def _statistics(
         top = new_top
     target = _tempered(tl.load(logits + tl.load(target_ids + row)).to(dtype), TEMPERATURE, SOFTCAP)
     log_total = tl.log(total)
+    mean_below = moment / total
     tl.store(log_prob + row, target - top - log_total)
-    tl.store(entropy + row, log_total - moment / total)
-    tl.store(lse + row, top + log_total)
+    # Neither term can be negative: the total counts the top as 1, and no z is beyond the top.
+    tl.store(entropy + row, log_total - mean_below)
+    tl.store(tops + row, top)
+    tl.store(totals + row, total)
+    tl.store(means_below + row, mean_below)
 
 
 @jit
@@ -174,8 +184,9 @@ def _statistics(
 def _gradient(
     logits,
     target_ids,
-    lse,
-    entropy,
+    tops,
+    totals,
+    means_below,
     grad_log_prob,
     grad_entropy,
     STRIDE,
@@ -184,17 +195,18 @@ def _gradient(
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    dtype = lse.dtype.element_ty
+    dtype = tops.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row * STRIDE + column
-    z = _tempered(tl.load(place, mask=column < V, other=0.0).to(dtype), TEMPERATURE, SOFTCAP)
-    log_p = z - tl.load(lse + row)
-    p = tl.exp(log_p)
+    z = _tempered(tl.load(place, mask=column < V, other=float("-inf")).to(dtype), TEMPERATURE, SOFTCAP)
+    below = z - tl.load(tops + row)
+    p = tl.exp(below) / tl.load(totals + row)
     by_log_prob = tl.load(grad_log_prob + row).to(dtype)
     by_entropy = tl.load(grad_entropy + row).to(dtype)
-    surprise = tl.where(p > 0, log_p + tl.load(entropy + row), 0.0)
-    grad = tl.where(column == tl.load(target_ids + row), by_log_prob, 0.0) - p * (by_log_prob + by_entropy * surprise)
+    beyond_mean = tl.where(p > 0, below - tl.load(means_below + row), 0.0)  # log p + H
+    grad = tl.where(column == tl.load(target_ids + row), by_log_prob, 0.0)
+    grad -= p * (by_log_prob + by_entropy * beyond_mean)
     grad /= TEMPERATURE
     if SOFTCAP is not None:
         tanh = z * TEMPERATURE / SOFTCAP

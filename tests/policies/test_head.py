@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.policies.head import log_prob_and_entropy
+
+
+@pytest.fixture(scope="module")
+def default_model_on_text(default_model, real_data):
+    """Hidden states, head, and next tokens of the default model in fp32 on two GSM8K questions and their solutions."""
+    rows = [json.loads(line) for line in (real_data / "gsm8k" / "test.jsonl").read_text().splitlines()[:2]]
+    tokenizer = AutoTokenizer.from_pretrained(default_model)
+    model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32)
+    hidden, target = [], []
+    for row in rows:
+        ids = torch.tensor(tokenizer(row["question"] + "\n" + row["answer"])["input_ids"])
+        with torch.no_grad():
+            hidden.append(model.base_model(ids[None]).last_hidden_state[0, :-1])
+        target.append(ids[1:])
+    return torch.cat(hidden), model.get_output_embeddings().weight.detach(), torch.cat(target)
 
 
 def full(hidden, weight, target, bias, temperature, softcap):
@@ -52,6 +70,44 @@ def test_huge_logits_stay_finite():
     assert log_prob.tolist() == [0.0, -2e4] and entropy.tolist() == [0.0, 0.0]
     (log_prob.sum() + entropy.sum()).backward()
     assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+
+
+def test_fp32_entropies_of_the_default_model_are_within_5e_5_nats_of_fp64(default_model_on_text):
+    hidden, weight, target = default_model_on_text
+    expected = full(hidden.double(), weight.double(), target, None, 1.0, None)
+    for result, exact in zip(log_prob_and_entropy(hidden, weight, target), expected, strict=True):
+        torch.testing.assert_close(result.double(), exact, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("shift", ["none", "up", "down", "either"])
+def test_logits_far_from_zero_cost_no_digits_and_no_entropy_is_negative(shift):
+    """The hidden states pick columns of the weight: logits are the same numbers in fp32 and fp64.
+
+    Rows run from a flat to a nearly certain distribution, of 1e-3 nats: less than logits of 300 cost in a difference.
+    """
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.logspace(-1, 1.3, 12)
+    logits = torch.randn(12, 5000, generator=generator) * spread[:, None]
+    far = torch.where(torch.rand(5000, generator=generator) < 0.5, 300.0, -300.0)
+    logits = logits + {"none": 0.0, "up": 300.0, "down": -300.0, "either": far}[shift]
+    target = logits.argsort(dim=-1, descending=True)[torch.arange(12), torch.arange(12)]
+    up = torch.randn(12, generator=generator)
+
+    def results(fn, dtype):
+        hidden, weight = torch.eye(12, dtype=dtype), logits.T.to(dtype, copy=True).requires_grad_()
+        log_prob, entropy = fn(hidden, weight)
+        by_log_prob, by_entropy = (
+            torch.autograd.grad((x * up.to(dtype)).sum(), weight, retain_graph=True)[0].double()
+            for x in (log_prob, entropy)
+        )
+        return log_prob.detach().double(), entropy.detach().double(), by_log_prob, by_entropy
+
+    exact = results(lambda h, w: full(h, w, target, None, 1.0, None), torch.float64)
+    tiled = results(lambda h, w: log_prob_and_entropy(h, w, target, tile=(5, 512)), torch.float32)
+    torch.testing.assert_close(tiled[:2], exact[:2], rtol=0, atol=4e-6)
+    assert (tiled[1] >= 0).all()
+    for result, expected in zip(tiled[2:], exact[2:], strict=True):
+        assert (result - expected).norm() <= 1e-6 * expected.norm()
 
 
 def test_no_token_is_no_problem():
