@@ -1,22 +1,21 @@
-"""The boxed answer in a text, and whether it equals another, by math-verify. Without torch, as workers load it."""
+"""Whether a boxed answer equals another, by math-verify. Without torch, as workers load it."""
 
 from __future__ import annotations
 
 import logging
 import re
-import sys
 from functools import lru_cache
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
+
+from grpo_rl.envs.tags import last_boxed
 
 # It logs every answer that it can't compare, with a traceback: to a policy's samples that is the ordinary case.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 # No ExprExtractionConfig: it hands text to sympy's parse_expr, which evaluates it.
 _TARGETS = (LatexExtractionConfig(boxed_match_priority=0),)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _PERCENT_SIGN = re.compile(r"\s*(?:\\?%|\\(?:text|mbox|mathrm)\{\s*percent\s*\}|\bpercent\b)")
 _PERCENT = re.compile(r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)%")
 # What takes sympy for ever, or all memory, to give a value to.
@@ -39,28 +38,6 @@ MAX_FUNCTIONS = 6
 MAX_NESTING = 6
 _INTEGER = re.compile(r"\s*-?[0-9]+\s*")
 _BASE = re.compile(r"\s*[0-9]+\s*_\s*\{?\s*([0-9]+)\s*\}?\s*")
-
-
-def last_boxed(text: str, max_chars: int = sys.maxsize) -> str | None:
-    r"""What the last ``\boxed{…}`` or ``\fbox{…}`` of ``text`` holds; None if there is none, or the last isn't closed.
-
-    A box in a box is the later one, and one of more than ``max_chars`` is none. Takes time linear in the text, whatever
-    the text.
-
-    >>> last_boxed(r"Not \boxed{7}, but $\boxed{\frac{1}{2}}$.")
-    '\\frac{1}{2}'
-    """
-    last = None
-    for last in _BOX.finditer(text):  # noqa: B007 - the last match is what is wanted
-        pass
-    if last is None:
-        return None
-    depth = 1
-    for brace in _BRACE.finditer(text, last.end(), min(len(text), last.end() + max_chars + 1)):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if not depth:
-            return text[last.end() : brace.start()].strip()
-    return None
 
 
 def equal(gold: str, answer: str | None) -> bool | None:
