@@ -118,7 +118,8 @@ def test_no_text_of_digits_and_signs_makes_it_fail(text):
 @pytest.mark.parametrize(
     "piece",
     ["1", "1,", "1,234", "1,234,5", "-", "- ", "$", "1/", "1 / ", "\\frac{1", "^{", "<answer>", "</answer>", "#### ",
-     ".", "1e", "1.", "\\", " ", "{,}", "\u202f1", "<answer> 1", "answer is ", "answer ", "1=", "1 + ", "\\boxed{", "\\boxed{1}", "#### 1=", "x"],
+     ".", "1e", "1.", "\\", " ", "{,}", "\u202f1", "<answer> 1",
+     "answer is ", "answer ", "1=", "1 + ", "\\boxed{", "\\boxed{1}", "#### 1=", "x"],
 )  # fmt: skip
 def test_a_megabyte_of_anything_takes_time_linear_in_it(piece):
     text = piece * (1_000_000 // len(piece))
