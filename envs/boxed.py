@@ -1,22 +1,23 @@
-"""The boxed answer in a text, and whether it equals another, by math-verify. Without torch, as workers load it."""
+"""Whether a boxed answer equals another, by math-verify. Without torch, as workers load it."""
 
 from __future__ import annotations
 
 import logging
 import re
-import sys
 from functools import lru_cache
+from math import comb, prod
 from typing import Any
 
+import sympy
 from math_verify import LatexExtractionConfig, parse, verify
+
+from grpo_rl.envs.tags import last_boxed
 
 # It logs every answer that it can't compare, with a traceback: to a policy's samples that is the ordinary case.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 # No ExprExtractionConfig: it hands text to sympy's parse_expr, which evaluates it.
 _TARGETS = (LatexExtractionConfig(boxed_match_priority=0),)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _PERCENT_SIGN = re.compile(r"\s*(?:\\?%|\\(?:text|mbox|mathrm)\{\s*percent\s*\}|\bpercent\b)")
 _PERCENT = re.compile(r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)%")
 # What takes sympy for ever, or all memory, to give a value to.
@@ -32,35 +33,23 @@ _UNBOUNDED = re.compile(
     """,
     re.VERBOSE,
 )
+_THOUSANDS = re.compile(r"(?<=\d)(?:,?\\[,;:! ]|~|\{,\})\s*(?=\d{3}(?!\d))")
+# Not that of an ellipsis, nor of `\right.`, which closes a bracket.
+_FULL_STOP = re.compile(r"(?<![.\s])(?<!\\right)(?<!\\left)\s*\.\s*$")
 _SPACES_AROUND = re.compile(r"^(?:\s|\\[,;:! ]|~)+|(?:\s|\\[,;:! ]|~)+$")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt)(?![a-zA-Z])")
 MAX_FUNCTIONS = 6
 """In one answer; sympy simplifies what is nested deeper for minutes."""
 MAX_NESTING = 6
+MAX_TERMS = 64
+"""In one answer once it is expanded, which sympy does to compare it, at 2 ms a term."""
+_TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\s+|.", re.DOTALL)
+_DIGITS = re.compile(r"\d+")
+# An exponent: what stands in braces, up to two deep, else digits, else a command with what may be its arguments.
+_POWER = re.compile(r"\s*\^\s*(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|[+-]?\d+|\\[a-zA-Z]+[\s{}\d]*|[^\s{}])")
+_MAX_EXPONENT = 1000
 _INTEGER = re.compile(r"\s*-?[0-9]+\s*")
 _BASE = re.compile(r"\s*[0-9]+\s*_\s*\{?\s*([0-9]+)\s*\}?\s*")
-
-
-def last_boxed(text: str, max_chars: int = sys.maxsize) -> str | None:
-    r"""What the last ``\boxed{…}`` or ``\fbox{…}`` of ``text`` holds; None if there is none, or the last isn't closed.
-
-    A box in a box is the later one, and one of more than ``max_chars`` is none. Takes time linear in the text, whatever
-    the text.
-
-    >>> last_boxed(r"Not \boxed{7}, but $\boxed{\frac{1}{2}}$.")
-    '\\frac{1}{2}'
-    """
-    last = None
-    for last in _BOX.finditer(text):  # noqa: B007 - the last match is what is wanted
-        pass
-    if last is None:
-        return None
-    depth = 1
-    for brace in _BRACE.finditer(text, last.end(), min(len(text), last.end() + max_chars + 1)):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if not depth:
-            return text[last.end() : brace.start()].strip()
-    return None
 
 
 def equal(gold: str, answer: str | None) -> bool | None:
@@ -73,7 +62,11 @@ def equal(gold: str, answer: str | None) -> bool | None:
     28/100, and either side may leave the sign out, as other units; the gold answer only where it is a whole number.
 
     An answer that is left as work to do, which sympy could not finish, is wrong unless the gold answer is written so:
-    powers in exponents, huge exponents and factorials, sums, integrals, limits, and what is nested very deep.
+    powers in exponents, huge exponents and factorials, sums, integrals, limits, powers and products of sums that expand
+    to more than :data:`MAX_TERMS` terms, and what is nested very deep.
+
+    math-verify takes the right side of an equation. One that says that two different numbers are equal, as ``1=72``, is
+    wrong. A full stop behind an answer is no part of it, nor are spaces within a number, as in ``1\,000``.
 
     Has no deadline: sympy may still take for ever. What it fails on, in any way, counts as not equal: nearly always it
     is the answer that makes no sense.
@@ -81,12 +74,13 @@ def equal(gold: str, answer: str | None) -> bool | None:
     >>> equal(r"\frac{1}{2}", "0.5"), equal(r"\frac{1}{2}", "0.4"), equal("", "0.5")
     (True, False, None)
     """
-    gold = _PERCENT_SIGN.sub("%", gold)
+    gold = _PERCENT_SIGN.sub("%", _tidy(gold))
     golds = _parsed(gold)
     if all(isinstance(reading, str) for reading in golds):
         return None
     if answer is None:
         return False
+    answer = _tidy(answer)
     if _bare(answer) == _bare(gold):
         return True
     if _is_unbounded(answer) and not _is_unbounded(gold):
@@ -114,16 +108,78 @@ def _bare(latex: str) -> str:
     return latex
 
 
+def _tidy(latex: str) -> str:
+    r"""Without a full stop at its end, and without spaces in its numbers.
+
+    >>> _tidy(r"1\,000."), _tidy(r"\left\{1, 2\right."), _tidy("1, 2, ...")
+    ('1000', '\\left\\{1, 2\\right.', '1, 2, ...')
+    """
+    return _FULL_STOP.sub("", _THOUSANDS.sub("", latex))
+
+
 def _is_unbounded(latex: str) -> bool:
     depth = deepest = 0
     for sign in latex:
         depth += (sign in "{([") - (sign in "})]")
         deepest = max(deepest, depth)
-    return deepest > MAX_NESTING or len(_FUNCTION.findall(latex)) > MAX_FUNCTIONS or bool(_UNBOUNDED.search(latex))
+    return (
+        deepest > MAX_NESTING
+        or latex.count("|") > 2 * MAX_NESTING
+        or len(_FUNCTION.findall(latex)) > MAX_FUNCTIONS
+        or bool(_UNBOUNDED.search(latex))
+        or _expanded_terms(latex) > MAX_TERMS
+    )
+
+
+def _expanded_terms(latex: str) -> int:
+    r"""At least as many terms as ``latex`` has when its powers and products of sums are multiplied out.
+
+    A sum of n terms to the power k has $\binom{n+k-1}{k}$ of them, if no two are alike.
+
+    >>> _expanded_terms(r"(x+y+z)^{2} - \frac{a+b}{2}"), _expanded_terms("(x+y+z+w+a+b)^{19}")
+    (8, 42504)
+    """
+    frames = [(0, 0)]  # of each open bracket: the terms before the one at hand, and that one's; 0 where it is empty
+    at = 0
+    while at < len(latex):
+        token = _TOKEN.match(latex, at)
+        assert token  # anything matches
+        at, sign = token.end(), token[0]
+        before, term = frames[-1]
+        if sign in "{([":
+            frames.append((0, 0))
+        elif sign in "})]" and len(frames) > 1:
+            frames.pop()
+            terms = max(1, before + term)
+            while power := _POWER.match(latex, at):
+                at = power.end()
+                exponent = min(_MAX_EXPONENT, prod(max(1, int(number[:4])) for number in _DIGITS.findall(power[0])))
+                terms = comb(terms + exponent - 1, exponent)
+            outer, factor = frames[-1]
+            frames[-1] = (outer, max(1, factor) * terms)
+        elif sign in "+-−,;&=<>" or sign in ("\\\\", "\\pm", "\\mp"):
+            frames[-1] = (before + term, 0)
+        elif not sign.isspace():
+            frames[-1] = (before, max(1, term))
+    return sum(before + term for before, term in frames)
 
 
 def _verified(golds: list[Any], answer: str) -> bool:
-    return verify(golds, _parsed(answer), timeout_seconds=None)
+    readings = _parsed(answer)
+    return not any(_contradicts(reading) for reading in readings) and verify(golds, readings, timeout_seconds=None)
+
+
+def _contradicts(reading: Any) -> bool:
+    """Whether an equation in it says that two different numbers are equal.
+
+    Numbers with a function in them say nothing: ``\\sin 30`` may be of degrees.
+    """
+    if isinstance(reading, (sympy.FiniteSet, sympy.Tuple)):
+        return any(map(_contradicts, reading.args))
+    equations = reading.args if isinstance(reading, sympy.And) else [reading]
+    sides = [side for equation in equations if isinstance(equation, sympy.Eq) for side in equation.args]
+    numbers = [side for side in sides if side.is_number and not side.has(sympy.Function)]
+    return any(not verify([numbers[0]], [number], timeout_seconds=None) for number in numbers[1:])
 
 
 # The answers to one problem come together, and each needs the gold.

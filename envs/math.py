@@ -7,14 +7,15 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs import tables
 from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task, Unjudgeable
-from grpo_rl.envs.boxed import equal, last_boxed
-from grpo_rl.envs.isolation import IsolatedCalls
+from grpo_rl.envs.boxed import equal
+from grpo_rl.envs.isolation import IsolatedCalls, WorkerDied
+from grpo_rl.envs.tags import last_boxed
 from grpo_rl.envs.task import check_weights
 
 __all__ = ["Math", "MathEnv", "last_boxed", "load_rows", "verify"]
@@ -33,6 +34,17 @@ MAX_CHARS = 300
 
 # Written as it is here, an integer is read as itself, and two of them differ by more than the rounding of floats.
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,11}")
+
+
+class Verdict(NamedTuple):
+    """Whether an answer equals the gold answer, None if the gold can't be parsed; and whether it took too long to say.
+
+    Args:
+        timed_out: the comparison ran out of time or memory through the answer's doing, which so is wrong.
+    """
+
+    equal: bool | None
+    timed_out: bool = False
 
 
 class Math(Task):
@@ -92,10 +104,10 @@ class Math(Task):
     def score(self, row: dict, response: str) -> Reward:
         r"""Whether the boxed answer is right, and whether there is one.
 
+        An answer whose comparison does not end in time is wrong, and has the measure ``timed_out``.
+
         Raises:
             Unjudgeable: the row has no gold answer that can be parsed.
-            TimeoutError: the comparison did not end in time.
-            WorkerDied: nor in any other way.
 
         >>> Math([]).score({"problem": "1/4 + 1/4?", "answer": r"\frac{1}{2}"}, r"That is $\boxed{0.5}$.").parts
         {'correctness': 1.0, 'answer_format': 0.1}
@@ -115,13 +127,14 @@ class Math(Task):
         """The gold answer, without its box."""
         return _unboxed(row["answer"]) if row.get("answer") else last_boxed(row.get("solution", ""))
 
-    def _reward(self, gold: str, response: str, verdict: bool | Exception | None) -> Reward | Exception:
+    def _reward(self, gold: str, response: str, verdict: Verdict | Exception) -> Reward | Exception:
         if isinstance(verdict, Exception):
             return verdict
-        if verdict is None:
+        if verdict.equal is None:
             return Unjudgeable(f"the gold answer {gold[:200]!r} can't be parsed")
-        earned = {"correctness": verdict, "answer_format": last_boxed(response) is not None}
-        return Reward({name: float(self._weights[name]) if earned[name] else 0.0 for name in self.reward_parts})
+        earned = {"correctness": verdict.equal, "answer_format": last_boxed(response) is not None}
+        parts = {name: float(self._weights[name]) if earned[name] else 0.0 for name in self.reward_parts}
+        return Reward(parts, {"timed_out": float(verdict.timed_out)})
 
 
 class MathEnv(LLMEnv):
@@ -174,11 +187,8 @@ def verify(gold: str, response: str) -> bool | None:
       none. A last box that isn't closed, or holds more than :data:`MAX_CHARS` characters, is a wrong answer.
     - Of the gold answer, its box if it has one, otherwise all.
 
-    It runs in worker processes, so that any thread may ask.
-
-    Raises:
-        TimeoutError: the comparison took longer than :data:`DEADLINE_S`.
-        WorkerDied: the comparison ended its process.
+    An answer is wrong, too, where the comparison takes longer than :data:`DEADLINE_S` or ends its process; a gold
+    answer that does so by itself can't be parsed. It runs in worker processes, so that any thread may ask.
 
     >>> verify(r"\frac{1}{2}", r"So it is $\boxed{0.5}$."), verify("1/2", r"\boxed{1/2}, no, \boxed{2}"), verify("", "")
     (True, False, None)
@@ -186,23 +196,44 @@ def verify(gold: str, response: str) -> bool | None:
     [verdict] = _verdicts([gold], [response], DEADLINE_S)
     if isinstance(verdict, Exception):
         raise verdict
-    return verdict
+    return verdict.equal
 
 
-def _verdicts(golds: Sequence[str], responses: Sequence[str], deadline_s: float) -> list[bool | Exception | None]:
+_TOO_MUCH = (TimeoutError, WorkerDied, MemoryError)
+
+
+def _verdicts(golds: Sequence[str], responses: Sequence[str], deadline_s: float) -> list[Verdict | Exception]:
     """Of each pair as :func:`verify`, with the exception in the place of one that failed."""
     pairs = [_pair(gold, response) for gold, response in zip(golds, responses, strict=True)]
-    verdicts: dict[tuple[str, str | None], bool | Exception | None] = {}
+    verdicts: dict[tuple[str, str | None], Verdict | Exception] = {}
     # Many answers of a group are the same: each is compared once.
     for gold, answer in dict.fromkeys(pairs):
         if len(gold) > MAX_CHARS:
-            verdicts[gold, answer] = None
+            verdicts[gold, answer] = Verdict(None)
         elif _INTEGER.fullmatch(gold) and (answer is None or _INTEGER.fullmatch(answer)):
-            verdicts[gold, answer] = gold == answer
+            verdicts[gold, answer] = Verdict(gold == answer)
     open_pairs = [pair for pair in dict.fromkeys(pairs) if pair not in verdicts]
     if open_pairs:
-        verdicts |= zip(open_pairs, _workers(deadline_s, os.getpid()).map(open_pairs), strict=True)
+        verdicts |= zip(open_pairs, _compared(open_pairs, deadline_s), strict=True)
     return [verdicts[pair] for pair in pairs]
+
+
+def _compared(pairs: Sequence[tuple[str, str | None]], deadline_s: float) -> list[Verdict | Exception]:
+    workers = _workers(deadline_s, os.getpid())
+    results = workers.map(pairs)
+    # Who is to blame for a comparison that doesn't end: the gold answer, if it alone doesn't either.
+    golds = {gold for (gold, _), result in zip(pairs, results, strict=True) if isinstance(result, _TOO_MUCH)}
+    alone = dict(zip(golds, workers.map([(gold, gold) for gold in golds]), strict=True))
+
+    def verdict(gold: str, result: Any) -> Verdict | Exception:
+        if not isinstance(result, _TOO_MUCH):
+            return result if isinstance(result, Exception) else Verdict(result)
+        blamed = alone[gold]
+        if isinstance(blamed, Exception) and not isinstance(blamed, _TOO_MUCH):
+            return blamed
+        return Verdict(False, timed_out=True) if blamed is True else Verdict(None)
+
+    return [verdict(gold, result) for (gold, _), result in zip(pairs, results, strict=True)]
 
 
 def _pair(gold: str, response: str) -> tuple[str, str | None]:

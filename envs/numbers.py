@@ -1,11 +1,12 @@
-"""The last number of an answer, whatever its format."""
+"""The number that a response answers with, whatever its format."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from decimal import Decimal
 
-from grpo_rl.envs.tags import last_answer
+from grpo_rl.envs.tags import last_answer, last_boxed
 
 _SEPARATOR = r"(?:,|\{,\}|\\,|,\\!|[\u00a0\u2009\u202f])"  # 1,234; LaTeX's 1{,}234, 1\,234 and 1,\!234; narrow spaces
 _WHOLE = rf"\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)|\d+"
@@ -17,6 +18,9 @@ _TOKEN = re.compile(
     r"|\\[dt]?frac\{(?P<over>\d+)\}\{(?P<under>\d+)\}"
     rf"|(?P<number>{_PLAIN})(?:(?P<exponent>[eE][-+]?\d{{1,3}}(?!\w))| ?/ ?(?P<divisor>{_PLAIN}))?"
 )
+_PHRASE = re.compile(r"\banswer\b[\s*_]*+(?:is\b|[:=])", re.IGNORECASE)
+# The rest of a number's side of an equation, and the sign: no word stands in it.
+_EQUATES = re.compile(r"(?:[\s\d.,+*/×÷·xX()$%^\u2212–-]|\\(?:times|cdot|div))*+=")
 _KEPT = re.compile(r"[^\d.]")
 _MINUS = "-−–－﹣"
 _CURRENCY = "$€£¥₹"
@@ -26,11 +30,26 @@ _HORIZONTAL = " \t\u00a0\u2009\u202f"
 def extract_answer(text: str) -> Decimal | None:
     r"""The number that ``text`` answers with; None if there is none.
 
-    What is judged is the inside of the last ``<answer>…</answer>``, else what follows the last ``####``, else all of
-    the text; in it, the last number counts:
+    Where the answer stands is looked for in this order, and what is found first decides, even if no number is there:
+
+    1. inside the last closed ``<answer>…</answer>``;
+    2. behind the last ``####``;
+    3. inside the last ``\boxed{…}``;
+    4. behind the last "answer is" or "answer:" that a number follows;
+    5. anywhere: the last number of the text.
+
+    It is the order of lm-eval's GSM8K, whose strict match precedes its flexible one, with the two other markers that
+    models are taught. The last marker of its kind counts, so that listing candidates gains nothing:
+
+    - Behind an open marker (2, 4) the first number counts, as chatter may follow: ``#### 3`` with "This took 2 steps."
+      in the next line is 3. Behind ``####`` that is the first line that is not empty.
+    - Inside a closed marker (1, 3) all is the answer: ``<answer>41 or 42</answer>`` holds two numbers, and so none.
+    - In both, an equation answers with its right side: ``#### 7 + 5 = 12`` is 12.
+
+    How a number is read:
 
     - ``1,234`` is one number and ``3, 4`` are two; ``12.0`` equals 12; the point of ``is 42.`` ends the sentence.
-    - Signs of currency, percent and markup (``$5``, ``5€``, ``**42**``, ``\boxed{42}``, ``\$5``) are no part of it.
+    - Signs of currency, percent and markup (``$5``, ``5€``, ``**42**``, ``\$5``) are no part of it.
     - A minus is a sign where it touches the number or its currency (``-3``, ``−3``, ``-$3``, ``$-3``). After an
       operand it is an operator (``3-2``, ``3 -2``), after a word a hyphen (``day-2``), before a space an operator or a
       list's bullet (``- 3``): all these leave the number positive.
@@ -42,26 +61,49 @@ def extract_answer(text: str) -> Decimal | None:
 
     >>> extract_answer("48 / 2 = 24 and 48 + 24 = 72, so she sold $1,072.50.")
     Decimal('1072.50')
+    >>> extract_answer("The answer is 72. That took 2 steps."), extract_answer("<answer>71 or 72</answer>")
+    (Decimal('72'), None)
     """
-    judged = _judged(text)
+    for closed in (last_answer(text), None if "####" in text else last_boxed(text)):
+        if closed is not None:
+            values = {_signed(closed, match) for match in _numbers(closed, _stated(closed))}
+            return values.pop() if len(values) == 1 else None
+    if "####" in text:
+        return _first(text[text.rfind("####") + len("####") :].lstrip().partition("\n")[0])
     last = None
-    for match in _TOKEN.finditer(judged):
-        if match["number"] or match["over"]:
-            last = match
+    for last in _numbers(text):  # noqa: B007 - the last match is what is wanted
+        pass
     if last is None:
         return None
-    value = _value(last)
-    if value is not None and _is_negative(judged, last.start()):
+    phrase = None
+    for phrase in _PHRASE.finditer(text, 0, last.start()):  # noqa: B007 - likewise
+        pass
+    return _first(text[phrase.end() :]) if phrase else _signed(text, last)
+
+
+def _first(text: str) -> Decimal | None:
+    number = next(_numbers(text, _stated(text)), None)
+    return _signed(text, number) if number else None
+
+
+def _stated(text: str) -> int:
+    """Where what ``text`` states begins: behind the last sign of the equation that its first number is in."""
+    start = 0
+    while (number := next(_numbers(text, start), None)) and (equation := _EQUATES.match(text, number.end())):
+        start = equation.end()
+    return start
+
+
+def _numbers(text: str, start: int = 0) -> Iterator[re.Match[str]]:
+    return (match for match in _TOKEN.finditer(text, start) if match["number"] or match["over"])
+
+
+def _signed(text: str, match: re.Match[str]) -> Decimal | None:
+    value = _value(match)
+    if value is not None and _is_negative(text, match.start()):
         # Not `-value`, which would round to the context's 28 digits.
         return value.copy_negate()
     return value
-
-
-def _judged(text: str) -> str:
-    inside = last_answer(text)
-    if inside is not None:
-        return inside
-    return text[text.rfind("####") + len("####") :] if "####" in text else text
 
 
 def _value(match: re.Match[str]) -> Decimal | None:

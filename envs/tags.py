@@ -1,6 +1,12 @@
-"""What stands between the tags of an answer."""
+"""What stands between the tags of an answer: `<answer>…</answer>`, and LaTeX's boxes."""
 
 from __future__ import annotations
+
+import re
+import sys
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_answer(text: str) -> str | None:
@@ -12,3 +18,25 @@ def last_answer(text: str) -> str | None:
     start = text.rfind("<answer>", 0, max(0, text.rfind("</answer>")))
     end = text.find("</answer>", start)  # a second one behind it closes nothing
     return text[start + len("<answer>") : end].strip() if start >= 0 else None
+
+
+def last_boxed(text: str, max_chars: int = sys.maxsize) -> str | None:
+    r"""What the last ``\boxed{…}`` or ``\fbox{…}`` of ``text`` holds; None if there is none, or the last isn't closed.
+
+    A box in a box is the later one, and one of more than ``max_chars`` is none. Takes time linear in the text, whatever
+    the text.
+
+    >>> last_boxed(r"Not \boxed{7}, but $\boxed{\frac{1}{2}}$.")
+    '\\frac{1}{2}'
+    """
+    last = None
+    for last in _BOX.finditer(text):  # noqa: B007 - the last match is what is wanted
+        pass
+    if last is None:
+        return None
+    depth = 1
+    for brace in _BRACE.finditer(text, last.end(), min(len(text), last.end() + max_chars + 1)):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if not depth:
+            return text[last.end() : brace.start()].strip()
+    return None

@@ -58,13 +58,30 @@ FORMATS = [
     ("12 #### 42", "42"), ("#### 1\n#### 2", "2"), ("#### 42 apples", "42"), ("####42", "42"),
     ("1 <answer>x</answer>", None), ("7 ####", None), ("#### 7\n####", None), ("7 + 5 = 12", "12"),
     ("48/2 = <<48/2=24>>24", "24"),
+    # an open marker: the first number behind it, chatter may follow
+    ("#### 3\nThis took 2 steps.", "3"), ("#### 3. This took 2 steps.", "3"), ("####\n\n42\n7", "42"),
+    ("1 + 2 = 3, so the answer is 42. I used 3 steps.", "42"), ("**Final Answer:** $5\n\n3 steps.", "5"),
+    ("The answer is 3. No, the answer is 4, as 3 < 4.", "4"), ("The answer is -3, in 2 steps.", "-3"),
+    ("It is 42 in 3 steps, I hope the answer is right", "3"), ("The answer is 42, 1 way. Is my answer: yes?", "42"),
+    ("#### 41 or 42", "41"), ("the answer is 41 or 42", "41"), ("answers 1 is 2", "2"),
+    # a closed marker: all of it is the answer
+    ("<answer>42</answer> Thanks for 1 nice problem", "42"), ("So \\boxed{42}, in 3 steps.", "42"),
+    ("\\boxed{1}, no, \\boxed{2}: 3", "2"), ("\\boxed{\\frac{1}{2}} of 5", "0.5"), ("\\boxed{1} or \\boxed{2", "2"),
+    ("<answer>41 or 42</answer>", None), ("\\boxed{41, 42}", None), ("<answer>1 1/2</answer>", None),
+    ("<answer>x = 3, y = 4</answer>", None), ("<answer>42 (that is 42.0)</answer>", "42"),
+    # one kind of marker precedes the other
+    ("#### 1 and \\boxed{2}", "1"), ("\\boxed{2} #### 1", "1"), ("\\boxed{2}. The answer is 3.", "2"),
+    ("The answer is 3. <answer>2</answer>", "2"), ("The answer is 3.\n#### 2", "2"),
+    # an equation answers with its right side
+    ("#### 7 + 5 = 12", "12"), ("<answer>7 + 5 = 12</answer>", "12"), ("The answer is 3 x 4 = $12.", "12"),
+    ("#### 2 + 2 = 4 = 8 - 4", "8"), ("#### 3 apples, as 1 + 2 = 3", "3"), ("\\boxed{6 \\times 7 = 42}", "42"),
     # none
     ("", None), ("forty-two", None), ("-", None), ("$", None), (".", None), ("²", None), ("½", None),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "expected"), FORMATS)
-def test_the_last_number_is_read_whatever_its_format(text, expected):
+def test_the_final_number_is_read_whatever_its_format_and_its_marker(text, expected):
     assert extract_answer(text) == (None if expected is None else Decimal(expected))
 
 
@@ -101,7 +118,8 @@ def test_no_text_of_digits_and_signs_makes_it_fail(text):
 @pytest.mark.parametrize(
     "piece",
     ["1", "1,", "1,234", "1,234,5", "-", "- ", "$", "1/", "1 / ", "\\frac{1", "^{", "<answer>", "</answer>", "#### ",
-     ".", "1e", "1.", "\\", " ", "{,}", "\u202f1", "<answer> 1"],
+     ".", "1e", "1.", "\\", " ", "{,}", "\u202f1", "<answer> 1",
+     "answer is ", "answer ", "1=", "1 + ", "\\boxed{", "\\boxed{1}", "#### 1=", "x"],
 )  # fmt: skip
 def test_a_megabyte_of_anything_takes_time_linear_in_it(piece):
     text = piece * (1_000_000 // len(piece))
