@@ -27,7 +27,7 @@ from grpo_rl.models import check_finite, resolve_model
 from grpo_rl.optimizer import PolicyOptimizer
 from grpo_rl.parallel_checkpoint import agreed
 from grpo_rl.policies.lora import LoRA, has_adapters, skeleton, target_names
-from grpo_rl.policies.train import ReferencePolicy, TrainPolicy
+from grpo_rl.policies.train import ReferencePolicy, TrainPolicy, check_model
 from grpo_rl.rollout import Group
 from grpo_rl.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
 from grpo_rl.together import Collector, Led, NoEngine, SharedCollector
@@ -197,8 +197,8 @@ def plan_devices(cfg: DictConfig, model_folder: Path) -> Devices:
     """The device plan, as far as this script can carry it out: it trains on one device, with one engine in its process.
 
     Raises:
-        ValueError: the plan does not fit the machine or the model, or asks for more than this script does; or the
-            engine is not installed.
+        ValueError: the plan does not fit the machine or the model, or asks for more than this script does; the
+            engine is not installed; or the model can't be trained, see `grpo_rl.policies.train.check_model`.
     """
     if cfg.inference_model.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ValueError(
@@ -229,6 +229,7 @@ def plan_devices(cfg: DictConfig, model_folder: Path) -> Devices:
             f"the plan is {devices}, but vLLM in the training process samples on the first GPUs; give it those: "
             f"inference_model.devices={[d.index for d in first]} train_model.devices=[{len(first)}]"
         )
+    check_model(model_folder, make_lora(cfg))
     return devices
 
 

@@ -28,6 +28,7 @@ from grpo_rl.fleet import Fleet
 from grpo_rl.fleet_engine import FleetEngine, FleetMember, LoopThread
 from grpo_rl.parallel import Ranks
 from grpo_rl.policies.lora import skeleton, target_names
+from grpo_rl.policies.train import check_model
 from grpo_rl.ray_cluster import Place, check_nodes, cluster, nodes, places, this_address
 from grpo_rl.ray_engines import launch
 from grpo_rl.ray_trainers import Meeting, run_trainers
@@ -89,8 +90,10 @@ def make_site(cfg: DictConfig, model_folder: Path) -> Iterator[Site]:
     Every node has answered. On this machine the trainer is this process; on a cluster trainers are actors.
 
     Raises:
-        ValueError: the plan does not fit; no cluster answers; nodes are missing or silent, by name.
+        ValueError: the model can't be trained; the plan does not fit; no cluster answers; nodes are missing or silent,
+            by name.
     """
+    check_model(model_folder, build.make_lora(cfg))
     heads = AutoConfig.from_pretrained(model_folder).get_text_config().num_attention_heads
     world, parallel = int(os.environ.get("WORLD_SIZE", 1)), cfg.train_model.parallel
     if world > 1 and (parallel is None or cfg.ray.address):

@@ -42,7 +42,8 @@ class LoRA:
         alpha: what is learnt is scaled by ``alpha / rank``.
         dropout: probability with which an input of A is dropped in training. The engine drops nothing: with more than
             0 the ratio of fresh weights is not 1 but scatters around it, as if weights were stale.
-        targets: names of linear layers as the model has them, like ``q_proj``, or ``all-linear``: all but the head.
+        targets: names of linear layers as the model has them, like ``q_proj``, or ``all-linear``: all but the head. A
+            model with matrices that are no linear layers, like stacked experts, needs names: those stay as they are.
         push: what the engine gets: ``merged`` weights, or the ``adapter`` beside its base.
         export: what the run leaves: a ``merged`` model, or an ``adapter`` folder for peft.
         seed: of A's random start; B starts at zero, and so the policy as its base.
@@ -128,11 +129,19 @@ def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
     """Full names of the linear layers that the targets mean, in the model's order.
 
     Raises:
-        ValueError: a target means none; names those there are.
+        ValueError: a target means none, or ``all-linear`` not all that the layers multiply with; names those there are.
     """
     inside = f"{model.base_model_prefix}."
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith(inside)]
     if targets == ALL_LINEAR:
+        if others := _other_matrices(model):
+            there = f"[{', '.join(_last_names(linear))}]" if linear else "nothing, as it has no linear layer"
+            raise ValueError(
+                f"train_model.lora.targets={ALL_LINEAR}: {type(model).__name__} has matrices that are no linear layers "
+                f"and would get no adapters: {', '.join(others)}. Adapters can be given to {there}: set "
+                "train_model.lora.targets to that list, or part of it, to leave the others as they are; or train the "
+                "whole model (train_model.lora.rank=0)"
+            )
         return linear
     chosen = {target: [n for n in linear if n == target or n.endswith(f".{target}")] for target in targets}
     if missing := [target for target, names in chosen.items() if not names]:
@@ -143,6 +152,20 @@ def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
         )
     wanted = set().union(*chosen.values())
     return [name for name in linear if name in wanted]
+
+
+def _other_matrices(model: PreTrainedModel) -> list[str]:
+    """Parameters of the layers, by the ends of their names, that are matrices but of no linear layer and no embedding."""
+    known = (torch.nn.Linear, torch.nn.Embedding)
+    return list(
+        dict.fromkeys(
+            ".".join([*name.split(".")[-2:], own])
+            for name, module in model.base_model.named_modules()
+            if not isinstance(module, known)
+            for own, parameter in module.named_parameters(recurse=False)
+            if parameter.ndim > 1
+        )
+    )
 
 
 def _last_names(names: Sequence[str]) -> list[str]:
@@ -215,19 +238,12 @@ def factors(layer: Any) -> tuple[Float[Tensor, "r E"], Float[Tensor, "F r"]]:
 
 @contextmanager
 def adapters_off(model: PreTrainedModel) -> Iterator[None]:
-    """Meanwhile the model is its base, in evaluation mode."""
-    training = model.training
+    """Meanwhile the model is its base."""
     try:
         model.disable_adapters()
-        model.eval()
-        for module in model.modules():
-            # On a CPU bitsandbytes packs a 4-bit weight anew, rounding its scales, when it is first read in this mode.
-            if type(module).__module__.startswith("bitsandbytes."):
-                module.train()
         yield
     finally:
         model.enable_adapters()
-        model.train(training)
 
 
 def load_quantized(

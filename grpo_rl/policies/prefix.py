@@ -17,14 +17,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_rl.policies.flex import flex_shared_prefix
-from grpo_rl.policies.supported import refuse_unsupported
+from grpo_rl.policies.mode import switch_off_noise
+from grpo_rl.policies.supported import LAYOUT, not_understood, windows_in_masks
 from grpo_rl.policies.two_part import Arrangement, Rules, TwoPartAttention
 from grpo_rl.rollout import Group
 
 ATTENTION_NAME = "grpo_rl_shared_prefix"
 """The name under which transformers models find the attention below (``config._attn_implementation``)."""
-IGNORED = frozenset({"position_ids", "use_cache"})
-"""What models hand to their attention and it need not know; of anything else it can't be sure."""
+MASK_WINDOW = "grpo_rl_mask_window"
+"""The attribute of an attention module whose window transformers draws into the mask alone."""
 
 
 @dataclass(frozen=True)
@@ -131,26 +132,32 @@ def forward_hidden(model: PreTrainedModel, packed: Packed) -> Float[Tensor, "N E
     """
     if model.config._attn_implementation != ATTENTION_NAME:
         raise ValueError("call use_shared_prefix(model) first: its attention does not know shared prefixes")
+    if model.training:
+        raise ValueError(
+            f"{type(model).__name__} was put into training mode, in which models drop activations and add noise; "
+            "TrainPolicy trains it in evaluation mode: leave out the call of train()"
+        )
     hidden = model.base_model(
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],
         use_cache=False,
-        prefix_layout=packed.layout,
+        **{LAYOUT: packed.layout},
     ).last_hidden_state[0]
     return hidden[packed.predict_index]
 
 
 def use_shared_prefix(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with its attention switched to shared prefixes.
+    """The model with its attention switched to shared prefixes, and its noise off (`switch_off_noise`).
 
     Raises:
         ValueError: the model would be scored wrongly, or keeps an attention of its own.
     """
-    refuse_unsupported(model)
+    windows = windows_in_masks(model)
     model.set_attn_implementation(ATTENTION_NAME)
-    if model.config._attn_implementation != ATTENTION_NAME:
-        raise ValueError(f"{type(model).__name__} cannot be trained here: transformers can't exchange its attention")
-    return model
+    assert model.config._attn_implementation == ATTENTION_NAME, model.config._attn_implementation
+    for name, window in windows.items():
+        setattr(model.get_submodule(name), MASK_WINDOW, window)
+    return switch_off_noise(model)
 
 
 def attention(
@@ -158,7 +165,7 @@ def attention(
     query: Float[Tensor, "1 H T D"],
     key: Float[Tensor, "1 K T D"],
     value: Float[Tensor, "1 K T D"],
-    attention_mask: None,
+    attention_mask: object,
     *,
     prefix_layout: Layout,
     scaling: float | None = None,
@@ -170,20 +177,15 @@ def attention(
     """Attention of a flat micro-batch with shared prompts, in transformers' attention-function signature.
 
     Raises:
-        ValueError: a layer asks for dropout, or for something that this attention has not.
+        ValueError: a layer asks for something that this attention has not. `windows_in_masks` finds that out before.
     """
-    unset = (None, False)
-    unknown = sorted(name for name in keywords.keys() - IGNORED if not any(keywords[name] is x for x in unset))
-    if dropout or unknown:
+    unknown = not_understood(keywords)
+    if dropout or unknown or attention_mask is not None or query.shape[-1] != value.shape[-1]:
         raise ValueError(
-            f"{type(module).__name__} asks for {', '.join(unknown) or f'attention_dropout {dropout}'}, "
+            f"{type(module).__name__} asks for {', '.join(unknown) or 'dropout, a mask or values of another size'}, "
             "which shared-prefix attention has not"
         )
-    if query.shape[-1] != value.shape[-1]:
-        raise ValueError(
-            f"{type(module).__name__} has keys of {query.shape[-1]} and values of {value.shape[-1]} numbers a head; "
-            "shared-prefix attention needs them to be alike"
-        )
+    sliding_window = sliding_window or getattr(module, MASK_WINDOW, None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.device.type == "cuda":
         out = flex_shared_prefix(query, key, value, prefix_layout, scale, sliding_window, softcap)

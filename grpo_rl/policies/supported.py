@@ -1,20 +1,31 @@
-"""Which models are scored rightly with shared prompts; any other is refused by its name before it computes anything."""
+"""Which models are scored rightly with shared prompts; any other is refused by its name before its weights are read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+import torch
 from transformers import PreTrainedModel
+
+from grpo_rl.policies.probe import AttentionCall, Band, attention_calls
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """Those whose frequencies are fixed. Others follow the longest sequence at hand: a neighbour's length would count."""
 LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 """Names under which models multiply or divide their logits."""
+LAYOUT = "prefix_layout"
+"""The keyword that brings the layout of a micro-batch through a model to its attention."""
+UNDERSTOOD = frozenset({LAYOUT, "scaling", "dropout", "sliding_window", "softcap"})
+"""Keywords that shared-prefix attention reads."""
+IGNORED = frozenset({"position_ids", "use_cache"})
+"""Keywords that it need not read; of anything else it can't be sure."""
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
     """Nothing, for a model whose scores with shared prompts are those of separate sequences.
+
+    Config and modules are read, and a copy without weights is run: ``model`` itself may have none.
 
     Raises:
         ValueError: the first reason why they would not be.
@@ -26,8 +37,75 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     Traceback (most recent call last):
     ValueError: LlamaForCausalLM cannot be trained here: rope_type dynamic makes positions depend on other sequences ...
     """
+    windows_in_masks(model)
+
+
+def windows_in_masks(model: PreTrainedModel) -> dict[str, int]:
+    """Windows of the attention modules, by name, that transformers draws into their masks and hands over no other way.
+
+    Raises:
+        ValueError: as :func:`refuse_unsupported`.
+
+    >>> from transformers import PhimoeConfig, PhimoeForCausalLM
+    >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    >>> config = PhimoeConfig(**sizes, num_key_value_heads=2, num_local_experts=2, sliding_window=5)
+    >>> windows_in_masks(PhimoeForCausalLM(config))
+    {'model.layers.0.self_attn': 5}
+    """
     for reason in _reasons(model):
-        raise ValueError(f"{type(model).__name__} cannot be trained here: {reason}")
+        raise _refusal(model, reason)
+    if not model._can_set_attn_implementation():
+        raise _refusal(model, "transformers can't exchange its attention")
+    try:
+        calls = attention_calls(model, **{LAYOUT: None})
+    except ValueError as error:
+        raise _refusal(model, str(error)) from error
+    for reason in _reasons_in_calls(model, calls):
+        raise _refusal(model, reason)
+    return {c.layer: c.mask.window for c in calls if isinstance(c.mask, Band) and c.mask.window and not c.window}
+
+
+def _refusal(model: PreTrainedModel, reason: str) -> ValueError:
+    return ValueError(f"{type(model).__name__} cannot be trained here: {reason}")
+
+
+def not_understood(keywords: Mapping[str, object]) -> list[str]:
+    """Names of what a layer asks of its attention, by keyword, that shared-prefix attention has not.
+
+    >>> not_understood({"scaling": 0.5, "use_cache": False, "s_aux": 1.0, "head_mask": None})
+    ['s_aux']
+    """
+    rest = keywords.keys() - UNDERSTOOD - IGNORED
+    return sorted(name for name in rest if keywords[name] is not None and keywords[name] is not False)
+
+
+def _reasons_in_calls(model: PreTrainedModel, calls: list[AttentionCall]) -> Iterator[str]:
+    if not calls:
+        yield "none of its layers calls transformers' attention function"
+    for call in calls:
+        if LAYOUT not in call.keywords:
+            yield f"its {call.kind} gets no keyword arguments, so it can't be told where prompts and responses lie"
+        if unknown := not_understood(call.keywords):
+            yield f"its {call.kind} asks for {', '.join(unknown)}, which shared-prefix attention has not"
+        if not isinstance(call.mask, Band):
+            yield f"its {call.kind} masks its attention with more than a causal mask or a window"
+        elif call.window != call.mask.window and call.window:
+            yield (
+                f"its {call.kind} asks for a window of {call.window} positions under a mask of another "
+                f"({call.mask.window or 'none'})"
+            )
+        if call.key_size != call.value_size:
+            yield (
+                f"its {call.kind} has keys of {call.key_size} and values of {call.value_size} numbers a head; "
+                "shared-prefix attention needs them to be alike"
+            )
+    callers = {call.layer for call in calls}
+    for name, layers in model.named_modules():
+        if not isinstance(layers, torch.nn.ModuleList):
+            continue
+        silent = [i for i in range(len(layers)) if not any(c.startswith(f"{name}.{i}.") for c in callers)]
+        if 0 < len(silent) < len(layers):
+            yield f"its {name}.{silent[0]} does not call the attention function, as other layers beside it do"
 
 
 def _reasons(model: PreTrainedModel) -> Iterator[str]:
@@ -47,12 +125,19 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
             f"rope_type {', '.join(sorted(other))} makes positions depend on other sequences of the batch; "
             f"supported are {', '.join(sorted(ROPE_TYPES))}"
         )
-    if model.training and getattr(config, "attention_dropout", None):
-        yield f"attention_dropout is {config.attention_dropout}; set it to 0"
+    if mixing := {type(m).__name__ for m in model.base_model.modules() if isinstance(m, torch.nn.Conv1d)}:
+        yield f"its {', '.join(sorted(mixing))} mixes neighbouring tokens, of whatever sequence they are"
+    if getattr(config, "output_router_logits", False):
+        yield (
+            "output_router_logits asks for the routers' auxiliary loss, which is no part of the loss here; set it to "
+            "false in the model's config.json to train without it"
+        )
     for name in LOGIT_FACTORS:
         if getattr(config, name, None) not in (None, 1):
             yield f"it scales its logits ({name} is {getattr(config, name)})"
     head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        yield f"its head is a {type(head).__name__}; logits must be the product of one matrix with the hidden states"
     known = (model.base_model, head)
     others = ((name, child) for name, child in model.named_children() if not any(child is one for one in known))
     if between := [name for name, child in others if next(child.parameters(), None) is not None]:

@@ -31,6 +31,7 @@ from grpo_rl.policies.lora import (
 )
 from grpo_rl.policies.prefix import Packed, forward_hidden, pack, use_shared_prefix
 from grpo_rl.policies.shards import assign, placed_like
+from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.rollout import Group, groups_to_score, micro_batches
 
 Policy = TypeVar("Policy", bound="TrainPolicy")
@@ -81,11 +82,27 @@ class Peers(Seat, Protocol):
         ...
 
 
+def check_model(folder: str | Path, lora: LoRA | None = None) -> None:
+    """Nothing, for a folder's model that :meth:`TrainPolicy.load` can train; reads its config and none of its weights.
+
+    Args:
+        lora: the adapters that are trained in the place of the model, where its rank is more than 0.
+
+    Raises:
+        ValueError: the model would be scored wrongly, or the adapters' targets are not there or not all of it.
+    """
+    model = skeleton(folder)
+    refuse_unsupported(model)
+    if lora and lora.rank:
+        targeted(model, lora.targets)
+
+
 class TrainPolicy:
     """Scores the response tokens of groups under a model, with gradient.
 
     Args:
-        model: any decoder-only transformers model that `use_shared_prefix` accepts.
+        model: any decoder-only transformers model that `use_shared_prefix` accepts. It is trained in evaluation mode,
+            without dropout or other noise; gradient checkpointing has to be enabled before.
         temperature: of the sampler, so that log-probabilities are of the same distribution.
 
     Raises:
@@ -132,8 +149,7 @@ class TrainPolicy:
         Raises:
             ValueError: there is no compiler, the model would be scored wrongly, or the adapters' targets are not there.
         """
-        if lora and lora.rank:
-            targeted(skeleton(folder), lora.targets)  # a wrong name is told before anything is loaded
+        check_model(folder, lora)
         device = peers.device if peers else device
         if torch.device(device).type == "cpu":
             keep_freed_memory()
@@ -146,7 +162,6 @@ class TrainPolicy:
                 model = model if peers else model.to(device)
             if lora and lora.rank:
                 add_adapters(model, lora)
-            model.train()
             if gradient_checkpointing:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             policy = cls(model, temperature)
@@ -213,7 +228,7 @@ class ReferencePolicy(TrainPolicy):
     def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
         self._shared = has_adapters(model)
         self._averages: dict[str, Tensor] = {}
-        super().__init__(model if self._shared else model.eval().requires_grad_(False), temperature)
+        super().__init__(model if self._shared else model.requires_grad_(False), temperature)
 
     def score(self, groups: Sequence[Group]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         """See :meth:`TrainPolicy.score`."""

@@ -172,10 +172,10 @@ def assert_scored_like_the_plain_road(
     """Values of all groups at once, and gradients summed over ``micro_batches`` (default: all groups at once)."""
     expected = plain_road(model, groups, temperature)
     expected_gradients = gradients(model, random_loss(*expected, groups))
-    policy = TrainPolicy(model, temperature)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     try:
+        policy = TrainPolicy(model, temperature)
         scored = policy.score(groups)
         split = [random_loss(*policy.score(micro), micro) for micro in micro_batches or []]
         actual_gradients = gradients(model, sum(split) if split else random_loss(*scored, groups))
@@ -189,7 +189,7 @@ def assert_scored_like_the_plain_road(
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_scored_like_the_plain_road(family, checkpointing):
-    model = fp64_model(family).train()  # checkpointing does nothing in eval mode
+    model = fp64_model(family)
     assert_scored_like_the_plain_road(model, groups_of(RAGGED, seed=3), checkpointing=checkpointing)
 
 
@@ -235,7 +235,7 @@ def test_any_ragged_groups_split_in_any_way_are_scored_like_the_plain_road(famil
     split: dict[int, list[Group]] = {}
     for group, (_, micro_batch) in zip(groups, shapes, strict=True):
         split.setdefault(micro_batch, []).append(group)
-    model = fp64_model(family).train()
+    model = fp64_model(family)
     assert_scored_like_the_plain_road(model, groups, temperature, checkpointing, list(split.values()))
 
 

@@ -10,6 +10,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from grpo_rl.policies.prefix import pack
+from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.policies.train import TrainPolicy
 from grpo_rl.testing import random_group, to_fp64
 
@@ -103,7 +104,26 @@ REFUSED = {
         dict(num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2),
         "s_aux",
     ),
-    "dropout": ("LlamaForCausalLM", dict(attention_dropout=0.1), "attention_dropout"),
+    "keys-larger-than-values": (
+        "DeepseekV2ForCausalLM",
+        dict(kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10)
+        | dict(num_key_value_heads=6, first_k_dense_replace=2),
+        "keys of 20 and values of 10",
+    ),
+    "learnt-mask": ("DogeForCausalLM", {}, "attention mask"),
+    "layout-kept-back": ("StableLmForCausalLM", {}, "StableLmAttention gets no keyword arguments"),
+    "layout-kept-back-by-nemotron": ("NemotronForCausalLM", {}, "NemotronAttention gets no keyword arguments"),
+    "layout-kept-back-by-moshi": (
+        "MoshiForCausalLM",
+        dict(num_key_value_heads=6, ffn_dim=64, head_dim=8),
+        "MoshiAttention gets no keyword arguments",
+    ),
+    # A part of the loss that would be left out.
+    "auxiliary-loss": (
+        "MixtralForCausalLM",
+        dict(num_local_experts=2, output_router_logits=True),
+        "output_router_logits.*false in the model's config.json",
+    ),
     # Logits that are not the head's product with the last hidden states.
     "logit-scale": ("CohereForCausalLM", dict(logit_scale=0.25), "logit_scale"),
     "logits-scaling": ("GraniteForCausalLM", dict(logits_scaling=8.0), "logits_scaling"),
@@ -116,18 +136,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "config", "setting"), REFUSED.values(), ids=REFUSED)
-def test_a_model_that_would_be_scored_wrongly_is_refused_by_its_name_and_setting(name, config, setting):
-    model = small(name, **config)
+def test_a_model_that_would_be_scored_wrongly_is_refused_by_its_name_and_setting_without_its_weights(
+    name, config, setting
+):
+    with torch.device("meta"):
+        model = small(name, **config)
     with pytest.raises(ValueError, match=f"{name.removesuffix('ForCausalLM')}.*{setting}"):
-        TrainPolicy(model).score([random_group(vocab=VOCAB)])
+        refuse_unsupported(model)
 
 
-def test_dropout_that_is_switched_on_later_is_refused():
-    model = small("LlamaForCausalLM", attention_dropout=0.1).eval()
+def test_a_model_that_is_put_into_training_mode_later_is_refused():
+    model = small("GPT2LMHeadModel", n_embd=48, n_layer=2, n_head=6, resid_pdrop=0.5)
     policy, groups = TrainPolicy(model), [random_group(vocab=VOCAB)]
-    policy.score(groups)  # does nothing in eval mode
+    policy.score(groups)
     model.train()
-    with pytest.raises(ValueError, match="dropout"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel was put into training mode.*leave out the call of train"):
         policy.score(groups)
 
 

@@ -1,0 +1,158 @@
+"""What each layer of a model asks of its attention, found out by running a copy of the model that has no weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, masking_utils
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+PROBE_NAME = "grpo_rl_probe"
+"""The name under which transformers finds the recording functions below, for as long as a copy runs."""
+LENGTH = 8
+"""Tokens of the forward."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """The mask is causal and, where ``window`` is not None, shows a token the last ``window`` positions alone."""
+
+    window: int | None
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of the attention function.
+
+    Args:
+        layer: name of the module that called.
+        kind: name of its class.
+        mask: a :class:`Band`, or whatever else the module handed over.
+        key_size: numbers a head of queries and keys.
+        value_size: numbers a head of values.
+        keywords: what the call was given beside tensors and mask.
+    """
+
+    layer: str
+    kind: str
+    mask: object
+    key_size: int
+    value_size: int
+    keywords: Mapping[str, object]
+
+    @property
+    def window(self) -> int | None:
+        """The window in the keywords, which is all that an attention function without masks hears of one."""
+        return self.keywords.get("sliding_window")  # pyright: ignore[reportReturnType]
+
+
+def attention_calls(model: PreTrainedModel, **keywords: object) -> list[AttentionCall]:
+    """Every attention call in one forward of the model's class under its config, in order; reads none of its weights.
+
+    Args:
+        keywords: handed to the forward beside ids and positions.
+
+    Raises:
+        ValueError: the class can't be run like this; names the error.
+
+    >>> from transformers import MistralConfig, MistralForCausalLM
+    >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_key_value_heads=2)
+    >>> model = MistralForCausalLM(MistralConfig(num_hidden_layers=1, sliding_window=5, **sizes))
+    >>> [(call.layer, call.mask, call.window) for call in attention_calls(model)]
+    [('model.layers.0.self_attn', Band(window=5), 5)]
+    """
+    calls: list[AttentionCall] = []
+    try:
+        _run(model, calls, keywords)
+    # Of this a forward on the meta device dies where its shapes depend on numbers, as with experts in a loop.
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta tensor" not in str(error):
+            raise _cannot_run(model, error) from error
+        calls.clear()
+        try:
+            _run(model, calls, keywords, with_zeros=True)
+        except Exception as second:
+            raise _cannot_run(model, second) from second
+    except Exception as error:  # the model's own code, which may fail in any way
+        raise _cannot_run(model, error) from error
+    return calls
+
+
+def _cannot_run(model: PreTrainedModel, error: Exception) -> ValueError:
+    if Band.__name__ in str(error):
+        return ValueError("it computes with its attention mask, which shared-prefix attention never sees")
+    return ValueError(f"a trial forward without weights ends in {type(error).__name__}: {error}")
+
+
+def _run(
+    model: PreTrainedModel, calls: list[AttentionCall], keywords: Mapping[str, object], with_zeros: bool = False
+) -> None:
+    config = copy.deepcopy(model.config)
+    config.get_text_config().pad_token_id = None  # or some look for it among the ids
+    if model._can_set_experts_implementation():
+        config._experts_implementation = "batched_mm"  # whose shapes don't depend on what the router chooses
+    with torch.device("meta"):
+        twin = type(model)(config).eval()
+    if with_zeros:
+        _fill_with_zeros(twin)
+    names = {module: name for name, module in twin.named_modules()}
+
+    def attend(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, **rest: object
+    ) -> tuple[Tensor, None]:
+        sizes = query.shape[-1], value.shape[-1]
+        calls.append(AttentionCall(names[module], type(module).__name__, attention_mask, *sizes, rest))
+        return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+    ids = torch.zeros(1, LENGTH, dtype=torch.long, device="cpu" if with_zeros else "meta")
+    with _recording(attend), torch.no_grad():
+        twin.set_attn_implementation(PROBE_NAME)
+        twin.base_model(input_ids=ids, position_ids=ids, use_cache=False, **keywords)
+
+
+def _fill_with_zeros(model: PreTrainedModel) -> None:
+    """Gives every parameter and buffer zeros, a single number in memory for each."""
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None:
+                    zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                    own[name] = torch.nn.Parameter(zeros, requires_grad=False) if own is module._parameters else zeros
+
+
+@contextmanager
+def _recording(attend: Callable) -> Iterator[None]:
+    packed = masking_utils.find_packed_sequence_indices
+    ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _mask)
+    # It would look for several sequences in the positions, which have no numbers here.
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = packed
+        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            del type(registry)._global_mapping[PROBE_NAME]
+
+
+def _mask(*, mask_function: Callable, local_size: int | None = None, **rest: object) -> Band | Callable:
+    """The mask in the place of the tensor that transformers would build: what it shows where bands have their edges."""
+    edges = {n * (local_size or LENGTH) + step for n in range(4) for step in (-1, 0, 1)}
+    places = torch.tensor(sorted(edge for edge in edges if edge >= 0))
+    grid = torch.tensor(0), torch.tensor(0), places[:, None], places[None]
+    shown = torch.as_tensor(mask_function(*grid)).expand(len(places), len(places))
+    if torch.equal(shown, causal_mask_function(*grid)):
+        return Band(None)
+    if local_size and torch.equal(shown, sliding_window_causal_mask_function(local_size)(*grid)):
+        return Band(local_size)
+    return mask_function
