@@ -35,6 +35,7 @@ from grpo_rl.losses.kl import KL
 from grpo_rl.losses.surrogate import Ratio, Surrogate
 from grpo_rl.optimizer import check_optimizer
 from grpo_rl.policies.lora import LoRA, check_quantization
+from grpo_rl.run_folder import RunIsOver
 from grpo_rl.schedules import AdaptiveKL, RefreshRule
 
 FOLDER = Path(__file__).resolve().parent
@@ -452,6 +453,15 @@ def _one_of(cfg: DictConfig, key: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{key} is {value!r}; it can be {', '.join(choices)}{hint}")
 
 
+def _fixed_folder() -> str | None:
+    """The run's folder, where each start of the same command gets the same one; None where its name has the time."""
+    hydra_cfg = HydraConfig.instance().cfg
+    assert hydra_cfg is not None
+    key = "sweep" if HydraConfig.get().mode == RunMode.MULTIRUN else "run"
+    as_written = OmegaConf.to_container(hydra_cfg.hydra, resolve=False)[key]["dir"]  # pyright: ignore
+    return None if "${now" in as_written else HydraConfig.get().runtime.output_dir
+
+
 def main(config_name: str, mode: str = "sync") -> Callable:
     """Decorator for a script's main function: Hydra's own, with our checks, and wrong input told in one line.
 
@@ -473,7 +483,11 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                     script = {"sync": "sota/grpo.py", "async": "sota/grpo_async.py"}.get(cfg.mode)
                     raise ValueError(f"this script is of mode={mode}" + (f"; run {script}" if script else ""))
                 check(cfg)
+                if cfg.resume == "auto" and (folder := _fixed_folder()):
+                    cfg.resume = folder
                 return function(cfg)
+            except RunIsOver:
+                return None  # as at its end
             except ValueError as error:
                 # A Run turns what goes wrong later into another error, so this is a wrong setting, which needs no
                 # traceback. A sweep goes on with its other jobs, which an exit would prevent.
@@ -499,10 +513,9 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             except OSError as error:
                 if error.errno not in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT):
                     raise
-                raise SystemExit(
-                    f"error: can't write to {error.filename or 'the disk'}: {error.strerror}; free some space or set "
-                    "hydra.run.dir. Checkpoints that were written are whole"
-                ) from error
+                what = f"can't write to {error.filename or 'the disk'}: {os.strerror(error.errno)}"
+                remedy = "free some space or set hydra.run.dir. Checkpoints that were written are whole"
+                raise SystemExit(". ".join([f"error: {what}; {remedy}", *getattr(error, "__notes__", [])])) from error
 
         return entry
 

@@ -32,6 +32,7 @@ from grpo_rl.policies.train import check_model
 from grpo_rl.ray_cluster import Place, check_nodes, cluster, nodes, places, this_address
 from grpo_rl.ray_engines import launch
 from grpo_rl.ray_trainers import Meeting, run_trainers
+from grpo_rl.run_folder import RunIsOver
 from grpo_rl.together import Collector, Led, NoEngine, SharedCollector
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
 from grpo_rl.weights.transport import Controlled, NativeTransport
@@ -80,7 +81,10 @@ def _train_there(
     if devices.train[0].type == "cuda":
         own = torch.device("cuda", 0)  # of all GPUs Ray lets an actor see those of its bundle
         devices = replace(devices, train=(own,) * site.trainers, ref=(own,) * bool(devices.ref))
-    return train(cfg, folder, replace(site, devices=devices, meeting=meeting))
+    try:
+        return train(cfg, folder, replace(site, devices=devices, meeting=meeting))
+    except RunIsOver:
+        return {}
 
 
 @contextmanager

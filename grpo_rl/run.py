@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -38,19 +37,22 @@ from grpo_rl.monitor.metrics import MetricsLog, read_metrics, reward_metrics
 from grpo_rl.monitor.mismatch import Mismatch, MismatchError
 from grpo_rl.monitor.nonfinite import first_nonfinite
 from grpo_rl.monitor.progress import Progress, summary_panel
-from grpo_rl.monitor.report import versions, write_report
+from grpo_rl.monitor.report import SUMMARY, versions, write_report
 from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.monitor.watch import RewardWatch
+from grpo_rl.monitor.whole_file import write_whole
 from grpo_rl.optimizer import NonFiniteError, PolicyOptimizer, StepResult
 from grpo_rl.parallel import Ranks
 from grpo_rl.policies.train import TrainPolicy
 from grpo_rl.rollout import Group, groups_to_score
-from grpo_rl.run_folder import check_folder, export
+from grpo_rl.run_folder import RunIsOver, check_folder, claim, export, is_finished
 from grpo_rl.schedules import Schedules
 from grpo_rl.together import Collector, Led
 from grpo_rl.weights.push import WeightSync
 
-CHECKPOINTS, SUMMARY = checkpoint.CHECKPOINTS, "summary.json"
+EVALUATION, REPORT = "evaluation.json", "report.html"
+BEFORE_ALL = -1
+"""A step that comes before the evaluation at step 0."""
 QUESTION_CHARACTERS = 60
 """Of a question, in messages that name a group."""
 
@@ -75,7 +77,9 @@ class Run:
             of rank 0 is the one that is kept; others write to a folder that goes with them.
 
     Raises:
-        ValueError: the folder can't be written, the disk is too small, or the checkpoint is of another config.
+        ValueError: the folder can't be written or another process writes there, the disk is too small, or the
+            checkpoint is of another config.
+        RunIsOver: the run to go on with has nothing left to do, and has said so.
     """
 
     def __init__(
@@ -100,29 +104,11 @@ class Run:
         self.step = 0
         self.collected = 0
         self._seconds_before = 0.0
-        self._restored = self._find_checkpoint()
-        self.folder = Path(folder)
-        if self._restored and self._restored[0].parent.name == CHECKPOINTS:
-            self.folder = self._restored[0].parent.parent
-        if ranks:
-            # Started a second apart, they may have been given different folders.
-            self._shared_folder = ranks.broadcast(self.folder.resolve())
-        if not self._leads:
-            self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-        if self._leads:
-            check_folder(self.folder, cfg, model_bytes, resumed=self._restored is not None)
-        if self._restored:
-            state = self._restored[1]
-            checkpoint.check_config(state["config"], self._config)
-            self.step, self.collected = state["step"], state["collected"]
-            self._seconds_before, self._eval_before = state["seconds"], state["eval_before"]
-            summary = self.folder / SUMMARY
-            finished = summary.exists() and json.loads(summary.read_text()).get("finished")
-            if finished and self.collected >= cfg.train.total_dialog_turns:
-                raise ValueError(
-                    f"the run in {self.folder} is finished after {self.step} steps; to go on, raise "
-                    f"train.total_dialog_turns above {self.collected} (with optimizer.schedule=constant)"
-                )
+        try:
+            self._open(Path(folder), model_bytes)
+        except BaseException:
+            self._stack.close()  # nobody enters what was not made
+            raise
         self._collected_state: dict | None = None
         self._saved_at: int | None = None
         self._meter = StepMeter()
@@ -136,6 +122,65 @@ class Run:
         self._last_words: Panel | None = None
         self._told: set[str] = set()
 
+    def _open(self, own: Path, model_bytes: int) -> None:
+        """Takes the folder, and what is there to go on from.
+
+        Raises:
+            ValueError: see the class.
+            RunIsOver: there is nothing left to do.
+        """
+        self._notes: list[str] = []
+        self._again = False
+        # Started a second apart, ranks may have been given different folders; and one of them locks it for all.
+        if self._leads:
+            claimed = claim(own, self.cfg.resume, Path("outputs"))
+            self._stack.callback(claimed.lock.close)
+            self._notes += [*claimed.notes, *([claimed.lock.warning] if claimed.lock.warning else [])]
+            self.folder, self._again = claimed.folder, claimed.again
+            self.cfg.resume = claimed.resume and str(claimed.resume)
+        if self._ranks:
+            where = (self.folder.resolve(), self.cfg.resume) if self._leads else None
+            self._shared_folder, self.cfg.resume = self._ranks.broadcast(where)
+        self._restored = self._find_checkpoint()
+        if self._leads:
+            resumed = self._again or self._restored is not None
+            check_folder(self.folder, self.cfg, model_bytes, resumed=resumed)
+        else:
+            self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        if self._restored:
+            state = self._restored[1]
+            checkpoint.check_config(state["config"], self._config)
+            self.step, self.collected = state["step"], state["collected"]
+            self._seconds_before, self._eval_before = state["seconds"], state["eval_before"]
+            evaluated, over = self._end_of_before() if self._leads else (None, False)
+            if self._ranks:
+                evaluated, over = self._ranks.broadcast((evaluated, over))
+            if evaluated is not None:
+                self._eval_after, self._evaluated_at = evaluated, self.step
+            if over:
+                raise RunIsOver
+
+    def _end_of_before(self) -> tuple[list[float] | None, bool]:
+        """What there is of the run's end: the evaluation of its last step, and whether nothing is left to do.
+
+        Then the report is written where there is none, and the user is told.
+        """
+        evaluated = None
+        try:
+            stored = json.loads((self.folder / EVALUATION).read_text())
+            evaluated = stored["rewards"] if stored["step"] == self.step else None
+        except (OSError, ValueError, TypeError, KeyError):
+            pass  # there is none, or none that can be read: it is done again
+        over = self.collected >= self.cfg.train.total_dialog_turns and is_finished(self.folder)
+        if over:
+            if not (self.folder / REPORT).exists():
+                self._write_report(print)
+            print(
+                f"The run in {self.folder} is finished after {self.step} steps, and nothing is left to do; to go on, "
+                f"raise train.total_dialog_turns above {self.collected} (with optimizer.schedule=constant)"
+            )
+        return evaluated, over
+
     def _find_checkpoint(self) -> tuple[Path, dict] | None:
         if self.cfg.resume is None:
             return None
@@ -145,6 +190,15 @@ class Run:
         return f"Go on with: resume={self._shared_folder if self._ranks else self.folder}"
 
     def __enter__(self) -> Run:
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()  # without __enter__ there is no __exit__
+            raise
+        return self
+
+    def _start(self) -> None:
+        """Makes the folder what it was at the checkpoint, and opens what is logged to."""
         logger = self.cfg.logger
         self.metrics = MetricsLog(self.folder)
         self.completions = CompletionsLog(self.folder) if logger.completions and self._leads else None
@@ -152,14 +206,16 @@ class Run:
         if self.cfg.train.lineage and self._leads:
             self._lineage = lineage.LineageLog(self.folder, self._config, make_loss(self.cfg))
         self._watch = RewardWatch()
-        if self._restored:
+        if self._restored or self._again:
             # Whatever was written after the checkpoint is of another future.
-            (self.folder / SUMMARY).unlink(missing_ok=True)
-            checkpoint.set_aside_later(self.folder / CHECKPOINTS, self.step)
-            self.metrics.truncate(self.step)
+            last = self.step if self._restored else BEFORE_ALL
+            self.metrics.truncate(last)
+            for name in (SUMMARY, REPORT, *([] if self._evaluated_at == last else [EVALUATION])):
+                (self.folder / name).unlink(missing_ok=True)
+            checkpoint.set_aside_later(self.folder / checkpoint.CHECKPOINTS, last)
             self._watch = RewardWatch.over(read_metrics(self.folder))  # what it warned of is not told again
-            CompletionsLog(self.folder).truncate(self.step)
-            lineage.truncate(self.folder, self.step)
+            CompletionsLog(self.folder).truncate(last)
+            lineage.truncate(self.folder, last)
         self.wandb = None
         if logger.backend == "wandb" and self._leads:
             self.wandb = WandbLog(
@@ -167,16 +223,19 @@ class Run:
             )
         console = None if self._leads else Console(quiet=True)
         self.progress = self._stack.enter_context(Progress(total_steps(self.cfg), console, first_step=self.step))
+        for note in self._notes:
+            self.progress.note(note)
         if self.env.skipped:
             self.progress.note(f"{self.env.skipped} of {len(self.env.task.rows)} prompts are too long and left out")
         self._install_interrupt()
         self._started = time.perf_counter()
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if self.wandb:
             self.wandb.close(exit_code=int(kind is not None))
         self._stack.close()
+        if self._training and isinstance(error, OSError):
+            error.add_note(self._how_to_go_on())
         if self._training and isinstance(error, ValueError):
             # A ValueError says that the input was wrong, and is told without a traceback; what fails now is a bug.
             raise RuntimeError(f"failed after step {self.step}: {error}") from error
@@ -251,6 +310,8 @@ class Run:
         weights.version = state["version"] - 1
         checkpoint.set_rng_state(state["rng"])
         self._collected_state, self._restored = state["collector"], None
+        if path.parent.name == checkpoint.CHECKPOINTS:  # in this run's folder: it need not be written again
+            self.checkpoint, self._saved_at = path, self.step
         self.progress.note(f"Resumed after step {self.step} from {path}")
 
     @contextmanager
@@ -285,7 +346,7 @@ class Run:
             if interrupted and self.collected < self.cfg.train.total_dialog_turns:
                 self.save_checkpoint()
                 self._write_summary()
-                write_report(self.folder)
+                self._write_report(self.progress.note)
                 raise SystemExit(f"Stopped after step {self.step}. {self._how_to_go_on()}")
 
     def batches(self, batches: Iterable[list[Group]]) -> Iterator[list[Group]]:
@@ -409,6 +470,7 @@ class Run:
             metrics |= self._evaluate().metrics()
         metrics |= self._schedules.after_step(metrics)
         self._log(metrics, groups)
+        self._keep_evaluation()
         if self._lineage:
             self._lineage.write(self.step, groups, metrics.get("kl/coef", 0.0))
         frequency = self.cfg.train.checkpoint_frequency
@@ -451,7 +513,7 @@ class Run:
             "eval_before": self._eval_before,
             "seconds": self.seconds,
         }
-        folder = (self._shared_folder if self._ranks else self.folder) / CHECKPOINTS
+        folder = (self._shared_folder if self._ranks else self.folder) / checkpoint.CHECKPOINTS
         keep = self.cfg.train.keep_checkpoints
         checkpoint.sync_logs(self.folder)
         self.checkpoint = checkpoint.save(folder, self.step, state, keep, self._ranks)
@@ -478,19 +540,40 @@ class Run:
         self._eval_after, self._evaluated_at = evaluation.rewards, self.step
         return evaluation
 
+    def _keep_evaluation(self) -> None:
+        """Writes the rewards of an evaluation after this step, once its metrics are logged: a killed run has both."""
+        if self._evaluated_at == self.step:
+            write_whole(self.folder / EVALUATION, json.dumps({"step": self.step, "rewards": self._eval_after}) + "\n")
+
     def finish(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict:
-        """Last evaluation, checkpoint, exported model, summary and report; shows where they are."""
+        """Last checkpoint, evaluation, exported model, summary and report; shows where they are.
+
+        A run that is killed here and resumed goes through this again, and repeats no evaluation that it has.
+        """
+        path = self.save_checkpoint()
         if self._eval_rows and self._evaluated_at != self.step:
             evaluation = self._evaluate()
-            self._log_metrics(self.step, evaluation.metrics())
+            if not any(row["step"] == self.step and "eval/reward" in row for row in read_metrics(self.folder)):
+                self._log_metrics(self.step, evaluation.metrics())
+            self._keep_evaluation()
             self.progress.update(self.step, evaluation.metrics())
-        path = self.save_checkpoint()
         exported = self.folder / "model"
         export(model, tokenizer, exported, self.cfg.train_model.lora.export, self._ranks)
         summary = self._write_summary()
-        report = write_report(self.folder)
+        report = self._write_report(self.progress.note)
         self._last_words = summary_panel(summary, checkpoint=path, model=exported, report=report)
         return summary
+
+    def _write_report(self, say: Callable[[str], None]) -> Path | None:
+        """The report's path; None where it can't be written, which is said: all else of the run is there."""
+        try:
+            return write_report(self.folder)
+        except Exception as error:  # of whatever kind: it must not make a failure of a run that is not one
+            say(
+                f"Warning. The report can't be written ({type(error).__name__}: {error}); all else is there. Once that "
+                f"is mended: python -m grpo_rl.monitor.report {self.folder}"
+            )
+            return None
 
     def _write_summary(self) -> dict:
         summary: dict[str, object] = {
@@ -511,7 +594,5 @@ class Run:
                 "eval_gain": gain.mean,
                 "eval_gain_ci95": gain.ci95,
             }
-        partial = self.folder / f"{SUMMARY}.partial"
-        partial.write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(partial, self.folder / SUMMARY)
+        write_whole(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
         return summary

@@ -1,9 +1,11 @@
-"""A run's folder: whether it can be used, and the model that a run leaves in it."""
+"""A run's folder: which it is, whether it can be used, and the model that a run leaves in it."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,15 +14,115 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrain
 
 from grpo_rl import checkpoint
 from grpo_rl.build import make_tokenizer
+from grpo_rl.checkpoint import CHECKPOINTS
 from grpo_rl.models import resolve_model, writing_model
 from grpo_rl.monitor.metrics import METRICS_FILE
+from grpo_rl.monitor.report import read_summary
 from grpo_rl.parallel import Ranks, gathered
 from grpo_rl.parallel_checkpoint import export_model
 from grpo_rl.policies.lora import has_adapters
+from grpo_rl.run_lock import LOCK, FolderInUseError, FolderLock
 from grpo_rl.weights.sources import export_merged, source_of
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """fp32 weights and AdamW's two moments."""
+
+
+class RunIsOver(Exception):
+    """The run to go on with has nothing left to do, and has said so."""
+
+
+@dataclass
+class Claim:
+    """A run's folder, locked, and how the run starts there.
+
+    Args:
+        folder: that the run writes to.
+        lock: held until the run ends.
+        resume: the checkpoint, or the folder that has one, to go on from; None: from the beginning.
+        again: from the beginning in a folder whose run was cut off before its first checkpoint; what that left goes.
+        notes: what to tell.
+    """
+
+    folder: Path
+    lock: FolderLock
+    resume: Path | None = None
+    again: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def claim(own: Path, resume: str | None, outputs: Path) -> Claim:
+    """The folder that a run writes to, which from now on no other process can.
+
+    ``auto`` is the newest run under ``outputs`` that has a checkpoint; where there is none, a new one. A run that
+    another process is at is passed over for the newest one that was cut off, and never for a new or a finished one.
+
+    Args:
+        own: the folder for a new run.
+        resume: a checkpoint, the folder of a run, ``auto``, or None for a new run.
+
+    Raises:
+        ValueError: another process writes there, or it can't be written; says what to do.
+    """
+    if resume == "auto":
+        return _newest(outputs) or Claim(own, _locked(own))
+    if resume is None:
+        return Claim(own, _locked(own))
+    place = Path(resume)
+    if place.is_file():
+        in_a_run = place.parent.name == CHECKPOINTS
+        folder = place.parent.parent if in_a_run else own
+        return Claim(folder, _locked(folder), place)
+    if checkpoint.checkpoints(place) and not checkpoint.checkpoints(place / CHECKPOINTS):
+        folder = place.parent if place.name == CHECKPOINTS else own
+        return Claim(folder, _locked(folder), place)
+    is_run = any((place / name).exists() for name in (CHECKPOINTS, METRICS_FILE, LOCK))
+    if not is_run and place.resolve() != own.resolve():
+        return Claim(own, _locked(own), place)  # which `checkpoint.find` refuses
+    lock = _locked(place)
+    if checkpoint.checkpoints(place / CHECKPOINTS):
+        return Claim(place, lock, place)
+    notes = [f"The run in {place} was cut off before its first checkpoint, and begins again"] * is_run
+    return Claim(place, lock, again=True, notes=notes)
+
+
+def _newest(outputs: Path) -> Claim | None:
+    """The newest run under ``outputs`` that has a checkpoint and no other process is at."""
+    newest: dict[Path, float] = {}
+    for path in outputs.glob(f"**/{CHECKPOINTS}/checkpoint_*.pt"):
+        run = path.parent.parent
+        newest[run] = max(newest.get(run, 0.0), path.stat().st_mtime)
+    for path in outputs.glob(f"**/{LOCK}"):  # of runs that have no checkpoint yet: another process may be at them
+        newest.setdefault(path.parent, path.stat().st_mtime)
+    live: list[FolderInUseError] = []
+    for run in sorted(newest, key=lambda run: newest[run], reverse=True):
+        try:
+            lock = _locked(run)
+        except FolderInUseError as error:
+            live.append(error)
+            continue
+        if checkpoint.checkpoints(run / CHECKPOINTS) and not (live and is_finished(run)):
+            return Claim(run, lock, run, notes=[f"Passed over by resume=auto: {error}" for error in live])
+        lock.close()
+    if live:
+        raise ValueError(f"resume=auto finds no other run that was cut off, and {live[0]}")
+    return None
+
+
+def _locked(folder: Path) -> FolderLock:
+    try:
+        return FolderLock(folder)
+    except OSError as error:
+        raise ValueError(f"the run can't write to {folder} ({error.strerror}); set hydra.run.dir") from error
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in the folder has come to its end: all parts of it are there, but for the report perhaps.
+
+    Raises:
+        ValueError: its summary can't be read.
+    """
+    return bool(read_summary(folder).get("finished"))
 
 
 def check_folder(folder: Path, cfg: DictConfig, model_bytes: int, resumed: bool) -> None:
@@ -62,7 +164,7 @@ def export(
     adapters: str = "merged",
     ranks: Ranks | None = None,
 ) -> None:
-    """Writes the model for ``from_pretrained``; our attention's name must not travel with it.
+    """Writes the model for ``from_pretrained``, whole or not at all; our attention's name must not travel with it.
 
     Args:
         adapters: what to do with a model's adapters: ``merged`` into its weights, which takes the host a copy of them,
@@ -73,6 +175,8 @@ def export(
         OSError: the disk is full or read-only; names the folder.
     """
     attention = model.config._attn_implementation
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # that a killed run left
     model.set_attn_implementation("sdpa")
     try:
         weights = {}
@@ -80,16 +184,34 @@ def export(
             weights = gathered(source_of(model, takes_adapters=False).moving(), ranks.rank)
         if ranks and ranks.rank:
             return
-        with writing_model(folder):
+        with writing_model(partial):
             if weights:
-                export_model(weights, model.config, folder, model.config.dtype, model.generation_config)
+                export_model(weights, model.config, partial, model.config.dtype, model.generation_config)
             elif has_adapters(model) and adapters == "merged":
-                export_merged(model, folder)
+                export_merged(model, partial)
             else:
-                model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+                model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     finally:
         model.set_attn_implementation(attention)
+    _take_place(partial, folder)
+
+
+def _take_place(partial: Path, folder: Path) -> None:
+    """Gives a whole folder its name, where an older one may stand; its files are safe on the disk before that."""
+    for path in partial.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    old = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def export_checkpoint(path: Path, folder: Path) -> None:

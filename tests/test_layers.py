@@ -17,8 +17,8 @@ LAYERS = [
     {"losses", "advantages", "rollout", "devices", "envs", "fingerprint", "allocator", "virtual_time"},
     {"policies", "engines", "buffer"},
     {"optimizer", "models", "rates", "limit", "parallel", "checkpoint_file", "parallel_checkpoint", "schedules"},
-    {"collectors", "weights", "evaluate", "checkpoint", "monitor", "run", "run_folder", "build", "testing", "fleet"}
-    | {"batches", "replay", "replay_table", "twin", "together", "fleet_engine", "build_async"}
+    {"collectors", "weights", "evaluate", "checkpoint", "monitor", "run", "run_folder", "run_lock", "build", "testing"}
+    | {"fleet", "batches", "replay", "replay_table", "twin", "together", "fleet_engine", "build_async"}
     | {"ray_cluster", "ray_doctor", "ray_engines", "ray_token", "ray_trainers"}
     | {"hardware", "plan", "plan_advice", "plan_memory", "plan_question", "plan_simulate", "plan_table", "plan_time"},
     {"sota", "cli", "config"},

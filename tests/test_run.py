@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import runpy
@@ -22,6 +23,8 @@ from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.run_folder import claim
+from grpo_rl.run_lock import FolderLock
 from grpo_rl.testing import save_tiny_model
 
 SCRIPT = Path(__file__).parent.parent / "sota" / "grpo.py"
@@ -194,6 +197,7 @@ def test_a_sweep_runs_every_job_in_one_process(tiny, tmp_path, monkeypatch):
         ("train_model.num_devices=99", "99"),
         ("optimizer.name=adam", "optimizer.name is 'adam'"),
         ("resume=/no/such/run", "no checkpoint there"),
+        ("optimizer.lr=fast", "optimizer.lr is 'fast'; it must be a number"),
         ("sampling.temperature=0", "temperature"),
     ],
 )
@@ -300,14 +304,153 @@ def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tiny, finishe
     assert comparable(other)[1:] != comparable(finished)[1:]
 
 
-def test_a_finished_run_says_so_and_can_be_prolonged(tiny, finished, tmp_path, monkeypatch):
+class Killed(BaseException):
+    """In the place of SIGKILL: nothing catches it."""
+
+
+def killed(*_, **__):
+    raise Killed
+
+
+def no_model(*_, **__):
+    raise AssertionError("a model was loaded")
+
+
+def outcome(folder):
+    """What a run leaves, but for what depends on clocks and folders."""
+    summary = json.loads((folder / "summary.json").read_text())
+    parts = sorted((folder / "completions.parquet").iterdir())
+    weights = (folder / "model" / "model.safetensors").read_bytes()
+    names = sorted(path.name for path in folder.iterdir() if not path.name.endswith(".log"))
+    left = (json.loads((folder / "evaluation.json").read_text()), names, [part.name for part in parts])
+    clocks = ("seconds", "checkpoint")
+    return comparable(folder), {k: v for k, v in summary.items() if k not in clocks}, weights, left
+
+
+def test_a_run_killed_at_any_point_of_its_end_is_completed_and_nothing_of_it_is_there_twice(
+    finished, tiny, tmp_path, monkeypatch
+):
+    shutil.copytree(finished, cut := tmp_path / "cut")
+    shutil.rmtree(cut / "model")
+    start = checkpoints(cut / "checkpoints")[2]  # one step before the end
+    for point in (
+        "grpo_rl.run.evaluate",
+        "grpo_rl.monitor.metrics.MetricsLog.log",
+        "grpo_rl.run.Run._keep_evaluation",
+        "grpo_rl.run.export",
+        "grpo_rl.run_folder._take_place",
+        "grpo_rl.run.Run._write_summary",
+        "grpo_rl.run.write_report",
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(point, killed)
+            with pytest.raises(Killed):
+                run([*tiny, f"resume={start}"], tmp_path / "unused", patch)
+        assert not (cut / "report.html").exists()
+        start = cut
+    run([*tiny, f"resume={cut}"], tmp_path / "unused", monkeypatch)
+    assert outcome(cut) == outcome(finished)
+
+
+def test_a_finished_run_says_so_without_a_model_and_can_be_prolonged(tiny, finished, tmp_path, monkeypatch, capsys):
     longer = tmp_path / "longer"
     shutil.copytree(finished, longer)
-    with pytest.raises(SystemExit, match="finished after 4 steps.*above 64"):
-        run([*tiny, f"resume={longer}"], tmp_path / "unused", monkeypatch)
+    (longer / "report.html").unlink()  # killed before it
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
+        run([*tiny, f"resume={longer}"], tmp_path / "unused", patch)
+        assert "is finished after 4 steps, and nothing is left to do" in capsys.readouterr().out
+        assert (longer / "report.html").exists()
+        run([*tiny, "resume=auto"], longer, patch)
+        assert outcome(longer) == outcome(finished)
     run([*tiny, f"resume={longer}", "train.total_dialog_turns=80"], tmp_path / "unused", monkeypatch)
     assert json.loads((longer / "summary.json").read_text())["steps"] == 5
     assert [row["step"] for row in read_metrics(longer)] == [0, 1, 2, 3, 4, 4, 5, 5]
+
+
+def test_a_report_that_fails_makes_no_failure_of_a_finished_run(tiny, tmp_path, monkeypatch, capsys):
+    def broken(*_):
+        raise KeyError("group_id")
+
+    monkeypatch.setattr("grpo_rl.monitor.report.read_step", broken)
+    folder = run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0"], tmp_path / "run", monkeypatch)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The report can't be written (KeyError: 'group_id'); all else is there" in said
+    assert f"python -m grpo_rl.monitor.report {folder}" in said
+    assert json.loads((folder / "summary.json").read_text())["finished"] and (folder / "model").is_dir()
+
+
+def test_a_fixed_command_goes_on_from_wherever_it_was_cut_off(tiny, tmp_path, monkeypatch, capsys):
+    """Before anything is logged, before the first checkpoint, after one: `hydra.run.dir=X resume=auto` each time."""
+    whole = run([*tiny, "train.total_dialog_turns=32"], tmp_path / "whole", monkeypatch)
+    command, folder = [*tiny, "train.total_dialog_turns=32", "resume=auto"], tmp_path / "run"
+    for point in ("attach", "save_checkpoint", "finish"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"grpo_rl.run.Run.{point}", killed)
+            with pytest.raises(Killed):
+                run(command, folder, patch)
+    assert capsys.readouterr().out.count("cut off before its first checkpoint, and begins again") == 2
+    run(command, folder, monkeypatch)
+    assert comparable(folder) == comparable(whole)
+    ours, theirs = (load(checkpoints(f / "checkpoints")[-1])["optimizer"]["masters"] for f in (folder, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_second_start_in_the_folder_of_a_live_run_is_refused_by_name(tiny, finished, tmp_path, monkeypatch):
+    live = tmp_path / "outputs" / "live"
+    shutil.copytree(finished, live)
+    lock = FolderLock(live)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
+    told = f"is being written by process {os.getpid()} on .* since .*; wait for it, or set another hydra.run.dir"
+    for resume in ("null", "auto", str(live), str(checkpoints(live / "checkpoints")[1])):
+        with pytest.raises(SystemExit, match=told):
+            run([*tiny, f"resume={resume}"], live, monkeypatch)
+    # Without a folder of its own: neither a live run is taken, nor a finished one beside it, nor is a new one begun.
+    shutil.copytree(finished, older := tmp_path / "outputs" / "older")
+    for path in checkpoints(older / "checkpoints"):
+        os.utime(path, (1, 1))
+    with pytest.raises(SystemExit, match=f"resume=auto finds no other run that was cut off, and .*live {told}"):
+        run([*tiny, "resume=auto"], "outputs/${now:%H-%M-%S}", monkeypatch)
+    assert len(list((tmp_path / "outputs").glob("*/metrics.jsonl"))) == 2
+    lock.close()
+    assert comparable(live) == comparable(finished)
+
+
+def test_auto_passes_over_a_live_run_for_one_that_was_cut_off(finished, tmp_path):
+    for number, name in enumerate(["a", "b", "live"]):
+        shutil.copytree(finished, tmp_path / name)
+        for path in checkpoints(tmp_path / name / "checkpoints"):
+            os.utime(path, (number, number))
+    (tmp_path / "a" / "summary.json").unlink()
+    lock = FolderLock(tmp_path / "live")
+    taken = claim(tmp_path / "new", "auto", tmp_path)
+    assert taken.folder == taken.resume == tmp_path / "a" and "live is being written" in taken.notes[0]
+    lock.close()
+    second = claim(tmp_path / "new", "auto", tmp_path)  # a is taken now
+    assert second.folder == tmp_path / "live"
+    for claimed in (taken, second):
+        claimed.lock.close()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("metrics.jsonl", b"\xff\xfe\n", r"metrics\.jsonl, line 1 is not one of metrics .*; remove that line"),
+        ("metrics.jsonl", b'{"step": 1}\n[2]\n', r"metrics\.jsonl, line 2 is not one of metrics"),
+        ("summary.json", b"\x00", r"summary\.json is not JSON .*; remove it"),
+        ("summary.json", b"[]", r"summary\.json holds list, not an object; remove it"),
+    ],
+)
+def test_rubbish_in_a_runs_files_is_named_when_it_is_resumed(
+    finished, tiny, tmp_path, monkeypatch, file, content, message
+):
+    shutil.copytree(finished, damaged := tmp_path / "damaged")
+    (damaged / "summary.json").unlink()
+    (damaged / file).write_bytes(content)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
+    with pytest.raises(SystemExit, match=message):
+        run([*tiny, f"resume={damaged}"], tmp_path / "unused", monkeypatch)
 
 
 def test_what_fails_after_the_start_keeps_its_traceback(tiny, tmp_path, monkeypatch):
@@ -363,19 +506,34 @@ def test_a_missing_vllm_is_told_before_a_model_is_loaded(tiny, tmp_path, monkeyp
         run([*tiny, "inference_model.engine=vllm"], tmp_path / "run", monkeypatch)
 
 
-@pytest.mark.parametrize("code", ["EROFS", "ENOSPC", "EDQUOT"])
-def test_a_disk_that_cannot_be_written_is_told_in_one_line(tiny, tmp_path, monkeypatch, code):
-    import errno
+@pytest.mark.parametrize("file", ["metrics.jsonl", "completions.parquet/part-00000001.parquet", "summary.json"])
+def test_a_full_disk_is_told_in_one_line_with_the_file_and_the_way_on(tiny, tmp_path, monkeypatch, file):
+    """A failed write names no file by itself, in Python as little as in Arrow."""
+    path_open, full, name = Path.open, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Path(file).name
 
-    from grpo_rl.monitor.metrics import MetricsLog
+    def no_room(path, mode="r", *args, **kwargs):
+        on_full_disk = mode != "r" and path.name in (name, f".{name}.tmp")
+        return open("/dev/full", "w") if on_full_disk else path_open(path, mode, *args, **kwargs)
 
+    def no_room_for_parquet(*_, **__):
+        raise full
+
+    monkeypatch.setattr(Path, "open", no_room)
+    if file.endswith("parquet"):
+        monkeypatch.setattr("pyarrow.parquet.write_table", no_room_for_parquet)
+    with pytest.raises(SystemExit) as stopped:
+        run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0"], tmp_path / "run", monkeypatch)
+    told = f"error: can't write to {tmp_path / 'run' / file}: {full.strerror}; free some space or set hydra.run.dir."
+    assert str(stopped.value).startswith(told)
+    assert str(stopped.value).endswith(f". Go on with: resume={tmp_path / 'run'}")
+
+
+def test_a_disk_that_became_read_only_is_told_in_one_line(tiny, tmp_path, monkeypatch):
     def fail(*_):
-        raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)), "metrics.jsonl")
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "metrics.jsonl")
 
-    monkeypatch.setattr(MetricsLog, "log", fail)
-    with pytest.raises(
-        SystemExit, match=r"error: can't write to metrics\.jsonl: .*; free some space or set hydra\.run\.dir"
-    ):
+    monkeypatch.setattr("grpo_rl.monitor.metrics.MetricsLog.log", fail)
+    with pytest.raises(SystemExit, match=r"error: can't write to metrics\.jsonl: Read-only.*set hydra\.run\.dir"):
         run(tiny, tmp_path / "run", monkeypatch)
 
 

@@ -6,7 +6,6 @@ complete, so a run that is killed loses at most the step it was in, and resuming
 
 from __future__ import annotations
 
-import os
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_rl.monitor.whole_file import replacing
 from grpo_rl.rollout import Group
 
 COMPLETIONS_FOLDER = "completions.parquet"
@@ -93,16 +93,18 @@ class CompletionsLog:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def log(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Writes the rows of a step (see :func:`completion_rows`); the same step again replaces them."""
+        """Writes the rows of a step (see :func:`completion_rows`); the same step again replaces them.
+
+        Raises:
+            OSError: the disk is full or read-only; names the file.
+        """
         # A measure may have no meaning for the answers of some groups.
         parts = list(dict.fromkeys(name for row in rows for name in row if name.startswith(("reward_", "measure_"))))
         # Without a schema a column that is all null in one step would get a type that other parts disagree with.
         schema = pa.schema([*_BEFORE_PARTS, *((name, pa.float32()) for name in parts), *_AFTER_PARTS])
         table = pa.Table.from_pylist([_encodable(row) | {"step": step} for row in rows], schema=schema)
-        # Dataset readers skip names that begin with a dot.
-        temporary = self.path / f".part-{step:08d}.tmp"
-        pq.write_table(table, temporary, compression="zstd")
-        os.replace(temporary, self.path / f"part-{step:08d}.parquet")
+        with replacing(_part(self.path, step)) as temporary:
+            pq.write_table(table, temporary, compression="zstd")
 
     def truncate(self, step: int) -> None:
         """Drops the parts after ``step`` and what a killed run left half written."""
@@ -119,8 +121,17 @@ def logged_steps(run_dir: str | Path) -> list[int]:
 
 
 def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
-    """Rows of one step, without reading the others."""
-    return pq.read_table(Path(run_dir) / COMPLETIONS_FOLDER / f"part-{step:08d}.parquet").to_pylist()
+    """Rows of one step, without reading the others.
+
+    Raises:
+        ValueError: there is no part of the step, or it can't be read; names it.
+    """
+    path = _part(Path(run_dir) / COMPLETIONS_FOLDER, step)
+    try:
+        return pq.read_table(path).to_pylist()
+    # Where a file is cut or damaged decides which of them it is.
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} can't be read ({error}); remove it to do without its answers") from error
 
 
 def printable(text: str) -> str:
@@ -134,6 +145,10 @@ def printable(text: str) -> str:
     """
     text = _ESCAPE.sub("", text.replace("\r\n", "\n").replace("\t", " "))
     return "".join(c for c in text if c == "\n" or not unicodedata.category(c).startswith("C"))
+
+
+def _part(folder: Path, step: int) -> Path:
+    return folder / f"part-{step:08d}.parquet"
 
 
 def _parts(folder: Path) -> list[tuple[int, Path]]:

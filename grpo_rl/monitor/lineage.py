@@ -9,7 +9,6 @@ columns.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.monitor.meter import by_group, clipped_at_all
+from grpo_rl.monitor.whole_file import replacing
 from grpo_rl.optimizer import StepResult
 from grpo_rl.rollout import Group
 
@@ -253,9 +253,8 @@ def _answer_rows(step: int, groups: Sequence[Group]) -> pa.Table:
 def _write(folder: Path, step: int, table: pa.Table) -> None:
     """The table as the step's file, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".step_{step:06d}.tmp"  # readers of a folder skip names that begin with a dot
     # Bytes of equal weight beside each other compress: a log-probability's exponents are alike, its digits are not.
     floats = [name for name, kind in zip(table.schema.names, table.schema.types, strict=True) if kind == pa.float32()]
     others = [name for name in table.schema.names if name not in floats and name != "prompt_ids"]
-    pq.write_table(table, temporary, compression="zstd", use_dictionary=others, use_byte_stream_split=floats)
-    os.replace(temporary, folder / f"step_{step:06d}.parquet")
+    with replacing(folder / f"step_{step:06d}.parquet") as temporary:
+        pq.write_table(table, temporary, compression="zstd", use_dictionary=others, use_byte_stream_split=floats)

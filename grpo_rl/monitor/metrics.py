@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_rl.monitor.whole_file import naming, write_whole
 from grpo_rl.rollout import Group
 
 METRICS_FILE = "metrics.jsonl"
@@ -175,50 +175,65 @@ class MetricsLog:
         self.path.touch()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of a step; a step may have several lines (training, evaluation)."""
+        """Writes the metrics of a step; a step may have several lines (training, evaluation).
+
+        Raises:
+            OSError: the disk is full or read-only; names the file.
+        """
         line = json.dumps(_encode({"step": step, **metrics}), allow_nan=False)
-        with self.path.open("a", encoding="utf-8") as file:
+        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def truncate(self, step: int) -> None:
-        """Drops what came after ``step``, so that a run resumed there writes the file an uninterrupted run writes."""
+        """Drops what came after ``step``, so that a run resumed there writes the file an uninterrupted run writes.
+
+        Raises:
+            ValueError: a line is not one of metrics; names it.
+        """
         lines = _whole_lines(self.path)
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        kept = [line for number, line in enumerate(lines, start=1) if _row(self.path, number, line)["step"] <= step]
         if len(kept) < len(lines):
             self._rewrite(kept)
 
-    def _rewrite(self, lines: Sequence[str]) -> None:
-        temporary = self.path.with_suffix(".jsonl.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write("".join(line + "\n" for line in lines))
-            file.flush()
-            os.fsync(file.fileno())  # a power cut leaves the lines before or these, and no empty file
-        os.replace(temporary, self.path)
+    def _rewrite(self, lines: Sequence[bytes]) -> None:
+        write_whole(self.path, b"".join(line + b"\n" for line in lines))
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """The lines of a ``metrics.jsonl`` (or of the one in a run folder), a torn last line left out.
 
     Raises:
-        ValueError: a line is not JSON.
+        ValueError: a line is not one of metrics; names it.
     """
     path = Path(path)
     if path.is_dir():
         path = path / METRICS_FILE
-    rows = []
-    for number, line in enumerate(_whole_lines(path), start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON ({error}); remove that line") from error
-        row |= {name: float(value) for name, value in row.pop("nonfinite", {}).items()}
-        rows.append(row)
-    return rows
+    return [_row(path, number, line) for number, line in enumerate(_whole_lines(path), start=1)]
 
 
-def _whole_lines(path: Path) -> list[str]:
+def _whole_lines(path: Path) -> list[bytes]:
     # What follows the last line break is empty, or a line that a killed run did not finish.
-    return path.read_text(encoding="utf-8").split("\n")[:-1]
+    return path.read_bytes().split(b"\n")[:-1]
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, float]:
+    """The metrics of a line.
+
+    Raises:
+        ValueError: it is something else; names file, line and remedy.
+    """
+    try:
+        row = json.loads(line.decode())
+        row |= {name: float(value) for name, value in row.pop("nonfinite", {}).items()}
+        if wrong := [name for name, value in row.items() if not isinstance(value, int | float)]:
+            raise ValueError(f"{wrong[0]} is {row[wrong[0]]!r}")
+        if not isinstance(row["step"], int):
+            raise ValueError(f"step is {row['step']}")
+    # It is not JSON, not an object, has no step, or something else where a number belongs.
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        what = "has no step" if isinstance(error, KeyError) else f"is not one of metrics ({error})"
+        raise ValueError(f"{path}, line {number} {what}; remove that line") from error
+    return row
 
 
 def _encode(row: Mapping[str, float]) -> dict[str, object]:

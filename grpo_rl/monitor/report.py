@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -23,9 +22,11 @@ from grpo_rl.monitor.completions import logged_steps, printable, read_step
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.monitor.progress import duration
 from grpo_rl.monitor.watch import RewardWatch
+from grpo_rl.monitor.whole_file import write_whole
 
 SAMPLES_PER_STEP = 4
 MAX_SAMPLE_CHARS = 4000
+SUMMARY = "summary.json"
 NEGLIGIBLE = 0.001
 """A phase with less than this part of the step, and nothing it had to do, is not shown."""
 
@@ -34,7 +35,7 @@ def write_report(run_dir: str | Path) -> Path:
     """Writes ``report.html`` into the run folder and returns its path.
 
     What the folder lacks is left out of the page: a run killed at its first step, or one without evaluation or
-    completions, still gets a report of what there is.
+    completions, still gets a report of what there is. Completions that can't be read are left out too, and named.
 
     Raises:
         ValueError: there is no run folder, or a file in it is not what it should be.
@@ -43,10 +44,11 @@ def write_report(run_dir: str | Path) -> Path:
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not a run folder; give one like outputs/2026-01-31/12-00-00")
     rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
-    summary = _read_summary(run_dir / "summary.json")
+    summary = read_summary(run_dir)
     config_text = _read_text(run_dir / ".hydra" / "config.yaml")
     config = yaml.safe_load(config_text) or {}
     overrides = yaml.safe_load(_read_text(run_dir / ".hydra" / "overrides.yaml")) or []
+    samples, unread = _samples(run_dir)
     drawings = [drawing for chart in charts(rows) if (drawing := draw(chart, rows))]
     page = (
         _environment()
@@ -55,13 +57,11 @@ def write_report(run_dir: str | Path) -> Path:
             title=f"{_subject(config)}: training report",
             subject=f"Training report · {_subject(config)}",
             headline=headline(rows, summary),
-            note=_note(rows, summary),
+            note=" ".join([_note(rows, summary), *unread]).strip(),
             tiles=_tiles(rows, summary),
             phases=phase_times(rows),
             drawings=[{**vars(drawing), "svg": Markup(drawing.svg)} for drawing in drawings],
-            samples=[
-                _samples(run_dir, step) for step in sorted({*logged_steps(run_dir)[:1], *logged_steps(run_dir)[-1:]})
-            ],
+            samples=samples,
             config=config_text,
             overrides="\n".join(map(str, overrides)),
             folder=run_dir.resolve().name if run_dir.name in ("", ".", "..") else str(run_dir),
@@ -69,9 +69,7 @@ def write_report(run_dir: str | Path) -> Path:
         )
     )
     path = run_dir / "report.html"
-    temporary = run_dir / ".report.html.tmp"
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, page)
     return path
 
 
@@ -134,6 +132,22 @@ def phase_times(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
     return found
 
 
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """What ``summary.json`` of a run says; empty where there is none yet.
+
+    Raises:
+        ValueError: it is not a JSON object; names it.
+    """
+    path = run_dir / SUMMARY
+    try:
+        summary = json.loads(path.read_bytes().decode()) if path.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); remove it to do without a summary") from error
+    if not isinstance(summary, dict):
+        raise ValueError(f"{path} holds {type(summary).__name__}, not an object; remove it to do without a summary")
+    return summary
+
+
 def versions() -> dict[str, str]:
     """Versions of what a run depends on, as installed here; ``summary.json`` keeps those the run was made with."""
     found = {}
@@ -180,12 +194,23 @@ def _tiles(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> l
     return tiles
 
 
-def _samples(run_dir: Path, step: int) -> dict[str, Any]:
+def _samples(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Answers of the first and the last step that has any, and what can't be read of them."""
+    samples, unread = [], []
+    for step in sorted({*logged_steps(run_dir)[:1], *logged_steps(run_dir)[-1:]}):
+        try:
+            samples.append({"step": step, "rows": _samples_of(read_step(run_dir, step))})
+        except ValueError as error:
+            unread.append(f"The answers of step {step} are left out: {printable(str(error))}.")
+    return samples, unread
+
+
+def _samples_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first answer of the first groups of a step: a choice by reward would flatter or slander the policy."""
     first_of_group: dict[int, dict[str, Any]] = {}
-    for row in read_step(run_dir, step):
+    for row in rows:
         first_of_group.setdefault(row["group_id"], row)
-    return {"step": step, "rows": [_sample(row) for row in list(first_of_group.values())[:SAMPLES_PER_STEP]]}
+    return [_sample(row) for row in list(first_of_group.values())[:SAMPLES_PER_STEP]]
 
 
 def _sample(row: dict[str, Any]) -> dict[str, Any]:
@@ -209,13 +234,6 @@ def _subject(config: Mapping[str, Any]) -> str:
     dataset = (config.get("env") or {}).get("dataset")
     trained = str(model).rstrip("/").rsplit("/", 1)[-1] if model else "A model"
     return f"{trained} trained with GRPO" + (f" on {dataset}" if dataset else "")
-
-
-def _read_summary(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error}); remove it to report without a summary") from error
 
 
 def _read_text(path: Path) -> str:

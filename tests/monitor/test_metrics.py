@@ -3,6 +3,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -168,7 +170,31 @@ def test_a_torn_last_line_is_not_read_and_never_continued(tmp_path):
     assert read_metrics(log.path) == [{"step": 1, "lr": 1.0}, {"step": 2, "lr": 2.0}]
 
 
-def test_a_corrupt_line_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
-    with pytest.raises(ValueError, match="line 2"):
-        read_metrics(tmp_path)
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (b"nonsense", "is not one of metrics"),
+        (b"\x00\xff\xfe", "is not one of metrics"),
+        (b'{"step": 2, "rew', "is not one of metrics"),  # torn in the middle of the file
+        (b"[2]", "is not one of metrics"),
+        (b"2", "is not one of metrics"),
+        (b'{"lr": 0.1}', "has no step"),
+        (b'{"step": "two"}', "step is 'two'"),
+        (b'{"step": 2, "lr": {}}', "lr is {}"),
+        (b'{"step": 2, "lr": null}', "lr is None"),
+    ],
+)
+def test_a_line_that_is_not_one_of_metrics_is_named_with_the_remedy(tmp_path, line, what):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    for read in (read_metrics, lambda folder: MetricsLog(folder).truncate(2)):
+        with pytest.raises(ValueError, match=re.escape(what)) as error:
+            read(tmp_path)
+        assert str(error.value).startswith(f"{path}, line 2 ") and str(error.value).endswith("; remove that line")
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path):
+    log = MetricsLog(tmp_path)
+    log.path = Path("/dev/full")
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        log.log(1, {"lr": 1.0})

@@ -205,6 +205,25 @@ def test_an_empty_folder_has_a_report(tmp_path):
     assert "No training step was logged." in page.text and "svg" not in page.tags
 
 
+def test_completions_that_cannot_be_read_are_left_out_and_named(tmp_path):
+    make_run(tmp_path, steps=3)
+    parts = sorted((tmp_path / "completions.parquet").glob("*.parquet"))
+    whole = parts[-1].read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"rubbish", b"", whole[:40] + bytes(len(whole) - 80) + whole[-40:]):
+        parts[-1].write_bytes(damaged)
+        page = write_report(tmp_path).read_text()
+        assert f"{parts[-1].name} can&#39;t be read" in page and "are left out" in page
+        assert "Answers, early and late" not in page and "<h2>Answers</h2>" in page  # the first step's are there
+
+
+def test_a_summary_that_is_none_is_named_with_the_remedy(tmp_path):
+    make_run(tmp_path, steps=1)
+    for rubbish in (b"{", b"\xff", b"[]"):
+        (tmp_path / "summary.json").write_bytes(rubbish)
+        with pytest.raises(ValueError, match=r"summary\.json (is not JSON|holds list).*; remove it"):
+            write_report(tmp_path)
+
+
 def test_one_answer_of_each_group_is_shown_not_the_best(tmp_path):
     log = CompletionsLog(tmp_path)
     row = {
