@@ -9,6 +9,7 @@ import gc
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import get_args
@@ -20,6 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from grpo_rl.advantages import Kind as Advantage
@@ -476,6 +478,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
         @functools.wraps(function)
         def run(cfg: DictConfig) -> object:
             transformers_logging.disable_progress_bar()  # the live view is the one to look at
+            tqdm.set_lock(threading.RLock())  # its own may stay in /dev/shm when the run is killed
             try:
                 if cfg.mode is None:
                     cfg.mode = mode

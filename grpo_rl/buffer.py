@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchrl.data import ListStorage, ReplayBuffer
+from torchrl.data import ListStorage, ReplayBuffer, RoundRobinWriter
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
 from grpo_rl.advantages import Kind, batch_advantages, check_advantage, kl_penalty
@@ -56,7 +56,10 @@ class GroupBuffer(ReplayBuffer):
                 "train.reward_clip at null and train.reward_scale at 1"
             )
         super().__init__(
-            storage=_GroupStorage(max_groups),
+            # As if to be compiled: TorchRL counts in plain numbers then. Its other counters have locks that processes
+            # share, whose semaphores may stay in /dev/shm when the run is killed.
+            storage=_GroupStorage(max_groups, compilable=True),
+            writer=RoundRobinWriter(compilable=True),
             sampler=SamplerWithoutReplacement(),
             batch_size=groups_per_batch,
             collate_fn=list,

@@ -8,6 +8,7 @@ import grpo_rl.ray_token  # noqa: F401, before torchrl, which imports ray
 import functools
 import importlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from tqdm import tqdm
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
@@ -77,6 +79,7 @@ def _train_there(
             "it on a file system that all nodes share"
         ) from error
     transformers_logging.disable_progress_bar()  # as in the process that was started by hand
+    tqdm.set_lock(threading.RLock())
     devices = site.devices
     if devices.train[0].type == "cuda":
         own = torch.device("cuda", 0)  # of all GPUs Ray lets an actor see those of its bundle
@@ -214,7 +217,14 @@ def make_engine(cfg: DictConfig, model_folder: Path, site: Site, ranks: Ranks | 
     async def start(number: int) -> FleetMember:
         name, seed = f"engine {number}", cfg.train.seed + number
         make = functools.partial(
-            start_vllm, name_or_path, model.max_model_len, cpus=site.engine_cpus, seed=seed, name=name, **settings
+            start_vllm,
+            name_or_path,
+            model.max_model_len,
+            cpus=site.engine_cpus,
+            on_loopback=cfg.ray.address is None,
+            seed=seed,
+            name=name,
+            **settings,
         )
         gpus = site.devices.tensor_parallel_size if on_gpu else 0
         engine = await launch(
@@ -239,10 +249,17 @@ def make_engine(cfg: DictConfig, model_folder: Path, site: Site, ranks: Ranks | 
         raise
 
 
-def start_vllm(model: str, max_model_len: int, cpus: int, **settings: Any) -> AsyncEngine:
-    """vLLM in a process under this one; called in the engine's actor."""
+def start_vllm(model: str, max_model_len: int, cpus: int, on_loopback: bool, **settings: Any) -> AsyncEngine:
+    """vLLM in a process under this one; called in the engine's actor.
+
+    Args:
+        on_loopback: its processes listen for one another on the loopback interface alone.
+    """
     from grpo_rl.models import resolve_model
 
+    if on_loopback:
+        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or that of the machine's name
     # Read by vLLM and OpenMP when the process starts. vLLM's own choice of cores is all of them.
     os.environ["OMP_NUM_THREADS"] = str(cpus)
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ import grpo_rl.ray_token  # noqa: F401, before ray
 
 # isort: split
 import ray
+from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -41,7 +45,9 @@ class Node:
 def cluster(address: str | None = None, gpus: Sequence[int] = (), **settings: object) -> Iterator[list[Node]]:
     """The alive nodes of the cluster at ``address``, or of one that is started on this machine and ends with this.
 
-    Without its token (`grpo_rl.ray_token`) nothing speaks to a cluster that is started here; it has no dashboard.
+    A cluster that is started here listens on the loopback interface alone, asks for a token (`grpo_rl.ray_token`), has
+    no dashboard, and keeps its sockets and logs in a folder that only this user can enter. The folder lies under
+    ``$RAY_TMPDIR``, or where temporary files go; it is removed at the end, unless an error ends this.
 
     Args:
         address: as ``ray.init`` takes it: ``auto`` joins the cluster that this machine is in.
@@ -49,15 +55,31 @@ def cluster(address: str | None = None, gpus: Sequence[int] = (), **settings: ob
         settings: more of ``ray.init``'s.
 
     Raises:
-        ValueError: there is none at that address.
+        ValueError: there is none at that address; or what Ray has started here would listen on other interfaces.
     """
-    ours = {} if address else {"include_dashboard": False, "dashboard_host": "127.0.0.1", "num_gpus": len(gpus)}
+    with nullcontext() if address else _private_folder() as folder:
+        _init(address, gpus, folder, settings)
+        try:
+            found = nodes()
+            if address is None and not all(ipaddress.ip_address(node.name).is_loopback for node in found):
+                raise ValueError(
+                    f"Ray {ray.__version__} listens on {found[0].name}, and a cluster of this machine alone has to "
+                    "listen on the loopback interface; use a version of Ray that grpo_rl was tested with (setup.py)"
+                )
+            yield found
+        finally:
+            ray.shutdown()
+
+
+def _init(address: str | None, gpus: Sequence[int], folder: str | None, settings: Mapping[str, object]) -> None:
+    """Connects this process with the cluster, or with one that it starts in the folder."""
+    ours = {} if address else {"include_dashboard": False, "num_gpus": len(gpus), "_temp_dir": folder}
     try:
         if address and ":" in address:
             # Ray itself tries for five minutes.
             host, port = address.rpartition("://")[2].rsplit(":", 1)
             socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-        with _visible(gpus) if gpus else nullcontext():
+        with _visible(gpus) if gpus else nullcontext(), nullcontext() if address else _on_loopback():
             # Of a cluster the trainer's lines are to be seen here, too.
             logs = {"log_to_driver": address is not None, "configure_logging": False}
             ray.init(address or "local", **{**logs, **ours, **settings})
@@ -68,10 +90,29 @@ def cluster(address: str | None = None, gpus: Sequence[int] = (), **settings: ob
             f"no Ray cluster answers at ray.address={address}: {error}. Start one with `ray start --head` and join it "
             "from the other nodes, or leave ray.address at null for this machine alone"
         ) from error
+
+
+@contextmanager
+def _private_folder() -> Iterator[str]:
+    """A new folder in one that only this user can enter: what Ray is given it opens for everybody to write in."""
+    # Short: what Ray adds takes 63 of the 107 bytes that the path of a socket may have.
+    outer = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR"))
+    yield os.path.join(outer, "ray")
+    shutil.rmtree(outer, ignore_errors=True)  # not after an error, whose cause Ray's logs may hold
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Has what Ray starts meanwhile listen on the loopback interface alone, as it does by itself on macOS.
+
+    Ray takes no loopback address from anyone: it puts that of the machine in its place, unless it believes that there
+    can be no other nodes. Its servers listen on all interfaces where their address is not a loopback one.
+    """
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
-        yield nodes()
+        yield
     finally:
-        ray.shutdown()
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from torchrl.data import ReplayBuffer
 
 from grpo_rl.advantages import group_advantages
 from grpo_rl.buffer import GroupBuffer
-from grpo_rl.testing import random_group
+from grpo_rl.testing import left_if_killed, random_group
 
 
 def filled(groups=6, per_batch=2, **kwargs):
@@ -22,6 +23,13 @@ def filled(groups=6, per_batch=2, **kwargs):
 
 def test_it_is_a_torchrl_replay_buffer():
     assert isinstance(filled(), ReplayBuffer) and len(filled()) == 6
+
+
+def test_a_process_that_is_killed_leaves_nothing_of_its_buffer_in_shared_memory():
+    before = left_if_killed(os.getpid())
+    buffer = filled()
+    assert left_if_killed(os.getpid()) <= before
+    del buffer
 
 
 def test_advantages_are_written_when_groups_come_in():

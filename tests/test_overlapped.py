@@ -197,6 +197,19 @@ def test_a_collector_goes_on_where_another_stopped_and_keeps_what_was_answered(t
     assert second.metrics()["groups/started"] == second.metrics()["groups/trained"] == 10
 
 
+def test_engines_that_were_replaced_before_a_checkpoint_are_counted_after_it(tokenizer, loop):
+    counts, state = [], None
+    for _ in range(2):
+        collector, _ = made(tokenizer, loop, total=30, engine=Engine(tokenizer, dies_at=[0]))
+        if state:
+            collector.restore(state)
+        collector.collect()
+        counts.append(collector.metrics()["engines/replaced"])
+        state = collector.state()
+        collector.close()
+    assert counts == [1, 2], "one in each run"
+
+
 class Echo(Task):
     """The world says back what was said, three times; a conversation is worth what was said in its turns."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ from grpo_rl.fleet import Fleet
 
 ray = pytest.importorskip("ray")
 
+import psutil  # noqa: E402
+
+from grpo_rl import ray_cluster  # noqa: E402
 from grpo_rl.ray_engines import launch  # noqa: E402
 
 
@@ -50,9 +55,36 @@ class Engine:
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors don't import tests
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield
-    ray.shutdown()
+    with ray_cluster.cluster(num_cpus=2):
+        folder = session_folder()
+        yield
+    assert not folder.exists(), "a cluster that ended well leaves nothing"
+
+
+def session_folder():
+    return Path(ray._private.worker.global_worker.node.get_session_dir_path())
+
+
+def listening(process):
+    """Addresses that a process listens on."""
+    return [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+
+
+def test_a_cluster_of_this_machine_listens_on_loopback_alone_and_nobody_else_can_enter_its_folder():
+    async def main():
+        engine = await launch("engine 0", Engine, num_cpus=0.1)
+        addresses = [ip for child in psutil.Process().children(recursive=True) for ip in listening(child)]
+        addresses += listening(psutil.Process())
+        await engine.close()
+        return engine.node, addresses
+
+    node, addresses = asyncio.run(main())
+    assert node == "127.0.0.1" and len(addresses) > 5, "head, raylet, agents and actor listen"
+    exposed = [ip for ip in addresses if not ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback]
+    assert not exposed
+    folder = session_folder()
+    assert (folder / "sockets").is_dir()
+    assert any(parent.stat().st_mode & 0o077 == 0 for parent in folder.parents)
 
 
 def test_an_actors_engine_answers_and_its_errors_are_its_own():

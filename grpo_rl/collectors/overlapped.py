@@ -116,6 +116,7 @@ class OverlappedCollector:
                 "trained": self.ledger.trained,
                 "dropped": dict(self.ledger.dropped),
                 "resampled": self._flow.resampled,
+                "replaced": self._engine.fleet.restarts,
                 "open": groups,
             }
 
@@ -129,6 +130,7 @@ class OverlappedCollector:
             self.ledger.trained, self.ledger.dropped = state["trained"], Counter(state["dropped"])
             self.ledger.started = self.ledger.trained + self.ledger.dropped.total()
             self._flow.resampled = state["resampled"]
+            self._engine.fleet.restarts += state.get("replaced", 0)  # older checkpoints do not say
             self._take_stock()
             self._flow.reopen(
                 (saved["version"], Prompt(**saved["prompt"]), saved["group"] and Group(**saved["group"]))

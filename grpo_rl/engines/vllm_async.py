@@ -8,6 +8,7 @@ tokens have left the core: so no token is counted to the wrong side.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 from collections import defaultdict
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from grpo_rl.engines.base import (
     ADAPTER_NAME,
@@ -114,6 +116,8 @@ class AsyncVLLMEngine:
             adapter_rank,
             adapter_targets,
         )
+        if tensor_parallel_size == 1:
+            settings["distributed_executor_backend"] = NamelessExecutor
         arguments = AsyncEngineArgs(
             **settings,
             worker_extension_cls=f"{__name__}.{SharedMemoryReceiver.__name__}",
@@ -312,6 +316,17 @@ def _held_digest(model: torch.nn.Module, name: str, dtype: torch.dtype) -> int:
 
 def _number(version: str) -> int:
     return 0 if version == "default" else int(version)
+
+
+class NamelessExecutor(UniProcExecutor):
+    """vLLM's executor of one worker, in a process that leaves nothing in /dev/shm, however it ends.
+
+    Semaphores of processes that vLLM spawns have names there, and who would remove them is killed with their owner.
+    """
+
+    def _init_executor(self) -> None:
+        multiprocessing.set_start_method("fork", force=True)  # whose semaphores have none; nothing is started by it
+        super()._init_executor()
 
 
 class SharedMemoryReceiver(WeightReceiver):

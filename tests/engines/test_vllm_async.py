@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.engines.base import AbortedError, EngineDeadError, Sampling
-from grpo_rl.testing import save_tiny_model
+from grpo_rl.testing import left_if_killed, save_tiny_model
 from grpo_rl.weights.push import WeightSync
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
 from grpo_rl.weights.sources import MergedAdapters
@@ -69,6 +69,10 @@ def served(folders):
     made = Served(folders[0])
     yield made
     made.close()
+
+
+def test_its_process_leaves_nothing_in_shared_memory_if_it_is_killed(served):
+    assert [left_if_killed(pid) for pid in served.engine.pids] == [set()]
 
 
 def models(folders):
