@@ -281,7 +281,8 @@ def restore(resume: str, outputs: Path, ranks: Ranks | None = None) -> tuple[Pat
         try:
             state = load(path, ranks) if named else _load(path, ranks)
             if "step" not in state:
-                raise ValueError(f"{path} is no checkpoint of a run: it holds {', '.join(map(str, state)) or 'nothing'}")
+                held = ", ".join(map(str, state)) or "nothing"
+                raise ValueError(f"{path} is no checkpoint of a run: it holds {held}")
         except ValueError as error:
             if named:
                 raise
