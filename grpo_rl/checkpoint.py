@@ -274,12 +274,15 @@ def restore(resume: str, outputs: Path, ranks: Ranks | None = None) -> tuple[Pat
     leads = ranks is None or ranks.rank == 0
     # Rank 0 looks: what others see of a shared disk may be older.
     paths = agreed(ranks, lambda: [path.resolve() for path in _candidates(resume, outputs)] if leads else [])
-    named = Path(resume).is_file()
+    named = resume != "auto" and Path(resume).is_file()
     paths, named = ranks.broadcast((paths, named)) if ranks else (paths, named)
     told = []
     for path in paths:
         try:
             state = load(path, ranks) if named else _load(path, ranks)
+            if "step" not in state:
+                held = ", ".join(map(str, state)) or "nothing"
+                raise ValueError(f"{path} is no checkpoint of a run: it holds {held}")
         except ValueError as error:
             if named:
                 raise

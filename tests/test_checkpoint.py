@@ -371,6 +371,12 @@ def test_a_torn_newest_checkpoint_is_passed_over_aloud_and_named_it_is_refused(t
         checkpoint.restore("auto", tmp_path)
 
 
+def test_a_file_of_weights_is_no_checkpoint_to_go_on_with(tmp_path):
+    torch.save({"model.norm.weight": torch.ones(2)}, tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match=r"weights\.pt is no checkpoint of a run: it holds model\.norm\.weight"):
+        checkpoint.restore(str(tmp_path / "weights.pt"), tmp_path)
+
+
 def test_auto_stays_with_the_run_whose_checkpoint_is_the_newest(tmp_path):
     """Going on with another run, because this one's checkpoint is torn, is nothing that anyone asked for."""
     other = write_whole(tmp_path / "a" / "checkpoints", 1)

@@ -363,6 +363,9 @@ class TestTheEmbeddedDefault:
         assert AutoConfig.from_pretrained(converted).tie_word_embeddings
         assert "_model_name_or_path" not in json.loads((converted / "config.json").read_text())
 
+    def test_its_files_can_all_be_read_by_the_same_users(self, converted):
+        assert len({file.stat().st_mode for file in converted.iterdir()}) == 1
+
     def test_ends_a_turn_with_im_end_and_speaks_its_chat_template(self, converted):
         tokenizer = AutoTokenizer.from_pretrained(converted)
         assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
