@@ -10,6 +10,7 @@ holds.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -64,6 +65,18 @@ def fingerprint(tensor: Tensor, row_start: int = 0, column_start: int = 0) -> in
 def add(*fingerprints: int) -> int:
     """Fingerprint of the whole from those of its shards."""
     return sum(fingerprints) & _MASK
+
+
+def agreed(*fingerprints: int) -> int:
+    """Fingerprint of a tensor that is held in several forms; where they differ, a number that none of them has.
+
+    A form that is right must not vouch for one that is not.
+
+    >>> agreed(7, 7), agreed(7, 0)
+    (7, 1)
+    """
+    found = set(fingerprints)
+    return found.pop() if len(found) == 1 else next(number for number in count() if number not in found)
 
 
 @lru_cache(maxsize=256)

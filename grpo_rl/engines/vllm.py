@@ -13,13 +13,13 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from grpo_rl.engines.base import ADAPTER_NAME, Samples, Sampling, check_request
-from grpo_rl.fingerprint import add, fingerprint
+from grpo_rl.engines.base import ADAPTER_NAME, Samples, Sampling, check_request, digest
+from grpo_rl.fingerprint import add, agreed, fingerprint
 
 # Read by vLLM at import. In-process: a second process would take half a minute to start and copy every weight twice.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -40,7 +40,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.sampling_params import RequestOutputKind
 
-from grpo_rl.engines.vllm_cpu import cpu_settings, packed_heads, read_by_product, refresh_heads
+from grpo_rl.engines.vllm_cpu import (
+    cpu_settings,
+    note_what_is_packed,
+    packed_heads,
+    read_by_product,
+    refresh_heads,
+)
 from grpo_rl.engines.vllm_lora import (
     adapter_request,
     adapter_settings,
@@ -48,6 +54,14 @@ from grpo_rl.engines.vllm_lora import (
     hold_adapter,
     without_adapter,
 )
+
+if TYPE_CHECKING:  # it needs this module
+    from grpo_rl.engines.vllm_cpu_direct import Places
+
+LOG = logging.getLogger(__name__)
+
+# Before any engine packs its weights: the direct road keeps the notes up to date.
+note_what_is_packed()
 
 
 class VLLMEngine:
@@ -249,14 +263,51 @@ def samples_of(output: RequestOutput, version: int) -> Samples:
 
 
 class WeightReceiver:
-    """What vLLM's workers learn from us: to take weights by their checkpoint names, and to say what they hold."""
+    """What vLLM's workers learn from us: to take weights by their checkpoint names, and to say what they hold.
+
+    A worker that holds a whole model on a CPU looks where each tensor went after vLLM has loaded all of them
+    (`grpo_rl.engines.vllm_cpu_direct`). Where it finds them, later weights are put there and read from there: vLLM
+    packs every layer anew, and offers no way to read what it has packed but a product with an identity matrix.
+    """
 
     model_runner: Any  # the worker's
+    _places: Places | None = None
+    _written: frozenset[str] = frozenset()
+    """Tensors that were put into their places."""
+    _read_there: frozenset[str] = frozenset()
+    """Those of them of which a product has shown that what lies there is what it is made with."""
 
     def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads the weights in place; those that do not come stay."""
-        self.model_runner.reload_weights(weights_iterator=iter(weights))
-        refresh_heads(self.model_runner.get_model())
+        if places := self._known_places():
+            written: set[str] = set()
+            weights = [(name, tensor) for name, tensor in weights if not self._put(places, name, tensor, written)]
+            self._written |= written
+            if not weights:
+                return
+        model = self.model_runner.get_model()
+        loaded: dict[str, tuple[torch.Size, int]] = {}
+        is_whole = torch.distributed.get_world_size() == 1 and next(model.parameters()).device.type == "cpu"
+        weights = _noting_digests(weights, loaded) if is_whole else iter(weights)
+        self.model_runner.reload_weights(weights_iterator=weights)
+        refresh_heads(model)
+        self._places = find_places(model, loaded)
+        self._written = self._read_there = frozenset()
+
+    def _known_places(self) -> Places | None:
+        """Where tensors lie, unless the model has been seen to have others."""
+        if self._places is not None and not self._places.still_hold():
+            self._places = None
+        return self._places
+
+    def _put(self, places: Places, name: str, tensor: Tensor, written: set[str]) -> bool:
+        """Puts a tensor into its place, if that is known."""
+        place = places.get(name)
+        if place is None or place.shape != tensor.shape or tensor.dtype != self.model_runner.model_config.dtype:
+            return False
+        place.write(0, tensor.reshape(-1))
+        written.add(name)
+        return True
 
     def receive_adapter(self, factors: dict[str, Tensor]) -> None:
         """Puts the adapter in the place of the one before."""
@@ -267,13 +318,49 @@ class WeightReceiver:
         model = self.model_runner.get_model()
         held: dict[tuple[str, str], Tensor] = {}
         shares = {}
+        places = self._known_places()
         for name, shape in shapes.items():
+            place = places.get(name) if places and name in self._written else None
             if factor := ADAPTER_NAME.fullmatch(name):
                 module, index = module_of(model, factor["layer"])
                 shares[name] = held_factor_fingerprint(self.model_runner, module, factor["part"], index)
+            elif place and name in self._read_there:
+                shares[name] = place.fingerprint(dtype)
             else:
                 shares[name] = _shard_fingerprint(model, name, shape, dtype, held)
+                if place and place.fingerprint(dtype) == shares[name]:
+                    self._read_there |= {name}
+                elif place:  # what was put there is not what the product is made with
+                    self._places = None
         return shares
+
+
+def find_places(model: torch.nn.Module, loaded: Mapping[str, tuple[torch.Size, int]]) -> Places | None:
+    """Where the tensors went that vLLM has just loaded; None where it isn't known of all of the model's.
+
+    Args:
+        loaded: shape and digest of each.
+    """
+    if not loaded or next(model.parameters()).device.type != "cpu":
+        return None
+    try:
+        from grpo_rl.engines.vllm_cpu_direct import Places
+
+        return Places(model, loaded)
+    except LookupError as error:
+        LOG.info("Weights go on coming by vLLM's own road: %s", error)
+    except (AttributeError, ImportError, TypeError, ValueError):
+        # Nobody promises the names that are looked for, and vLLM's own road needs none of them.
+        LOG.warning("This vLLM is laid out in a way that is not known; weights come by its own road", exc_info=True)
+    return None
+
+
+def _noting_digests(
+    weights: Iterable[tuple[str, Tensor]], loaded: dict[str, tuple[torch.Size, int]]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        loaded[name] = tensor.shape, digest(tensor)
+        yield name, tensor
 
 
 def _without_factors(weights: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -313,15 +400,10 @@ def _shard_fingerprint(
     if isinstance(module, VocabParallelEmbedding):
         # The vocabulary is padded, and split by rows.
         first, rows = module.shard_indices.org_vocab_start_index, module.shard_indices.num_org_elements
-        looked_up = fingerprint(whole[:rows], row_start=first)
         # What is looked up is one thing, what a head on CPU multiplies by another: both have to be what was sent.
-        for head in packed_heads(model):
-            if head.weight.data_ptr() != module.weight.data_ptr():
-                continue
-            multiplied = fingerprint(read_by_product(head, whole.shape[1], dtype)[:rows], row_start=first)
-            if multiplied != looked_up:
-                return multiplied
-        return looked_up
+        heads = (head for head in packed_heads(model) if head.weight.data_ptr() == module.weight.data_ptr())
+        forms = [whole, *(read_by_product(head, whole.shape[1], dtype) for head in heads)]
+        return agreed(*(fingerprint(form[:rows], row_start=first) for form in forms))
     if isinstance(module, RowParallelLinear):
         if kind == "bias":
             return fingerprint(whole) if rank == 0 else 0

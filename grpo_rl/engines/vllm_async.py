@@ -40,14 +40,13 @@ from grpo_rl.engines.base import (
     check_request,
     digest,
 )
-from grpo_rl.engines.vllm_cpu import note_what_is_packed, offer_norms, packed_from, packed_heads, parts_of
+from grpo_rl.engines.vllm_cpu import offer_norms, packed_from, packed_heads, parts_of
 from grpo_rl.engines.vllm_lora import adapter_request, hold_adapter, without_adapter
 from grpo_rl.engines.vllm_transfer import BACKEND, register
-from grpo_rl.fingerprint import add
+from grpo_rl.fingerprint import add, agreed
 
 # In every process that imports this, the workers' included, before they are built.
 register()  # the entry point does it too, where the package is installed and VLLM_PLUGINS does not leave it out
-note_what_is_packed()
 if not torch.cuda.is_available():
     offer_norms()
 
@@ -310,7 +309,7 @@ def _held_digest(model: torch.nn.Module, name: str, dtype: torch.dtype) -> int:
     if isinstance(module, VocabParallelEmbedding):
         # What is looked up is one thing, what a head on CPU multiplies by another: both have to be what was sent.
         heads = [head for head in packed_heads(model) if head.weight.data_ptr() == module.weight.data_ptr()]
-        return next((made[0] for head in heads if (made := packed_from(head)) and made[0] != held), held)
+        return agreed(held, *(made[0] for head in heads if (made := packed_from(head))))
     return held
 
 

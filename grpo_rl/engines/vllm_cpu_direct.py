@@ -23,8 +23,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from grpo_rl.engines.base import digest
 from grpo_rl.engines.vllm import module_of
 from grpo_rl.engines.vllm_cpu import packed_heads
-from grpo_rl.engines.vllm_cpu_packed import LANES, Packed, handler_of, packed_weight
+from grpo_rl.engines.vllm_cpu_packed import LANES, Packed, handler_of, is_where_it_was, packed_weight
 from grpo_rl.engines.vllm_lora import without_adapter
+from grpo_rl.fingerprint import agreed, fingerprint
 
 NORMS = (RMSNorm, GemmaRMSNorm, LayerNorm, torch.nn.LayerNorm)
 STEP_BYTES = 1 << 19
@@ -91,10 +92,22 @@ class Place:
 
     def digests(self) -> Iterator[int]:
         """Of what lies there, in each form, read from there."""
+        return (digest(held) for held in self._read())
+
+    def fingerprint(self, dtype: torch.dtype) -> int:
+        """What `grpo_rl.fingerprint` says of what lies there, in all forms.
+
+        Args:
+            dtype: of the weight.
+        """
+        return agreed(*(fingerprint(held.view(dtype)) for held in self._read()))
+
+    def _read(self) -> Iterator[Tensor]:
+        """What lies there, in each form."""
         if self.plain is not None:
-            yield digest(self.plain)
+            yield self.plain
         for there in self.packed:
-            yield digest(there.packed.read(there.first, self.shape[0]))
+            yield there.packed.read(there.first, self.shape[0])
 
 
 class Places:
@@ -137,7 +150,8 @@ class Places:
     def still_hold(self) -> bool:
         """Whether the model has the same tensors, and the same packed weights, as when they were looked for."""
         return all(getattr(module, kind, None) is tensor for module, kind, tensor in self._tensors) and all(
-            getattr(layer, "cpu_linear", None) is linear for layer, (linear, _) in self._packed.items()
+            getattr(layer, "cpu_linear", None) is linear and (packed is None or is_where_it_was(packed))
+            for layer, (linear, packed) in self._packed.items()
         )
 
     def _place(self, name: str, shape: torch.Size) -> Place:

@@ -80,9 +80,10 @@ class Packed:
             row, source = row + count, source + 4 * count * self.words
 
     def read(self, row: int, count: int) -> Tensor:
-        """Rows as they were before packing, [count, words] int32."""
-        rows = self.blocks[:, : self.words].transpose(1, 2).reshape(-1, self.words)
-        return rows[row : row + count]
+        """Rows as they were before packing, [count, words] int32, contiguous."""
+        first, last = row // LANES, -(-(row + count) // LANES)
+        rows = self.blocks[first:last, : self.words].transpose(1, 2).reshape(-1, self.words)
+        return rows[row - LANES * first :][:count].contiguous()  # of a single block it is a view still
 
 
 def _is_plain(words: Tensor) -> bool:
@@ -149,6 +150,18 @@ def packed_weight(handler: Any, element_size: int) -> Packed:
         raise LookupError(f"oneDNN's memory of a weight of {rows} rows is not where it was looked for")
     theirs = (ctypes.c_char * size).from_address(address)
     return Packed(torch.frombuffer(theirs, dtype=torch.int32).view(shape), words, handler)
+
+
+def is_where_it_was(packed: Packed) -> bool:
+    """Whether its handler still keeps its weight there."""
+    try:
+        memory = os.open("/proc/self/mem", os.O_RDONLY)
+        try:
+            return _data_of_weights(memory, packed.owner.handler_tensor.item()) == packed.blocks.data_ptr()
+        finally:
+            os.close(memory)
+    except (LookupError, OSError, OverflowError, struct.error):
+        return False
 
 
 def _data_of_weights(memory: int, handler: int) -> int:

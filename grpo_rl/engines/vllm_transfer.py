@@ -6,7 +6,6 @@ the entry point `vllm.general_plugins` calls :func:`register` in every process o
 
 from __future__ import annotations
 
-import logging
 import math
 import mmap
 import os
@@ -30,7 +29,6 @@ from grpo_rl.engines.base import ADAPTER_NAME, a_core_left
 if TYPE_CHECKING:  # vLLM reads a plugin before its layers can be imported
     from grpo_rl.engines.vllm_cpu_direct import Places
 
-LOG = logging.getLogger(__name__)
 BACKEND = "grpo_rl_shared_memory"
 MEMORY_NAME = "grpo_rl weights"
 """Of the trainer's memory, by which it is told from other files; as `grpo_rl.weights.shared_memory` has it."""
@@ -241,6 +239,7 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        from grpo_rl.engines.vllm import find_places
         from grpo_rl.engines.vllm_cpu import refresh_heads
 
         if self._names is None:
@@ -269,22 +268,7 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
             finalize_layerwise_reload(self.model, self.model_config)
             self._is_reloading = False
             refresh_heads(self.model)
-            self._find_places()
-
-    def _find_places(self) -> None:
-        """Looks where the tensors went that vLLM has just loaded."""
-        self._places = None
-        if next(self.model.parameters()).device.type != "cpu":
-            return
-        try:
-            from grpo_rl.engines.vllm_cpu_direct import Places
-
-            self._places = Places(self.model, self._loaded)
-        except LookupError as error:
-            LOG.info("Weights go on coming by vLLM's own road: %s", error)
-        except (AttributeError, ImportError, TypeError, ValueError):
-            # Nobody promises the names that are looked for, and vLLM's own road needs none of them.
-            LOG.warning("This vLLM is laid out in a way that is not known; weights come by its own road", exc_info=True)
+            self._places = find_places(self.model, self._loaded)
 
     def abandon(self) -> None:
         """Gives up an update: what has come is new, or new in part, all else what it was."""

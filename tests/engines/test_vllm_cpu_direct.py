@@ -199,6 +199,90 @@ def test_what_is_written_directly_for_the_first_time_is_read_back_on_that_push(t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["untied", "biased"])  # the latter tied
+def test_in_one_process_later_pushes_go_to_their_places_and_are_read_from_there(kind, tmp_path, monkeypatch):
+    """The first by vLLM's own road; what came by the second is read by products once more, to prove the direct one."""
+    from grpo_rl.engines import vllm
+
+    folders = [save(kind, seed, tmp_path / str(seed)) for seed in range(2)]
+    weights = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict() for folder in folders]
+    second = answers_from_disk(folders[1])
+    here = Here(folders[0])
+    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.bfloat16)
+    products, reloads, by_product = [], [], vllm.read_by_product
+    monkeypatch.setattr(vllm, "read_by_product", lambda *args: products.append(args) or by_product(*args))
+    reload = here.worker.model_runner.reload_weights
+    monkeypatch.setattr(
+        here.worker.model_runner, "reload_weights", lambda **args: reloads.append(args) or reload(**args)
+    )
+    try:
+        first, sync = here.answers(), WeightSync(model, here.engine)
+        for push, (came, expected) in enumerate([(1, second), (0, first), (1, second)], start=1):
+            products.clear(), reloads.clear()
+            model.load_state_dict(weights[came])
+            sync.push()
+            assert (bool(products), bool(reloads)) == (push < 3, push < 2) and here.answers() == expected
+        for name in ("model.layers.1.self_attn.v_proj.weight", "model.embed_tokens.weight", "model.norm.weight"):
+            place = here.worker._places.get(name)
+            forms = [place.plain.view(-1)] if place.plain is not None else []
+            forms += [there.packed.blocks[there.first // 64, 3, there.first % 64 :] for there in place.packed]
+            assert len(forms) == 1 + (kind == "biased" and "embed" in name)
+            for held in forms:
+                bits = held.view(torch.int16)
+                bits[0] ^= 1  # the last bit of one weight
+                with pytest.raises(WeightDeliveryError, match=rf"1 of \d+ tensors differ .*\({name}\)"):
+                    sync.verify()
+                bits[0] ^= 1
+        sync.verify()
+        assert not products
+        # By products too, a head that is right does not vouch for the table beside it.
+        here.worker._places.get("model.embed_tokens.weight").plain[0, 0] += 1
+        here.worker._places = None
+        with pytest.raises(WeightDeliveryError, match=r"1 of \d+ tensors differ .*embed_tokens"):
+            sync.verify()
+        assert products
+    finally:
+        here.engine.close()
+
+
+@pytest.mark.slow
+def test_in_one_process_what_the_direct_road_puts_elsewhere_is_found_out(tmp_path, monkeypatch):
+    from grpo_rl.engines.vllm_cpu_packed import Packed
+
+    def beside(packed, row, values):
+        write(packed, row, values)
+        packed.blocks[0, 0, 0] ^= 1
+
+    here, write = Here(save("tied", 0, tmp_path / "0")), Packed.write
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "0", dtype=torch.bfloat16)
+    try:
+        sync = WeightSync(model, here.engine)
+        for pushes in (1, 2):  # the next is the first one that is put there, and one that is read there too
+            for _ in range(pushes):
+                sync.push()
+            with monkeypatch.context() as patch:
+                patch.setattr(Packed, "write", beside)
+                with pytest.raises(WeightDeliveryError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight"):
+                    sync.push()
+        sync.push()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(here.worker._places.get("model.norm.weight")), "write", lambda *_: None)
+            with torch.no_grad():
+                model.model.norm.weight.add_(1)
+            with pytest.raises(WeightDeliveryError, match=r"1 of \d+ tensors differ .*\(model\.norm\.weight\)"):
+                sync.push()
+        sync.push()
+        # A layer that multiplies by something else than at first is not taken for what lies in the old place.
+        layer = here.worker.model_runner.get_model().model.layers[1].mlp.down_proj
+        product = layer.cpu_linear
+        monkeypatch.setattr(layer, "cpu_linear", lambda x, weight, bias: 2 * product(x, weight, bias))
+        with pytest.raises(WeightDeliveryError, match=r"model\.layers\.1\.mlp\.down_proj\.weight"):
+            sync.verify()
+    finally:
+        here.engine.close()
+
+
+@pytest.mark.slow
 def test_a_model_with_a_layer_that_is_not_known_goes_on_by_vllms_own_road(tmp_path, monkeypatch):
     from grpo_rl.engines import vllm_cpu_direct
 
@@ -264,16 +348,12 @@ def test_a_layer_that_keeps_its_weight_beside_the_packed_one_answers_for_the_pac
 
 
 def test_a_vllm_that_is_laid_out_in_another_way_loads_weights_by_its_own_road(monkeypatch, caplog):
-    from types import SimpleNamespace
-
     from grpo_rl.engines import vllm_cpu_direct
-    from grpo_rl.engines.vllm_transfer import SharedMemoryEngine
+    from grpo_rl.engines.vllm import find_places
 
     def renamed(self, model, loaded):
         raise AttributeError("'RMSNorm' object has no attribute 'weight'")
 
     monkeypatch.setattr(vllm_cpu_direct.Places, "__init__", renamed)
-    config = SimpleNamespace(parallel_config=None, model_config=None)
-    receiver = SharedMemoryEngine(None, config, torch.device("cpu"), torch.nn.Linear(2, 2))
-    receiver._find_places()
-    assert not receiver.is_direct and "has no attribute 'weight'" in caplog.text
+    assert find_places(torch.nn.Linear(2, 2), {"weight": (torch.Size([2, 2]), 0)}) is None
+    assert "has no attribute 'weight'" in caplog.text
