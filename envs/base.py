@@ -63,7 +63,7 @@ class LLMEnv(EnvBase):
         max_turns: answers of the policy in one conversation, where the task replies.
         score_timeout_s: deadline of a scorer, and of a reply; see `grpo_rl.envs.guard`.
         max_failed_fraction: of all answers, beyond which failing scorers stop the run.
-        isolated: score in processes of their own, whether the task asks for it or not.
+        isolated: score in processes of their own, or not, whatever the task asks for; None leaves it to the task.
         rewards: added to the task's own, see `grpo_rl.envs.rewards`.
         seed: of the shuffles.
 
@@ -83,7 +83,7 @@ class LLMEnv(EnvBase):
         max_turns: int = 4,
         score_timeout_s: float = 60.0,
         max_failed_fraction: float = 0.1,
-        isolated: bool = False,
+        isolated: bool | None = None,
         rewards: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
@@ -108,8 +108,9 @@ class LLMEnv(EnvBase):
             )
         if max_turns < 1:
             raise ValueError(f"env.max_turns={max_turns}; the policy needs at least 1 turn")
+        if isolated is not None:
+            task.isolated = isolated
         task = with_rewards(task, rewards, token_counter(tokenizer))
-        task.isolated = task.isolated or isolated
         super().__init__(batch_size=[num_envs * repeats])
         self.task, self.tokenizer = task, tokenizer
         self.num_envs, self.repeats = num_envs, repeats

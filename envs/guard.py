@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import math
 import queue
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+from grpo_rl.envs import watchdog
 from grpo_rl.envs.isolation import IsolatedCalls
 from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, last_said, plays_turns
+from grpo_rl.envs.watchdog import Watch
 
 Kind = Literal["error", "timeout", "invalid", "unjudgeable"]
 LARGEST = 3.4e38
 """What a reward may be: training keeps it in fp32."""
 FEW = 80
 """Answers before which the fraction that failed says little; their number is taken for that of the first ones."""
+LATER_S = 0.5
+"""Seconds that a thread has beyond the deadline: a task that kills its own scorer then is heard first."""
+FROZEN_S = LATER_S + 1.0
+"""Seconds beyond the deadline after which a call that nobody took back is watched no longer, but told of."""
+
+EXCERPT = 200
+"""Characters of a response in messages."""
+ENDS = (
+    "Code that never lets go of Python's interpreter can't be stopped, so the process ends, by SIGALRM (exit code "
+    "142); resume goes on from the last checkpoint. Code in a process of its own is killed instead, and costs the "
+    "response only: put the task into a module that can be imported, and set env.isolated=true. The stacks of all "
+    "threads follow."
+)
 
 
 class ScoreError(RuntimeError):
@@ -50,14 +67,19 @@ class Scorer:
 
 
 class ScoreGuard:
-    """Scores answers so that one scorer's accident costs one answer.
+    """Scores responses so that one scorer's accident costs one response.
+
+    One rule for time: each call of the scorer has ``deadline_s``, whether it judges one response or a group together.
+    A scorer that takes longer is told of then, not when the step ends, by :attr:`tell`. What happens to it:
+
+    - A call in a process of its own is killed: the task is ``isolated``, or gives its user's code to one.
+    - A call in a thread is left behind: a thread can't be stopped.
+    - A call that freezes this process, as it never lets go of Python's interpreter, ends the process, which is told on
+      stderr and in the run's folder within 5 seconds (`grpo_rl.envs.watchdog`).
 
     Args:
         task: judges.
-        deadline_s: seconds that the scoring of one answer may take; answers that are scored together have as many times
-            that together. What takes longer is left behind in its thread, or killed where the task is ``isolated``:
-            a thread can't be stopped, and code that never lets go of Python's interpreter, a regular expression that
-            backtracks say, holds up its deadline too.
+        deadline_s: seconds that one call of the scorer may take.
         max_failed_fraction: of all answers; beyond it the run stops, as it would train on an odd choice of answers.
 
     Raises:
@@ -78,6 +100,9 @@ class ScoreGuard:
         """Answers without a reward, by kind."""
         self.examples: dict[Kind, str] = {}
         """The first failure of each kind."""
+        self.tell: Callable[[str], None] = _to_stderr
+        """Gets the message of the first failure of each kind, and of every timeout, when it happens."""
+        self._late: set[str] = set()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -89,6 +114,11 @@ class ScoreGuard:
         """:attr:`failed` and :attr:`examples` at one moment, where another thread may be judging."""
         with self._lock:
             return dict(self.failed), dict(self.examples)
+
+    def tell_in(self, folder: Path, tell: Callable[[str], None]) -> None:
+        """From now on failures are told by ``tell``, and what freezes this process in ``folder`` too."""
+        self.tell = tell
+        watchdog.tell_in(folder)
 
     def restore(self, counts: dict[str, int]) -> None:
         """Goes on counting from :attr:`counts`; other entries are left aside."""
@@ -106,9 +136,10 @@ class ScoreGuard:
             ScoreError: too many answers failed.
         """
         if not self._task.together:
-            return self._checked(self._each("score", [(row, text) for text in responses]), responses, where)
+            return self._each("score", [(row, text) for text in responses], responses, where)
         rows = [row] * len(responses)
-        together = self._all_at_once(rows, responses)
+        said = f"{len(responses)} responses together, the first was {responses[0][:EXCERPT]!r}" if responses else ""
+        [together] = self._results("score_many", [(rows, responses)], [said], where)
         if not isinstance(together, (Exception, Sequence)) or isinstance(together, str):
             together = TypeError(f"score_many returned {together!r:.80}, no list of rewards")
         elif isinstance(together, Sequence) and len(together) != len(responses):
@@ -121,23 +152,66 @@ class ScoreGuard:
         said = [last_said(messages) for messages in dialogs]
         if not plays_turns(self._task):
             return self.score(row, said, where)
-        return self._checked(self._each("score_dialog", [(row, messages) for messages in dialogs]), said, where)
+        return self._each("score_dialog", [(row, messages) for messages in dialogs], said, where)
 
-    def _each(self, method: str, calls: Sequence[tuple]) -> list[Any]:
-        """What each call of the task returned or raised."""
+    def _each(
+        self, method: str, calls: Sequence[tuple], responses: Sequence[str], where: str
+    ) -> list[Reward | Failure]:
+        """The reward of each response, for which the task is called once."""
+
+        def name(at: int, result: Any) -> None:
+            if isinstance(result, TimeoutError):
+                self._name(self._check(result, responses[at], where))
+
+        said = [f"the response was {text[:EXCERPT]!r}" for text in responses]
+        return self._checked(self._results(method, calls, said, where, name), responses, where)
+
+    def _results(
+        self,
+        method: str,
+        calls: Sequence[tuple],
+        said: Sequence[str],
+        where: str,
+        name: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
+        """What each call of the task returned or raised.
+
+        Args:
+            said: what each call judges, for messages.
+            name: gets the index of each call that is late, and its error, at its deadline.
+        """
         with self._turn:  # a task is asked once at a time, though a run may evaluate while answers come in
             if self._processes:
-                return self._processes.map([(method, *arguments) for arguments in calls])
+                return self._processes.map([(method, *arguments) for arguments in calls], told=name)
+            self._task.ready(self.deadline_s)
             function = getattr(self._task, method)
-            return self._results([lambda arguments=arguments: function(*arguments) for arguments in calls])
+            frozen = f"{self._name_of_task} has frozen this process for {self.deadline_s:g} s on {where}"
+            return self._in_thread([_Call(function, *pair) for pair in zip(calls, said, strict=True)], frozen, name)
 
-    def _all_at_once(self, rows: Sequence[dict], responses: Sequence[str]) -> Any:
-        """What ``score_many`` returned or raised."""
-        deadline_s = self.deadline_s * max(1, len(responses))
-        with self._turn:
-            if self._processes:
-                return self._processes.map([("score_many", rows, responses)], deadline_s)[0]
-            return self._results([lambda: self._task.score_many(rows, responses)], deadline_s)[0]
+    def _in_thread(self, calls: Sequence[_Call], frozen: str, name: Callable[[int, Any], None] | None) -> list[Any]:
+        """What each call returned or raised; calls run one after the other, in a thread that may be left behind."""
+        results: list[Any] = []
+        while len(results) < len(calls):
+            done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            watch, left_behind = Watch(), threading.Event()
+            rest = calls[len(results) :]
+            in_thread(_run, rest, done, left_behind, watch, self.deadline_s + FROZEN_S, frozen)
+            try:
+                for _ in rest:
+                    results.append(done.get(timeout=self.deadline_s + LATER_S))
+            except queue.Empty:
+                left_behind.set()
+                late = TimeoutError(f"no result within {self.deadline_s:g} s, so its thread was left behind")
+                if name:
+                    name(len(results), late)
+                results.append(late)
+            finally:
+                watch.close()
+        return results
+
+    @property
+    def _name_of_task(self) -> str:
+        return type(self._task).__name__
 
     def _checked(self, results: Sequence[Any], answers: Sequence[str], where: str) -> list[Reward | Failure]:
         checked = [self._check(result, answer, where) for result, answer in zip(results, answers, strict=True)]
@@ -145,18 +219,29 @@ class ScoreGuard:
         return checked
 
     def record(self, results: Sequence[Reward | Failure]) -> None:
-        """Counts the results of answers that were judged.
+        """Counts the results of answers that were judged, and tells of failures that are new.
 
         Raises:
             ScoreError: too many answers failed.
         """
+        failures = [result for result in results if isinstance(result, Failure)]
         with self._lock:
             self.judged += len(results)
-            for failure in results:
-                if isinstance(failure, Failure):
-                    self.failed[failure.kind] += 1
-                    self.examples.setdefault(failure.kind, failure.message)
+            first: dict[Kind, Failure] = {}
+            for failure in failures:
+                self.failed[failure.kind] += 1
+                if failure.kind not in self.examples:
+                    self.examples[failure.kind] = failure.message
+                    first[failure.kind] = failure
             failed = self.failed.total()
+        for failure in first.values():
+            if failure.kind != "timeout":
+                self.tell(f"No reward ({failure.kind}), the first of its kind: {failure.message}")
+        # One of those that were late together; those that were late alone have been named.
+        late = [failure for failure in failures if failure.kind == "timeout"]
+        if late and not any(failure.message in self._late for failure in late):
+            self._name(late[0])
+        self._late.difference_update(failure.message for failure in late)
         if failed > self._max_failed * max(self.judged, FEW):
             counts = ", ".join(f"{count} {kind}" for kind, count in self.failed.items())
             raise ScoreError(
@@ -165,8 +250,13 @@ class ScoreGuard:
                 + "\n".join(self.examples.values())
             )
 
+    def _name(self, late: Reward | Failure) -> None:
+        assert isinstance(late, Failure)
+        self._late.add(late.message)
+        self.tell(f"No reward (timeout): {late.message}")
+
     def _check(self, result: Any, answer: str, where: str) -> Reward | Failure:
-        name, of = type(self._task).__name__, f"the answer was {answer[:200]!r}"
+        name, of = self._name_of_task, f"the answer was {answer[:EXCERPT]!r}"
         if isinstance(result, Unjudgeable):
             return Failure("unjudgeable", f"{name} can't judge {where}: {result}")
         if isinstance(result, TimeoutError):
@@ -181,40 +271,43 @@ class ScoreGuard:
         # A task may well return counts or truth values.
         return Reward(_floats(result.parts), _floats(result.measures))
 
-    def _results(self, calls: Sequence[Callable[[], Any]], deadline_s: float | None = None) -> list[Any]:
-        """What each call returned or raised; calls run one after the other, in a thread that may be left behind."""
-        deadline_s = deadline_s or self.deadline_s
-        results: list[Any] = []
-        while len(results) < len(calls):
-            done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            left_behind = threading.Event()
-            rest = calls[len(results) :]
-            in_thread(_run, rest, done, left_behind)
-            for _ in rest:
-                try:
-                    results.append(done.get(timeout=deadline_s))
-                except queue.Empty:
-                    left_behind.set()
-                    results.append(TimeoutError(f"no result within {deadline_s:g} s, so its thread was left behind"))
-                    break
-        return results
-
 
 def in_thread(function: Callable[..., object], *arguments: object) -> None:
     """Calls the function in a thread that does not keep the process from ending."""
     threading.Thread(target=function, args=arguments, daemon=True).start()
 
 
-def _run(calls: Sequence[Callable[[], Any]], done: queue.SimpleQueue[Any], left_behind: threading.Event) -> None:
+@dataclass(frozen=True)
+class _Call:
+    function: Callable[..., Any]
+    arguments: tuple
+    said: str
+
+
+def _run(
+    calls: Sequence[_Call],
+    done: queue.SimpleQueue[Any],
+    left_behind: threading.Event,
+    watch: Watch,
+    watched_s: float,
+    frozen: str,
+) -> None:
     for call in calls:
         if left_behind.is_set():
             return
+        watch.begin(watched_s, f"{frozen}: {call.said}. {ENDS}")
         try:
-            done.put(call())
+            result = call.function(*call.arguments)
         except Exception as error:
-            done.put(error)
+            result = error
         except BaseException as error:  # a scorer that calls sys.exit() ends itself, not the run
-            done.put(RuntimeError(f"{type(error).__name__}: {error}"))
+            result = RuntimeError(f"{type(error).__name__}: {error}")
+        watch.end()
+        done.put(result)
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _floats(numbers: dict[str, Any]) -> dict[str, float]:

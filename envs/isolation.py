@@ -86,11 +86,25 @@ class IsolatedCalls:
         self._process_id = os.getpid()
         self._finalizer = weakref.finalize(self, _kill_all, self._live, self._process_id)
 
-    def map(self, arguments: Sequence[tuple], deadline_s: float | None = None) -> list[Any]:
+    def start(self) -> None:
+        """Starts a worker, if none lives, so that its imports are no part of a caller's own deadline."""
+        if not self._live:
+            self._threads.submit(self._own_worker).result()
+
+    def map(
+        self,
+        arguments: Sequence[tuple],
+        deadline_s: float | None = None,
+        chunk: int | None = None,
+        told: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
         """What each call returned, in the order of ``arguments``, one tuple a call.
 
         Args:
             deadline_s: of each of these calls, where it is not the usual one.
+            chunk: calls that go to a worker in one message: many, where they are so short that the message takes
+                longer. None spreads them over the workers.
+            told: gets each call's index and result as soon as it is there, from any thread.
 
         In the place of a call that failed stands the exception: what it raised, a TimeoutError where it took longer
         than its deadline, or :class:`WorkerDied`.
@@ -100,9 +114,12 @@ class IsolatedCalls:
         """
         if os.getpid() != self._process_id:
             raise RuntimeError("the workers belong to the process that this one was forked from; make others here")
-        size = max(1, min(_MAX_CHUNK, len(arguments) // (4 * self.workers)))
-        chunks = [arguments[start : start + size] for start in range(0, len(arguments), size)]
-        futures = [self._threads.submit(self._results, chunk, deadline_s or self.deadline_s) for chunk in chunks]
+        size = chunk or max(1, min(_MAX_CHUNK, len(arguments) // (4 * self.workers)))
+        deadline_s = deadline_s or self.deadline_s
+        futures = [
+            self._threads.submit(self._results, arguments[start : start + size], deadline_s, start, told)
+            for start in range(0, len(arguments), size)
+        ]
         try:
             return [result for future in futures for result in future.result()]
         finally:
@@ -121,9 +138,11 @@ class IsolatedCalls:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _results(self, chunk: Sequence[tuple], deadline_s: float) -> list[Any]:
+    def _results(
+        self, chunk: Sequence[tuple], deadline_s: float, start: int, told: Callable[[int, Any], None] | None
+    ) -> list[Any]:
         """Of each call of the chunk, made by this thread's worker, and after a failure by the next one."""
-        results: list[Any] = []
+        results = _Told(start, told)
         died = False
         while len(results) < len(chunk):
             if self._closed:
@@ -162,6 +181,18 @@ class IsolatedCalls:
         self._own.worker = None
         self._live.discard(worker)
         return worker.kill()
+
+
+class _Told(list[Any]):
+    """Results, of which each is told as it comes in."""
+
+    def __init__(self, start: int, told: Callable[[int, Any], None] | None) -> None:
+        self._start, self._told = start, told
+
+    def append(self, result: Any) -> None:
+        super().append(result)
+        if self._told:
+            self._told(self._start + len(self) - 1, result)
 
 
 class _Worker:

@@ -54,8 +54,10 @@ class Task(ABC):
     """The dataset."""
     reward_parts: tuple[str, ...]
     """Names of the parts that every :meth:`score` returns."""
-    isolated: bool = False
-    """Whether answers are scored in a process of their own, which can be killed: for scorers that may hang or crash."""
+    isolated: bool | None = None
+    """Whether answers are scored in a process of their own, which can be killed: for scorers that may hang or crash.
+
+    None leaves it to the task which of its user's code, if any, goes to one."""
     reply_role: str = "tool"
     """Role of the messages of :meth:`reply`, which the chat template has to know."""
 
@@ -73,6 +75,14 @@ class Task(ABC):
         task = copy.copy(self)
         task.rows = ()
         return task
+
+    def ready(self, deadline_s: float) -> None:
+        """Starts what the scorer needs, such as processes of its own, before its deadline begins.
+
+        Args:
+            deadline_s: seconds that the call of the scorer, which follows, may take.
+        """
+        return None
 
     @abstractmethod
     def prompt(self, row: dict) -> Messages:

@@ -120,7 +120,6 @@ class Run:
         self._interrupted = False
         self._training = False
         self._last_words: Panel | None = None
-        self._told: set[str] = set()
 
     def _open(self, own: Path, model_bytes: int) -> None:
         """Takes the folder, and what is there to go on from.
@@ -225,6 +224,7 @@ class Run:
         self.progress = self._stack.enter_context(Progress(total_steps(self.cfg), console, first_step=self.step))
         for note in self._notes:
             self.progress.note(note)
+        self.env.guard.tell_in(self.folder, self.progress.note)
         if self.env.skipped:
             self.progress.note(f"{self.env.skipped} of {len(self.env.task.rows)} prompts are too long and left out")
         self._install_interrupt()
@@ -453,14 +453,11 @@ class Run:
         scored = groups_to_score(groups, batching["skip_zero_advantage"], batching["mask_truncated"])
         metrics["train/skipped_groups"] = len(groups) - len(scored)
         # Of the whole run so far, held-out answers too: rare as they are, a step's own would hardly ever show.
-        failed, examples = self.env.guard.failures()
+        failed, _ = self.env.guard.failures()
         metrics |= {f"failed/{kind}": count for kind, count in failed.items()}
         metrics |= self._collector.metrics()
         for news in self._collector.news():
             self.progress.note(news)
-        for kind in examples.keys() - self._told:
-            self.progress.note(f"No reward ({kind}), the first of its kind: {examples[kind]}")
-            self._told.add(kind)
         if self.cfg.train.max_refills:
             metrics["reward/sampled_mean"] = float(torch.cat([g.rewards for g in self._collector.sampled]).mean())
         metrics |= self._mismatch.metrics()

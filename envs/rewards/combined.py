@@ -57,6 +57,10 @@ class WithRewards(Task):
         other.task = self.task.without_rows()
         return other
 
+    def ready(self, deadline_s: float) -> None:
+        """See :meth:`Task.ready`."""
+        self.task.ready(deadline_s)
+
     def prompt(self, row: dict) -> Messages:
         """The task's prompt."""
         return self.task.prompt(row)

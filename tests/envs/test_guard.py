@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import importlib
 import math
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from grpo_rl import config as config_package
+from grpo_rl.envs import guard as guard_module
+from grpo_rl.envs import watchdog
 from grpo_rl.envs.base import Reward, ScoreError, ScoreGuard, Task, Unjudgeable
 from grpo_rl.envs.countdown import Countdown
 
@@ -130,7 +138,7 @@ def test_an_isolated_task_scores_the_same_in_another_process():
 
 BACKTRACKS = """
 import re
-from grpo_rl.envs.base import Reward, Task
+from grpo_rl.envs.task import Reward, Task
 
 class Backtracks(Task):
     rows, reward_parts, isolated = (), ("good",), True
@@ -152,6 +160,108 @@ def test_an_isolated_scorer_that_keeps_the_interpreter_to_itself_is_killed(tmp_p
     judge.score({}, ["fine"], "row 0")  # the worker starts
     results = judge.score({}, ["fine", "hang", "fine"], "row 0")
     assert [getattr(result, "kind", "reward") for result in results] == ["reward", "timeout", "reward"]
+
+
+FROZEN = """
+import re, sys, time
+from pathlib import Path
+from grpo_rl.envs.guard import ScoreGuard
+from grpo_rl.envs.task import Reward, Task
+
+class Mine(Task):  # of the main script, where no process of its own would find it
+    rows, reward_parts = (), ("good",)
+
+    def prompt(self, row):
+        return []
+
+    def score(self, row, response):
+        re.match(r"(a+)+$", response)
+        return Reward({"good": 1.0})
+
+guard = ScoreGuard(Mine(), deadline_s=0.5)
+guard.tell_in(Path(sys.argv[1]), print)
+assert guard.score({}, ["fine", "aa"], "row 6") == [Reward({"good": 1.0})] * 2
+print(time.monotonic(), flush=True)
+guard.score({}, ["fine", "a" * 40 + "b"], "row 7")
+"""
+
+
+@pytest.mark.alone
+def test_a_scorer_of_the_main_script_that_freezes_the_process_is_named_and_ends_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FROZEN)
+    process = subprocess.Popen(
+        [sys.executable, script, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout and process.stderr
+    began = float(process.stdout.readline())
+    told = process.stderr.readline()
+    assert time.monotonic() - began < 0.5 + 5
+    _, stacks = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGALRM
+    for text in (told + stacks, (tmp_path / watchdog.FILE).read_text()):
+        assert "Mine has frozen this process for 0.5 s on row 7" in text and f"'{'a' * 40}b'" in text
+        assert f'"{script}", line 14 in score' in text  # the line that never returned
+
+
+def test_a_watch_that_is_taken_back_in_time_ends_nothing():
+    judge = guard(deadline_s=0.2)
+    for _ in range(2):  # a thread that lets go of the interpreter is left behind, and watched no longer
+        assert judge.score({}, ["hang"], "row 0")[0].kind == "timeout"
+    time.sleep(guard_module.FROZEN_S + watchdog.TOLD_WITHIN_S)
+    assert judge.score({}, ["fine"], "row 0") == [Reward({"good": 1.0})]
+
+
+@pytest.mark.parametrize("task", [Judge(), Together()])
+def test_with_default_settings_a_frozen_scorer_is_named_within_65_seconds(task, monkeypatch):
+    watched = []
+
+    class Watch:
+        begin = staticmethod(lambda seconds, message: watched.append(seconds))
+        end = close = staticmethod(lambda: None)
+
+    monkeypatch.setattr(guard_module, "Watch", Watch)
+    config = OmegaConf.load(Path(config_package.__file__).parent / "grpo.yaml")
+    ScoreGuard(task, config.env.score_timeout_s).score({}, ["fine"] * 64, "row 0")  # of any size of group
+    assert set(watched) == {60 + guard_module.FROZEN_S}
+    assert ScoreGuard(task).deadline_s == 60
+    assert max(watched) + watchdog.TOLD_WITHIN_S <= 60 + 5
+    assert 60 + guard_module.LATER_S <= 60 + 5  # where the interpreter is free
+
+
+@pytest.mark.alone
+def test_what_hangs_is_told_at_its_deadline_not_when_the_others_are_judged():
+    told, judge = [], guard(deadline_s=0.3)
+    start = time.monotonic()
+    judge.tell = lambda text: told.append((time.monotonic() - start, text))
+    judge.score({}, ["fine", "hang 1", "hang 2", "hang 3", "raise", "raise"], "row 4")
+    late = [(at, text) for at, text in told if "timeout" in text]
+    assert [f"'hang {n}'" in text for n, (_, text) in enumerate(late, 1)] == [True] * 3
+    for n, (at, _) in enumerate(late, 1):
+        assert 0.3 * n <= at < (0.3 + guard_module.LATER_S) * n + 0.5
+    assert sum("the first of its kind" in text for _, text in told) == 1 and len(told) == 4
+
+
+@pytest.mark.alone
+def test_a_group_that_hangs_has_one_deadline_together_and_is_told_once():
+    told, judge = [], guard(Together(), deadline_s=0.3)
+    judge.tell = told.append
+    start = time.monotonic()
+    judge.score({}, ["hang", *["ab"] * 15], "row 4")
+    assert time.monotonic() - start < 2  # 16 deadlines are 4.8 s
+    assert len(told) == 1 and "on row 4" in told[0] and judge.failed == {"timeout": 16}
+    judge.score({}, ["hang"], "row 5")  # a later one is news
+    assert len(told) == 2 and "on row 5" in told[1]
+
+
+def test_what_hangs_in_processes_of_its_own_is_told_at_its_deadline(tmp_path, monkeypatch):
+    (tmp_path / "backtracks.py").write_text(BACKTRACKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    judge, told = guard(importlib.import_module("backtracks").Backtracks(), deadline_s=1.0), []
+    judge.score({}, ["fine"], "row 0")  # the worker starts
+    judge.tell = lambda text: told.append((judge.judged, text))
+    judge.score({}, ["fine", "hang", "fine", "hang"], "row 3")
+    assert len(told) == 2 and all(judged == 1 and "on row 3" in text for judged, text in told)
 
 
 @pytest.mark.parametrize(("deadline_s", "allowed"), [(0.0, 0.1), (math.inf, 0.1), (1.0, 1.5), (1.0, -0.1)])
