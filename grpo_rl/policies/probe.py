@@ -81,7 +81,7 @@ def attention_calls(model: PreTrainedModel, **keywords: object) -> list[Attentio
         ids = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
         for part in twin.modules():
             if isinstance(part, PreTrainedModel):  # or it would look for padding among the ids, which have no numbers
-                part.warn_if_padding_and_no_attention_mask = lambda *args: None
+                part.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
         names = {module: name for name, module in twin.named_modules()}
         with _recording(names, calls), torch.no_grad():
             twin.set_attn_implementation(PROBE_NAME)
@@ -96,7 +96,12 @@ def attention_calls(model: PreTrainedModel, **keywords: object) -> list[Attentio
 @contextmanager
 def _recording(names: Mapping[torch.nn.Module, str], calls: list[AttentionCall]) -> Iterator[None]:
     def attend(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, **rest: object
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: object = None,
+        **rest: object,
     ) -> tuple[Tensor, None]:
         sizes = query.shape[-1], value.shape[-1]
         calls.append(AttentionCall(names[module], type(module).__name__, attention_mask, *sizes, rest))

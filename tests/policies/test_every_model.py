@@ -2,7 +2,8 @@
 
 Each class is built tiny, with settings far from harmless: windows shorter than sequences, heads that are not
 hidden_size / num_attention_heads wide, biases, scores far from uniform; once with the dropout that the class has by
-default, and once with 0.3 for every setting that looks like noise. `make test` takes some classes, `make test-models` all.
+default, and once with 0.3 for every setting that looks like noise. `make test` takes some classes and
+`make test-models` takes all.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
     num_key_value_heads=2, head_dim=12, max_position_embeddings=128, initializer_range=0.3, init_std=0.3,
     sliding_window=WINDOW, use_sliding_window=True, max_window_layers=1, attention_bias=True, query_pre_attn_scalar=20,
-    pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, is_decoder=True, partial_rotary_factor=0.5,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, is_decoder=True,
+    partial_rotary_factor=0.5,
     decoder_layers=2, encoder_layers=2, decoder_attention_heads=6, encoder_attention_heads=6, decoder_ffn_dim=64,
     encoder_ffn_dim=64, ffn_dim=64, ffn_hidden_size=64, word_embed_proj_dim=48, embedding_size=48, n_positions=128,
     n_inner=64, rotary_dim=4, dff=64, num_local_experts=4, num_experts=4, n_routed_experts=4, num_experts_per_tok=2,
@@ -56,7 +58,7 @@ GEMMA4 = dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_atten
 OWN: dict[str, dict[str, Any]] = {
     "AXK1ForCausalLM": MLA,
     "DeepseekV3ForCausalLM": MLA,
-    "LongcatFlashForCausalLM": MLA,
+    "LongcatFlashForCausalLM": MLA | dict(num_layers=2, expert_ffn_hidden_size=24, zero_expert_num=2, moe_topk=2),
     "YoutuForCausalLM": MLA,
     "HeliumForCausalLM": dict(head_dim=8),
     "Dots1ForCausalLM": dict(n_shared_experts=1),
@@ -65,8 +67,9 @@ OWN: dict[str, dict[str, Any]] = {
         rope_parameters={kind: ROPE | {"mrope_section": [2, 2, 2]} for kind in ("sliding_attention", "full_attention")}
     ),
     "DbrxForCausalLM": dict(
+        d_model=48,
         attn_config=dict(kv_n_heads=2, rope_theta=1000.0, clip_qkv=0.5, attn_pdrop=0.3),
-        ffn_config=dict(hidden_size=48, ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, moe_jitter_eps=0.3),
+        ffn_config=dict(ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, moe_jitter_eps=0.3),
     ),
     "GPTNeoForCausalLM": dict(attention_types=[[["global", "local"], 1]], window_size=WINDOW),
     "Gemma3nForCausalLM": GEMMA3N,
@@ -77,8 +80,14 @@ OWN: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": dict(num_heads=6, head_dim=16),
     "NemotronHForCausalLM": dict(layer_types=["full_attention", "mlp", "moe", "linear_attention"], num_hidden_layers=4),
     "Qwen4ExpForCausalLM": dict(
-        layer_types=["full_attention", "linear_attention"], num_hidden_layers=2, ple_embed_dim=16, indexer_n_heads=2,
-        indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=4, indexer_compress_ratio=2,
+        layer_types=["full_attention", "linear_attention"],
+        num_hidden_layers=2,
+        ple_embed_dim=16,
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=4,
+        indexer_compress_ratio=2,
     ),
     "ReformerModelWithLMHead": dict(axial_pos_embds=False),
 }
@@ -239,7 +248,7 @@ def compared(model: PreTrainedModel, expected: tuple[Tensor, Tensor]) -> Verdict
         return Verdict("wrong", f"two scores differ by {(got[0] - again[0]).abs().max():.2g} nats")
     if not all(map(torch.equal, got, reference)):
         return Verdict("wrong", f"policy and reference differ by {(got[0] - reference[0]).abs().max():.2g} nats")
-    error = max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True))
+    error = max(float((a - b).detach().abs().max()) for a, b in zip(got, expected, strict=True))
     slope = max(float((actual_gradients[n] - expected_gradients[n]).abs().max()) for n in expected_gradients)
     slope /= max(1.0, *(float(g.abs().max()) for g in expected_gradients.values()))
     detail = f"scores differ by {error:.1g} nats, gradients by {slope:.1g} of the largest"
@@ -248,7 +257,9 @@ def compared(model: PreTrainedModel, expected: tuple[Tensor, Tensor]) -> Verdict
 
 def table(verdicts: dict[tuple[str, float | None], Verdict]) -> str:
     """All verdicts, and how many there are of each kind."""
-    lines = [f"{v.kind:8} {name:40} noise={noise}: {v.detail}" for (name, noise), v in sorted(verdicts.items(), key=str)]
+    lines = [
+        f"{v.kind:8} {name:40} noise={noise}: {v.detail}" for (name, noise), v in sorted(verdicts.items(), key=str)
+    ]
     counts = Counter(v.kind for v in verdicts.values())
     kinds = ("equal", "refused", "wrong", "crashed", "unbuilt")
     return "\n".join([*lines, ", ".join(f"{kind}: {counts[kind]}" for kind in kinds)])
