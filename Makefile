@@ -1,5 +1,6 @@
 # make train: trains a small real model on this machine; everything it needs is installed first, into .venv.
 # make test:  lint, types, tests and doctests, likewise.
+# make test-models: every causal language model of transformers against its own forward, a minute or two.
 # Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=3, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
 
 SHELL := /bin/bash
@@ -15,12 +16,13 @@ ifeq ($(shell uname),Darwin)
 ENGINE := inference_model.engine=transformers
 endif
 
-.PHONY: help setup train test lint types pytest bench clean
+.PHONY: help setup train test test-models lint types pytest bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train   install, then train the quickstart (15 minutes on 2 CPU cores); ARGS='optimizer.lr=2e-5 ...'"
 	@echo "make test    install, then lint, types, tests, doctests"
+	@echo "make test-models   install, then all models that transformers has, against their own forward"
 	@echo "make setup   only install, with what the tests need"
 	@echo "make bench   install, then all benchmarks and benchmarks/README.md; wants a quiet machine, and \$$GRPO_RL_DATA"
 	@echo "make lint | types | pytest | clean"
@@ -48,8 +50,11 @@ types: $(DEV)
 # Or each of many processes compiles our files anew.
 pytest: export PYTHONDONTWRITEBYTECODE =
 pytest: $(DEV)
-	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS)
+	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not alone and not models" $(ARGS)
 	.venv/bin/python -m pytest -m alone $(ARGS)
+
+test-models: $(DEV)
+	.venv/bin/python -m pytest tests/policies/test_every_model.py -s $(ARGS)
 
 bench: $(DEV)
 	.venv/bin/python benchmarks/run_all.py $(ARGS)

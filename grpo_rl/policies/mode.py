@@ -15,14 +15,14 @@ from grpo_rl.policies.lora import adapted_layers
 def switch_off_noise(model: PreTrainedModel) -> PreTrainedModel:
     """The model in evaluation mode, which it is trained in too: its layers drop nothing and add no noise.
 
-    The sampler computes without noise, so with it the ratio of fresh weights would not be 1. What stays in training mode
-    is what the user asked for by name: the dropout of adapters, and layers whose checkpointing was enabled before.
+    The sampler computes without noise, so with it the ratio of fresh weights would not be 1. Two things stay in
+    training mode, both asked for by name: the dropout of adapters, and layers whose checkpointing was enabled before.
     """
     model.eval()
     for layer in adapted_layers(model).values():
         layer.lora_dropout.train()
     for module in model.modules():
-        # On a CPU bitsandbytes packs a 4-bit weight anew, rounding its scales, when it is first read in evaluation mode.
+        # On a CPU bitsandbytes packs a 4-bit weight anew when it is first read in evaluation mode, rounding its scales.
         if type(module).__module__.startswith("bitsandbytes."):
             module.train()
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:

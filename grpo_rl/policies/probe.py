@@ -71,67 +71,42 @@ def attention_calls(model: PreTrainedModel, **keywords: object) -> list[Attentio
     >>> [(call.layer, call.mask, call.window) for call in attention_calls(model)]
     [('model.layers.0.self_attn', Band(window=5), 5)]
     """
+    config = copy.deepcopy(model.config)
+    if model._can_set_experts_implementation():
+        config._experts_implementation = "batched_mm"  # whose shapes don't depend on what the router chooses
     calls: list[AttentionCall] = []
     try:
-        _run(model, calls, keywords)
-    # Of this a forward on the meta device dies where its shapes depend on numbers, as with experts in a loop.
-    except (RuntimeError, NotImplementedError) as error:
-        if "meta tensor" not in str(error):
-            raise _cannot_run(model, error) from error
-        calls.clear()
-        try:
-            _run(model, calls, keywords, with_zeros=True)
-        except Exception as second:
-            raise _cannot_run(model, second) from second
+        with torch.device("meta"):
+            twin = type(model)(config).eval()
+        ids = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
+        for part in twin.modules():
+            if isinstance(part, PreTrainedModel):  # or it would look for padding among the ids, which have no numbers
+                part.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
+        names = {module: name for name, module in twin.named_modules()}
+        with _recording(names, calls), torch.no_grad():
+            twin.set_attn_implementation(PROBE_NAME)
+            twin.base_model(input_ids=ids, position_ids=ids, use_cache=False, **keywords)
     except Exception as error:  # the model's own code, which may fail in any way
-        raise _cannot_run(model, error) from error
+        if Band.__name__ in str(error):
+            raise ValueError("it computes with its attention mask, which shared-prefix attention never sees") from error
+        raise ValueError(f"a trial forward without weights ends in {type(error).__name__}: {error}") from error
     return calls
 
 
-def _cannot_run(model: PreTrainedModel, error: Exception) -> ValueError:
-    if Band.__name__ in str(error):
-        return ValueError("it computes with its attention mask, which shared-prefix attention never sees")
-    return ValueError(f"a trial forward without weights ends in {type(error).__name__}: {error}")
-
-
-def _run(
-    model: PreTrainedModel, calls: list[AttentionCall], keywords: Mapping[str, object], with_zeros: bool = False
-) -> None:
-    config = copy.deepcopy(model.config)
-    config.get_text_config().pad_token_id = None  # or some look for it among the ids
-    if model._can_set_experts_implementation():
-        config._experts_implementation = "batched_mm"  # whose shapes don't depend on what the router chooses
-    with torch.device("meta"):
-        twin = type(model)(config).eval()
-    if with_zeros:
-        _fill_with_zeros(twin)
-    names = {module: name for name, module in twin.named_modules()}
-
+@contextmanager
+def _recording(names: Mapping[torch.nn.Module, str], calls: list[AttentionCall]) -> Iterator[None]:
     def attend(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, **rest: object
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: object = None,
+        **rest: object,
     ) -> tuple[Tensor, None]:
         sizes = query.shape[-1], value.shape[-1]
         calls.append(AttentionCall(names[module], type(module).__name__, attention_mask, *sizes, rest))
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    ids = torch.zeros(1, LENGTH, dtype=torch.long, device="cpu" if with_zeros else "meta")
-    with _recording(attend), torch.no_grad():
-        twin.set_attn_implementation(PROBE_NAME)
-        twin.base_model(input_ids=ids, position_ids=ids, use_cache=False, **keywords)
-
-
-def _fill_with_zeros(model: PreTrainedModel) -> None:
-    """Gives every parameter and buffer zeros, a single number in memory for each."""
-    for module in model.modules():
-        for own in (module._parameters, module._buffers):
-            for name, tensor in own.items():
-                if tensor is not None:
-                    zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-                    own[name] = torch.nn.Parameter(zeros, requires_grad=False) if own is module._parameters else zeros
-
-
-@contextmanager
-def _recording(attend: Callable) -> Iterator[None]:
     packed = masking_utils.find_packed_sequence_indices
     ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _mask)

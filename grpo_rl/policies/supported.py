@@ -112,6 +112,8 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         yield "it has an encoder; take a decoder-only model"
+    if config is not model.config:
+        yield f"it is several models in one ({', '.join(model.config.sub_configs)}); take one of text alone"
     if other := set(getattr(config, "layer_types", None) or LAYER_TYPES) - LAYER_TYPES:
         yield f"it has layers of type {', '.join(sorted(other))}; supported are {', '.join(sorted(LAYER_TYPES))}"
     if model._is_stateful:

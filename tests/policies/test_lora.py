@@ -9,7 +9,14 @@ import jaxtyping
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, Gemma2ForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2ForCausalLM,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2ForCausalLM,
+)
 
 from grpo_rl.optimizer import PolicyOptimizer
 from grpo_rl.policies import compiled
@@ -248,6 +255,31 @@ def test_a_target_that_is_no_layer_is_told_with_those_there_are_before_weights_a
         ValueError, match=f"targets: {targets[-1]} is no linear layer inside LlamaForCausalLM.* {there}"
     ):
         TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=4, targets=targets))
+
+
+def save_mixtral(folder):
+    sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    MixtralConfig(
+        **sizes, num_key_value_heads=2, num_local_experts=2, architectures=["MixtralForCausalLM"]
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_all_linear_names_the_experts_that_it_would_leave_out_and_what_to_set_instead_before_weights_are_read(tmp_path):
+    """The folder has a config and no weights."""
+    folder = save_mixtral(tmp_path)
+    experts = r"mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj"
+    with pytest.raises(ValueError, match=rf"{experts}\. .*\[q_proj, k_proj, v_proj, o_proj\].*lora.rank=0"):
+        TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=4))
+
+
+def test_experts_stay_as_they_are_where_targets_are_named(tmp_path):
+    model = MixtralForCausalLM(MixtralConfig.from_pretrained(save_mixtral(tmp_path)))
+    policy = TrainPolicy(add_adapters(model, LoRA(rank=2, targets=["q_proj", "o_proj"])))
+    policy.score([random_group(vocab=8)])[0].sum().backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    layer = "model.layers.0.self_attn"
+    assert trained == {f"{layer}.{x}_proj.lora_{y}.default.weight" for x in "qo" for y in "AB"}
 
 
 @pytest.mark.parametrize(

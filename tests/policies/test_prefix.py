@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedModel
 
+from grpo_rl import build
+from grpo_rl.config import compose_config
 from grpo_rl.policies.prefix import pack
 from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.policies.train import TrainPolicy
@@ -143,6 +145,51 @@ def test_a_model_that_would_be_scored_wrongly_is_refused_by_its_name_and_setting
         model = small(name, **config)
     with pytest.raises(ValueError, match=f"{name.removesuffix('ForCausalLM')}.*{setting}"):
         refuse_unsupported(model)
+
+
+@pytest.mark.parametrize("noise", [dict(dropout=0.5, layerdrop=0.0), dict(dropout=0.0, layerdrop=0.9)], ids=str)
+def test_layers_are_recomputed_without_the_dropout_and_layerdrop_of_their_config(noise):
+    """OPT's layers drop in their own forward, under the flag that transformers asks whether to recompute them."""
+    groups, gradients, forwards = [random_group(vocab=VOCAB)], [], []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = small("OPTForCausalLM", ffn_dim=64, word_embed_proj_dim=48, **noise)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy, seen = TrainPolicy(model), []
+        for layer in model.model.decoder.layers:
+            layer.register_forward_pre_hook(lambda layer, _, seen=seen: seen.append(layer.training))
+        policy.score(groups)[0].sum().backward()
+        forwards.append(seen)
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert forwards == [[False] * 2, [False] * 4]  # each layer once, and once more where it is recomputed
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
+def test_a_window_that_the_model_draws_into_its_mask_alone_is_applied():
+    """PhiMoE hands its attention no window; half of these tokens are further back than it reaches."""
+    sizes = dict(num_local_experts=2, num_experts_per_tok=1, initializer_range=0.3)
+    scores = []
+    for window in (4, 1000):
+        torch.manual_seed(0)
+        policy = TrainPolicy(small("PhimoeForCausalLM", sliding_window=window, **sizes))
+        scores.append(policy.score([random_group(2, [2, 12], VOCAB)])[0].detach())
+    near = [0, 1, 2, 3]  # predicted at positions 1, 2 and 1, 2: all of their past is in the window
+    torch.testing.assert_close(scores[0][near], scores[1][near])
+    assert (scores[0] - scores[1])[6:].abs().max() > 0.01
+
+
+def test_a_run_refuses_its_model_before_weights_are_read_engines_start_or_a_cluster_is_asked(tmp_path, monkeypatch):
+    """The folder has a config and nothing else."""
+    MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True).save_pretrained(tmp_path)
+    cfg = compose_config("grpo_gsm8k", [f"model.name={tmp_path}", "inference_model.engine=transformers"])
+    refusal = "MixtralForCausalLM cannot be trained here: output_router_logits"
+    with pytest.raises(ValueError, match=refusal):
+        build.plan_devices(cfg, tmp_path)
+    build_async = pytest.importorskip("grpo_rl.build_async")
+    monkeypatch.setattr(build_async, "cluster", None)
+    with pytest.raises(ValueError, match=refusal), build_async.make_site(cfg, tmp_path):
+        pass
 
 
 def test_a_model_that_is_put_into_training_mode_later_is_refused():
