@@ -21,6 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
@@ -30,6 +31,7 @@ from grpo_rl.allocator import give_back
 from grpo_rl.batches import misfits
 from grpo_rl.buffer import check_rewards
 from grpo_rl.build import ENVS, group_sizes, make_lora, make_loss, micro_batching
+from grpo_rl.config.kinds import check_kinds, plain
 from grpo_rl.engines.base import Sampling
 from grpo_rl.losses.aggregate import Aggregation, check_aggregation
 from grpo_rl.losses.correction import Correction, Level
@@ -59,18 +61,24 @@ FREE = ("env.rewards.", "env.reward.", "loss.reward_weights.")
 """Beginnings of keys that are of a task's own, which refuses others; ``env.reward`` only where it may be a mapping."""
 
 
-def known_keys(dataset: str | None = None) -> set[str]:
-    """Every public key, dotted, as the shared config, the default loss and the task's config define them.
+def default_values(dataset: str | None = None) -> dict[str, object]:
+    """Every public key, dotted, with its default: of the shared config, the default loss and the task's config.
 
     Args:
         dataset: the task; None: all tasks together.
     """
     base = OmegaConf.load(FOLDER / "grpo.yaml")
-    keys = set(leaves(OmegaConf.create({k: v for k, v in base.items() if k not in ("defaults", "hydra")})))
-    keys |= set(leaves(OmegaConf.create({"loss": OmegaConf.load(FOLDER / "loss" / "grpo.yaml")})))
+    parts = [OmegaConf.create({k: v for k, v in base.items() if k not in ("defaults", "hydra")})]
+    parts.append(OmegaConf.create({"loss": OmegaConf.load(FOLDER / "loss" / "grpo.yaml")}))
     for name in [dataset] if dataset else ENVS:
-        keys |= set(leaves(OmegaConf.create({"env": OmegaConf.load(FOLDER / "env" / f"{name}.yaml")})))
-    return keys
+        parts.append(OmegaConf.create({"env": OmegaConf.load(FOLDER / "env" / f"{name}.yaml")}))
+    found = {key: plain(OmegaConf.select(part, key)) for part in parts for key in leaves(part)}
+    return found | {key: "???" for part in parts for key in OmegaConf.missing_keys(part)}
+
+
+def known_keys(dataset: str | None = None) -> set[str]:
+    """Every public key, dotted; see :func:`default_values`."""
+    return set(default_values(dataset))
 
 
 def leaves(node: DictConfig, prefix: str = "") -> list[str]:
@@ -192,11 +200,15 @@ def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuses a config that cannot run, by its keys and by its numbers.
+    """Refuses a config that cannot run, by its keys, the types of its values, and its numbers.
 
     Raises:
         ValueError: what is wrong, with the numbers, and what to change.
     """
+    try:
+        OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
     _one_of(cfg, "env.dataset", tuple(ENVS))
     check_keys(leaves(cfg), cfg.env.dataset)
     missing = sorted(known_keys(cfg.env.dataset) - set(leaves(cfg)) - {prefix[:-1] for prefix in FREE})
@@ -206,6 +218,10 @@ def check(cfg: DictConfig) -> None:
         raise ValueError(f"the config lacks {', '.join(missing)}; build it on grpo_gsm8k by `defaults: [grpo_gsm8k]`")
     if unset := sorted(OmegaConf.missing_keys(cfg)):
         raise ValueError(f"{', '.join(unset)} must be set: {cfg.env.dataset} can't do without")
+    defaults = default_values(cfg.env.dataset) | dict.fromkeys(
+        [key for key in leaves(cfg) if key.startswith("loss.reward_weights.")], 1.0
+    )
+    check_kinds(cfg, {key: defaults[key] for key in leaves(cfg) if key in defaults})
     for key in (
         "env.num_envs",
         "env.repeats",
@@ -217,23 +233,6 @@ def check(cfg: DictConfig) -> None:
         "sampling.max_new_tokens",
     ):
         _at_least(cfg, key, 1)
-        if not isinstance(OmegaConf.select(cfg, key), int):
-            raise ValueError(f"{key} is {OmegaConf.select(cfg, key)}; it must be a whole number")
-    for key in (
-        "env.isolated",
-        "train_model.gradient_checkpointing",
-        "train_model.compile",
-        "train_model.cpu_offload",
-        "inference_model.enforce_eager",
-        "inference_model.sleep",
-        "train.mixed_precision",
-        "train.lineage",
-        "loss.mask_truncated",
-        "logger.completions",
-    ):
-        value = OmegaConf.select(cfg, key)
-        if not isinstance(value, bool) and not (value is None and key == "train_model.compile"):
-            raise ValueError(f"{key} is {value!r}; it must be true or false")
     for key in (
         "policy.kl_coef",
         "policy.entropy_coef",
@@ -261,10 +260,8 @@ def check(cfg: DictConfig) -> None:
     for key in ("policy.target_kl", "policy.stop_kl", "train.reward_clip", "mismatch.bound"):
         if OmegaConf.select(cfg, key) is not None:
             _at_least(cfg, key, 0)
-    if (steps := cfg.train.gradient_accumulation_steps) is not None:
+    if cfg.train.gradient_accumulation_steps is not None:
         _at_least(cfg, "train.gradient_accumulation_steps", 1)
-        if not isinstance(steps, int):
-            raise ValueError(f"train.gradient_accumulation_steps is {steps}; it must be a whole number")
     if cfg.env.repeats < 2:
         raise ValueError(f"env.repeats is {cfg.env.repeats}; a group of one answer has no advantage, use 2 or more")
     if cfg.inference_model.max_model_len <= cfg.sampling.max_new_tokens:
@@ -333,9 +330,6 @@ def _check_mode(cfg: DictConfig) -> None:
     _at_least(cfg, "inference_model.max_restarts", 0)
     _at_least(cfg, "inference_model.deadline_s", 1)
     _at_least(cfg, "inference_model.start_s", 1)
-    for key in ("inference_model.push_changes", "inference_model.keep_cache"):
-        if not isinstance(value := OmegaConf.select(cfg, key), bool):
-            raise ValueError(f"{key} is {value!r}; it must be true or false")
     if cfg.inference_model.transfer is not None:
         _one_of(cfg, "inference_model.transfer", ("shared_memory", "nccl"))
     if cfg.inference_model.sleep:
@@ -443,7 +437,7 @@ def _check_reference(cfg: DictConfig) -> None:
 
 def _at_least(cfg: DictConfig, key: str, least: int) -> None:
     value = OmegaConf.select(cfg, key)
-    if not isinstance(value, int | float) or not least <= value < float("inf"):
+    if not least <= value < float("inf"):
         raise ValueError(f"{key} is {value}; it must be {least} or more")
 
 

@@ -42,7 +42,7 @@ def test_batches_ends_with_one_where_something_does_not_divide(capsys):
     ("arguments", "message"),
     [
         (["batches", "env.repeats=1"], "env.repeats is 1"),
-        (["batches", "env.num_envs=many"], "env.num_envs is many"),
+        (["batches", "env.num_envs=many"], "env.num_envs is 'many'; it must be a whole number"),
         (["batches", "env.num_envs=2.5"], "env.num_envs is 2.5; it must be a whole number"),
         (["batches", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
         (["batches", "loss=no_such_loss"], "no_such_loss"),

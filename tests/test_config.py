@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import re
@@ -11,7 +12,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from grpo_rl.build import ENVS
-from grpo_rl.config import FOLDER, check, check_keys, check_overrides
+from grpo_rl.config import FOLDER, check, check_keys, check_overrides, default_values
+from grpo_rl.config.kinds import kind_of
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.rewards.registry import read_parts
 
@@ -97,6 +99,69 @@ def test_an_unknown_key_from_a_file_is_refused_too():
 def test_wrong_numbers_are_told_with_the_remedy(overrides, message):
     with pytest.raises(ValueError, match=message):
         check(config(*overrides))
+
+
+@pytest.mark.parametrize("dataset", sorted(ENVS))
+def test_a_value_of_a_wrong_type_is_refused_by_name_at_every_key(dataset):
+    """All keys at once are given a value that none of their kind takes, and each is named with it."""
+    reward = ["env.reward=grpo_rl.envs.rewards.examples:x"] * (dataset == "prompt_response")
+    cfg = config(f"env={dataset}", *reward)
+    OmegaConf.set_struct(cfg, False)
+    keys = default_values(dataset).keys() - {"env.dataset"}  # which is told by the names that it can be
+    for value in ("fast", 0.5, True, ["x"]):
+        wrong = copy.deepcopy(cfg)
+        for key in keys:
+            OmegaConf.update(wrong, key, value, merge=False)
+        with pytest.raises(ValueError) as error:
+            check(wrong)
+        told = {line.split(" is ")[0]: line.split(" must be ")[1] for line in str(error.value).splitlines()}
+        assert all(line.split(" is ")[1].startswith(f"{value!r}; it") for line in str(error.value).splitlines())
+        accepted = {
+            "fast": {"text", "text or a list of names", "text, a list or a mapping"},
+            0.5: {"a number"},
+            True: {"true or false"},
+        }.get(value if not isinstance(value, list) else None, {"text or a list of names", "text, a list or a mapping"})
+        kinds = {key: kind_of(key, default) for key, default in default_values(dataset).items()}
+        assert told.keys() == {key for key in keys if kinds[key] not in accepted}
+        assert all(text.removesuffix(", or null") == kinds[key] for key, text in told.items())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr=fast", "optimizer.lr is 'fast'; it must be a number"),
+        ("optimizer.lr=null", "optimizer.lr is None; it must be a number"),
+        ("env.repeats=true", "env.repeats is True; it must be a whole number"),
+        ("env.num_envs='4'", "env.num_envs is '4'; it must be a whole number"),
+        ("optimizer.betas=[0.9,high]", "optimizer.betas is [0.9, 'high']; it must be a list of numbers"),
+        ("train.repeats_schedule=[[1]]", "train.repeats_schedule is [[1]]; it must be a list of pairs"),
+        ("train_model.devices=0", "train_model.devices is 0; it must be a list of whole numbers, or null"),
+        ("train_model.compile=maybe", "train_model.compile is 'maybe'; it must be true or false, or null"),
+        ("policy.stop_kl=soon", "policy.stop_kl is 'soon'; it must be a number, or null"),
+        ("+loss.reward_weights.x=much", "loss.reward_weights.x is 'much'; it must be a number"),
+        ("env.examples=[1]", "env.examples is [1]; it must be a list of mappings"),
+        ("resume=7", "resume is 7; it must be text, or null"),
+        ("optimizer.lr=${no.such.key}", "the config can't be read: Interpolation key 'no.such.key' not found"),
+    ],
+)
+def test_a_wrong_type_is_told_with_the_value_and_what_it_must_be(override, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(config(override))
+
+
+def test_several_wrong_types_are_told_at_once():
+    with pytest.raises(ValueError) as error:
+        check(config("optimizer.lr=fast", "env.repeats=2.5"))
+    assert str(error.value).count("it must be") == 2
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["optimizer.lr=1", "env.system_prompt=null", "mismatch.bound=null", "train_model.lora.rank=null", "mode=sync"]
+    + ["env.score_timeout_s=2.5", "logger.name=\"'7'\"", "train_model.devices=null", "model.chat_template=x"],
+)
+def test_values_of_the_right_type_are_let_through(override):
+    check(config(override))
 
 
 @pytest.mark.parametrize("dataset", sorted(ENVS))
