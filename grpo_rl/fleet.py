@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from grpo_rl.engines.base import EngineDeadError, EngineLostError
+from grpo_rl.engines.base import EngineDeadError, EngineLostError, EngineStartError
 
 
 class Closable(Protocol):
@@ -147,13 +147,22 @@ class Fleet(Generic[E]):
         task.add_done_callback(self._starts.discard)
 
     async def _relaunch(self, berth: _Berth[E], dead: E) -> None:
-        """Starts an engine in the place of a dead one; while there is no room for it, the others go on without."""
+        """Starts an engine in the place of a dead one; while there is no room for it, the others go on without.
+
+        One that dies while it starts is replaced like any other that dies, as often in all.
+        """
         with contextlib.suppress(Exception):  # it is dead, and has nothing to say any more
             await dead.close()
         while True:
             try:
                 return await self._fill(berth)
             except Exception as error:
+                if isinstance(error, EngineStartError) and berth.launches < self._max_restarts:
+                    berth.launches += 1
+                    self.restarts += 1
+                    berth.launching = True
+                    self.news.append(f"{str(error).splitlines()[0].removesuffix('.')}. It is replaced")
+                    continue
                 why = f"engine {berth.number} can't be started again: {error}"
                 if not any(
                     other.engine or other.newcomer or other.launching for other in self._berths if other is not berth

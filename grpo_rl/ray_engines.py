@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo_rl.engines.base import AsyncEngine, EngineDeadError, Samples, Sampling
+from grpo_rl.engines.base import AsyncEngine, EngineDeadError, EngineStartError, Samples, Sampling
 
 MOST_CALLS = 100_000
 """At a time, to one engine: each conversation is one."""
@@ -178,7 +178,8 @@ async def launch(
         deadline_s: until it has to be ready.
 
     Raises:
-        EngineDeadError: it was not ready in time, or died while starting; says why.
+        EngineStartError: it died while it started; says why.
+        EngineDeadError: it was not ready in time.
     """
     # Otherwise the thousandth answer under way would keep a pause waiting.
     options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_concurrency": MOST_CALLS}
@@ -190,7 +191,7 @@ async def launch(
     except BaseException as error:
         ray.kill(actor)
         if isinstance(error, RayError):
-            raise EngineDeadError(f"{name} did not start: {error}") from error
+            raise EngineStartError(f"{name} did not start: {error}") from error
         if isinstance(error, TimeoutError):
             raise EngineDeadError(
                 f"{name} was not ready within {deadline_s:g} s. It is still loading, for which raise "

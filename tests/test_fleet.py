@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from grpo_rl import virtual_time
-from grpo_rl.engines.base import EngineDeadError, EngineLostError
+from grpo_rl.engines.base import EngineDeadError, EngineLostError, EngineStartError
 from grpo_rl.fleet import Fleet
 
 
@@ -169,6 +169,34 @@ def test_an_engine_that_can_t_even_be_closed_is_replaced_all_the_same():
         assert len(engines) == 2
 
     virtual_time.run(main())
+
+
+@pytest.mark.parametrize(("max_restarts", "starts"), [(3, 4), (2, 3)])
+def test_an_engine_that_dies_while_it_starts_is_replaced_as_often_as_any(max_restarts, starts):
+    async def main():
+        launches = 0
+
+        async def launch(number):
+            nonlocal launches
+            launches += 1
+            if launches in (2, 3):
+                raise EngineStartError("engine 0 did not start: its process was killed")
+            return Engine(number, 0)
+
+        fleet = Fleet(launch, size=1, max_restarts=max_restarts)
+        await fleet.start()
+        (engine,) = await fleet.push(identity)
+        engine.alive = False
+        with pytest.raises(EngineLostError):
+            await fleet.call(lambda e: e.answer())
+        if max_restarts == 3:
+            await fleet.newcomer()
+        else:
+            with pytest.raises(EngineDeadError, match="engine 0 can't be started again: engine 0 did not start"):
+                await fleet.newcomer()
+        return launches, fleet.restarts
+
+    assert virtual_time.run(main()) == (starts, max_restarts)
 
 
 def test_the_others_may_still_be_on_their_way_when_one_can_t_be_started_again():

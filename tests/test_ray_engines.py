@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_rl.engines.base import EngineDeadError, EngineLostError, Samples, Sampling
+from grpo_rl.engines.base import EngineDeadError, EngineLostError, EngineStartError, Samples, Sampling
 from grpo_rl.fleet import Fleet
 
 ray = pytest.importorskip("ray")
@@ -124,7 +124,7 @@ def test_an_actor_whose_process_ends_is_replaced_by_the_fleet():
 
 def test_what_cannot_start_says_why():
     async def main():
-        with pytest.raises(EngineDeadError, match=r"engine 3 did not start: (.|\n)*no memory"):
+        with pytest.raises(EngineStartError, match=r"engine 3 did not start: (.|\n)*no memory"):
             await launch("engine 3", lambda: Engine(broken=True), num_cpus=0.1)
         with pytest.raises(
             EngineDeadError,

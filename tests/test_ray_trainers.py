@@ -65,7 +65,7 @@ def test_one_that_dies_is_told_though_the_others_wait_for_it():
 def test_what_rank_0_says_last_is_told_and_not_what_the_others_said_first():
     def stop(meeting):
         if meeting.rank == 0:
-            time.sleep(3.0)  # it writes a report
+            time.sleep(1.0)  # it writes a report
         raise SystemExit(f"Stopped. Go on with: resume=folder-of-rank-{meeting.rank}")
 
     with pytest.raises(SystemExit, match="resume=folder-of-rank-0"):

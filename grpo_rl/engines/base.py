@@ -85,6 +85,10 @@ class EngineDeadError(RuntimeError):
     """An engine's process has ended, or does not answer within its deadline; names it."""
 
 
+class EngineStartError(EngineDeadError):
+    """An engine's process has ended before it was ready; names it, and says why."""
+
+
 class EngineLostError(RuntimeError):
     """An engine died under a group, whose answers are lost; another engine can sample it again."""
 

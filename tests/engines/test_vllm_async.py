@@ -151,26 +151,25 @@ def test_ids_go_on_where_they_were_and_what_comes_in_a_pause_is_answered_after_i
     assert set(late.result(60).versions.tolist()) == {version + 1}
 
 
-def test_with_the_cache_kept_what_is_asked_for_in_a_pause_reads_nothing_that_older_weights_made(folders):
+def test_with_the_cache_kept_what_is_asked_for_in_a_pause_reads_nothing_that_older_weights_made(
+    served, folders, monkeypatch
+):
     old, new = models(folders)
     prompt = list(range(10, 210))  # six of vLLM's blocks, and a rest
     short = Sampling(max_new_tokens=20, min_new_tokens=20)
-    served = Served(folders[0], keep_cache=True)
-    try:
-        first = WeightSync(old, served.transport, served.engine.version).push()
-        served.start(served.engine.generate("fills the cache", prompt, 1, short)).result(60)
-        served.start(served.engine.pause()).result(60)
-        within = served.start(served.engine.generate("within", prompt, 1, short))
-        time.sleep(0.3)
-        assert WeightSync(new, served.transport, first).push() == first + 1
-        after = served.start(served.engine.generate("after", prompt, 1, short))
-        for answer in (within, after):
-            samples = answer.result(60)
-            assert set(samples.versions.tolist()) == {first + 1}
-            by_new = log_probs_by_transformers(new, prompt, samples.response_ids)
-            assert (samples.log_probs - by_new).abs().max() < 0.1
-    finally:
-        served.close()
+    monkeypatch.setattr(served.engine, "_keep_cache", True)  # vLLM's process is the same without it
+    first = WeightSync(old, served.transport, served.engine.version).push()
+    served.start(served.engine.generate("fills the cache", prompt, 1, short)).result(60)
+    served.start(served.engine.pause()).result(60)
+    within = served.start(served.engine.generate("within", prompt, 1, short))
+    time.sleep(0.3)
+    assert WeightSync(new, served.transport, first).push() == first + 1
+    after = served.start(served.engine.generate("after", prompt, 1, short))
+    for answer in (within, after):
+        samples = answer.result(60)
+        assert set(samples.versions.tolist()) == {first + 1}
+        by_new = log_probs_by_transformers(new, prompt, samples.response_ids)
+        assert (samples.log_probs - by_new).abs().max() < 0.1
 
 
 def test_an_engine_that_hangs_is_killed_before_whoever_closes_it_gives_up():

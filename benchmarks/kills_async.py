@@ -1,0 +1,205 @@
+"""Kills async runs at random moments, starts them again until they finish, and says what was lost, doubled or left.
+
+    python benchmarks/kills_async.py --target driver --kills 3
+    python benchmarks/kills_async.py --target engine --kills 3
+
+A tiny random model on this machine, with one vLLM in a Ray actor; a start takes half a minute. ``driver`` is the script
+itself, whose end has to be that of all it started; ``engine`` is the actor alone, which the run has to replace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from grpo_rl.monitor.completions import logged_steps, read_step
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.testing import left_if_killed, save_tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "GRPO_RL_KILLS"
+RUN = "outputs/run"  # where resume=auto looks
+GROUPS, REPEATS = 4, 4
+"""Of a step; and responses of a group."""
+ENGINE = "ray::_EngineActor"
+AGENTS_S = 60.0
+"""Seconds that Ray's agents may live on after their raylet."""
+START_S = 300.0
+"""Seconds in which a start has to get anywhere."""
+
+
+@dataclass
+class Started:
+    """The script in a process of its own, and what it had in shared memory."""
+
+    process: subprocess.Popen
+    mark: str
+    shared: set[str] = field(default_factory=set)
+
+    def processes(self) -> list[psutil.Process]:
+        """What the script started and is alive, itself included."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def look(self) -> None:
+        """Notes which files in /dev/shm would stay."""
+        for process in self.processes():
+            try:
+                self.shared |= left_if_killed(process.pid)
+            except OSError:
+                continue
+
+    def wait(self, until: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether it came to that before the script ended and the time was over."""
+        end = time.monotonic() + timeout_s
+        while not until():
+            if self.process.poll() is not None or time.monotonic() > end:
+                return False
+            self.look()
+            time.sleep(0.1)
+        return True
+
+
+def overrides(folder: Path, steps: int) -> list[str]:
+    """Of a run of so many tiny steps, started in the folder."""
+    rows = "".join(f'{{"question": "{i}?", "answer": "so\\n#### {i}"}}\n' for i in range(6))
+    (folder / "train.jsonl").write_text(rows)
+    return [
+        f"hydra.run.dir={folder / RUN}",
+        "resume=auto",
+        f"model.name={save_tiny_model(folder / 'model')}",
+        f"env.path={folder / 'train.jsonl'}",
+        "env.system_prompt=null",
+        f"env.num_envs={GROUPS}",
+        f"env.repeats={REPEATS}",
+        "env.reward.reasoning_pattern='[0-9]'",
+        f"train.optim_batch_size={GROUPS * REPEATS}",
+        f"train.total_dialog_turns={steps * GROUPS * REPEATS}",
+        "train.checkpoint_frequency=2",
+        "train.micro_batch_tokens=64",
+        "inference_model.max_model_len=64",
+        "inference_model.max_restarts=100",
+        "sampling.max_new_tokens=8",
+    ]
+
+
+def start(arguments: list[str], log: Path) -> Started:
+    """The script, started."""
+    mark = uuid.uuid4().hex
+    with open(log, "a") as out:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "sota" / "grpo_async.py"), *arguments],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {MARK: mark},
+            cwd=log.parent,
+        )
+    return Started(process, mark)
+
+
+def killed(target: str, kills: int, steps: int, seed: int, folder: Path, after_checkpoint: bool) -> list[str]:
+    """What was wrong with a run that was killed so often.
+
+    Args:
+        target: ``driver``, or ``engine``.
+        after_checkpoint: nothing is killed before the first checkpoint.
+    """
+    moments, wrong, done = random.Random(seed), [], 0
+    arguments, log, run = overrides(folder, steps), folder / "log", folder / RUN
+    while True:
+        started = start(arguments, log)
+        if after_checkpoint and not done:
+            started.wait(lambda: any(run.glob("checkpoints/*.pt")), START_S)
+        while done < kills and started.process.poll() is None:
+            moment = moments.uniform(0.0, 40.0 if target == "driver" else 15.0)
+            started.wait(lambda: False, moment)
+            victims = [started.process.pid]
+            if target == "engine":
+                victims = [p.pid for p in started.processes() if p.name().startswith(ENGINE[:15])]
+            for pid in victims:
+                if psutil.pid_exists(pid) and started.process.poll() is None:
+                    psutil.Process(pid).kill()
+                    done += 1
+                    print(f"kill {done} of the {target}, {moment:.1f} s on, after step {len(trained(run))}", flush=True)
+            if target == "driver":
+                break
+        code = wait_for(started)
+        wrong += left(started)
+        if code == -9:
+            continue
+        if code:
+            wrong.append(f"it ended with {code}: {log.read_text()[-2000:]}")
+        return wrong + accounts(run, steps)
+
+
+def wait_for(started: Started) -> int:
+    """The exit code."""
+    if not started.wait(lambda: False, START_S) and started.process.poll() is None:
+        started.process.kill()
+        raise SystemExit(f"it hangs: {psutil.Process(started.process.pid)}")
+    return started.process.wait()
+
+
+def trained(run: Path) -> list[dict]:
+    """What was logged of each step."""
+    return [row for row in read_metrics(run) if "groups/started" in row] if (run / "metrics.jsonl").exists() else []
+
+
+def left(started: Started) -> list[str]:
+    """Processes that live on, and files in /dev/shm that were theirs."""
+    end = time.monotonic() + AGENTS_S
+    while (alive := started.processes()) and time.monotonic() < end:
+        time.sleep(0.5)
+    files = [name for name in sorted(started.shared) if os.path.exists(f"/dev/shm/{name}")]
+    return [f"process {p.pid} ({p.name()}) lives on" for p in alive] + [f"/dev/shm/{name} is left" for name in files]
+
+
+def accounts(run: Path, steps: int) -> list[str]:
+    """Steps and groups that are missing, double or not accounted for."""
+    wrong, rows = [], trained(run)
+    if [row["step"] for row in rows] != list(range(1, steps + 1)):
+        wrong.append(f"steps {[row['step'] for row in rows]} are logged, of 1 to {steps}")
+    for row in rows:
+        dropped = sum(value for name, value in row.items() if name.startswith("groups/dropped"))
+        if row["groups/started"] != row["groups/trained"] + row["groups/open"] + dropped:
+            wrong.append(f"step {row['step']}: groups started are not those trained, open and dropped: {row}")
+    groups = [g for step in logged_steps(run) for g in {row["group_id"] for row in read_step(run, step)}]
+    if sorted(groups) != list(range(GROUPS * steps)):
+        wrong.append(f"groups {sorted(groups)} were trained on, of 0 to {GROUPS * steps - 1}, each once")
+    return wrong
+
+
+def main() -> None:
+    """Prints what is wrong, and ends with 1 where something is."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", choices=["driver", "engine"], default="driver")
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--after-checkpoint", action=argparse.BooleanOptionalAction, default=True)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        wrong = killed(given.target, given.kills, given.steps, given.seed, Path(folder), given.after_checkpoint)
+    print("\n".join(wrong) or f"{given.kills} kills of the {given.target}: nothing lost, doubled or left", flush=True)
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
