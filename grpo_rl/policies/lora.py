@@ -155,7 +155,7 @@ def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
 
 
 def _other_matrices(model: PreTrainedModel) -> list[str]:
-    """Matrices among the model's parameters that are of no linear layer and no embedding, by the ends of their names."""
+    """Matrices of the model that are of no linear layer and no embedding, by the ends of their names."""
     known = (torch.nn.Linear, torch.nn.Embedding)
     return list(
         dict.fromkeys(
