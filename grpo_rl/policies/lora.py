@@ -155,7 +155,7 @@ def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
 
 
 def _other_matrices(model: PreTrainedModel) -> list[str]:
-    """Parameters of the layers, by the ends of their names, that are matrices but of no linear layer and no embedding."""
+    """Matrices of the model that are of no linear layer and no embedding, by the ends of their names."""
     known = (torch.nn.Linear, torch.nn.Embedding)
     return list(
         dict.fromkeys(

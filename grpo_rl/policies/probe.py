@@ -123,9 +123,10 @@ def _recording(names: Mapping[torch.nn.Module, str], calls: list[AttentionCall])
 def _mask(*, mask_function: Callable, local_size: int | None = None, **rest: object) -> Band | Callable:
     """The mask in the place of the tensor that transformers would build: what it shows where bands have their edges."""
     edges = {n * (local_size or LENGTH) + step for n in range(4) for step in (-1, 0, 1)}
-    places = torch.tensor(sorted(edge for edge in edges if edge >= 0))
-    grid = torch.tensor(0), torch.tensor(0), places[:, None], places[None]
-    shown = torch.as_tensor(mask_function(*grid)).expand(len(places), len(places))
+    # Real numbers, also where the caller makes models on the meta device.
+    places = torch.tensor(sorted(edge for edge in edges if edge >= 0), device="cpu")
+    grid = places[0], places[0], places[:, None], places[None]
+    shown = mask_function(*grid).expand(len(places), len(places))
     if torch.equal(shown, causal_mask_function(*grid)):
         return Band(None)
     if local_size and torch.equal(shown, sliding_window_causal_mask_function(local_size)(*grid)):
