@@ -229,7 +229,7 @@ def check(cfg: DictConfig) -> None:
         "logger.completions",
     ):
         value = OmegaConf.select(cfg, key)
-        if not isinstance(value, bool) and not (value is None and key == "train_model.compile"):
+        if not isinstance(value, bool) and not (value is None and key in ("train_model.compile", "env.isolated")):
             raise ValueError(f"{key} is {value!r}; it must be true or false")
     for key in (
         "policy.kl_coef",
