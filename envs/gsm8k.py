@@ -91,6 +91,11 @@ class GSM8K(Task):
         """System prompt, examples, and the question."""
         return [*self._before, {"role": "user", "content": row["question"]}]
 
+    @property
+    def together(self) -> bool:
+        """Whether :meth:`score_many` is asked: not where a subclass scores in its own way."""
+        return type(self).score is GSM8K.score
+
     def score(self, row: dict, response: str) -> Reward:
         """Whether the final number is right, and the two formats.
 

@@ -261,14 +261,14 @@ def test_ctrl_c_twice_stops_now(tiny, tmp_path, monkeypatch):
 
 
 def test_answers_whose_scorer_fails_are_left_out_counted_and_told(tiny, tmp_path, monkeypatch, capsys):
-    score = GSM8K.score
+    reward = GSM8K._reward
 
-    def fails_now_and_then(task, row, response):
+    def fails_now_and_then(task, row, response, formats):
         if sum(map(ord, response)) % 7 == 3:
-            raise KeyError("gold")
-        return score(task, row, response)
+            return KeyError("gold")
+        return reward(task, row, response, formats)
 
-    monkeypatch.setattr(GSM8K, "score", fails_now_and_then)
+    monkeypatch.setattr(GSM8K, "_reward", fails_now_and_then)
     folder = run([*tiny, "env.max_failed_fraction=1.0"], tmp_path / "run", monkeypatch)
     counts = [row["failed/error"] for row in read_metrics(folder) if "failed/error" in row]
     assert counts == sorted(counts) and counts[-1] > 0

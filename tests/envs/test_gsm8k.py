@@ -15,7 +15,7 @@ from torchrl.envs.utils import check_env_specs
 
 from grpo_rl import keys
 from grpo_rl.envs import patterns
-from grpo_rl.envs.base import ScoreGuard
+from grpo_rl.envs.base import Reward, ScoreGuard
 from grpo_rl.envs.gsm8k import GSM8K, GSM8KEnv, extract_answer, load_rows
 
 ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}
@@ -176,6 +176,14 @@ def test_a_users_pattern_that_backtracks_costs_the_response_it_hangs_on_and_not_
     assert [getattr(result, "total", None) for result in results] == [2.5, None, 3.0, 0.5]
     assert guard.failed == {"timeout": 1} and len(told) == 1
     assert "on row 3" in told[0] and "^(x+x+)+y" in told[0] and f"'{'x' * 40}'" in told[0]
+
+
+def test_a_subclass_that_scores_in_its_own_way_is_asked():
+    class Mine(GSM8K):
+        def score(self, row, response):
+            return Reward(dict.fromkeys(self.reward_parts, 7.0))
+
+    assert ScoreGuard(Mine([ROW])).score(ROW, ["a"], "row 0") == [Mine([ROW]).score(ROW, "a")]
 
 
 def test_weights_and_patterns_come_from_the_config():
