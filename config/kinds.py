@@ -46,6 +46,7 @@ OTHERS = {
     "env.corpus": TEXT,
     "env.eval_path": TEXT,
     "env.examples": MAPPINGS,
+    "env.isolated": TRUTH,
     "env.path": TEXT,
     "env.puzzles.sizes": WHOLE_NUMBERS,
     "env.reward": REWARD,

@@ -1,15 +1,17 @@
-"""GSM8K: grade-school mathematics in words, judged on the last number of the answer."""
+"""GSM8K: grade-school mathematics in words, judged on the final number of the answer."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_rl.envs import patterns
 from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task
 from grpo_rl.envs.numbers import extract_answer
 from grpo_rl.envs.task import check_weights
@@ -38,11 +40,12 @@ class GSM8K(Task):
 
     Args:
         rows: ``question`` and ``answer``; the gold number is what follows ``####`` in the answer.
-        correctness: paid where the answer's last number equals the gold number (see :func:`extract_answer`).
+        correctness: paid where the answer's final number equals the gold number (see :func:`extract_answer`).
         reasoning_format: paid where ``reasoning_pattern`` is found in the answer.
         answer_format: paid where ``answer_pattern`` is found in the answer.
-        reasoning_pattern: a regular expression.
-        answer_pattern: a regular expression.
+        reasoning_pattern: a regular expression, searched in a process of its own, which is killed where it takes too
+            long (`grpo_rl.envs.patterns`).
+        answer_pattern: likewise.
         system_prompt: the first message; None or an empty text leaves it out.
         examples: ``question`` and ``answer`` of solved problems, shown as earlier turns.
 
@@ -69,8 +72,9 @@ class GSM8K(Task):
             "correctness": correctness, "reasoning_format": reasoning_format, "answer_format": answer_format,
         }  # fmt: skip
         check_weights(self._weights)
-        self._reasoning = _compiled("reasoning_pattern", reasoning_pattern)
-        self._answer = _compiled("answer_pattern", answer_pattern)
+        for name, pattern in (("reasoning_pattern", reasoning_pattern), ("answer_pattern", answer_pattern)):
+            _check_pattern(name, pattern)
+        self._patterns = (reasoning_pattern, answer_pattern)
         self._before: Messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         for index, example in enumerate(examples or ()):
             check_columns(example, f"env.examples[{index}]")
@@ -87,23 +91,45 @@ class GSM8K(Task):
         """System prompt, examples, and the question."""
         return [*self._before, {"role": "user", "content": row["question"]}]
 
+    @property
+    def together(self) -> bool:
+        """Whether :meth:`score_many` is asked: not where a subclass scores in its own way."""
+        return type(self).score is GSM8K.score
+
     def score(self, row: dict, response: str) -> Reward:
-        """Whether the last number is right, and the two formats.
+        """Whether the final number is right, and the two formats.
+
+        Raises:
+            TimeoutError: the search for a pattern took too long.
 
         >>> task = GSM8K([])
         >>> task.score({"question": "3 + 4?", "answer": "#### 7"}, "<answer>7.00</answer>").parts
         {'correctness': 2.0, 'reasoning_format': 0.0, 'answer_format': 0.5}
         """
-        gold = extract_answer(row["answer"])
+        [result] = self.score_many([row], [response])
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
+        """As :meth:`score`, with the patterns of all responses in one message to the process that searches them."""
+        formats = patterns.found(self._patterns, responses, linear=(REASONING_PATTERN, ANSWER_PATTERN))
+        return [self._reward(*judged) for judged in zip(rows, responses, formats, strict=True)]
+
+    def _reward(self, row: dict, response: str, formats: list[bool] | Exception) -> Reward | Exception:
+        if isinstance(formats, Exception):
+            return formats
+        gold = _gold(row["answer"])
         if gold is None:
             # Otherwise an answer without a number would equal it.
-            raise ValueError(f"the row's answer has no number: {row['answer'][-80:]!r}; end it on #### N")
-        earned = {
-            "correctness": extract_answer(response) == gold,
-            "reasoning_format": self._reasoning.search(response) is not None,
-            "answer_format": self._answer.search(response) is not None,
-        }
-        return Reward({name: float(self._weights[name]) if earned[name] else 0.0 for name in self.reward_parts})
+            return ValueError(f"the row's answer has no number: {row['answer'][-80:]!r}; end it on #### N")
+        earned = (extract_answer(response) == gold, *formats)
+        return Reward(
+            {
+                name: float(self._weights[name]) if paid else 0.0
+                for name, paid in zip(self.reward_parts, earned, strict=True)
+            }
+        )
 
     def gold(self, row: dict) -> str | None:
         """The gold number."""
@@ -229,8 +255,12 @@ def _hub_rows(split: str) -> Iterator[tuple[str, dict]]:
         yield f"{HUB_NAME} {split}, row {index}", dict(row)
 
 
-def _compiled(name: str, pattern: str) -> re.Pattern[str]:
+# The responses to one question come together, and each needs the gold.
+_gold = lru_cache(maxsize=64)(extract_answer)
+
+
+def _check_pattern(name: str, pattern: str) -> None:
     try:
-        return re.compile(pattern)
+        re.compile(pattern)
     except (re.error, TypeError) as error:
         raise ValueError(f"env.reward.{name}={pattern!r} is no regular expression: {error}") from error

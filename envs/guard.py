@@ -93,6 +93,7 @@ class ScoreGuard:
             raise ValueError(f"env.max_failed_fraction={max_failed_fraction}; it must be between 0 and 1")
         self._task, self.deadline_s, self._max_failed = task, deadline_s, max_failed_fraction
         self._processes = IsolatedCalls(Scorer(task), deadline_s=deadline_s) if task.isolated else None
+        self._parts = set(task.reward_parts)
         self._lock, self._turn = threading.Lock(), threading.Lock()
         self.judged = 0
         """Answers so far, the failed ones included."""
@@ -161,7 +162,7 @@ class ScoreGuard:
 
         def name(at: int, result: Any) -> None:
             if isinstance(result, TimeoutError):
-                self._name(self._check(result, responses[at], where))
+                self._name(self._failure(result, responses[at], where))
 
         said = [f"the response was {text[:EXCERPT]!r}" for text in responses]
         return self._checked(self._results(method, calls, said, where, name), responses, where)
@@ -250,12 +251,22 @@ class ScoreGuard:
                 + "\n".join(self.examples.values())
             )
 
-    def _name(self, late: Reward | Failure) -> None:
-        assert isinstance(late, Failure)
+    def _name(self, late: Failure) -> None:
         self._late.add(late.message)
         self.tell(f"No reward (timeout): {late.message}")
 
     def _check(self, result: Any, answer: str, where: str) -> Reward | Failure:
+        if (
+            isinstance(result, Reward)
+            and _finite(result.parts)
+            and result.parts.keys() == self._parts
+            and _finite(result.measures)
+        ):
+            # A task may well return counts or truth values.
+            return Reward(_floats(result.parts), _floats(result.measures))
+        return self._failure(result, answer, where)
+
+    def _failure(self, result: Any, answer: str, where: str) -> Failure:
         name, of = self._name_of_task, f"the answer was {answer[:EXCERPT]!r}"
         if isinstance(result, Unjudgeable):
             return Failure("unjudgeable", f"{name} can't judge {where}: {result}")
@@ -264,12 +275,9 @@ class ScoreGuard:
         if isinstance(result, Exception):
             return Failure("error", f"{name} failed on {where}: {type(result).__name__}: {result}; {of}")
         wanted = list(self._task.reward_parts)
-        if not (isinstance(result, Reward) and _finite(result.parts) and set(result.parts) == set(wanted)):
-            return Failure("invalid", f"{name} returned {result!r} on {where}, not finite numbers under {wanted}; {of}")
-        if not _finite(result.measures):
+        if isinstance(result, Reward) and _finite(result.parts) and set(result.parts) == self._parts:
             return Failure("invalid", f"{name} measured {result.measures!r} on {where}, not finite numbers; {of}")
-        # A task may well return counts or truth values.
-        return Reward(_floats(result.parts), _floats(result.measures))
+        return Failure("invalid", f"{name} returned {result!r} on {where}, not finite numbers under {wanted}; {of}")
 
 
 def in_thread(function: Callable[..., object], *arguments: object) -> None:

@@ -18,7 +18,8 @@ _TOKEN = re.compile(
     r"|\\[dt]?frac\{(?P<over>\d+)\}\{(?P<under>\d+)\}"
     rf"|(?P<number>{_PLAIN})(?:(?P<exponent>[eE][-+]?\d{{1,3}}(?!\w))| ?/ ?(?P<divisor>{_PLAIN}))?"
 )
-_PHRASE = re.compile(r"\banswer\b[\s*_]*+(?:is\b|[:=])", re.IGNORECASE)
+# Written with both cases, not with IGNORECASE, which would try it at each letter.
+_PHRASE = re.compile(r"(?<![^\W_])[aA](?:nswer|NSWER)[\s*_]*+(?:(?:is|IS)\b|[:=])")
 # The rest of a number's side of an equation, and the sign: no word stands in it.
 _EQUATES = re.compile(r"(?:[\s\d.,+*/×÷·xX()$%^\u2212–-]|\\(?:times|cdot|div))*+=")
 _KEPT = re.compile(r"[^\d.]")
@@ -64,12 +65,13 @@ def extract_answer(text: str) -> Decimal | None:
     >>> extract_answer("The answer is 72. That took 2 steps."), extract_answer("<answer>71 or 72</answer>")
     (Decimal('72'), None)
     """
-    for closed in (last_answer(text), None if "####" in text else last_boxed(text)):
-        if closed is not None:
-            values = {_signed(closed, match) for match in _numbers(closed, _stated(closed))}
-            return values.pop() if len(values) == 1 else None
-    if "####" in text:
+    closed = last_answer(text)
+    if closed is None and "####" in text:
         return _first(text[text.rfind("####") + len("####") :].lstrip().partition("\n")[0])
+    if closed is None:
+        closed = last_boxed(text)
+    if closed is not None:
+        return _only(closed)
     last = None
     for last in _numbers(text):  # noqa: B007 - the last match is what is wanted
         pass
@@ -81,6 +83,12 @@ def extract_answer(text: str) -> Decimal | None:
     return _first(text[phrase.end() :]) if phrase else _signed(text, last)
 
 
+def _only(text: str) -> Decimal | None:
+    """The number that is all of ``text``'s statement; None where it holds none, or several that differ."""
+    values = {_signed(text, number) for number in _numbers(text, _stated(text))}
+    return values.pop() if len(values) == 1 else None
+
+
 def _first(text: str) -> Decimal | None:
     number = next(_numbers(text, _stated(text)), None)
     return _signed(text, number) if number else None
@@ -89,6 +97,8 @@ def _first(text: str) -> Decimal | None:
 def _stated(text: str) -> int:
     """Where what ``text`` states begins: behind the last sign of the equation that its first number is in."""
     start = 0
+    if "=" not in text:
+        return start
     while (number := next(_numbers(text, start), None)) and (equation := _EQUATES.match(text, number.end())):
         start = equation.end()
     return start

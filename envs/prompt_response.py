@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs.base import LLMEnv
-from grpo_rl.envs.rewards.functions import RewardFunction
+from grpo_rl.envs.isolation import IsolatedCalls
+from grpo_rl.envs.rewards.functions import NamedFunctions, RewardFunction
 from grpo_rl.envs.tables import load_rows
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights
 
@@ -38,6 +41,10 @@ class PromptResponse(Task):
         prompt_column: of the rows.
         completion_column: of the rows, the data's own answer; None where there is none.
         system_prompt: the first message, for prompts that have none of their own.
+
+    A function that is named is called in a process of its own, which keeps what the function keeps, and is killed where
+    a call takes too long or freezes; then another one is started. A function itself, as from one's own script, is
+    called here, and so is a named one where ``isolated`` is False.
 
     Raises:
         ValueError: a row's prompt is missing or empty or something else; a reward function can't be found or called,
@@ -70,6 +77,7 @@ class PromptResponse(Task):
             )
         columns |= {"prompt", "prompts", "completion", "completions", *(["reference"] if completion_column else [])}
         self._functions = [(RewardFunction(name, sorted(columns)), weight) for name, weight in _weighted(reward)]
+        self._columns, self._deadline_s = sorted(columns), 60.0
         self.reward_parts = tuple(function.name for function, _ in self._functions)
         if len(set(self.reward_parts)) < len(self.reward_parts):
             raise ValueError(f"env.reward has two functions of one name: {', '.join(self.reward_parts)}; rename one")
@@ -99,13 +107,46 @@ class PromptResponse(Task):
 
         Raises:
             RewardFunctionError: a function raised, or returned something else than a number for each answer.
+            TimeoutError: the named ones took too long together.
+            WorkerDied: their process ended.
         """
         if not rows:
             return []
-        wanted = {name for function, _ in self._functions for name in function.takes}
-        batch = {name: self._values(name, rows, responses) for name in wanted}
-        results = [function(batch, len(rows)) for function, _ in self._functions]
+        away = self._named()
+        results = dict(zip(away, self._called_away(away, rows, responses), strict=True)) if away else {}
+        here = [function for function, _ in self._functions if function.where not in results]
+        batch = self._batch(here, rows, responses)
+        results |= {function.where: function(batch, len(rows)) for function in here}
+        results = [results[function.where] for function, _ in self._functions]
         return [self._reward([values[at] for values in results]) for at in range(len(rows))]
+
+    def ready(self, deadline_s: float) -> None:
+        """Starts the process of the named functions, which imports their modules."""
+        self._deadline_s = deadline_s
+        if away := self._named():
+            _workers(away, tuple(self._columns), os.getpid()).start()
+
+    def _named(self) -> tuple[str, ...]:
+        """The functions that are called in a process of their own: none if the whole task is, or nothing is to be."""
+        if self.isolated is not None:
+            return ()
+        return tuple(function.where for function, _ in self._functions if function.is_named)
+
+    def _called_away(self, names: tuple[str, ...], rows: Sequence[dict], responses: Sequence[str]) -> Any:
+        batch = self._batch([function for function, _ in self._functions if function.is_named], rows, responses)
+        workers = _workers(names, tuple(self._columns), os.getpid())
+        [result] = workers.map([(batch, len(rows))], self._deadline_s)
+        if isinstance(result, TimeoutError):
+            raise TimeoutError(f"{', '.join(names)} gave no result within {self._deadline_s:g} s, and was killed")
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _batch(
+        self, functions: Sequence[RewardFunction], rows: Sequence[dict], responses: Sequence[str]
+    ) -> dict[str, list[Any]]:
+        wanted = {name for function in functions for name in function.takes}
+        return {name: self._values(name, rows, responses) for name in wanted}
 
     def gold(self, row: dict) -> str | None:
         """The data's own answer; of several the first, of messages the last one's content."""
@@ -206,6 +247,12 @@ class PromptResponseEnv(LLMEnv):
             system_prompt=system_prompt,
         )
         super().__init__(task, tokenizer, num_envs, repeats, **settings)
+
+
+@lru_cache(maxsize=8)
+def _workers(names: tuple[str, ...], columns: tuple[str, ...], process_id: int) -> IsolatedCalls:
+    """One process, in which functions may keep what they load, as a model; and so without a limit to its memory."""
+    return IsolatedCalls(NamedFunctions(names, columns), workers=1, memory_gib=None)
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:

@@ -265,14 +265,14 @@ def test_ctrl_c_twice_stops_now(tiny, tmp_path, monkeypatch):
 
 
 def test_answers_whose_scorer_fails_are_left_out_counted_and_told(tiny, tmp_path, monkeypatch, capsys):
-    score = GSM8K.score
+    reward = GSM8K._reward
 
-    def fails_now_and_then(task, row, response):
+    def fails_now_and_then(task, row, response, formats):
         if sum(map(ord, response)) % 7 == 3:
-            raise KeyError("gold")
-        return score(task, row, response)
+            return KeyError("gold")
+        return reward(task, row, response, formats)
 
-    monkeypatch.setattr(GSM8K, "score", fails_now_and_then)
+    monkeypatch.setattr(GSM8K, "_reward", fails_now_and_then)
     folder = run([*tiny, "env.max_failed_fraction=1.0"], tmp_path / "run", monkeypatch)
     counts = [row["failed/error"] for row in read_metrics(folder) if "failed/error" in row]
     assert counts == sorted(counts) and counts[-1] > 0
@@ -471,7 +471,7 @@ def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
 
     import grpo_rl.config as config
 
-    read: set[str] = set()
+    known, read = config.known_keys("gsm8k"), set()
     get, check = DictConfig._get_impl, config.check
 
     def recording_get(self, key, *args, **kwargs):
@@ -491,7 +491,7 @@ def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
     of_vllm = {"inference_model.gpu_memory_utilization", "inference_model.enforce_eager"}
     of_several_processes = {"train_model.cpu_offload", "train_model.timeout_s"}  # tests/test_parallel.py
     of_async = set(config.ONLY_ASYNC)
-    assert config.known_keys("gsm8k") - read == of_vllm | of_several_processes | of_async
+    assert known - read == of_vllm | of_several_processes | of_async
     texts = "".join((SCRIPT.parent.parent / "grpo_rl" / name).read_text() for name in ("build_async.py", "run.py"))
     unread = [key for key in of_async | of_several_processes if f".{key.rpartition('.')[2]}" not in texts]
     assert not unread

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any, cast
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, cast
 
 from grpo_rl.envs.rewards.registry import Part, read_parts
 from grpo_rl.envs.task import Messages, Reward, Task, last_said, plays_turns
+
+if TYPE_CHECKING:  # processes that call reward functions need not wait for it
+    from transformers import PreTrainedTokenizerBase
 
 CountTokens = Callable[[Sequence[str]], Sequence[int]]
 """The number of tokens in each text."""

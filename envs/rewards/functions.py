@@ -8,7 +8,7 @@ import inspect
 import math
 import os
 import threading
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from grpo_rl.envs.task import Unjudgeable
@@ -44,6 +44,7 @@ class RewardFunction:
         self.function = _resolved(function) if isinstance(function, str) else function
         self.name: str = getattr(self.function, "__name__", type(self.function).__name__)
         self.where = function if isinstance(function, str) else self.name
+        self.is_named = isinstance(function, str)
         if not callable(self.function):
             raise ValueError(f"env.reward={self.where} is {self.function!r}; it must be a function")
         self.takes = self._taken(columns)
@@ -101,6 +102,26 @@ class RewardFunction:
             )
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         return [name for name in columns if takes_all or name in names]
+
+
+class NamedFunctions:
+    """Reward functions that are called with one batch, as they go to a process of their own: by name.
+
+    Args:
+        names: ``package.module:function`` each.
+        columns: see :class:`RewardFunction`.
+    """
+
+    def __init__(self, names: Sequence[str], columns: Sequence[str]) -> None:
+        self._arguments = tuple(names), tuple(columns)
+        self._functions = [RewardFunction(name, columns) for name in names]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._arguments
+
+    def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[list[float | Exception]]:
+        """What each function returned."""
+        return [function(batch, count) for function in self._functions]
 
 
 def _resolved(name: str) -> Any:

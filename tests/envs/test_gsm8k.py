@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torchrl.envs.utils import check_env_specs
 
 from grpo_rl import keys
+from grpo_rl.envs import patterns
+from grpo_rl.envs.base import Reward, ScoreGuard
 from grpo_rl.envs.gsm8k import GSM8K, GSM8KEnv, extract_answer, load_rows
 
 ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}
@@ -161,6 +163,27 @@ def test_the_three_rewards_are_paid_apart():
         ("", (0.0, 0.0, 0.0)),
     ]:
         assert tuple(task.score(ROW, response).parts.values()) == expected, response
+
+
+def test_a_users_pattern_that_backtracks_costs_the_response_it_hangs_on_and_not_the_run(monkeypatch):
+    monkeypatch.setattr(patterns, "DEADLINE_S", 1.0)
+    patterns._workers.cache_clear()
+    task = GSM8K([ROW], reasoning_pattern=r"^(x+x+)+y", answer_pattern=r"\d$")
+    guard, told = ScoreGuard(task, max_failed_fraction=1.0), []
+    guard.tell = told.append
+    results = guard.score(ROW, ["42", "x" * 40, "xxxy 42", "xxxy"], "row 3")
+    patterns._workers.cache_clear()
+    assert [getattr(result, "total", None) for result in results] == [2.5, None, 3.0, 0.5]
+    assert guard.failed == {"timeout": 1} and len(told) == 1
+    assert "on row 3" in told[0] and "^(x+x+)+y" in told[0] and f"'{'x' * 40}'" in told[0]
+
+
+def test_a_subclass_that_scores_in_its_own_way_is_asked():
+    class Mine(GSM8K):
+        def score(self, row, response):
+            return Reward(dict.fromkeys(self.reward_parts, 7.0))
+
+    assert ScoreGuard(Mine([ROW])).score(ROW, ["a"], "row 0") == [Mine([ROW]).score(ROW, "a")]
 
 
 def test_weights_and_patterns_come_from_the_config():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from datasets import Dataset
 from torchrl.envs.utils import check_env_specs
 
 from grpo_rl import keys
-from grpo_rl.envs.base import Failure, LLMEnv
+from grpo_rl.envs.base import Failure, LLMEnv, ScoreGuard
 from grpo_rl.envs.prompt_response import PromptResponse, PromptResponseEnv, load_rows
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.rewards.functions import RewardFunctionError
@@ -350,3 +351,53 @@ def test_thousands_of_answers_are_scored_in_seconds(tokenizer):
     rewards = task.score_many([rows[n // 8] for n in range(4096)], answers)
     assert len(rewards) == 4096 and all(len(reward.parts) == 11 for reward in rewards)
     assert time.process_time() - start < 20  # about a second; a quadratic one takes minutes
+
+
+OWN = """
+import os, re
+
+calls = []
+
+def freezes(completion):
+    calls.append(1)
+    if "freeze" in completion:  # in one call that keeps the interpreter to itself
+        re.match(r"(a+)+$", "a" * 40 + "b")
+    if "die" in completion:
+        os._exit(3)
+    return [float(len(calls))] * len(completion)
+
+def process(completion):
+    return [float(os.getpid())] * len(completion)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_frozen.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_frozen", raising=False)
+    return "own_frozen"
+
+
+def test_a_named_function_that_freezes_costs_its_group_and_not_the_run(own):
+    row, told = {"prompt": "Hi"}, []
+    guard = ScoreGuard(PromptResponse([row], reward=f"{own}:freezes"), 1.0, 1.0)
+    guard.tell = told.append
+    assert [reward.total for reward in guard.score(row, ["a", "b"], "row 1")] == [1.0, 1.0]
+    assert guard.score(row, ["a"], "row 1")[0].total == 2.0  # its process keeps what it keeps
+    assert [result.kind for result in guard.score(row, ["a", "freeze"], "row 2")] == ["timeout", "timeout"]
+    assert [result.kind for result in guard.score(row, ["die"], "row 3")] == ["error"]
+    assert guard.score(row, ["a"], "row 4")[0].total == 1.0  # another process
+    assert len(told) == 2 and "own_frozen:freezes gave no result within 1 s" in told[0] and "row 2" in told[0]
+    assert "exit code 3" in told[1] and "row 3" in told[1]
+
+
+def test_which_process_calls_a_function_follows_from_its_name_and_the_setting(own, tokenizer):
+    def called_in(reward, isolated):
+        env = LLMEnv(PromptResponse([{"prompt": "Hi"}], reward=reward), tokenizer, 1, 2, isolated=isolated)
+        return env.guard.score(env.task.rows[0], ["a"], "row 0")[0].total
+
+    here = float(os.getpid())
+    assert called_in(f"{own}:process", None) != here
+    assert called_in(f"{own}:process", False) == here
+    assert called_in(importlib.import_module(own).process, None) == here
