@@ -61,6 +61,7 @@ FREE = ("env.rewards.", "env.reward.", "loss.reward_weights.")
 """Beginnings of keys that are of a task's own, which refuses others; ``env.reward`` only where it may be a mapping."""
 
 
+@functools.cache
 def default_values(dataset: str | None = None) -> dict[str, object]:
     """Every public key, dotted, with its default: of the shared config, the default loss and the task's config.
 

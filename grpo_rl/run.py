@@ -138,7 +138,7 @@ class Run:
             self.folder, self._again = claimed.folder, claimed.again
             self.cfg.resume = claimed.resume and str(claimed.resume)
         if self._ranks:
-            where = (self.folder.resolve(), self.cfg.resume) if self._leads else (Path(), None)
+            where = (self.folder.resolve() if self._leads else own, self.cfg.resume)
             self._shared_folder, self.cfg.resume = self._ranks.broadcast(where)
         self._restored = self._find_checkpoint()
         if self._leads:
