@@ -176,7 +176,8 @@ def export(
     """
     attention = model.config._attn_implementation
     partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # that a killed run left
+    if not (ranks and ranks.rank):
+        shutil.rmtree(partial, ignore_errors=True)  # that a killed run left
     model.set_attn_implementation("sdpa")
     try:
         weights = {}
