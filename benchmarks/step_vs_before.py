@@ -16,7 +16,6 @@ from pathlib import Path
 import harness
 import step_vs_trl
 
-NAME = "step_vs_before"
 ROOT = Path(__file__).resolve().parent.parent
 BAR = 1.05
 """The noise of medians of five on a shared machine."""
@@ -88,7 +87,7 @@ def main() -> None:
         "machine": harness.machine(),
         **load,
     }
-    harness.finish(NAME, ratio, result, args.out)
+    harness.finish("step_vs_before", ratio, result, args.out)
 
 
 def parse():

@@ -458,7 +458,7 @@ def trl_rloo(batch: Batch) -> torch.Tensor:
 
 
 def test_liger_as_a_whole_gives_the_same_gradient_of_the_hidden_states():
-    """Through its fused head, which computes in fp32: to 1e-6."""
+    """Through its fused head, which computes in fp32: to 1.2e-6, a unit in the last place, on one kind of processor."""
     module = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss", exc_type=ImportError)
     settings, vocab, hidden_size = PRESETS["dapo"] | {"mask_truncated": False}, 11, 6
     for seed in range(10):
@@ -488,7 +488,7 @@ def test_liger_as_a_whole_gives_the_same_gradient_of_the_hidden_states():
         theirs.backward()
         expected = torch.cat([row[:n] for row, n in zip(padded.grad, batch.lengths.tolist(), strict=True)])
         assert loss == pytest.approx(theirs.item(), abs=1e-6)
-        torch.testing.assert_close(wide.grad.float(), expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(wide.grad.float(), expected, rtol=0, atol=2e-6)
 
 
 def test_loss_and_gradient_match_the_table_worked_out_by_hand():
