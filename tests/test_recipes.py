@@ -189,7 +189,7 @@ def test_a_reference_that_cannot_judge_or_copy_the_policy_is_refused(tiny, tmp_p
         (["train.reward_clip=x"], r"train\.reward_clip is 'x'; it must be a number, or null"),
         (["ref_model.refresh_steps=null"], r"ref_model\.refresh_steps is None"),
         (["loss=gdpo", "train.reward_clip=1"], r"multi_reward looks at parts of the reward"),
-        (["loss=gdpo", "+loss.reward_weights.correctness=high"], r"reward_weights\.correctness is 'high'; it must be a number"),
+        (["loss=gdpo", "+loss.reward_weights.correctness=high"], r"correctness is 'high'; it must be a number"),
         (["loss.mask_truncated=no"], r"loss\.mask_truncated is 'no'; it must be true or false"),
         (["train.gradient_accumulation_steps=1.5"], r"gradient_accumulation_steps is 1\.5; it must be a whole number"),
         (["loss=gspo", "loss.top_entropy_fraction=0.2"], r"use loss\.ratio=sequence_token"),
