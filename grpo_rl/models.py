@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -13,7 +14,6 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -170,7 +170,7 @@ def _finite(piece: Tensor) -> bool:
     return math.isfinite(low) and math.isfinite(high)
 
 
-@contextmanager
+@contextlib.contextmanager
 def writing_model(folder: Path) -> Iterator[None]:
     """Around what writes a model's folder: its files get the permissions of others, and an error names the folder.
 
@@ -180,19 +180,24 @@ def writing_model(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno is None:  # all that it says is in its text
+            raise
         raise OSError(error.errno, error.strerror, str(error.filename or folder)) from error
     except Exception as error:
         # safetensors and tokenizers raise errors of their own, with the system's number in the text alone.
         if found := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
         raise
-    # safetensors makes files that nobody else can read, whatever the umask says.
-    probe = folder / ".mode_probe"
-    probe.touch()
-    mode = probe.stat().st_mode
-    probe.unlink()
-    for path in folder.glob("*.safetensors"):
-        path.chmod(mode)
+    # safetensors makes files that nobody else can read, whatever the umask says. Some network file systems refuse to
+    # change that, or have no modes of single files: the model is whole all the same.
+    with contextlib.suppress(OSError):
+        probe = folder / ".mode_probe"
+        probe.touch()
+        mode = probe.stat().st_mode
+        probe.unlink()
+        for path in folder.glob("*.safetensors"):
+            if path.stat().st_mode != mode:
+                path.chmod(mode)
 
 
 def _from_hub(name: str) -> Path:

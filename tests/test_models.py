@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ import signal
 import stat
 import threading
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx2
@@ -209,6 +211,25 @@ def test_a_disk_that_is_full_while_a_model_is_written_is_told_with_the_folder(tm
         export_checkpoint(path, tmp_path / "other")
     assert told.value.filename.startswith(str(tmp_path / "other")) and not (tmp_path / "other").exists()
     export_checkpoint(path, tmp_path / "other")  # and the checkpoint is as it was
+
+
+@pytest.mark.parametrize("step", ["chmod", "touch"])
+def test_a_file_system_that_refuses_to_change_permissions_keeps_the_exported_model(tmp_path, tiny, monkeypatch, step):
+    """As mounts of CIFS and of object stores do."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+
+    def refuse(path, *_, **__):
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, step, refuse)
+    export(model, tokenizer, tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model" / ".mode_probe").exists()
+
+
+def test_an_error_without_a_number_keeps_its_text(tmp_path):
+    with pytest.raises(OSError, match="cannot be written"), models.writing_model(tmp_path):
+        raise OSError("the tokenizer's file cannot be written")
 
 
 def test_what_tokenizers_says_of_a_full_disk_is_told_as_one(tmp_path):
