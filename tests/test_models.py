@@ -22,13 +22,15 @@ import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl import build, checkpoint, models
 from grpo_rl.config import compose_config
 from grpo_rl.devices import Devices
 from grpo_rl.models import DEFAULT_MODEL, check_finite, resolve_model
+from grpo_rl.policies.lora import LoRA
+from grpo_rl.policies.train import TrainPolicy
 from grpo_rl.run_folder import export, export_checkpoint
 from grpo_rl.testing import save_tiny_model
 
@@ -225,6 +227,23 @@ def test_all_ranks_refuse_a_reference_that_one_of_them_cannot_use(tmp_path, tiny
     for rank in ranks:
         rank.join()
     assert ranks[0].told and ranks[0].told == ranks[1].told
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_a_policy_is_not_filled_up_with_random_numbers_where_weights_lack(tmp_path, tiny, quantization):
+    """The tied head, which no file has, is not one of them."""
+    if quantization:
+        pytest.importorskip("bitsandbytes")
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    settings = {"quantization": quantization, "lora": LoRA(rank=2) if quantization else None}
+    TrainPolicy.load(folder, torch.float32, **settings)
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    rest = {name: weight for name, weight in weights.items() if "layers.1.mlp." not in name}
+    save_file(rest, folder / "model.safetensors", metadata={"format": "pt"})
+    assert len(rest) == len(weights) - 3
+    with pytest.raises(ValueError, match=r"lacks weights of LlamaForCausalLM: model\.layers\.1\.mlp\.down_proj"):
+        TrainPolicy.load(folder, torch.float32, **settings)
 
 
 def test_a_policy_with_weights_that_are_not_finite_is_refused_before_anything_is_loaded(tmp_path):

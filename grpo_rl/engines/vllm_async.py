@@ -320,12 +320,16 @@ def _number(version: str) -> int:
 class NamelessExecutor(UniProcExecutor):
     """vLLM's executor of one worker, in a process that leaves nothing in /dev/shm, however it ends.
 
-    Semaphores of processes that vLLM spawns have names there, and who would remove them is killed with their owner.
+    Named semaphores would stay there when the engine is killed together with vLLM's resource tracker.
     """
 
     def _init_executor(self) -> None:
-        multiprocessing.set_start_method("fork", force=True)  # whose semaphores have none; nothing is started by it
-        super()._init_executor()
+        before = multiprocessing.get_start_method(allow_none=True)
+        multiprocessing.set_start_method("fork", force=True)  # whose semaphores have no names; nothing is started by it
+        try:
+            super()._init_executor()
+        finally:
+            multiprocessing.set_start_method(before, force=True)
 
 
 class SharedMemoryReceiver(WeightReceiver):
