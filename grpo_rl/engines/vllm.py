@@ -56,7 +56,7 @@ from grpo_rl.engines.vllm_lora import (
 )
 
 if TYPE_CHECKING:  # it needs this module
-    from grpo_rl.engines.vllm_cpu_direct import Places
+    from grpo_rl.engines.vllm_cpu_direct import Place, Places
 
 LOG = logging.getLogger(__name__)
 
@@ -280,11 +280,18 @@ class WeightReceiver:
     def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads the weights in place; those that do not come stay."""
         if places := self._known_places():
-            written: set[str] = set()
-            weights = [(name, tensor) for name, tensor in weights if not self._put(places, name, tensor, written)]
-            self._written |= written
-            if not weights:
+            rest: list[tuple[str, Tensor]] = []
+            # All of a layer or none: vLLM loads a fused layer when all of its parts have come.
+            for part in _by_layer(weights):
+                if all(self._fits(places.get(name), tensor) for name, tensor in part):
+                    for name, tensor in part:
+                        cast("Place", places.get(name)).write(0, tensor.reshape(-1))
+                    self._written |= {name for name, _ in part}
+                else:
+                    rest += part
+            if not rest:
                 return
+            weights = rest
         model = self.model_runner.get_model()
         loaded: dict[str, tuple[torch.Size, int]] = {}
         is_whole = torch.distributed.get_world_size() == 1 and next(model.parameters()).device.type == "cpu"
@@ -300,14 +307,10 @@ class WeightReceiver:
             self._places = None
         return self._places
 
-    def _put(self, places: Places, name: str, tensor: Tensor, written: set[str]) -> bool:
-        """Puts a tensor into its place, if that is known."""
-        place = places.get(name)
-        if place is None or place.shape != tensor.shape or tensor.dtype != self.model_runner.model_config.dtype:
-            return False
-        place.write(0, tensor.reshape(-1))
-        written.add(name)
-        return True
+    def _fits(self, place: Place | None, tensor: Tensor) -> bool:
+        """Whether the tensor can be put into the place as it is."""
+        dtype = self.model_runner.model_config.dtype
+        return place is not None and place.shape == tensor.shape and tensor.dtype == dtype
 
     def receive_adapter(self, factors: dict[str, Tensor]) -> None:
         """Puts the adapter in the place of the one before."""
