@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.engines.base import ADAPTER_NAME, Samples, Sampling, check_request, digest
-from grpo_rl.fingerprint import add, agreed, fingerprint
+from grpo_rl.fingerprint import add, fingerprint, same_or_none
 
 # Read by vLLM at import. In-process: a second process would take half a minute to start and copy every weight twice.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -406,7 +406,7 @@ def _shard_fingerprint(
         # What is looked up is one thing, what a head on CPU multiplies by another: both have to be what was sent.
         heads = (head for head in packed_heads(model) if head.weight.data_ptr() == module.weight.data_ptr())
         forms = [whole, *(read_by_product(head, whole.shape[1], dtype) for head in heads)]
-        return agreed(*(fingerprint(form[:rows], row_start=first) for form in forms))
+        return same_or_none(*(fingerprint(form[:rows], row_start=first) for form in forms))
     if isinstance(module, RowParallelLinear):
         if kind == "bias":
             return fingerprint(whole) if rank == 0 else 0
