@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # it needs this module
 
 LOG = logging.getLogger(__name__)
 
-# Before any engine packs its weights: the direct road keeps the notes up to date.
+# Before any engine packs its weights: direct writes keep the notes up to date.
 note_what_is_packed()
 
 
@@ -275,7 +275,7 @@ class WeightReceiver:
     _written: frozenset[str] = frozenset()
     """Tensors that were put into their places."""
     _read_there: frozenset[str] = frozenset()
-    """Those of them of which a product has shown that what lies there is what it is made with."""
+    """Tensors among those of which a product has shown that what lies in their places is what it is made with."""
 
     def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads the weights in place; those that do not come stay."""
@@ -302,7 +302,7 @@ class WeightReceiver:
         self._written = self._read_there = frozenset()
 
     def _known_places(self) -> Places | None:
-        """Where tensors lie, unless the model has been seen to have others."""
+        """Returns where tensors lie; None where that isn't known, or the model has been seen to have others."""
         if self._places is not None and not self._places.still_hold():
             self._places = None
         return self._places
@@ -339,7 +339,7 @@ class WeightReceiver:
 
 
 def find_places(model: torch.nn.Module, loaded: Mapping[str, tuple[torch.Size, int]]) -> Places | None:
-    """Where the tensors went that vLLM has just loaded; None where it isn't known of all of the model's.
+    """Finds where the tensors went that vLLM has just loaded; None where it isn't known of all of the model's.
 
     Args:
         loaded: shape and digest of each.
@@ -351,10 +351,10 @@ def find_places(model: torch.nn.Module, loaded: Mapping[str, tuple[torch.Size, i
 
         return Places(model, loaded)
     except LookupError as error:
-        LOG.info("Weights go on coming by vLLM's own road: %s", error)
+        LOG.info("Weights go on coming by vLLM's `reload_weights`: %s", error)
     except (AttributeError, ImportError, TypeError, ValueError):
-        # Nobody promises the names that are looked for, and vLLM's own road needs none of them.
-        LOG.warning("This vLLM is laid out in a way that is not known; weights come by its own road", exc_info=True)
+        # Nobody promises the names that are looked for, and vLLM's `reload_weights` needs none of them.
+        LOG.warning("This vLLM is laid out in an unknown way; weights come by its `reload_weights`", exc_info=True)
     return None
 
 
