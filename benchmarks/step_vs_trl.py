@@ -465,7 +465,7 @@ def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def parse() -> argparse.Namespace:
     options = parser(__doc__)
     number = harness.at_least_one
-    options.add_argument("--trl-batch", type=number, nargs="+", default=[8, 16, 32], help="answers a forward, to try")
+    options.add_argument("--trl-batch", type=number, nargs="+", default=[8, 16, 32], help="responses a forward, to try")
     options.add_argument("--trl-fp32", action=argparse.BooleanOptionalAction, default=True,
                          help="try fp32 weights beside bf16")  # fmt: skip
     options.add_argument("--trl-generation", nargs="*", choices=("batching", "vllm"), default=[],

@@ -23,11 +23,11 @@ from grpo_rl.engines.base import Engine, Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.task import check_weights
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.models import check_finite, resolve_model
+from grpo_rl.models import check_finite, resolve_model, weight_files
 from grpo_rl.optimizer import PolicyOptimizer
 from grpo_rl.parallel_checkpoint import agreed
 from grpo_rl.policies.lora import LoRA, has_adapters, skeleton, target_names
-from grpo_rl.policies.train import ReferencePolicy, TrainPolicy, check_model
+from grpo_rl.policies.train import Peers, ReferencePolicy, TrainPolicy, check_model
 from grpo_rl.rollout import Group
 from grpo_rl.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
 from grpo_rl.together import Collector, Led, NoEngine, SharedCollector
@@ -190,7 +190,7 @@ def optimizer_steps(cfg: DictConfig) -> int:
 
 def model_bytes(model_folder: Path) -> int:
     """Bytes of the model's weight files."""
-    return sum(path.stat().st_size for path in model_folder.glob("*.safetensors"))
+    return sum(path.stat().st_size for path in weight_files(model_folder))
 
 
 def plan_devices(cfg: DictConfig, model_folder: Path) -> Devices:
@@ -265,7 +265,7 @@ def make_policy(cfg: DictConfig, model_folder: Path, devices: Devices, ranks: Ra
     Raises:
         ValueError: its weights are not finite, or it can't be trained.
     """
-    agreed(ranks, lambda: None if ranks and ranks.rank else check_finite(model_folder))
+    _check_finite(model_folder, ranks)
     return TrainPolicy.load(
         model_folder,
         getattr(torch, cfg.train_model.dtype),
@@ -308,11 +308,19 @@ def make_reference(
         reference.peers = peers
         return reference
     dtype = getattr(torch, cfg.train_model.dtype)
-    folder = resolve_model(cfg.ref_model.name) if cfg.ref_model.name else model_folder
+    folder = agreed(peers, lambda: resolve_model(cfg.ref_model.name)) if cfg.ref_model.name else model_folder
     if folder != model_folder:
-        check_finite(folder)
-        _check_reference(folder, model_folder, cfg)
+        _check_finite(folder, peers)
+        agreed(peers, lambda: _check_reference(folder, model_folder, cfg))
     return ReferencePolicy.load(folder, dtype, devices.ref[0], cfg.sampling.temperature, peers=peers)
+
+
+def _check_finite(folder: Path, peers: Peers | None) -> None:
+    """Refuses weights that are not finite, on all ranks alike.
+
+    Rank 0 reads them for all, its own machine's copy; nobody looks at a copy that another machine has.
+    """
+    agreed(peers, lambda: None if peers and peers.rank else check_finite(folder))
 
 
 def _check_reference(folder: Path, model_folder: Path, cfg: DictConfig) -> None:

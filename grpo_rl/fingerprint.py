@@ -67,12 +67,12 @@ def add(*fingerprints: int) -> int:
     return sum(fingerprints) & _MASK
 
 
-def agreed(*fingerprints: int) -> int:
+def same_or_none(*fingerprints: int) -> int:
     """Fingerprint of a tensor that is held in several forms; where they differ, a number that none of them has.
 
     A form that is right must not vouch for one that is not.
 
-    >>> agreed(7, 7), agreed(7, 0)
+    >>> same_or_none(7, 7), same_or_none(7, 0)
     (7, 1)
     """
     found = set(fingerprints)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -13,7 +14,6 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -43,6 +43,7 @@ CONVERTED = "SmolLM2-135M-Instruct-from-Q4_1-1"
 """Folder of the converted model. Raise its last number when `_convert` changes, so that caches are built anew."""
 
 CHECKSUMS = "SHA256SUMS"
+WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 """Says which file has which weight, where there are several."""
 FETCH_AGAIN = "the file is damaged: fetch or copy the model again"
@@ -111,17 +112,38 @@ def _checked(folder: Path, name: str) -> Path:
             "folder that save_pretrained() wrote"
         )
     _read_json(folder / "config.json")
-    weights = {path.name for path in folder.glob("*.safetensors")}
-    if (index := folder / INDEX).is_file():
-        listed = _read_json(index).get("weight_map")
-        if not isinstance(listed, dict):
-            raise ValueError(f"{index} has no weight_map; {FETCH_AGAIN}")
-        if missing := sorted(set(map(str, listed.values())) - weights):
-            raise ValueError(f"{index} lists {missing[0]}, which is not there; {FETCH_AGAIN}")
-    for file in sorted(weights):
-        with _opened(folder / file):
-            pass
+    listed = _listed(folder)
+    present = {path.name for path in folder.glob("*.safetensors")}
+    if missing := sorted(set(listed.values()) - present):
+        raise ValueError(f"{folder / INDEX} lists {missing[0]}, which is not there; {FETCH_AGAIN}")
+    for path in weight_files(folder):
+        with _opened(path) as file:
+            here = set(file.keys())
+        if missing := sorted(name for name, where in listed.items() if where == path.name and name not in here):
+            raise ValueError(f"{path} lacks {missing[0]}, which {INDEX} says is there; {FETCH_AGAIN}")
     return folder.resolve()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that the model's weights are read from; others may lie beside them, of adapters or for other libraries.
+
+    Raises:
+        ValueError: the folder's index is damaged.
+    """
+    names = set(_listed(folder).values())
+    if (folder / WEIGHTS).is_file():  # which transformers prefers to the files of an index
+        names.add(WEIGHTS)
+    return sorted(folder / name for name in names) or sorted(folder.glob("*.safetensors"))
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    """The name of each weight's file by the name of the weight; empty where there is no index."""
+    if not (index := folder / INDEX).is_file():
+        return {}
+    listed = _read_json(index).get("weight_map")
+    if not isinstance(listed, dict):
+        raise ValueError(f"{index} has no weight_map; {FETCH_AGAIN}")
+    return {name: str(file) for name, file in listed.items()}
 
 
 def _read_json(path: Path) -> dict:
@@ -145,17 +167,20 @@ def _opened(path: Path) -> safe_open:
 def check_finite(folder: Path) -> None:
     """Refuses weights that hold a NaN or an infinity, which training would only spread.
 
-    One pass over each tensor, on the CPU, at the speed of memory; what it reads from the disk is read once, as loading
-    finds it in the system's cache.
+    One pass over each tensor, on the CPU, at the speed of memory. What it reads from the disk, loading finds in the
+    system's cache, if the model is smaller than the memory that is free; a larger one is read twice.
 
     Raises:
-        ValueError: names the file and the tensor.
+        ValueError: names the file and the tensor; or a tensor can't be read.
     """
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         with _opened(path) as file:
             for name in file.keys():
-                tensor = file.get_tensor(name)
-                if not all(map(_finite, tensor.flatten().split(PIECE))):
+                try:
+                    is_finite = all(map(_finite, file.get_tensor(name).flatten().split(PIECE)))
+                except (SafetensorError, RuntimeError) as error:  # RuntimeError: torch can't compute with the dtype
+                    raise ValueError(f"{path} holds {name}, which can't be read ({error}); {FETCH_AGAIN}") from error
+                if not is_finite:
                     raise ValueError(
                         f"{path} holds numbers that are not finite, in {name}: nothing can be learned from there; take "
                         "the weights from before they broke, or fetch the model again"
@@ -163,14 +188,14 @@ def check_finite(folder: Path) -> None:
 
 
 def _finite(piece: Tensor) -> bool:
-    if not piece.is_floating_point() or not piece.numel():
-        return True
+    if not piece.is_floating_point() or not piece.numel() or piece.dtype == torch.float4_e2m1fn_x2:
+        return True  # as are all numbers of 4 bits
     # Both ends of a piece that holds a NaN are NaN. This takes a tenth of the time of isfinite, which writes a mask.
     low, high = torch.aminmax(piece.float() if piece.itemsize == 1 else piece)
     return math.isfinite(low) and math.isfinite(high)
 
 
-@contextmanager
+@contextlib.contextmanager
 def writing_model(folder: Path) -> Iterator[None]:
     """Around what writes a model's folder: its files get the permissions of others, and an error names the folder.
 
@@ -180,19 +205,24 @@ def writing_model(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno is None:  # all that it says is in its text
+            raise
         raise OSError(error.errno, error.strerror, str(error.filename or folder)) from error
     except Exception as error:
         # safetensors and tokenizers raise errors of their own, with the system's number in the text alone.
         if found := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
         raise
-    # safetensors makes files that nobody else can read, whatever the umask says.
-    probe = folder / ".mode_probe"
-    probe.touch()
-    mode = probe.stat().st_mode
-    probe.unlink()
-    for path in folder.glob("*.safetensors"):
-        path.chmod(mode)
+    # safetensors makes files that nobody else can read, whatever the umask says. Some network file systems refuse to
+    # change that, or have no modes of single files: the model is whole all the same.
+    with contextlib.suppress(OSError):
+        probe = folder / ".mode_probe"
+        probe.touch()
+        mode = probe.stat().st_mode
+        probe.unlink()
+        for path in folder.glob("*.safetensors"):
+            if path.stat().st_mode != mode:
+                path.chmod(mode)
 
 
 def _from_hub(name: str) -> Path:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from grpo_rl import checkpoint_file
+from grpo_rl.policies.train import Peers
 
 if TYPE_CHECKING:
     from grpo_rl.parallel import Ranks
@@ -32,7 +33,7 @@ Place = list[str | int]
 R = TypeVar("R")
 
 
-def agreed(ranks: Ranks | None, work: Callable[[], R]) -> R:
+def agreed(ranks: Peers | None, work: Callable[[], R]) -> R:
     """Runs work of each rank and returns the rank's own result; where it fails on one rank, all raise that error.
 
     Every rank has to call it. One that went on would wait for ever for one that has stopped.

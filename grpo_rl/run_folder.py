@@ -241,4 +241,4 @@ def export_checkpoint(path: Path, folder: Path) -> None:
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)  # a part of a model could be taken for one
         remedy = "free some space or give another folder"
-        raise OSError(error.errno, f"{error.strerror}; {remedy}", error.filename) from error
+        raise OSError(error.errno, f"{error.strerror or error}; {remedy}", error.filename) from error

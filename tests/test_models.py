@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -10,8 +11,10 @@ import resource
 import shutil
 import signal
 import stat
+import struct
 import threading
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx2
@@ -19,13 +22,15 @@ import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl import build, checkpoint, models
 from grpo_rl.config import compose_config
 from grpo_rl.devices import Devices
 from grpo_rl.models import DEFAULT_MODEL, check_finite, resolve_model
+from grpo_rl.policies.lora import LoRA
+from grpo_rl.policies.train import TrainPolicy
 from grpo_rl.run_folder import export, export_checkpoint
 from grpo_rl.testing import save_tiny_model
 
@@ -110,6 +115,11 @@ def rubbish(contents):
         ("model.safetensors.index.json", lambda _: b"{}", r"index\.json has no weight_map"),
         (
             "model.safetensors.index.json",
+            lambda _: b'{"weight_map": {"norm.weight": "model.safetensors", "b": "model.safetensors"}}',
+            r"model\.safetensors lacks b, which model\.safetensors\.index\.json says is there",
+        ),
+        (
+            "model.safetensors.index.json",
             lambda _: b'{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}',
             r"index\.json lists model-2\.safetensors, which is not there",
         ),
@@ -142,6 +152,98 @@ def test_weights_of_eight_bits_are_looked_at_too(tmp_path):
         save_weights(tmp_path, a=torch.tensor([1.0, number]).to(torch.float8_e4m3fn))
         with pytest.raises(ValueError, match="not finite, in a") if number != number else contextlib.nullcontext():
             check_finite(tmp_path)
+
+
+def test_tensors_of_four_bits_are_fine_and_those_that_nothing_can_read_are_refused_by_name(tmp_path):
+    save_weights(tmp_path, a=torch.zeros(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+    check_finite(tmp_path)
+    header = json.dumps({"b": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(3))
+    with pytest.raises(ValueError, match=r"model\.safetensors holds b, which can't be read \(Dtype not understood"):
+        check_finite(tmp_path)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "an index"])
+def test_files_that_are_not_the_models_own_are_not_looked_at(tmp_path, sharded):
+    """An adapter that was saved beside it, and the same weights for another library."""
+    save_weights(tmp_path)
+    if sharded:
+        (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+        (tmp_path / models.INDEX).write_text('{"weight_map": {"norm.weight": "model-1.safetensors"}}')
+    (tmp_path / "consolidated.safetensors").write_bytes(b"torn")
+    save_file({"a": torch.tensor(float("nan"))}, tmp_path / "adapter_model.safetensors")
+    resolve_model(str(tmp_path))
+    check_finite(tmp_path)
+    own = "model-1.safetensors" if sharded else "model.safetensors"
+    assert models.weight_files(tmp_path) == [tmp_path / own]
+    assert build.model_bytes(tmp_path) == (tmp_path / own).stat().st_size
+
+
+class Thread(threading.Thread):
+    """One of two ranks in a process, as far as they agree."""
+
+    size, in_step, table, barrier = 2, False, {}, threading.Barrier(2, timeout=60)
+
+    def __init__(self, rank, work):
+        super().__init__()
+        self.rank, self.work, self.told = rank, work, None
+
+    def gather(self, mine):
+        self.table[self.rank] = mine
+        self.barrier.wait()
+        everyones = [self.table[rank] for rank in range(2)]
+        self.barrier.wait()
+        return everyones
+
+    def run(self):
+        self.work(self)
+
+
+@pytest.mark.parametrize("failing", ["weights", "tokenizer"])
+def test_all_ranks_refuse_a_reference_that_one_of_them_cannot_use(tmp_path, tiny, monkeypatch, failing):
+    """The one that went on would wait for ever for the one that has stopped."""
+    folder = shutil.copytree(tiny, tmp_path / "reference")
+    if failing == "weights":
+        save_file({"a": torch.tensor(float("nan"))}, folder / "model.safetensors")
+
+    def check(*_):
+        if threading.current_thread().rank == 1:
+            raise OSError("no tokenizer on this machine")
+
+    monkeypatch.setattr(build, "_check_reference", check)
+    cfg = compose_config("grpo_gsm8k", [f"ref_model.name={folder}", "policy.kl_coef=0.1"])
+    cpu = (torch.device("cpu"),)
+
+    def work(rank):
+        policy = SimpleNamespace(peers=rank, model=torch.nn.Module())
+        message = "not finite, in a" if failing == "weights" else "no tokenizer on this machine"
+        with pytest.raises((ValueError, OSError), match=message) as told:
+            build.make_reference(cfg, tiny, Devices(cpu, cpu, cpu), policy)
+        rank.told = str(told.value)
+
+    ranks = [Thread(rank, work) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert ranks[0].told and ranks[0].told == ranks[1].told
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_a_policy_is_not_filled_up_with_random_numbers_where_weights_lack(tmp_path, tiny, quantization):
+    """The tied head, which no file has, is not one of them."""
+    if quantization:
+        pytest.importorskip("bitsandbytes")
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    settings = {"quantization": quantization, "lora": LoRA(rank=2) if quantization else None}
+    TrainPolicy.load(folder, torch.float32, **settings)
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    rest = {name: weight for name, weight in weights.items() if "layers.1.mlp." not in name}
+    save_file(rest, folder / "model.safetensors", metadata={"format": "pt"})
+    assert len(rest) == len(weights) - 3
+    with pytest.raises(ValueError, match=r"lacks weights of LlamaForCausalLM: model\.layers\.1\.mlp\.down_proj"):
+        TrainPolicy.load(folder, torch.float32, **settings)
 
 
 def test_a_policy_with_weights_that_are_not_finite_is_refused_before_anything_is_loaded(tmp_path):
@@ -209,6 +311,25 @@ def test_a_disk_that_is_full_while_a_model_is_written_is_told_with_the_folder(tm
         export_checkpoint(path, tmp_path / "other")
     assert told.value.filename.startswith(str(tmp_path / "other")) and not (tmp_path / "other").exists()
     export_checkpoint(path, tmp_path / "other")  # and the checkpoint is as it was
+
+
+@pytest.mark.parametrize("step", ["chmod", "touch"])
+def test_a_file_system_that_refuses_to_change_permissions_keeps_the_exported_model(tmp_path, tiny, monkeypatch, step):
+    """As mounts of CIFS and of object stores do."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+
+    def refuse(path, *_, **__):
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, step, refuse)
+    export(model, tokenizer, tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model" / ".mode_probe").exists()
+
+
+def test_an_error_without_a_number_keeps_its_text(tmp_path):
+    with pytest.raises(OSError, match="cannot be written"), models.writing_model(tmp_path):
+        raise OSError("the tokenizer's file cannot be written")
 
 
 def test_what_tokenizers_says_of_a_full_disk_is_told_as_one(tmp_path):

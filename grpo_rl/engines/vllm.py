@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.engines.base import ADAPTER_NAME, Samples, Sampling, check_request, digest
-from grpo_rl.fingerprint import add, agreed, fingerprint
+from grpo_rl.fingerprint import add, fingerprint, same_or_none
 
 # Read by vLLM at import. In-process: a second process would take half a minute to start and copy every weight twice.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -56,11 +56,11 @@ from grpo_rl.engines.vllm_lora import (
 )
 
 if TYPE_CHECKING:  # it needs this module
-    from grpo_rl.engines.vllm_cpu_direct import Places
+    from grpo_rl.engines.vllm_cpu_direct import Place, Places
 
 LOG = logging.getLogger(__name__)
 
-# Before any engine packs its weights: the direct road keeps the notes up to date.
+# Before any engine packs its weights: direct writes keep the notes up to date.
 note_what_is_packed()
 
 
@@ -275,16 +275,23 @@ class WeightReceiver:
     _written: frozenset[str] = frozenset()
     """Tensors that were put into their places."""
     _read_there: frozenset[str] = frozenset()
-    """Those of them of which a product has shown that what lies there is what it is made with."""
+    """Tensors among those of which a product has shown that what lies in their places is what it is made with."""
 
     def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads the weights in place; those that do not come stay."""
         if places := self._known_places():
-            written: set[str] = set()
-            weights = [(name, tensor) for name, tensor in weights if not self._put(places, name, tensor, written)]
-            self._written |= written
-            if not weights:
+            rest: list[tuple[str, Tensor]] = []
+            # All of a layer or none: vLLM loads a fused layer when all of its parts have come.
+            for part in _by_layer(weights):
+                if all(self._fits(places.get(name), tensor) for name, tensor in part):
+                    for name, tensor in part:
+                        cast("Place", places.get(name)).write(0, tensor.reshape(-1))
+                    self._written |= {name for name, _ in part}
+                else:
+                    rest += part
+            if not rest:
                 return
+            weights = rest
         model = self.model_runner.get_model()
         loaded: dict[str, tuple[torch.Size, int]] = {}
         is_whole = torch.distributed.get_world_size() == 1 and next(model.parameters()).device.type == "cpu"
@@ -295,19 +302,15 @@ class WeightReceiver:
         self._written = self._read_there = frozenset()
 
     def _known_places(self) -> Places | None:
-        """Where tensors lie, unless the model has been seen to have others."""
+        """Returns where tensors lie; None where that isn't known, or the model has been seen to have others."""
         if self._places is not None and not self._places.still_hold():
             self._places = None
         return self._places
 
-    def _put(self, places: Places, name: str, tensor: Tensor, written: set[str]) -> bool:
-        """Puts a tensor into its place, if that is known."""
-        place = places.get(name)
-        if place is None or place.shape != tensor.shape or tensor.dtype != self.model_runner.model_config.dtype:
-            return False
-        place.write(0, tensor.reshape(-1))
-        written.add(name)
-        return True
+    def _fits(self, place: Place | None, tensor: Tensor) -> bool:
+        """Whether the tensor can be put into the place as it is."""
+        dtype = self.model_runner.model_config.dtype
+        return place is not None and place.shape == tensor.shape and tensor.dtype == dtype
 
     def receive_adapter(self, factors: dict[str, Tensor]) -> None:
         """Puts the adapter in the place of the one before."""
@@ -336,7 +339,7 @@ class WeightReceiver:
 
 
 def find_places(model: torch.nn.Module, loaded: Mapping[str, tuple[torch.Size, int]]) -> Places | None:
-    """Where the tensors went that vLLM has just loaded; None where it isn't known of all of the model's.
+    """Finds where the tensors went that vLLM has just loaded; None where it isn't known of all of the model's.
 
     Args:
         loaded: shape and digest of each.
@@ -348,10 +351,10 @@ def find_places(model: torch.nn.Module, loaded: Mapping[str, tuple[torch.Size, i
 
         return Places(model, loaded)
     except LookupError as error:
-        LOG.info("Weights go on coming by vLLM's own road: %s", error)
+        LOG.info("Weights go on coming by vLLM's `reload_weights`: %s", error)
     except (AttributeError, ImportError, TypeError, ValueError):
-        # Nobody promises the names that are looked for, and vLLM's own road needs none of them.
-        LOG.warning("This vLLM is laid out in a way that is not known; weights come by its own road", exc_info=True)
+        # Nobody promises the names that are looked for, and vLLM's `reload_weights` needs none of them.
+        LOG.warning("This vLLM is laid out in an unknown way; weights come by its `reload_weights`", exc_info=True)
     return None
 
 
@@ -403,7 +406,7 @@ def _shard_fingerprint(
         # What is looked up is one thing, what a head on CPU multiplies by another: both have to be what was sent.
         heads = (head for head in packed_heads(model) if head.weight.data_ptr() == module.weight.data_ptr())
         forms = [whole, *(read_by_product(head, whole.shape[1], dtype) for head in heads)]
-        return agreed(*(fingerprint(form[:rows], row_start=first) for form in forms))
+        return same_or_none(*(fingerprint(form[:rows], row_start=first) for form in forms))
     if isinstance(module, RowParallelLinear):
         if kind == "bias":
             return fingerprint(whole) if rank == 0 else 0

@@ -43,7 +43,7 @@ from grpo_rl.engines.base import (
 from grpo_rl.engines.vllm_cpu import offer_norms, packed_from, packed_heads, parts_of
 from grpo_rl.engines.vllm_lora import adapter_request, hold_adapter, without_adapter
 from grpo_rl.engines.vllm_transfer import BACKEND, register
-from grpo_rl.fingerprint import add, agreed
+from grpo_rl.fingerprint import add, same_or_none
 
 # In every process that imports this, the workers' included, before they are built.
 register()  # the entry point does it too, where the package is installed and VLLM_PLUGINS does not leave it out
@@ -309,7 +309,7 @@ def _held_digest(model: torch.nn.Module, name: str, dtype: torch.dtype) -> int:
     if isinstance(module, VocabParallelEmbedding):
         # What is looked up is one thing, what a head on CPU multiplies by another: both have to be what was sent.
         heads = [head for head in packed_heads(model) if head.weight.data_ptr() == module.weight.data_ptr()]
-        return agreed(held, *(made[0] for head in heads if (made := packed_from(head))))
+        return same_or_none(held, *(made[0] for head in heads if (made := packed_from(head))))
     return held
 
 
@@ -320,12 +320,16 @@ def _number(version: str) -> int:
 class NamelessExecutor(UniProcExecutor):
     """vLLM's executor of one worker, in a process that leaves nothing in /dev/shm, however it ends.
 
-    Semaphores of processes that vLLM spawns have names there, and who would remove them is killed with their owner.
+    Named semaphores would stay there when the engine is killed together with vLLM's resource tracker.
     """
 
     def _init_executor(self) -> None:
-        multiprocessing.set_start_method("fork", force=True)  # whose semaphores have none; nothing is started by it
-        super()._init_executor()
+        before = multiprocessing.get_start_method(allow_none=True)
+        multiprocessing.set_start_method("fork", force=True)  # whose semaphores have no names; nothing is started by it
+        try:
+            super()._init_executor()
+        finally:
+            multiprocessing.set_start_method(before, force=True)
 
 
 class SharedMemoryReceiver(WeightReceiver):

@@ -25,7 +25,7 @@ from grpo_rl.engines.vllm import module_of
 from grpo_rl.engines.vllm_cpu import packed_heads
 from grpo_rl.engines.vllm_cpu_packed import LANES, Packed, handler_of, is_where_it_was, packed_weight
 from grpo_rl.engines.vllm_lora import without_adapter
-from grpo_rl.fingerprint import agreed, fingerprint
+from grpo_rl.fingerprint import fingerprint, same_or_none
 
 NORMS = (RMSNorm, GemmaRMSNorm, LayerNorm, torch.nn.LayerNorm)
 STEP_BYTES = 1 << 19
@@ -100,7 +100,7 @@ class Place:
         Args:
             dtype: of the weight.
         """
-        return agreed(*(fingerprint(held.view(dtype)) for held in self._read()))
+        return same_or_none(*(fingerprint(held.view(dtype)) for held in self._read()))
 
     def _read(self) -> Iterator[Tensor]:
         """What lies there, in each form."""

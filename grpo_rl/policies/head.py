@@ -96,12 +96,13 @@ class _TiledHead(torch.autograd.Function):
         # Over what was seen so far: greatest logit z, sum of exp(z - top), sum of exp(z - top) * (z - top). Relative
         # to the top, no result is a small difference of large numbers. The top starts finite: inf - inf would be NaN.
         top = torch.full_like(total, torch.finfo(dtype).min / 2)
+        has_masked = False  # words that the model masks out
         for tokens in make.tokens(len(hidden)):
             for words in make.words(len(weight)):
                 logits, _ = make(hidden[tokens], weight[words], None if bias is None else bias[words])
                 place = target_ids[tokens, None] - words.start
                 inside = (place >= 0) & (place < logits.shape[1])
-                target_logit[tokens] += (logits.gather(1, place.where(inside, 0)) * inside)[:, 0]
+                target_logit[tokens] += logits.gather(1, place.where(inside, 0)).where(inside, 0)[:, 0]
                 new_top = torch.maximum(top[tokens], logits.amax(-1))
                 shift = top[tokens] - new_top
                 carry = shift.exp()
@@ -109,12 +110,15 @@ class _TiledHead(torch.autograd.Function):
                 weights = below.exp()
                 moment[tokens] = carry * (moment[tokens] + shift * total[tokens])
                 total[tokens] = carry * total[tokens] + weights.sum(-1)
-                moment[tokens] += weights.mul_(below).sum(-1)
+                below_sum = weights.mul_(below).sum(-1)
+                if below_sum.isnan().any():  # logits of -inf: p log p is 0 where p is, not 0 * inf
+                    below_sum, has_masked = weights.nansum(-1), True
+                moment[tokens] += below_sum
                 top[tokens] = new_top
         # H = log sum - mean of (z - top): neither term can be negative, as the sum counts the top as 1 and z <= top.
         mean_below = moment / total
         ctx.save_for_backward(hidden, weight, target_ids, bias, top, total, mean_below)
-        ctx.make, ctx.weight_grad_dtype = make, grad_dtype(owner)
+        ctx.make, ctx.weight_grad_dtype, ctx.has_masked = make, grad_dtype(owner), has_masked
         log_total = total.log()
         return target_logit - top - log_total, log_total - mean_below
 
@@ -137,6 +141,8 @@ class _TiledHead(torch.autograd.Function):
                 if entropy_counts:
                     # dH/dz_v = -p_v (log p_v + H), and log p_v + H is what z_v has beyond the mean z.
                     weights = below.exp()
+                    if ctx.has_masked:
+                        below.masked_fill_(weights == 0, 0)
                     by_entropy = grad_entropy[tokens, None] * share
                     grad = below.sub_(mean_below[tokens, None]).mul_(-by_entropy).sub_(g * share).mul_(weights)
                 else:

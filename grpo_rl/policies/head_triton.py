@@ -41,10 +41,10 @@ def available(device: torch.device | str) -> bool:
 def tile_statistics(
     logits: Float[Tensor, "n V"], target_ids: Int[Tensor, " n"], temperature: float = 1.0, softcap: float | None = None
 ) -> tuple[Float[Tensor, " n"], ...]:
-    """Log-probability of each target and entropy of each row, in nats, and what the gradient needs of the row.
+    """Returns log-probability, entropy, top, total and mean_below of each row, fp32 (fp64 for fp64 logits).
 
-    The latter are three: top, the row's greatest z; total, the sum of exp(z - top); and the mean of z - top. All are
-    fp32 (fp64 for fp64 logits).
+    The first two are of the target and in nats. The gradient needs the others: top, the row's greatest z; total, the
+    sum of exp(z - top); and mean_below, the mean of z - top.
 
     Args:
         logits: of the model, bias included, rows contiguous.

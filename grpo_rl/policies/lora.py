@@ -187,6 +187,26 @@ def skeleton(folder: str | Path) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
 
 
+def load_whole(folder: str | Path, **settings: Any) -> PreTrainedModel:
+    """The folder's model with all of its weights: transformers would fill those that lack with random numbers.
+
+    Args:
+        settings: of ``from_pretrained``.
+
+    Raises:
+        ValueError: the folder lacks weights; names them.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(
+            f"{folder} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}{more}; they would be random "
+            "numbers: fetch or copy the model again"
+        )
+    return model
+
+
 def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
     """The model with adapters, in its own dtype, which alone are trainable; until they are, it computes what it did.
 
@@ -253,6 +273,9 @@ def load_quantized(
 
     Source of nf4 and of quantised scales: QLoRA, https://arxiv.org/abs/2305.14314, section 3; of int8 (whose inputs
     are rounded to 8 bits too): LLM.int8(), https://arxiv.org/abs/2208.07339.
+
+    Raises:
+        ValueError: the folder lacks weights.
     """
     settings = (
         BitsAndBytesConfig(load_in_8bit=True)
@@ -264,9 +287,7 @@ def load_quantized(
             bnb_4bit_use_double_quant=True,
         )
     )
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, quantization_config=settings, device_map={"": torch.device(device)}
-    )
+    return load_whole(folder, dtype=dtype, quantization_config=settings, device_map={"": torch.device(device)})
 
 
 def base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -27,21 +27,41 @@ def switch_off_noise(model: PreTrainedModel) -> PreTrainedModel:
             module.train()
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
             module.training = True  # its own flag alone: transformers asks it whether to recompute
-            module._gradient_checkpointing_func = _recomputed_without_noise(module)
+            module._gradient_checkpointing_func = _recomputed_without_noise
     return model
 
 
-def _recomputed_without_noise(layer: GradientCheckpointingLayer) -> Callable[..., Tensor]:
-    """transformers' checkpointing, but what runs inside finds the layer in evaluation mode."""
+def check_no_noise(model: PreTrainedModel) -> None:
+    """Refuses a model that would compute with noise, or recompute nothing, as its mode was changed since it was set.
 
-    def recomputed(call: Callable[..., Tensor], *args: object) -> Tensor:
-        def quietly(*args: object) -> Tensor:
-            layer.training = False
-            try:
-                return call(*args)
-            finally:
-                layer.training = True
+    Raises:
+        ValueError: it was put into training mode, or its gradient checkpointing was switched on or off.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in (model, model.base_model, *layers):
+        recomputes = isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+        quiet = getattr(module, "_gradient_checkpointing_func", None) is _recomputed_without_noise
+        if module.training != recomputes or (recomputes and not quiet):
+            raise ValueError(
+                f"{type(module).__name__} was put into training mode, in which models drop activations and add noise, "
+                "or its gradient checkpointing was switched on or off; TrainPolicy trains in evaluation mode, with "
+                "gradient checkpointing that was enabled before: leave out the call of train(), or enable or disable "
+                "checkpointing first and make the TrainPolicy after it"
+            )
 
-        return checkpoint(quietly, *args, use_reentrant=False)
 
-    return recomputed
+def _recomputed_without_noise(call: functools.partial[Tensor], *args: object) -> Tensor:
+    """transformers' checkpointing, but what runs inside finds the layer in evaluation mode.
+
+    The layer is taken from the call: a copy of a model has copied layers, and this same function.
+    """
+    layer = call.func.__self__  # pyright: ignore[reportFunctionMemberAccess]
+
+    def quietly(*args: object) -> Tensor:
+        layer.training = False
+        try:
+            return call(*args)
+        finally:
+            layer.training = True
+
+    return checkpoint(quietly, *args, use_reentrant=False)

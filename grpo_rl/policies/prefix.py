@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_rl.policies.flex import flex_shared_prefix
-from grpo_rl.policies.mode import switch_off_noise
+from grpo_rl.policies.mode import check_no_noise, switch_off_noise
 from grpo_rl.policies.supported import LAYOUT, not_understood, windows_in_masks
 from grpo_rl.policies.two_part import Arrangement, Rules, TwoPartAttention
 from grpo_rl.rollout import Group
@@ -128,15 +128,11 @@ def forward_hidden(model: PreTrainedModel, packed: Packed) -> Float[Tensor, "N E
     """Hidden states (after the final norm) that predict each response token.
 
     Raises:
-        ValueError: the model's attention was not set by :func:`use_shared_prefix`.
+        ValueError: the model's attention was not set by :func:`use_shared_prefix`, or its mode was changed since.
     """
     if model.config._attn_implementation != ATTENTION_NAME:
         raise ValueError("call use_shared_prefix(model) first: its attention does not know shared prefixes")
-    if model.training:
-        raise ValueError(
-            f"{type(model).__name__} was put into training mode, in which models drop activations and add noise; "
-            "TrainPolicy trains it in evaluation mode: leave out the call of train()"
-        )
+    check_no_noise(model)
     hidden = model.base_model(
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import (
@@ -75,21 +76,26 @@ def attention_calls(model: PreTrainedModel, **keywords: object) -> list[Attentio
     if model._can_set_experts_implementation():
         config._experts_implementation = "batched_mm"  # whose shapes don't depend on what the router chooses
     calls: list[AttentionCall] = []
-    try:
-        with torch.device("meta"):
-            twin = type(model)(config).eval()
-        ids = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
-        for part in twin.modules():
-            if isinstance(part, PreTrainedModel):  # or it would look for padding among the ids, which have no numbers
-                part.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
-        names = {module: name for name, module in twin.named_modules()}
-        with _recording(names, calls), torch.no_grad():
-            twin.set_attn_implementation(PROBE_NAME)
-            twin.base_model(input_ids=ids, position_ids=ids, use_cache=False, **keywords)
-    except Exception as error:  # the model's own code, which may fail in any way
-        if Band.__name__ in str(error):
-            raise ValueError("it computes with its attention mask, which shared-prefix attention never sees") from error
-        raise ValueError(f"a trial forward without weights ends in {type(error).__name__}: {error}") from error
+    with torch.device("meta"):
+        empty = type(model)(config).eval()
+    ids = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
+    for part in empty.modules():
+        if isinstance(part, PreTrainedModel):  # or it would look for padding among the ids, which have no numbers
+            part.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
+    names = {module: name for name, module in empty.named_modules()}
+    with _recording(names, calls), torch.no_grad():
+        empty.set_attn_implementation(PROBE_NAME)
+        try:
+            empty.base_model(input_ids=ids, position_ids=ids, use_cache=False, **keywords)
+        except Exception as error:  # the model's own code, which may fail in any way
+            if Band.__name__ in str(error):  # in Python's and torch's own words for an operand that is no tensor
+                raise ValueError(
+                    "it computes with its attention mask, which shared-prefix attention never sees"
+                ) from error
+            raise ValueError(
+                f"a trial forward without weights, in transformers {transformers.__version__}, ends in "
+                f"{type(error).__name__}: {error}"
+            ) from error
     return calls
 
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from grpo_rl.allocator import keep_freed_memory
 from grpo_rl.losses.aggregate import Aggregation, StepTotals, token_weights
@@ -26,6 +26,7 @@ from grpo_rl.policies.lora import (
     add_adapters,
     has_adapters,
     load_quantized,
+    load_whole,
     skeleton,
     targeted,
 )
@@ -83,7 +84,7 @@ class Peers(Seat, Protocol):
 
 
 def check_model(folder: str | Path, lora: LoRA | None = None) -> None:
-    """Nothing, for a folder's model that :meth:`TrainPolicy.load` can train; reads its config and none of its weights.
+    """Checks that :meth:`TrainPolicy.load` can train the folder's model; reads its config and none of its weights.
 
     Args:
         lora: the adapters that are trained in the place of the model, where its rank is more than 0.
@@ -147,7 +148,8 @@ class TrainPolicy:
             peers: the processes that train it together, each on a device of its own, whatever ``device`` is.
 
         Raises:
-            ValueError: there is no compiler, the model would be scored wrongly, or the adapters' targets are not there.
+            ValueError: there is no compiler, the model would be scored wrongly, the adapters' targets are not there, or
+                the folder lacks weights.
         """
         check_model(folder, lora)
         device = peers.device if peers else device
@@ -158,7 +160,7 @@ class TrainPolicy:
                 model = load_quantized(folder, quantization, dtype, device)
                 compile = compile or False
             else:
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+                model = load_whole(folder, dtype=dtype)
                 model = model if peers else model.to(device)
             if lora and lora.rank:
                 add_adapters(model, lora)

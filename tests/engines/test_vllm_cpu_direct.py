@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -357,3 +358,26 @@ def test_a_vllm_that_is_laid_out_in_another_way_loads_weights_by_its_own_road(mo
     monkeypatch.setattr(vllm_cpu_direct.Places, "__init__", renamed)
     assert find_places(torch.nn.Linear(2, 2), {"weight": (torch.Size([2, 2]), 0)}) is None
     assert "has no attribute 'weight'" in caplog.text
+
+
+def test_in_one_process_a_layer_comes_directly_as_a_whole_or_not_at_all(monkeypatch):
+    """vLLM would wait for the parts of a fused layer that were put there directly, and load none of the others."""
+    from grpo_rl.engines import vllm
+
+    written, loaded = [], []
+    names = [f"layers.{i}.{leaf}.weight" for i in range(2) for leaf in ("q_proj", "k_proj")]
+    places = {
+        name: SimpleNamespace(shape=torch.Size([2]), write=lambda *_, name=name: written.append(name)) for name in names
+    }
+    receiver = vllm.WeightReceiver()
+    receiver._places = SimpleNamespace(get=places.get, still_hold=lambda: True)
+    receiver.model_runner = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        get_model=lambda: torch.nn.Linear(2, 2),
+        reload_weights=lambda weights_iterator: loaded.extend(name for name, _ in weights_iterator),
+    )
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(vllm, "find_places", lambda model, loaded: None)
+    sizes = dict.fromkeys(names, 2) | {"layers.1.k_proj.weight": 3}  # which does not fit
+    receiver.receive_weights((name, torch.zeros(size, dtype=torch.bfloat16)) for name, size in sizes.items())
+    assert (written, loaded) == (names[:2], names[2:])

@@ -283,8 +283,8 @@ def check(names: list[str]) -> dict[tuple[str, float | None], Verdict]:
     bad = [f"{key}: {v.kind}, {v.detail}" for key, v in verdicts.items() if v.kind in ("wrong", "crashed")]
     for (name, noise), v in verdicts.items():
         if v.kind == "unbuilt":
-            known = CANNOT_RUN.get((name, noise)) or CANNOT_RUN.get((name, None), "\n")
-            bad += [f"{name}, noise {noise}: {v.detail}"] * (known not in v.detail)
+            known = CANNOT_RUN.get((name, noise)) or CANNOT_RUN.get((name, None))
+            bad += [f"{name}, noise {noise}: {v.detail}"] * (known is None or known not in v.detail)
     assert not bad, "\n".join(bad)
     return verdicts
 

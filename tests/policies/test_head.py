@@ -110,6 +110,30 @@ def test_logits_far_from_zero_cost_no_digits_and_no_entropy_is_negative(shift):
         assert (result - expected).norm() <= 1e-6 * expected.norm()
 
 
+@pytest.mark.parametrize("tile", [(2, 3), (100, 100)])
+@pytest.mark.parametrize("masked", [slice(0, 4), slice(1, 9), slice(6, 11)], ids=["first", "most", "last"])
+def test_words_that_a_model_masks_out_count_nothing(tile, masked):
+    """Whole tiles of them too; the rest is as if the model had no such words."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 11, dtype=torch.float64, generator=generator)
+    kept = [word for word in range(11) if word not in range(11)[masked]]
+    target, up = torch.tensor([0, 1, 1]), torch.randn(2, 3, dtype=torch.float64, generator=generator)
+    bias = torch.zeros(11, dtype=torch.float64)
+    bias[masked] = -torch.inf
+
+    def results(fn, weight):
+        hidden, weight = torch.eye(3, dtype=torch.float64), weight.clone().requires_grad_()
+        out = fn(hidden, weight)
+        return *out, torch.autograd.grad(sum((u * x).sum() for u, x in zip(up, out, strict=True)), weight)[0]
+
+    expected = results(lambda h, w: full(h, w, target, None, 1.0, None), logits.T[kept])
+    targets = torch.tensor(kept)[target]
+    found = results(lambda h, w: log_prob_and_entropy(h, w, targets, bias, tile=tile), logits.T)
+    torch.testing.assert_close(found[:2], expected[:2], rtol=0, atol=1e-12)
+    torch.testing.assert_close(found[2][kept], expected[2], rtol=0, atol=1e-12)
+    assert (found[2][masked] == 0).all()
+
+
 def test_no_token_is_no_problem():
     hidden = torch.zeros(0, 3, requires_grad=True)
     log_prob, entropy = log_prob_and_entropy(hidden, torch.zeros(5, 3), torch.zeros(0, dtype=torch.long))

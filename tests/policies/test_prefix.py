@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -199,6 +200,42 @@ def test_a_model_that_is_put_into_training_mode_later_is_refused():
     model.train()
     with pytest.raises(ValueError, match="GPT2LMHeadModel was put into training mode.*leave out the call of train"):
         policy.score(groups)
+
+
+CHANGES = {
+    "enabled again": (True, lambda model: model.gradient_checkpointing_enable({"use_reentrant": False})),
+    "disabled": (True, lambda model: model.gradient_checkpointing_disable()),
+    "enabled late": (False, lambda model: model.gradient_checkpointing_enable({"use_reentrant": False})),
+    "a part in training mode": (False, lambda model: model.model.train()),
+    "a layer in training mode": (False, lambda model: model.model.decoder.layers[1].train()),
+    "recomputing, in evaluation mode": (True, lambda model: model.eval()),
+}
+
+
+@pytest.mark.parametrize(("checkpointing", "change"), CHANGES.values(), ids=CHANGES)
+def test_a_mode_that_is_changed_under_a_policy_is_refused_and_right_again_under_a_new_one(checkpointing, change):
+    """Under each change layers would drop activations again, or recompute nothing, and nothing else would show it."""
+    model = small("OPTForCausalLM", ffn_dim=64, word_embed_proj_dim=48, dropout=0.5)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy, groups = TrainPolicy(model), [random_group(vocab=VOCAB)]
+    expected = policy.score(groups)
+    change(model)
+    with pytest.raises(ValueError, match="OPT.* gradient checkpointing was switched on or off"):
+        policy.score(groups)
+    torch.testing.assert_close(TrainPolicy(model).score(groups), expected, rtol=0, atol=0)
+
+
+def test_a_copy_of_a_policys_model_is_recomputed_without_noise_too():
+    model = small("OPTForCausalLM", ffn_dim=64, word_embed_proj_dim=48, dropout=0.5)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy, groups = TrainPolicy(model), [random_group(vocab=VOCAB)]
+    copied = copy.deepcopy(policy)
+    torch.testing.assert_close(copied.score(groups), policy.score(groups), rtol=0, atol=0)
+    copied.score(groups)[0].sum().backward()
+    policy.score(groups)[0].sum().backward()
+    for mine, its in zip(model.parameters(), copied.model.parameters(), strict=True):
+        torch.testing.assert_close(its.grad, mine.grad, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["CohereForCausalLM", "GraniteForCausalLM"])
