@@ -16,6 +16,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.checkpoint import checkpoints, load
@@ -23,6 +24,8 @@ from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.monitor.report import write_report
+from grpo_rl.run import Run
 from grpo_rl.run_folder import claim
 from grpo_rl.run_lock import FolderLock
 from grpo_rl.testing import save_tiny_model
@@ -118,7 +121,7 @@ def test_a_run_leaves_all_its_files(finished):
     assert summary["steps"] == 4
     assert len(pd.read_parquet(finished / "completions.parquet")) == 64
     assert (finished / "report.html").stat().st_size > 10_000
-    assert (finished / ".hydra" / "config.yaml").exists()
+    assert (finished / ".hydra" / "config.yaml").exists() and (finished / "config.yaml").exists()
     assert len(checkpoints(finished / "checkpoints")) == 4
 
 
@@ -338,7 +341,7 @@ def test_a_run_killed_at_any_point_of_its_end_is_completed_and_nothing_of_it_is_
         "grpo_rl.monitor.metrics.MetricsLog.log",
         "grpo_rl.run.Run._keep_evaluation",
         "grpo_rl.run.export",
-        "grpo_rl.run_folder._take_place",
+        "grpo_rl.whole_file._take_place",
         "grpo_rl.run.Run._write_summary",
         "grpo_rl.run.write_report",
     ):
@@ -410,11 +413,46 @@ def test_a_second_start_in_the_folder_of_a_live_run_is_refused_by_name(tiny, fin
     shutil.copytree(finished, older := tmp_path / "outputs" / "older")
     for path in checkpoints(older / "checkpoints"):
         os.utime(path, (1, 1))
-    with pytest.raises(SystemExit, match=f"resume=auto finds no other run that was cut off, and .*live {told}"):
+    with pytest.raises(SystemExit, match=f"no other run of this config that was cut off, and .*live {told}"):
         run([*tiny, "resume=auto"], "outputs/${now:%H-%M-%S}", monkeypatch)
     assert len(list((tmp_path / "outputs").glob("*/metrics.jsonl"))) == 2
     lock.close()
     assert comparable(live) == comparable(finished)
+
+
+def test_a_refused_start_changes_nothing_of_the_config_that_the_live_run_shows(tiny, finished, tmp_path, monkeypatch):
+    shutil.copytree(finished, live := tmp_path / "live")
+    lock = FolderLock(live)
+    with pytest.raises(SystemExit, match="is being written"):
+        run([*tiny, "optimizer.lr=0.125", "resume=auto"], live, monkeypatch)
+    assert "0.125" in (live / ".hydra" / "config.yaml").read_text()  # Hydra writes it before anyone could refuse
+    lock.close()
+    page = write_report(live).read_text()
+    assert "0.125" not in page and "lr: 0.01" in page and "optimizer.lr=1e-2" in page
+
+
+def test_a_finished_run_without_its_checkpoints_is_left_as_it_is(tiny, finished, tmp_path, monkeypatch, capsys):
+    shutil.copytree(finished, bare := tmp_path / "bare")
+    shutil.rmtree(bare / "checkpoints")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
+    run([*tiny, "resume=auto"], bare, monkeypatch)
+    assert "is finished, and nothing is left to do" in capsys.readouterr().out
+    assert outcome(bare)[:3] == outcome(finished)[:3]
+    shutil.rmtree(bare / "model")
+    with pytest.raises(SystemExit, match="got to step 4, and its checkpoints are gone"):
+        run([*tiny, "resume=auto"], bare, monkeypatch)
+    assert comparable(bare) == comparable(finished)
+
+
+def test_an_evaluation_with_a_response_that_has_no_reward_is_kept_as_json(tmp_path):
+    run = Run.__new__(Run)
+    run.folder, run.step, run._evaluated_at, run._eval_after, run.collected = tmp_path, 3, 3, [0.5, float("nan")], 0
+    run.cfg = OmegaConf.create({"train": {"total_dialog_turns": 8}})
+    run._keep_evaluation()
+    stored = json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail)
+    assert stored == {"step": 3, "rewards": [0.5, None]}
+    evaluated, _ = run._end_of_before()
+    assert evaluated[0] == 0.5 and evaluated[1] != evaluated[1]
 
 
 def test_auto_passes_over_a_live_run_for_one_that_was_cut_off(finished, tmp_path):
@@ -424,10 +462,11 @@ def test_auto_passes_over_a_live_run_for_one_that_was_cut_off(finished, tmp_path
             os.utime(path, (number, number))
     (tmp_path / "a" / "summary.json").unlink()
     lock = FolderLock(tmp_path / "live")
-    taken = claim(tmp_path / "new", "auto", tmp_path)
+    config = load(checkpoints(finished / "checkpoints")[-1])["config"]
+    taken = claim(tmp_path / "new", "auto", tmp_path, config, 1)
     assert taken.folder == taken.resume == tmp_path / "a" and "live is being written" in taken.notes[0]
     lock.close()
-    second = claim(tmp_path / "new", "auto", tmp_path)  # a is taken now
+    second = claim(tmp_path / "new", "auto", tmp_path, config, 1)  # a is taken now
     assert second.folder == tmp_path / "live"
     for claimed in (taken, second):
         claimed.lock.close()
