@@ -122,8 +122,9 @@ def test_a_linked_checkpoints_folder_is_of_the_run_that_links_to_it(tmp_path, mo
         taken = claimed(str(resume), tmp_path)
         assert taken.inside and taken.folder == tmp_path / "run"
         assert checkpoint.restore(taken.resume, taken.folder)[0] == linked
-    monkeypatch.chdir(linked.parent)
-    assert claimed(path.name, tmp_path).folder == tmp_path / "run"
+    beside = write_whole(tmp_path / "other" / "checkpoints", 1)
+    monkeypatch.chdir(beside.parent)
+    assert claimed(beside.name, tmp_path).folder == tmp_path / "other"
 
 
 def test_auto_goes_on_with_a_run_of_this_config_alone_and_begins_one_beside_a_live_one_of_another(tmp_path):

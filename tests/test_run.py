@@ -424,11 +424,11 @@ def test_a_refused_start_changes_nothing_of_the_config_that_the_live_run_shows(t
     shutil.copytree(finished, live := tmp_path / "live")
     lock = FolderLock(live)
     with pytest.raises(SystemExit, match="is being written"):
-        run([*tiny, "optimizer.lr=0.125", "resume=auto"], live, monkeypatch)
-    assert "0.125" in (live / ".hydra" / "config.yaml").read_text()  # Hydra writes it before anyone could refuse
+        run([*tiny, "optimizer.lr=0.7654321", "resume=auto"], live, monkeypatch)
+    assert "0.7654321" in (live / ".hydra" / "config.yaml").read_text()  # Hydra writes it before anyone could refuse
     lock.close()
     page = write_report(live).read_text()
-    assert "0.125" not in page and "lr: 0.01" in page and "optimizer.lr=1e-2" in page
+    assert "0.7654321" not in page and "lr: 0.01" in page and "optimizer.lr=1e-2" in page
 
 
 def test_a_finished_run_without_its_checkpoints_is_left_as_it_is(tiny, finished, tmp_path, monkeypatch, capsys):
