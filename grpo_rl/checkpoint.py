@@ -114,21 +114,21 @@ def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | 
         OSError: the disk is full or read-only; the checkpoints before are untouched. All ranks raise it.
     """
     path = folder / PATTERN.format(step=step)
-    leads = ranks is None or ranks.rank == 0
+    rank_zero = ranks is None or ranks.rank == 0
 
     def commit() -> None:
-        if leads:
+        if rank_zero:
             checkpoint_file.write(path, state)
             remove_stale(path, state)
             for old in checkpoints(folder)[:-keep] if keep else []:
                 remove(old)
 
     try:
-        agreed(ranks, lambda: make_folder(folder) if leads else None)
+        agreed(ranks, lambda: make_folder(folder) if rank_zero else None)
         state = save_shards(path, state, ranks) if ranks else state
         agreed(ranks, commit)
     except OSError:
-        if leads:  # room for whoever tries again
+        if rank_zero:  # room for whoever tries again
             remove_stale(path, checkpoint_file.read(path) if path.exists() else {})
         raise
     return path

@@ -174,7 +174,7 @@ class Run:
         return self.folder.absolute(), claimed.resume and str(claimed.resume), claimed.inside, claimed.over
 
     def _end_of_before(self) -> tuple[list[float] | None, bool]:
-        """What there is of the run's end: the evaluation of its last step, and whether nothing is left to do.
+        """The evaluation of the run's last step, if it was stored, and whether nothing is left to do.
 
         Then the report is written where there is none, and the user is told.
         """

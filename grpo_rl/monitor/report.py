@@ -203,7 +203,7 @@ def _samples(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
         try:
             samples.append({"step": step, "rows": _samples_of(read_step(run_dir, step))})
         except ValueError as error:
-            unread.append(f"The answers of step {step} are left out: {printable(str(error))}.")
+            unread.append(f"The responses of step {step} are left out: {printable(str(error))}.")
     return samples, unread
 
 
