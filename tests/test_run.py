@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pandas as pd
 import pytest
@@ -650,3 +651,56 @@ def test_weights_that_are_not_finite_are_told_before_an_engine_starts(tiny, tmp_
     name = r"model\.layers\.1\.mlp\.up_proj\.weight"
     with pytest.raises(SystemExit, match=rf"error: .*model\.safetensors holds numbers that are not finite, in {name}"):
         run([*tiny, f"model.name={folder}"], tmp_path / "run", monkeypatch)
+
+
+class RankZero:
+    """Rank 0 of two processes; keeps what it tells the other."""
+
+    rank, size = 0, 2
+
+    def __init__(self):
+        self.told = []
+
+    def gather(self, mine):
+        self.told.append(mine)
+        return [mine, None]
+
+    def broadcast(self, mine):
+        return mine
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("what", ["a live run", "a full disk", "an unreadable end", "logs that can't be synced"])
+def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path, monkeypatch, what):
+    """One that waited for rank 0, which has stopped, would wait for ever."""
+    shutil.copytree(finished, folder := tmp_path / "run")
+    state = load(checkpoints(folder / "checkpoints")[-1])
+    cfg, ranks = OmegaConf.create(json.loads(state["config"]) | {"resume": str(folder)}), RankZero()
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    lock = FolderLock(folder) if what == "a live run" else None
+    if what == "a full disk":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
+    if what == "an unreadable end":
+        (folder / "summary.json").write_text("[]")
+    if what.startswith("logs"):
+        (folder / "model").rename(tmp_path / "model")  # something is left to do
+    monkeypatch.setattr("grpo_rl.checkpoint.sync_logs", fail)
+    monkeypatch.setattr("grpo_rl.checkpoint.load_shards", lambda path, state, ranks: state)
+    with pytest.raises((ValueError, OSError)) as error:
+        started = Run(cfg, None, folder, model_bytes=1000, ranks=ranks)
+        assert what.startswith("logs")
+        started.step, started._started = 5, 0.0
+        for name in ("_optimizer", "_schedules", "_collector", "_weights", "progress"):
+            setattr(started, name, MagicMock())
+        try:
+            started.save_checkpoint()
+        finally:
+            started._stack.close()
+    assert ranks.told[-1] is error.value
+    if lock:
+        lock.close()
