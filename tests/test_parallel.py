@@ -139,7 +139,7 @@ def be_rank(folder: Path, rank: int, size: int) -> None:
             found[mode, variant].append(record)
             if i + 1 == SAVED_AT and variant != "recomputed":
                 to = folder / f"{mode}-{variant}-{size}"
-                state = {"optimizer": parts[2].state_dict(), "config": config_of(folder)}
+                state = {"step": SAVED_AT, "optimizer": parts[2].state_dict(), "config": config_of(folder)}
                 checkpoint.save(to, SAVED_AT, state, ranks=ranks)
         if (mode, variant) == ("fsdp", "whole model"):
             found["largest share"] = share_of_memory(parts)
