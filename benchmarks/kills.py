@@ -6,9 +6,10 @@ of its folder, before each of which it can end. Every start has to go on from th
 the end is compared with a run that nobody disturbed: weights, optimizer and random state of the last checkpoint,
 exported model, metrics without clocks, completions, lineage, summary.
 
-Starts are forks of a process that has imported everything, so that one takes a second and not ten. `--mode async` runs
-sota/grpo_async.py in processes of its own; there sampling depends on time, and what is compared is that each step and
-each group is there once. The exit code says whether all was as it should be.
+Starts are forks of a process that has imported everything, so that one takes a second and not ten. The exit code says
+whether all was as it should be. File operations are counted by Python's audit events, which see those of Python alone:
+writes of safetensors and of Arrow are hit by the kills that are drawn from the duration. Asynchronous runs are those of
+kills_async.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,11 +33,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {"sync": ROOT / "sota" / "grpo.py", "async": ROOT / "sota" / "grpo_async.py"}
+SCRIPT = ROOT / "sota" / "grpo.py"
 CLOCKS = ("time/", "throughput/", "memory/", "limit_", "seconds", "checkpoint")
 """Beginnings of names whose values depend on the machine's mood, or on the folder."""
-STEPS = {"sync": 3, "async": 6}
+STEPS = 3
 PATIENCE_S = 600
+"""Seconds after which a start hangs."""
+HUNG = 124
+"""Status of a start that was ended because it hung, as that of ``timeout``."""
 OPERATIONS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 """Audit events of file operations, beside opening to write."""
 
@@ -62,8 +65,8 @@ class Outcome:
     faults: list[str] = field(default_factory=list)
 
 
-def overrides(folder: Path, mode: str) -> list[str]:
-    """Of a run of a few steps: six questions, a random model that is paid for digits."""
+def overrides(folder: Path) -> list[str]:
+    """The overrides of a run of a few steps: six questions, a random model that is paid for digits."""
     from grpo_rl.testing import save_tiny_model
 
     rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
@@ -77,7 +80,7 @@ def overrides(folder: Path, mode: str) -> list[str]:
         "env.repeats=4",
         "env.reward.reasoning_pattern='[0-9]'",
         "train.optim_batch_size=16",
-        f"train.total_dialog_turns={STEPS[mode] * 16}",
+        f"train.total_dialog_turns={STEPS * 16}",
         "train.checkpoint_frequency=1",
         "train.keep_checkpoints=2",
         "train.micro_batch_tokens=64",
@@ -86,7 +89,7 @@ def overrides(folder: Path, mode: str) -> list[str]:
         "sampling.max_new_tokens=8",
         "optimizer.lr=1e-2",
         "evaluate.rows=4",
-        *(["inference_model.engine=transformers"] if mode == "sync" else []),
+        "inference_model.engine=transformers",
     ]
 
 
@@ -107,9 +110,11 @@ def fork(arguments: list[str], folder: Path, kill_s: float | None = None, kill_a
             ended, code = os.waitpid(child, os.WNOHANG)
             status = os.waitstatus_to_exitcode(code) if ended else None
             passed = time.monotonic() - begun
-            if status is None and (passed > PATIENCE_S or (kill_s is not None and passed >= kill_s)):
+            hangs = passed > PATIENCE_S
+            if status is None and (hangs or (kill_s is not None and passed >= kill_s)):
                 os.killpg(child, signal.SIGKILL)
                 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                status = HUNG if hangs else status
             time.sleep(0.002)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -142,7 +147,7 @@ def _be_the_run(arguments: list[str], folder: Path, log: Path, count: Path, kill
                 os.write(tally, b".")
 
         sys.addaudithook(on_event)
-        sys.argv = [str(SCRIPTS["sync"]), *arguments]
+        sys.argv = [str(SCRIPT), *arguments]
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:
@@ -157,27 +162,8 @@ def _be_the_run(arguments: list[str], folder: Path, log: Path, count: Path, kill
         os._exit(code)
 
 
-def spawn(arguments: list[str], folder: Path, kill_s: float | None = None, kill_at: int | None = None) -> Start:
-    """Starts sota/grpo_async.py in a process of its own, and kills it with all of its group; see :func:`fork`."""
-    assert kill_at is None
-    log = folder.with_suffix(".log")
-    begun = time.monotonic()
-    with open(log, "w") as output:
-        process = subprocess.Popen(
-            [sys.executable, str(SCRIPTS["async"]), *arguments], stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        process.wait(PATIENCE_S if kill_s is None else kill_s)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return Start(process.wait(), time.monotonic() - begun, 0, log.read_text())
-
-
 def newest_step(folder: Path) -> int | None:
-    """Of the newest checkpoint in a run's folder."""
+    """The step of the newest checkpoint in a run's folder; None where there is none."""
     from grpo_rl.checkpoint import checkpoints
 
     found = checkpoints(folder / "checkpoints")
@@ -231,7 +217,8 @@ def differences(folder: Path, whole: Path) -> list[str]:
     def names(run: Path) -> list[str]:
         # Set aside or half written, by a process that was killed and that none has followed: nobody reads them.
         left = (path.relative_to(run) for path in run.rglob("*") if not path.name.startswith("."))
-        return sorted(str(path) for path in left if path.suffix not in (".log", ".abandoned", ".old"))
+        aside = (".log", ".abandoned", ".old")
+        return sorted(str(path) for path in left if not any(part.endswith(aside) for part in path.parts))
 
     views: dict[str, Callable[[Path], Any]] = {
         "metrics": lambda run: [without_clocks(row) for row in read_metrics(run)],
@@ -247,31 +234,12 @@ def differences(folder: Path, whole: Path) -> list[str]:
     return [f"{name} differs" for name, view in views.items() if not same(view(folder), view(whole))]
 
 
-def account(folder: Path, whole: Path) -> list[str]:
-    """Whether a finished asynchronous run has each step and each group once, as the undisturbed one."""
-    from grpo_rl.monitor.completions import logged_steps, read_step
-    from grpo_rl.monitor.metrics import read_metrics
-
-    def steps(run: Path) -> list[tuple[float, bool]]:
-        return [(row["step"], "reward/mean" in row) for row in read_metrics(run)]
-
-    def groups(run: Path) -> list[int]:
-        return sorted(g for step in logged_steps(run) for g in {row["group_id"] for row in read_step(run, step)})
-
-    return [
-        f"{name} differ: {view(folder)} for {view(whole)}"
-        for name, view in {"steps": steps, "trained groups": groups}.items()
-        if view(folder) != view(whole)
-    ]
-
-
-def kill(kills: int, seed: int, mode: str, work: Path, tell: Callable[[str], None] = lambda text: None) -> Outcome:
+def kill(kills: int, seed: int, work: Path, tell: Callable[[str], None] = lambda text: None) -> Outcome:
     """Kills runs so many times, and says what was not as it should be."""
-    start, compare = (fork, differences) if mode == "sync" else (spawn, account)
-    command = [*overrides(work, mode), "resume=auto"]
+    command = [*overrides(work), "resume=auto"]
     rng, outcome = random.Random(seed), Outcome()
     whole = work / "whole"
-    undisturbed = start([*command, f"hydra.run.dir={whole}"], whole)
+    undisturbed = fork([*command, f"hydra.run.dir={whole}"], whole)
     if undisturbed.status:
         raise RuntimeError(f"the undisturbed run failed: {undisturbed.said[-2000:]}")
     tell(f"undisturbed: {undisturbed.seconds:.1f} s, {undisturbed.operations} file operations")
@@ -283,24 +251,25 @@ def kill(kills: int, seed: int, mode: str, work: Path, tell: Callable[[str], Non
         while ended is None or ended.status == -signal.SIGKILL:
             newest, where, point = newest_step(folder), "not killed", {}
             if outcome.kills < kills:
-                if mode == "sync" and rng.random() < 0.5:
+                if rng.random() < 0.5:
                     points = points or rng.sample(range(undisturbed.operations), undisturbed.operations)
                     point = {"kill_at": points.pop()}
                 else:
                     point = {"kill_s": rng.uniform(0, undisturbed.seconds)}
                 where = ", ".join(f"{name}={value:.3g}" for name, value in point.items())
-            ended = start(arguments, folder, **point)
+            ended = fork(arguments, folder, **point)
             outcome.starts += 1
             outcome.kills += ended.status == -signal.SIGKILL
             fault = went_on(ended, newest)
             if ended.status not in (0, -signal.SIGKILL):
-                fault = f"ended with {ended.status}: {ended.said[-1500:]}"
+                how = f"hung for {ended.seconds:.0f} s" if ended.status == HUNG else f"ended with {ended.status}"
+                fault = f"{how}: {ended.said[-1500:]}"
             if fault:
                 outcome.faults.append(f"{folder.name}, {where}: {fault}")
                 tell(outcome.faults[-1])
         if ended.status == 0:
-            again = start(arguments, folder)
-            found = compare(folder, whole)
+            again = fork(arguments, folder)
+            found = differences(folder, whole)
             if again.status or "is finished after" not in again.said:
                 found.append(f"started once more it ended with {again.status}: {again.said[-1500:]}")
             outcome.faults += [f"{folder.name}: {what}" for what in found]
@@ -313,7 +282,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Kills runs and looks whether they go on as if nothing had been.")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mode", choices=("sync", "async"), default="sync")
     parser.add_argument("--keep", type=Path, help="an empty folder to work in, which stays")
     options = parser.parse_args()
     work = options.keep or Path(tempfile.mkdtemp(prefix="kills_"))
@@ -322,11 +290,10 @@ def main() -> int:
     # Rates measured beside kills are none for the user's runs; threads of Rust's would not survive a fork.
     os.environ |= {"GRPO_RL_CACHE": str(work / "cache"), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     os.chdir(work)
-    if options.mode == "sync":
-        _import_all()
+    _import_all()
     begun = time.monotonic()
     try:
-        outcome = kill(options.kills, options.seed, options.mode, work, lambda text: print(text, flush=True))
+        outcome = kill(options.kills, options.seed, work, lambda text: print(text, flush=True))
     finally:
         if not options.keep:
             shutil.rmtree(work, ignore_errors=True)
@@ -340,7 +307,7 @@ def main() -> int:
 
 
 def _import_all() -> None:
-    """What a run imports, also on its way: forks have it then."""
+    """Imports what a run does, also on its way: forks have it then."""
     import torch
 
     torch.set_num_threads(1)

@@ -33,6 +33,7 @@ from grpo_rl.buffer import check_rewards
 from grpo_rl.build import ENVS, group_sizes, make_lora, make_loss, micro_batching
 from grpo_rl.config.kinds import check_kinds, plain
 from grpo_rl.engines.base import Sampling
+from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.losses.aggregate import Aggregation, check_aggregation
 from grpo_rl.losses.correction import Correction, Level
 from grpo_rl.losses.kl import KL
@@ -223,6 +224,7 @@ def check(cfg: DictConfig) -> None:
         [key for key in leaves(cfg) if key.startswith("loss.reward_weights.")], 1.0
     )
     check_kinds(cfg, {key: defaults[key] for key in leaves(cfg) if key in defaults})
+    read_parts(cfg.env.rewards)
     for key in (
         "env.num_envs",
         "env.repeats",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -14,7 +15,7 @@ NAMES, REWARD = "text or a list of names", "text, a list or a mapping"
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _is_whole(value: object) -> bool:
@@ -119,9 +120,16 @@ def check_kinds(cfg: DictConfig, defaults: Mapping[str, object]) -> None:
         value = plain(OmegaConf.select(cfg, key))
         kind, null = kind_of(key, default), default is None or key in NULL_TOO
         if not (FITS[kind](value) or (null and value is None)):
-            wrong.append(f"{key} is {value!r}; it must be {kind}" + ", or null" * null)
+            wrong.append(f"{key} is {value!r}; it must be {kind}" + ", or null" * null + _hint(key, value, kind))
     if wrong:
         raise ValueError("\n".join(wrong))
+
+
+def _hint(key: str, value: object, kind: str) -> str:
+    """The message's rest: how text is written that was read as a number, and which numbers are not taken."""
+    if kind == TEXT and isinstance(value, int | float) and not isinstance(value, bool):
+        return f"; quoted it is: {key}=\"'{value}'\""
+    return "; neither infinity nor NaN is taken" if kind == NUMBER and isinstance(value, float) else ""
 
 
 def plain(value: object) -> object:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
+import math
 import random
 import re
 import sys
@@ -28,6 +28,7 @@ from grpo_rl.parallel_checkpoint import (
     save_shards,
     set_aside,
 )
+from grpo_rl.whole_file import make_folder, sync
 
 if TYPE_CHECKING:
     from grpo_rl.parallel import Ranks
@@ -113,21 +114,21 @@ def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | 
         OSError: the disk is full or read-only; the checkpoints before are untouched. All ranks raise it.
     """
     path = folder / PATTERN.format(step=step)
-    leads = ranks is None or ranks.rank == 0
+    rank_zero = ranks is None or ranks.rank == 0
 
     def commit() -> None:
-        if leads:
+        if rank_zero:
             checkpoint_file.write(path, state)
             remove_stale(path, state)
             for old in checkpoints(folder)[:-keep] if keep else []:
                 remove(old)
 
     try:
-        agreed(ranks, lambda: checkpoint_file.make_folder(folder) if leads else None)
+        agreed(ranks, lambda: make_folder(folder) if rank_zero else None)
         state = save_shards(path, state, ranks) if ranks else state
         agreed(ranks, commit)
     except OSError:
-        if leads:  # room for whoever tries again
+        if rank_zero:  # room for whoever tries again
             remove_stale(path, checkpoint_file.read(path) if path.exists() else {})
         raise
     return path
@@ -145,12 +146,12 @@ def sync_logs(run: Path) -> None:
     for name in (COMPLETIONS_FOLDER, TOKENS, ANSWERS):
         written = [path for path in (run / name).glob("[!.]*.parquet") if step_of(path) > last]
         for path in written:
-            checkpoint_file.sync(path)
+            sync(path)
         if written:
-            checkpoint_file.sync(run / name)
+            sync(run / name)
     if (run / METRICS_FILE).exists():
-        checkpoint_file.sync(run / METRICS_FILE)
-    checkpoint_file.sync(run)
+        sync(run / METRICS_FILE)
+    sync(run)
 
 
 def step_of(path: Path) -> int:
@@ -200,30 +201,36 @@ def load(path: Path, ranks: Ranks | None = None) -> dict:
 
 def _load(path: Path, ranks: Ranks | None) -> dict:
     rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
-
-    def verified() -> dict:
-        has_digest = rank > 0 or checkpoint_file.check(path)
-        state = checkpoint_file.read(path)
-        if not isinstance(state, dict):
-            raise ValueError(f"it holds a {type(state).__name__} and no state")
-        check_shards(path, state, rank, size)
-        if not has_digest:
-            _say(f"{path} was written by an earlier version, without a SHA-256: only its CRC-32s were compared")
-        return state
-
     try:
-        state = agreed(ranks, verified)
+        state = agreed(ranks, lambda: _verified(path, rank, size))
         return agreed(ranks, lambda: load_shards(path, state, ranks))
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} can't be read as a checkpoint: {error}") from error
+
+
+def _verified(path: Path, rank: int = 0, size: int = 1) -> dict:
+    """A checkpoint's own file, whose contents and sharded tensors, each of them on one rank, are as they were written.
+
+    Raises:
+        ValueError: they are not.
+        OSError: they can't be read.
+    """
+    has_digest = rank > 0 or checkpoint_file.check(path)
+    state = checkpoint_file.read(path)
+    if not isinstance(state, dict):
+        raise ValueError(f"it holds a {type(state).__name__} and no state")
+    check_shards(path, state, rank, size)
+    if not has_digest:
+        _say(f"{path} was written by an earlier version, without a SHA-256: only its CRC-32s were compared")
+    return state
 
 
 def _remedy(path: Path) -> str:
     for other in reversed(checkpoints(path.parent)):
         if other.name != path.name:
             try:
-                _load(other, None)
-            except ValueError:
+                _verified(other)
+            except (ValueError, OSError):
                 continue
             return f"the newest good one beside it is {other}"
     return "there is no good one beside it"
@@ -233,51 +240,60 @@ def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def find(resume: str, outputs: Path) -> Path | None:
-    """The checkpoint that ``resume`` names, unread: a file, the newest of a run's folder, or of ``auto``.
-
-    Returns:
-        None for ``auto`` where there is none yet.
+def _candidates(place: Path) -> list[Path]:
+    """The checkpoints to go on with, the best first.
 
     Raises:
-        ValueError: the file or folder is not there or holds no checkpoint.
+        ValueError: there is none.
     """
-    return next(iter(_candidates(resume, outputs)), None)
-
-
-def _candidates(resume: str, outputs: Path) -> list[Path]:
-    """What ``resume`` may mean, the best first. ``auto`` means one run, that with the newest checkpoint."""
-    if resume == "auto":
-        found = sorted(outputs.glob("**/checkpoints/checkpoint_*.pt"), key=lambda path: path.stat().st_mtime)
-        return checkpoints(found[-1].parent)[::-1] if found else []
-    path = Path(resume)
-    if path.is_file():
-        return [path]
-    inside = checkpoints(path / CHECKPOINTS) or checkpoints(path)
+    if place.is_file():
+        return [place]
+    inside = checkpoints(place / CHECKPOINTS) or checkpoints(place)
     if not inside:
-        raise ValueError(f"resume={resume}: no checkpoint there; give a checkpoint_*.pt, a run's folder, or auto")
+        raise ValueError(f"resume={place}: no checkpoint there; give a checkpoint_*.pt, a run's folder, or auto")
     return inside[::-1]
 
 
-def restore(resume: str, outputs: Path, ranks: Ranks | None = None) -> tuple[Path, dict] | None:
-    """The checkpoint that a run goes on with, and its state; all ranks get the same one.
-
-    Of a run's folder, or of ``auto``, the newest is taken that is whole and whose steps are all in ``metrics.jsonl``;
-    those that are passed over are told, with the reason. A file that is named is taken or refused.
-
-    Returns:
-        None for ``auto`` where there is none yet.
+def last_logged(run: Path) -> int:
+    """The last step in a run's metrics; 0 where there is none.
 
     Raises:
-        ValueError: nothing that ``resume`` names can be used; says why, and what to do.
+        ValueError: a line is not one of metrics; names it.
     """
-    leads = ranks is None or ranks.rank == 0
+    return max((int(row["step"]) for row in read_metrics(run)), default=0) if (run / METRICS_FILE).exists() else 0
+
+
+def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = None) -> tuple[Path, dict]:
+    """The checkpoint that a run goes on with, and its state; all ranks get the same one.
+
+    Of a folder the newest is taken that is whole and whose steps are all in ``metrics.jsonl``; those that are passed
+    over are told, with the reason. A file that is named is taken or refused.
+
+    Args:
+        resume: a checkpoint, or a folder that has some, itself or in ``checkpoints``.
+        run: the folder of the run that wrote them, whose metrics have to reach them; None: they lie elsewhere.
+        ranks: the processes that go on with it, all of which call this.
+
+    Raises:
+        ValueError: nothing that ``resume`` names can be used; says why, and what to do. Or metrics can't be read.
+    """
+    place = Path(resume).absolute()
+    rank_zero = ranks is None or ranks.rank == 0
+
+    def look() -> tuple[list[Path], bool, float]:
+        return _candidates(place), place.is_file(), math.inf if run is None else last_logged(run)
+
     # Rank 0 looks: what others see of a shared disk may be older.
-    paths = agreed(ranks, lambda: [path.resolve() for path in _candidates(resume, outputs)] if leads else [])
-    named = resume != "auto" and Path(resume).is_file()
-    paths, named = ranks.broadcast((paths, named)) if ranks else (paths, named)
+    found = agreed(ranks, lambda: look() if rank_zero else ([], False, 0.0))
+    paths, named, logged = ranks.broadcast(found) if ranks else found
     told = []
     for path in paths:
+        try:
+            _check_metrics(path, step_of(path), run, logged)
+        except ValueError as error:
+            told.append(f"{'going on with a gap' if named else 'passed over'}: {error}")
+            if not named:
+                continue
         try:
             state = load(path, ranks) if named else _load(path, ranks)
             if "step" not in state:
@@ -288,17 +304,9 @@ def restore(resume: str, outputs: Path, ranks: Ranks | None = None) -> tuple[Pat
                 raise
             told.append(f"passed over: {error}")
             continue
-        try:
-            agreed(ranks, functools.partial(_check_metrics, path, state) if leads else lambda: None)
-        except ValueError as error:
-            told.append(f"{'going on with a gap' if named else 'passed over'}: {error}")
-            if not named:
-                continue
-        if leads and told:
+        if rank_zero and told:
             _say("\n".join([*told, f"resume={resume}: going on with {path}"]))
         return path, state
-    if not paths:
-        return None
     reasons = "\n  ".join(told)
     raise ValueError(
         f"resume={resume}: no checkpoint can be used; to start anew, set resume=null and another hydra.run.dir; to go "
@@ -306,18 +314,14 @@ def restore(resume: str, outputs: Path, ranks: Ranks | None = None) -> tuple[Pat
     )
 
 
-def _check_metrics(path: Path, state: Mapping) -> None:
-    """Refuses a checkpoint that lies in a run's folder whose metrics end before it, as a power cut can leave them.
+def _check_metrics(path: Path, step: int, run: Path | None, logged: float) -> None:
+    """Refuses a checkpoint that a run's metrics end before, as a power cut can leave them.
 
     Raises:
         ValueError: where they end.
     """
-    file = path.parent.parent / METRICS_FILE
-    if path.parent.name != CHECKPOINTS:
-        return
-    logged = max((int(row["step"]) for row in read_metrics(file)), default=0) if file.exists() else 0
-    if logged < state["step"]:
-        raise ValueError(f"{path} is of step {state['step']}, and {file} ends at step {logged}: the rest is lost")
+    if run is not None and logged < step:
+        raise ValueError(f"{path} is of step {step}, and {run / METRICS_FILE} ends at step {logged}: the rest is lost")
 
 
 def check_config(saved: str, current: str) -> None:

@@ -15,12 +15,14 @@ from typing import Any, BinaryIO
 
 import torch
 
+from grpo_rl.whole_file import replacing, sync
+
 LABEL = b"sha256:"
 COMMENT_BYTES = len(LABEL) + 64
 NO_COMMENT = b"\0\0"
 """A ZIP file ends with its comment, after two bytes with the comment's length; torch writes none."""
 END_BYTES, END_MAGIC = 22, b"PK\5\6"
-"""Of a ZIP file's last record, where there is no comment."""
+"""Length and beginning of a ZIP file's last record, where there is no comment."""
 PIECE_BYTES = 1 << 20
 
 
@@ -30,26 +32,17 @@ def write(path: Path, state: Mapping) -> str:
     Raises:
         OSError: the disk is full or read-only; it names the file. What was there before is untouched.
     """
-    partial = path.with_suffix(".partial")
-    try:
-        with open(partial, "wb") as file:
-            hashed = _Hashed(file)
-            torch.save(dict(state), hashed)
-            if hashed.error:
-                raise hashed.error
-            digest = hashed.sha256.hexdigest()
-            file.seek(-len(NO_COMMENT), os.SEEK_END)
-            file.write(COMMENT_BYTES.to_bytes(2, "little") + LABEL + digest.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync(path.parent)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(error.filename or path)) from error
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with replacing(path, path.with_suffix(".partial")) as partial, open(partial, "wb") as file:
+        hashed = _Hashed(file)
+        torch.save(dict(state), hashed)
+        if hashed.error:
+            raise hashed.error
+        digest = hashed.sha256.hexdigest()
+        file.seek(-len(NO_COMMENT), os.SEEK_END)
+        file.write(COMMENT_BYTES.to_bytes(2, "little") + LABEL + digest.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    sync(path.parent)
     return digest
 
 
@@ -122,19 +115,3 @@ def read(path: Path) -> Any:
     except Exception as error:
         # torch raises RuntimeError, UnpicklingError, EOFError or KeyError, depending on where the file is broken.
         raise ValueError(str(error)) from error
-
-
-def make_folder(path: Path) -> None:
-    """Makes a folder that outlasts a power cut, unless it is there."""
-    if not path.exists():
-        path.mkdir(parents=True)
-        sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Returns when a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

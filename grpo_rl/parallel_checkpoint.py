@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from grpo_rl import checkpoint_file
 from grpo_rl.policies.train import Peers
+from grpo_rl.whole_file import make_folder
 
 if TYPE_CHECKING:
     from grpo_rl.parallel import Ranks
@@ -81,7 +82,7 @@ def save_shards(path: Path, state: Mapping, ranks: Ranks) -> dict:
         def prepare() -> None:
             nonlocal number
             if ranks.rank == 0:
-                checkpoint_file.make_folder(folder)
+                make_folder(folder)
                 number = 1 + max((_number(file) for file in folder.glob("save_*")), default=-1)
 
         agreed(ranks, prepare)

@@ -37,18 +37,19 @@ from grpo_rl.monitor.metrics import MetricsLog, read_metrics, reward_metrics
 from grpo_rl.monitor.mismatch import Mismatch, MismatchError
 from grpo_rl.monitor.nonfinite import first_nonfinite
 from grpo_rl.monitor.progress import Progress, summary_panel
-from grpo_rl.monitor.report import SUMMARY, versions, write_report
+from grpo_rl.monitor.report import CONFIG, OVERRIDES, SUMMARY, versions, write_report
 from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.monitor.watch import RewardWatch
-from grpo_rl.monitor.whole_file import write_whole
 from grpo_rl.optimizer import NonFiniteError, PolicyOptimizer, StepResult
 from grpo_rl.parallel import Ranks
+from grpo_rl.parallel_checkpoint import agreed
 from grpo_rl.policies.train import TrainPolicy
 from grpo_rl.rollout import Group, groups_to_score
-from grpo_rl.run_folder import RunIsOver, check_folder, claim, export, is_finished
+from grpo_rl.run_folder import MODEL, RunIsOver, check_folder, claim, export, is_finished, set_logs_aside
 from grpo_rl.schedules import Schedules
 from grpo_rl.together import Collector, Led
 from grpo_rl.weights.push import WeightSync
+from grpo_rl.whole_file import write_whole
 
 EVALUATION, REPORT = "evaluation.json", "report.html"
 BEFORE_ALL = -1
@@ -97,6 +98,7 @@ class Run:
         if ranks:
             self._stack.callback(ranks.close)
         self._config = json.dumps(OmegaConf.to_container(cfg, resolve=True), sort_keys=True)
+        self._config_text = OmegaConf.to_yaml(cfg, resolve=True)
         self._eval_rows = list(eval_rows)
         self._eval_before: list[float] = []
         self._eval_after: list[float] = []
@@ -107,7 +109,7 @@ class Run:
         try:
             self._open(Path(folder), model_bytes)
         except BaseException:
-            self._stack.close()  # nobody enters what was not made
+            self._stack.close()  # the caller gets no run that it could close
             raise
         self._collected_state: dict | None = None
         self._saved_at: int | None = None
@@ -131,27 +133,26 @@ class Run:
         self._notes: list[str] = []
         self._again = False
         # Started a second apart, ranks may have been given different folders; and one of them locks it for all.
-        if self._leads:
-            claimed = claim(own, self.cfg.resume, Path("outputs"))
-            self._stack.callback(claimed.lock.close)
-            self._notes += [*claimed.notes, *([claimed.lock.warning] if claimed.lock.warning else [])]
-            self.folder, self._again = claimed.folder, claimed.again
-            self.cfg.resume = claimed.resume and str(claimed.resume)
-        if self._ranks:
-            where = (self.folder.resolve() if self._leads else own, self.cfg.resume)
-            self._shared_folder, self.cfg.resume = self._ranks.broadcast(where)
+        where = agreed(self._ranks, lambda: self._claim(own) if self._leads else (own, None, False, False))
+        where = self._ranks.broadcast(where) if self._ranks else where
+        self._shared_folder, self.cfg.resume, self._inside, over = where
+        if over:
+            raise RunIsOver
         self._restored = self._find_checkpoint()
-        if self._leads:
+
+        def check() -> None:
             resumed = self._again or self._restored is not None
             check_folder(self.folder, self.cfg, model_bytes, resumed=resumed)
-        else:
+
+        agreed(self._ranks, lambda: check() if self._leads else None)
+        if not self._leads:
             self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         if self._restored:
             state = self._restored[1]
             checkpoint.check_config(state["config"], self._config)
             self.step, self.collected = state["step"], state["collected"]
             self._seconds_before, self._eval_before = state["seconds"], state["eval_before"]
-            evaluated, over = self._end_of_before() if self._leads else (None, False)
+            evaluated, over = agreed(self._ranks, lambda: self._end_of_before() if self._leads else (None, False))
             if self._ranks:
                 evaluated, over = self._ranks.broadcast((evaluated, over))
             if evaluated is not None:
@@ -159,15 +160,29 @@ class Run:
             if over:
                 raise RunIsOver
 
+    def _claim(self, own: Path) -> tuple[Path, str | None, bool, bool]:
+        """Takes the folder: where it is for all ranks, what it goes on with, whether that is of this folder's run, and
+        whether that run is over."""
+        frequency = self.cfg.train.checkpoint_frequency
+        claimed = claim(own, self.cfg.resume, Path("outputs"), self._config, frequency)
+        self._stack.callback(claimed.lock.close)
+        self._notes += [*claimed.notes, *([claimed.lock.warning] if claimed.lock.warning else [])]
+        self.folder, self._again = claimed.folder, claimed.again
+        self._started_in = own
+        if claimed.over:
+            print(*claimed.notes, sep="\n")
+        return self.folder.absolute(), claimed.resume and str(claimed.resume), claimed.inside, claimed.over
+
     def _end_of_before(self) -> tuple[list[float] | None, bool]:
-        """What there is of the run's end: the evaluation of its last step, and whether nothing is left to do.
+        """The evaluation of the run's last step, if it was stored, and whether nothing is left to do.
 
         Then the report is written where there is none, and the user is told.
         """
         evaluated = None
         try:
             stored = json.loads((self.folder / EVALUATION).read_text())
-            evaluated = stored["rewards"] if stored["step"] == self.step else None
+            if stored["step"] == self.step:
+                evaluated = [math.nan if reward is None else float(reward) for reward in stored["rewards"]]
         except (OSError, ValueError, TypeError, KeyError):
             pass  # there is none, or none that can be read: it is done again
         over = self.collected >= self.cfg.train.total_dialog_turns and is_finished(self.folder)
@@ -183,7 +198,7 @@ class Run:
     def _find_checkpoint(self) -> tuple[Path, dict] | None:
         if self.cfg.resume is None:
             return None
-        return checkpoint.restore(str(self.cfg.resume), Path("outputs"), self._ranks)
+        return checkpoint.restore(self.cfg.resume, self._shared_folder if self._inside else None, self._ranks)
 
     def _how_to_go_on(self) -> str:
         return f"Go on with: resume={self._shared_folder if self._ranks else self.folder}"
@@ -199,6 +214,10 @@ class Run:
     def _start(self) -> None:
         """Makes the folder what it was at the checkpoint, and opens what is logged to."""
         logger = self.cfg.logger
+        if self._leads:
+            self._keep_config()
+        if self._again:
+            set_logs_aside(self.folder)
         self.metrics = MetricsLog(self.folder)
         self.completions = CompletionsLog(self.folder) if logger.completions and self._leads else None
         self._lineage = None
@@ -248,6 +267,13 @@ class Run:
         """The thing itself, which the run closes when it ends, however it ends."""
         self._stack.callback(thing.close)
         return thing
+
+    def _keep_config(self) -> None:
+        """Writes what the run was started with: Hydra's own copy may become that of a start which is refused."""
+        write_whole(self.folder / CONFIG, self._config_text)
+        overrides = self._started_in / ".hydra" / OVERRIDES
+        if overrides.exists():
+            write_whole(self.folder / OVERRIDES, overrides.read_bytes())
 
     def _install_interrupt(self) -> None:
         def on_interrupt(*_: object) -> None:
@@ -310,7 +336,7 @@ class Run:
         weights.version = state["version"] - 1
         checkpoint.set_rng_state(state["rng"])
         self._collected_state, self._restored = state["collector"], None
-        if path.parent.name == checkpoint.CHECKPOINTS:  # in this run's folder: it need not be written again
+        if self._inside:  # it need not be written again
             self.checkpoint, self._saved_at = path, self.step
         self.progress.note(f"Resumed after step {self.step} from {path}")
 
@@ -512,7 +538,7 @@ class Run:
         }
         folder = (self._shared_folder if self._ranks else self.folder) / checkpoint.CHECKPOINTS
         keep = self.cfg.train.keep_checkpoints
-        checkpoint.sync_logs(self.folder)
+        agreed(self._ranks, lambda: checkpoint.sync_logs(self.folder))
         self.checkpoint = checkpoint.save(folder, self.step, state, keep, self._ranks)
         self._saved_at = self.step
         return self.checkpoint
@@ -540,7 +566,10 @@ class Run:
     def _keep_evaluation(self) -> None:
         """Writes the rewards of an evaluation after this step, once its metrics are logged: a killed run has both."""
         if self._evaluated_at == self.step:
-            write_whole(self.folder / EVALUATION, json.dumps({"step": self.step, "rewards": self._eval_after}) + "\n")
+            # JSON has no NaN, the reward of a response that has none.
+            rewards = [None if math.isnan(reward) else reward for reward in self._eval_after]
+            stored = json.dumps({"step": self.step, "rewards": rewards}, allow_nan=False)
+            write_whole(self.folder / EVALUATION, stored + "\n")
 
     def finish(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict:
         """Last checkpoint, evaluation, exported model, summary and report; shows where they are.
@@ -554,7 +583,7 @@ class Run:
                 self._log_metrics(self.step, evaluation.metrics())
             self._keep_evaluation()
             self.progress.update(self.step, evaluation.metrics())
-        exported = self.folder / "model"
+        exported = self.folder / MODEL
         export(model, tokenizer, exported, self.cfg.train_model.lora.export, self._ranks)
         summary = self._write_summary()
         report = self._write_report(self.progress.note)

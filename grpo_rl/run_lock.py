@@ -22,6 +22,7 @@ _held: set[int] = set()
 
 
 def _let_go() -> None:
+    """Closes the locks that a forked process has from its parent; the parent keeps them."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
@@ -54,9 +55,7 @@ class FolderLock:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise FolderInUseError(
-                    f"{folder} is being written by {_described(before)}; wait for it, or set another hydra.run.dir"
-                ) from None
+                raise _refusal(folder, before) from None
             except OSError as error:
                 if error.errno not in UNSUPPORTED:
                     raise
@@ -87,6 +86,35 @@ class FolderLock:
             _held.remove(self._descriptor)
             self._write({})
             os.close(self._descriptor)
+
+
+def in_use(folder: Path) -> FolderInUseError | None:
+    """Who is writing a run in the folder, without a trace of having asked; None: nobody, as far as locks can tell.
+
+    Raises:
+        OSError: its lock can't be read.
+    """
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        # Other programs name their locks so, too.
+        return _refusal(folder, holder) if (holder := _holder(descriptor)) else None
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _refusal(folder: Path, holder: dict[str, object]) -> FolderInUseError:
+    return FolderInUseError(
+        f"{folder} is being written by {_described(holder)}; wait for it, or set another hydra.run.dir"
+    )
 
 
 def _holder(descriptor: int) -> dict[str, object]:

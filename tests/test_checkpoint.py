@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import io
 import json
@@ -29,6 +31,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from grpo_rl import checkpoint, checkpoint_file
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.parallel_checkpoint import ABANDONED, SHARDS, folder_of
+from grpo_rl.run_folder import claim, set_logs_aside
+from grpo_rl.run_lock import FolderLock
 
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path):
@@ -65,8 +69,8 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_last_good_one(tmp_path):
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     assert partial.stat().st_size < 800_000_000, "the write was not cut"
-    found = checkpoint.find(str(tmp_path), tmp_path)
-    assert found.name == "checkpoint_000001.pt" and checkpoint.load(found)["step"] == 1
+    found, state = checkpoint.restore(tmp_path)
+    assert found.name == "checkpoint_000001.pt" and state["step"] == 1
 
 
 def test_a_full_disk_leaves_the_last_good_one_and_no_rubbish(tmp_path, monkeypatch):
@@ -87,16 +91,127 @@ def test_only_the_newest_are_kept(tmp_path):
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["checkpoint_000004.pt", "checkpoint_000005.pt"]
 
 
+def claimed(resume, outputs, config=None, frequency=20):
+    """What a start with this `resume` takes; its lock is let go of."""
+    taken = claim(outputs / "new", resume, outputs, json.dumps(config or {}), frequency)
+    taken.lock.close()
+    return taken
+
+
 def test_resume_finds_a_file_a_run_and_the_newest_of_all(tmp_path):
-    older = checkpoint.save(tmp_path / "day" / "a" / "checkpoints", 9, {})
-    newer = checkpoint.save(tmp_path / "day" / "b" / "checkpoints", 2, {})
+    older = checkpoint.save(tmp_path / "day" / "a" / "checkpoints", 9, {"step": 9, "config": "{}"})
+    newer = checkpoint.save(tmp_path / "day" / "b" / "checkpoints", 2, {"step": 2, "config": "{}"})
     os.utime(older, (1, 1))
-    assert checkpoint.find(str(older), tmp_path) == older
-    assert checkpoint.find(str(tmp_path / "day" / "a"), tmp_path) == older
-    assert checkpoint.find("auto", tmp_path) == newer
-    assert checkpoint.find("auto", tmp_path / "nothing") is None
+    for resume, path in ((older, older), (tmp_path / "day" / "a", older), ("auto", newer)):
+        taken = claimed(str(resume), tmp_path)
+        assert taken.inside and taken.folder == path.parent.parent
+        assert checkpoint.restore(taken.resume)[0] == path
+    anew = claimed("auto", tmp_path / "nothing")
+    assert anew.resume is None and anew.folder == tmp_path / "nothing" / "new"
     with pytest.raises(ValueError, match="no checkpoint there"):
-        checkpoint.find(str(tmp_path / "nowhere"), tmp_path)
+        checkpoint.restore(claimed(str(tmp_path / "nowhere"), tmp_path).resume)
+
+
+def test_a_linked_checkpoints_folder_is_of_the_run_that_links_to_it(tmp_path, monkeypatch):
+    path = write_whole(tmp_path / "large disk", 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(path.parent)
+    MetricsLog(tmp_path / "run").log(1, {})
+    linked = tmp_path / "run" / "checkpoints" / path.name
+    for resume in (linked, linked.parent, linked.parent.parent):
+        taken = claimed(str(resume), tmp_path)
+        assert taken.inside and taken.folder == tmp_path / "run"
+        assert checkpoint.restore(taken.resume, taken.folder)[0] == linked
+    beside = write_whole(tmp_path / "other" / "checkpoints", 1)
+    monkeypatch.chdir(beside.parent)
+    assert claimed(beside.name, tmp_path).folder == tmp_path / "other"
+
+
+def test_auto_goes_on_with_a_run_of_this_config_alone_and_begins_one_beside_a_live_one_of_another(tmp_path):
+    configs = {name: {"optimizer": {"lr": lr}} for name, lr in (("a", 1e-5), ("b", 1e-4))}
+    for number, (name, config) in enumerate(configs.items()):
+        state = {"step": 1, "config": json.dumps(config)}
+        os.utime(checkpoint.save(tmp_path / name / "checkpoints", 1, state), (number, number))
+    assert claimed("auto", tmp_path, configs["a"]).folder == tmp_path / "a"
+    assert claimed("auto", tmp_path, configs["b"]).folder == tmp_path / "b"
+    new = claimed("auto", tmp_path, {"optimizer": {"lr": 1e-3}})
+    assert new.resume is None and "b is of another config" in new.notes[0] and "optimizer.lr" in new.notes[0]
+    live = FolderLock(tmp_path / "b")
+    assert claimed("auto", tmp_path, configs["a"]).folder == tmp_path / "a"
+    with pytest.raises(ValueError, match="no other run of this config that was cut off, and .*b is being written"):
+        claimed("auto", tmp_path, configs["b"])
+    live.close()
+    # One that has no checkpoint yet has written its config.
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.yaml").write_text("optimizer:\n  lr: 1.0e-03\n")
+    live = FolderLock(tmp_path / "c")
+    with pytest.raises(ValueError, match="c is being written"):
+        claimed("auto", tmp_path, {"optimizer": {"lr": 1e-3}})
+    assert claimed("auto", tmp_path, {"optimizer": {"lr": 1e-2}}).resume is None
+    live.close()
+
+
+def test_looking_for_a_run_changes_no_lock_of_others_and_passes_over_what_it_cannot_read(tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir()
+    foreign = tmp_path / "cache" / ".lock"
+    foreign.write_text("of another program")
+    with foreign.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert claimed("auto", tmp_path).resume is None
+    assert foreign.read_text() == "of another program"
+    path = checkpoint.save(tmp_path / "theirs" / "checkpoints", 1, {"step": 1, "config": "{}"})
+    before = os.open
+
+    def no_entry(name, *args, **kwargs):
+        if Path(name) == tmp_path / "theirs" / ".lock":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(name))
+        return before(name, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", no_entry)
+        taken = claimed("auto", tmp_path)
+    assert taken.resume is None and f"{tmp_path / 'theirs'} can't be used (Permission denied)" in taken.notes[0]
+    # Of a live run and a finished one whose summary is rubbish, the second's lock is let go of with the error.
+    live = FolderLock(tmp_path / "theirs")
+    os.utime(checkpoint.save(tmp_path / "over" / "checkpoints", 1, {"step": 1, "config": "{}"}), (1, 1))
+    (tmp_path / "over" / "summary.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds list"):
+        claimed("auto", tmp_path)
+    live.close()
+    FolderLock(tmp_path / "over").close()
+    assert path.exists()
+
+
+def test_a_run_whose_checkpoints_are_gone_is_never_begun_again(tmp_path):
+    run = tmp_path / "run"
+    log = MetricsLog(run)
+    for step in range(21):
+        log.log(step, {})
+    again = claimed(str(run), tmp_path)  # the checkpoint of step 20 follows its metrics
+    assert again.again and again.resume is None
+    assert claimed(str(run), tmp_path, frequency=0).again
+    log.log(21, {})
+    with pytest.raises(ValueError, match=r"run got to step 21, and its checkpoints are gone.*put them back"):
+        claimed(str(run), tmp_path)
+    for _ in range(2):  # and the refusal holds no lock
+        (run / "summary.json").write_text('{"finished": false}')
+        with pytest.raises(ValueError, match="its checkpoints are gone"):
+            claimed(str(run), tmp_path, frequency=0)
+    (run / "summary.json").write_text('{"finished": true}')
+    (run / "model").mkdir()
+    over = claimed(str(run), tmp_path)
+    assert over.over and not over.again and "is finished" in over.notes[0]
+
+
+def test_logs_of_a_run_that_begins_again_are_set_aside(tmp_path):
+    for attempt in ("first", "second"):
+        (tmp_path / "metrics.jsonl").write_text(attempt)
+        (tmp_path / "lineage").mkdir()
+        (tmp_path / "lineage" / attempt).touch()
+        set_logs_aside(tmp_path)
+    assert names(tmp_path) == ["lineage.abandoned", "metrics.jsonl.abandoned"]
+    assert (tmp_path / "metrics.jsonl.abandoned").read_text() == "second"
+    assert names(tmp_path / "lineage.abandoned") == ["second"]
 
 
 def test_a_file_that_is_no_checkpoint_or_carries_code_is_refused(tmp_path):
@@ -135,7 +250,7 @@ def test_later_checkpoints_of_another_future_are_set_aside(tmp_path):
     checkpoint.set_aside_later(tmp_path, 1)
     names = ["checkpoint_000001.pt", "checkpoint_000002.abandoned", "checkpoint_000003.abandoned"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
-    assert checkpoint.find(str(tmp_path), tmp_path).name == "checkpoint_000001.pt"
+    assert checkpoint.restore(tmp_path)[0].name == "checkpoint_000001.pt"
 
 
 class OneRank:
@@ -243,7 +358,7 @@ def test_no_damaged_checkpoint_is_loaded_and_the_one_before_is_taken(tmp_path, w
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"checkpoint_000002.pt can't be .*good one beside it is .*_000001.pt"):
             checkpoint.load(newest)
-        path, state = checkpoint.restore(str(folder), tmp_path)
+        path, state = checkpoint.restore(folder)
         assert path.name == "checkpoint_000001.pt" and state["weights"].eq(1.0).all(), (i, kind, at)
         assert "passed over" in capsys.readouterr().err
         shutil.rmtree(folder)
@@ -315,7 +430,7 @@ def test_no_file_of_a_sharded_checkpoint_runs_code(tmp_path, form):
         else:
             checkpoint.load(path)
         with pytest.raises(ValueError) if file in before else contextlib.nullcontext():
-            checkpoint.restore(str(path), tmp_path)
+            checkpoint.restore(path)
         assert not mark.exists(), file
         file.unlink()
         for file, contents in before.items():
@@ -356,35 +471,64 @@ def test_a_torn_newest_checkpoint_is_passed_over_aloud_and_named_it_is_refused(t
         write_whole(folder, step)
     newest = checkpoint.checkpoints(folder)[-1]
     damage(newest)
-    for resume in ("auto", str(tmp_path / "run"), str(folder)):
-        path, state = checkpoint.restore(resume, tmp_path)
+    for resume in (tmp_path / "run", folder):
+        path, state = checkpoint.restore(resume, tmp_path / "run")
         assert path.name == "checkpoint_000002.pt" and state["weights"].eq(2.0).all()
         said = capsys.readouterr().err
         assert f"passed over: {newest} can't be read as a checkpoint" in said and f"going on with {path}" in said
     with pytest.raises(ValueError, match=r"_000003.pt can't be read .* the newest good one beside it is .*_000002.pt"):
-        checkpoint.restore(str(newest), tmp_path)
+        checkpoint.restore(newest)
     for path in checkpoint.checkpoints(folder)[:-1]:
         damage(path)
     with pytest.raises(ValueError, match=r"_000002.pt can't be read .* there is no good one beside it"):
-        checkpoint.restore(str(path), tmp_path)
+        checkpoint.restore(path)
     with pytest.raises(ValueError, match=r"no checkpoint can be used; to start anew(.|\n)*_000003(.|\n)*_000001"):
-        checkpoint.restore("auto", tmp_path)
+        checkpoint.restore(tmp_path / "run")
+
+
+def test_metrics_that_are_no_metrics_are_told_before_a_checkpoint_is_read(tmp_path, monkeypatch):
+    for step in (1, 2):
+        write_whole(tmp_path / "checkpoints", step)
+    (tmp_path / "metrics.jsonl").write_text("[1]\n")
+    monkeypatch.setattr(checkpoint_file, "check", lambda path: pytest.fail(f"{path} was hashed"))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 is not one of metrics"):
+        checkpoint.restore(tmp_path, tmp_path)
+
+
+def test_only_the_checkpoint_that_metrics_reach_is_read(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        write_whole(tmp_path / "checkpoints", step)
+    MetricsLog(tmp_path).log(1, {})
+    hashed, check = [], checkpoint_file.check
+    monkeypatch.setattr(checkpoint_file, "check", lambda path: hashed.append(path.name) or check(path))
+    assert checkpoint.restore(tmp_path, tmp_path)[0].name == hashed[0] == "checkpoint_000001.pt"
+    assert len(hashed) == 1
+
+
+def test_the_advice_beside_a_torn_checkpoint_loads_no_tensors_of_another(tmp_path, monkeypatch):
+    paths = [write_sharded(tmp_path, step) for step in (1, 2)]
+    damage(paths[1])
+    monkeypatch.setattr(torch, "cat", lambda *_: pytest.fail("tensors were put together"))
+    with pytest.raises(ValueError, match=r"the newest good one beside it is .*_000001\.pt"):
+        checkpoint.load(paths[1])
 
 
 def test_a_file_of_weights_is_no_checkpoint_to_go_on_with(tmp_path):
     torch.save({"model.norm.weight": torch.ones(2)}, tmp_path / "weights.pt")
     with pytest.raises(ValueError, match=r"weights\.pt is no checkpoint of a run: it holds model\.norm\.weight"):
-        checkpoint.restore(str(tmp_path / "weights.pt"), tmp_path)
+        checkpoint.restore(tmp_path / "weights.pt")
 
 
 def test_auto_stays_with_the_run_whose_checkpoint_is_the_newest(tmp_path):
     """Going on with another run, because this one's checkpoint is torn, is nothing that anyone asked for."""
-    other = write_whole(tmp_path / "a" / "checkpoints", 1)
+    other = checkpoint.save(tmp_path / "a" / "checkpoints", 1, {"step": 1, "config": "{}"})
     os.utime(other, (1, 1))
     MetricsLog(tmp_path / "a").log(1, {})
-    damage(write_whole(tmp_path / "b" / "checkpoints", 1))
+    damage(checkpoint.save(tmp_path / "b" / "checkpoints", 1, {"step": 1, "config": "{}"}))
+    taken = claimed("auto", tmp_path)
+    assert taken.folder == tmp_path / "b"
     with pytest.raises(ValueError, match="no checkpoint can be used"):
-        checkpoint.restore("auto", tmp_path)
+        checkpoint.restore(taken.resume, taken.folder)
 
 
 def test_a_checkpoint_whose_metrics_are_lost_is_passed_over(tmp_path, capsys):
@@ -392,20 +536,21 @@ def test_a_checkpoint_whose_metrics_are_lost_is_passed_over(tmp_path, capsys):
         write_whole(tmp_path / "run" / "checkpoints", step)
     log = MetricsLog(tmp_path / "run")
     log.log(0, {}), log.log(1, {}), log.log(2, {})
-    path, _ = checkpoint.restore("auto", tmp_path)
+    run = tmp_path / "run"
+    path, _ = checkpoint.restore(run, run)
     assert path.name == "checkpoint_000002.pt"
     assert (
         "_000003.pt is of step 3, and" in (said := capsys.readouterr().err) and "metrics.jsonl ends at step 2" in said
     )
     named = tmp_path / "run" / "checkpoints" / "checkpoint_000003.pt"
-    assert checkpoint.restore(str(named), tmp_path)[0] == named
+    assert checkpoint.restore(named, run)[0] == named
     assert "going on with a gap" in capsys.readouterr().err
     copy = shutil.copy(named, tmp_path / "copied.pt")  # begins a folder of its own
-    assert checkpoint.restore(str(copy), tmp_path)[0] == copy
+    assert checkpoint.restore(copy)[0] == copy
     assert capsys.readouterr().err == ""
     log.path.unlink()
     with pytest.raises(ValueError, match="only lacks metrics, give its file"):
-        checkpoint.restore("auto", tmp_path)
+        checkpoint.restore(run, run)
 
 
 def test_logs_since_the_last_checkpoint_are_on_the_disk_when_a_checkpoint_appears(tmp_path, monkeypatch):
@@ -473,13 +618,13 @@ def test_a_kill_at_any_file_operation_leaves_a_good_checkpoint(tmp_path, save_sh
                 done = True
             except Killed:
                 done = False
-        state = checkpoint.restore(str(tmp_path), tmp_path)[1]
+        state = checkpoint.restore(tmp_path)[1]
         found.append(state["weights"][0].item())
         assert state["weights"].tolist() == [found[-1]] * 4
         # Whoever goes on there finds nothing in the way, and nothing is left of the cut.
         checkpoint.set_aside_later(tmp_path, state["step"])
         save_sharded(4, 40, keep=1)
-        assert checkpoint.restore(str(tmp_path), tmp_path)[1]["weights"].tolist() == [40.0] * 4
+        assert checkpoint.restore(tmp_path)[1]["weights"].tolist() == [40.0] * 4
         kept = [name for name in names(tmp_path) if ABANDONED not in name]
         assert kept == ["checkpoint_000004.pt", "checkpoint_000004.shards"]
         if done:

@@ -16,7 +16,8 @@ LAYERS = [
     {"keys"},
     {"losses", "advantages", "rollout", "devices", "envs", "fingerprint", "allocator", "virtual_time"},
     {"policies", "engines", "buffer"},
-    {"optimizer", "models", "rates", "limit", "parallel", "checkpoint_file", "parallel_checkpoint", "schedules"},
+    {"optimizer", "models", "rates", "limit", "parallel", "checkpoint_file", "parallel_checkpoint", "schedules"}
+    | {"whole_file"},
     {"collectors", "weights", "evaluate", "checkpoint", "monitor", "run", "run_folder", "run_lock", "build", "testing"}
     | {"fleet", "batches", "replay", "replay_table", "twin", "together", "fleet_engine", "build_async"}
     | {"ray_cluster", "ray_doctor", "ray_engines", "ray_token", "ray_trainers"}

@@ -219,7 +219,7 @@ def restored_beside_a_torn_one(folder: Path, ranks: Ranks) -> tuple[str, float, 
         part = next((torn / f"checkpoint_{SAVED_AT:06d}.shards").glob("*_rank_3.pt"))
         part.write_bytes(part.read_bytes()[:-1])
     ranks.wait()
-    path, state = checkpoint.restore(str(torn), folder, ranks)
+    path, state = checkpoint.restore(torn, ranks=ranks)
     first = whole(next(iter(state["optimizer"]["masters"].values()))).flatten()[0].item()
     try:
         checkpoint.load(torn / f"checkpoint_{SAVED_AT:06d}.pt", ranks)

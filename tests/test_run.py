@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pandas as pd
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.checkpoint import checkpoints, load
@@ -23,6 +25,8 @@ from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.monitor.report import write_report
+from grpo_rl.run import Run
 from grpo_rl.run_folder import claim
 from grpo_rl.run_lock import FolderLock
 from grpo_rl.testing import save_tiny_model
@@ -118,7 +122,7 @@ def test_a_run_leaves_all_its_files(finished):
     assert summary["steps"] == 4
     assert len(pd.read_parquet(finished / "completions.parquet")) == 64
     assert (finished / "report.html").stat().st_size > 10_000
-    assert (finished / ".hydra" / "config.yaml").exists()
+    assert (finished / ".hydra" / "config.yaml").exists() and (finished / "config.yaml").exists()
     assert len(checkpoints(finished / "checkpoints")) == 4
 
 
@@ -338,7 +342,7 @@ def test_a_run_killed_at_any_point_of_its_end_is_completed_and_nothing_of_it_is_
         "grpo_rl.monitor.metrics.MetricsLog.log",
         "grpo_rl.run.Run._keep_evaluation",
         "grpo_rl.run.export",
-        "grpo_rl.run_folder._take_place",
+        "grpo_rl.whole_file._take_place",
         "grpo_rl.run.Run._write_summary",
         "grpo_rl.run.write_report",
     ):
@@ -410,11 +414,46 @@ def test_a_second_start_in_the_folder_of_a_live_run_is_refused_by_name(tiny, fin
     shutil.copytree(finished, older := tmp_path / "outputs" / "older")
     for path in checkpoints(older / "checkpoints"):
         os.utime(path, (1, 1))
-    with pytest.raises(SystemExit, match=f"resume=auto finds no other run that was cut off, and .*live {told}"):
+    with pytest.raises(SystemExit, match=f"no other run of this config that was cut off, and .*live {told}"):
         run([*tiny, "resume=auto"], "outputs/${now:%H-%M-%S}", monkeypatch)
     assert len(list((tmp_path / "outputs").glob("*/metrics.jsonl"))) == 2
     lock.close()
     assert comparable(live) == comparable(finished)
+
+
+def test_a_refused_start_changes_nothing_of_the_config_that_the_live_run_shows(tiny, finished, tmp_path, monkeypatch):
+    shutil.copytree(finished, live := tmp_path / "live")
+    lock = FolderLock(live)
+    with pytest.raises(SystemExit, match="is being written"):
+        run([*tiny, "optimizer.lr=0.7654321", "resume=auto"], live, monkeypatch)
+    assert "0.7654321" in (live / ".hydra" / "config.yaml").read_text()  # Hydra writes it before anyone could refuse
+    lock.close()
+    page = write_report(live).read_text()
+    assert "0.7654321" not in page and "lr: 0.01" in page and "optimizer.lr=1e-2" in page
+
+
+def test_a_finished_run_without_its_checkpoints_is_left_as_it_is(tiny, finished, tmp_path, monkeypatch, capsys):
+    shutil.copytree(finished, bare := tmp_path / "bare")
+    shutil.rmtree(bare / "checkpoints")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
+    run([*tiny, "resume=auto"], bare, monkeypatch)
+    assert "is finished, and nothing is left to do" in capsys.readouterr().out
+    assert outcome(bare)[:3] == outcome(finished)[:3]
+    shutil.rmtree(bare / "model")
+    with pytest.raises(SystemExit, match="got to step 4, and its checkpoints are gone"):
+        run([*tiny, "resume=auto"], bare, monkeypatch)
+    assert comparable(bare) == comparable(finished)
+
+
+def test_an_evaluation_with_a_response_that_has_no_reward_is_kept_as_json(tmp_path):
+    run = Run.__new__(Run)
+    run.folder, run.step, run._evaluated_at, run._eval_after, run.collected = tmp_path, 3, 3, [0.5, float("nan")], 0
+    run.cfg = OmegaConf.create({"train": {"total_dialog_turns": 8}})
+    run._keep_evaluation()
+    stored = json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail)
+    assert stored == {"step": 3, "rewards": [0.5, None]}
+    evaluated, _ = run._end_of_before()
+    assert evaluated[0] == 0.5 and evaluated[1] != evaluated[1]
 
 
 def test_auto_passes_over_a_live_run_for_one_that_was_cut_off(finished, tmp_path):
@@ -424,10 +463,11 @@ def test_auto_passes_over_a_live_run_for_one_that_was_cut_off(finished, tmp_path
             os.utime(path, (number, number))
     (tmp_path / "a" / "summary.json").unlink()
     lock = FolderLock(tmp_path / "live")
-    taken = claim(tmp_path / "new", "auto", tmp_path)
+    config = load(checkpoints(finished / "checkpoints")[-1])["config"]
+    taken = claim(tmp_path / "new", "auto", tmp_path, config, 1)
     assert taken.folder == taken.resume == tmp_path / "a" and "live is being written" in taken.notes[0]
     lock.close()
-    second = claim(tmp_path / "new", "auto", tmp_path)  # a is taken now
+    second = claim(tmp_path / "new", "auto", tmp_path, config, 1)  # a is taken now
     assert second.folder == tmp_path / "live"
     for claimed in (taken, second):
         claimed.lock.close()
@@ -513,7 +553,7 @@ def test_a_full_disk_is_told_in_one_line_with_the_file_and_the_way_on(tiny, tmp_
 
     def no_room(path, mode="r", *args, **kwargs):
         on_full_disk = mode != "r" and path.name in (name, f".{name}.tmp")
-        return open("/dev/full", mode.replace("x", "w")) if on_full_disk else path_open(path, mode, *args, **kwargs)
+        return open("/dev/full", mode) if on_full_disk else path_open(path, mode, *args, **kwargs)
 
     def no_room_for_parquet(*_, **__):
         raise full
@@ -611,3 +651,56 @@ def test_weights_that_are_not_finite_are_told_before_an_engine_starts(tiny, tmp_
     name = r"model\.layers\.1\.mlp\.up_proj\.weight"
     with pytest.raises(SystemExit, match=rf"error: .*model\.safetensors holds numbers that are not finite, in {name}"):
         run([*tiny, f"model.name={folder}"], tmp_path / "run", monkeypatch)
+
+
+class RankZero:
+    """Rank 0 of two processes; keeps what it tells the other."""
+
+    rank, size = 0, 2
+
+    def __init__(self):
+        self.told = []
+
+    def gather(self, mine):
+        self.told.append(mine)
+        return [mine, None]
+
+    def broadcast(self, mine):
+        return mine
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("what", ["a live run", "a full disk", "an unreadable end", "logs that can't be synced"])
+def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path, monkeypatch, what):
+    """One that waited for rank 0, which has stopped, would wait for ever."""
+    shutil.copytree(finished, folder := tmp_path / "run")
+    state = load(checkpoints(folder / "checkpoints")[-1])
+    cfg, ranks = OmegaConf.create(json.loads(state["config"]) | {"resume": str(folder)}), RankZero()
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    lock = FolderLock(folder) if what == "a live run" else None
+    if what == "a full disk":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
+    if what == "an unreadable end":
+        (folder / "summary.json").write_text("[]")
+    if what.startswith("logs"):
+        (folder / "model").rename(tmp_path / "model")  # something is left to do
+    monkeypatch.setattr("grpo_rl.checkpoint.sync_logs", fail)
+    monkeypatch.setattr("grpo_rl.checkpoint.load_shards", lambda path, state, ranks: state)
+    with pytest.raises((ValueError, OSError)) as error:
+        started = Run(cfg, None, folder, model_bytes=1000, ranks=ranks)
+        assert what.startswith("logs")
+        started.step, started._started = 5, 0.0
+        for name in ("_optimizer", "_schedules", "_collector", "_weights", "progress"):
+            setattr(started, name, MagicMock())
+        try:
+            started.save_checkpoint()
+        finally:
+            started._stack.close()
+    assert ranks.told[-1] is error.value
+    if lock:
+        lock.close()

@@ -37,8 +37,11 @@ from pathlib import Path
 from grpo_rl.run_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 executed = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
+ready, let_go = os.pipe()
 if not (forked := os.fork()):
+    os.write(let_go, b".")
     time.sleep(60)
+os.read(ready, 1)  # it has let go
 print(executed.pid, forked, flush=True)
 time.sleep(60)
 """

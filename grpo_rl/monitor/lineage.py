@@ -24,9 +24,9 @@ from torch import Tensor
 
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.monitor.meter import by_group, clipped_at_all
-from grpo_rl.monitor.whole_file import replacing
 from grpo_rl.optimizer import StepResult
 from grpo_rl.rollout import Group
+from grpo_rl.whole_file import replacing
 
 TOKENS, ANSWERS = "lineage", "lineage_answers"
 """Folders in that of the run."""

@@ -22,11 +22,13 @@ from grpo_rl.monitor.completions import logged_steps, printable, read_step
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.monitor.progress import duration
 from grpo_rl.monitor.watch import RewardWatch
-from grpo_rl.monitor.whole_file import write_whole
+from grpo_rl.whole_file import write_whole
 
 SAMPLES_PER_STEP = 4
 MAX_SAMPLE_CHARS = 4000
 SUMMARY = "summary.json"
+CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
+"""What a run was started with."""
 NEGLIGIBLE = 0.001
 """A phase with less than this part of the step, and nothing it had to do, is not shown."""
 
@@ -45,9 +47,9 @@ def write_report(run_dir: str | Path) -> Path:
         raise ValueError(f"{run_dir} is not a run folder; give one like outputs/2026-01-31/12-00-00")
     rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
     summary = read_summary(run_dir)
-    config_text = _read_text(run_dir / ".hydra" / "config.yaml")
+    config_text = _read_started(run_dir, CONFIG)
     config = yaml.safe_load(config_text) or {}
-    overrides = yaml.safe_load(_read_text(run_dir / ".hydra" / "overrides.yaml")) or []
+    overrides = yaml.safe_load(_read_started(run_dir, OVERRIDES)) or []
     samples, unread = _samples(run_dir)
     drawings = [drawing for chart in charts(rows) if (drawing := draw(chart, rows))]
     page = (
@@ -201,7 +203,7 @@ def _samples(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
         try:
             samples.append({"step": step, "rows": _samples_of(read_step(run_dir, step))})
         except ValueError as error:
-            unread.append(f"The answers of step {step} are left out: {printable(str(error))}.")
+            unread.append(f"The responses of step {step} are left out: {printable(str(error))}.")
     return samples, unread
 
 
@@ -236,8 +238,10 @@ def _subject(config: Mapping[str, Any]) -> str:
     return f"{trained} trained with GRPO" + (f" on {dataset}" if dataset else "")
 
 
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+def _read_started(run_dir: Path, name: str) -> str:
+    """The run's own copy. That of Hydra, which a run of an earlier version has alone, is of whoever tried last."""
+    found = [path for path in (run_dir / name, run_dir / ".hydra" / name) if path.exists()]
+    return found[0].read_text(encoding="utf-8") if found else ""
 
 
 def _environment() -> Environment:

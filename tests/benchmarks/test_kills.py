@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,3 +48,19 @@ def test_a_start_that_begins_before_the_newest_checkpoint_is_a_fault(script):
     assert kills.went_on(start, 3) == "went on from [2], the newest checkpoint being of step 3"
     assert kills.went_on(kills.Start(0, 1.0, 0, ""), 1).startswith("went on from the beginning")
     assert kills.went_on(kills.Start(-9, 1.0, 0, ""), 1) is None
+
+
+def test_a_start_that_hangs_is_a_fault_and_no_kill(script, tmp_path, monkeypatch):
+    kills = script("kills")
+    monkeypatch.setattr(kills, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(kills, "_be_the_run", lambda *_: (os.setsid(), time.sleep(60)))
+    (tmp_path / "run.log").touch()
+    assert kills.fork([], tmp_path / "run").status == kills.HUNG
+    assert kills.fork([], tmp_path / "run", kill_s=0.1).status == -signal.SIGKILL
+
+    statuses = [0, kills.HUNG, -signal.SIGKILL, 1]  # the undisturbed run; then one that hangs, and one that is killed
+    starts = iter([kills.Start(status, 600.0, 5, "") for status in statuses])
+    monkeypatch.setattr(kills, "fork", lambda *_, **__: next(starts))
+    monkeypatch.setattr(kills, "overrides", lambda _: [])
+    outcome = kills.kill(1, 0, tmp_path)
+    assert outcome.kills == 1 and "hung for 600 s" in outcome.faults[0]
