@@ -106,13 +106,18 @@ class GSM8K(Task):
         >>> task.score({"question": "3 + 4?", "answer": "#### 7"}, "<answer>7.00</answer>").parts
         {'correctness': 2.0, 'reasoning_format': 0.0, 'answer_format': 0.5}
         """
-        [result] = self.score_many([row], [response])
+        [result] = self._scored([row], [response])
         if isinstance(result, Exception):
             raise result
         return result
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
-        """As :meth:`score`, with the patterns of all responses in one message to the process that searches them."""
+        """As :meth:`score`, with the patterns of all responses searched together; as a subclass scores, where it does."""
+        if not self.together:
+            return list(super().score_many(rows, responses))
+        return self._scored(rows, responses)
+
+    def _scored(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
         formats = patterns.found(self._patterns, responses, linear=(REASONING_PATTERN, ANSWER_PATTERN))
         return [self._reward(*judged) for judged in zip(rows, responses, formats, strict=True)]
 

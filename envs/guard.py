@@ -202,6 +202,7 @@ class ScoreGuard:
                     results.append(done.get(timeout=self.deadline_s + LATER_S))
             except queue.Empty:
                 left_behind.set()
+                watch.close()  # first: a terminal that is held may block whoever tells of it
                 late = TimeoutError(f"no result within {self.deadline_s:g} s, so its thread was left behind")
                 if name:
                     name(len(results), late)
