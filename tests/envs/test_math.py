@@ -120,11 +120,37 @@ def test_a_full_stop_behind_any_answer_is_no_part_of_it():
     assert equal("1000", "100.0") is False and equal("5", ".5") is False
 
 
-@pytest.mark.parametrize("answer", ["1=72", "72=1", "x=1=72", "1=x=72", r"1 \equiv 72", "1==72", "2 + 2 = 72"])
+@pytest.mark.parametrize("answer", ["1=72", "72=1", "x=1=72", "1=x=72", "1==72", "2 + 2 = 72", "1.0=72"])
 def test_an_equation_of_two_different_numbers_is_wrong(answer):
     assert equal("72", answer) is False
     assert equal("1", answer) is False
     assert equal("72, 73", f"{answer}, 73") is False
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("7", "111_2=7"), ("13", "1101_2 = 13"), ("3.14", r"\frac{22}{7}=3.14"), ("0.333", r"\frac{1}{3}=0.333"),
+        ("0.66", r"\frac{2}{3}=0.66"), ("1.41", r"\sqrt{2}=1.41"), ("3.14", r"\pi=3.14"), ("50\\%", r"\frac{1}{2}=50\%"),
+        (r"\frac{1}{2}", r"\frac{1}{2}=50\%"), ("1", r"7 \equiv 1"), ("3", "1 + 2 = 3.0"),
+    ],
+)  # fmt: skip
+def test_an_equation_of_one_number_written_in_two_ways_answers_with_its_right_side(gold, answer):
+    assert equal(gold, answer) is True
+
+
+def test_an_equation_whose_sides_differ_by_more_than_rounding_is_wrong():
+    assert equal("0.5", r"\frac{1}{3}=0.5") is False
+    assert equal("0.34", r"\frac{1}{4}=0.34") is False
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [("(3, 140)", r"(3,\,140)"), (r"\{5,120\}", r"\{5,\ 120\}"), ("[2,100]", r"[2,\;100]"), ("3, 140", r"3,\:140")],
+)
+def test_a_space_behind_a_comma_is_between_the_elements_of_a_list(gold, answer):
+    assert equal(gold, answer) is True
+    assert equal("3140", answer) is False
 
 
 @pytest.mark.parametrize("answer", ["x=72", r"\text{Total} = 72", "71+1=72", "72.0=72", "x=70+2=72", r"f(2) = 72"])
