@@ -74,7 +74,7 @@ class GSM8K(Task):
         check_weights(self._weights)
         for name, pattern in (("reasoning_pattern", reasoning_pattern), ("answer_pattern", answer_pattern)):
             _check_pattern(name, pattern)
-        self._patterns = (reasoning_pattern, answer_pattern)
+        self._patterns, self._budget_s = (reasoning_pattern, answer_pattern), 60.0
         self._before: Messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         for index, example in enumerate(examples or ()):
             check_columns(example, f"env.examples[{index}]")
@@ -90,6 +90,10 @@ class GSM8K(Task):
     def prompt(self, row: dict) -> Messages:
         """System prompt, examples, and the question."""
         return [*self._before, {"role": "user", "content": row["question"]}]
+
+    def ready(self, deadline_s: float) -> None:
+        """Notes how long the responses of a group may take together."""
+        self._budget_s = deadline_s
 
     @property
     def together(self) -> bool:
@@ -112,13 +116,13 @@ class GSM8K(Task):
         return result
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
-        """As :meth:`score`, with the patterns of all responses searched together; as a subclass scores, where it does."""
+        """As :meth:`score`, with the patterns of all responses searched together; or as a subclass's own score."""
         if not self.together:
             return list(super().score_many(rows, responses))
         return self._scored(rows, responses)
 
     def _scored(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
-        formats = patterns.found(self._patterns, responses, linear=(REASONING_PATTERN, ANSWER_PATTERN))
+        formats = patterns.found(self._patterns, responses, (REASONING_PATTERN, ANSWER_PATTERN), self._budget_s)
         return [self._reward(*judged) for judged in zip(rows, responses, formats, strict=True)]
 
     def _reward(self, row: dict, response: str, formats: list[bool] | Exception) -> Reward | Exception:

@@ -58,11 +58,12 @@ class Failure:
 class Scorer:
     """A task's ways to score, without its rows, as they go to a process of their own."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task.without_rows()
+    def __init__(self, task: Task, deadline_s: float) -> None:
+        self._task, self._deadline_s = task.without_rows(), deadline_s
 
     def __call__(self, method: str, *arguments: Any) -> Any:
         """What the task's ``score``, ``score_many`` or ``score_dialog`` returns."""
+        self._task.ready(self._deadline_s)
         return getattr(self._task, method)(*arguments)
 
 
@@ -92,7 +93,7 @@ class ScoreGuard:
         if not 0 <= max_failed_fraction <= 1:
             raise ValueError(f"env.max_failed_fraction={max_failed_fraction}; it must be between 0 and 1")
         self._task, self.deadline_s, self._max_failed = task, deadline_s, max_failed_fraction
-        self._processes = IsolatedCalls(Scorer(task), deadline_s=deadline_s) if task.isolated else None
+        self._processes = IsolatedCalls(Scorer(task, deadline_s), deadline_s=deadline_s) if task.isolated else None
         self._parts = set(task.reward_parts)
         self._lock, self._turn = threading.Lock(), threading.Lock()
         self.judged = 0
