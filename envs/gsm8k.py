@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -74,7 +75,7 @@ class GSM8K(Task):
         check_weights(self._weights)
         for name, pattern in (("reasoning_pattern", reasoning_pattern), ("answer_pattern", answer_pattern)):
             _check_pattern(name, pattern)
-        self._patterns, self._budget_s = (reasoning_pattern, answer_pattern), 60.0
+        self._patterns, self._budget_s = (reasoning_pattern, answer_pattern), math.inf
         self._before: Messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         for index, example in enumerate(examples or ()):
             check_columns(example, f"env.examples[{index}]")
