@@ -203,7 +203,8 @@ def _differ(reading: Any, tolerance: sympy.Rational) -> bool:
 def _rational(side: Any) -> sympy.Rational | None:
     r"""What a sum, product or quotient of integers and decimals is worth; None for others, as for roots and ``\pi``."""
     value = side.doit()
-    return sympy.Rational(str(value)) if isinstance(value, (sympy.Rational, sympy.Float)) else None
+    number = sympy.Rational(str(value)) if isinstance(value, (sympy.Rational, sympy.Float)) else None
+    return number if isinstance(number, sympy.Rational) else None  # not where it is NaN or infinite
 
 
 # The answers to one problem come together, and each needs the gold.

@@ -234,9 +234,7 @@ def _verdicts(
     return [verdicts[pair] for pair in pairs]
 
 
-def _compared(
-    pairs: Sequence[tuple[str, str | None]], deadline_s: float, budget_s: float
-) -> list[Verdict | Exception]:
+def _compared(pairs: Sequence[tuple[str, str | None]], deadline_s: float, budget_s: float) -> list[Verdict | Exception]:
     workers, until = _workers(deadline_s, os.getpid()), time.monotonic() + budget_s
     # Half of the time is kept for what has to be repeated.
     results = workers.map(pairs, min(deadline_s, budget_s / 2 * workers.workers / len(pairs)), budget_s)

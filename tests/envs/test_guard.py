@@ -97,7 +97,7 @@ def test_answers_scored_together_fail_together_where_the_call_fails_and_alone_wh
     assert together == [Reward({"good": 2.0}), "error"]
     assert [r.kind for r in judge.score({}, ["hang", "ab"], "row 0")] == ["timeout", "timeout"]
     wrong = judge.score({}, ["short", "ab"], "row 3")
-    assert [r.kind for r in wrong] == ["error", "error"] and "1 rewards for 2 answers" in wrong[0].message
+    assert [r.kind for r in wrong] == ["error", "error"] and "1 rewards for 2 responses" in wrong[0].message
 
 
 @pytest.mark.parametrize(
