@@ -10,6 +10,7 @@ itself, whose end has to be that of all it started; ``engine`` is the actor alon
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import subprocess
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MARK = "GRPO_RL_KILLS"
 RUN = "outputs/run"  # where resume=auto looks
 GROUPS, REPEATS = 4, 4
-"""Of a step; and responses of a group."""
+"""A step has so many groups, and a group so many responses."""
 ENGINE = "ray::_EngineActor"
 AGENTS_S = 60.0
 """Seconds that Ray's agents may live on after their raylet."""
@@ -78,7 +79,7 @@ class Started:
 
 
 def overrides(folder: Path, steps: int) -> list[str]:
-    """Of a run of so many tiny steps, started in the folder."""
+    """The settings of a run of so many tiny steps, started in the folder."""
     rows = "".join(f'{{"question": "{i}?", "answer": "so\\n#### {i}"}}\n' for i in range(6))
     (folder / "train.jsonl").write_text(rows)
     return [
@@ -101,7 +102,7 @@ def overrides(folder: Path, steps: int) -> list[str]:
 
 
 def start(arguments: list[str], log: Path) -> Started:
-    """The script, started."""
+    """Starts the script in a process of its own."""
     mark = uuid.uuid4().hex
     with open(log, "a") as out:
         process = subprocess.Popen(
@@ -114,30 +115,28 @@ def start(arguments: list[str], log: Path) -> Started:
     return Started(process, mark)
 
 
-def killed(target: str, kills: int, steps: int, seed: int, folder: Path, after_checkpoint: bool) -> list[str]:
-    """What was wrong with a run that was killed so often.
+def killed(target: str, kills: int, steps: int, seed: int, folder: Path) -> list[str]:
+    """What was wrong with a run that was killed so often; that it ended before so many kills is wrong as well.
 
     Args:
         target: ``driver``, or ``engine``.
-        after_checkpoint: nothing is killed before the first checkpoint.
     """
     moments, wrong, done = random.Random(seed), [], 0
     arguments, log, run = overrides(folder, steps), folder / "log", folder / RUN
     while True:
         started = start(arguments, log)
-        if after_checkpoint and not done:
-            started.wait(lambda: any(run.glob("checkpoints/*.pt")), START_S)
         while done < kills and started.process.poll() is None:
             moment = moments.uniform(0.0, 40.0 if target == "driver" else 15.0)
             started.wait(lambda: False, moment)
-            victims = [started.process.pid]
-            if target == "engine":
-                victims = [p.pid for p in started.processes() if p.name().startswith(ENGINE[:15])]
-            for pid in victims:
-                if psutil.pid_exists(pid) and started.process.poll() is None:
-                    psutil.Process(pid).kill()
-                    done += 1
-                    print(f"kill {done} of the {target}, {moment:.1f} s on, after step {len(trained(run))}", flush=True)
+            if target == "engine" and not started.wait(lambda: bool(engines(started)), START_S):
+                break
+            for victim in engines(started) if target == "engine" else [psutil.Process(started.process.pid)]:
+                if started.process.poll() is None:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        victim.kill()
+                        done += 1
+                        at = f"{moment:.1f} s on, after step {len(trained(run))}"
+                        print(f"kill {done} of the {target}, {at}", flush=True)
             if target == "driver":
                 break
         code = wait_for(started)
@@ -146,14 +145,29 @@ def killed(target: str, kills: int, steps: int, seed: int, folder: Path, after_c
             continue
         if code:
             wrong.append(f"it ended with {code}: {log.read_text()[-2000:]}")
+        if done < kills:
+            wrong.append(f"the run ended after {done} of {kills} kills; give it more --steps")
         return wrong + accounts(run, steps)
+
+
+def engines(started: Started) -> list[psutil.Process]:
+    """The engines' actors that are alive."""
+    found = []
+    for process in started.processes():
+        with contextlib.suppress(psutil.Error):
+            if process.name().startswith(ENGINE[:15]):
+                found.append(process)
+    return found
 
 
 def wait_for(started: Started) -> int:
     """The exit code."""
     if not started.wait(lambda: False, START_S) and started.process.poll() is None:
-        started.process.kill()
-        raise SystemExit(f"it hangs: {psutil.Process(started.process.pid)}")
+        alive = started.processes()
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        raise SystemExit(f"it hangs; its processes were {alive}")
     return started.process.wait()
 
 
@@ -193,10 +207,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--after-checkpoint", action=argparse.BooleanOptionalAction, default=True)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        wrong = killed(given.target, given.kills, given.steps, given.seed, Path(folder), given.after_checkpoint)
+        wrong = killed(given.target, given.kills, given.steps, given.seed, Path(folder))
     print("\n".join(wrong) or f"{given.kills} kills of the {given.target}: nothing lost, doubled or left", flush=True)
     raise SystemExit(bool(wrong))
 

@@ -33,7 +33,11 @@ _UNBOUNDED = re.compile(
     """,
     re.VERBOSE,
 )
-_THOUSANDS = re.compile(r"(?<=\d)(?:,?\\[,;:! ]|~|\{,\})\s*(?=\d{3}(?!\d))")
+# Behind a comma only the narrow `\!`: wider spaces are those between the elements of a list.
+_THOUSANDS = re.compile(r"(?<=\d)(?:,\\!|(?<!,)\\[,;:! ]|~|\{,\})\s*(?=\d{3}(?!\d))")
+# Signs of an equation of two numbers that are written, or counted, in different ways.
+_OTHER_WAYS = re.compile(r"_|%|\\circ|\\degree|\\equiv|\\bmod|\\pmod|\\approx")
+_DECIMALS = re.compile(r"\.(\d+)")
 # Not that of an ellipsis, nor of `\right.`, which closes a bracket.
 _FULL_STOP = re.compile(r"(?<![.\s])(?<!\\right)(?<!\\left)\s*\.\s*$")
 _SPACES_AROUND = re.compile(r"^(?:\s|\\[,;:! ]|~)+|(?:\s|\\[,;:! ]|~)+$")
@@ -86,6 +90,8 @@ def equal(gold: str, answer: str | None) -> bool | None:
     if _is_unbounded(answer) and not _is_unbounded(gold):
         return False
     answer = _PERCENT_SIGN.sub("%", answer)
+    if _contradicts(answer):
+        return False
     base, gold_base = _BASE.fullmatch(answer), _BASE.fullmatch(gold)
     if (base and (gold_base is None or gold_base[1] != base[1])) or (gold_base and _INTEGER.fullmatch(answer)):
         return False
@@ -165,21 +171,40 @@ def _expanded_terms(latex: str) -> int:
 
 
 def _verified(golds: list[Any], answer: str) -> bool:
-    readings = _parsed(answer)
-    return not any(_contradicts(reading) for reading in readings) and verify(golds, readings, timeout_seconds=None)
+    return verify(golds, _parsed(answer), timeout_seconds=None)
 
 
-def _contradicts(reading: Any) -> bool:
-    """Whether an equation in it says that two different numbers are equal.
+def _contradicts(latex: str) -> bool:
+    r"""Whether an equation says that two different rational numbers are equal.
 
-    Numbers with a function in them say nothing: ``\\sin 30`` may be of degrees.
+    Decimals may be rounded or cut off, as in ``\frac{1}{3}=0.33``. Other numbers say nothing, nor does an equation with
+    a base, a percent sign, degrees or a congruence.
+
+    >>> _contradicts("1=72"), _contradicts(r"\frac{22}{7}=3.14"), _contradicts("111_2=7")
+    (True, False, False)
     """
+    if "=" not in latex or _OTHER_WAYS.search(latex):
+        return False
+    decimals = [len(digits) for digits in _DECIMALS.findall(latex)]
+    tolerance = sympy.Rational(1, 10 ** min(decimals)) if decimals else sympy.Integer(0)
+    return any(_differ(reading, tolerance) for reading in _parsed(latex))
+
+
+def _differ(reading: Any, tolerance: sympy.Rational) -> bool:
     if isinstance(reading, (sympy.FiniteSet, sympy.Tuple)):
-        return any(map(_contradicts, reading.args))
+        return any(_differ(part, tolerance) for part in reading.args)
     equations = reading.args if isinstance(reading, sympy.And) else [reading]
     sides = [side for equation in equations if isinstance(equation, sympy.Eq) for side in equation.args]
-    numbers = [side for side in sides if side.is_number and not side.has(sympy.Function)]
-    return any(not verify([numbers[0]], [number], timeout_seconds=None) for number in numbers[1:])
+    numbers = [_rational(side) for side in sides if side.is_number and not side.has(sympy.Function)]
+    known = [number for number in numbers if number is not None]
+    return any(abs(number - known[0]) > tolerance for number in known[1:])
+
+
+def _rational(side: Any) -> sympy.Rational | None:
+    r"""What a sum, product or quotient of integers and decimals is worth; None for others, as for roots and ``\pi``."""
+    value = side.doit()
+    number = sympy.Rational(str(value)) if isinstance(value, (sympy.Rational, sympy.Float)) else None
+    return number if isinstance(number, sympy.Rational) else None  # not where it is NaN or infinite
 
 
 # The answers to one problem come together, and each needs the gold.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -74,7 +75,7 @@ class GSM8K(Task):
         check_weights(self._weights)
         for name, pattern in (("reasoning_pattern", reasoning_pattern), ("answer_pattern", answer_pattern)):
             _check_pattern(name, pattern)
-        self._patterns = (reasoning_pattern, answer_pattern)
+        self._patterns, self._budget_s = (reasoning_pattern, answer_pattern), math.inf
         self._before: Messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         for index, example in enumerate(examples or ()):
             check_columns(example, f"env.examples[{index}]")
@@ -91,6 +92,10 @@ class GSM8K(Task):
         """System prompt, examples, and the question."""
         return [*self._before, {"role": "user", "content": row["question"]}]
 
+    def ready(self, deadline_s: float) -> None:
+        """Notes how long the responses of a group may take together."""
+        self._budget_s = deadline_s
+
     @property
     def together(self) -> bool:
         """Whether :meth:`score_many` is asked: not where a subclass scores in its own way."""
@@ -106,14 +111,19 @@ class GSM8K(Task):
         >>> task.score({"question": "3 + 4?", "answer": "#### 7"}, "<answer>7.00</answer>").parts
         {'correctness': 2.0, 'reasoning_format': 0.0, 'answer_format': 0.5}
         """
-        [result] = self.score_many([row], [response])
+        [result] = self._scored([row], [response])
         if isinstance(result, Exception):
             raise result
         return result
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
-        """As :meth:`score`, with the patterns of all responses in one message to the process that searches them."""
-        formats = patterns.found(self._patterns, responses, linear=(REASONING_PATTERN, ANSWER_PATTERN))
+        """As :meth:`score`, with the patterns of all responses searched together; or as a subclass's own score."""
+        if not self.together:
+            return list(super().score_many(rows, responses))
+        return self._scored(rows, responses)
+
+    def _scored(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
+        formats = patterns.found(self._patterns, responses, (REASONING_PATTERN, ANSWER_PATTERN), self._budget_s)
         return [self._reward(*judged) for judged in zip(rows, responses, formats, strict=True)]
 
     def _reward(self, row: dict, response: str, formats: list[bool] | Exception) -> Reward | Exception:

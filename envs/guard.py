@@ -1,4 +1,4 @@
-"""ScoreGuard: rewards of answers under a deadline, and a typed failure in the place of each that has none."""
+"""ScoreGuard: rewards of responses under a deadline, and a typed failure in the place of each that has none."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ LARGEST = 3.4e38
 FEW = 80
 """Answers before which the fraction that failed says little; their number is taken for that of the first ones."""
 LATER_S = 0.5
-"""Seconds that a thread has beyond the deadline: a task that kills its own scorer then is heard first."""
+"""Seconds that a thread has beyond the deadline, so that a task that kills its own scorer can say so before."""
 FROZEN_S = LATER_S + 1.0
-"""Seconds beyond the deadline after which a call that nobody took back is watched no longer, but told of."""
+"""Seconds beyond the deadline at which a watch ends; what then still holds the interpreter ends the process."""
 
 EXCERPT = 200
 """Characters of a response in messages."""
 ENDS = (
     "Code that never lets go of Python's interpreter can't be stopped, so the process ends, by SIGALRM (exit code "
-    "142); resume goes on from the last checkpoint. Code in a process of its own is killed instead, and costs the "
-    "response only: put the task into a module that can be imported, and set env.isolated=true. The stacks of all "
-    "threads follow."
+    "142; a Ray actor ends as one that was lost); resume goes on from the last checkpoint. Code in a process of its own "
+    "is killed instead, and costs the response only: put the task into a module that can be imported, and set "
+    "env.isolated=true. The stacks of all threads follow."
 )
 
 
@@ -58,11 +58,12 @@ class Failure:
 class Scorer:
     """A task's ways to score, without its rows, as they go to a process of their own."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task.without_rows()
+    def __init__(self, task: Task, deadline_s: float) -> None:
+        self._task, self._deadline_s = task.without_rows(), deadline_s
 
     def __call__(self, method: str, *arguments: Any) -> Any:
         """What the task's ``score``, ``score_many`` or ``score_dialog`` returns."""
+        self._task.ready(self._deadline_s)
         return getattr(self._task, method)(*arguments)
 
 
@@ -92,7 +93,7 @@ class ScoreGuard:
         if not 0 <= max_failed_fraction <= 1:
             raise ValueError(f"env.max_failed_fraction={max_failed_fraction}; it must be between 0 and 1")
         self._task, self.deadline_s, self._max_failed = task, deadline_s, max_failed_fraction
-        self._processes = IsolatedCalls(Scorer(task), deadline_s=deadline_s) if task.isolated else None
+        self._processes = IsolatedCalls(Scorer(task, deadline_s), deadline_s=deadline_s) if task.isolated else None
         self._parts = set(task.reward_parts)
         self._lock, self._turn = threading.Lock(), threading.Lock()
         self.judged = 0
@@ -117,7 +118,7 @@ class ScoreGuard:
             return dict(self.failed), dict(self.examples)
 
     def tell_in(self, folder: Path, tell: Callable[[str], None]) -> None:
-        """From now on failures are told by ``tell``, and what freezes this process in ``folder`` too."""
+        """Has ``tell`` told of failures from now on, and ``folder`` keep what froze this process."""
         self.tell = tell
         watchdog.tell_in(folder)
 
@@ -144,7 +145,7 @@ class ScoreGuard:
         if not isinstance(together, (Exception, Sequence)) or isinstance(together, str):
             together = TypeError(f"score_many returned {together!r:.80}, no list of rewards")
         elif isinstance(together, Sequence) and len(together) != len(responses):
-            together = TypeError(f"score_many returned {len(together)} rewards for {len(responses)} answers")
+            together = TypeError(f"score_many returned {len(together)} rewards for {len(responses)} responses")
         results = [together] * len(responses) if isinstance(together, Exception) else together
         return self._checked(results, responses, where)
 
@@ -202,6 +203,7 @@ class ScoreGuard:
                     results.append(done.get(timeout=self.deadline_s + LATER_S))
             except queue.Empty:
                 left_behind.set()
+                watch.close()  # first: a terminal that is held may block whoever tells of it
                 late = TimeoutError(f"no result within {self.deadline_s:g} s, so its thread was left behind")
                 if name:
                     name(len(results), late)
@@ -267,7 +269,7 @@ class ScoreGuard:
         return self._failure(result, answer, where)
 
     def _failure(self, result: Any, answer: str, where: str) -> Failure:
-        name, of = self._name_of_task, f"the answer was {answer[:EXCERPT]!r}"
+        name, of = self._name_of_task, f"the response was {answer[:EXCERPT]!r}"
         if isinstance(result, Unjudgeable):
             return Failure("unjudgeable", f"{name} can't judge {where}: {result}")
         if isinstance(result, TimeoutError):

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +37,15 @@ _WORKER = (
 
 
 class WorkerDied(RuntimeError):
-    """The process that made a call ended before the call did: it was killed, or the interpreter crashed."""
+    """The process that made a call ended before the call did: it was killed, or the interpreter crashed.
+
+    Args:
+        end: the signal's name, or the exit code.
+    """
+
+    def __init__(self, message: str, end: str = "") -> None:
+        super().__init__(message)
+        self.end = end
 
 
 class IsolatedCalls:
@@ -95,15 +105,14 @@ class IsolatedCalls:
         self,
         arguments: Sequence[tuple],
         deadline_s: float | None = None,
-        chunk: int | None = None,
+        budget_s: float = math.inf,
         told: Callable[[int, Any], None] | None = None,
     ) -> list[Any]:
         """What each call returned, in the order of ``arguments``, one tuple a call.
 
         Args:
             deadline_s: of each of these calls, where it is not the usual one.
-            chunk: calls that go to a worker in one message: many, where they are so short that the message takes
-                longer. None spreads them over the workers.
+            budget_s: of all calls together; in the place of those that have no result by then is a TimeoutError.
             told: gets each call's index and result as soon as it is there, from any thread.
 
         In the place of a call that failed stands the exception: what it raised, a TimeoutError where it took longer
@@ -114,10 +123,10 @@ class IsolatedCalls:
         """
         if os.getpid() != self._process_id:
             raise RuntimeError("the workers belong to the process that this one was forked from; make others here")
-        size = chunk or max(1, min(_MAX_CHUNK, len(arguments) // (4 * self.workers)))
-        deadline_s = deadline_s or self.deadline_s
+        size = max(1, min(_MAX_CHUNK, len(arguments) // (4 * self.workers)))
+        deadline_s, until = deadline_s or self.deadline_s, time.monotonic() + budget_s
         futures = [
-            self._threads.submit(self._results, arguments[start : start + size], deadline_s, start, told)
+            self._threads.submit(self._results, arguments[start : start + size], deadline_s, until, start, told)
             for start in range(0, len(arguments), size)
         ]
         try:
@@ -139,30 +148,40 @@ class IsolatedCalls:
         self.close()
 
     def _results(
-        self, chunk: Sequence[tuple], deadline_s: float, start: int, told: Callable[[int, Any], None] | None
+        self,
+        chunk: Sequence[tuple],
+        deadline_s: float,
+        until: float,
+        start: int,
+        told: Callable[[int, Any], None] | None,
     ) -> list[Any]:
-        """Of each call of the chunk, made by this thread's worker, and after a failure by the next one."""
+        """The results of the chunk's calls, made by this thread's worker, and after a failure by the next one."""
         results = _Told(start, told)
         died = False
         while len(results) < len(chunk):
             if self._closed:
                 raise RuntimeError("closed while calls were under way")
+            if time.monotonic() >= until:
+                results.append(TimeoutError("no time was left for it"))
+                continue
             worker = self._own_worker()
             try:
                 worker.pipe.send(list(chunk[len(results) :]))
                 while len(results) < len(chunk):
-                    results.append(worker.result(deadline_s))
+                    results.append(worker.result(min(deadline_s, max(0.0, until - time.monotonic()))))
                     died = False
             except TimeoutError as error:
-                results.append(error)
                 self._kill(worker)
+                results.append(error)
                 died = False
             except (EOFError, OSError):
                 end = self._kill(worker)
                 # A worker may have died before the call, killed by a machine short of memory: the call gets another.
                 if died:
-                    results.append(WorkerDied(f"the process of the call died twice, of {end}"))
+                    results.append(WorkerDied(f"the process of the call died twice, of {end}", end))
                 died = not died
+        if results.problem:
+            raise results.problem
         return results
 
     def _own_worker(self) -> _Worker:
@@ -184,15 +203,22 @@ class IsolatedCalls:
 
 
 class _Told(list[Any]):
-    """Results, of which each is told as it comes in."""
+    """Results, of which each is told as it comes in.
+
+    What ``told`` raises is kept for the end: the worker has calls under way, whose results have to be read.
+    """
 
     def __init__(self, start: int, told: Callable[[int, Any], None] | None) -> None:
         self._start, self._told = start, told
+        self.problem: BaseException | None = None
 
     def append(self, result: Any) -> None:
         super().append(result)
-        if self._told:
-            self._told(self._start + len(self) - 1, result)
+        if self._told and not self.problem:
+            try:
+                self._told(self._start + len(self) - 1, result)
+            except BaseException as problem:
+                self.problem = problem
 
 
 class _Worker:
@@ -228,7 +254,7 @@ class _Worker:
             EOFError, OSError: the process died.
         """
         if not self.pipe.poll(deadline_s):
-            raise TimeoutError(f"no result within {deadline_s:g} s")
+            raise TimeoutError(f"no result within {deadline_s:.3g} s")
         message = self.pipe.recv_bytes()
         try:
             return pickle.loads(message)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,14 +40,18 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,11}")
 
 
 class Verdict(NamedTuple):
-    """Whether an answer equals the gold answer, None if the gold can't be parsed; and whether it took too long to say.
+    """Whether a response equals the gold answer, None if the gold can't be parsed; and whether it took too long to say.
 
     Args:
-        timed_out: the comparison ran out of time or memory through the answer's doing, which so is wrong.
+        timed_out: the comparison ran out of time or memory through the response's doing, which so is wrong.
     """
 
     equal: bool | None
     timed_out: bool = False
+
+
+class _Unknown(RuntimeError):
+    """The machine, not the response, kept a comparison from its end."""
 
 
 class Math(Task):
@@ -80,7 +87,7 @@ class Math(Task):
         check_weights(self._weights)
         if not deadline_s > 0:
             raise ValueError(f"env.reward.deadline_s={deadline_s}; a comparison needs some seconds")
-        self._deadline_s = deadline_s
+        self._deadline_s, self._budget_s = deadline_s, inf
         self._before: Messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         for index, example in enumerate(examples or ()):
             for column in ("problem", "solution"):
@@ -101,10 +108,15 @@ class Math(Task):
         """System prompt, examples, and the problem."""
         return [*self._before, {"role": "user", "content": row["problem"]}]
 
+    def ready(self, deadline_s: float) -> None:
+        """Notes how long the responses of a group may take together."""
+        self._budget_s = deadline_s
+
     def score(self, row: dict, response: str) -> Reward:
         r"""Whether the boxed answer is right, and whether there is one.
 
-        An answer whose comparison does not end in time is wrong, and has the measure ``timed_out``.
+        A response whose comparison does not end in time, nor when nothing else is under way, is wrong, and has the
+        measure ``timed_out``. One whose process was killed, as by a machine short of memory, has no reward.
 
         Raises:
             Unjudgeable: the row has no gold answer that can be parsed.
@@ -120,7 +132,7 @@ class Math(Task):
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
         """As :meth:`score`, with all comparisons in the workers together."""
         golds = [self.gold(row) or "" for row in rows]
-        verdicts = _verdicts(golds, responses, self._deadline_s)
+        verdicts = _verdicts(golds, responses, self._deadline_s, self._budget_s)
         return [self._reward(*judged) for judged in zip(golds, responses, verdicts, strict=True)]
 
     def gold(self, row: dict) -> str | None:
@@ -187,8 +199,8 @@ def verify(gold: str, response: str) -> bool | None:
       none. A last box that isn't closed, or holds more than :data:`MAX_CHARS` characters, is a wrong answer.
     - Of the gold answer, its box if it has one, otherwise all.
 
-    An answer is wrong, too, where the comparison takes longer than :data:`DEADLINE_S` or ends its process; a gold
-    answer that does so by itself can't be parsed. It runs in worker processes, so that any thread may ask.
+    An answer is wrong, too, where the comparison takes longer than :data:`DEADLINE_S`, twice, or ends its process; a
+    gold answer that does so by itself can't be parsed. It runs in worker processes, so that any thread may ask.
 
     >>> verify(r"\frac{1}{2}", r"So it is $\boxed{0.5}$."), verify("1/2", r"\boxed{1/2}, no, \boxed{2}"), verify("", "")
     (True, False, None)
@@ -200,9 +212,13 @@ def verify(gold: str, response: str) -> bool | None:
 
 
 _TOO_MUCH = (TimeoutError, WorkerDied, MemoryError)
+_SPENT = 0.9
+"""The part of the budget that may be spent: what follows needs some of it."""
 
 
-def _verdicts(golds: Sequence[str], responses: Sequence[str], deadline_s: float) -> list[Verdict | Exception]:
+def _verdicts(
+    golds: Sequence[str], responses: Sequence[str], deadline_s: float, budget_s: float = inf
+) -> list[Verdict | Exception]:
     """Of each pair as :func:`verify`, with the exception in the place of one that failed."""
     pairs = [_pair(gold, response) for gold, response in zip(golds, responses, strict=True)]
     verdicts: dict[tuple[str, str | None], Verdict | Exception] = {}
@@ -214,13 +230,23 @@ def _verdicts(golds: Sequence[str], responses: Sequence[str], deadline_s: float)
             verdicts[gold, answer] = Verdict(gold == answer)
     open_pairs = [pair for pair in dict.fromkeys(pairs) if pair not in verdicts]
     if open_pairs:
-        verdicts |= zip(open_pairs, _compared(open_pairs, deadline_s), strict=True)
+        verdicts |= zip(open_pairs, _compared(open_pairs, deadline_s, budget_s * _SPENT), strict=True)
     return [verdicts[pair] for pair in pairs]
 
 
-def _compared(pairs: Sequence[tuple[str, str | None]], deadline_s: float) -> list[Verdict | Exception]:
-    workers = _workers(deadline_s, os.getpid())
-    results = workers.map(pairs)
+def _compared(pairs: Sequence[tuple[str, str | None]], deadline_s: float, budget_s: float) -> list[Verdict | Exception]:
+    workers, until = _workers(deadline_s, os.getpid()), time.monotonic() + budget_s
+    # Half of the time is kept for what has to be repeated.
+    results = workers.map(pairs, min(deadline_s, budget_s / 2 * workers.workers / len(pairs)), budget_s)
+    late = [at for at, result in enumerate(results) if isinstance(result, (TimeoutError, MemoryError))]
+    for done, at in enumerate(late):
+        # Alone: the machine may have been busy with the others.
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            results[at] = _Unknown("the comparison took too long, and no time was left to repeat it alone")
+        else:
+            [results[at]] = workers.map([pairs[at]], min(deadline_s, left_s / (len(late) - done)), left_s)
+    results = [_Unknown(str(result)) if _was_killed(result) else result for result in results]
     # Who is to blame for a comparison that doesn't end: the gold answer, if it alone doesn't either.
     golds = {gold for (gold, _), result in zip(pairs, results, strict=True) if isinstance(result, _TOO_MUCH)}
     alone = dict(zip(golds, workers.map([(gold, gold) for gold in golds]), strict=True))
@@ -234,6 +260,11 @@ def _compared(pairs: Sequence[tuple[str, str | None]], deadline_s: float) -> lis
         return Verdict(False, timed_out=True) if blamed is True else Verdict(None)
 
     return [verdict(gold, result) for (gold, _), result in zip(pairs, results, strict=True)]
+
+
+def _was_killed(result: Any) -> bool:
+    """Whether another process, as the kernel of a machine short of memory, ended the comparison's."""
+    return isinstance(result, WorkerDied) and result.end == signal.SIGKILL.name
 
 
 def _pair(gold: str, response: str) -> tuple[str, str | None]:

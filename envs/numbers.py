@@ -20,8 +20,8 @@ _TOKEN = re.compile(
 )
 # Written with both cases, not with IGNORECASE, which would try it at each letter.
 _PHRASE = re.compile(r"(?<![^\W_])[aA](?:nswer|NSWER)[\s*_]*+(?:(?:is|IS)\b|[:=])")
-# The rest of a number's side of an equation, and the sign: no word stands in it.
-_EQUATES = re.compile(r"(?:[\s\d.,+*/×÷·xX()$%^\u2212–-]|\\(?:times|cdot|div))*+=")
+# The rest of a number's side of an equation, and the sign, on one line: no word and no end of a sentence is in it.
+_EQUATES = re.compile(r"(?:[^\S\r\n]|[\d+*/×÷·xX()$%^\u2212–-]|\.(?=\d)|(?<=\d),(?=\d)|\\(?:times|cdot|div))*+=")
 _KEPT = re.compile(r"[^\d.]")
 _MINUS = "-−–－﹣"
 _CURRENCY = "$€£¥₹"

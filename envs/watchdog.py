@@ -116,7 +116,7 @@ _start = threading.Lock()
 
 
 def _watchdog() -> _Watchdog:
-    """That of this process; a fork has none until it asks for one."""
+    """The watchdog of this process; a fork has none until it asks for one."""
     global _dog
     with _start:
         if _dog is None or _dog.process_id != os.getpid():

@@ -79,7 +79,7 @@ def _train_there(
             "it on a file system that all nodes share"
         ) from error
     transformers_logging.disable_progress_bar()  # as in the process that was started by hand
-    tqdm.set_lock(threading.RLock())
+    tqdm.set_lock(threading.RLock())  # its own is one between processes too, which a killed actor would leave behind
     devices = site.devices
     if devices.train[0].type == "cuda":
         own = torch.device("cuda", 0)  # of all GPUs Ray lets an actor see those of its bundle
@@ -259,7 +259,7 @@ def start_vllm(model: str, max_model_len: int, cpus: int, on_loopback: bool, **s
 
     if on_loopback:
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or that of the machine's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise the one that the machine's name leads to
     # Read by vLLM and OpenMP when the process starts. vLLM's own choice of cores is all of them.
     os.environ["OMP_NUM_THREADS"] = str(cpus)
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

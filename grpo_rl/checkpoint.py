@@ -41,6 +41,8 @@ MAY_DIFFER = (
     "logger",
     "mismatch",
     "evaluate.frequency",
+    "env.isolated",
+    "env.score_timeout_s",
     "train.checkpoint_frequency",
     "train.keep_checkpoints",
     "train.lineage",

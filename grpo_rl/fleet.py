@@ -22,6 +22,9 @@ class Closable(Protocol):
 RETRY_S = 30.0
 """Seconds until an engine for which there was no room is started once more."""
 
+FIRST_RETRY_S = 2.0
+"""Seconds until an engine that died while it started is started once more; twice as many after each try."""
+
 E = TypeVar("E", bound=Closable)
 R = TypeVar("R")
 
@@ -153,6 +156,7 @@ class Fleet(Generic[E]):
         """
         with contextlib.suppress(Exception):  # it is dead, and has nothing to say any more
             await dead.close()
+        pause_s = FIRST_RETRY_S
         while True:
             try:
                 return await self._fill(berth)
@@ -161,7 +165,9 @@ class Fleet(Generic[E]):
                     berth.launches += 1
                     self.restarts += 1
                     berth.launching = True
-                    self.news.append(f"{str(error).splitlines()[0].removesuffix('.')}. It is replaced")
+                    self.news.append(f"{_in_short(error)}. It is replaced")
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(RETRY_S, 2 * pause_s)
                     continue
                 why = f"engine {berth.number} can't be started again: {error}"
                 if not any(
@@ -264,3 +270,9 @@ class Fleet(Generic[E]):
         await asyncio.gather(*self._starts, return_exceptions=True)
         engines = [engine for berth in self._berths if (engine := berth.engine or berth.newcomer) is not None]
         await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
+
+
+def _in_short(error: Exception) -> str:
+    """The error's first line, and its last one, in which a traceback ends on the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join(dict.fromkeys(line.rstrip(".:") for line in (lines[0], lines[-1]))) if lines else repr(error)

@@ -47,7 +47,8 @@ def cluster(address: str | None = None, gpus: Sequence[int] = (), **settings: ob
 
     A cluster that is started here listens on the loopback interface alone, asks for a token (`grpo_rl.ray_token`), has
     no dashboard, and keeps its sockets and logs in a folder that only this user can enter. The folder lies under
-    ``$RAY_TMPDIR``, or where temporary files go; it is removed at the end, unless an error ends this.
+    ``$RAY_TMPDIR``, or where temporary files go; it is removed at the end, unless an error ends this: a stop, as by
+    Ctrl-C, is none.
 
     Args:
         address: as ``ray.init`` takes it: ``auto`` joins the cluster that this machine is in.
@@ -94,11 +95,30 @@ def _init(address: str | None, gpus: Sequence[int], folder: str | None, settings
 
 @contextmanager
 def _private_folder() -> Iterator[str]:
-    """A new folder in one that only this user can enter: what Ray is given it opens for everybody to write in."""
-    # Short: what Ray adds takes 63 of the 107 bytes that the path of a socket may have.
-    outer = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR"))
-    yield os.path.join(outer, "ray")
-    shutil.rmtree(outer, ignore_errors=True)  # not after an error, whose cause Ray's logs may hold
+    """A new folder for Ray, which opens what it is given to everybody: it lies in one that only this user can enter.
+
+    Raises:
+        ValueError: no folder can be made under ``$RAY_TMPDIR``.
+    """
+    root = os.environ.get("RAY_TMPDIR") or None
+    try:
+        if root:
+            os.makedirs(root, exist_ok=True)
+        # Short: what Ray adds takes 63 of the 107 bytes that the path of a socket may have.
+        outer = tempfile.mkdtemp(prefix="ray-", dir=root)
+    except OSError as error:
+        raise ValueError(f"no folder can be made in RAY_TMPDIR={root}: {error}; set it to one of yours") from error
+    keep = False
+    try:
+        yield os.path.join(outer, "ray")
+    except Exception as error:
+        from grpo_rl.run_folder import RunIsOver  # here: most who import this module need no torch
+
+        keep = not isinstance(error, RunIsOver)  # Ray's logs may hold the cause
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(outer, ignore_errors=True)
 
 
 @contextmanager

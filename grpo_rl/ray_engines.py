@@ -178,8 +178,8 @@ async def launch(
         deadline_s: until it has to be ready.
 
     Raises:
-        EngineStartError: it died while it started; says why.
-        EngineDeadError: it was not ready in time.
+        EngineStartError: its process ended while it started.
+        EngineDeadError: it was not ready in time, or can't be made, as it says itself: a new one would say the same.
     """
     # Otherwise the thousandth answer under way would keep a pause waiting.
     options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_concurrency": MOST_CALLS}
@@ -191,7 +191,9 @@ async def launch(
     except BaseException as error:
         ray.kill(actor)
         if isinstance(error, RayError):
-            raise EngineStartError(f"{name} did not start: {error}") from error
+            is_made_in_vain = isinstance(error, RayTaskError) or getattr(error, "actor_init_failed", False)
+            kind = EngineDeadError if is_made_in_vain else EngineStartError
+            raise kind(f"{name} did not start: {error}") from error
         if isinstance(error, TimeoutError):
             raise EngineDeadError(
                 f"{name} was not ready within {deadline_s:g} s. It is still loading, for which raise "

@@ -180,7 +180,7 @@ def test_an_engine_that_dies_while_it_starts_is_replaced_as_often_as_any(max_res
             nonlocal launches
             launches += 1
             if launches in (2, 3):
-                raise EngineStartError("engine 0 did not start: its process was killed")
+                raise EngineStartError("engine 0 did not start: head.\n\n  more\nthe node ran out of memory.\n")
             return Engine(number, 0)
 
         fleet = Fleet(launch, size=1, max_restarts=max_restarts)
@@ -189,14 +189,19 @@ def test_an_engine_that_dies_while_it_starts_is_replaced_as_often_as_any(max_res
         engine.alive = False
         with pytest.raises(EngineLostError):
             await fleet.call(lambda e: e.answer())
+        began = asyncio.get_running_loop().time()
         if max_restarts == 3:
             await fleet.newcomer()
         else:
             with pytest.raises(EngineDeadError, match="engine 0 can't be started again: engine 0 did not start"):
                 await fleet.newcomer()
-        return launches, fleet.restarts
+        news = [text for text in fleet.news if "did not start" in text]
+        assert all(text.endswith("did not start: head: the node ran out of memory. It is replaced") for text in news)
+        return launches, fleet.restarts, asyncio.get_running_loop().time() - began
 
-    assert virtual_time.run(main()) == (starts, max_restarts)
+    made, restarts, took_s = virtual_time.run(main())
+    assert (made, restarts) == (starts, max_restarts)
+    assert took_s == (2 + 4 if max_restarts == 3 else 2)  # a pause before each further try
 
 
 def test_the_others_may_still_be_on_their_way_when_one_can_t_be_started_again():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import runpy
 
 import pytest
@@ -10,7 +12,8 @@ ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from grpo_rl.ray_cluster import check_nodes, cluster, nodes, places  # noqa: E402
+from grpo_rl.ray_cluster import _private_folder, check_nodes, cluster, nodes, places  # noqa: E402
+from grpo_rl.run_folder import RunIsOver  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,27 @@ def test_a_node_that_is_gone_is_missed(two_nodes):
     two_nodes.remove_node(lost)
     with pytest.raises(ValueError, match="2 of 3 nodes have joined"):
         check_nodes(expected=3)
+
+
+@pytest.mark.parametrize(
+    ("end", "stays"),
+    [(None, False), (SystemExit("stopped"), False), (KeyboardInterrupt(), False), (RunIsOver(), False),
+     (RuntimeError(), True)],
+)  # fmt: skip
+def test_rays_folder_stays_after_an_error_alone(end, stays, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "new"))
+    with contextlib.suppress(SystemExit, KeyboardInterrupt, RunIsOver, RuntimeError), _private_folder() as folder:
+        os.mkdir(folder)
+        if end:
+            raise end
+    assert os.path.exists(folder) == stays == bool(os.listdir(tmp_path / "new"))
+
+
+def test_a_folder_that_ray_can_t_be_given_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="RAY_TMPDIR=.*file"), _private_folder():
+        pass
 
 
 @pytest.mark.parametrize(("mode", "is_told"), [(None, True), ("token", False), ("disabled", False)])

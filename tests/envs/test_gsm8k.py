@@ -17,6 +17,8 @@ from grpo_rl import keys
 from grpo_rl.envs import patterns
 from grpo_rl.envs.base import Reward, ScoreGuard
 from grpo_rl.envs.gsm8k import GSM8K, GSM8KEnv, extract_answer, load_rows
+from grpo_rl.envs.isolation import IsolatedCalls
+from grpo_rl.envs.rewards.combined import with_rewards
 
 ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}
 IN_FORM = "<reasoning>50 - 8 is 42</reasoning>\n<answer>42</answer>"
@@ -76,6 +78,10 @@ FORMATS = [
     ("The answer is 3. <answer>2</answer>", "2"), ("The answer is 3.\n#### 2", "2"),
     # an equation answers with its right side
     ("#### 7 + 5 = 12", "12"), ("<answer>7 + 5 = 12</answer>", "12"), ("The answer is 3 x 4 = $12.", "12"),
+    ("The answer is 18.\n\n16 - 3 - 4 = 9", "18"), ("The answer is 20.\n5 x 3 = 15", "20"),
+    ("The answer is 18\n2 = 2", "18"), ("The answer is 18. 16 - 3 = 13", "18"),
+    ("The answer is 18, 9 + 9 = 18.5", "18"),
+    ("#### 1,000 + .5 = 1,000.5", "1000.5"),
     ("#### 2 + 2 = 4 = 8 - 4", "8"), ("#### 3 apples, as 1 + 2 = 3", "3"), ("\\boxed{6 \\times 7 = 42}", "42"),
     # none
     ("", None), ("forty-two", None), ("-", None), ("$", None), (".", None), ("²", None), ("½", None),
@@ -178,12 +184,31 @@ def test_a_users_pattern_that_backtracks_costs_the_response_it_hangs_on_and_not_
     assert "on row 3" in told[0] and "^(x+x+)+y" in told[0] and f"'{'x' * 40}'" in told[0]
 
 
+@pytest.mark.alone
+def test_many_responses_that_a_pattern_hangs_on_leave_time_for_the_others(monkeypatch):
+    monkeypatch.setattr(patterns, "_workers", lambda _: workers)
+    task = GSM8K([ROW], reasoning_pattern=r"^(x+x+)+y", answer_pattern=r"\d$")
+    guard, told = ScoreGuard(task, deadline_s=12.0, max_failed_fraction=1.0), []
+    guard.tell = told.append
+    responses = [*["42"] * 4, *["x" * 40] * 4, *["42"] * 4]
+    with IsolatedCalls(patterns.search, workers=1, deadline_s=5.0) as workers:
+        start = time.monotonic()
+        results = guard.score(ROW, responses, "row 3")
+    assert time.monotonic() - start < 12  # four of 5 s each are 20 s
+    assert [getattr(result, "total", None) for result in results] == [*[2.5] * 4, *[None] * 4, *[2.5] * 4]
+    assert guard.failed == {"timeout": 4}
+    assert "^(x+x+)+y" in told[0] and r"\d$" not in told[0] and f"'{'x' * 40}'" in told[0]
+
+
 def test_a_subclass_that_scores_in_its_own_way_is_asked():
     class Mine(GSM8K):
         def score(self, row, response):
             return Reward(dict.fromkeys(self.reward_parts, 7.0))
 
     assert ScoreGuard(Mine([ROW])).score(ROW, ["a"], "row 0") == [Mine([ROW]).score(ROW, "a")]
+    more = with_rewards(Mine([ROW]), {"repetition_penalty": 0.2})
+    [reward] = ScoreGuard(more).score(ROW, ["a"], "row 0")
+    assert isinstance(reward, Reward) and [reward.parts[name] for name in GSM8K.reward_parts] == [7.0] * 3
 
 
 def test_weights_and_patterns_come_from_the_config():

@@ -97,7 +97,7 @@ def test_answers_scored_together_fail_together_where_the_call_fails_and_alone_wh
     assert together == [Reward({"good": 2.0}), "error"]
     assert [r.kind for r in judge.score({}, ["hang", "ab"], "row 0")] == ["timeout", "timeout"]
     wrong = judge.score({}, ["short", "ab"], "row 3")
-    assert [r.kind for r in wrong] == ["error", "error"] and "1 rewards for 2 answers" in wrong[0].message
+    assert [r.kind for r in wrong] == ["error", "error"] and "1 rewards for 2 responses" in wrong[0].message
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,39 @@ def test_a_watch_that_is_taken_back_in_time_ends_nothing():
     assert judge.score({}, ["fine"], "row 0") == [Reward({"good": 1.0})]
 
 
+BLOCKED = """
+import threading, time
+from grpo_rl.envs import guard as guard_module, watchdog
+from grpo_rl.envs.guard import ScoreGuard
+from grpo_rl.envs.task import Reward, Task
+
+class Mine(Task):
+    rows, reward_parts = (), ("good",)
+
+    def prompt(self, row):
+        return []
+
+    def score(self, row, response):
+        if response == "hang":
+            threading.Event().wait(60)
+        return Reward({"good": 1.0})
+
+guard = ScoreGuard(Mine(), deadline_s=0.2)
+guard.tell = lambda text: time.sleep(guard_module.FROZEN_S + watchdog.TOLD_WITHIN_S)
+hung, fine = guard.score({}, ["hang", "fine"], "row 0")
+print(hung.kind, fine.total)
+"""
+
+
+@pytest.mark.alone
+def test_a_terminal_that_blocks_who_tells_of_a_timeout_does_not_end_the_process(tmp_path):
+    (tmp_path / "script.py").write_text(BLOCKED)
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "timeout 1.0\n"), done.stderr
+
+
 @pytest.mark.parametrize("task", [Judge(), Together()])
-def test_with_default_settings_a_frozen_scorer_is_named_within_65_seconds(task, monkeypatch):
+def test_a_call_is_watched_as_long_as_the_setting_says_whatever_the_size_of_the_group(task, monkeypatch):
     watched = []
 
     class Watch:
@@ -222,11 +253,10 @@ def test_with_default_settings_a_frozen_scorer_is_named_within_65_seconds(task, 
 
     monkeypatch.setattr(guard_module, "Watch", Watch)
     config = OmegaConf.load(Path(config_package.__file__).parent / "grpo.yaml")
-    ScoreGuard(task, config.env.score_timeout_s).score({}, ["fine"] * 64, "row 0")  # of any size of group
+    for size in (1, 8, 64):
+        ScoreGuard(task, config.env.score_timeout_s).score({}, ["fine"] * size, "row 0")
     assert set(watched) == {60 + guard_module.FROZEN_S}
     assert ScoreGuard(task).deadline_s == 60
-    assert max(watched) + watchdog.TOLD_WITHIN_S <= 60 + 5
-    assert 60 + guard_module.LATER_S <= 60 + 5  # where the interpreter is free
 
 
 @pytest.mark.alone

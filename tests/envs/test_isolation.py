@@ -107,6 +107,30 @@ def test_a_call_that_hangs_costs_its_own_result_only(act, hang):
             assert result == 2 * at
 
 
+@pytest.mark.parametrize("problem", [ZeroDivisionError(), BrokenPipeError(), SystemExit(3)])
+def test_what_is_raised_by_who_is_told_of_a_result_shifts_no_later_result(act, problem):
+    def told(at, result):
+        if isinstance(result, TimeoutError) or result == 6:
+            raise problem
+
+    with IsolatedCalls(act, workers=1, deadline_s=0.5) as calls:
+        for arguments in ([("double", 2), ("sleep", 1.0), ("double", 4)], [("double", n) for n in range(20)]):
+            with pytest.raises(type(problem)):
+                calls.map(arguments, told=told)
+            assert calls.map([("double", n) for n in range(5, 9)]) == [10, 12, 14, 16]
+
+
+@pytest.mark.alone
+def test_calls_for_which_no_time_is_left_are_not_made(act):
+    with IsolatedCalls(act, workers=1, deadline_s=5.0) as calls:
+        calls.start()
+        start = time.monotonic()
+        results = calls.map([("double", 1), ("sleep", 1000), ("double", 3)], budget_s=1.0)
+        assert time.monotonic() - start < 3
+        assert results[0] == 2 and [type(result) for result in results[1:]] == [TimeoutError] * 2
+        assert calls.map([("double", 4)]) == [8]
+
+
 def test_starting_a_worker_is_no_part_of_a_deadline(act):
     # A fresh interpreter alone takes longer than this.
     with IsolatedCalls(act, workers=1, deadline_s=0.03) as calls:

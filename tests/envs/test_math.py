@@ -120,11 +120,38 @@ def test_a_full_stop_behind_any_answer_is_no_part_of_it():
     assert equal("1000", "100.0") is False and equal("5", ".5") is False
 
 
-@pytest.mark.parametrize("answer", ["1=72", "72=1", "x=1=72", "1=x=72", r"1 \equiv 72", "1==72", "2 + 2 = 72"])
+@pytest.mark.parametrize("answer", ["1=72", "72=1", "x=1=72", "1=x=72", "1==72", "2 + 2 = 72", "1.0=72"])
 def test_an_equation_of_two_different_numbers_is_wrong(answer):
     assert equal("72", answer) is False
     assert equal("1", answer) is False
     assert equal("72, 73", f"{answer}, 73") is False
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("7", "111_2=7"), ("13", "1101_2 = 13"), ("3.14", r"\frac{22}{7}=3.14"), ("0.333", r"\frac{1}{3}=0.333"),
+        ("0.66", r"\frac{2}{3}=0.66"), ("1.41", r"\sqrt{2}=1.41"), ("3.14", r"\pi=3.14"),
+        ("50\\%", r"\frac{1}{2}=50\%"),
+        (r"\frac{1}{2}", r"\frac{1}{2}=50\%"), ("1", r"7 \equiv 1"), ("3", "1 + 2 = 3.0"),
+    ],
+)  # fmt: skip
+def test_an_equation_of_one_number_written_in_two_ways_answers_with_its_right_side(gold, answer):
+    assert equal(gold, answer) is True
+
+
+def test_an_equation_whose_sides_differ_by_more_than_rounding_is_wrong():
+    assert equal("0.5", r"\frac{1}{3}=0.5") is False
+    assert equal("0.34", r"\frac{1}{4}=0.34") is False
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [("(3, 140)", r"(3,\,140)"), (r"\{5,120\}", r"\{5,\ 120\}"), ("[2,100]", r"[2,\;100]"), ("3, 140", r"3,\:140")],
+)
+def test_a_space_behind_a_comma_is_between_the_elements_of_a_list(gold, answer):
+    assert equal(gold, answer) is True
+    assert equal("3140", answer) is False
 
 
 @pytest.mark.parametrize("answer", ["x=72", r"\text{Total} = 72", "71+1=72", "72.0=72", "x=70+2=72", r"f(2) = 72"])
@@ -159,13 +186,54 @@ def test_what_expands_to_few_terms_is_compared():
 class Impatient:
     """Workers that have no time for some texts, and die of others."""
 
-    def map(self, pairs):
+    workers = 2
+
+    def map(self, pairs, *_):
         return [self._result(*pair) for pair in pairs]
 
     def _result(self, gold, answer):
         if "slow" in f"{gold} {answer}":
             return TimeoutError("no result within 5 s")
-        return WorkerDied("of SIGKILL") if answer == "deadly" else equal(gold, answer)
+        return WorkerDied("twice, of SIGSEGV", "SIGSEGV") if answer == "deadly" else equal(gold, answer)
+
+
+class Busy(Impatient):
+    """Workers of a machine that has time for one comparison at a time, and that kills some."""
+
+    def map(self, pairs, *_):
+        results = super().map(pairs)
+        return [TimeoutError() if len(pairs) > 1 and answer == "1+x" else result
+                for (_, answer), result in zip(pairs, results, strict=True)]  # fmt: skip
+
+    def _result(self, gold, answer):
+        return WorkerDied("twice, of SIGKILL", "SIGKILL") if answer == "killed" else super()._result(gold, answer)
+
+
+def test_a_machine_that_is_busy_or_short_of_memory_makes_no_response_wrong(monkeypatch):
+    monkeypatch.setattr(math, "_workers", lambda *_: Busy())
+    row = {"problem": "?", "answer": "x+1"}
+    texts = [r"\boxed{killed}", r"\boxed{slow}", r"\boxed{1+x}"]
+    killed, slow, right = ScoreGuard(Math([row]), max_failed_fraction=1.0).score(row, texts, "row 0")
+    assert killed.kind == "error" and "SIGKILL" in killed.message
+    assert slow.parts["correctness"] == 0.0 and slow.measures == {"timed_out": 1.0}
+    assert right.parts["correctness"] == 1.0 and right.measures == {"timed_out": 0.0}
+
+
+def test_the_comparisons_of_a_group_share_its_time(monkeypatch):
+    given = []
+
+    class Slow(Impatient):
+        def map(self, pairs, deadline_s=5.0, budget_s=60.0):
+            given.append((len(pairs), deadline_s, budget_s))
+            return super().map(pairs)
+
+    monkeypatch.setattr(math, "_workers", lambda *_: Slow())
+    row = {"problem": "?", "answer": "x+1"}
+    texts = [rf"\boxed{{slow {n}}}" for n in range(64)]
+    ScoreGuard(Math([row]), deadline_s=60.0, max_failed_fraction=1.0).score(row, texts, "row 0")
+    (calls, deadline_s, budget_s), *alone, _ = given
+    assert calls == 64 and deadline_s * 64 / Slow.workers < budget_s < 60
+    assert [calls for calls, *_ in alone] == [1] * 64 and sum(deadline_s for _, deadline_s, _ in alone[:1]) < 5
 
 
 def test_a_response_that_takes_too_long_to_compare_is_wrong_and_counted(monkeypatch):
