@@ -351,7 +351,8 @@ def find_places(model: torch.nn.Module, loaded: Mapping[str, tuple[torch.Size, i
 
         return Places(model, loaded)
     except LookupError as error:
-        LOG.info("Weights go on coming by vLLM's `reload_weights`: %s", error)
+        # As text: a handler that keeps the error would keep the engine, by the frames of its traceback.
+        LOG.info("Weights go on coming by vLLM's `reload_weights`: %s", str(error))
     except (AttributeError, ImportError, TypeError, ValueError):
         # Nobody promises the names that are looked for, and vLLM's `reload_weights` needs none of them.
         LOG.warning("This vLLM is laid out in an unknown way; weights come by its `reload_weights`", exc_info=True)
