@@ -128,7 +128,7 @@ def killed(target: str, kills: int, steps: int, seed: int, folder: Path) -> list
         while done < kills and started.process.poll() is None:
             moment = moments.uniform(0.0, 40.0 if target == "driver" else 15.0)
             started.wait(lambda: False, moment)
-            if target == "engine" and not started.wait(lambda: bool(engines(started)), START_S):
+            if target == "engine" and not started.wait(lambda run=started: bool(engines(run)), START_S):
                 break
             for victim in engines(started) if target == "engine" else [psutil.Process(started.process.pid)]:
                 if started.process.poll() is None:
