@@ -31,8 +31,8 @@ EXCERPT = 200
 """Characters of a response in messages."""
 ENDS = (
     "Code that never lets go of Python's interpreter can't be stopped, so the process ends, by SIGALRM (exit code "
-    "142; a Ray actor ends as one that was lost); resume goes on from the last checkpoint. Code in a process of its own "
-    "is killed instead, and costs the response only: put the task into a module that can be imported, and set "
+    "142; a Ray actor ends as one that was lost); resume goes on from the last checkpoint. Code in a process of its "
+    "own is killed instead, and costs the response only: put the task into a module that can be imported, and set "
     "env.isolated=true. The stacks of all threads follow."
 )
 
