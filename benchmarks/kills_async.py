@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import random
 import subprocess
@@ -128,7 +129,7 @@ def killed(target: str, kills: int, steps: int, seed: int, folder: Path) -> list
         while done < kills and started.process.poll() is None:
             moment = moments.uniform(0.0, 40.0 if target == "driver" else 15.0)
             started.wait(lambda: False, moment)
-            if target == "engine" and not started.wait(lambda run=started: bool(engines(run)), START_S):
+            if target == "engine" and not started.wait(functools.partial(_has_engine, started), START_S):
                 break
             for victim in engines(started) if target == "engine" else [psutil.Process(started.process.pid)]:
                 if started.process.poll() is None:
@@ -158,6 +159,10 @@ def engines(started: Started) -> list[psutil.Process]:
             if process.name().startswith(ENGINE[:15]):
                 found.append(process)
     return found
+
+
+def _has_engine(started: Started) -> bool:
+    return bool(engines(started))
 
 
 def wait_for(started: Started) -> int:

@@ -30,9 +30,9 @@ FROZEN_S = LATER_S + 1.0
 EXCERPT = 200
 """Characters of a response in messages."""
 ENDS = (
-    "Code that never lets go of Python's interpreter can't be stopped, so the process ends, by SIGALRM (exit code "
-    "142; a Ray actor ends as one that was lost); resume goes on from the last checkpoint. Code in a process of its "
-    "own is killed instead, and costs the response only: put the task into a module that can be imported, and set "
+    "Code that never lets go of Python's interpreter can't be stopped, so the process ends, by SIGALRM (exit code 142; "
+    "a Ray actor ends as one that was lost); resume goes on from the last checkpoint. Code in a process of its own is "
+    "killed instead, and costs the response only: put the task into a module that can be imported, and set "
     "env.isolated=true. The stacks of all threads follow."
 )
 

@@ -241,8 +241,12 @@ def test_another_config_is_refused_with_the_keys_that_differ():
 def test_a_run_that_a_mismatch_stopped_can_go_on_without_the_bound():
     saved = {"optimizer": {"lr": 1e-5}, "mismatch": {"bound": 0.2, "first_tokens": 256}}
     checkpoint.check_config(json.dumps(saved), json.dumps(saved | {"mismatch": {"bound": None, "first_tokens": 256}}))
-    # A checkpoint from before the key was there.
-    checkpoint.check_config(json.dumps(saved), json.dumps(saved | {"env": {"isolated": None, "score_timeout_s": 60}}))
+
+
+def test_a_checkpoint_from_before_the_settings_of_scoring_goes_on_with_them():
+    saved = {"optimizer": {"lr": 1e-5}, "env": {"repeats": 4}}
+    scoring = {"env": {"repeats": 4, "isolated": None, "score_timeout_s": 60}}
+    checkpoint.check_config(json.dumps(saved), json.dumps(saved | scoring))
 
 
 def test_later_checkpoints_of_another_future_are_set_aside(tmp_path):
