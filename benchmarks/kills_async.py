@@ -37,6 +37,8 @@ GROUPS, REPEATS = 4, 4
 ENGINE = "ray::_EngineActor"
 AGENTS_S = 60.0
 """Seconds that Ray's agents may live on after their raylet."""
+LATEST_S = {"driver": 70.0, "engine": 15.0}
+"""Seconds from a start, or from the kill before, to the latest kill: a start of the driver takes half a minute."""
 START_S = 300.0
 """Seconds in which a start has to get anywhere."""
 
@@ -127,7 +129,7 @@ def killed(target: str, kills: int, steps: int, seed: int, folder: Path) -> list
     while True:
         started = start(arguments, log)
         while done < kills and started.process.poll() is None:
-            moment = moments.uniform(0.0, 40.0 if target == "driver" else 15.0)
+            moment = moments.uniform(0.0, LATEST_S[target])
             started.wait(lambda: False, moment)
             if target == "engine" and not started.wait(functools.partial(_has_engine, started), START_S):
                 break
