@@ -81,12 +81,22 @@ class Fleet(Generic[E]):
         await asyncio.gather(*starts)
 
     async def _fill(self, berth: _Berth[E]) -> None:
-        berth.launching = True
+        """Launches an engine; one that dies while it starts is replaced like any other, as often in all."""
+        berth.launching, pause_s = True, FIRST_RETRY_S
         try:
-            berth.newcomer = await self._launch(berth.number)
+            while berth.newcomer is None:
+                try:
+                    berth.newcomer = await self._launch(berth.number)
+                except EngineStartError as error:
+                    if berth.launches >= self._max_restarts:
+                        raise
+                    self.restarts += 1
+                    self.news.append(f"{_in_short(error)}. It is replaced")
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(RETRY_S, 2 * pause_s)
+                berth.launches += 1
         finally:
             berth.launching = False
-        berth.launches += 1
         self._change.set()
 
     async def call(self, work: Callable[[E], Awaitable[R]], answers: int = 1) -> R:
@@ -150,25 +160,13 @@ class Fleet(Generic[E]):
         task.add_done_callback(self._starts.discard)
 
     async def _relaunch(self, berth: _Berth[E], dead: E) -> None:
-        """Starts an engine in the place of a dead one; while there is no room for it, the others go on without.
-
-        One that dies while it starts is replaced like any other that dies, as often in all.
-        """
+        """Starts an engine in the place of a dead one; while there is no room for it, the others go on without."""
         with contextlib.suppress(Exception):  # it is dead, and has nothing to say any more
             await dead.close()
-        pause_s = FIRST_RETRY_S
         while True:
             try:
                 return await self._fill(berth)
             except Exception as error:
-                if isinstance(error, EngineStartError) and berth.launches < self._max_restarts:
-                    berth.launches += 1
-                    self.restarts += 1
-                    berth.launching = True
-                    self.news.append(f"{_in_short(error)}. It is replaced")
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(RETRY_S, 2 * pause_s)
-                    continue
                 why = f"engine {berth.number} can't be started again: {error}"
                 if not any(
                     other.engine or other.newcomer or other.launching for other in self._berths if other is not berth

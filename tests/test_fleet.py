@@ -204,6 +204,26 @@ def test_an_engine_that_dies_while_it_starts_is_replaced_as_often_as_any(max_res
     assert took_s == (2 + 4 if max_restarts == 3 else 2)  # a pause before each further try
 
 
+def test_an_engine_that_dies_while_it_is_first_started_is_replaced_too():
+    async def main(max_restarts):
+        launches = 0
+
+        async def launch(number):
+            nonlocal launches
+            launches += 1
+            if launches < 3:
+                raise EngineStartError("engine 0 did not start: its process was killed")
+            return Engine(number, 0)
+
+        fleet = Fleet(launch, size=1, max_restarts=max_restarts)
+        await fleet.start()
+        return launches, fleet.restarts, len(fleet.news)
+
+    assert virtual_time.run(main(2)) == (3, 2, 2)
+    with pytest.raises(EngineStartError, match="its process was killed"):
+        virtual_time.run(main(1))
+
+
 def test_the_others_may_still_be_on_their_way_when_one_can_t_be_started_again():
     async def main():
         launches = 0
