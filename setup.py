@@ -39,7 +39,7 @@ setup(
     entry_points={
         "console_scripts": ["grpo-rl = grpo_rl.cli:main"],
         # vLLM calls these in each of its processes.
-        "vllm.general_plugins": ["grpo_rl_shared_memory = grpo_rl.engines.vllm_transfer:register"],
+        "vllm.general_plugins": ["grpo_rl_shared_memory = grpo_rl.engines.vllm.shared_transfer:register"],
     },
     package_data={
         "grpo_rl": ["py.typed"],

@@ -68,7 +68,7 @@ def make_groups(work: Work) -> list:
 
 def our_arm(steps: harness.Steps, work: Work) -> None:
     """Advantages are computed in each pass."""
-    from grpo_rl.buffer import GroupBuffer
+    from grpo_rl.data.buffer import GroupBuffer
 
     groups = make_groups(work)
     buffer = GroupBuffer(work.groups, work.sampled_groups)
@@ -85,7 +85,7 @@ def torchrl_arm(steps: harness.Steps, work: Work, as_stack: bool, replacement: b
     from tensordict import lazy_stack
     from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
-    from grpo_rl.advantages import group_advantages
+    from grpo_rl.data.advantages import group_advantages
 
     groups = [group.with_advantages(group_advantages(group.rewards)) for group in make_groups(work)]
     rows = [row for group in groups for row in group.to_tensordict().unbind(0)]
@@ -104,7 +104,7 @@ def mc_advantage_arm(steps: harness.Steps, work: Work) -> None:
     from torchrl.data import LazyStackStorage, ReplayBuffer
     from torchrl.objectives.llm import MCAdvantage
 
-    from grpo_rl import keys
+    from grpo_rl.data import keys
 
     rows = []
     for group in make_groups(work):
@@ -123,7 +123,7 @@ def mc_advantage_arm(steps: harness.Steps, work: Work) -> None:
 
 
 def _check_tensordict(sample) -> int:
-    from grpo_rl import keys
+    from grpo_rl.data import keys
 
     for row in sample.unbind(0):
         tokens = len(row[keys.TOKENS_FULL])

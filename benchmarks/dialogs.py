@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 
 import harness
 
-from grpo_rl.collectors.dialogs import Trajectory, begin, play
+from grpo_rl.collectors.multi_turn import Trajectory, begin, play
 from grpo_rl.engines.base import Engine, Samples, Sampling
 from grpo_rl.envs.base import LLMEnv, Messages
 from grpo_rl.envs.calculator import Calculator, CalculatorEnv
-from grpo_rl.models import DEFAULT_MODEL, resolve_model
+from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
 
 NAME = "dialogs"
 BAR, OTHERS_BAR = 1.2, 1.5
@@ -108,7 +108,7 @@ def main() -> None:
     load = harness.require_quiet(args.force)
     from transformers import AutoTokenizer
 
-    from grpo_rl.engines.vllm import VLLMEngine
+    from grpo_rl.engines.vllm.engine import VLLMEngine
 
     folder = resolve_model(args.model)
     engine = VLLMEngine(folder, max_model_len=1024)

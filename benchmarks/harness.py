@@ -44,7 +44,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_rl.allocator import give_back
+from grpo_rl.policies.allocator import give_back
 
 MAX_LOAD = 1.2
 """Load average above which a timing means nothing."""

@@ -136,7 +136,7 @@ def make_inputs(shape: Shape, device: str) -> list[Tensor]:
 def arm(steps: harness.Steps, name: str, shape: Shape, entropy_counts: bool, device: str) -> None:
     """Forward and backward of one head at one shape; its memory is measured before the first step."""
     if name in (OURS, OURS_FP32, PEERS[1]):
-        from grpo_rl.allocator import keep_freed_memory
+        from grpo_rl.policies.allocator import keep_freed_memory
 
         keep_freed_memory()
     inputs, run = make_inputs(shape, device), gradients_of(name)

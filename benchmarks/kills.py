@@ -164,7 +164,7 @@ def _be_the_run(arguments: list[str], folder: Path, log: Path, count: Path, kill
 
 def newest_step(folder: Path) -> int | None:
     """The step of the newest checkpoint in a run's folder; None where there is none."""
-    from grpo_rl.checkpoint import checkpoints
+    from grpo_rl.training.checkpoint import checkpoints
 
     found = checkpoints(folder / "checkpoints")
     return int(found[-1].stem.rpartition("_")[2]) if found else None
@@ -204,8 +204,8 @@ def differences(folder: Path, whole: Path) -> list[str]:
     """What of a finished run is not as in the undisturbed one."""
     import pyarrow.parquet as pq
 
-    from grpo_rl.checkpoint import checkpoints, load
     from grpo_rl.monitor.metrics import read_metrics
+    from grpo_rl.training.checkpoint import checkpoints, load
 
     def checkpoint(run: Path) -> dict[str, Any]:
         state = load(checkpoints(run / "checkpoints")[-1])
@@ -315,9 +315,9 @@ def _import_all() -> None:
     import scipy.stats
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from grpo_rl.config import check, compose_config
     from grpo_rl.monitor.metrics import MetricsLog
     from grpo_rl.monitor.report import write_report
+    from grpo_rl.settings.config import check, compose_config
     from grpo_rl.testing import save_tiny_model
 
     del pyarrow, scipy

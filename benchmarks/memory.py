@@ -89,10 +89,10 @@ def make_tokenizer(folder: Path):
 
 def our_step(model, folder: Path) -> Step:
     """Score, loss, backward."""
-    from grpo_rl.allocator import keep_freed_memory
     from grpo_rl.losses.grpo import GRPOLoss
-    from grpo_rl.optimizer import PolicyOptimizer
-    from grpo_rl.policies.train import TrainPolicy, scored_micro_batches
+    from grpo_rl.policies.allocator import keep_freed_memory
+    from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+    from grpo_rl.training.optimizer import PolicyOptimizer
 
     keep_freed_memory()
     policy, loss = TrainPolicy(model.train()), GRPOLoss()
@@ -107,11 +107,11 @@ def our_step(model, folder: Path) -> Step:
 
 def trunk_step(model, folder: Path) -> Step:
     """The layers, and a gradient from nowhere."""
-    from grpo_rl.allocator import keep_freed_memory
-    from grpo_rl.optimizer import PolicyOptimizer
+    from grpo_rl.policies.allocator import keep_freed_memory
     from grpo_rl.policies.embedding import Lookups
-    from grpo_rl.policies.prefix import forward_hidden, pack
-    from grpo_rl.policies.train import TrainPolicy
+    from grpo_rl.policies.packing import forward_hidden, pack
+    from grpo_rl.policies.policy import TrainPolicy
+    from grpo_rl.training.optimizer import PolicyOptimizer
 
     keep_freed_memory()
     TrainPolicy(model.train())

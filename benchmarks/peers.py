@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
-from grpo_rl.rollout import Group
+from grpo_rl.data.group import Group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -26,9 +26,9 @@ from statistics import median
 import harness
 import torch
 
-from grpo_rl.models import DEFAULT_MODEL, resolve_model
-from grpo_rl.policies.train import TrainPolicy
-from grpo_rl.rollout import Group, micro_batches
+from grpo_rl.data.group import Group, micro_batches
+from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
+from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group
 
 NAME = "prefix"

@@ -39,7 +39,7 @@ def load(work: Work) -> torch.nn.Module:
     """The trainer's model."""
     from transformers import AutoModelForCausalLM
 
-    from grpo_rl.models import resolve_model
+    from grpo_rl.policies.hub import resolve_model
 
     return AutoModelForCausalLM.from_pretrained(resolve_model(work.model), dtype=torch.bfloat16)
 
@@ -59,8 +59,8 @@ def copy_arm(steps: harness.Steps, work: Work) -> None:
 
 def push_arm(steps: harness.Steps, work: Work) -> None:
     """Pushes weights that have changed since the last push."""
-    from grpo_rl.engines.vllm_async import AsyncVLLMEngine
-    from grpo_rl.models import resolve_model
+    from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
+    from grpo_rl.policies.hub import resolve_model
     from grpo_rl.weights.push import WeightSync
     from grpo_rl.weights.shared_memory import SharedMemoryTransport
     from grpo_rl.weights.transport import LoopControl

@@ -29,8 +29,8 @@ def push_arm(steps: harness.Steps) -> None:
     """Pushes changed weights by both roads, with each number of threads."""
     from transformers import AutoModelForCausalLM
 
-    from grpo_rl.engines import vllm
-    from grpo_rl.models import resolve_model
+    from grpo_rl.engines.vllm import engine as vllm
+    from grpo_rl.policies.hub import resolve_model
     from grpo_rl.weights.push import WeightSync
 
     model = AutoModelForCausalLM.from_pretrained(resolve_model(MODEL), dtype=torch.bfloat16)

@@ -30,7 +30,7 @@ import harness
 import torch
 from lengths import dealt_lengths
 
-from grpo_rl.allocator import keep_freed_memory
+from grpo_rl.policies.allocator import keep_freed_memory
 
 NAME = "ragged"
 OURS = "grpo_rl"
@@ -78,8 +78,8 @@ def make_groups(work: Work, vocab: int) -> list:
 def our_arm(steps: harness.Steps, work: Work) -> None:
     """Ours, with the gradients that the optimizer keeps; its step is not timed and changes nothing."""
     from grpo_rl.losses.grpo import GRPOLoss
-    from grpo_rl.optimizer import PolicyOptimizer
-    from grpo_rl.policies.train import TrainPolicy, scored_micro_batches
+    from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+    from grpo_rl.training.optimizer import PolicyOptimizer
 
     policy = TrainPolicy.load(Path(work.model), torch.bfloat16)
     groups = make_groups(work, policy.model.config.vocab_size)
@@ -149,7 +149,7 @@ def fastest_batch(work: Work, batches: Sequence[int], tried: dict[str, float | s
 def main() -> None:
     args = parse()
     load = harness.require_quiet(args.force)
-    from grpo_rl.models import resolve_model
+    from grpo_rl.policies.hub import resolve_model
 
     tried: dict[str, float | str] = {}
     answers = args.prompts * args.repeats

@@ -4,7 +4,7 @@ A step is generation, training, and whatever it takes for the next generation to
 default model, 4 GSM8K prompts x 8 answers of exactly 96 tokens, one optimizer step over all of them, with rewards that
 alternate inside each group, so that no group can be skipped; `--prompt` lengthens the prompts. Both sides step fused
 AdamW at a clipped gradient norm of 1, with no KL term; ours runs at the project's default config, with fp32 master
-weights, and says what fraction of the machine's limit it reached (`grpo_rl.limit`).
+weights, and says what fraction of the machine's limit it reached (`grpo_rl.perf.roofline`).
 
 The peer is TRL 1.16's `GRPOTrainer` at its best settings, without gradient checkpointing. Settings are tried alone, one
 kind after the other: with bf16 weights the batch of a forward, then fp32 weights under bf16 autocast, then, where
@@ -13,7 +13,7 @@ turns: more arms would not fit into 24 GiB. Where it does not fit beside ours, t
 smaller of the ratio in the rounds and the one by its time alone. All times are recorded.
 
 Two of TRL's settings are recorded beside it, and are not the headline's peer, as TRL has no setting for them:
-- `--our-allocator`: in a process whose allocator is set up as ours is (`grpo_rl.allocator`).
+- `--our-allocator`: in a process whose allocator is set up as ours is (`grpo_rl.policies.allocator`).
 - `--trl-generation vllm` on CPU. As it ships that fails: vLLM's CPU layers repack their weights after loading and drop
   the parameters' loaders, so that `VLLMGeneration.sync_weights`, which calls `model.load_weights`, ends with
   "'Parameter' object has no attribute 'weight_loader'". With that one method replaced it works.
@@ -41,7 +41,7 @@ from pathlib import Path
 import harness
 import torch
 
-from grpo_rl.allocator import keep_freed_memory
+from grpo_rl.policies.allocator import keep_freed_memory
 
 NAME = "step_vs_trl"
 OURS = "grpo_rl"
@@ -98,16 +98,16 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     """The loop of sota/grpo.py over the same parts, without its logs."""
     from hydra import compose, initialize_config_dir
 
-    from grpo_rl import build
+    from grpo_rl.build import parts as build
     from grpo_rl.collectors.sync import SyncCollector
-    from grpo_rl.config import FOLDER
-    from grpo_rl.devices import allocate
     from grpo_rl.engines.base import Sampling
     from grpo_rl.envs.base import LLMEnv, Reward, Task
-    from grpo_rl.limit import StepLimit
     from grpo_rl.losses.grpo import LOSSES
-    from grpo_rl.policies.train import scored_micro_batches
-    from grpo_rl.rates import measure_rates
+    from grpo_rl.perf.rates import measure_rates
+    from grpo_rl.perf.roofline import StepLimit
+    from grpo_rl.policies.policy import scored_micro_batches
+    from grpo_rl.settings.config import FOLDER
+    from grpo_rl.settings.devices import allocate
     from grpo_rl.weights.push import WeightSync
 
     class Alternating(Task):
@@ -316,9 +316,9 @@ def make_work(args: argparse.Namespace) -> Work:
     Raises:
         ValueError: too few rows, or a question longer than ``--prompt``.
     """
-    from grpo_rl.build import make_tokenizer
+    from grpo_rl.build.parts import make_tokenizer
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
-    from grpo_rl.models import resolve_model
+    from grpo_rl.policies.hub import resolve_model
 
     folder = resolve_model(args.model)
     tokenizer = make_tokenizer(folder)

@@ -20,9 +20,9 @@ from torchrl.data import Bounded, Composite, NonTensor, StackedComposite, Unboun
 from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl import keys
+from grpo_rl.data import keys
 from grpo_rl.envs.chat import Dialog, encode_prompts, encode_reply
-from grpo_rl.envs.guard import Failure, ScoreError, ScoreGuard
+from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.task import RESERVED_PARTS, Messages, Reward, Task, Unjudgeable, plays_turns
 
@@ -61,7 +61,7 @@ class LLMEnv(EnvBase):
         max_prompt_tokens: the longest prompt that leaves room for an answer; None does not check.
         long_prompt: what to do with longer ones: ``error``, or ``skip``, which counts them in :attr:`skipped`.
         max_turns: answers of the policy in one conversation, where the task replies.
-        score_timeout_s: deadline of a scorer, and of a reply; see `grpo_rl.envs.guard`.
+        score_timeout_s: deadline of a scorer, and of a reply; see `grpo_rl.envs.guards.guard`.
         max_failed_fraction: of all answers, beyond which failing scorers stop the run.
         isolated: score in processes of their own, or not, whatever the task asks for; None leaves it to the task.
         rewards: added to the task's own, see `grpo_rl.envs.rewards`.
@@ -147,7 +147,7 @@ class LLMEnv(EnvBase):
             responses: ids of each answer.
 
         Raises:
-            ScoreError: too many answers failed (`grpo_rl.envs.guard`).
+            ScoreError: too many answers failed (`grpo_rl.envs.guards.guard`).
         """
         data, texts = self.task.rows[row], self._decode_all(responses)
         if not plays_turns(self.task):

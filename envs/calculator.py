@@ -11,9 +11,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs import gsm8k
-from grpo_rl.envs.arithmetic import calculate, has_operation
 from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task, Unjudgeable
-from grpo_rl.envs.numbers import extract_answer
+from grpo_rl.envs.grading.arithmetic import calculate, has_operation
+from grpo_rl.envs.grading.numbers import extract_answer
 from grpo_rl.envs.quickstart import solution
 from grpo_rl.envs.tools import Tool, answer_calls, check_settings, find_calls, is_final, opening
 
@@ -43,7 +43,7 @@ class Calculator(Task):
     Args:
         rows: ``question`` and ``answer``; the gold number is what follows ``####`` in the answer.
         correctness: paid where the last message answers, and its number equals the gold number (see
-            :func:`~grpo_rl.envs.numbers.extract_answer`).
+            :func:`~grpo_rl.envs.grading.numbers.extract_answer`).
         tool_use: paid where an expression with an operation was calculated, and a later message of the policy has its
             result, as a number.
         answer_format: paid where the last message ends on ``<answer>``, a number, ``</answer>``.

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs import tables
 from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task
-from grpo_rl.envs.tags import last_answer
+from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.task import check_weights
 
 __all__ = ["Countdown", "CountdownEnv", "Puzzles", "check", "load_rows"]

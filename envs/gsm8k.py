@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.envs import patterns
 from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task
-from grpo_rl.envs.numbers import extract_answer
+from grpo_rl.envs.grading import patterns
+from grpo_rl.envs.grading.numbers import extract_answer
 from grpo_rl.envs.task import check_weights
 
 __all__ = ["GSM8K", "GSM8KEnv", "extract_answer", "load_rows"]
@@ -45,7 +45,7 @@ class GSM8K(Task):
         reasoning_format: paid where ``reasoning_pattern`` is found in the answer.
         answer_format: paid where ``answer_pattern`` is found in the answer.
         reasoning_pattern: a regular expression, searched in a process of its own, which is killed where it takes too
-            long (`grpo_rl.envs.patterns`).
+            long (`grpo_rl.envs.grading.patterns`).
         answer_pattern: likewise.
         system_prompt: the first message; None or an empty text leaves it out.
         examples: ``question`` and ``answer`` of solved problems, shown as earlier turns.

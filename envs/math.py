@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs import tables
 from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task, Unjudgeable
-from grpo_rl.envs.boxed import equal
-from grpo_rl.envs.isolation import IsolatedCalls, WorkerDied
-from grpo_rl.envs.tags import last_boxed
+from grpo_rl.envs.grading.boxed import equal
+from grpo_rl.envs.grading.tags import last_boxed
+from grpo_rl.envs.guards.isolation import IsolatedCalls, WorkerDied
 from grpo_rl.envs.task import check_weights
 
 __all__ = ["Math", "MathEnv", "last_boxed", "load_rows", "verify"]

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs.base import LLMEnv
-from grpo_rl.envs.isolation import IsolatedCalls
+from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.rewards.functions import NamedFunctions, RewardFunction
 from grpo_rl.envs.tables import load_rows
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs import tables
 from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task, Unjudgeable
+from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.search_index import HUB_NAME, HUB_SPLITS, Document, SearchIndex, load_corpus
-from grpo_rl.envs.tags import last_answer
 from grpo_rl.envs.tools import Tool, answer_calls, check_settings, is_final, opening
 
 __all__ = ["Document", "SearchIndex", "SearchQA", "SearchQAEnv", "exact_match", "f1", "load_corpus", "load_rows"]

@@ -47,7 +47,7 @@ class Task(ABC):
     """One dataset row's life: its prompt, and the reward of an answer to it. Pure Python, no tensors.
 
     A wrong answer scores 0. A scorer that can't do its work raises: a bug must never look like a wrong answer. What is
-    raised is counted by kind, and leaves that answer out of its group (`grpo_rl.envs.guard`).
+    raised is counted by kind, and leaves that answer out of its group (`grpo_rl.envs.guards.guard`).
     """
 
     rows: Sequence[dict]

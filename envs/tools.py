@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_rl.envs.tags import last_answer
+from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.task import Messages, check_weights
 
 FORMS = ("line", "json")

@@ -21,23 +21,23 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from grpo_rl.batches import Misfit, plan_batches
-from grpo_rl.config import check, compose_config
-from grpo_rl.hardware import Cluster
-from grpo_rl.models import CONVERTED, DEFAULT_MODEL, cache_folder
-from grpo_rl.monitor.batch_drawing import terminal
-from grpo_rl.monitor.batch_svg import svg
-from grpo_rl.monitor.lineage_reader import read_step
-from grpo_rl.plan import make_plan
-from grpo_rl.plan_advice import at_once, divided, in_turns, remedies
-from grpo_rl.plan_question import Question, config_source
-from grpo_rl.plan_simulate import TAIL, simulate_plan
-from grpo_rl.plan_table import plan_view, simulation_view
-from grpo_rl.plan_time import SAMPLE_SHARE, TRAIN_SHARE
+from grpo_rl.planner.advice import at_once, divided, in_turns, remedies
+from grpo_rl.planner.batches import Misfit, plan_batches
+from grpo_rl.planner.drawing import terminal
+from grpo_rl.planner.hardware import Cluster
+from grpo_rl.planner.plan import make_plan
+from grpo_rl.planner.question import Question, config_source
+from grpo_rl.planner.simulate import TAIL, simulate_plan
+from grpo_rl.planner.svg import svg
+from grpo_rl.planner.table import plan_view, simulation_view
+from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE
+from grpo_rl.policies.hub import CONVERTED, DEFAULT_MODEL, cache_folder
 from grpo_rl.policies.lora import skeleton
-from grpo_rl.replay import replay
-from grpo_rl.replay_table import replay_view
-from grpo_rl.run_folder import export_checkpoint
+from grpo_rl.replay.lineage_reader import read_step
+from grpo_rl.replay.replay import replay
+from grpo_rl.replay.table import replay_view
+from grpo_rl.run.folder import export_checkpoint
+from grpo_rl.settings.config import check, compose_config
 
 CONFIG = "grpo_gsm8k"
 OF_A_LOSS = ("policy.kl_coef", "policy.entropy_coef")
@@ -187,7 +187,7 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ValueError(f"doctor takes no overrides such as {overrides[0]}; it looks at machines, not at a config")
     try:
-        from grpo_rl.ray_doctor import examine
+        from grpo_rl.cluster.doctor import examine
     except ImportError as error:
         raise ValueError(f"Ray is not installed ({error}); install the extra `ray`") from None
     expected = options.names.split(",") if options.names else options.nodes

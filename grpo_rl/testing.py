@@ -17,14 +17,14 @@ from torch.overrides import TorchFunctionMode
 from torchrl.envs.utils import check_env_specs
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from grpo_rl.buffer import GroupBuffer
 from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.data.buffer import GroupBuffer
+from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, Task
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
-from grpo_rl.policies.train import TrainPolicy, scored_micro_batches
-from grpo_rl.rollout import Group
+from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
 
 
 def random_group(

@@ -7,12 +7,12 @@ samples and writes, and every rank runs all of this.
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from grpo_rl import build
-from grpo_rl.config import main
+from grpo_rl.build import parts as build
 from grpo_rl.losses.grpo import LOSSES
-from grpo_rl.models import resolve_model
-from grpo_rl.policies.train import scored_micro_batches
-from grpo_rl.run import Run
+from grpo_rl.policies.hub import resolve_model
+from grpo_rl.policies.policy import scored_micro_batches
+from grpo_rl.run.run import Run
+from grpo_rl.settings.config import main
 from grpo_rl.weights.push import WeightSync
 
 

@@ -4,18 +4,19 @@ Engines run in Ray actors, on this machine or on the cluster at `ray.address`, w
 algorithm is that of sota/grpo.py; what differs is that weights reach engines in the middle of their answers.
 """
 
-import grpo_rl.ray_token  # noqa: F401, has Ray ask for a token; before torchrl, which imports ray
+import grpo_rl.cluster.token  # noqa: F401, has Ray ask for a token; before torchrl, which imports ray
 
 # isort: split
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from grpo_rl import build, build_async
-from grpo_rl.config import main
+from grpo_rl.build import parts as build
+from grpo_rl.build import site as build_async
 from grpo_rl.losses.grpo import LOSSES
-from grpo_rl.models import resolve_model
-from grpo_rl.policies.train import scored_micro_batches
-from grpo_rl.run import Run
+from grpo_rl.policies.hub import resolve_model
+from grpo_rl.policies.policy import scored_micro_batches
+from grpo_rl.run.run import Run
+from grpo_rl.settings.config import main
 from grpo_rl.weights.push import WeightSync
 
 

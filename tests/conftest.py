@@ -54,6 +54,6 @@ def real_data() -> Path:
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     """The default model's folder, in the user's cache: fetched and converted by the first test that needs it."""
-    from grpo_rl.models import DEFAULT_MODEL, resolve_model
+    from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
 
     return resolve_model(DEFAULT_MODEL)

@@ -117,7 +117,7 @@ def test_an_editable_install_imports_the_sources(source, request, tmp_path):
     with zipfile.ZipFile(build("editable", root, tmp_path)) as archive:
         archive.extractall(tmp_path / "site")
     code = (
-        "import grpo_rl.envs, grpo_rl.config, grpo_rl.keys, pathlib; "
+        "import grpo_rl.envs, grpo_rl.config, grpo_rl.data.keys, pathlib; "
         "print(*(pathlib.Path(p).resolve() for m in (grpo_rl.envs, grpo_rl.config) for p in list(m.__path__)[:1]))"
     )
     assert run_with(tmp_path / "site", code) == f"{root}/envs {root}/config"

@@ -1,0 +1,1 @@
+"""Groups, sampled and scored."""

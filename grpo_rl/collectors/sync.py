@@ -12,11 +12,11 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 
-from grpo_rl import keys
-from grpo_rl.collectors.dialogs import begin, group_of_trajectories, judge, play
+from grpo_rl.collectors.multi_turn import begin, group_of_trajectories, judge, play
+from grpo_rl.data import keys
+from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampler, Samples, Sampling
 from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward, ScoreError
-from grpo_rl.rollout import Group
 
 
 class SyncCollector:

@@ -26,7 +26,7 @@ def digest(tensor: Tensor) -> int:
     """Hash of a tensor's bytes (XXH3, https://xxhash.com), 0 … 2^64 - 1, as fast as memory is read.
 
     Both ends of a transfer compute it where one process holds each tensor whole; a tensor in shards has a
-    `grpo_rl.fingerprint`, which adds up.
+    `grpo_rl.engines.fingerprint`, which adds up.
 
     >>> x = torch.arange(12.0)
     >>> digest(x) == digest(x.reshape(3, 4)) != digest(x.flip(0))
@@ -99,7 +99,7 @@ class AbortedError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The G answers to one prompt, flat with offsets, as in `grpo_rl.rollout.Group`.
+    """The G answers to one prompt, flat with offsets, as in `grpo_rl.data.group.Group`.
 
     Args:
         response_ids: [R] int64, the end-of-sequence token included where one was sampled.
@@ -214,7 +214,7 @@ class Engine(Sampler, Protocol):
         ...
 
     def fingerprints(self, shapes: Mapping[str, torch.Size]) -> dict[str, int]:
-        """Fingerprint (see `grpo_rl.fingerprint`) of the weight it computes with, for each checkpoint name.
+        """Fingerprint (see `grpo_rl.engines.fingerprint`) of the weight it computes with, for each checkpoint name.
 
         Raises:
             LookupError: it cannot say where it holds one of the names.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.engines.base import Samples, Sampling, StepByGenerate
-from grpo_rl.fingerprint import fingerprint
+from grpo_rl.engines.fingerprint import fingerprint
 
 
 class ScriptedEngine(StepByGenerate):

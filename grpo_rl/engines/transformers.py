@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from grpo_rl.engines.base import Samples, Sampling, StepByGenerate, check_request
-from grpo_rl.fingerprint import fingerprint
+from grpo_rl.engines.fingerprint import fingerprint
 
 
 class TransformersEngine(StepByGenerate):

@@ -1,0 +1,1 @@
+"""Pure functions of tokens, and the loss module that sums them."""

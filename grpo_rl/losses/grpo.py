@@ -232,6 +232,6 @@ _WRITTEN_BY = {
 def _entry(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
     value = tensordict.get(key, None)
     if value is None:
-        hint = _WRITTEN_BY.get(str(key), "grpo_rl.policies.train.training_tensordict writes it")
+        hint = _WRITTEN_BY.get(str(key), "grpo_rl.policies.policy.training_tensordict writes it")
         raise ValueError(f"the loss reads {key}, which is not there; {hint}")
     return value

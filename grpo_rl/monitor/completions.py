@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_rl.rollout import Group
-from grpo_rl.whole_file import replacing
+from grpo_rl.data.group import Group
+from grpo_rl.storage.whole_file import replacing
 
 COMPLETIONS_FOLDER = "completions.parquet"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_rl.losses.grpo import LOSSES
 from grpo_rl.monitor.metrics import time_metrics
-from grpo_rl.optimizer import StepResult
+from grpo_rl.training.optimizer import StepResult
 
 
 class StepMeter:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_rl.rollout import Group
-from grpo_rl.whole_file import naming, write_whole
+from grpo_rl.data.group import Group
+from grpo_rl.storage.whole_file import naming, write_whole
 
 METRICS_FILE = "metrics.jsonl"
 

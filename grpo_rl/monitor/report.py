@@ -22,7 +22,7 @@ from grpo_rl.monitor.completions import logged_steps, printable, read_step
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.monitor.progress import duration
 from grpo_rl.monitor.watch import RewardWatch
-from grpo_rl.whole_file import write_whole
+from grpo_rl.storage.whole_file import write_whole
 
 SAMPLES_PER_STEP = 4
 MAX_SAMPLE_CHARS = 4000

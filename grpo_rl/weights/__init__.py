@@ -1,1 +1,1 @@
-"""Train -> engine transfer of weights, with versions and proof of delivery."""
+"""Trainer weights to engines, with versions and proof of delivery."""

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from grpo_rl.engines.base import Engine
-from grpo_rl.fingerprint import fingerprint
+from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.policies.lora import base_weights, has_adapters
 from grpo_rl.policies.shards import whole
 from grpo_rl.weights.sources import source_of
 from grpo_rl.weights.transport import Held, InProcess, Transport, WeightDeliveryError
 
 if TYPE_CHECKING:
-    from grpo_rl.parallel import Ranks
+    from grpo_rl.distributed.ranks import Ranks
 
 __all__ = ["WeightDeliveryError", "WeightSync"]
 

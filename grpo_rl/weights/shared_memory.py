@@ -1,6 +1,6 @@
 """Weights through memory that a trainer and engines share: written once, bucket by bucket, and loaded from there.
 
-The engines' end is `grpo_rl.engines.vllm_transfer`, a weight transfer that vLLM knows by its registry.
+The engines' end is `grpo_rl.engines.vllm.shared_transfer`, a weight transfer that vLLM knows by its registry.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.engines.base import ADAPTER_NAME, AsyncEngine, Engine, EngineDeadError, digest
-from grpo_rl.fingerprint import fingerprint
+from grpo_rl.engines.fingerprint import fingerprint
 
 READ_AT_ONCE = 16
 """Tensors that an engine is asked to read back in one call, while it samples nothing."""
@@ -59,7 +59,7 @@ class Transport(Protocol):
         ...
 
     def held(self, shapes: Mapping[str, torch.Size]) -> dict[str, Held]:
-        """What each engine computes with now, read back, of the named tensors: fingerprints of `grpo_rl.fingerprint`.
+        """Fingerprints (`grpo_rl.engines.fingerprint`) of the named tensors that each engine computes with, read back.
 
         Raises:
             EngineDeadError: as :meth:`send`.
@@ -119,7 +119,7 @@ class EngineControl(Protocol):
     """Whether it answers with digests in the place of fingerprints, but for adapters."""
 
     def submit(self, method: str, *args: Any) -> Future[Any]:
-        """Calls one of :class:`grpo_rl.engines.vllm_async.AsyncVLLMEngine`'s methods."""
+        """Calls one of :class:`grpo_rl.engines.vllm.asynchronous.AsyncVLLMEngine`'s methods."""
         ...
 
 
@@ -296,7 +296,7 @@ class NativeTransport(Controlled):
     ) -> None:
         super().__init__(engines, deadline_s)
         self._device = device
-        self._transfer = importlib.import_module("grpo_rl.engines.vllm_native")
+        self._transfer = importlib.import_module("grpo_rl.engines.vllm.native_transfer")
         self._source = self._transfer.OneStream(shapes, self.dtype)
         self._backend, self._gpus, self._address = backend, gpus_per_engine, address
         self._version = 0

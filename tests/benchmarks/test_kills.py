@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.checkpoint import checkpoints, load, save
+from grpo_rl.training.checkpoint import checkpoints, load, save
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kills.py"
 

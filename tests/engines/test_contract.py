@@ -41,7 +41,7 @@ def model_folder(tmp_path_factory):
 def engine(request, model_folder):
     if request.param == "vllm":
         pytest.importorskip("vllm")
-        from grpo_rl.engines.vllm import VLLMEngine
+        from grpo_rl.engines.vllm.engine import VLLMEngine
 
         made = VLLMEngine(model_folder, max_model_len=64)
     else:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrl.envs.utils import check_env_specs
 
-from grpo_rl import keys
+from grpo_rl.data import keys
 from grpo_rl.envs.countdown import EXAMPLES, Countdown, CountdownEnv, Puzzles, check, is_held_out, load_rows
 
 ROW = {"numbers": [44, 19, 35], "target": 98, "solution": "44 + 19 + 35"}

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrl.envs.utils import check_env_specs
 
-from grpo_rl import keys
-from grpo_rl.envs import patterns
+from grpo_rl.data import keys
 from grpo_rl.envs.base import Reward, ScoreGuard
+from grpo_rl.envs.grading import patterns
 from grpo_rl.envs.gsm8k import GSM8K, GSM8KEnv, extract_answer, load_rows
-from grpo_rl.envs.isolation import IsolatedCalls
+from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.rewards.combined import with_rewards
 
 ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs.utils import check_env_specs
 
-from grpo_rl import keys
+from grpo_rl.data import keys
 from grpo_rl.envs.base import LLMEnv, Messages, Reward, ScoreError, Task
 
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrl.envs.utils import check_env_specs
 
-from grpo_rl import keys
+from grpo_rl.data import keys
 from grpo_rl.envs import math
 from grpo_rl.envs.base import ScoreGuard, Unjudgeable
-from grpo_rl.envs.boxed import equal
-from grpo_rl.envs.isolation import WorkerDied
+from grpo_rl.envs.grading.boxed import equal
+from grpo_rl.envs.guards.isolation import WorkerDied
 from grpo_rl.envs.math import MAX_CHARS, Math, MathEnv, last_boxed, load_rows, verify
 
 ROW = {"problem": "What is 1/4 + 1/4?", "answer": r"\frac{1}{2}"}

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from torchrl.envs.utils import check_env_specs
 
-from grpo_rl import keys
+from grpo_rl.data import keys
 from grpo_rl.envs.base import Failure, LLMEnv, ScoreGuard
 from grpo_rl.envs.prompt_response import PromptResponse, PromptResponseEnv, load_rows
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards

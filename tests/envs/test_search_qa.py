@@ -17,12 +17,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl import keys
+from grpo_rl.data import keys
 from grpo_rl.envs import search_index
 from grpo_rl.envs.base import Unjudgeable
+from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.search_index import Document, SearchIndex, load_corpus
 from grpo_rl.envs.search_qa import SearchQA, SearchQAEnv, exact_match, f1, load_rows
-from grpo_rl.envs.tags import last_answer
 from grpo_rl.envs.tools import find_calls
 
 DOCUMENTS = [

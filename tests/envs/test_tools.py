@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.envs.tags import last_answer
+from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.tools import (
     MAX_CALLS,
     Call,

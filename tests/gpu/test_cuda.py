@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from grpo_rl.policies.flex import flex_shared_prefix
+from grpo_rl.policies.attention_flex import flex_shared_prefix
 from grpo_rl.policies.head import log_prob_and_entropy
-from grpo_rl.policies.prefix import Layout, pack
-from grpo_rl.policies.train import TrainPolicy
+from grpo_rl.policies.packing import Layout, pack
+from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group
 
 pytestmark = pytest.mark.gpu

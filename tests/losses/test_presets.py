@@ -12,12 +12,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from grpo_rl.buffer import GroupBuffer
-from grpo_rl.build import annotates, make_buffer, make_loss, micro_batching
-from grpo_rl.config import FOLDER, check, check_overrides
+from grpo_rl.build.parts import annotates, make_buffer, make_loss, micro_batching
+from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.policies.train import scored_micro_batches
+from grpo_rl.policies.policy import scored_micro_batches
+from grpo_rl.settings.config import FOLDER, check, check_overrides
 from grpo_rl.testing import save_tiny_model
 
 PRESETS = sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml"))

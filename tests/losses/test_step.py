@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
+from grpo_rl.data.group import Group
 from grpo_rl.losses.aggregate import StepTotals
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
-from grpo_rl.policies.train import ReferencePolicy, TrainPolicy, scored_micro_batches, step_totals, top_entropy_floor
-from grpo_rl.rollout import Group
+from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy, scored_micro_batches, step_totals, top_entropy_floor
 from grpo_rl.testing import random_group, save_tiny_model, to_fp64
 
 AGGREGATES = ("sequence_mean", "token_mean", "constant", "prompt_mean")

@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.lineage import ANSWERS, KEY, TOKENS, LineageLog, stored_steps, truncate
-from grpo_rl.monitor.lineage_reader import read_step
-from grpo_rl.optimizer import StepResult
-from grpo_rl.policies.train import TrainPolicy, scored_micro_batches
-from grpo_rl.rollout import Group
+from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+from grpo_rl.replay.lineage_reader import read_step
 from grpo_rl.testing import random_group
+from grpo_rl.training.optimizer import StepResult
 
 
 class Said(TrainPolicy):

@@ -6,7 +6,7 @@ from tensordict import TensorDict
 
 from grpo_rl.losses.grpo import LOSSES, METRIC_SUMS
 from grpo_rl.monitor.meter import StepMeter
-from grpo_rl.optimizer import StepResult
+from grpo_rl.training.optimizer import StepResult
 
 
 def micro_batch(log_prob, trainable, **sums):

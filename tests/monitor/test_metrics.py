@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_rl.data.group import Group
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics, reward_metrics, time_metrics
-from grpo_rl.rollout import Group
 from grpo_rl.testing import random_group
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_rl.policies import compiled
-from grpo_rl.policies.train import TrainPolicy
+from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model
 
 needs_compiler = pytest.mark.skipif(not compiled.can_compile("cpu"), reason="no C++ compiler")

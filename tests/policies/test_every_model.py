@@ -23,9 +23,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from grpo_rl.data.group import Group
+from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.policies.supported import refuse_unsupported
-from grpo_rl.policies.train import ReferencePolicy, TrainPolicy
-from grpo_rl.rollout import Group
 from grpo_rl.testing import KeepFp64, random_group
 
 NAMES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))

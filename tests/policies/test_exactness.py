@@ -29,9 +29,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
-from grpo_rl.policies.train import TrainPolicy, scored_micro_batches
-from grpo_rl.rollout import Group
+from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
 from grpo_rl.testing import KeepFp64, random_group, to_fp64
 
 VOCAB = 50

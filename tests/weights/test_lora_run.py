@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_rl.checkpoint import checkpoints, load
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import save_tiny_model
+from grpo_rl.training.checkpoint import checkpoints, load
 
 pytest.importorskip("peft")
 

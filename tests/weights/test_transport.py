@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.engines.base import EngineDeadError, digest
+from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.fingerprint import fingerprint
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights import shared_memory
 from grpo_rl.weights import transport as transport_module
@@ -203,7 +203,7 @@ class Keeps(Reads):
         self.kept = {}
 
     def update_weights(self, bucket):
-        from grpo_rl.engines.vllm_transfer import _parts
+        from grpo_rl.engines.vllm.shared_transfer import _parts
 
         assert bucket["keep"]
         memory = torch.from_file(bucket["path"], shared=True, size=bucket["size"], dtype=torch.uint8)
@@ -276,7 +276,7 @@ class Receives:
 
     def __init__(self):
         pytest.importorskip("vllm")
-        from grpo_rl.engines.vllm_transfer import SharedMemoryEngine
+        from grpo_rl.engines.vllm.shared_transfer import SharedMemoryEngine
 
         config = SimpleNamespace(parallel_config=None, model_config=None)
         self.end = SharedMemoryEngine(None, config, torch.device("cpu"), torch.nn.Linear(2, 2))
@@ -315,7 +315,7 @@ def test_an_update_of_everything_and_one_of_nothing_are_whole():
 @pytest.mark.filterwarnings("error")
 def test_an_engine_reads_the_trainers_memory_and_nothing_else(tmp_path):
     pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm_transfer import trainers_memory
+    from grpo_rl.engines.vllm.shared_transfer import trainers_memory
 
     memory = SharedMemory(1 << 12)
     theirs = trainers_memory(memory.path, memory.size)
@@ -378,7 +378,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(folder):
     pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm_async import AsyncVLLMEngine
+    from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -542,7 +542,7 @@ def test_vllm_gets_to_know_the_transfer_by_the_entry_point_that_is_installed():
 @pytest.mark.slow
 def test_vllms_own_transfer_within_a_gpu_delivers(folder):
     """Not run yet: it was written on a machine without a GPU."""
-    from grpo_rl.engines.vllm_async import AsyncVLLMEngine
+    from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
 
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()

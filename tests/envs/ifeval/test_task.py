@@ -12,7 +12,7 @@ import pytest
 import torch
 from torchrl.envs.utils import check_env_specs
 
-from grpo_rl import keys
+from grpo_rl.data import keys
 from grpo_rl.envs.ifeval import IFEval, IFEvalEnv, load_rows, split_of
 from grpo_rl.envs.ifeval import sentences as sentences_module
 from grpo_rl.envs.ifeval.rows import HUB_NAME

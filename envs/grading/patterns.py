@@ -1,0 +1,72 @@
+"""Which of a user's regular expressions are found in a text, searched where a search that backtracks can be killed.
+
+Without torch, as workers load it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+
+from grpo_rl.envs.guards.isolation import IsolatedCalls
+
+DEADLINE_S = 5.0
+"""Seconds for one pattern in one response, at most; a pattern that doesn't backtrack takes microseconds."""
+_SPENT = 0.9
+"""The part of the budget that may be spent: what follows needs some of it."""
+
+
+def found(
+    patterns: tuple[str, ...], texts: Sequence[str], linear: Collection[str] = (), budget_s: float = math.inf
+) -> list[list[bool] | Exception]:
+    """Of each text, whether each pattern is found in it; or a TimeoutError in the place of one that took too long.
+
+    Python's `re` holds the interpreter while it searches, so that no thread could stop it.
+
+    Args:
+        linear: patterns that take time linear in any text: they are searched here, which is faster.
+        budget_s: seconds for all texts together. Each search has its share of them, so that those that backtrack leave
+            time for the others.
+
+    >>> found((r"^a", r"b$"), ["ab", "ba"])
+    [[True, True], [False, False]]
+    """
+    calls = [(pattern, text) for text in texts for pattern in patterns if pattern not in linear]
+    results = iter(_away(calls, budget_s * _SPENT) if calls else ())
+    return [
+        _of_one([search(pattern, text) if pattern in linear else next(results) for pattern in patterns])
+        for text in texts
+    ]
+
+
+def search(pattern: str, text: str) -> bool:
+    """Whether the pattern is found in the text, in this process."""
+    return _compiled(pattern).search(text) is not None
+
+
+def _away(calls: Sequence[tuple[str, str]], budget_s: float) -> list[bool | Exception]:
+    """The results of searches in processes that can be killed."""
+    workers = _workers(os.getpid())
+    deadline_s = min(DEADLINE_S, budget_s * workers.workers / len(calls))
+    results = workers.map(calls, deadline_s, budget_s)
+    return [
+        TimeoutError(f"the search for {pattern} was stopped: {result}") if isinstance(result, TimeoutError) else result
+        for (pattern, _), result in zip(calls, results, strict=True)
+    ]
+
+
+def _of_one(results: Sequence[bool | Exception]) -> list[bool] | Exception:
+    """The results of one text's searches, or the first failure among them."""
+    failed = next((result for result in results if isinstance(result, Exception)), None)
+    return failed or [result is True for result in results]
+
+
+_compiled = lru_cache(maxsize=64)(re.compile)
+
+
+@lru_cache(maxsize=1)
+def _workers(process_id: int) -> IsolatedCalls:
+    return IsolatedCalls(search, deadline_s=DEADLINE_S)

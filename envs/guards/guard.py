@@ -1,0 +1,333 @@
+"""ScoreGuard: rewards of responses under a deadline, and a typed failure in the place of each that has none."""
+
+from __future__ import annotations
+
+import math
+import queue
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from grpo_rl.envs.guards import watchdog
+from grpo_rl.envs.guards.isolation import IsolatedCalls
+from grpo_rl.envs.guards.watchdog import Watch
+from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, last_said, plays_turns
+
+Kind = Literal["error", "timeout", "invalid", "unjudgeable"]
+LARGEST = 3.4e38
+"""What a reward may be: training keeps it in fp32."""
+FEW = 80
+"""Answers before which the fraction that failed says little; their number is taken for that of the first ones."""
+LATER_S = 0.5
+"""Seconds that a thread has beyond the deadline, so that a task that kills its own scorer can say so before."""
+FROZEN_S = LATER_S + 1.0
+"""Seconds beyond the deadline at which a watch ends; what then still holds the interpreter ends the process."""
+
+EXCERPT = 200
+"""Characters of a response in messages."""
+ENDS = (
+    "Code that never lets go of Python's interpreter can't be stopped, so the process ends, by SIGALRM (exit code 142; "
+    "a Ray actor ends as one that was lost); resume goes on from the last checkpoint. Code in a process of its own is "
+    "killed instead, and costs the response only: put the task into a module that can be imported, and set "
+    "env.isolated=true. The stacks of all threads follow."
+)
+
+
+class ScoreError(RuntimeError):
+    """A task's scorer failed; the message names the task and the row."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an answer has no reward.
+
+    Args:
+        kind: ``error``: the scorer raised; ``timeout``: it took longer than it may; ``invalid``: it returned something
+            else than the task's parts as finite numbers; ``unjudgeable``: no answer to this row can be judged.
+        message: names the task, the row and the answer.
+    """
+
+    kind: Kind
+    message: str
+
+
+class Scorer:
+    """A task's ways to score, without its rows, as they go to a process of their own."""
+
+    def __init__(self, task: Task, deadline_s: float) -> None:
+        self._task, self._deadline_s = task.without_rows(), deadline_s
+
+    def __call__(self, method: str, *arguments: Any) -> Any:
+        """What the task's ``score``, ``score_many`` or ``score_dialog`` returns."""
+        self._task.ready(self._deadline_s)
+        return getattr(self._task, method)(*arguments)
+
+
+class ScoreGuard:
+    """Scores responses so that one scorer's accident costs one response.
+
+    One rule for time: each call of the scorer has ``deadline_s``, whether it judges one response or a group together.
+    A scorer that takes longer is told of then, not when the step ends, by :attr:`tell`. What happens to it:
+
+    - A call in a process of its own is killed: the task is ``isolated``, or gives its user's code to one.
+    - A call in a thread is left behind: a thread can't be stopped.
+    - A call that freezes this process, as it never lets go of Python's interpreter, ends the process, which is told on
+      stderr and in the run's folder within 5 seconds (`grpo_rl.envs.guards.watchdog`).
+
+    Args:
+        task: judges.
+        deadline_s: seconds that one call of the scorer may take.
+        max_failed_fraction: of all answers; beyond it the run stops, as it would train on an odd choice of answers.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(self, task: Task, deadline_s: float = 60.0, max_failed_fraction: float = 0.1) -> None:
+        if not 0 < deadline_s < math.inf:
+            raise ValueError(f"env.score_timeout_s={deadline_s}; it must be a positive number of seconds")
+        if not 0 <= max_failed_fraction <= 1:
+            raise ValueError(f"env.max_failed_fraction={max_failed_fraction}; it must be between 0 and 1")
+        self._task, self.deadline_s, self._max_failed = task, deadline_s, max_failed_fraction
+        self._processes = IsolatedCalls(Scorer(task, deadline_s), deadline_s=deadline_s) if task.isolated else None
+        self._parts = set(task.reward_parts)
+        self._lock, self._turn = threading.Lock(), threading.Lock()
+        self.judged = 0
+        """Answers so far, the failed ones included."""
+        self.failed: Counter[Kind] = Counter()
+        """Answers without a reward, by kind."""
+        self.examples: dict[Kind, str] = {}
+        """The first failure of each kind."""
+        self.tell: Callable[[str], None] = _to_stderr
+        """Gets the message of the first failure of each kind, and of every timeout, when it happens."""
+        self._late: set[str] = set()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was judged and what failed so far, as JSON-able numbers."""
+        with self._lock:
+            return {"judged": self.judged, **{f"failed_{kind}": count for kind, count in self.failed.items()}}
+
+    def failures(self) -> tuple[dict[Kind, int], dict[Kind, str]]:
+        """:attr:`failed` and :attr:`examples` at one moment, where another thread may be judging."""
+        with self._lock:
+            return dict(self.failed), dict(self.examples)
+
+    def tell_in(self, folder: Path, tell: Callable[[str], None]) -> None:
+        """Has ``tell`` told of failures from now on, and ``folder`` keep what froze this process."""
+        self.tell = tell
+        watchdog.tell_in(folder)
+
+    def restore(self, counts: dict[str, int]) -> None:
+        """Goes on counting from :attr:`counts`; other entries are left aside."""
+        self.judged = counts.get("judged", 0)
+        kinds: tuple[Kind, ...] = get_args(Kind)
+        self.failed = Counter({kind: n for kind in kinds if (n := counts.get(f"failed_{kind}", 0))})
+
+    def score(self, row: dict, responses: Sequence[str], where: str) -> list[Reward | Failure]:
+        """The reward of each answer to one row.
+
+        Args:
+            where: names the row in messages.
+
+        Raises:
+            ScoreError: too many answers failed.
+        """
+        if not self._task.together:
+            return self._each("score", [(row, text) for text in responses], responses, where)
+        rows = [row] * len(responses)
+        said = f"{len(responses)} responses together, the first was {responses[0][:EXCERPT]!r}" if responses else ""
+        [together] = self._results("score_many", [(rows, responses)], [said], where)
+        if not isinstance(together, (Exception, Sequence)) or isinstance(together, str):
+            together = TypeError(f"score_many returned {together!r:.80}, no list of rewards")
+        elif isinstance(together, Sequence) and len(together) != len(responses):
+            together = TypeError(f"score_many returned {len(together)} rewards for {len(responses)} responses")
+        results = [together] * len(responses) if isinstance(together, Exception) else together
+        return self._checked(results, responses, where)
+
+    def score_dialogs(self, row: dict, dialogs: Sequence[Messages], where: str) -> list[Reward | Failure]:
+        """The reward of each conversation about one row; see :meth:`score`."""
+        said = [last_said(messages) for messages in dialogs]
+        if not plays_turns(self._task):
+            return self.score(row, said, where)
+        return self._each("score_dialog", [(row, messages) for messages in dialogs], said, where)
+
+    def _each(
+        self, method: str, calls: Sequence[tuple], responses: Sequence[str], where: str
+    ) -> list[Reward | Failure]:
+        """The reward of each response, for which the task is called once."""
+
+        def name(at: int, result: Any) -> None:
+            if isinstance(result, TimeoutError):
+                self._name(self._failure(result, responses[at], where))
+
+        said = [f"the response was {text[:EXCERPT]!r}" for text in responses]
+        return self._checked(self._results(method, calls, said, where, name), responses, where)
+
+    def _results(
+        self,
+        method: str,
+        calls: Sequence[tuple],
+        said: Sequence[str],
+        where: str,
+        name: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
+        """What each call of the task returned or raised.
+
+        Args:
+            said: what each call judges, for messages.
+            name: gets the index of each call that is late, and its error, at its deadline.
+        """
+        with self._turn:  # a task is asked once at a time, though a run may evaluate while answers come in
+            if self._processes:
+                return self._processes.map([(method, *arguments) for arguments in calls], told=name)
+            self._task.ready(self.deadline_s)
+            function = getattr(self._task, method)
+            frozen = f"{self._name_of_task} has frozen this process for {self.deadline_s:g} s on {where}"
+            return self._in_thread([_Call(function, *pair) for pair in zip(calls, said, strict=True)], frozen, name)
+
+    def _in_thread(self, calls: Sequence[_Call], frozen: str, name: Callable[[int, Any], None] | None) -> list[Any]:
+        """What each call returned or raised; calls run one after the other, in a thread that may be left behind."""
+        results: list[Any] = []
+        while len(results) < len(calls):
+            done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            watch, left_behind = Watch(), threading.Event()
+            rest = calls[len(results) :]
+            in_thread(_run, rest, done, left_behind, watch, self.deadline_s + FROZEN_S, frozen)
+            try:
+                for _ in rest:
+                    results.append(done.get(timeout=self.deadline_s + LATER_S))
+            except queue.Empty:
+                left_behind.set()
+                watch.close()  # first: a terminal that is held may block whoever tells of it
+                late = TimeoutError(f"no result within {self.deadline_s:g} s, so its thread was left behind")
+                if name:
+                    name(len(results), late)
+                results.append(late)
+            finally:
+                watch.close()
+        return results
+
+    @property
+    def _name_of_task(self) -> str:
+        return type(self._task).__name__
+
+    def _checked(self, results: Sequence[Any], answers: Sequence[str], where: str) -> list[Reward | Failure]:
+        checked = [self._check(result, answer, where) for result, answer in zip(results, answers, strict=True)]
+        self.record(checked)
+        return checked
+
+    def record(self, results: Sequence[Reward | Failure]) -> None:
+        """Counts the results of answers that were judged, and tells of failures that are new.
+
+        Raises:
+            ScoreError: too many answers failed.
+        """
+        failures = [result for result in results if isinstance(result, Failure)]
+        with self._lock:
+            self.judged += len(results)
+            first: dict[Kind, Failure] = {}
+            for failure in failures:
+                self.failed[failure.kind] += 1
+                if failure.kind not in self.examples:
+                    self.examples[failure.kind] = failure.message
+                    first[failure.kind] = failure
+            failed = self.failed.total()
+        for failure in first.values():
+            if failure.kind != "timeout":
+                self.tell(f"No reward ({failure.kind}), the first of its kind: {failure.message}")
+        # One of those that were late together; those that were late alone have been named.
+        late = [failure for failure in failures if failure.kind == "timeout"]
+        if late and not any(failure.message in self._late for failure in late):
+            self._name(late[0])
+        self._late.difference_update(failure.message for failure in late)
+        if failed > self._max_failed * max(self.judged, FEW):
+            counts = ", ".join(f"{count} {kind}" for kind, count in self.failed.items())
+            raise ScoreError(
+                f"{failed} of {self.judged} answers could not be scored ({counts}), more than "
+                f"env.max_failed_fraction={self._max_failed} allows. The first of each kind:\n"
+                + "\n".join(self.examples.values())
+            )
+
+    def _name(self, late: Failure) -> None:
+        self._late.add(late.message)
+        self.tell(f"No reward (timeout): {late.message}")
+
+    def _check(self, result: Any, answer: str, where: str) -> Reward | Failure:
+        if (
+            isinstance(result, Reward)
+            and _finite(result.parts)
+            and result.parts.keys() == self._parts
+            and _finite(result.measures)
+        ):
+            # A task may well return counts or truth values.
+            return Reward(_floats(result.parts), _floats(result.measures))
+        return self._failure(result, answer, where)
+
+    def _failure(self, result: Any, answer: str, where: str) -> Failure:
+        name, of = self._name_of_task, f"the response was {answer[:EXCERPT]!r}"
+        if isinstance(result, Unjudgeable):
+            return Failure("unjudgeable", f"{name} can't judge {where}: {result}")
+        if isinstance(result, TimeoutError):
+            return Failure("timeout", f"{name} ran out of time on {where}: {result}; {of}")
+        if isinstance(result, Exception):
+            return Failure("error", f"{name} failed on {where}: {type(result).__name__}: {result}; {of}")
+        wanted = list(self._task.reward_parts)
+        if isinstance(result, Reward) and _finite(result.parts) and set(result.parts) == self._parts:
+            return Failure("invalid", f"{name} measured {result.measures!r} on {where}, not finite numbers; {of}")
+        return Failure("invalid", f"{name} returned {result!r} on {where}, not finite numbers under {wanted}; {of}")
+
+
+def in_thread(function: Callable[..., object], *arguments: object) -> None:
+    """Calls the function in a thread that does not keep the process from ending."""
+    threading.Thread(target=function, args=arguments, daemon=True).start()
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: Callable[..., Any]
+    arguments: tuple
+    said: str
+
+
+def _run(
+    calls: Sequence[_Call],
+    done: queue.SimpleQueue[Any],
+    left_behind: threading.Event,
+    watch: Watch,
+    watched_s: float,
+    frozen: str,
+) -> None:
+    for call in calls:
+        if left_behind.is_set():
+            return
+        watch.begin(watched_s, f"{frozen}: {call.said}. {ENDS}")
+        try:
+            result = call.function(*call.arguments)
+        except Exception as error:
+            result = error
+        except BaseException as error:  # a scorer that calls sys.exit() ends itself, not the run
+            result = RuntimeError(f"{type(error).__name__}: {error}")
+        watch.end()
+        done.put(result)
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _floats(numbers: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in numbers.items()}
+
+
+def _finite(numbers: Any) -> bool:
+    """Whether these are named numbers whose sum, too, is finite in fp32."""
+    try:
+        values = [float(value) for value in numbers.values()]
+    except Exception:  # whatever a scorer may have put there
+        return False
+    return all(abs(value) <= LARGEST for value in [*values, sum(values)])

@@ -1,0 +1,341 @@
+"""IsolatedCalls: calls of a function in processes that can be killed, each with a deadline and a memory limit.
+
+A worker is a fresh interpreter that imports the function's module and nothing else. The processes of multiprocessing,
+which pebble's and concurrent.futures' pools are made of, run the main script again instead: `python sota/grpo.py` would
+import torch and vLLM into every worker, and again after every kill. A worker has a pipe of its own, so that its death
+says which call it was, and takes nobody else's lock with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+START_TIMEOUT_S = 120.0
+"""Seconds that a worker may take to import its function; not a part of any call's deadline."""
+
+_MAX_CHUNK = 16  # Calls that a worker is sent at a time: it returns each result as it has it, so a few are enough.
+_MAX_WORKERS = 8
+_WORKER = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from grpo_rl.envs.guards import isolation; "
+    "isolation.serve(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+class WorkerDied(RuntimeError):
+    """The process that made a call ended before the call did: it was killed, or the interpreter crashed.
+
+    Args:
+        end: the signal's name, or the exit code.
+    """
+
+    def __init__(self, message: str, end: str = "") -> None:
+        super().__init__(message)
+        self.end = end
+
+
+class IsolatedCalls:
+    """Calls ``function`` in worker processes; a call that hangs or crashes costs that call and its worker only.
+
+    Workers are started by the first calls, used again by later ones, and killed by :meth:`close`, with this object, or
+    with the process, however it ends. Any thread may call, and several at the same time.
+
+    Args:
+        function: what is called. It goes to the workers by pickle, which names its module: it can't come from the main
+            script, where workers would not find it.
+        workers: processes at most; None takes one a CPU, up to 8.
+        deadline_s: seconds of each call.
+        memory_gib: what a worker may take beyond what it has after its imports (Linux; elsewhere there is no limit).
+            A call that asks for more gets a MemoryError. None sets no limit.
+
+    Raises:
+        ValueError: the function can't be sent to another process, or a number makes no sense.
+
+    The second call would take hours, the last is wrong:
+
+    >>> import operator
+    >>> with IsolatedCalls(operator.pow, workers=1, deadline_s=0.5) as calls:
+    ...     calls.map([(2, 10), (10, 10**10), (3, 2), ("a", 2)])
+    [1024, TimeoutError('no result within 0.5 s'), 9, TypeError("unsupported operand ...")]
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        workers: int | None = None,
+        deadline_s: float = 5.0,
+        memory_gib: float | None = 4.0,
+    ) -> None:
+        self.workers = min(_cpus(), _MAX_WORKERS) if workers is None else workers
+        if self.workers < 1:
+            raise ValueError(f"workers={workers}; at least 1 process must make the calls")
+        if not deadline_s > 0:
+            raise ValueError(f"deadline_s={deadline_s}; a call needs some seconds")
+        if memory_gib is not None and not memory_gib > 0:
+            raise ValueError(f"memory_gib={memory_gib}; a call needs some memory, and None sets no limit")
+        self.deadline_s = deadline_s
+        self._set_up = pickle.dumps((_sendable(function), memory_gib))
+        self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="isolated-calls")
+        self._own = threading.local()  # each thread has a worker of its own
+        self._live: set[_Worker] = set()
+        self._closed = False
+        self._process_id = os.getpid()
+        self._finalizer = weakref.finalize(self, _kill_all, self._live, self._process_id)
+
+    def start(self) -> None:
+        """Starts a worker, if none lives, so that its imports are no part of a caller's own deadline."""
+        if not self._live:
+            self._threads.submit(self._own_worker).result()
+
+    def map(
+        self,
+        arguments: Sequence[tuple],
+        deadline_s: float | None = None,
+        budget_s: float = math.inf,
+        told: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
+        """What each call returned, in the order of ``arguments``, one tuple a call.
+
+        Args:
+            deadline_s: of each of these calls, where it is not the usual one.
+            budget_s: of all calls together; in the place of those that have no result by then is a TimeoutError.
+            told: gets each call's index and result as soon as it is there, from any thread.
+
+        In the place of a call that failed stands the exception: what it raised, a TimeoutError where it took longer
+        than its deadline, or :class:`WorkerDied`.
+
+        Raises:
+            RuntimeError: the workers can't import the function, this object is closed, or it was made before a fork.
+        """
+        if os.getpid() != self._process_id:
+            raise RuntimeError("the workers belong to the process that this one was forked from; make others here")
+        size = max(1, min(_MAX_CHUNK, len(arguments) // (4 * self.workers)))
+        deadline_s, until = deadline_s or self.deadline_s, time.monotonic() + budget_s
+        futures = [
+            self._threads.submit(self._results, arguments[start : start + size], deadline_s, until, start, told)
+            for start in range(0, len(arguments), size)
+        ]
+        try:
+            return [result for future in futures for result in future.result()]
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def close(self) -> None:
+        """Kills the workers, when the calls under way have ended; those that wait are not made."""
+        self._closed = True
+        self._threads.shutdown(cancel_futures=True)
+        self._finalizer()
+
+    def __enter__(self) -> IsolatedCalls:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _results(
+        self,
+        chunk: Sequence[tuple],
+        deadline_s: float,
+        until: float,
+        start: int,
+        told: Callable[[int, Any], None] | None,
+    ) -> list[Any]:
+        """The results of the chunk's calls, made by this thread's worker, and after a failure by the next one."""
+        results = _Told(start, told)
+        died = False
+        while len(results) < len(chunk):
+            if self._closed:
+                raise RuntimeError("closed while calls were under way")
+            if time.monotonic() >= until:
+                results.append(TimeoutError("no time was left for it"))
+                continue
+            worker = self._own_worker()
+            try:
+                worker.pipe.send(list(chunk[len(results) :]))
+                while len(results) < len(chunk):
+                    results.append(worker.result(min(deadline_s, max(0.0, until - time.monotonic()))))
+                    died = False
+            except TimeoutError as error:
+                self._kill(worker)
+                results.append(error)
+                died = False
+            except (EOFError, OSError):
+                end = self._kill(worker)
+                # A worker may have died before the call, killed by a machine short of memory: the call gets another.
+                if died:
+                    results.append(WorkerDied(f"the process of the call died twice, of {end}", end))
+                died = not died
+        if results.problem:
+            raise results.problem
+        return results
+
+    def _own_worker(self) -> _Worker:
+        worker = getattr(self._own, "worker", None)
+        if worker is None:
+            worker = self._own.worker = _Worker()
+            self._live.add(worker)
+            try:
+                worker.start(self._set_up)
+            except BaseException:
+                self._kill(worker)
+                raise
+        return worker
+
+    def _kill(self, worker: _Worker) -> str:
+        self._own.worker = None
+        self._live.discard(worker)
+        return worker.kill()
+
+
+class _Told(list[Any]):
+    """Results, of which each is told as it comes in.
+
+    What ``told`` raises is kept for the end: the worker has calls under way, whose results have to be read.
+    """
+
+    def __init__(self, start: int, told: Callable[[int, Any], None] | None) -> None:
+        self._start, self._told = start, told
+        self.problem: BaseException | None = None
+
+    def append(self, result: Any) -> None:
+        super().append(result)
+        if self._told and not self.problem:
+            try:
+                self._told(self._start + len(self) - 1, result)
+            except BaseException as problem:
+                self.problem = problem
+
+
+class _Worker:
+    """One process, and the pipe to it."""
+
+    def __init__(self) -> None:
+        self.pipe, theirs = Pipe()
+        search_path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+        with theirs:
+            handle = theirs.fileno()
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _WORKER, search_path, str(handle), str(os.getpid())],
+                pass_fds=[handle],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a group of its own: Ctrl-C spares it, a kill takes its children too
+            )
+
+    def start(self, set_up: bytes) -> None:
+        """Waits until the function is imported."""
+        try:
+            self.pipe.send_bytes(set_up)
+            problem = self.pipe.recv() if self.pipe.poll(START_TIMEOUT_S) else f"no answer in {START_TIMEOUT_S:g} s"
+        except (EOFError, OSError):
+            problem = f"it died of {self.kill()}"
+        if problem:
+            raise RuntimeError(f"a worker process can't be started: {problem}")
+
+    def result(self, deadline_s: float) -> Any:
+        """What the call under way returns or raises, the latter as an object.
+
+        Raises:
+            TimeoutError: it takes too long.
+            EOFError, OSError: the process died.
+        """
+        if not self.pipe.poll(deadline_s):
+            raise TimeoutError(f"no result within {deadline_s:.3g} s")
+        message = self.pipe.recv_bytes()
+        try:
+            return pickle.loads(message)
+        except Exception as error:
+            return error
+
+    def kill(self) -> str:
+        """Ends the process with its children, if it hasn't ended, and says how it ended."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
+        self.pipe.close()
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def serve(handle: int, parent: int) -> None:
+    """A worker's life: imports the function, then answers calls until its pipe is closed."""
+    if sys.platform == "linux":
+        # Has the kernel kill this process with the thread that started it, also while it hangs and reads no pipe.
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    with Connection(handle) as pipe:
+        try:
+            function, memory_gib = pickle.loads(pipe.recv_bytes())
+            _limit_memory(memory_gib)
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+            return
+        pipe.send(None)
+        while True:
+            try:
+                chunk = pipe.recv()
+            except EOFError:
+                return
+            for arguments in chunk:
+                pipe.send_bytes(_result(function, arguments))
+
+
+def _result(function: Callable[..., Any], arguments: tuple) -> bytes:
+    try:
+        return pickle.dumps(function(*arguments))
+    except Exception as error:
+        try:
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)  # an exception with arguments of its own may be written but not read
+            return pickled
+        except Exception:
+            return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _limit_memory(gib: float | None) -> None:
+    if gib is None or sys.platform != "linux":
+        return
+    import resource  # not everywhere
+
+    with open("/proc/self/statm") as numbers:
+        mapped = int(numbers.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = mapped + int(gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _sendable(function: Callable[..., Any]) -> Callable[..., Any]:
+    remedy = "define it at the top of a module that can be imported"
+    if getattr(function, "__module__", None) == "__main__":
+        raise ValueError(f"{function!r} is in the main script, where worker processes can't find it; {remedy}")
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"{function!r} can't be sent to a worker process ({error}); {remedy}") from error
+    return function
+
+
+def _kill_all(workers: set[_Worker], process_id: int) -> None:
+    # A fork's copy of this list names processes that are not its own.
+    while workers and os.getpid() == process_id:
+        workers.pop().kill()
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -1,0 +1,1 @@
+"""Many engines on many nodes; the only importer of Ray."""

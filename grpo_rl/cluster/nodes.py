@@ -1,0 +1,250 @@
+"""A Ray cluster to run on: joined or started here, every node checked, places taken for what a device plan asks."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import grpo_rl.cluster.token  # noqa: F401, before ray
+
+# isort: split
+import ray
+from ray._private import ray_constants
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+Place = PlacementGroup
+"""Room for actors, in numbered bundles."""
+CONNECT_S = 5.0
+"""Seconds that the head of a cluster has to accept a connection."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster.
+
+    Args:
+        name: address of the machine.
+        id: Ray's.
+        resources: that it offers, by name.
+    """
+
+    name: str
+    id: str
+    resources: Mapping[str, float]
+
+
+@contextmanager
+def cluster(address: str | None = None, gpus: Sequence[int] = (), **settings: object) -> Iterator[list[Node]]:
+    """The alive nodes of the cluster at ``address``, or of one that is started on this machine and ends with this.
+
+    A cluster that is started here listens on the loopback interface alone, asks for a token
+    (`grpo_rl.cluster.token`), has no dashboard, and keeps its sockets and logs in a folder that only this user can
+    enter. The folder lies under ``$RAY_TMPDIR``, or where temporary files go; it is removed at the end, unless an error
+    ends this: a stop, as by Ctrl-C, is none.
+
+    Args:
+        address: as ``ray.init`` takes it: ``auto`` joins the cluster that this machine is in.
+        gpus: of this machine that a cluster started here may use; others are for this process.
+        settings: more of ``ray.init``'s.
+
+    Raises:
+        ValueError: there is none at that address; or what Ray has started here would listen on other interfaces.
+    """
+    with nullcontext() if address else _private_folder() as folder:
+        _init(address, gpus, folder, settings)
+        try:
+            found = nodes()
+            if address is None and not all(ipaddress.ip_address(node.name).is_loopback for node in found):
+                raise ValueError(
+                    f"Ray {ray.__version__} listens on {found[0].name}, and a cluster of this machine alone has to "
+                    "listen on the loopback interface; use a version of Ray that grpo_rl was tested with (setup.py)"
+                )
+            yield found
+        finally:
+            ray.shutdown()
+
+
+def _init(address: str | None, gpus: Sequence[int], folder: str | None, settings: Mapping[str, object]) -> None:
+    """Connects this process with the cluster, or with one that it starts in the folder."""
+    ours = {} if address else {"include_dashboard": False, "num_gpus": len(gpus), "_temp_dir": folder}
+    try:
+        if address and ":" in address:
+            # Ray itself tries for five minutes.
+            host, port = address.rpartition("://")[2].rsplit(":", 1)
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        with _visible(gpus) if gpus else nullcontext(), nullcontext() if address else _on_loopback():
+            # Of a cluster the trainer's lines are to be seen here, too.
+            logs = {"log_to_driver": address is not None, "configure_logging": False}
+            ray.init(address or "local", **{**logs, **ours, **settings})
+    except (OSError, RayError, RuntimeError, ValueError) as error:
+        if address is None:
+            raise ValueError(f"Ray can't be started on this machine: {error}") from error
+        raise ValueError(
+            f"no Ray cluster answers at ray.address={address}: {error}. Start one with `ray start --head` and join it "
+            "from the other nodes, or leave ray.address at null for this machine alone"
+        ) from error
+
+
+@contextmanager
+def _private_folder() -> Iterator[str]:
+    """A new folder for Ray, which opens what it is given to everybody: it lies in one that only this user can enter.
+
+    Raises:
+        ValueError: no folder can be made under ``$RAY_TMPDIR``.
+    """
+    root = os.environ.get("RAY_TMPDIR") or None
+    try:
+        if root:
+            os.makedirs(root, exist_ok=True)
+        # Short: what Ray adds takes 63 of the 107 bytes that the path of a socket may have.
+        outer = tempfile.mkdtemp(prefix="ray-", dir=root)
+    except OSError as error:
+        raise ValueError(f"no folder can be made in RAY_TMPDIR={root}: {error}; set it to one of yours") from error
+    keep = False
+    try:
+        yield os.path.join(outer, "ray")
+    except Exception as error:
+        from grpo_rl.run.folder import RunIsOver  # here: most who import this module need no torch
+
+        keep = not isinstance(error, RunIsOver)  # Ray's logs may hold the cause
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(outer, ignore_errors=True)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Has what Ray starts meanwhile listen on the loopback interface alone, as it does by itself on macOS.
+
+    Ray takes no loopback address from anyone: it puts that of the machine in its place, unless it believes that there
+    can be no other nodes. Its servers listen on all interfaces where their address is not a loopback one.
+    """
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _visible(gpus: Sequence[int]) -> Iterator[None]:
+    """Lets what is started meanwhile see these GPUs alone."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = (before or "").split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] if before else str(i) for i in gpus)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def nodes() -> list[Node]:
+    """The nodes that Ray holds to be alive, by name."""
+    alive = (node for node in ray.nodes() if node["Alive"])
+    found = (Node(node["NodeManagerAddress"], node["NodeID"], dict(node["Resources"])) for node in alive)
+    return sorted(found, key=lambda node: (node.name, node.id))
+
+
+def this_address() -> str:
+    """Of this machine, as other nodes reach it."""
+    return ray.util.get_node_ip_address()
+
+
+def check_nodes(expected: int, deadline_s: float = 60.0) -> None:
+    """Has every node run something, all at once.
+
+    Raises:
+        ValueError: there are fewer nodes than expected, or one does not answer; names it.
+    """
+    found = nodes()
+    if len(found) < expected:
+        raise ValueError(
+            f"{len(found)} of {expected} nodes have joined: {', '.join(node.name for node in found)}; see the log of "
+            "`ray start` on the others"
+        )
+    answers = {node: _hello.options(scheduling_strategy=_on(node)).remote() for node in map(_Key, found)}
+    ready, late = ray.wait(list(answers.values()), num_returns=len(answers), timeout=deadline_s)
+    silent = [key.node.name for key, answer in answers.items() if answer in late]
+    for key, answer in answers.items():
+        if answer in ready:
+            try:
+                ray.get(answer)
+            except RayError as error:
+                silent.append(f"{key.node.name} ({type(error).__name__})")
+    if silent:
+        raise ValueError(
+            f"{', '.join(silent)} did not answer within {deadline_s:g} s, though Ray lists it; check its network, its "
+            "clock and its Python environment, or take it out"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Key:
+    node: Node
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _hello() -> str:
+    return ray.util.get_node_ip_address()
+
+
+def _on(key: _Key) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(key.node.id, soft=False)
+
+
+@contextmanager
+def places(
+    bundles: Sequence[Mapping[str, float]], strategy: str = "PACK", deadline_s: float = 60.0
+) -> Iterator[PlacementGroup]:
+    """Room for actors, each of whose bundles lies on one node; taken all at once, and given back at the end.
+
+    Args:
+        bundles: resources that each actor needs, such as ``{"CPU": 1, "GPU": 2}``.
+        strategy: how bundles are spread over nodes, as Ray names it.
+
+    Raises:
+        ValueError: the cluster has no room for them; says what it lacks.
+    """
+    if short := _lacking(bundles):
+        raise ValueError(f"{short}; ask for fewer devices, or add nodes")
+    group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+    try:
+        try:
+            ray.get(group.ready(), timeout=deadline_s)
+        except GetTimeoutError:
+            raise ValueError(
+                f"Ray found no place for {len(bundles)} bundles within {deadline_s:g} s, of {_total(bundles)}: others "
+                "hold what is needed, or no node has room for a whole bundle (`ray status` shows both)"
+            ) from None
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+def _total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in {n for b in bundles for n in b}}
+
+
+def _lacking(bundles: Sequence[Mapping[str, float]]) -> str | None:
+    """What all nodes together, or the largest of them, have too little of."""
+    found = nodes()
+    for name, asked in sorted(_total(bundles).items()):
+        have = [node.resources.get(name, 0.0) for node in found]
+        if asked > sum(have):
+            return f"the plan asks for {asked:g} {name}, and the cluster's {len(found)} nodes have {sum(have):g}"
+        largest = max(bundle.get(name, 0) for bundle in bundles)
+        if largest > max(have):
+            return f"an actor needs {largest:g} {name} on one node, and none has more than {max(have):g}"
+    return None

@@ -1,0 +1,144 @@
+"""Trainers as Ray actors: one for each device that trains, each of which runs the whole script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpo_rl.cluster.token  # noqa: F401, before ray
+
+# isort: split
+import ray
+import torch.distributed as dist
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+LAST_WORDS_S = 60.0
+"""Seconds that rank 0 has to end after another rank has: it writes what is to be kept."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a training find each other.
+
+    Args:
+        rank: of this process.
+        size: how many there are.
+        host: of rank 0.
+        port: that it listens on.
+    """
+
+    rank: int
+    size: int
+    host: str
+    port: int
+
+    def store(self) -> dist.Store:
+        """What they meet by; blocks until it is there."""
+        return dist.TCPStore(self.host, self.port, self.size, is_master=self.rank == 0)
+
+
+@ray.remote(max_restarts=0, max_task_retries=0)
+class _Trainer:
+    """A process that trains, perhaps on another machine."""
+
+    def place(self) -> tuple[str, str, int, int]:
+        """Its node's address and id, its process, and a port that was free a moment ago."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), os.getpid(), port
+
+    def run(self, work: Callable[[Meeting], Any], meeting: Meeting) -> Any:
+        """What the work returns; what a run says when it stops early comes as an error."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which Ray blocks, as terminals send it to all
+        try:
+            return work(meeting)
+        except SystemExit as stop:
+            raise StoppedEarly(str(stop)) from stop
+        except ValueError as error:
+            raise StoppedEarly(f"error: {error}") from error
+
+
+class StoppedEarly(RuntimeError):
+    """A run that was asked to stop, or whose settings can't be run; says which."""
+
+
+def run_trainers(
+    work: Callable[[Meeting], Any], count: int, place: PlacementGroup, num_cpus: float, num_gpus: float
+) -> Any:
+    """What ``work`` returns on rank 0, which all ranks do side by side, each in a process of its own.
+
+    Ctrl-C is passed on to all of them, which finish their step; the second one ends them.
+
+    Args:
+        work: is told where the ranks meet.
+        count: of ranks, each in the bundle of its number.
+
+    Raises:
+        SystemExit: the run was stopped, or its settings can't be run.
+        RuntimeError: a trainer died; names its node.
+    """
+    trainers = [
+        _Trainer.options(
+            num_cpus=num_cpus, num_gpus=num_gpus, scheduling_strategy=PlacementGroupSchedulingStrategy(place, rank)
+        ).remote()
+        for rank in range(count)
+    ]
+    places = ray.get([trainer.place.remote() for trainer in trainers])
+    host, _, _, port = places[0]
+    runs = [trainer.run.remote(work, Meeting(rank, count, host, port)) for rank, trainer in enumerate(trainers)]
+    pending, asked_to_stop = list(runs), False
+    try:
+        while pending:
+            try:
+                # As soon as one fails: the others would wait for it. Ray notices Ctrl-C between the calls alone.
+                ready, pending = ray.wait(pending, timeout=1.0)
+                for run in sorted(ready, key=runs.index):
+                    _check(run, places[runs.index(run)][0], runs[0])
+            except KeyboardInterrupt:
+                if asked_to_stop:
+                    raise
+                asked_to_stop = True
+                for _, node, pid, _ in places:
+                    _interrupt.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(pid)
+        return ray.get(runs[0])
+    finally:
+        for trainer in trainers:
+            ray.kill(trainer)
+
+
+def _check(run: Any, node: str, first: Any) -> None:
+    """Raises what ended the run of a rank: where rank 0 stopped too and says why, that."""
+    try:
+        ray.get(run)
+    except RayActorError as error:
+        raise RuntimeError(
+            f"the trainer on {node} died: {str(error).splitlines()[0]} What the last checkpoint holds is safe; go on "
+            "with resume=<the run's folder>"
+        ) from error
+    except RayTaskError as error:
+        ray.wait([first], timeout=LAST_WORDS_S)
+        stop = _stop_of(first) or _stop_of(run)
+        raise (SystemExit(str(stop)) if stop else error) from None
+
+
+def _stop_of(run: Any) -> StoppedEarly | None:
+    """What the run said when it stopped, if that is how it ended."""
+    try:
+        ray.get(run, timeout=0)
+    except RayTaskError as error:
+        return error.cause if isinstance(error.cause, StoppedEarly) else None
+    except (RayActorError, GetTimeoutError):
+        pass
+    return None
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _interrupt(pid: int) -> None:
+    os.kill(pid, signal.SIGINT)

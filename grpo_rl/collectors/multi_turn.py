@@ -1,0 +1,274 @@
+"""Dialogs: conversations of several turns, each going on by itself while the engine samples the others.
+
+A slow tool holds up its own conversation alone. What was sampled is never tokenised again: ids of a reply go behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from grpo_rl.data.group import Group
+from grpo_rl.engines.base import Sampler, Samples, Sampling
+from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward
+from grpo_rl.envs.chat import Dialog
+from grpo_rl.envs.guards.guard import in_thread
+
+IDLE_S = 0.05
+"""How long a look for finished replies takes while the engine has nothing to do."""
+
+
+@dataclass(eq=False)
+class Trajectory:
+    """One conversation with what training has to know of each token behind the prompt.
+
+    Args:
+        row: of the data, which the conversation is about; ``where`` names it in messages.
+        trainable: which tokens the policy chose; a reply's are not.
+        turn_starts: where each turn of the policy begins in ``ids``.
+        truncated: the policy met a limit of tokens before it was done.
+        dropped: why there is nothing to train on; None where there is.
+    """
+
+    row: dict
+    where: str
+    prompt_ids: Sequence[int]
+    dialog: Dialog
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    trainable: list[bool] = field(default_factory=list)
+    turn_starts: list[int] = field(default_factory=list)
+    truncated: bool = False
+    dropped: Failure | None = None
+    replying_since: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the whole conversation, as the engine sees it."""
+        return len(self.prompt_ids) + len(self.ids)
+
+    def add_turn(self, samples: Samples, text: str) -> None:
+        """Puts a turn of the policy behind what there is."""
+        ids = samples.response_ids.tolist()
+        self.dialog.say(text)
+        self.truncated = bool(samples.truncated[0])
+        self.turn_starts.append(len(self.ids))
+        self.ids += ids
+        self.log_probs += samples.log_probs.tolist()
+        self.versions += samples.versions.tolist()
+        self.trainable += [True] * len(ids)
+
+    def add_reply(self, ids: Sequence[int]) -> None:
+        """Puts a reply behind what there is: tokens that the policy reads and did not choose."""
+        self.ids += ids
+        self.log_probs += [0.0] * len(ids)
+        self.versions += [self.versions[-1] if self.versions else 0] * len(ids)
+        self.trainable += [False] * len(ids)
+
+
+def play(env: LLMEnv, engine: Sampler, sampling: Sampling, trajectories: Sequence[Trajectory]) -> None:
+    """Plays each conversation to its end, or until it is dropped.
+
+    Args:
+        env: whose task replies.
+        engine: samples one turn at a time, many conversations at once.
+        sampling: of each turn.
+        trajectories: with their prompts alone.
+    """
+    _Player(env, engine, sampling).play(trajectories)
+
+
+def begin(env: LLMEnv, row: dict, where: str, prompt_ids: Sequence[int]) -> Trajectory:
+    """A conversation that has only its prompt."""
+    return Trajectory(row, where, prompt_ids, Dialog(env.task.prompt(row)))
+
+
+class _Player:
+    def __init__(self, env: LLMEnv, engine: Sampler, sampling: Sampling) -> None:
+        self._env, self._engine, self._sampling = env, engine, sampling
+        self._open: dict[int, Trajectory] = {}
+        self._in_engine: set[int] = set()
+        self._replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+
+    def play(self, trajectories: Sequence[Trajectory]) -> None:
+        self._open = dict(enumerate(trajectories))
+        try:
+            for i in self._open:
+                self._submit(i)
+            while self._open:
+                for i, samples in self._engine.step() if self._in_engine else ():
+                    self._in_engine.discard(i)
+                    self._on_turn(i, samples)
+                for i, reply in self._arrived():
+                    self._on_reply(i, reply)
+        finally:
+            self._engine.abort()
+
+    def _submit(self, i: int) -> None:
+        trajectory = self._open[i]
+        sampling = turn_sampling(trajectory, self._sampling, self._engine.max_model_len)
+        self._engine.submit(i, [*trajectory.prompt_ids, *trajectory.ids], sampling)
+        self._in_engine.add(i)
+
+    def _on_turn(self, i: int, samples: Samples) -> None:
+        trajectory, task = self._open[i], self._env.task
+        trajectory.add_turn(samples, self._env.decode(samples.response_ids))
+        if trajectory.truncated:
+            del self._open[i]  # the turn has no end: a reply would go into the middle of a sentence
+            return
+        trajectory.replying_since = time.monotonic()
+        max_turns = self._env.max_turns
+        in_thread(_tell, self._replies, i, lambda: trajectory.dialog.reply(task, trajectory.row, max_turns))
+
+    def _arrived(self) -> list[tuple[int, Any]]:
+        """Replies that are there or overdue; waits a moment for one where the engine has nothing to do."""
+        arrived: dict[int, Any] = {}
+        try:
+            if not self._in_engine:
+                arrived.update([self._replies.get(timeout=IDLE_S)])
+            while True:
+                arrived.update([self._replies.get_nowait()])
+        except queue.Empty:
+            pass
+        deadline_s, now = self._env.guard.deadline_s, time.monotonic()
+        for i, trajectory in self._open.items():
+            if trajectory.replying_since and now - trajectory.replying_since > deadline_s:
+                arrived.setdefault(i, TimeoutError(f"no reply within {deadline_s:g} s"))
+        return [(i, reply) for i, reply in arrived.items() if i in self._open]
+
+    def _on_reply(self, i: int, reply: Any) -> None:
+        trajectory = self._open[i]
+        trajectory.replying_since = None
+        if take_reply(self._env, trajectory, reply, self._engine.max_model_len):
+            self._submit(i)
+        else:
+            del self._open[i]
+
+
+def turn_sampling(trajectory: Trajectory, sampling: Sampling, max_model_len: int) -> Sampling:
+    """How the next turn is sampled: as far as there is room for it."""
+    limit = min(sampling.max_new_tokens, max_model_len - trajectory.num_tokens)
+    return replace(sampling, max_new_tokens=limit, min_new_tokens=min(sampling.min_new_tokens, limit))
+
+
+def take_reply(env: LLMEnv, trajectory: Trajectory, reply: Any, max_model_len: int) -> bool:
+    """Whether the policy has another turn after this reply, which is put behind what there is.
+
+    Args:
+        reply: messages; None where the conversation is over; or the exception that came in the place of one.
+    """
+    if reply is None:
+        return False
+    try:
+        if isinstance(reply, Exception):
+            raise reply
+        ids = env.encode_reply(reply, trajectory.ids[-1])
+    except Exception as error:
+        trajectory.dropped = _failure(env, trajectory, error)
+        return False
+    if trajectory.num_tokens + len(ids) >= max_model_len:
+        trajectory.truncated = True  # the policy never reads the reply
+        return False
+    trajectory.dialog.hear(reply)
+    trajectory.add_reply(ids)
+    return True
+
+
+def _failure(env: LLMEnv, trajectory: Trajectory, error: Exception) -> Failure:
+    where = f"{trajectory.where}, turn {trajectory.dialog.turns}"
+    message = f"{type(env.task).__name__}.reply failed on {where}: {type(error).__name__}: {error}"
+    return Failure("timeout" if isinstance(error, TimeoutError) else "error", message)
+
+
+async def converse(
+    env: LLMEnv,
+    trajectory: Trajectory,
+    ask: Callable[[Sequence[int], Sampling], Awaitable[Samples]],
+    sampling: Sampling,
+    max_model_len: int,
+) -> None:
+    """Plays one conversation to its end, or until it is dropped; as :func:`play`, on an event loop.
+
+    Args:
+        ask: samples a turn.
+    """
+    goes_on = True
+    while goes_on:
+        samples = await ask(
+            [*trajectory.prompt_ids, *trajectory.ids], turn_sampling(trajectory, sampling, max_model_len)
+        )
+        trajectory.add_turn(samples, env.decode(samples.response_ids))
+        if trajectory.truncated:
+            return
+        goes_on = take_reply(env, trajectory, await _reply(env, trajectory), max_model_len)
+
+
+async def _reply(env: LLMEnv, trajectory: Trajectory) -> Any:
+    """The reply, or the exception in its place; a thread that is late is left behind."""
+    replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+
+    def call() -> None:
+        _tell(replies, 0, lambda: trajectory.dialog.reply(env.task, trajectory.row, env.max_turns))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(arrived.set)
+
+    in_thread(call)
+    deadline_s = env.guard.deadline_s
+    try:
+        await asyncio.wait_for(arrived.wait(), deadline_s)
+    except TimeoutError:
+        return TimeoutError(f"no reply within {deadline_s:g} s")
+    return replies.get()[1]
+
+
+def _tell(replies: queue.SimpleQueue[tuple[int, Any]], i: int, call: Callable[[], Any]) -> None:
+    try:
+        replies.put((i, call()))
+    except Exception as error:
+        replies.put((i, error))
+    except BaseException as error:  # a tool that calls sys.exit() ends its conversation, not the run
+        replies.put((i, RuntimeError(f"{type(error).__name__}: {error}")))
+
+
+def judge(env: LLMEnv, group: Sequence[Trajectory]) -> list[Reward | Failure]:
+    """The reward of each conversation about one row, or why it has none."""
+    env.guard.record([trajectory.dropped for trajectory in group if trajectory.dropped])
+    whole = [trajectory.dialog.messages for trajectory in group if not trajectory.dropped]
+    rewards = iter(env.guard.score_dialogs(group[0].row, whole, group[0].where))
+    return [trajectory.dropped or next(rewards) for trajectory in group]
+
+
+def group_of_trajectories(prompt: Prompt, trajectories: Sequence[Trajectory]) -> Group:
+    """The conversations about one prompt as a group, not yet rewarded.
+
+    >>> t = Trajectory({}, "row 0", [1], Dialog([]))
+    >>> t.add_turn(Samples.from_lists([[5]], [[-0.5]], [False], version=3), "hm"); t.add_reply([8, 9])
+    >>> group = group_of_trajectories(Prompt(0, 0, "?", torch.tensor([1])), [t, t])
+    >>> group.response_ids.tolist(), group.trainable.tolist(), group.offsets.tolist()
+    ([5, 8, 9, 5, 8, 9], [True, False, False, True, False, False], [0, 3, 6])
+    """
+
+    def joined(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([x for t in trajectories for x in getattr(t, name)], dtype=dtype)
+
+    return Group(
+        group_id=prompt.group_id,
+        row=prompt.row,
+        prompt_ids=prompt.ids,
+        response_ids=joined("ids", torch.long),
+        log_probs=joined("log_probs", torch.float32),
+        versions=joined("versions", torch.long),
+        trainable=joined("trainable", torch.bool),
+        offsets=torch.tensor([0, *(len(t.ids) for t in trajectories)]).cumsum(0),
+        rewards=torch.zeros(len(trajectories)),
+        truncated=torch.tensor([t.truncated for t in trajectories]),
+    )

@@ -1,0 +1,307 @@
+"""A group: one prompt and the G answers sampled for it, ragged and without padding.
+
+Dimension letters: P prompt tokens, R response tokens of the whole group, G responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+
+from grpo_rl.data import keys
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One prompt, stored once, and its G responses, stored flat with offsets.
+
+    Response ``g`` owns ``response_ids[offsets[g]:offsets[g + 1]]``; every per-token field is cut the same way.
+    What ties a group together is ``group_id``, never the text of its prompt: two rows may ask the same question.
+
+    Args:
+        group_id: unique in the run.
+        row: index of the dataset row.
+        prompt_ids: [P] what the engine was given.
+        response_ids: [R] what the engine sampled, the end-of-sequence token included where there was one.
+        log_probs: [R] the sampler's log-probabilities at the sampling temperature, in nats.
+        versions: [R] policy version that sampled each token.
+        trainable: [R] False for tokens that the policy did not choose (a tool's reply).
+        offsets: [G + 1] where each response starts; ``offsets[-1] == R``.
+        rewards: [G] total reward.
+        reward_parts: named parts of the reward, [G] each.
+        measures: what is logged beside the reward, [G] each, NaN where an answer has no such number.
+        truncated: [G] True where the answer met the length limit.
+        advantages: [G], once they are known.
+        ref_log_probs: [R] the frozen reference's log-probabilities, where there is one.
+        old_log_probs: [R] the trainer's own log-probabilities before it trains on the group, where they are asked for.
+        old_entropies: [R] and its entropies, written with them.
+
+    >>> group = Group(
+    ...     0, 0, torch.tensor([5, 6]), torch.tensor([7, 8, 9]), torch.zeros(3), torch.zeros(3, dtype=torch.long),
+    ...     torch.ones(3, dtype=torch.bool), torch.tensor([0, 1, 3]), torch.tensor([0.0, 1.0]), {},
+    ...     torch.zeros(2, dtype=torch.bool))
+    >>> group.size, [ids.tolist() for ids in group.responses]
+    (2, [[7], [8, 9]])
+    """
+
+    group_id: int
+    row: int
+    prompt_ids: Int[Tensor, " P"]
+    response_ids: Int[Tensor, " R"]
+    log_probs: Float[Tensor, " R"]
+    versions: Int[Tensor, " R"]
+    trainable: Bool[Tensor, " R"]
+    offsets: Int[Tensor, " G1"]
+    rewards: Float[Tensor, " G"]
+    reward_parts: dict[str, Tensor] = field(default_factory=dict)
+    measures: dict[str, Tensor] = field(default_factory=dict)
+    truncated: Bool[Tensor, " G"] | None = None
+    advantages: Float[Tensor, " G"] | None = None
+    ref_log_probs: Float[Tensor, " R"] | None = None
+    old_log_probs: Float[Tensor, " R"] | None = None
+    old_entropies: Float[Tensor, " R"] | None = None
+
+    def __post_init__(self) -> None:
+        tokens = int(self.offsets[-1])
+        assert len(self.rewards) == self.size, (len(self.rewards), self.size)
+        for name in ("response_ids", "log_probs", "versions", "trainable"):
+            assert len(getattr(self, name)) == tokens, (name, len(getattr(self, name)), tokens)
+
+    @property
+    def size(self) -> int:
+        """Number of responses, G."""
+        return self.offsets.numel() - 1  # len() of a tensor takes four times as long
+
+    @property
+    def lengths(self) -> Int[Tensor, " G"]:
+        """Tokens of each response."""
+        return self.offsets.diff()
+
+    @property
+    def chosen_lengths(self) -> Int[Tensor, " G"]:
+        """Tokens of each response that the policy chose: all but those of replies."""
+        chosen = torch.cat([self.offsets[:1], self.trainable.cumsum(0)])
+        return chosen[self.offsets].diff()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a shared-prefix forward computes: the prompt once, then every response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def responses(self) -> tuple[Tensor, ...]:
+        """Ids of each response."""
+        return self.response_ids.split(self.lengths.tolist())
+
+    def with_advantages(self, advantages: Float[Tensor, " G"]) -> Group:
+        """The same group with its advantages written."""
+        assert len(advantages) == self.size, (len(advantages), self.size)
+        # Not `replace`, which checks every other field anew: buffers do this for every group they hand out.
+        group = object.__new__(Group)
+        group.__dict__.update(self.__dict__, advantages=advantages)
+        return group
+
+    def with_rewards(
+        self, rewards: Float[Tensor, " G"], parts: dict[str, Tensor], measures: dict[str, Tensor] | None = None
+    ) -> Group:
+        """The same group with its rewards, their named parts and what was measured written."""
+        return replace(self, rewards=rewards, reward_parts=parts, measures=measures or {})
+
+    def with_ref_log_probs(self, ref_log_probs: Float[Tensor, " R"]) -> Group:
+        """The same group with the reference's log-probabilities written."""
+        return replace(self, ref_log_probs=ref_log_probs)
+
+    def with_old(self, log_probs: Float[Tensor, " R"], entropies: Float[Tensor, " R"]) -> Group:
+        """The same group with what the trainer says of it before it trains on it written."""
+        return replace(self, old_log_probs=log_probs, old_entropies=entropies)
+
+    def trained_tokens(self, mask_truncated: bool) -> Bool[Tensor, " R"]:
+        """True on the tokens that are trained on: those that the policy chose.
+
+        Args:
+            mask_truncated: without those of answers that met the length limit.
+
+        Raises:
+            ValueError: it isn't known which answers did.
+
+        >>> from grpo_rl.testing import random_group
+        >>> group = replace(random_group(lengths=[1, 2]), truncated=torch.tensor([True, False]))
+        >>> group.trained_tokens(mask_truncated=True)
+        tensor([False,  True,  True])
+        """
+        if not mask_truncated:
+            return self.trainable
+        if self.truncated is None:
+            raise ValueError(
+                f"group {self.group_id} doesn't say which answers met the length limit, and loss.mask_truncated leaves "
+                "them out; set Group.truncated, or loss.mask_truncated=false"
+            )
+        return self.trainable & ~self.truncated.repeat_interleave(self.lengths)
+
+    def with_only(self, answers: Sequence[int]) -> Group:
+        """The same group without its other answers.
+
+        >>> from grpo_rl.testing import random_group
+        >>> group = random_group(lengths=[1, 3, 2]).with_only([0, 2])
+        >>> group.lengths.tolist(), len(group.log_probs)
+        ([1, 2], 3)
+        """
+        chosen = torch.tensor(answers, dtype=torch.long)
+        keep = torch.zeros(self.size, dtype=torch.bool).index_fill_(0, chosen, True)
+        tokens = keep.repeat_interleave(self.lengths)
+
+        def cut(x: Tensor | None, mask: Tensor) -> Tensor | None:
+            return None if x is None else x[mask]
+
+        return Group(
+            group_id=self.group_id,
+            row=self.row,
+            prompt_ids=self.prompt_ids,
+            **{name: getattr(self, name)[tokens] for name in ("response_ids", "log_probs", "versions", "trainable")},
+            offsets=torch.cat([self.offsets[:1], self.lengths[keep].cumsum(0)]),
+            rewards=self.rewards[keep],
+            reward_parts={name: part[keep] for name, part in self.reward_parts.items()},
+            measures={name: values[keep] for name, values in self.measures.items()},
+            truncated=cut(self.truncated, keep),
+            advantages=cut(self.advantages, keep),
+            ref_log_probs=cut(self.ref_log_probs, tokens),
+            old_log_probs=cut(self.old_log_probs, tokens),
+            old_entropies=cut(self.old_entropies, tokens),
+        )
+
+    def to_tensordict(self) -> TensorDictBase:
+        """G trajectories in TorchRL's ragged LLM layout (see `grpo_rl.data.keys`), one lazily stacked entry a response.
+
+        TorchRL's own losses read it as it is, groups stacked with ``lazy_stack``, and give the project's values. They
+        pad advantages on the right and all else on the left, so nothing here depends on the side: a response has one
+        advantage for all its tokens. Tokens that the policy did not choose have NaN for the sampler's log-probability,
+        which takes them out of the loss.
+
+        The trainer's own ``old_log_probs`` and ``old_entropies`` stay with the trainer and are left out.
+
+        Source: ``torchrl.objectives.llm.GRPOLoss`` and ``MCAdvantage``, TorchRL 0.14.
+        """
+        rows = []
+        for g, ids in enumerate(self.responses):
+            span = slice(int(self.offsets[g]), int(self.offsets[g + 1]))
+            prompt = len(self.prompt_ids)
+            full = torch.cat([self.prompt_ids, ids])
+            row = TensorDict(batch_size=[])
+            row[keys.TOKENS_PROMPT] = self.prompt_ids
+            row[keys.TOKENS_RESPONSE] = ids
+            row[keys.TOKENS_FULL] = full
+            chosen = torch.where(self.trainable[span], self.log_probs[span], torch.nan)
+            row[keys.LOG_PROBS_RESPONSE] = self.log_probs[span]
+            row[keys.LOG_PROBS_FULL] = torch.cat([torch.full((prompt,), torch.nan), chosen])
+            row[keys.ASSISTANT_MASK] = torch.cat([torch.zeros(prompt, dtype=torch.bool), self.trainable[span]])
+            row[keys.ATTENTION_MASK] = torch.ones_like(full, dtype=torch.bool)
+            row[keys.REWARD] = self.rewards[g].reshape(1, 1)
+            row[keys.GROUP_ID] = torch.tensor(self.group_id)
+            row[keys.ROW] = torch.tensor(self.row)
+            row[keys.VERSIONS] = self.versions[span]
+            if self.truncated is not None:
+                row[keys.TRUNCATED] = self.truncated[g].reshape(1)
+            for name, part in self.reward_parts.items():
+                row[keys.REWARD_PARTS + (name,)] = part[g]
+            for name, values in self.measures.items():
+                row[keys.MEASURES + (name,)] = values[g]
+            if self.ref_log_probs is not None:
+                row[keys.REF_LOG_PROBS_FULL] = torch.cat([torch.zeros(prompt), self.ref_log_probs[span]])
+            if self.advantages is not None:
+                row[keys.ADVANTAGE] = self.advantages[g].reshape(1, 1)
+            rows.append(row)
+        return lazy_stack(rows)
+
+    @classmethod
+    def from_tensordict(cls, td: TensorDictBase) -> Group:
+        """The group whose G trajectories ``td`` holds: the inverse of :meth:`to_tensordict`.
+
+        Raises:
+            ValueError: the rows belong to different groups or prompts.
+        """
+        rows = list(td.unbind(0))
+        group_ids = {int(row[keys.GROUP_ID]) for row in rows}
+        prompt_ids = rows[0][keys.TOKENS_PROMPT]
+        if len(group_ids) != 1 or any(not torch.equal(row[keys.TOKENS_PROMPT], prompt_ids) for row in rows):
+            raise ValueError(f"these {len(rows)} rows belong to groups {sorted(group_ids)}; give one group's rows")
+        prompt = len(prompt_ids)
+        lengths = torch.tensor([0] + [len(row[keys.TOKENS_RESPONSE]) for row in rows])
+
+        def by_name(prefix: tuple[str]) -> dict[str, Tensor]:
+            named = rows[0].get(prefix, None)
+            return {} if named is None else {n: torch.stack([row[prefix + (n,)] for row in rows]) for n in named.keys()}
+
+        has_advantage = rows[0].get(keys.ADVANTAGE, None) is not None
+        has_ref = rows[0].get(keys.REF_LOG_PROBS_FULL, None) is not None
+        has_truncated = rows[0].get(keys.TRUNCATED, None) is not None
+        return cls(
+            group_id=group_ids.pop(),
+            row=int(rows[0][keys.ROW]),
+            prompt_ids=prompt_ids,
+            response_ids=torch.cat([row[keys.TOKENS_RESPONSE] for row in rows]),
+            log_probs=torch.cat([row[keys.LOG_PROBS_RESPONSE] for row in rows]),
+            versions=torch.cat([row[keys.VERSIONS] for row in rows]),
+            trainable=torch.cat([row[keys.ASSISTANT_MASK][prompt:] for row in rows]),
+            offsets=lengths.cumsum(0),
+            rewards=torch.stack([row[keys.REWARD].reshape(()) for row in rows]),
+            reward_parts=by_name(keys.REWARD_PARTS),
+            measures=by_name(keys.MEASURES),
+            truncated=torch.cat([row[keys.TRUNCATED] for row in rows]) if has_truncated else None,
+            advantages=torch.stack([row[keys.ADVANTAGE].reshape(()) for row in rows]) if has_advantage else None,
+            ref_log_probs=torch.cat([row[keys.REF_LOG_PROBS_FULL][prompt:] for row in rows]) if has_ref else None,
+        )
+
+
+def groups_to_score(groups: Sequence[Group], skip_zero_advantage: bool, mask_truncated: bool = False) -> list[Group]:
+    """The groups that training computes: those with a token that is trained on, and with anything to learn from.
+
+    Args:
+        groups: with advantages, unless all are wanted.
+        skip_zero_advantage: leave out groups whose answers were rewarded alike.
+        mask_truncated: answers that met the length limit are not trained on.
+    """
+    return [
+        group
+        for group in groups
+        if group.trained_tokens(mask_truncated).any() and (not skip_zero_advantage or bool(group.advantages.any()))
+    ]
+
+
+def micro_batches(groups: Sequence[Group], max_tokens: int, count: int | None = None) -> list[list[Group]]:
+    """The groups split into micro-batches of balanced cost, each within ``max_tokens`` where its groups allow it.
+
+    Largest first into the lightest micro-batch (Graham's LPT rule). A group larger than the budget is alone in its own.
+
+    Args:
+        max_tokens: tokens computed at a time, prompts counted once.
+        count: exactly this many micro-batches instead.
+
+    Raises:
+        ValueError: fewer groups than micro-batches.
+
+    >>> from grpo_rl.testing import random_group
+    >>> groups = [random_group(prompt=2, lengths=[n], group_id=n) for n in (8, 3, 4)]
+    >>> [[g.group_id for g in micro] for micro in micro_batches(groups, max_tokens=12)]
+    [[8], [4, 3]]
+    """
+    if count is not None and count > len(groups):
+        raise ValueError(f"gradient_accumulation_steps={count} micro-batches cannot be made of {len(groups)} groups")
+    total = sum(group.num_tokens for group in groups)
+    size = count or max(1, -(-total // max_tokens))
+    ordered = sorted(groups, key=lambda group: group.num_tokens, reverse=True)
+    while True:
+        bins: list[list[Group]] = [[] for _ in range(min(size, len(groups)))]
+        loads = [0] * len(bins)
+        for group in ordered:
+            lightest = loads.index(min(loads))
+            bins[lightest].append(group)
+            loads[lightest] += group.num_tokens
+        fits = all(load <= max_tokens or len(b) == 1 for b, load in zip(bins, loads, strict=True))
+        if fits or count is not None:
+            return bins
+        size += 1

@@ -1,0 +1,148 @@
+"""Where a NaN or an infinity comes from: the first tensor, layer, group and prompt, found by doing the step again.
+
+A healthy step pays nothing for it: only after a step whose loss or gradient was not finite are the forward and backward
+pass repeated, on the weights of that step, one group at a time and with every module watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from grpo_rl.data.group import Group
+from grpo_rl.diagnosis.causes import forked_random_state
+from grpo_rl.losses.grpo import LOSSES, GRPOLoss
+from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches, step_totals
+from grpo_rl.training.optimizer import PolicyOptimizer
+
+COMPUTED = ("log_prob", "entropy")
+"""What the policy adds to a group's tokens; all else was there before."""
+
+
+@torch.enable_grad()
+def first_nonfinite(
+    policy: TrainPolicy,
+    loss: GRPOLoss,
+    optimizer: PolicyOptimizer,
+    batch: Sequence[Group],
+    batching: Mapping[str, Any],
+    describe: Callable[[Group], str],
+) -> str:
+    """Says in a sentence what is not finite first. The gradients summed so far are lost.
+
+    Args:
+        batch: groups of the optimizer step.
+        batching: of `grpo_rl.policies.policy.scored_micro_batches`.
+        describe: names a group to people, by its prompt.
+    """
+    if broken := [name for name, x in policy.model.named_parameters() if not x.isfinite().all()]:
+        return f"The weights themselves hold it: {broken[0]}, {len(broken)} in all."
+    masks = {name: batching[name] for name in ("mask_truncated", "top_entropy_fraction") if name in batching}
+    # Each group by itself, with the weights that its tokens have in the step; there is nothing to split it into.
+    batching = {**batching, "count": None, "totals": step_totals(batch, **masks)}
+    try:
+        for group in batch:
+            optimizer.clear_gradients()
+            # A run that goes on draws as if nothing had been looked for.
+            with forked_random_state(), _watched(policy.model) as seen:
+                found = _in_group(policy, loss, optimizer, group, batching, seen)
+            if found:
+                return f"It comes from {describe(group)}: {found}."
+    except torch.OutOfMemoryError:
+        return "Where it comes from could not be traced: out of memory."
+    finally:
+        optimizer.clear_gradients()
+    return f"None of the {len(batch)} groups has it by itself: it is their sum that overflows, or a compiled kernel."
+
+
+def _in_group(
+    policy: TrainPolicy,
+    loss: GRPOLoss,
+    optimizer: PolicyOptimizer,
+    group: Group,
+    batching: Mapping[str, Any],
+    seen: dict[str, str],
+) -> str | None:
+    # On-policy, what the trainer said before is a copy of what it says now.
+    computed = (*COMPUTED, "old_log_prob") if batching.get("on_policy") else COMPUTED
+    for tokens in scored_micro_batches(policy, [group], **batching):
+        given = [name for name in tokens.keys() if name not in computed]
+        if place := _place(tokens, given, group):
+            return f"{place}, which was not finite before it was scored"
+        if place := _place(tokens, COMPUTED, group):
+            where = f"in the output of {seen['forward']}" if "forward" in seen else "in the head"
+            return f"{place}; it first appears {where}"
+        losses = loss(tokens)
+        if bad := [name for name in LOSSES if not losses[name].isfinite()]:
+            return f"{bad[0]} is {losses[bad[0]].item()}, though every log-probability is finite ({_extremes(tokens)})"
+        tokens["log_prob"].register_hook(partial(_note, seen, "backward", "the log-probabilities"))
+        torch.stack([losses[name] for name in LOSSES]).sum().backward()
+        if bad := optimizer.nonfinite_gradients():
+            if "forward" in seen:
+                where = f"the output of {seen['forward']}, at a token that no answer depends on,"
+            else:
+                where = f"the gradient of {seen.get('backward', 'a weight')}"
+            return f"the loss is finite, and {where} is the first that is not; {bad[0]} is one of {len(bad)} tensors"
+    return None
+
+
+def _place(tokens: TensorDictBase, names: Sequence[str], group: Group) -> str | None:
+    """The first token at which one of the entries is not finite."""
+    for name in names:
+        values = tokens[name].detach().cpu()
+        if not values.is_floating_point():
+            continue
+        bad = tokens["trainable"].cpu() & ~values.isfinite()
+        if bad.any():
+            token = int(bad.nonzero()[0])
+            answer = int(torch.repeat_interleave(group.lengths)[token])
+            return f"{name} of token {token - int(group.offsets[answer])} of answer {answer} is {values[token].item()}"
+    return None
+
+
+def _extremes(tokens: TensorDictBase) -> str:
+    log_ratio = (tokens["log_prob"] - tokens["sampler_log_prob"])[tokens["trainable"]]
+    return (
+        f"log-ratios from {log_ratio.min().item():.3g} to {log_ratio.max().item():.3g}, advantages from "
+        f"{tokens['advantage'].min().item():.3g} to {tokens['advantage'].max().item():.3g}"
+    )
+
+
+@contextmanager
+def _watched(model: torch.nn.Module) -> Iterator[dict[str, str]]:
+    """Names of the modules whose output (``forward``) and whose gradient (``backward``) were the first to be broken."""
+    seen: dict[str, str] = {}
+
+    def look(name: str, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            return
+        _note(seen, "forward", name, tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(partial(_note, seen, "backward", f"the output of {name}"))
+
+    # A module's hook is called before that of the module around it: the innermost is the first to be seen.
+    hooks = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules() if name]
+    # What is inside a compiled module would not call its hooks. All else stays compiled: without its kernel the
+    # attention takes memory that there may not be.
+    compiled = [(module, module._compiled_call_impl) for module in model.modules()]
+    try:
+        for module, _ in compiled:
+            module._compiled_call_impl = None
+        yield seen
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
+        for hook in hooks:
+            hook.remove()
+
+
+def _note(seen: dict[str, str], which: str, name: str, values: Tensor) -> None:
+    if which not in seen and not values.isfinite().all():
+        seen[which] = name

@@ -1,0 +1,234 @@
+"""The processes that train one policy together: what each computes, what they tell each other, who holds which weights.
+
+Every rank is given all groups of an optimizer step, plans the same micro-batches and computes its own share of them:
+whole groups, balanced by tokens. Gradients are sums over ranks, as the loss is divided by counts of the whole step.
+
+- ``ddp``: every rank holds the whole model; gradients are added up once a step, when all micro-batches are done. It is
+  done here and not by DistributedDataParallel, which knows of a backward pass only through ``forward``: a policy scores
+  with parts of its model.
+- ``fsdp``: every rank holds a part of each weight, of its gradient and of its optimizer state (FSDP2). Weights of a
+  layer are gathered when it is computed, so ranks have to compute in step: one with nothing left goes on with tokens of
+  weight zero.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from grpo_rl.policies.policy import CALL_WHOLE
+from grpo_rl.policies.shards import whole
+
+Mode = Literal["fsdp", "ddp"]
+X = TypeVar("X")
+
+
+class Ranks:
+    """The processes of a training, as one of them sees it.
+
+    Args:
+        mode: ``fsdp`` or ``ddp``.
+        device: this rank's.
+        fp32_masters: with ``fsdp`` the weights that are trained are held in fp32, as the optimizer's master weights,
+            and gathered in the model's own dtype.
+        cpu_offload: with ``fsdp`` weights, gradients and optimizer state stay in the CPU's memory.
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+
+    def __init__(
+        self, mode: Mode, device: torch.device | str = "cpu", fp32_masters: bool = True, cpu_offload: bool = False
+    ) -> None:
+        check_mode(mode)
+        self._fp32_masters, self._cpu_offload = fp32_masters, cpu_offload
+        self.mode, self.device = mode, torch.device(device)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.in_step = mode == "fsdp"
+        """Whether a forward or backward pass of one rank waits for those of the others."""
+        self._mesh = init_device_mesh(self.device.type, (self.size,)) if self.in_step else None
+        self.cpu_mesh = init_device_mesh("cpu", (self.size,)) if self.in_step else None
+        """What a checkpoint's tensors are spread over while they are read."""
+
+    @classmethod
+    def join(
+        cls,
+        mode: Mode,
+        device: torch.device | str = "cpu",
+        rank: int | None = None,
+        size: int | None = None,
+        store: dist.Store | None = None,
+        timeout_s: float = 1800.0,
+        **placement: bool,
+    ) -> Ranks:
+        """Meets the other ranks, by the environment that torchrun sets or by a store that all of them know.
+
+        Args:
+            rank: this process's number; with ``size``, how many there are, and ``store``.
+            timeout_s: longest wait for the others, here and in every exchange; whoever waits longer fails.
+            placement: ``fp32_masters`` and ``cpu_offload``.
+
+        Raises:
+            ValueError: neither torchrun's environment nor a store is there, or an unknown mode.
+        """
+        check_mode(mode)
+        if store is None and "WORLD_SIZE" not in os.environ:
+            raise ValueError(
+                f"train_model.parallel={mode} trains in several processes; start them with torchrun --nproc-per-node N"
+            )
+        device = torch.device(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        # Numbers and offloaded weights are exchanged on the CPU, beside what is on the GPUs.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        where = {} if store is None else {"rank": rank, "world_size": size, "store": store}
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **where)
+        return cls(mode, device, **placement)
+
+    def close(self) -> None:
+        """Leaves the others."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # What ranks tell each other. All of them have to call these, in the same order.
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        self.any([False])
+
+    def gather(self, mine: X) -> list[X]:
+        """What each rank gave, in their order."""
+        everyones: list[Any] = [None] * self.size
+        dist.all_gather_object(everyones, mine)
+        return everyones
+
+    def broadcast(self, first: X) -> X:
+        """What rank 0 gave."""
+        box = [first]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def sum(self, mine: Mapping[str, float]) -> dict[str, float]:
+        """Sums over ranks by name; a rank that lacks a name adds nothing."""
+        total: dict[str, float] = {}
+        for numbers in self.gather(dict(mine)):
+            for name, number in numbers.items():
+                total[name] = total.get(name, 0.0) + number
+        return total
+
+    def any(self, flags: Sequence[bool]) -> list[bool]:
+        """Which of the flags are set on some rank."""
+        joint = torch.tensor([bool(flag) for flag in flags], dtype=torch.int32)
+        dist.all_reduce(joint, dist.ReduceOp.MAX)
+        return joint.bool().tolist()
+
+    def sum_gradients(self, weights: Sequence[Tensor]) -> None:
+        """Makes every rank's gradients the sum of all; a weight that none has a gradient of is left without one.
+
+        With ``fsdp`` they are sums already.
+        """
+        if self.in_step:
+            return
+        exchanges = []
+        for weight, has_gradient in zip(weights, self.any([w.grad is not None for w in weights]), strict=True):
+            if has_gradient:
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+                exchanges.append(dist.all_reduce(weight.grad, async_op=True))
+        for exchange in exchanges:
+            exchange.wait()
+
+    # Who holds which weights.
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """What one machine's ranks do in turns: while a model is loaded and sharded, its memory holds it once."""
+        machines = self.gather(socket.gethostname())
+        mine, turns = machines[: self.rank].count(machines[self.rank]), max(map(machines.count, machines))
+        for _ in range(mine):
+            self.wait()
+        yield
+        for _ in range(turns - mine):
+            self.wait()
+
+    def place(self, model: PreTrainedModel) -> None:
+        """Moves a model from wherever it is to this rank's device: all of it, or with ``fsdp`` this rank's part.
+
+        Each decoder layer is gathered by itself; embedding, head and last norm are gathered around a policy's scoring.
+        Outside of forward and backward passes every weight is sharded. Gradients are summed in fp32, over tokens,
+        micro-batches and ranks.
+        """
+        if not self.in_step:
+            model.to(self.device)
+            return
+        dtype, wide = model.dtype, torch.promote_types(model.dtype, torch.float32)
+        precision = MixedPrecisionPolicy(dtype, reduce_dtype=wide, cast_forward_inputs=False)
+        pins = self.device.type == "cuda"
+        offload = CPUOffloadPolicy(pin_memory=pins) if self._cpu_offload else OffloadPolicy()
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        for module in [*layers, model]:
+            for parameter in module.parameters():
+                if self._fp32_masters and parameter.requires_grad and not isinstance(parameter, DTensor):
+                    parameter.data = parameter.data.to(wide)
+            unit = fully_shard(
+                module, mesh=self._mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload
+            )
+            # Sums, not means: the loss is divided by counts of the whole step.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            module.register_forward_pre_hook(_sum_gradients_in_fp32)
+        setattr(model, CALL_WHOLE, types.MethodType(_call, model))
+        register_fsdp_forward_method(model, CALL_WHOLE)
+
+
+def check_mode(mode: str) -> None:
+    """Refuses an unknown mode.
+
+    Raises:
+        ValueError: which, and what it may be.
+    """
+    if mode not in get_args(Mode):
+        raise ValueError(f"train_model.parallel is {mode!r}; it can be null, {', '.join(get_args(Mode))}")
+
+
+def _call(model: PreTrainedModel, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What the function returns; FSDP has gathered the model's own weights before, and shards them after."""
+    _sum_gradients_in_fp32(model)
+    return function(*arguments)
+
+
+def _sum_gradients_in_fp32(module: torch.nn.Module, *_: object) -> None:
+    """Of gathered weights, whose gradients are of their own dtype otherwise: tokens of a micro-batch would be lost."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
+
+
+def gathered(weights: Iterable[tuple[str, Tensor]], rank: int) -> dict[str, Tensor]:
+    """The named weights, whole, on the CPU of rank 0, gathered one at a time; nothing on other ranks, which join in."""
+    state = {}
+    for name, weight in weights:
+        tensor = whole(weight.detach())
+        if rank == 0:
+            state[name] = tensor.cpu()
+    return state

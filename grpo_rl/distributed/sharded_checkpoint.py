@@ -1,0 +1,234 @@
+"""A checkpoint's sharded tensors: each rank writes its rows, and any number of ranks reads them back.
+
+They lie in a folder beside the checkpoint's own file, a file for each rank, with all of the rank's tensors. The
+checkpoint's own file is written when they are safe, and lists them with their digests: where there is a file, its
+tensors are whole, and any other is found out.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from grpo_rl.policies.policy import Peers
+from grpo_rl.storage import checkpoint_file
+from grpo_rl.storage.whole_file import make_folder
+
+if TYPE_CHECKING:
+    from grpo_rl.distributed.ranks import Ranks
+
+SHARDS = "shards"
+"""The entry of a checkpoint's state that says which tensors lie in the folder, and the folder's suffix."""
+ABANDONED = ".abandoned"
+"""Suffix of a checkpoint's file that is set aside."""
+Place = list[str | int]
+"""Keys on the way to an entry of nested mappings."""
+R = TypeVar("R")
+
+
+def agreed(ranks: Peers | None, work: Callable[[], R]) -> R:
+    """Runs work of each rank and returns the rank's own result; where it fails on one rank, all raise that error.
+
+    Every rank has to call it. One that went on would wait for ever for one that has stopped.
+
+    Raises:
+        ValueError: on some rank.
+        OSError: likewise.
+    """
+    if ranks is None:
+        return work()
+    done, error = None, None
+    try:
+        done = work()
+    except (ValueError, OSError) as failed:
+        error = failed
+    if errors := [of_rank for of_rank in ranks.gather(error) if of_rank is not None]:
+        raise errors[0]
+    return done  # pyright: ignore[reportReturnType]
+
+
+def folder_of(path: Path) -> Path:
+    """The folder of a checkpoint's sharded tensors; one that is set aside has a folder of its own.
+
+    >>> folder_of(Path("checkpoint_000002.pt")).name, folder_of(Path("checkpoint_000002.abandoned")).name
+    ('checkpoint_000002.shards', 'checkpoint_000002.abandoned.shards')
+    """
+    return path.with_name(f"{path.name.removesuffix('.pt')}.{SHARDS}")
+
+
+def save_shards(path: Path, state: Mapping, ranks: Ranks) -> dict:
+    """Writes the sharded tensors of a state to disk; the state without them. Every rank has to call it.
+
+    What the folder holds already stays, as a checkpoint of this step may need it until it is replaced by this one.
+
+    Args:
+        path: of the checkpoint's file.
+    """
+    tensors: dict[str, Tensor] = {}
+    index: list[dict[str, Any]] = []
+    rest = _without_sharded(state, [], index, tensors)
+    if tensors:
+        folder = folder_of(path)
+        number = 0
+
+        def prepare() -> None:
+            nonlocal number
+            if ranks.rank == 0:
+                make_folder(folder)
+                number = 1 + max((_number(file) for file in folder.glob("save_*")), default=-1)
+
+        agreed(ranks, prepare)
+        file = folder / f"save_{ranks.broadcast(number)}_rank_{ranks.rank}.pt"
+        digest = agreed(ranks, lambda: checkpoint_file.write(file, tensors))
+        rest[SHARDS] = {"files": ranks.gather([file.name, digest]), "tensors": index}
+    return rest
+
+
+def _number(file: Path) -> int:
+    number = file.name.split("_")[1]
+    return int(number) if number.isdecimal() else 0
+
+
+def _without_sharded(state: Mapping, way: Place, index: list[dict[str, Any]], tensors: dict[str, Tensor]) -> dict:
+    rest = {}
+    for key, value in state.items():
+        here = [*way, key]
+        if isinstance(value, DTensor):
+            assert value.placements == (Shard(0),), f"{here} is sharded in another way: {value.placements}"
+            index.append({"place": here, "size": list(value.shape)})
+            part = value.to_local().detach()
+            # A rank's part may be a view into memory that holds more, all of which would be written.
+            tensors[_name(here)] = part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+            value = None
+        rest[key] = _without_sharded(value, here, index, tensors) if isinstance(value, Mapping) else value
+    return rest
+
+
+def remove_stale(path: Path, state: Mapping) -> None:
+    """Removes what earlier and cut writes of the same step left, which the state does not list."""
+    if SHARDS not in state:
+        shutil.rmtree(folder_of(path), ignore_errors=True)
+        return
+    needed = {name for name, _ in state[SHARDS]["files"]}
+    for file in folder_of(path).iterdir():
+        if file.name not in needed:
+            file.unlink()
+
+
+def check_shards(path: Path, state: Mapping, rank: int = 0, size: int = 1) -> None:
+    """Compares the files of a checkpoint's sharded tensors with their digests, each on one of the ranks.
+
+    Raises:
+        ValueError: one is missing or damaged, or all are of a form that isn't read any more.
+    """
+    shards = state.get(SHARDS)
+    if isinstance(shards, list):
+        raise ValueError("its sharded tensors were written by an earlier version, in a form that could run code")
+    for name, digest in shards["files"][rank::size] if shards else []:
+        try:
+            found = checkpoint_file.check(_shard(path, name))
+        except FileNotFoundError:
+            raise ValueError(f"it has no sharded tensors beside it in {folder_of(path).name}/{name}") from None
+        except ValueError as error:
+            raise ValueError(f"{folder_of(path).name}/{name} is damaged: {error}") from error
+        if found != digest:
+            raise ValueError(f"{folder_of(path).name}/{name} is of another checkpoint (another SHA-256)")
+
+
+def _shard(path: Path, name: str) -> Path:
+    if Path(name).name != name:
+        raise ValueError(f"its sharded tensors are not in its own folder, but in {name!r}")
+    return folder_of(path) / name
+
+
+def load_shards(path: Path, state: dict, ranks: Ranks | None = None) -> dict:
+    """The state with its sharded tensors on the CPU: whole, or with ``ranks`` each rank's part.
+
+    Raises:
+        ValueError: what the file says of its tensors is not so.
+    """
+    shards = state.pop(SHARDS, None)
+    if not shards:
+        return state
+    files = [checkpoint_file.read(_shard(path, name)) for name, _ in shards["files"]]
+    mesh = ranks.cpu_mesh if ranks else None
+    for tensor in shards["tensors"]:
+        place, size = tensor["place"], torch.Size(tensor["size"])
+        entry: Any = state
+        for key in place[:-1]:
+            entry = entry[key]
+        parts = [file[_name(place)] for file in files]
+        if sum(map(len, parts)) != size[0] or any(part.shape[1:] != size[1:] for part in parts):
+            raise ValueError(f"the parts of {_name(place)} don't make up its size {list(size)}")
+        entry[place[-1]] = _rows(parts, size, mesh)
+    return state
+
+
+def _name(place: Sequence[str | int]) -> str:
+    return "/".join(map(str, place))
+
+
+def _rows(parts: Sequence[Tensor], size: torch.Size, mesh: Any) -> Tensor:
+    """The tensor of parts that follow each other: whole, or this rank's part of its first dimension."""
+    if mesh is None:
+        return torch.cat(list(parts))
+    rows = math.ceil(size[0] / mesh.size())
+    first = min(rows * mesh.get_local_rank(), size[0])
+    last = min(first + rows, size[0])
+    mine, start = [], 0
+    for part in parts:
+        mine.append(part[max(first - start, 0) : max(last - start, 0)])
+        start += len(part)
+    stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(torch.cat(mine), mesh, [Shard(0)], run_check=False, shape=size, stride=stride)
+
+
+def set_aside(path: Path) -> None:
+    """Renames a checkpoint to ``.abandoned``, its file first: what is left of a cut renaming is no checkpoint."""
+    aside = path.with_suffix(ABANDONED)
+    shutil.rmtree(folder_of(aside), ignore_errors=True)  # of one that was set aside before
+    path.rename(aside)
+    if folder_of(path).exists():
+        folder_of(path).rename(folder_of(aside))
+
+
+def remove_orphans(folder: Path) -> None:
+    """Removes tensors without a file, which killed writes left."""
+    kept = {folder_of(path) for path in [*folder.glob("checkpoint_*.pt"), *folder.glob(f"checkpoint_*{ABANDONED}")]}
+    for shards in set(folder.glob(f"checkpoint_*.{SHARDS}")) - kept:
+        shutil.rmtree(shards)
+
+
+def remove(path: Path) -> None:
+    """Removes a checkpoint, its file first: what is left of a cut removal is no checkpoint."""
+    path.unlink()
+    shutil.rmtree(folder_of(path), ignore_errors=True)
+
+
+def export_model(
+    state: Mapping[str, Tensor],
+    config: Any,
+    folder: Path,
+    dtype: torch.dtype,
+    generation_config: GenerationConfig | None = None,
+) -> None:
+    """Writes whole weights as a model that ``from_pretrained`` reads.
+
+    Args:
+        state: of a model without adapters, by the names of its parameters; tied weights once.
+        config: of the model.
+        generation_config: how it is sampled from where nothing else is asked; None: as its class has it.
+    """
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if generation_config is not None:
+        plain.generation_config = generation_config
+    plain.save_pretrained(folder, state_dict={name: weight.to("cpu", dtype) for name, weight in state.items()})

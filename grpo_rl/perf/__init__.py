@@ -1,0 +1,1 @@
+"""What this machine could do at its best, and how near a step came."""

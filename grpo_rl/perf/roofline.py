@@ -1,0 +1,251 @@
+r"""What a step would take at this machine's measured best: the floor behind ``limit_fraction``.
+
+A floor counts the matrix products of a step, those of causal attention included, and the weights that have to come from
+memory. It leaves out what should be small beside them (element-wise work, the optimizer, rewards), and counts every
+response token in full, though an answer's last one need not be fed back: with answers of a few dozen tokens and more,
+the fraction is below 1 even where nothing is wasted. The counts are those of dense models: an expert that a token does
+not visit would be counted as work. What adapters add to products and reads is left out, being small beside the weights
+that they adapt. Source of the counts: PaLM, appendix B, https://arxiv.org/abs/2204.02311, but with the keys that a
+token sees rather than all.
+
+Letters: N parameters of the trunk, H hidden size, V vocabulary, A query heads times their size; P prompt tokens of a
+group, R its response tokens, of all answers together; K keys that tokens see, summed over tokens and layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo_rl.data.group import Group, groups_to_score
+from grpo_rl.perf.rates import Rates, machine_rates
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What of a model a floor depends on.
+
+    Args:
+        trunk: N, parameters but for those of the embedding and the head.
+        hidden: H.
+        vocab: V.
+        attention: A, query heads times their size.
+        decode_bytes: weights that each decoding step reads: trunk and head, not the embedding's table.
+        pushed_bytes: what every push sends: all weights, tied ones once, or adapters alone.
+        windows: of each layer, how many positions back a token sees, its own included; None: all.
+        trained: share of the weights that have a gradient: a frozen one's is not computed.
+    """
+
+    trunk: int
+    hidden: int
+    vocab: int
+    attention: int
+    decode_bytes: int
+    pushed_bytes: int
+    windows: tuple[int | None, ...]
+    trained: float = 1.0
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, pushes_adapters: bool = False) -> ModelSizes:
+        """The sizes of a transformers model, in the dtype it has now.
+
+        Args:
+            pushes_adapters: they alone travel, beside a base that went with the first push; else they are merged.
+        """
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        base = [p for name, p in model.named_parameters() if ".lora_" not in name]
+        adapters = [p for name, p in model.named_parameters() if ".lora_" in name]
+        trunk = [p for p in base if p is not embedding and p is not head]
+        vocab, hidden = head.shape
+        config = model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        window = getattr(config, "sliding_window", None)
+        layers = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+        return cls(
+            trunk=sum(map(_numel, trunk)),
+            hidden=hidden,
+            vocab=vocab,
+            attention=config.num_attention_heads * head_dim,
+            decode_bytes=sum(map(_numel, [*trunk, head])) * model.dtype.itemsize,
+            pushed_bytes=sum(map(_numel, adapters if pushes_adapters else base)) * model.dtype.itemsize,
+            windows=tuple(window if layer == "sliding_attention" else None for layer in layers),
+            trained=sum(_numel(p) for p in [*trunk, head] if p.requires_grad) / sum(map(_numel, [*trunk, head])),
+        )
+
+    def keys_seen(self, start: int, end: int) -> int:
+        """By the tokens of a sequence from position ``start`` up to ``end``, in all layers.
+
+        >>> sizes = ModelSizes(1, 1, 1, attention=1, decode_bytes=1, pushed_bytes=1, windows=(None, 2))
+        >>> sizes.keys_seen(0, 3), sizes.keys_seen(2, 3)  # 1 + 2 + 3 and 1 + 2 + 2; 3 and 2
+        (11, 5)
+        """
+
+        def up_to(position: int, window: int | None) -> int:
+            growing = position if window is None else min(position, window)
+            return growing * (growing + 1) // 2 + (position - growing) * growing
+
+        return sum(n * (up_to(end, w) - up_to(start, w)) for w, n in Counter(self.windows).items())
+
+
+def floors_s(
+    groups: Sequence[Group],
+    sizes: ModelSizes,
+    rates: Rates,
+    *,
+    epochs: int = 1,
+    skip_zero_advantage: bool = False,
+    mask_truncated: bool = False,
+    inference_devices: int = 1,
+) -> dict[str, float]:
+    r"""Least seconds of each phase of the step that samples these groups and trains on them.
+
+    - ``sample``: $2NP + 4AK$ for the prompts, what they begin with in common computed once, then $2(N + HV)R + 4AK$ for
+      the responses or, where that takes longer, reading the weights once for every token of the longest answer;
+    - ``score``: $2N(P + R) + 2HVR + 4AK$ where a reference has scored them, else 0;
+    - ``train``: three times as much in each epoch, twice where weights are frozen;
+    - ``sync``: what is pushed read once and written once.
+
+    Args:
+        skip_zero_advantage: groups whose answers were rewarded alike are not trained on.
+        mask_truncated: nor answers that met the length limit; a group of such alone is not computed.
+        inference_devices: that sample side by side, each as fast as ``rates`` says.
+
+    4 prompt and 3 + 2 response tokens, attention left aside. Sampling: 2·100·4 = 800 operations for the prompt;
+    2·140·5 = 1400 for the answers take 1.4 s, less than the 12 s of reading 280 bytes 3 times. Training:
+    6·100·9 + 6·40·5 = 6600 operations.
+
+    >>> from grpo_rl.testing import random_group
+    >>> sizes = ModelSizes(100, hidden=4, vocab=10, attention=0, decode_bytes=280, pushed_bytes=280, windows=())
+    >>> floors_s([random_group(prompt=4, lengths=[3, 2])], sizes, Rates(gemm_flops_per_s=1000, bytes_per_s=70))
+    {'sample': 12.8, 'score': 0.0, 'train': 6.6, 'sync': 8.0}
+    """
+
+    def prompt(length: int) -> int:
+        return 2 * sizes.trunk * length + 4 * sizes.attention * sizes.keys_seen(0, length)
+
+    def responses(passed: Sequence[Group]) -> int:
+        ends = ((p, p + n) for group in passed for p in [len(group.prompt_ids)] for n in group.lengths.tolist())
+        keys = sum(sizes.keys_seen(start, end) for start, end in ends)
+        tokens = sum(len(group.response_ids) for group in passed)
+        return 2 * (sizes.trunk + sizes.hidden * sizes.vocab) * tokens + 4 * sizes.attention * keys
+
+    def forward(passed: Sequence[Group]) -> int:
+        return sum(prompt(len(group.prompt_ids)) for group in passed) + responses(passed)
+
+    prefill = of_distinct_tokens([group.prompt_ids for group in groups], prompt)
+    decode = responses(groups)
+    longest = max((int(group.chosen_lengths.max()) for group in groups), default=0)
+    read_s = longest * sizes.decode_bytes / rates.bytes_per_s
+    scored = [group for group in groups if group.ref_log_probs is not None]
+    annotated = [group for group in groups if group.old_log_probs is not None]
+    trained = groups_to_score(groups, skip_zero_advantage, mask_truncated)
+    flops_per_s = rates.gemm_flops_per_s
+    return {
+        "sample": (prefill / flops_per_s + max(decode / flops_per_s, read_s)) / inference_devices,
+        "score": (forward(scored) + forward(annotated)) / flops_per_s,
+        # The backward multiplies twice for each product of the forward: for the input's gradient and the weight's.
+        "train": (2 + sizes.trained) * epochs * forward(trained) / flops_per_s,
+        "sync": 2 * sizes.pushed_bytes / rates.bytes_per_s,
+    }
+
+
+def _numel(parameter: Tensor) -> int:
+    """Numbers that the parameter stands for: those of 4 bits lie two in a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return state.shape.numel() if state else parameter.numel()
+
+
+def of_distinct_tokens(prompts: Sequence[Int[Tensor, " P"]], work: Callable[[int], int]) -> int:
+    """Work of an engine with a prefix cache: what prompts begin with in common is computed once.
+
+    Args:
+        work: of a prompt's first so many tokens.
+
+    >>> from torch import tensor
+    >>> of_distinct_tokens([tensor([1, 2, 3]), tensor([1, 2, 4, 5]), tensor([1, 2, 3])], work=lambda tokens: tokens)
+    5
+    """
+    # Of all prompts before it, a sorted prompt shares most with its neighbour.
+    ordered = sorted(prompts, key=Tensor.tolist)
+    shared = (_shared(a, b) for a, b in zip(ordered, ordered[1:], strict=False))
+    return sum(work(len(prompt)) for prompt in ordered) - sum(map(work, shared))
+
+
+def _shared(a: Int[Tensor, " A"], b: Int[Tensor, " B"]) -> int:
+    length = min(len(a), len(b))
+    return int((a[:length] == b[:length]).cumprod(0).sum())
+
+
+def limit_metrics(floors: Mapping[str, float], phases_s: Mapping[str, float], step_s: float) -> dict[str, float]:
+    """``limit_fraction``, the step's floor over the time it took, and the same of each phase that had work to do.
+
+    Args:
+        floors: from :func:`floors_s`.
+        phases_s: seconds that the phases took.
+        step_s: seconds of the whole step, what lies between the phases included.
+
+    >>> limit_metrics({"sample": 1.0, "score": 0.0, "train": 3.0}, {"sample": 2.0, "score": 0.1, "train": 4.0}, 8.0)
+    {'limit_fraction': 0.5, 'limit_fraction/sample': 0.5, 'limit_fraction/train': 0.75}
+    """
+    return {"limit_fraction": sum(floors.values()) / step_s} | {
+        f"limit_fraction/{phase}": floor / phases_s[phase]
+        for phase, floor in floors.items()
+        if floor > 0 and phases_s.get(phase, 0.0) > 0
+    }
+
+
+class StepLimit:
+    """The limit metrics of a run's steps on this machine.
+
+    Measures the machine's rates where they are not known yet. A step that is faster than its floor shows that they were
+    measured on a busy machine: they are then measured once more, and the higher are kept.
+
+    Args:
+        model: that is trained; the engine samples with the same weights in the same dtype.
+        epochs: passes over each collection.
+        skip_zero_advantage: groups whose answers were rewarded alike are not trained on.
+        mask_truncated: nor answers that met the length limit; a group of such alone is not computed.
+        inference_devices: that sample side by side.
+        pushes_adapters: they alone travel, see :meth:`ModelSizes.of`.
+        rates: to go by instead, whatever a step shows; a benchmark measures its own.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        epochs: int = 1,
+        skip_zero_advantage: bool = False,
+        mask_truncated: bool = False,
+        inference_devices: int = 1,
+        pushes_adapters: bool = False,
+        rates: Rates | None = None,
+    ) -> None:
+        self.sizes = ModelSizes.of(model, pushes_adapters)
+        self._work = {
+            "epochs": epochs,
+            "skip_zero_advantage": skip_zero_advantage,
+            "mask_truncated": mask_truncated,
+            "inference_devices": inference_devices,
+        }
+        self._dtype, self._device = model.dtype, model.device
+        self.rates = rates or machine_rates(self._dtype, self._device)
+        self._measured_again = rates is not None
+
+    def metrics(self, groups: Sequence[Group], phases_s: Mapping[str, float], step_s: float) -> dict[str, float]:
+        """:func:`limit_metrics` of a step that sampled these groups and trained on them."""
+        metrics = limit_metrics(floors_s(groups, self.sizes, self.rates, **self._work), phases_s, step_s)
+        # Once a run: a model that fits into the caches can be faster than memory, however often that is measured.
+        if max(metrics.values()) > 1 and not self._measured_again:
+            self._measured_again = True
+            try:
+                self.rates = machine_rates(self._dtype, self._device, again=True)
+            except torch.OutOfMemoryError:
+                return metrics  # the engine holds what there is; a metric is no reason to end a run
+            metrics = limit_metrics(floors_s(groups, self.sizes, self.rates, **self._work), phases_s, step_s)
+        return metrics

@@ -1,0 +1,1 @@
+"""What a config needs, before it runs; never imported by training."""

@@ -1,0 +1,159 @@
+"""What a cluster is made of: devices known by name, numbers of one's own, or this machine as it is measured."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+
+from grpo_rl.perf.rates import Rates, machine_rates
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or the CPU.
+
+    Args:
+        name: as it is called in a plan.
+        memory_gib: of the device.
+        tflops: 1e12 dense bf16 operations a second in matrix products.
+        memory_gb_s: 1e9 bytes a second that it reads from its memory.
+        link_gb_s: and sends to a device of the same node, one way.
+        network_gb_s: and to another node, one way.
+        node: devices of a node.
+        kind: what torch calls it.
+
+    Raises:
+        ValueError: a number is not positive.
+    """
+
+    name: str
+    memory_gib: float
+    tflops: float
+    memory_gb_s: float
+    link_gb_s: float
+    network_gb_s: float
+    node: int = 8
+    kind: Literal["cuda", "cpu"] = "cuda"
+
+    def __post_init__(self) -> None:
+        for number in NUMBERS:
+            if not 0 < getattr(self, number) < float("inf"):
+                raise ValueError(f"cluster: {number}={getattr(self, number)} of {self.name}; it must be more than 0")
+
+    @property
+    def memory(self) -> float:
+        """Bytes."""
+        return self.memory_gib * GIB
+
+    def rates(self, share: float = 1.0) -> Rates:
+        """What the device does where it reaches this share of its best."""
+        return Rates(self.tflops * 1e12 * share, self.memory_gb_s * 1e9 * share)
+
+    def link_bytes_per_s(self, devices: int) -> float:
+        """What each of so many devices sends to the others: the network is the narrow place between nodes."""
+        return 1e9 * (self.link_gb_s if devices <= self.node else min(self.link_gb_s, self.network_gb_s))
+
+
+NUMBERS = ("memory_gib", "tflops", "memory_gb_s", "link_gb_s", "network_gb_s", "node")
+
+DEVICES = {
+    device.name.lower(): device
+    for device in (
+        Device("A100-40GB", 40.0, 312, 1555, 300, 25),
+        Device("A100-80GB", 80.0, 312, 2039, 300, 25),
+        Device("H100", 79.6, 989, 3350, 450, 50),
+        Device("H200", 140.4, 989, 4800, 450, 50),
+        Device("B200", 179.0, 2250, 8000, 900, 50),
+        Device("L40S", 45.0, 362, 864, 32, 12.5),
+        Device("L4", 22.5, 121, 300, 32, 12.5),
+        Device("RTX4090", 24.0, 165, 1008, 32, 3.1),
+    )
+}
+"""Datasheets' figures of the SXM or, of the last three, PCIe cards: dense bf16, memory, half of the two-way NVLink or
+PCIe 4.0 x16 rate. Networks differ from site to site: those of NVIDIA's DGX (200 or 400 Gb/s a GPU) and, of PCIe cards,
+100 or 25 Gb/s; say ``network_gb_s`` where yours is another. Memory is what ``nvidia-smi`` shows.
+Sources: https://www.nvidia.com/en-us/data-center/ (a100, h100, h200, l40s, l4, dgx-b200 and their datasheets),
+https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf (RTX 4090); memory:
+https://thundergolfer.com/blog/nvidia-gpu-memory-capacity."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices of one kind.
+
+    >>> Cluster.parse("64xH100"), Cluster.parse("2xH100,tflops=600").device.tflops
+    (Cluster(count=64, device=Device(name='H100', ...)), 600.0)
+    """
+
+    count: int
+    device: Device
+
+    @classmethod
+    def parse(cls, text: str, dtype: torch.dtype = torch.bfloat16) -> Cluster:
+        """The cluster that a text such as ``64xH100`` or ``8xH100,tflops=600,node=4`` describes.
+
+        ``here`` is this machine, measured. A device of another name needs all numbers but ``node``.
+
+        Args:
+            dtype: of the matrix product that this machine is measured by.
+
+        Raises:
+            ValueError: the text can't be read, or a number is missing; names those there are.
+        """
+        name, *settings = text.split(",")
+        given = {key: _number(key, value) for key, _, value in (setting.partition("=") for setting in settings)}
+        if name == "here":
+            cluster = _here(dtype)
+            return replace(cluster, device=replace(cluster.device, **given))
+        match = re.fullmatch(r"(?:(\d+)x)?(\S+)", name)
+        count, name = (int(match[1] or 1), match[2]) if match else (0, name)
+        if count < 1:
+            raise ValueError(f"cluster={text}: give a count and a device, as in 64xH100, or here")
+        known = DEVICES.get(name.lower())
+        if known is None and (missing := [number for number in NUMBERS[:-1] if number not in given]):
+            raise ValueError(
+                f"cluster={text}: {name} is none of {', '.join(d.name for d in DEVICES.values())}; a device of your "
+                f"own needs {', '.join(missing)} too, as in {count}x{name},memory_gib=80,tflops=900"
+            )
+        return cls(count, replace(known, **given) if known else Device(name=name, **given))
+
+    def __str__(self) -> str:
+        d = self.device
+        return (
+            f"{self.count} x {d.name}: {d.memory_gib:,.4g} GiB, {d.tflops:,.3g} TFLOP/s, memory {d.memory_gb_s:,.0f} "
+            f"GB/s, link {d.link_gb_s:,.0f} GB/s in a node of {d.node}, {d.network_gb_s:,.4g} GB/s between nodes"
+        )
+
+
+def _number(key: str, value: str) -> float | int:
+    if key not in NUMBERS:
+        raise ValueError(f"cluster: unknown number {key!r}; those of a device are {', '.join(NUMBERS)}")
+    try:
+        return int(value) if key == "node" else float(value)
+    except ValueError:
+        raise ValueError(f"cluster: {key}={value!r} is no number") from None
+
+
+def _here(dtype: torch.dtype) -> Cluster:
+    """This machine, its rates as they are measured."""
+    gpus = torch.cuda.device_count()
+    kind: Literal["cuda", "cpu"] = "cuda" if gpus else "cpu"
+    rates = machine_rates(dtype, kind)
+    tflops, memory_gb_s = rates.gemm_flops_per_s / 1e12, rates.bytes_per_s / 1e9
+    if not gpus:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Cluster(1, Device("CPU", memory / GIB, tflops, memory_gb_s, memory_gb_s, memory_gb_s, 1, kind))
+    properties = torch.cuda.get_device_properties(0)
+    known = next((d for d in DEVICES.values() if d.name.split("-")[0].lower() in properties.name.lower()), None)
+    link, network = (known.link_gb_s, known.network_gb_s) if known else (32.0, 12.5)
+    memory_gib = properties.total_memory / GIB
+    return Cluster(gpus, Device(properties.name, memory_gib, tflops, memory_gb_s, link, network, gpus))
+
+
+assert {field.name for field in fields(Device)} > set(NUMBERS)

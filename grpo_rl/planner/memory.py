@@ -1,0 +1,348 @@
+"""Bytes that one device of each role holds at most, counted from a model's shape: no weights are read.
+
+The trainer's are counted at the moments that can be the highest: the backward pass of the head, of a layer, and, where
+the model is sharded, the reduction of what FSDP2 keeps together with the embedding and the head. Activations are those
+of the layers' eager code, or of the kernels that `grpo_rl.policies.compiled` makes of it.
+`tests/planner/test_tracker.py` holds all this against PyTorch's own tracker.
+
+Letters: T tokens of a micro-batch, H hidden size, I of the MLP, V vocabulary, L parameters of a layer, w bytes of a
+number in the dtype that is computed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from grpo_rl.perf.roofline import ModelSizes
+from grpo_rl.policies.head import CPU_TILE, GPU_TILE_LOGITS
+from grpo_rl.policies.lora import LoRA, skeleton, targeted
+from grpo_rl.policies.supported import refuse_unsupported
+
+Kind = Literal["cuda", "cpu"]
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+QUANTIZED_BYTES = {"nf4": 0.5 + 0.127 / 8, "fp4": 0.5 + 0.127 / 8, "int8": 1.0}
+"""Of a number: 4 bits and, with quantised scales, 0.127 more (QLoRA, https://arxiv.org/abs/2305.14314, section 3)."""
+VLLM_BATCH_TOKENS = 16384
+"""That vLLM computes at a time, and so tries out at its start, on a GPU of 70 GiB or more; on others half of them."""
+VLLM_SEQUENCES = 256
+"""Answers that an engine computes at the same time, see `grpo_rl.engines.vllm.engine.VLLMEngine`."""
+CPU_CACHE_GIB = 2
+"""KV cache of vLLM on a CPU at most, see `grpo_rl.engines.vllm.cpu`; no share counts there."""
+VLLM_BLOCK = 16
+"""Tokens of a block of vLLM's KV cache."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model its memory depends on.
+
+    Args:
+        sizes: that a step's operations are counted from, in the dtype that is computed in.
+        itemsize: w.
+        parameters: of all weights, tied ones once.
+        layer: L.
+        largest: parameters of a layer's largest tensor.
+        layers: their number.
+        intermediate: I.
+        heads: query heads.
+        kv_heads: key-value heads.
+        head_dim: size of each.
+        norms: widths of a layer's norms, summed.
+        head_norms: likewise of those of queries and keys, whose output no product reads.
+        tied: the head has the embedding's weight.
+        positions: tokens that the model was made for.
+        adapters: parameters of the adapters that alone are trained; 0: none.
+    """
+
+    sizes: ModelSizes
+    itemsize: int
+    parameters: int
+    layer: int
+    largest: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norms: int
+    head_norms: int
+    tied: bool
+    positions: int
+    adapters: int = 0
+
+    @classmethod
+    def load(cls, name: str, dtype: torch.dtype, lora: LoRA | None = None) -> Shape:
+        """The shape of a model of which the folder, or the hub, has a ``config.json``.
+
+        Raises:
+            ValueError: the model can't be trained here, or has experts, whose memory is not planned.
+        """
+        return cls.of(skeleton(name).to(dtype), lora)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, lora: LoRA | None = None) -> Shape:
+        """The shape of a model, which may have no weights.
+
+        Raises:
+            ValueError: see :meth:`load`.
+        """
+        refuse_unsupported(model)
+        config = model.config.get_text_config()
+        if experts := [name for name in EXPERTS if (getattr(config, name, None) or 1) > 1]:
+            raise ValueError(f"{type(model).__name__} has experts ({experts[0]}); plans are of dense models")
+        layers = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        widths = {"q_norm": heads * head_dim, "k_norm": kv_heads * head_dim}
+        names = [name for name, m in layers[0].named_modules() if type(m).__name__.endswith("Norm")]
+        norms = [name.rpartition(".")[2] for name in names]
+        adapters = 0
+        if lora and lora.rank:
+            targets = [model.get_submodule(name) for name in targeted(model, lora.targets)]
+            adapters = sum(lora.rank * (m.in_features + m.out_features) for m in targets)  # pyright: ignore
+        parameters = list(model.parameters())
+        return cls(
+            sizes=ModelSizes.of(model),
+            itemsize=model.dtype.itemsize,
+            parameters=sum(p.numel() for p in parameters),
+            layer=sum(p.numel() for p in layers[0].parameters()),
+            largest=max(p.numel() for p in layers[0].parameters()),
+            layers=len(layers),
+            intermediate=config.intermediate_size,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            norms=config.hidden_size * sum(name not in widths for name in norms),
+            head_norms=sum(widths[name] for name in norms if name in widths),
+            tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+            positions=config.max_position_embeddings,
+            adapters=adapters,
+        )
+
+    @property
+    def root(self) -> int:
+        """Parameters outside the layers: embedding, last norm, head."""
+        return self.parameters - self.layers * self.layer
+
+    @property
+    def table(self) -> int:
+        """Parameters of the head."""
+        return self.sizes.vocab * self.sizes.hidden
+
+    def kept_per_token(self, fused: bool, kind: Kind) -> int:
+        """Bytes that a layer keeps for its backward pass, of each token.
+
+        A norm keeps its input in fp32, the normalised numbers and its output, which is the next products' input; the
+        attention queries, keys, values, its output (on CUDA laid out twice) and a log-sum-exp a head; the MLP both
+        factors, the activation and their product. Fused kernels keep a norm's input and output, and make the MLP's
+        activation again.
+        """
+        w, queries, keys = self.itemsize, self.sizes.attention, self.kv_heads * self.head_dim
+        norms = self.norms * (2 * w if fused else 4 + 2 * w) + self.head_norms * (w if fused else 4 + w)
+        attention = w * (2 * queries + 2 * keys) + 4 * self.heads + (w * queries if kind == "cuda" else 0)
+        return norms + attention + w * self.intermediate * (3 if fused else 4)
+
+    @property
+    def working_per_token(self) -> int:
+        """Bytes beside these in the middle of an MLP's backward pass: two gradients of the stream, three of its own."""
+        return self.itemsize * (2 * self.sizes.hidden + 3 * self.intermediate)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What of a config the trainer's memory depends on.
+
+    Args:
+        masters: fp32 copies are stepped in the place of the weights.
+        moments: numbers that the optimizer keeps of each trained one: 2 of AdamW, 0 of SGD.
+        checkpointing: only the input of each layer is kept, and its forward pass repeated.
+        fused: norms and MLPs are compiled.
+        frozen_bytes: of each frozen weight under adapters.
+    """
+
+    masters: bool = True
+    moments: int = 2
+    checkpointing: bool = False
+    fused: bool = False
+    frozen_bytes: float = 2.0
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one device at one moment, by what they are.
+
+    >>> Footprint("a layer's backward pass", {"weights": 3.0, "activations": 2.0}).total
+    5.0
+    """
+
+    moment: str
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        return sum(self.parts.values())
+
+
+def kept_state(shape: Shape, training: Training, ranks: int) -> dict[str, float]:
+    """Bytes that a training device holds from its first step on, gradients included.
+
+    On one device there are weights and, beside them, fp32 masters. Sharded by FSDP2 the masters are the parameters:
+    weights in the dtype that is computed in exist only while they are gathered. Gradients and moments have the dtype of
+    what is stepped.
+    """
+    w, trained = shape.itemsize, shape.adapters or shape.parameters
+    stepped = 4 if training.masters else w
+    frozen = shape.parameters * training.frozen_bytes if shape.adapters else 0.0
+    return {
+        "weights": (frozen + (0 if training.masters and ranks > 1 else w * trained)) / ranks,
+        "fp32 masters": 4 * trained / ranks if training.masters else 0.0,
+        "gradients": stepped * trained / ranks,
+        "optimizer": training.moments * stepped * trained / ranks,
+    }
+
+
+def training_footprint(shape: Shape, training: Training, ranks: int, tokens: int, kind: Kind = "cuda") -> Footprint:
+    """The highest moment of a training device, in any micro-batch of a step but the first.
+
+    Args:
+        ranks: devices that the model is sharded over.
+        tokens: T; all are taken to be scored, of which prompts are not.
+    """
+    return max(training_moments(shape, training, ranks, tokens, kind), key=lambda moment: moment.total)
+
+
+def training_moments(shape: Shape, training: Training, ranks: int, tokens: int, kind: Kind = "cuda") -> list[Footprint]:
+    """The moments that can be the highest, see :func:`training_footprint`."""
+    w, hidden, sharded, trains_all = shape.itemsize, shape.sizes.hidden, ranks > 1, not shape.adapters
+    stepped = 4 if training.masters else w
+    state = kept_state(shape, training, ranks)
+
+    def moment(name: str, gathered: float, gradients: float, per_token: float, logits: float = 0.0) -> Footprint:
+        parts = {"gathered weights": gathered, "gradients on their way": gradients}
+        return Footprint(name, state | parts | {"activations": tokens * per_token, "logits": logits})
+
+    own = shape.kept_per_token(training.fused, kind)
+    unit = w * hidden if training.checkpointing else own  # that a layer keeps until its turn
+    kept = shape.layers * unit
+    scored = ((4 + 2 * w) + w + (w if kind == "cuda" else 4 + w)) * hidden  # the last norm, its output, its gradient
+    working = (own if training.checkpointing else 0) + shape.working_per_token
+    # A norm as it was kept, gradients of the stream and of three products, and fp32 numbers on the way.
+    norm = ((4 + 2 * w) + 5 * w + 4 * 4) * hidden
+    table, root = (shape.table, shape.root) if trains_all else (0, 0)
+    largest = (w + (4 if training.masters else 0)) * (shape.largest if trains_all else 0)  # cast as it is made
+    tile = logits_tile(shape, tokens, kind)
+    head, layer = "the head's backward pass", "a layer's backward pass"
+    if not sharded:
+        product = w * table if kind == "cuda" else 0
+        waiting = stepped * table if shape.tied else 0  # for the embedding's
+        return [
+            moment(head, 0, stepped * table + product, kept + scored, tile),
+            moment(layer, 0, waiting + largest, kept + working),
+            moment("the embedding's backward pass", 0, stepped * table, w * hidden),
+        ]
+    # Gathered weights get their gradients in the dtype of what is stepped; they are summed over the ranks in fp32.
+    layer_grads = shape.layer if trains_all else shape.adapters // shape.layers
+    gathered_root, gathered = w * shape.root, w * (shape.root + 2 * shape.layer)  # the next layer comes meanwhile
+    waiting = stepped * table  # the head's is reduced together with the embedding's, at the end
+    moments = [moment(head, gathered_root, waiting + w * table, kept + scored, tile)]
+    # The last layer is the first; from the second on, gradients of the one before are on their way to other ranks.
+    for done in (0, 1):
+        grads, left = waiting + done * 4 * layer_grads, kept - done * unit
+        moments += [
+            moment(layer, gathered, grads + largest, left + working),
+            moment("the end of a layer's backward pass", gathered, grads + stepped * layer_grads, left - unit + norm),
+        ]
+    return [*moments, moment("the reduction of the head's gradient", 0, (stepped + 4) * root, 0)]
+
+
+def logits_tile(shape: Shape, tokens: int, kind: Kind) -> float:
+    """Bytes of the logits that exist at the same time, see `grpo_rl.policies.head`."""
+    if kind == "cuda":
+        return shape.itemsize * min(GPU_TILE_LOGITS, tokens * shape.sizes.vocab)
+    return 3 * 4 * min(CPU_TILE[0], tokens) * min(CPU_TILE[1], shape.sizes.vocab)
+
+
+def reference_footprint(
+    shape: Shape, ranks: int, tokens: int, kind: Kind = "cuda", averages: bool = False
+) -> Footprint:
+    """The bytes of a device of a reference that has devices of its own, sharded over them.
+
+    Args:
+        averages: it also keeps fp32 averages of the policy.
+    """
+    w, hidden = shape.itemsize, shape.sizes.hidden
+    gathered = w * (shape.root + 2 * shape.layer) if ranks > 1 else 0.0
+    # The widest place of a layer: the stream, a norm in fp32, and three vectors of the MLP.
+    working = (2 * w + 8) * hidden + 3 * w * shape.intermediate
+    return Footprint(
+        "scoring",
+        {
+            "weights": reference_weights(shape, ranks, averages),
+            "gathered weights": gathered,
+            "activations": tokens * working,
+            "logits": logits_tile(shape, tokens, kind),
+        },
+    )
+
+
+def reference_weights(shape: Shape, ranks: int, averages: bool = False) -> float:
+    """Bytes that a reference keeps on each of its devices."""
+    return shape.parameters * (shape.itemsize + (4 if averages else 0)) / ranks
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """What of a device an engine takes, and what it can hold in it.
+
+    Args:
+        budget: bytes that it may take.
+        weights: bytes of its share of the weights.
+        work: bytes of the largest batch that it tries out at its start.
+        kv_per_token: bytes that each token keeps on a device.
+    """
+
+    budget: float
+    weights: float
+    work: float
+    kv_per_token: float
+
+    @property
+    def cache(self) -> float:
+        """Bytes that are left for the KV cache; less than 0 where not even the weights fit."""
+        return self.budget - self.weights - self.work
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the KV cache holds, in whole blocks."""
+        return max(0, int(self.cache // (self.kv_per_token * VLLM_BLOCK))) * VLLM_BLOCK
+
+
+def engine_memory(
+    shape: Shape, tensor_parallel_size: int, memory: float, utilization: float, kind: Kind = "cuda"
+) -> EngineMemory:
+    """What vLLM does with a device's memory.
+
+    Each of ``tensor_parallel_size`` devices has an equal part of the weights, and of the key-value heads one at least.
+
+    Args:
+        memory: bytes of the device.
+        utilization: the share of it that vLLM may take; on a CPU :data:`CPU_CACHE_GIB` at most, and these are counted.
+    """
+    size, w = tensor_parallel_size, shape.itemsize
+    batch = VLLM_BATCH_TOKENS if memory >= 70 * 2**30 else VLLM_BATCH_TOKENS // 2
+    # Of each token both factors of the MLP and their product, and a few of the stream; of each answer fp32 logits.
+    stream = 4 * w * shape.sizes.hidden + 3 * w * shape.intermediate / size
+    logits = 4 * 4 * VLLM_SEQUENCES * shape.sizes.vocab
+    weights, work = w * shape.parameters / size, batch * stream + logits
+    return EngineMemory(
+        budget=memory * utilization if kind == "cuda" else weights + work + CPU_CACHE_GIB * 2**30,
+        weights=weights,
+        work=work,
+        kv_per_token=2 * w * shape.layers * max(1, shape.kv_heads // size) * shape.head_dim,
+    )

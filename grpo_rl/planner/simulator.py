@@ -1,0 +1,385 @@
+"""The digital twin: the asynchronous loop over simulated engines, in simulated time.
+
+Ledger, flow and fleet are those of a real run; an engine is a rate at which answers grow, the trainer a number of
+tokens a second. What comes out is how long each side waits, how old answers get, and what that depends on: the split of
+devices, the bound on staleness, the lengths of answers, the deaths of engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from grpo_rl.cluster.fleet import Fleet
+from grpo_rl.collectors.rollout_scheduler import Flow
+from grpo_rl.collectors.staleness import Ledger
+from grpo_rl.engines.base import EngineDeadError
+from grpo_rl.planner import virtual_time
+
+Z99 = 2.3263478740408408
+"""The 99 % quantile of the standard normal distribution."""
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """Lengths of answers, in tokens.
+
+    Args:
+        median: half of the answers are shorter.
+        p99_over_median: 1 in 100 is longer than this many medians; 1: all are alike.
+        limit: none is longer.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    >>> lengths, rng = LogNormal(median=100, p99_over_median=8), random.Random(0)
+    >>> sizes = sorted(lengths(rng) for _ in range(10001))
+    >>> 95 < sizes[5000] < 105, 7 < sizes[9900] / sizes[5000] < 9
+    (True, True)
+    """
+
+    median: float
+    p99_over_median: float = 1.0
+    limit: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (self.median >= 1 and self.p99_over_median >= 1 and self.limit >= 1):
+            raise ValueError(f"{self}: median, p99_over_median and limit must be 1 or more")
+
+    @classmethod
+    def of_mean(cls, mean: float, p99_over_median: float, limit: float) -> LogNormal:
+        """Lengths whose mean is that, cut off at the limit.
+
+        Raises:
+            ValueError: a number is out of range, or the mean is not below the limit.
+
+        >>> lengths = LogNormal.of_mean(100, p99_over_median=8, limit=1000)
+        >>> round(lengths.median, 1), round(lengths.mean, 6)
+        (67.3, 100.0)
+        """
+        if not 1 <= mean < limit:
+            raise ValueError(
+                f"a mean length of {mean:g} with none longer than {limit:g}; the mean has to be below that"
+            )
+        low, high = 1.0, mean
+        while cls(high, p99_over_median, limit).mean < mean:  # the cut costs so much that the median is above the mean
+            low, high = high, 2 * high
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if cls(middle, p99_over_median, limit).mean < mean else (low, middle)
+        return cls(high, p99_over_median, limit)
+
+    @property
+    def mean(self) -> float:
+        r"""Of the lengths as they are cut off: $m e^{\sigma^2/2} \Phi(z - \sigma) + L (1 - \Phi(z))$.
+
+        With the median m, the limit L, $\sigma = \ln(\mathrm{p99} / m) / z_{99}$ and $z = \ln(L / m) / \sigma$.
+        """
+        sigma = math.log(self.p99_over_median) / Z99
+        if not sigma:
+            return min(self.median, self.limit)
+        whole = self.median * math.exp(sigma**2 / 2)
+        if math.isinf(self.limit):
+            return whole
+        z, below = math.log(self.limit / self.median) / sigma, NormalDist().cdf
+        return whole * below(z - sigma) + self.limit * (1 - below(z))
+
+    def __call__(self, rng: random.Random) -> int:
+        drawn = self.median * self.p99_over_median ** (rng.gauss() / Z99)
+        return round(min(max(1.0, drawn), self.limit))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated. Times are in seconds.
+
+    Args:
+        engines: how many sample.
+        slots: answers that an engine computes at a time; more wait.
+        token_s: time of a decoding step, whatever it computes.
+        token_s_per_answer: and what each answer in it adds.
+        lengths: draws the length of an answer.
+        group_size: answers to a prompt.
+        groups_per_step: prompts of a training step.
+        train_tokens_per_s: of the whole trainer group, answers' tokens.
+        push_s: a weight push, in which engines stand still and keep what they are at.
+        max_staleness: the bound, in versions; 0 samples and trains in turns.
+        steps: training steps that count.
+        margin: steps before them, and groups for as many after them, that do not: neither the rush at the beginning nor
+            the lull at the end is measured.
+        deaths: times at which an engine dies, and its number.
+        launch_s: until another has taken its place.
+        max_restarts: how often, at one place.
+        seed: of the lengths.
+    """
+
+    engines: int = 8
+    slots: int = 256
+    token_s: float = 0.01
+    token_s_per_answer: float = 5e-5
+    lengths: Callable[[random.Random], int] = LogNormal(median=512, p99_over_median=8)
+    group_size: int = 8
+    groups_per_step: int = 64
+    train_tokens_per_s: float = 5e4
+    push_s: float = 1.0
+    max_staleness: int = 2
+    steps: int = 30
+    margin: int = 0
+    deaths: Sequence[tuple[float, int]] = ()
+    launch_s: float = 60.0
+    max_restarts: int = 3
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulation gave; fractions are of its time.
+
+    Args:
+        seconds: simulated, from the first sample, or the end of the margin, to the end of the last push.
+        answers: trained on.
+        waiting: fraction in which the trainer waited for answers.
+        training: and in which it trained.
+        idle: fraction in which an engine had nothing to sample, or was dead, mean over engines.
+        staleness_max: versions between the oldest token of an answer and the version that was trained on it.
+        staleness_mean: mean of the same over answers.
+        started: groups, each counted once however often it was sampled.
+        trained: of these.
+        dropped: and these, by reason.
+        left: in flight at the end.
+        resampled: how often a group was sampled again.
+        restarts: engines replaced.
+    """
+
+    seconds: float
+    answers: int
+    waiting: float
+    training: float
+    idle: float
+    staleness_max: int
+    staleness_mean: float
+    started: int
+    trained: int
+    dropped: dict[str, int]
+    left: int
+    resampled: int
+    restarts: int
+
+    @property
+    def answers_per_s(self) -> float:
+        """Answers trained on in a second."""
+        return self.answers / self.seconds
+
+
+def simulate(scenario: Scenario) -> Outcome:
+    """Runs the asynchronous loop in simulated time.
+
+    Raises:
+        EngineDeadError: engines died too often.
+
+    With answers of one length and equal phases, overlapping them doubles what sampling and training in turns gives:
+
+    >>> from dataclasses import replace
+    >>> even = Scenario(engines=1, slots=8, lengths=LogNormal(100), group_size=4, groups_per_step=2, token_s=0.01,
+    ...                 token_s_per_answer=0.0, train_tokens_per_s=800.0, push_s=0.0, steps=50)
+    >>> both, turns = simulate(even), simulate(replace(even, max_staleness=0))
+    >>> round(both.answers_per_s / turns.answers_per_s, 1), turns.waiting
+    (2.0, 0.5)
+    """
+    return virtual_time.run(_simulate(scenario))
+
+
+@dataclass
+class _Answers:
+    """A group's answers: their tokens, and the version under which the first of them was begun."""
+
+    tokens: int
+    version: int
+
+
+async def _simulate(scenario: Scenario) -> Outcome:
+    loop, rng = asyncio.get_running_loop(), random.Random(scenario.seed)
+    engines: dict[int, SimulatedEngine] = {}
+    replaced_idle_s = 0.0
+    ledger = Ledger(scenario.groups_per_step, scenario.max_staleness)
+
+    async def launch(number: int) -> SimulatedEngine:
+        nonlocal replaced_idle_s
+        if number in engines:
+            await asyncio.sleep(scenario.launch_s)
+            replaced_idle_s += engines[number].idle_s()  # dead until now
+        engines[number] = SimulatedEngine(number, scenario)
+        return engines[number]
+
+    def idle_s() -> float:
+        return replaced_idle_s + sum(engine.idle_s() for engine in engines.values())
+
+    fleet = Fleet(launch, scenario.engines, scenario.max_restarts)
+    lengths = (
+        [scenario.lengths(rng) for _ in range(scenario.group_size)]
+        for _ in range(scenario.groups_per_step * (scenario.steps + 2 * scenario.margin))
+    )
+    flow = Flow(ledger, lambda: next(lengths, None), lambda group: fleet.call(lambda e: e.group(group), len(group)))
+
+    async def push(newcomers: bool = False) -> None:
+        version = ledger.version if newcomers else ledger.version + 1
+        await fleet.push(lambda engine: engine.update(version), newcomers)
+
+    await fleet.start()
+    await push(newcomers=True)
+    deaths = [loop.call_later(at, lambda i=number: engines[i].die()) for at, number in scenario.deaths]
+    start = waited = trained_s = idle_before = 0.0
+    answers, stale = 0, []
+    for step in range(-scenario.margin, scenario.steps):
+        if step <= 0:
+            start, waited, trained_s, answers, stale = loop.time(), 0.0, 0.0, 0, []
+            idle_before = idle_s()
+        asked = loop.time()
+        groups = await fleet.serve(flow.batch(), lambda: push(newcomers=True))
+        waited += loop.time() - asked
+        stale += [ledger.version - group.version for group in groups]
+        answers += len(groups) * scenario.group_size
+        train_s = sum(group.tokens for group in groups) / scenario.train_tokens_per_s
+        await asyncio.sleep(train_s)
+        trained_s += train_s
+        await push()
+        flow.advance()
+    seconds = loop.time() - start
+    for death in deaths:
+        death.cancel()
+    ledger.check()
+    idle = (idle_s() - idle_before) / (seconds * scenario.engines)
+    await flow.close()
+    await fleet.close()
+    return Outcome(
+        seconds=seconds,
+        answers=answers,
+        waiting=waited / seconds,
+        training=trained_s / seconds,
+        idle=idle,
+        staleness_max=max(stale),
+        staleness_mean=sum(stale) / len(stale),
+        started=ledger.started,
+        trained=ledger.trained,
+        dropped=dict(ledger.dropped),
+        left=len(ledger.open),
+        resampled=flow.resampled,
+        restarts=fleet.restarts,
+    )
+
+
+@dataclass(eq=False)
+class _Unfinished:
+    """A group that is being sampled: answers that are not complete, and what tells that all are."""
+
+    answers: int
+    complete: asyncio.Future[None]
+
+
+class SimulatedEngine:
+    """Continuous batching: all answers in its slots grow alike, the slower the more there are.
+
+    Args:
+        number: its place in the fleet.
+        scenario: its rates.
+    """
+
+    def __init__(self, number: int, scenario: Scenario) -> None:
+        self.number, self.version = number, 0
+        self._scenario, self._loop = scenario, asyncio.get_running_loop()
+        # An answer ends when the engine's progress, in tokens, has come to its first number; its second tells it from
+        # others that end there.
+        self._growing: list[tuple[float, int, _Unfinished]] = []
+        self._waiting: deque[tuple[int, _Unfinished]] = deque()
+        self._progress, self._since, self._count = 0.0, self._loop.time(), 0
+        self._idle_s = 0.0
+        self._paused, self._dead = False, False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def group(self, lengths: Sequence[int]) -> _Answers:
+        """Samples answers of these lengths.
+
+        Raises:
+            EngineDeadError: it is dead, or dies meanwhile.
+        """
+        version = self.version
+        if self._dead:
+            raise EngineDeadError(f"engine {self.number} is dead")
+        group = _Unfinished(len(lengths), self._loop.create_future())
+        self._go_on()
+        self._waiting.extend((length, group) for length in lengths)
+        self._settle()
+        await group.complete
+        return _Answers(sum(lengths), version)
+
+    async def update(self, version: int) -> None:
+        """Stands still for the time of a push; answers go on under the new version."""
+        if self._dead:
+            raise EngineDeadError(f"engine {self.number} is dead")
+        self._go_on()
+        self._paused = True
+        self._settle()
+        await asyncio.sleep(self._scenario.push_s)
+        self._go_on()
+        self._paused, self.version = False, version
+        self._settle()
+
+    def die(self) -> None:
+        """What it was sampling is lost."""
+        self._go_on()
+        self._dead = True
+        for group in [group for _, _, group in self._growing] + [group for _, group in self._waiting]:
+            if not group.complete.done():
+                group.complete.set_exception(EngineDeadError(f"engine {self.number} died"))
+        self._growing, self._waiting = [], deque()
+        self._settle()
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+    def idle_s(self) -> float:
+        """Seconds in which it had nothing to sample, or was dead."""
+        self._go_on()
+        return self._idle_s
+
+    def _rate(self) -> float:
+        """Tokens that each answer grows by in a second."""
+        if self._paused or not self._growing:
+            return 0.0
+        return 1 / (self._scenario.token_s + self._scenario.token_s_per_answer * len(self._growing))
+
+    def _go_on(self) -> None:
+        """Brings the progress up to now; to be called before anything changes."""
+        now = self._loop.time()
+        self._progress += self._rate() * (now - self._since)
+        if not self._growing:
+            self._idle_s += now - self._since
+        self._since = now
+
+    def _settle(self) -> None:
+        """Fills the slots, and waits for the answer that ends next."""
+        while self._waiting and len(self._growing) < self._scenario.slots:
+            length, group = self._waiting.popleft()
+            self._count += 1
+            heapq.heappush(self._growing, (self._progress + length, self._count, group))
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        if rate := self._rate():
+            self._timer = self._loop.call_later((self._growing[0][0] - self._progress) / rate, self._on_end)
+
+    def _on_end(self) -> None:
+        self._go_on()
+        self._progress = max(self._progress, self._growing[0][0])  # not a rounding away from it
+        while self._growing and self._growing[0][0] <= self._progress:
+            group = heapq.heappop(self._growing)[2]
+            group.answers -= 1
+            if not group.answers and not group.complete.done():
+                group.complete.set_result(None)
+        self._settle()

@@ -1,0 +1,166 @@
+"""Shared-prefix attention on CUDA: FlexAttention over all groups of a micro-batch, skipping blocks that nobody sees.
+
+A token sees at most two runs of keys: its own sequence up to itself and, in an answer, its prompt. Three numbers a
+token say where the runs lie, windows included, so one compiled kernel serves every layout and every window.
+Letters: T tokens of the micro-batch, H query heads, K key-value heads, D head size; I, J blocks of queries and keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, no_type_check
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad
+
+from grpo_rl.policies.attention_cpu import bucket
+
+if TYPE_CHECKING:
+    from grpo_rl.policies.packing import Layout, Span
+
+BLOCK = 128
+"""Side of the blocks that are skipped where no query sees a key."""
+SMALLEST_HEAD = 16
+"""PyTorch compiles no kernel for smaller ones."""
+SHORTEST = 512
+"""Fewer tokens are padded to this many: a kernel more would gain nothing."""
+COMPILE = {"dynamic": False, "fullgraph": True, "recompile_limit": 64, "isolate_recompiles": True}
+"""PyTorch's own limit of 8 kernels is below the lengths and modes of a long run. Past a limit it would, silently,
+compute all T * T scores; with ``fullgraph`` that is an error."""
+
+
+def flex_shared_prefix(
+    query: Float[Tensor, "1 H T D"],
+    key: Float[Tensor, "1 K T D"],
+    value: Float[Tensor, "1 K T D"],
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Float[Tensor, "1 H T D"]:
+    """What each token gathers from its own sequence and, in an answer, from its prompt.
+
+    Source: FlexAttention, https://arxiv.org/abs/2412.05496. On CUDA compiled, once for each bucket of lengths, with and
+    without gradient; on CPU, where it has no backward pass, PyTorch's reference implementation.
+
+    Args:
+        layout: where the groups lie; they cover all T tokens.
+        scale: factor on the products of queries and keys.
+        window: a token sees this many positions back, its own included; None: all. An answer's positions go on from
+            its prompt's.
+        softcap: scaled scores become ``softcap * tanh(score / softcap)``.
+
+    Raises:
+        ValueError: heads that are too small for a kernel.
+    """
+    if query.device.type == "cuda" and query.shape[-1] < SMALLEST_HEAD:
+        raise ValueError(f"heads of size {query.shape[-1]} can't be trained on CUDA; {SMALLEST_HEAD} is the smallest")
+    tokens = query.shape[2]
+    padded = padded_length(tokens)
+    # Contiguous also where nothing is padded: other strides would compile another kernel.
+    query, key, value = (pad(x, (0, 0, 0, padded - tokens)).contiguous() for x in (query, key, value))
+    attend = flex_attention if query.device.type == "cpu" else compiled()
+    out = attend(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else _soft_cap(softcap),
+        block_mask=block_mask(layout.spans, padded, window, query.device),
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out[:, :, :tokens]
+
+
+def padded_length(tokens: int) -> int:
+    """The length that so many tokens are padded to: few lengths, few compilations.
+
+    >>> [padded_length(n) for n in (3, 513, 1025, 3000, 16384)]
+    [512, 768, 1536, 3072, 16384]
+    """
+    return max(SHORTEST, bucket(tokens))
+
+
+@functools.cache
+def compiled() -> Callable[..., Tensor]:
+    """FlexAttention as fused kernels; compiles at the first call of each shape."""
+    return torch.compile(flex_attention, **COMPILE)
+
+
+@functools.lru_cache(maxsize=8)  # every layer asks for the same mask, or for one of two, and so does the backward pass
+def block_mask(spans: tuple[Span, ...], tokens: int, window: int | None, device: torch.device) -> BlockMask:
+    """Who sees whom, and which blocks need not be computed or not be masked.
+
+    Args:
+        spans: of a layout.
+        tokens: with padding behind the last group; a padded token sees itself alone.
+    """
+    own_from, shared_from, shared_to = reach(spans, tokens, window).to(device)
+
+    @no_type_check  # traced: the tests' run-time type checks can't be
+    def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k >= own_from[q]) & (k <= q) | (k >= shared_from[q]) & (k < shared_to[q])
+
+    first = torch.arange(0, tokens, BLOCK, device=device, dtype=torch.int32)
+
+    def overlap(start: Int[Tensor, " T"], stop: Int[Tensor, " T"]) -> Int[Tensor, "T J"]:
+        return (torch.minimum(stop[:, None], first + BLOCK) - torch.maximum(start[:, None], first)).clamp_(min=0)
+
+    index = torch.arange(tokens, device=device, dtype=torch.int32)
+    seen = overlap(own_from, index + 1) + overlap(shared_from, shared_to)
+    seen = seen.unflatten(0, (-1, BLOCK)).sum(1)
+    full = seen == BLOCK * BLOCK
+    return BlockMask.from_kv_blocks(
+        *_ordered((seen > 0) & ~full),
+        *_ordered(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(tokens, tokens),
+    )
+
+
+def reach(spans: tuple[Span, ...], tokens: int, window: int | None) -> Int[Tensor, "3 T"]:
+    """Where a token's own run of keys starts (it ends with the token), and where its run in the prompt starts and ends.
+
+    >>> from grpo_rl.policies.packing import Span
+    >>> reach((Span(0, 3, (3, 5, 6)),), tokens=7, window=None)
+    tensor([[0, 0, 0, 3, 3, 5, 6],
+            [0, 0, 0, 0, 0, 0, 0],
+            [0, 0, 0, 3, 3, 3, 0]], dtype=torch.int32)
+    """
+    sequences = []  # length, start, and the prompt that it sees beside itself
+    for span in spans:
+        borders = (span.start, *span.edges)
+        for start, end in zip(borders, borders[1:], strict=False):
+            sequences.append((end - start, start, span.start, span.start if start == span.start else span.prompt_end))
+    real = spans[-1].end
+    # Each padded token is a sequence of its own.
+    lengths, *rest = torch.tensor(sequences, dtype=torch.int32).T
+    own_from, shared_from, shared_to = (pad(x.repeat_interleave(lengths), (0, tokens - real)) for x in rest)
+    index = torch.arange(tokens, dtype=torch.int32)
+    own_from[real:] = index[real:]
+    if window is not None:
+        position = index - own_from + shared_to - shared_from
+        shared_from = torch.maximum(shared_from, shared_from + position - window + 1)
+        own_from = torch.maximum(own_from, index - window + 1)
+    return torch.stack([own_from, shared_from, shared_to])
+
+
+def _ordered(blocks: Bool[Tensor, "I J"]) -> tuple[Int[Tensor, "1 1 I"], Int[Tensor, "1 1 I J"]]:
+    """How many blocks of each row are set, and which: these first."""
+    count = blocks.sum(-1, dtype=torch.int32)
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+    return count[None, None], order[None, None]
+
+
+@functools.cache
+def _soft_cap(softcap: float) -> Callable[..., Tensor]:
+    @no_type_check
+    def capped(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped

@@ -1,0 +1,1 @@
+"""A stored step under another loss."""

@@ -1,0 +1,316 @@
+"""The optimizer step: fp32 master weights, clipping, schedule, and a guard: no weight ever becomes NaN or infinite."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from grpo_rl.policies.shards import assign, local, placed_like, whole
+
+if TYPE_CHECKING:
+    from grpo_rl.distributed.ranks import Ranks
+
+LARGEST_SQUARE_ROOT = 1e19
+"""Larger gradients have squares that fp32 does not hold, which AdamW's second moment would keep for ever."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW's state holds of the shape of a weight."""
+REMEDY = "Lower optimizer.lr or loss.clip_high, raise optimizer.warmup_steps, or set train_model.dtype=float32."
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row had a loss, a gradient or an update that is not finite."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Args:
+        grad_norm: L2 norm before clipping.
+        lr: learning rate that was applied.
+        skipped: the weights are as before: something was not finite, or there was no gradient, as where every group of
+            the step was rewarded alike. Without a gradient there is no momentum and no weight decay either.
+        trouble: what was not finite, and where; told of the first step of a row of such steps.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+    trouble: str | None = None
+
+
+def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str, least: float = 0.0) -> float:
+    """Factor on the learning rate at ``step`` (from 0): linear warm-up, then constant, or decay until ``total_steps``.
+
+    Args:
+        least: where decay ends.
+
+    >>> [lr_factor(s, 2, 6, "linear") for s in (0, 1, 2, 4)]
+    [0.5, 1.0, 1.0, 0.5]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    left = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}.get(schedule, 1.0)
+    return least + (1 - least) * left
+
+
+class PolicyOptimizer:
+    """Steps a model's parameters.
+
+    With ``mixed_precision`` the model computes in its own dtype and fp32 master weights are stepped: an update of 1e-5
+    is smaller than the spacing of bf16 numbers around most weights and would vanish if it were added to them. Gradients
+    are summed in fp32 as they appear, so micro-batches lose nothing either.
+
+    Several processes take one step together: gradient, clipping and the decision to leave a step out are of all ranks.
+
+    Args:
+        model: whose trainable parameters are stepped.
+        name: ``adamw`` or ``sgd``.
+        total_steps: optimizer steps of the run, for schedules that decay.
+        min_lr_fraction: of ``lr``, where decay ends.
+        clip_grad_norm: largest L2 norm of the gradient.
+        max_bad_steps: non-finite steps in a row that stop the run.
+        ranks: the processes that train the model together; all of them call each method.
+
+    Raises:
+        ValueError: unknown name or schedule, a number out of range, or fp16 weights without fp32 masters.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        name: str = "adamw",
+        lr: float = 1e-5,
+        weight_decay: float = 0.0,
+        betas: Sequence[float] = (0.9, 0.95),
+        warmup_steps: int = 0,
+        total_steps: int = 1,
+        schedule: str = "constant",
+        min_lr_fraction: float = 0.0,
+        clip_grad_norm: float = 1.0,
+        mixed_precision: bool = True,
+        max_bad_steps: int = 5,
+        ranks: Ranks | None = None,
+    ) -> None:
+        check_optimizer(name, lr, schedule, clip_grad_norm)
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._names = [n for n, _ in named]
+        self._params = [p for _, p in named]
+        copies = mixed_precision and any(p.dtype != torch.float32 for p in self._params)
+        if not copies and any(p.dtype == torch.float16 for p in self._params):
+            raise ValueError(
+                "fp16 weights need train.mixed_precision=true: AdamW's epsilon of 1e-8 is 0 in fp16, and 0 / 0 is NaN"
+            )
+        self._masters = [p.detach().float().clone() for p in self._params] if copies else self._params
+        for param in self._params if copies else ():
+            param.grad_dtype = torch.float32  # a bf16 copy of each gradient would only take memory
+        self._hooks = (
+            [
+                p.register_post_accumulate_grad_hook(_move_grad_to(master))
+                for p, master in zip(self._params, self._masters, strict=True)
+            ]
+            if copies
+            else []
+        )
+        if name == "adamw":
+            self._optimizer = torch.optim.AdamW(
+                self._masters, lr=lr, weight_decay=weight_decay, betas=tuple(betas), fused=True
+            )
+        else:
+            self._optimizer = torch.optim.SGD(self._masters, lr=lr, weight_decay=weight_decay, fused=True)
+        self._lr, self._clip = lr, clip_grad_norm
+        self._schedule = (warmup_steps, total_steps, schedule, min_lr_fraction)
+        self._max_bad_steps = max_bad_steps
+        self._ranks = ranks
+        self.steps = 0
+        self.bad_steps = 0
+        self._bad_in_a_row = 0
+
+    @torch.no_grad()
+    def step(self, loss_is_finite: bool = True, explain: Callable[[], str] | None = None) -> StepResult:
+        """Applies the gradients summed since the last step, and clears them.
+
+        Nothing is applied where the loss, the gradient or the weights after the step would not be finite.
+
+        Args:
+            loss_is_finite: of the step's loss; a gradient that comes out finite nevertheless is not trusted.
+            explain: finds out which part of the batch is to blame; called where the loss or a gradient is not finite,
+                in the first step of a row of such steps and before the error. It may compute gradients anew. Not called
+                where several processes train: what one finds out the others would have to compute with it.
+
+        Raises:
+            NonFiniteError: ``max_bad_steps`` in a row were not finite; says which tensors.
+        """
+        lr = self._lr * lr_factor(self.steps, *self._schedule)
+        if self._ranks:
+            self._ranks.sum_gradients(self._masters)
+            loss_is_finite = not self._on_any_rank(not loss_is_finite)
+        grads = [p.grad for p in self._masters if p.grad is not None]
+        norm = _total_norm(grads) if grads else 0.0
+        finite = loss_is_finite and math.isfinite(norm) and min(norm, self._clip) < LARGEST_SQUARE_ROOT
+        overflows = False
+        if finite and grads:
+            torch.nn.utils.clip_grads_with_norm_(self._masters, self._clip, torch.tensor(norm))
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            overflows = self._could_overflow(lr) and self._on_any_rank(self._overflows())
+        if finite and grads and not overflows:
+            self._optimizer.step()
+            self._copy_masters()
+        trouble = None
+        if not finite or overflows:
+            self.bad_steps += 1
+            self._bad_in_a_row += 1
+            stops = self._bad_in_a_row >= self._max_bad_steps
+            if stops or self._bad_in_a_row == 1:
+                trouble = self._trouble(norm, lr, loss_is_finite, overflows)
+                # What is finite and only too large for the step is no part's fault.
+                broken = not loss_is_finite or bool(self.nonfinite_gradients())
+                trouble += f" {explain()}" if explain and broken and not self._ranks else ""
+            if stops:
+                raise NonFiniteError(f"{self._bad_in_a_row} steps in a row: {trouble} {REMEDY}")
+        elif grads:
+            self._bad_in_a_row = 0
+        self.clear_gradients()
+        self.steps += 1
+        return StepResult(grad_norm=norm, lr=lr, skipped=not (finite and grads) or overflows, trouble=trouble)
+
+    def clear_gradients(self) -> None:
+        """Forgets the gradients summed so far."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def nonfinite_gradients(self) -> list[str]:
+        """Names of the parameters whose gradient, as summed so far, holds a NaN or an infinity."""
+        return self._names_where([not _finite(master.grad) for master in self._masters])
+
+    def _names_where(self, flags: Sequence[bool]) -> list[str]:
+        """Names of the parameters that are flagged, on any rank."""
+        flags = self._ranks.any(flags) if self._ranks else flags
+        return [name for name, flag in zip(self._names, flags, strict=True) if flag]
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        return self._ranks.any([flag])[0] if self._ranks else flag
+
+    def _copy_masters(self) -> None:
+        for param, master in zip(self._params, self._masters, strict=True):
+            if param is not master:
+                param.copy_(master)
+
+    def _could_overflow(self, lr: float) -> bool:
+        """Whether a weight might leave its dtype's range in this step; False for any sane setting, at next to no cost.
+
+        AdamW moves a weight by at most ``lr / sqrt((1 - b2) (1 - b1^2 / b2))``, by Cauchy-Schwarz on its two moments.
+        """
+        settings = self._optimizer.param_groups[0]
+        if isinstance(self._optimizer, torch.optim.SGD):
+            largest = self._clip
+        else:
+            beta1, beta2 = settings["betas"]
+            spread = (1 - beta2) * (1 - beta1**2 / beta2) if beta2 else 0.0
+            largest = spread**-0.5 if spread > 0 else math.inf
+        # The L2 norm is above the largest weight, and an eighth of the time of finding that.
+        weight = _total_norm(self._masters)
+        reached = weight * (1 + lr * settings["weight_decay"]) + lr * largest
+        limit = min(torch.finfo(param.dtype).max for param in self._params)
+        return not reached < limit / 2  # half: that is far from where rounding could matter
+
+    def _overflows(self) -> bool:
+        """Whether a weight leaves its dtype's range in this step: tried on a copy, so that nothing has to be undone."""
+        copies = [master.detach().clone() for master in self._masters]
+        for trial, master in zip(copies, self._masters, strict=True):
+            trial.grad = master.grad
+        optimizer = type(self._optimizer)(copies, lr=0.0, fused=True)
+        optimizer.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
+        optimizer.step()
+        return not all(_finite(local(x).to(param.dtype)) for x, param in zip(copies, self._params, strict=True))
+
+    def _trouble(self, norm: float, lr: float, loss_is_finite: bool, overflows: bool) -> str:
+        broken = self._names_where([not _finite(master) for master in self._masters])
+        weights = f"Weights hold non-finite numbers in {broken[0]}." if broken else "Weights were not touched."
+        if overflows:
+            what = f"the update would have taken weights out of their dtype's range at a learning rate of {lr:g}"
+        elif bad := self.nonfinite_gradients():
+            what = f"the gradient is not finite, first seen in {bad[0]}, {len(bad)} of {len(self._names)} tensors"
+        elif not loss_is_finite:
+            what = "the loss is not finite, though the gradient is"
+        else:
+            what = f"the gradient is too large for fp32 (norm {norm:g})"
+        return f"{what}. {weights}"
+
+    def state_dict(self) -> dict:
+        """Master weights, optimizer state and counters, loadable with ``weights_only=True``."""
+        return {
+            "masters": dict(zip(self._names, [p.detach() for p in self._masters], strict=True)),
+            "optimizer": self._optimizer.state_dict(),
+            "counters": [self.steps, self.bad_steps, self._bad_in_a_row],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict) -> None:
+        """Restores what :meth:`state_dict` returned, and writes the weights into the model.
+
+        Raises:
+            ValueError: the state is of another model.
+        """
+        if list(state["masters"]) != self._names:
+            raise ValueError("the checkpoint's tensors are not this model's: it was written by another model")
+        for master, saved in zip(self._masters, state["masters"].values(), strict=True):
+            assign(master, saved)
+        self._copy_masters()
+        saved = state["optimizer"]
+        moments = {
+            i: {name: placed_like(x, self._masters[i]) if name in MOMENTS else x for name, x in of.items()}
+            for i, of in saved["state"].items()
+        }
+        self._optimizer.load_state_dict({**saved, "state": moments})
+        self.steps, self.bad_steps, self._bad_in_a_row = state["counters"]
+
+    def close(self) -> None:
+        """Takes the gradient hooks off the model, whose gradients are of its own dtype again."""
+        for hook, param in zip(self._hooks, self._params, strict=False):
+            hook.remove()
+            param.grad_dtype = param.dtype
+
+
+def _total_norm(tensors: Sequence[Tensor]) -> float:
+    """L2 norm of all of them, wherever their parts are."""
+    return float(whole(torch.nn.utils.get_total_norm(tensors)))
+
+
+def _finite(x: Tensor | None) -> bool:
+    """Of a sharded tensor, this rank's part."""
+    return x is None or bool(local(x).isfinite().all())
+
+
+def check_optimizer(name: str, lr: float, schedule: str, clip_grad_norm: float) -> None:
+    """Refuses settings that cannot train.
+
+    Raises:
+        ValueError: which one and what it may be.
+    """
+    if name not in ("adamw", "sgd"):
+        raise ValueError(f"optimizer.name is {name!r}; it can be adamw or sgd")
+    if schedule not in ("constant", "linear", "cosine"):
+        raise ValueError(f"optimizer.schedule is {schedule!r}; it can be constant, linear or cosine")
+    if not lr >= 0 or not clip_grad_norm > 0:
+        raise ValueError(
+            f"optimizer.lr is {lr} and clip_grad_norm {clip_grad_norm}; need lr >= 0 and clip_grad_norm > 0"
+        )
+
+
+def _move_grad_to(master: Tensor):
+    def hook(param: Tensor) -> None:
+        if master.grad is None:
+            master.grad = param.grad
+        else:
+            master.grad += param.grad
+        param.grad = None
+
+    return hook

@@ -1,0 +1,251 @@
+"""Several engines as one: routed by load, replaced when they die, and holding the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from grpo_rl.cluster.fleet import Fleet
+from grpo_rl.engines.base import EngineDeadError, EngineLostError, EngineStartError
+from grpo_rl.planner import virtual_time
+
+
+class Engine:
+    def __init__(self, number, launch):
+        self.number, self.launch, self.weights, self.alive, self.closed = number, launch, None, True, False
+
+    async def answer(self, seconds=1.0):
+        await asyncio.sleep(seconds)
+        if not self.alive:
+            raise EngineDeadError(f"engine {self.number} died")
+        return self.number, self.launch, self.weights
+
+    async def take(self, weights):
+        if not self.alive:
+            raise EngineDeadError(f"engine {self.number} died")
+        await asyncio.sleep(0.5)
+        self.weights = weights
+        return self.number
+
+    async def close(self):
+        self.closed = True
+
+
+async def identity(engine):
+    return engine
+
+
+def harbour(launch_s=0.0):
+    """A launcher, and all that it has launched."""
+    engines = []
+
+    async def launch(number):
+        await asyncio.sleep(launch_s)
+        engines.append(Engine(number, len(engines)))
+        return engines[-1]
+
+    return launch, engines
+
+
+def test_a_call_goes_to_the_engine_with_the_least_to_do():
+    async def main():
+        fleet = Fleet(harbour()[0], size=3)
+        await fleet.start()
+        await fleet.push(lambda e: e.take("v0"))
+        calls = [asyncio.create_task(fleet.call(lambda e: e.answer(), answers)) for answers in (8, 2, 4, 1, 1)]
+        return [number for number, _, _ in await asyncio.gather(*calls)]
+
+    # 8, 2 and 4 answers to each; one more to the second (3), and again to it (4, as many as the third, but first).
+    assert virtual_time.run(main()) == [0, 1, 2, 1, 1]
+
+
+def test_a_dead_engine_is_replaced_once_and_answers_when_it_has_weights():
+    async def main():
+        launch, engines = harbour(launch_s=3.0)
+        fleet = Fleet(launch, size=2)
+        await fleet.start()
+        assert sorted(await fleet.push(lambda e: e.take("v1"))) == [0, 1]
+        engines[0].alive = False
+        calls = [asyncio.create_task(fleet.call(lambda e: e.answer(), 1)) for _ in range(4)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        lost = [r for r in results if isinstance(r, EngineLostError)]
+        assert len(lost) == 2 and fleet.restarts == 1
+        assert (await fleet.call(lambda e: e.answer(), 1))[0] == 1  # the other goes on
+        assert await fleet.push(lambda e: e.take("v2")) == [1]  # it is being launched still
+        await fleet.newcomer()
+        assert (await fleet.call(lambda e: e.answer(), 1))[0] == 1
+        assert await fleet.push(lambda e: e.take("v2"), newcomers=True) == [0]
+        assert [(e.number, e.launch, e.weights) for e in engines] == [(0, 0, "v1"), (1, 1, "v2"), (0, 2, "v2")]
+        assert engines[0].closed
+        busy = asyncio.create_task(fleet.call(lambda e: e.answer(), 1))
+        assert (await fleet.call(lambda e: e.answer(), 1))[1] in (1, 2)
+        await busy
+        await fleet.close()
+        assert all(e.closed for e in engines)
+
+    virtual_time.run(main())
+
+
+def test_a_push_that_kills_an_engine_leaves_it_out_and_it_comes_back():
+    async def main():
+        launch, engines = harbour()
+        fleet = Fleet(launch, size=2)
+        await fleet.start()
+        engines[1].alive = False
+        assert await fleet.push(lambda e: e.take("v1")) == [0]
+        await fleet.newcomer()
+        assert await fleet.push(lambda e: e.take("v2")) == [0, 1]
+        assert [e.weights for e in engines] == ["v2", None, "v2"] and fleet.restarts == 1
+
+    virtual_time.run(main())
+
+
+def test_calls_wait_while_the_only_engine_is_replaced_and_fail_when_it_dies_too_often():
+    async def main():
+        launch, engines = harbour(launch_s=2.0)
+        fleet = Fleet(launch, size=1, max_restarts=1)
+
+        async def push():
+            await fleet.push(lambda e: e.take("v1"), newcomers=True)
+
+        await fleet.start()
+        await push()
+        engines[0].alive = False
+        with pytest.raises(EngineLostError):
+            await fleet.call(lambda e: e.answer())
+        assert (await fleet.serve(fleet.call(lambda e: e.answer()), push))[1:] == (1, "v1")
+        engines[1].alive = False
+        with pytest.raises(EngineLostError):
+            await fleet.call(lambda e: e.answer())
+        with pytest.raises(EngineDeadError, match=r"engine 0 died; place 0 has lost 2 \(.*max_restarts=1"):
+            await fleet.call(lambda e: e.answer())
+
+    virtual_time.run(main())
+
+
+def test_an_engine_that_cannot_be_launched_again_ends_the_waiting():
+    async def main():
+        count = 0
+
+        async def launch(number):
+            nonlocal count
+            count += 1
+            if count > 1:
+                raise OSError("no memory")
+            return Engine(number, 0)
+
+        fleet = Fleet(launch, size=1)
+        await fleet.start()
+        (engine,) = await fleet.push(identity)
+        engine.alive = False
+        with pytest.raises(EngineLostError):
+            await fleet.call(lambda e: e.answer())
+        with pytest.raises(EngineDeadError, match="engine 0 can't be started again: no memory"):
+            await fleet.call(lambda e: e.answer())
+
+    virtual_time.run(main())
+
+
+def test_a_fleet_has_an_engine():
+    with pytest.raises(ValueError, match="at least one"):
+        Fleet(harbour()[0], size=0)
+
+
+def test_an_engine_that_can_t_even_be_closed_is_replaced_all_the_same():
+    async def main():
+        launch, engines = harbour()
+        fleet = Fleet(launch, size=1)
+        await fleet.start()
+        await fleet.push(identity)
+
+        async def broken():
+            raise OSError("its pipe is gone")
+
+        engines[0].alive, engines[0].close = False, broken
+        with pytest.raises(EngineLostError):
+            await fleet.call(lambda e: e.answer())
+        await fleet.newcomer()
+        assert len(engines) == 2
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize(("max_restarts", "starts"), [(3, 4), (2, 3)])
+def test_an_engine_that_dies_while_it_starts_is_replaced_as_often_as_any(max_restarts, starts):
+    async def main():
+        launches = 0
+
+        async def launch(number):
+            nonlocal launches
+            launches += 1
+            if launches in (2, 3):
+                raise EngineStartError("engine 0 did not start: head.\n\n  more\nthe node ran out of memory.\n")
+            return Engine(number, 0)
+
+        fleet = Fleet(launch, size=1, max_restarts=max_restarts)
+        await fleet.start()
+        (engine,) = await fleet.push(identity)
+        engine.alive = False
+        with pytest.raises(EngineLostError):
+            await fleet.call(lambda e: e.answer())
+        began = asyncio.get_running_loop().time()
+        if max_restarts == 3:
+            await fleet.newcomer()
+        else:
+            with pytest.raises(EngineDeadError, match="engine 0 can't be started again: engine 0 did not start"):
+                await fleet.newcomer()
+        news = [text for text in fleet.news if "did not start" in text]
+        assert all(text.endswith("did not start: head: the node ran out of memory. It is replaced") for text in news)
+        return launches, fleet.restarts, asyncio.get_running_loop().time() - began
+
+    made, restarts, took_s = virtual_time.run(main())
+    assert (made, restarts) == (starts, max_restarts)
+    assert took_s == (2 + 4 if max_restarts == 3 else 2)  # a pause before each further try
+
+
+def test_an_engine_that_dies_while_it_is_first_started_is_replaced_too():
+    async def main(max_restarts):
+        launches = 0
+
+        async def launch(number):
+            nonlocal launches
+            launches += 1
+            if launches < 3:
+                raise EngineStartError("engine 0 did not start: its process was killed")
+            return Engine(number, 0)
+
+        fleet = Fleet(launch, size=1, max_restarts=max_restarts)
+        await fleet.start()
+        return launches, fleet.restarts, len(fleet.news)
+
+    assert virtual_time.run(main(2)) == (3, 2, 2)
+    with pytest.raises(EngineStartError, match="its process was killed"):
+        virtual_time.run(main(1))
+
+
+def test_the_others_may_still_be_on_their_way_when_one_can_t_be_started_again():
+    async def main():
+        launches = 0
+
+        async def launch(number):
+            nonlocal launches
+            launches += 1
+            if launches == 3:
+                raise OSError("no room")
+            await asyncio.sleep(5.0 if launches == 4 else 0.0)
+            return Engine(number, launches)
+
+        fleet = Fleet(launch, size=2)
+        await fleet.start()
+        await fleet.push(identity)
+        for berth in await fleet.present():
+            berth.alive = False
+        lost = await asyncio.gather(*(fleet.call(lambda e: e.answer()) for _ in range(2)), return_exceptions=True)
+        assert all(isinstance(error, EngineLostError) for error in lost)
+        await fleet.newcomer()
+        return asyncio.get_running_loop().time(), fleet.news
+
+    time, news = virtual_time.run(main())
+    assert time == 6.0, "the second engine, five seconds after both had died at 1"
+    assert any("can't be started again: no room. The others go on without it" in one for one in news)

@@ -1,0 +1,174 @@
+"""A fleet as one engine: engines die in the middle of a push or of an answer, and the thread that trains goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from grpo_rl.cluster.fleet import Fleet
+from grpo_rl.cluster.fleet_engine import FleetEngine, LoopThread
+from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
+from grpo_rl.engines.fingerprint import fingerprint
+from grpo_rl.weights.push import WeightDeliveryError, WeightSync
+from grpo_rl.weights.shared_memory import SharedMemoryTransport
+
+
+class Engine:
+    """Loads from shared memory, answers with its number; dies at the call whose name it was given."""
+
+    dtype, max_model_len, takes_adapters, proves_bytes = torch.bfloat16, 64, False, False
+
+    def __init__(self, number, dies_at=None):
+        self.name, self.number, self.dies_at = f"engine {number}", number, dies_at
+        self.weights, self.version, self.calls, self.alive = {}, 0, [], True
+
+    def _check(self, method):
+        self.calls.append(method)
+        if method == self.dies_at:
+            self.alive = False
+        if not self.alive:
+            raise EngineDeadError(f"{self.name} died")
+
+    def submit(self, method, *args):
+        call = Future()
+        try:
+            self._check(method)
+            call.set_result(getattr(self, method)(*args))
+        except Exception as error:
+            call.set_exception(error)
+        return call
+
+    def pause(self): ...
+    def resume(self): ...
+    def start_weight_update(self): ...
+    def abandon_weight_update(self): ...
+
+    def update_weights(self, bucket):
+        memory = torch.from_file(bucket["path"], shared=True, size=bucket["size"], dtype=torch.uint8)
+        for name, _, shape, start, *_ in bucket["tensors"]:
+            values = memory[start : start + 2 * torch.Size(shape).numel()].view(torch.bfloat16)
+            self.weights[name] = values.view(shape).clone()
+
+    def finish_weight_update(self, version):
+        self.version = int(version)
+
+    def weight_version(self):
+        return self.version
+
+    def fingerprints(self, shapes):
+        return {name: fingerprint(self.weights[name]) for name in shapes}
+
+    async def generate(self, request_id, prompt, n, sampling):
+        self._check("generate")
+        await asyncio.sleep(0.01)
+        return Samples.from_lists([[self.number]] * n, [[0.0]] * n, [False] * n, self.version)
+
+    async def close(self): ...
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 3)).bfloat16()
+
+
+@pytest.fixture
+def made(model):
+    """Makes a fleet of engines, of which the first ones die where they are told to."""
+    opened = []
+
+    def make(*dies_at, size=None, max_restarts=3):
+        launched = []
+
+        async def launch(number):
+            dies = dies_at[len(launched)] if len(launched) < len(dies_at) else None
+            launched.append(Engine(number, dies))
+            return launched[-1]
+
+        loop = LoopThread()
+        fleet = Fleet(launch, size or len(dies_at), max_restarts)
+        loop.run(fleet.start())
+        engine = FleetEngine(fleet, loop, SharedMemoryTransport)
+        weights = WeightSync(model, engine)
+        engine.deliver = weights.deliver
+        opened.append(engine)
+        return engine, weights, launched
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
+def holds(engine, model):
+    return all(torch.equal(engine.weights[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_all_engines_hold_what_was_pushed_and_answer_in_the_order_of_prompts(made, model):
+    engine, weights, launched = made(None, None)
+    assert weights.push() == 1 and engine.version == 1
+    assert all(holds(one, model) and one.version == 1 for one in launched)
+    answers = engine.generate([[1], [2], [3], [4]], 2, Sampling())
+    # The least loaded first: two groups to each.
+    assert [int(a.response_ids[0]) for a in answers] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "pause",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "fingerprints",
+        "weight_version",
+        "resume",
+    ],
+)
+def test_an_engine_that_dies_in_a_push_is_replaced_and_the_others_get_it_all_the_same(made, model, method):
+    engine, weights, launched = made(None, method)
+    assert weights.push() == 1
+    assert holds(launched[0], model) and launched[0].version == 1 and launched[0].calls[-1] == "resume"
+    # The next answers are waited for, and meanwhile the new engine is given the same weights under the same version.
+    engine.loop.run(engine.fleet.newcomer())
+    assert len(launched) == 3 and not launched[2].weights
+    numbers = {int(a.response_ids[0]) for _ in range(20) for a in engine.generate([[1], [2], [3]], 1, Sampling())}
+    assert numbers == {0, 1} and holds(launched[2], model) and launched[2].version == 1
+    assert launched[0].calls.count("update_weights") == 1, "who has the weights is not sent them again"
+    assert engine.fleet.restarts == 1
+
+
+def test_answers_that_die_with_an_engine_are_asked_for_again(made, model):
+    engine, weights, _ = made("generate", None)
+    weights.push()
+    answers = engine.generate([[1], [2], [3]], 1, Sampling())
+    assert len(answers) == 3 and {int(a.version) for a in answers} == {1} and engine.fleet.restarts == 1
+
+
+def test_the_only_engine_dies_and_the_next_one_answers(made, model):
+    engine, weights, launched = made("generate")
+    weights.push()
+    assert len(engine.generate([[1], [2]], 1, Sampling())) == 2
+    assert len(launched) == 2 and holds(launched[1], model)
+
+
+def test_engines_that_die_too_often_end_the_run_by_name(made):
+    engine, weights, _ = made("generate", "generate", size=1, max_restarts=1)
+    weights.push()
+    with pytest.raises(EngineDeadError, match=r"engine 0 died; place 0 has lost 2 \(inference_model.max_restarts=1"):
+        engine.generate([[1]], 1, Sampling())
+    engine, weights, _ = made("update_weights", size=1, max_restarts=0)
+    with pytest.raises(
+        EngineDeadError,
+        match=r"engine 0 died \(bucket 0 of version 1, .*\); place 0 has lost 1 \(inference_model.max_restarts=0",
+    ):
+        weights.push()
+
+
+def test_what_is_wrong_with_the_weights_of_one_engine_still_stops_the_run(made, model):
+    _, weights, launched = made(None, None)
+    launched[1].finish_weight_update = lambda version: None
+    with pytest.raises(WeightDeliveryError, match="engine 1 says version 0"):
+        weights.push()

@@ -1,0 +1,100 @@
+"""Two nodes on this machine: a cluster's nodes are counted and asked, and room is taken or refused with numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from grpo_rl.cluster.nodes import _private_folder, check_nodes, cluster, nodes, places  # noqa: E402
+from grpo_rl.run.folder import RunIsOver  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": {"slot": 2}})
+    made.add_node(num_cpus=1, resources={"slot": 4})
+    with cluster(made.address):
+        yield made
+    made.shutdown()
+
+
+def test_an_address_without_a_cluster_is_told_in_one_sentence():
+    with pytest.raises(ValueError, match=r"no Ray cluster answers at ray.address=127.0.0.1:1"), cluster("127.0.0.1:1"):
+        pass
+
+
+def test_every_node_that_joined_is_asked(two_nodes):
+    assert [node.resources["slot"] for node in nodes()] in ([2, 4], [4, 2])
+    check_nodes(expected=2)
+    with pytest.raises(ValueError, match=r"2 of 3 nodes have joined: "):
+        check_nodes(expected=3)
+
+
+def test_room_is_taken_for_all_at_once_and_given_back(two_nodes):
+    with places([{"slot": 2}, {"slot": 4}]) as taken:
+        assert taken.bundle_count == 2
+        with pytest.raises(ValueError, match="Ray found no place for 1 bundles within 1 s, of {'slot': 1}"):
+            with places([{"slot": 1}], deadline_s=1):
+                pass
+    with places([{"slot": 1}]):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("bundles", "message"),
+    [
+        ([{"slot": 4}, {"slot": 3}], "the plan asks for 7 slot, and the cluster's 2 nodes have 6"),
+        ([{"slot": 5}], "an actor needs 5 slot on one node, and none has more than 4"),
+        ([{"GPU": 1}], "the plan asks for 1 GPU, and the cluster's 2 nodes have 0"),
+    ],
+)
+def test_what_the_cluster_does_not_have_is_refused_with_numbers(two_nodes, bundles, message):
+    with pytest.raises(ValueError, match=message), places(bundles):
+        pass
+
+
+def test_a_node_that_is_gone_is_missed(two_nodes):
+    lost = two_nodes.add_node(num_cpus=1)
+    check_nodes(expected=3)
+    two_nodes.remove_node(lost)
+    with pytest.raises(ValueError, match="2 of 3 nodes have joined"):
+        check_nodes(expected=3)
+
+
+@pytest.mark.parametrize(
+    ("end", "stays"),
+    [(None, False), (SystemExit("stopped"), False), (KeyboardInterrupt(), False), (RunIsOver(), False),
+     (RuntimeError(), True)],
+)  # fmt: skip
+def test_rays_folder_stays_after_an_error_alone(end, stays, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "new"))
+    with contextlib.suppress(SystemExit, KeyboardInterrupt, RunIsOver, RuntimeError), _private_folder() as folder:
+        os.mkdir(folder)
+        if end:
+            raise end
+    assert os.path.exists(folder) == stays == bool(os.listdir(tmp_path / "new"))
+
+
+def test_a_folder_that_ray_can_t_be_given_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="RAY_TMPDIR=.*file"), _private_folder():
+        pass
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [(None, True), ("token", False), ("disabled", False)])
+def test_ray_that_was_imported_too_early_to_ask_for_a_token_is_told_unless_somebody_has_chosen(
+    mode, is_told, monkeypatch, caplog
+):
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    runpy.run_module("grpo_rl.cluster.token")
+    assert ("asks nobody for a token" in caplog.text) == is_told

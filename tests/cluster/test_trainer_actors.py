@@ -1,0 +1,102 @@
+"""Trainers in actors: they meet, what they return and how they end comes back, and a dead one is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+import torch.distributed as dist  # noqa: E402
+
+from grpo_rl.cluster.nodes import places  # noqa: E402
+from grpo_rl.cluster.trainer_actors import run_trainers  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors don't import tests
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+def trained(work, count=2):
+    with places([{"CPU": 1}] * count) as place:
+        return run_trainers(work, count, place, num_cpus=1, num_gpus=0)
+
+
+def add_up(meeting):
+    dist.init_process_group("gloo", store=meeting.store(), rank=meeting.rank, world_size=meeting.size)
+    everyone = [None] * meeting.size
+    dist.all_gather_object(everyone, os.getpid())
+    return meeting.rank, everyone
+
+
+@pytest.mark.slow
+def test_ranks_meet_and_the_first_ones_result_comes_back():
+    rank, pids = trained(add_up)
+    assert rank == 0 and len({*pids, os.getpid()}) == 3
+
+
+def test_a_run_that_stops_by_itself_stops_the_script_with_its_words():
+    def stop(meeting):
+        raise SystemExit("Stopped after step 3. Go on with: resume=outputs/x")
+
+    with pytest.raises(SystemExit, match="Stopped after step 3. Go on with: resume=outputs/x"):
+        trained(stop, count=1)
+
+
+def test_one_that_dies_is_told_though_the_others_wait_for_it():
+    def die(meeting):
+        if meeting.rank == 1:
+            os._exit(1)
+        time.sleep(600)
+
+    with pytest.raises(RuntimeError, match=r"the trainer on [\d.]+ died: .* go on with resume="):
+        trained(die)
+
+
+def test_what_rank_0_says_last_is_told_and_not_what_the_others_said_first():
+    def stop(meeting):
+        if meeting.rank == 0:
+            time.sleep(1.0)  # it writes a report
+        raise SystemExit(f"Stopped. Go on with: resume=folder-of-rank-{meeting.rank}")
+
+    with pytest.raises(SystemExit, match="resume=folder-of-rank-0"):
+        trained(stop)
+
+
+def test_an_error_keeps_its_words():
+    def fail(meeting):
+        raise ZeroDivisionError("of rank 0")
+
+    with pytest.raises(ZeroDivisionError, match="of rank 0"):
+        trained(fail, count=1)
+
+
+def test_ctrl_c_is_passed_on_and_the_run_may_finish_its_step(tmp_path):
+    listens = tmp_path / "listens"
+
+    def work(meeting):
+        asked = []
+        signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+        listens.touch()
+        end = time.monotonic() + 60
+        while not asked and time.monotonic() < end:
+            time.sleep(0.05)
+        raise SystemExit("stopped" if asked else "was never asked")
+
+    def interrupt():
+        while not listens.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(SystemExit, match="stopped"):
+        trained(work, count=1)

@@ -1,0 +1,272 @@
+"""The overlapped collector hands out what the sync one would, while it samples on, and counts what it leaves out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import defaultdict
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from grpo_rl.cluster.fleet import Fleet
+from grpo_rl.cluster.fleet_engine import FleetEngine, LoopThread
+from grpo_rl.collectors.asynchronous import OverlappedCollector
+from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
+from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
+from grpo_rl.testing import save_tiny_model
+
+
+class CountA(Task):
+    """Pays one for each "a" in the answer; the third question is paid the same whatever the answer is."""
+
+    rows = [{"q": "one"}, {"q": "two"}, {"q": "three"}, {"q": "four"}]
+    reward_parts = ("a",)
+
+    def prompt(self, row):
+        return [{"role": "user", "content": row["q"]}]
+
+    def score(self, row, response):
+        if row["q"] == "four":
+            raise ZeroDivisionError("no answer is right")
+        return Reward({"a": 0.0 if row["q"] == "three" else float(response.count("a"))})
+
+
+class Engine:
+    """Answer g is "a" g times, after a moment; the token that is sampled by other weights than the first says so."""
+
+    name, version, max_model_len = "engine 0", 0, 500
+    dtype, takes_adapters, proves_bytes = torch.bfloat16, False, False
+
+    def __init__(self, tokenizer, dies_at=()):
+        self._a, self._dies_at, self._calls = tokenizer("a")["input_ids"][0], set(dies_at), itertools.count()
+        self.asked = []
+
+    async def generate(self, request_id, prompt, n, sampling):
+        call = next(self._calls)
+        self.asked.append(request_id)
+        version = self.version
+        await asyncio.sleep(0.01)
+        if call in self._dies_at:
+            raise EngineDeadError("engine 0 (process 7) died")
+        ids, log_probs = ([[x] * g for g in range(n)] for x in (self._a, -0.1))
+        return Samples.from_lists(ids, log_probs, [False] * n, version)
+
+    async def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def loop():
+    thread = LoopThread()
+    yield thread
+    thread.close()
+
+
+class NoTransport:
+    """Weights are no matter here."""
+
+    dtype, takes_adapters, on_lost = torch.bfloat16, False, None
+
+    def __init__(self, engines): ...
+    def close(self): ...
+
+
+def fleet_of(engine, loop):
+    async def launch(number):
+        return engine
+
+    fleet = Fleet(launch, size=1)
+    loop.run(fleet.start())
+    loop.run(fleet.admit([engine]))
+    fleet_engine = FleetEngine(fleet, loop, NoTransport)
+    fleet_engine.deliver = lambda: loop.run(fleet.admit([engine]))
+    return fleet_engine
+
+
+def made(tokenizer, loop, rows=2, total=12, engine=None, max_failed_fraction=1.0, **settings):
+    task = CountA()
+    task.rows = CountA.rows[:rows]
+    env = LLMEnv(task, tokenizer, num_envs=2, repeats=3, max_failed_fraction=max_failed_fraction)
+    engine = engine or Engine(tokenizer)
+
+    settings = {"max_staleness": 1} | settings
+    return OverlappedCollector(env, fleet_of(engine, loop), Sampling(), total, **settings), engine
+
+
+def collections(collector, engine):
+    out = []
+    while groups := collector.collect():
+        out.append(groups)
+        engine.version += 1
+        collector.advance()
+    collector.ledger.check()
+    collector.close()
+    return out
+
+
+def test_it_hands_out_whole_collections_until_all_answers_are_sampled(tokenizer, loop):
+    collector, engine = made(tokenizer, loop)
+    out = collections(collector, engine)
+    assert [len(groups) for groups in out] == [2, 2] and collector.collected == 12
+    for group in itertools.chain.from_iterable(out):
+        assert group.rewards.tolist() == [0.0, 1.0, 2.0] and group.lengths.tolist() == [0, 1, 2]
+    assert sorted(g.group_id for g in itertools.chain.from_iterable(out)) == [0, 1, 2, 3]
+
+
+def test_the_next_collection_is_sampled_while_one_is_trained_on_and_no_more_than_the_bound_allows(tokenizer, loop):
+    collector, engine = made(tokenizer, loop, total=60)
+    collector.collect()
+    loop.run(asyncio.sleep(0.1))
+    # Two a step, one step ahead, beside the two that are trained on.
+    assert len(engine.asked) == 4
+    engine.version = 1
+    collector.advance()
+    loop.run(asyncio.sleep(0.1))
+    assert len(engine.asked) == 6
+    ages = [collector.ledger.version - int(group.versions.min()) for group in collector.collect()]
+    assert ages == [1, 1]
+    collector.close()
+
+
+def test_groups_of_an_engine_that_died_are_sampled_again(tokenizer, loop):
+    collector, engine = made(tokenizer, loop, engine=Engine(tokenizer, dies_at=[0]))
+    out = collections(collector, engine)
+    assert sorted(g.group_id for g in itertools.chain.from_iterable(out)) == [0, 1, 2, 3]
+    assert engine.asked.count("group-0-0") == 1 and "group-0-1" in engine.asked
+
+
+def test_groups_that_teach_nothing_or_have_no_rewards_are_dropped_and_counted(tokenizer, loop):
+    collector, engine = made(tokenizer, loop, rows=4, total=24, drops_alike=True)
+    out = list(itertools.chain.from_iterable(collections(collector, engine)))
+    account = collector.metrics()
+    assert collector.collected == 24
+    assert len(out) == 4 and account["groups/dropped_alike"] == 2 and account["groups/dropped_unrewarded"] == 2
+    assert collector.collected == 24 and collector.ledger.started == 8
+
+
+def test_what_was_sampled_and_left_out_counts_as_sampled(tokenizer, loop):
+    collector, _ = made(tokenizer, loop, rows=3, total=18, drops_alike=True)
+    sampled = []
+    while groups := collector.collect():
+        assert all(group in collector.sampled for group in groups)
+        sampled += collector.sampled
+        collector.advance()
+    sampled += collector.sampled  # those that were left out last, with the empty collection
+    collector.close()
+    assert len(sampled) == 6 and sum(group.rewards.sum() == 0 for group in sampled) == 2
+
+
+def test_too_many_failures_end_the_run_in_the_thread_that_waits(tokenizer, loop):
+    collector, _ = made(tokenizer, loop, rows=4, total=600, max_failed_fraction=0.0)
+    with pytest.raises(ScoreError, match="ZeroDivisionError"):
+        while collector.collect():
+            collector.advance()
+    collector.close()
+
+
+def test_a_collector_goes_on_where_another_stopped_and_keeps_what_was_answered(tokenizer, loop):
+    first, engine = made(tokenizer, loop, total=30)
+    handed_out = first.collect()
+    loop.run(asyncio.sleep(0.1))  # two more are answered meanwhile
+    engine.version = 1
+    first.advance()
+    state = first.state()
+    first.close()
+    waiting = [saved for saved in state["open"] if saved["group"] is not None]
+    in_flight = [saved["prompt"]["group_id"] for saved in state["open"] if saved["group"] is None]
+    assert [saved["version"] for saved in waiting] == [0, 0] and len(in_flight) == 2
+
+    second, engine = made(tokenizer, loop, total=30, version=1)
+    engine.version = 1
+    second.restore(state)
+    assert second.collected == 6 and second.ledger.started == 4
+    out = list(itertools.chain.from_iterable(collections(second, engine)))
+    assert sorted(group.group_id for group in [*handed_out, *out]) == list(range(10))
+    kept = {group.group_id: group for group in out}[waiting[0]["prompt"]["group_id"]]
+    assert kept.versions.unique().tolist() == [0] and kept.rewards.tolist() == [0.0, 1.0, 2.0]
+    assert not any(f"group-{saved['prompt']['group_id']}-0" in engine.asked for saved in waiting), (
+        "nothing is asked twice"
+    )
+    assert second.metrics()["groups/started"] == second.metrics()["groups/trained"] == 10
+
+
+def test_engines_that_were_replaced_before_a_checkpoint_are_counted_after_it(tokenizer, loop):
+    counts, state = [], None
+    for _ in range(2):
+        collector, _ = made(tokenizer, loop, total=30, engine=Engine(tokenizer, dies_at=[0]))
+        if state:
+            collector.restore(state)
+        collector.collect()
+        counts.append(collector.metrics()["engines/replaced"])
+        state = collector.state()
+        collector.close()
+    assert counts == [1, 2], "one in each run"
+
+
+class Echo(Task):
+    """The world says back what was said, three times; a conversation is worth what was said in its turns."""
+
+    rows = [{"q": "one"}, {"q": "two"}]
+    reward_parts = ("turns",)
+
+    def prompt(self, row):
+        return [{"role": "user", "content": row["q"]}]
+
+    def reply(self, row, messages):
+        if messages[-1]["content"] == "boom":
+            raise OSError("the tool is broken")
+        return [{"role": "user", "content": f"[{messages[-1]['content']}]"}]
+
+    def score(self, row, response):
+        raise AssertionError("conversations are judged whole")
+
+    def score_dialog(self, row, messages):
+        return Reward({"turns": sum(message["role"] == "assistant" for message in messages)})
+
+
+class Speaks:
+    """Says one word a turn; the second conversation of a group says "boom" in its second turn."""
+
+    name, version, max_model_len = "engine 0", 0, 500
+    dtype, takes_adapters, proves_bytes = torch.bfloat16, False, False
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.asked = tokenizer, defaultdict(list)
+
+    async def generate(self, request_id, prompt, n, sampling):
+        await asyncio.sleep(0.01)
+        *group, conversation, turn = request_id.split("-")
+        self.asked["-".join([*group, conversation])].append(list(prompt))
+        text = "boom" if (conversation, turn) == ("1", "1") else "hm"
+        ids = [*self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id]
+        return Samples.from_lists([ids] * n, [[-0.1] * len(ids)] * n, [False] * n, self.version)
+
+    async def close(self):
+        pass
+
+
+def test_conversations_go_on_turn_by_turn_and_what_was_sampled_is_what_is_trained_on(tokenizer, loop):
+    env = LLMEnv(Echo(), tokenizer, num_envs=2, repeats=3, max_turns=3, max_failed_fraction=1.0)
+    engine = Speaks(tokenizer)
+    collector = OverlappedCollector(env, fleet_of(engine, loop), Sampling(max_new_tokens=20), 6, max_staleness=1)
+    groups = collector.collect()
+    collector.close()
+    end = tokenizer.eos_token_id
+    said = [*tokenizer("hm")["input_ids"], end]
+    for group in groups:
+        assert group.rewards.tolist() == [3.0, 3.0], "the one whose tool broke is dropped alone"
+        for start, stop in itertools.pairwise(group.offsets.tolist()):
+            ids, chosen = group.response_ids[start:stop], group.trainable[start:stop]
+            assert ids[chosen].tolist() == said * 3 and ids[: len(said)].tolist() == said
+            prompts = engine.asked[f"group-{group.group_id}-0-0"]
+            # Each turn's prompt is what was there before, token for token, and what was heard.
+            assert prompts[2][: len(prompts[1])] == prompts[1] and prompts[1][: len(prompts[0])] == prompts[0]
+            assert prompts[2] == [*group.prompt_ids.tolist(), *ids.tolist()][: len(prompts[2])]
+    assert env.guard.failed["error"] == 2

@@ -1,0 +1,210 @@
+"""Conversations advance one by one; what was sampled is trained on as it was; a failing one is dropped alone."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from transformers import AutoTokenizer
+
+from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
+from grpo_rl.testing import save_tiny_model
+
+SAMPLING = Sampling(max_new_tokens=8)
+
+
+class Echo(Task):
+    """Row: how the world answers "q". The conversation is worth the number of its replies."""
+
+    reward_parts = ("replies",)
+
+    def __init__(self, *rows: dict) -> None:
+        self.rows = list(rows)
+
+    def prompt(self, row):
+        return [{"role": "user", "content": row.get("prompt", "p")}]
+
+    def reply(self, row, messages):
+        text = messages[-1]["content"]
+        if text == "boom":
+            raise OSError("the tool is broken")
+        if text.startswith("slow"):
+            time.sleep(row["seconds"])
+        return None if text == "end" else [{"role": "user", "content": f"[{text}]"}]
+
+    def score(self, row, response):
+        raise AssertionError("conversations are judged whole")
+
+    def score_dialog(self, row, messages):
+        return Reward({"replies": sum(message["role"] == "user" for message in messages) - 1.0})
+
+
+class Recording(ScriptedEngine):
+    def __init__(self, script, **settings):
+        super().__init__(script, **settings)
+        self.seen = []
+
+    def generate(self, prompts, n, sampling):
+        self.seen += [(list(prompt), sampling.max_new_tokens) for prompt in prompts]
+        return super().generate(prompts, n, sampling)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def collector(tokenizer, task, turns, repeats=2, max_turns=4, deadline_s=60.0, failed=1.0, max_model_len=1000):
+    """A collector whose engine says ``turns[g]`` one after the other in conversation g, each ended."""
+    guard = {"score_timeout_s": deadline_s, "max_failed_fraction": failed}
+    env = LLMEnv(task, tokenizer, 1, repeats, max_turns=max_turns, **guard)
+    end = tokenizer.eos_token_id
+    started: dict[tuple, int] = {}
+    queues = [iter(turn) for turn in turns]
+    order = iter(range(len(turns)))
+
+    def script(prompt, g):
+        # A conversation is known again by what it has seen of its own first answer; a new one takes the next script.
+        mine = next((started[key] for key in started if tuple(prompt[: len(key)]) == key), None)
+        if mine is None:
+            mine = next(order)
+        said = next(queues[mine])
+        answer = [*tokenizer(said.removesuffix("…"))["input_ids"], *([] if said.endswith("…") else [end])]
+        if mine not in started.values():
+            started[(*prompt, *answer)] = mine
+        return answer
+
+    engine = Recording(script, max_model_len=max_model_len)
+    return SyncCollector(env, engine, SAMPLING, total_dialog_turns=1000), engine, env
+
+
+def text(tokenizer, ids):
+    return tokenizer.decode(ids)
+
+
+def test_the_engine_sees_what_is_trained_on_and_replies_are_not_trained_on(tokenizer):
+    collect, engine, _ = collector(tokenizer, Echo({}), [["ab", "c", "end"], ["xyz", "end"]])
+    (group,) = collect.collect()
+    first, second = (text(tokenizer, ids) for ids in group.responses)
+    assert (first, second) == ("ab<end>[ab]<end>>c<end>[c]<end>>end<end>", "xyz<end>[xyz]<end>>end<end>")
+    masks = group.trainable.split(group.lengths.tolist())
+    chosen = [text(tokenizer, ids[mask]) for ids, mask in zip(group.responses, masks, strict=True)]
+    assert chosen == ["ab<end>c<end>end<end>", "xyz<end>end<end>"]
+    assert group.rewards.tolist() == [2.0, 1.0] and not group.truncated.any()
+    prompts = [prompt for prompt, _ in engine.seen]
+    whole = [[*group.prompt_ids.tolist(), *ids.tolist()] for ids in group.responses]
+    assert len(prompts) == 5 and all(any(w[: len(p)] == p for w in whole) for p in prompts)
+    assert group.log_probs[~group.trainable].eq(0).all() and len(group.versions) == len(group.response_ids)
+
+
+def test_turns_and_tokens_are_bounded(tokenizer):
+    collect, _, _ = collector(tokenizer, Echo({}), [["a"] * 9, ["b…" + "b" * 20] * 9], max_turns=3)
+    (group,) = collect.collect()
+    # Three turns and two replies; and a turn that met max_new_tokens ends its conversation, without a reply.
+    assert text(tokenizer, group.responses[0]) == "a<end>[a]<end>>a<end>[a]<end>>a<end>"
+    assert len(group.responses[1]) == SAMPLING.max_new_tokens
+    assert group.truncated.tolist() == [False, True]
+
+
+def test_a_conversation_ends_where_the_context_does(tokenizer):
+    # Prompt "p<end>>" has 3 tokens, "a<end>" 2, a reply "[a]<end>>" 5.
+    collect, engine, _ = collector(tokenizer, Echo({}), [["a"] * 9, ["end"]], max_model_len=12)
+    (group,) = collect.collect()
+    assert text(tokenizer, group.responses[0]) == "a<end>[a]<end>>a<end>" and group.truncated.tolist() == [True, False]
+    assert [room for _, room in engine.seen] == [8, 8, 2]
+
+
+@pytest.mark.alone
+def test_a_reply_that_fails_or_hangs_drops_its_conversation_alone(tokenizer):
+    task = Echo({"seconds": 5})
+    turns = [["boom"], ["slow"], ["a", "end"], ["end"]]
+    collect, _, env = collector(tokenizer, task, turns, repeats=4, deadline_s=0.5)
+    start = time.monotonic()
+    (group,) = collect.collect()
+    assert time.monotonic() - start < 4
+    assert group.rewards.tolist() == [1.0, 0.0] and group.lengths.tolist() == [11, 4]
+    assert env.guard.failed == {"error": 1, "timeout": 1}
+    assert "Echo.reply failed on row 0, turn 1: OSError: the tool is broken" in env.guard.examples["error"]
+
+
+def test_where_fewer_than_two_conversations_are_left_the_group_is_dropped_and_the_next_prompts_taken(tokenizer):
+    turns = [["boom"], ["end"], ["a", "end"], ["end"]]
+    collect, _, _ = collector(tokenizer, Echo({}, {"prompt": "q"}), turns)
+    (group,) = collect.collect()
+    assert group.rewards.tolist() == [1.0, 0.0] and collect.dropped_groups == 1 and collect.collected == 4
+
+
+def test_too_many_broken_replies_stop_the_run(tokenizer):
+    collect, _, _ = collector(tokenizer, Echo({}), [["boom"], ["end"]], failed=0.0)
+    with pytest.raises(ScoreError, match="the tool is broken"):
+        collect.collect()
+
+
+def test_a_slow_reply_holds_up_nobody_else(tokenizer):
+    """One tool takes 2 s; the other conversations have had all their turns by then."""
+    turns = [["slow", "end"], *[[f"{g}a", f"{g}b", "end"] for g in range(7)]]
+    collect, engine, _ = collector(tokenizer, Echo({"seconds": 2.0}), turns, repeats=8)
+    times: list[float] = []
+    generate = engine.generate
+    engine.generate = lambda *request: (times.append(time.monotonic()), generate(*request))[1]
+    start = time.monotonic()
+    (group,) = collect.collect()
+    assert group.rewards.tolist() == [1.0, *[2.0] * 7]
+    # First turns, second and third ones of the others, and the slow one's second, alone.
+    assert times[-1] - start > 2.0 and all(at - start < 1.5 for at in times[:-1])
+
+
+class Chatty(Echo):
+    """Replies twice to whatever is said."""
+
+    def reply(self, row, messages):
+        return [{"role": "user", "content": f"and {len(messages)}?"}] if len(messages) < 5 else None
+
+
+def test_with_vllm_the_engine_sees_the_ids_that_are_trained_on_token_for_token(tmp_path):
+    pytest.importorskip("vllm")
+    from grpo_rl.engines.vllm.engine import VLLMEngine
+
+    folder = save_tiny_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    engine = VLLMEngine(folder, max_model_len=256)
+    computed: list[list[int]] = []
+    add = engine._llm.llm_engine.add_request
+    engine._llm.llm_engine.add_request = lambda i, prompt, params, **more: (
+        computed.append(list(prompt["prompt_token_ids"])), add(i, prompt, params, **more)
+    )  # fmt: skip
+    try:
+        env = LLMEnv(Chatty({}, {"prompt": "q"}), tokenizer, 2, 3, max_turns=4)
+        # Turns that meet no limit of tokens: the tiny model rarely ends one by itself, so most conversations are cut.
+        groups = SyncCollector(env, engine, Sampling(max_new_tokens=40), total_dialog_turns=6).collect()
+        assert not engine._llm.llm_engine.has_unfinished_requests()
+    finally:
+        engine.close()
+    wholes = [[*g.prompt_ids.tolist(), *ids.tolist()] for g in groups for ids in g.responses]
+    assert len(wholes) == 6 and len(computed) >= 6
+    assert all(any(whole[: len(prompt)] == prompt for whole in wholes) for prompt in computed)
+    for group in groups:
+        assert group.log_probs[group.trainable].lt(0).any() and group.log_probs[~group.trainable].eq(0).all()
+
+
+def test_aborted_requests_leave_vllm_and_the_engine_goes_on(tmp_path):
+    pytest.importorskip("vllm")
+    from grpo_rl.engines.vllm.engine import VLLMEngine
+
+    engine = VLLMEngine(save_tiny_model(tmp_path / "model"), max_model_len=128)
+    try:
+        engine.submit(7, [5, 6, 7], Sampling(max_new_tokens=100, min_new_tokens=100))
+        assert engine.step() == []
+        engine.abort()
+        assert not engine._llm.llm_engine.has_unfinished_requests() and engine.step() == []
+        engine.submit(8, [5, 6, 7], Sampling(max_new_tokens=2, min_new_tokens=2))
+        answered = []
+        while not answered:
+            answered = engine.step()
+        ((request, samples),) = answered
+        assert request == 8 and len(samples.response_ids) == 2 and samples.truncated.tolist() == [True]
+    finally:
+        engine.close()

@@ -1,0 +1,187 @@
+"""The collector makes complete groups out of prompts, answers and rewards, and loses nothing on the way."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from grpo_rl.collectors.sync import EnginePolicy, SyncCollector, rewarded_alike
+from grpo_rl.data import keys
+from grpo_rl.data.group import Group
+from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.envs.base import LLMEnv, Reward, Task
+from grpo_rl.testing import random_group, save_tiny_model
+
+
+class CountA(Task):
+    """Pays one for each "a" in the answer."""
+
+    rows = [{"q": "one"}, {"q": "two"}, {"q": "three"}]
+    reward_parts = ("a",)
+
+    def prompt(self, row):
+        return [{"role": "user", "content": row["q"]}]
+
+    def score(self, row, response):
+        return Reward({"a": float(response.count("a"))})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def env(tokenizer):
+    return LLMEnv(CountA(), tokenizer, num_envs=2, repeats=3)
+
+
+@pytest.fixture
+def engine(tokenizer):
+    # Answer g is "a" g times.
+    return ScriptedEngine(lambda prompt, g: tokenizer("a" * g)["input_ids"])
+
+
+def test_groups_carry_prompt_answers_rewards_and_versions(env, engine, tokenizer):
+    engine.version = 4
+    groups = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=6).collect()
+    assert [g.group_id for g in groups] == [0, 1] and all(isinstance(g, Group) for g in groups)
+    for group in groups:
+        assert tokenizer.decode(group.prompt_ids) == f"{CountA.rows[group.row]['q']}<end>>"
+        assert group.rewards.tolist() == group.reward_parts["a"].tolist() == [0.0, 1.0, 2.0]
+        assert group.lengths.tolist() == [0, 1, 2] and group.versions.tolist() == [4, 4, 4]
+        assert group.trainable.all() and not group.truncated.any()
+
+
+def test_an_answer_at_the_length_limit_is_marked_truncated(env, engine):
+    (group, _) = SyncCollector(env, engine, Sampling(max_new_tokens=1), total_dialog_turns=6).collect()
+    assert group.truncated.tolist() == [False, False, True] and group.lengths.tolist() == [0, 1, 1]
+
+
+def test_it_iterates_until_all_answers_are_sampled(env, engine):
+    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=18)
+    assert [[g.group_id for g in groups] for groups in collector] == [[0, 1], [2, 3], [4, 5]]
+    assert collector.collected == 18 and list(collector) == []
+
+
+def test_a_resumed_collector_samples_what_is_left(env, engine):
+    assert len(list(SyncCollector(env, engine, Sampling(max_new_tokens=5), 18, collected=12))) == 1
+
+
+def test_rollout_with_an_engine_as_policy_gives_the_same_rewards(env, engine):
+    rollout = env.rollout(max_steps=1, policy=EnginePolicy(engine, Sampling(max_new_tokens=5)))
+    assert rollout[keys.REWARD].flatten().tolist() == [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]
+    assert rollout[keys.GROUP_ID].flatten().tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_group_is_sampled_in_one_call_so_that_its_prompt_is_computed_once(env, engine):
+    calls = []
+    generate = engine.generate
+    engine.generate = lambda prompts, n, sampling: calls.append((len(prompts), n)) or generate(prompts, n, sampling)
+    env.rollout(max_steps=1, policy=EnginePolicy(engine, Sampling(max_new_tokens=5)))
+    assert calls == [(2, 3)]
+
+
+def test_log_probs_stay_with_their_tokens(env, tokenizer):
+    class Counting(ScriptedEngine):
+        def generate(self, prompts, n, sampling):
+            samples = super().generate(prompts, n, sampling)
+            for sample in samples:
+                sample.log_probs.copy_(-torch.arange(len(sample.log_probs)))
+            return samples
+
+    engine = Counting(lambda prompt, g: tokenizer("a" * g)["input_ids"])
+    group = SyncCollector(env, engine, Sampling(max_new_tokens=5), 6).collect()[0]
+    td = group.to_tensordict()
+    assert td[2][keys.LOG_PROBS_FULL][-2:].tolist() == [-1.0, -2.0]
+
+
+def test_the_python_work_of_a_collection_does_not_grow_with_its_answers(env):
+    def steps_of_python(length):
+        engine = ScriptedEngine(lambda prompt, g: [5] * length)
+        collector = SyncCollector(env, engine, Sampling(max_new_tokens=length), total_dialog_turns=10**6)
+        collector.collect()
+        count = 0
+
+        def trace(*_):
+            nonlocal count
+            count += 1
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            groups = collector.collect()
+        finally:
+            sys.settrace(before)
+        assert all(group.lengths.eq(length).all() for group in groups)
+        return count
+
+    # 6 answers: one step for each token would be 12,000.
+    assert steps_of_python(2000) < steps_of_python(2) + 100
+
+
+# ---- dynamic sampling ----
+
+
+class CountAInFirst(CountA):
+    """Rewards the answers to one question differently, those to the others alike."""
+
+    def score(self, row, response):
+        return Reward({"a": float(response.count("a")) if row["q"] == "one" else 0.0})
+
+
+def test_groups_rewarded_alike_are_replaced_until_the_collection_is_full(tokenizer, engine):
+    env = LLMEnv(CountAInFirst(), tokenizer, num_envs=2, repeats=3)
+    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=10**6, refills=20)
+    groups = collector.collect()
+    assert [env.query(group.row) for group in groups] == ["one", "one"]
+    # Every epoch of three rows has one such row, so the second is found in the second epoch: 4 to 6 prompts.
+    asked = len(collector.sampled)
+    assert 4 <= asked <= 6 and collector.collected == 3 * asked
+    assert collector.filtered_groups == asked - 2 and collector.dropped_groups == 0
+    collector.collect()
+    assert collector.sampled[0].group_id == asked  # no prompt was taken from the data and not sampled
+
+
+def test_when_the_refills_are_used_up_groups_rewarded_alike_fill_the_collection(tokenizer, engine):
+    env = LLMEnv(CountAInFirst(), tokenizer, num_envs=3, repeats=3)  # each collection has one row that differs
+    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=10**6, refills=1)
+    groups = collector.collect()
+    assert len(groups) == 3 and 3 * len(collector.sampled) == collector.collected == 15
+    differing = [group for group in groups if group.rewards.std() > 0]
+    assert 1 <= len(differing) <= 2 and groups[: len(differing)] == differing
+    assert collector.filtered_groups == 2
+    assert len({group.group_id for group in groups}) == 3
+
+
+def test_groups_are_alike_by_what_their_advantages_are_made_of():
+    group = random_group(lengths=[1, 1, 1], rewards=[1.0, 1.0, 1.0])
+    parts = {"a": torch.tensor([1.0, 1.0, 0.0]), "b": torch.tensor([0.0, 0.0, 1.0])}
+    group = replace(group, reward_parts=parts)
+    assert rewarded_alike(group) and not rewarded_alike(group, by_part=True)
+    apart = replace(group, rewards=torch.tensor([5.0, 7.0, 6.0]))
+    assert not rewarded_alike(apart) and rewarded_alike(apart, clip=3.0)
+
+
+def test_refilling_ends_with_the_answers_of_the_run(tokenizer, engine):
+    env = LLMEnv(CountAInFirst(), tokenizer, num_envs=2, repeats=3)
+    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=6, refills=1000)
+    assert len(collector.collect()) == 2 and collector.collected == 6
+
+
+def test_the_group_size_may_change_between_collections(env, engine):
+    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=10**6)
+    assert [group.size for group in collector.collect()] == [3, 3]
+    collector.repeats = 4
+    assert [group.size for group in collector.collect()] == [4, 4] and collector.collected == 14
+
+
+def test_refills_are_none_or_more(env, engine):
+    with pytest.raises(ValueError, match=r"train\.max_refills=-1"):
+        SyncCollector(env, engine, Sampling(), 6, refills=-1)

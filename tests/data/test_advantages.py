@@ -1,0 +1,177 @@
+"""Advantages: tables worked out by hand, and what must hold for every group and every collection."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from grpo_rl.data.advantages import OF_A_GROUP, batch_advantages, group_advantages
+
+KINDS = OF_A_GROUP
+BATCH_KINDS = ("batch_std", "batch_zscore", "multi_reward")
+REWARDS = st.lists(st.integers(-4, 12).map(lambda quarter: quarter / 4), min_size=2, max_size=16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # Rewards 0, 0, 2, 3: mean 5/4; deviations -5/4, -5/4, 3/4, 7/4; squares 25 + 25 + 9 + 49 = 108 sixteenths;
+        # unbiased variance 108/16/3 = 9/4, std 3/2.
+        ("zscore", [-1.25 / 1.5001, -1.25 / 1.5001, 0.75 / 1.5001, 1.75 / 1.5001]),
+        ("no_std", [-1.25, -1.25, 0.75, 1.75]),
+        # 0 - 5/3, 0 - 5/3, 2 - 3/3, 3 - 2/3
+        ("leave_one_out", [-5 / 3, -5 / 3, 1.0, 7 / 3]),
+    ],
+)
+def test_advantages_match_the_table_worked_out_by_hand(kind, expected):
+    got = group_advantages(torch.tensor([0.0, 0.0, 2.0, 3.0], dtype=torch.float64), kind)
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+@given(REWARDS, st.sampled_from(KINDS))
+def test_advantages_sum_to_zero_and_keep_the_order_of_the_rewards(rewards, kind):
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    advantages = group_advantages(rewards, kind)
+    assert float(advantages.sum()) == pytest.approx(0.0, abs=1e-9)
+    order = rewards.argsort()
+    assert (advantages[order].diff() >= 0).all()
+
+
+@given(REWARDS, st.sampled_from(KINDS), st.floats(-8, 8))
+def test_a_constant_added_to_all_rewards_changes_nothing(rewards, kind, constant):
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    shifted = group_advantages(rewards + constant, kind)
+    torch.testing.assert_close(shifted, group_advantages(rewards, kind), rtol=1e-9, atol=1e-9)
+
+
+@given(REWARDS)
+def test_the_z_score_hardly_depends_on_the_scale_of_the_rewards(rewards):
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    assume(rewards.std() > 0.05)
+    # std is at least 0.05, so the 1e-4 beside it moves a z-score by less than 0.2 %.
+    torch.testing.assert_close(group_advantages(rewards * 100), group_advantages(rewards), rtol=3e-3, atol=0)
+
+
+@given(st.floats(-1e6, 1e6, width=32), st.integers(2, 17), st.sampled_from(KINDS))
+def test_equal_rewards_give_exact_zeros(reward, size, kind):
+    assert group_advantages(torch.full((size,), reward), kind).eq(0).all()
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_group_without_siblings_is_refused(size):
+    with pytest.raises(ValueError, match=f"a group of {size} has no siblings .* at least 2"):
+        group_advantages(torch.ones(size))
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_is_refused(reward):
+    with pytest.raises(ValueError, match="rewards must be finite"):
+        group_advantages(torch.tensor([0.0, reward]))
+
+
+def test_an_unknown_kind_is_refused_by_name():
+    with pytest.raises(ValueError, match="unknown advantage 'z'; choose one of zscore, no_std, leave_one_out"):
+        group_advantages(torch.tensor([0.0, 1.0]), "z")
+
+
+def test_kinds_of_a_collection_are_refused_for_a_group():
+    with pytest.raises(ValueError, match="batch_std is of all groups of a collection, see batch_advantages"):
+        group_advantages(torch.tensor([0.0, 1.0]), "batch_std")
+
+
+# Two groups of two and one of three answers.
+TABLES = [torch.tensor([[0.0, 2.0], [4.0, 4.0]], dtype=torch.float64), torch.tensor([[1.0, 1.0, 4.0]]).double()]
+DEVIATIONS = torch.tensor([-1.0, 1.0, 0.0, 0.0, -1.0, -1.0, 2.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "variance"),
+    [
+        # Rewards 0, 2, 4, 4, 1, 1, 4: mean 16/7, sum of squares 54, so (54 - 256/7) / 6 = 122/42.
+        ("batch_std", 122 / 42),
+        # Differences from the groups' means, mean 0: squares 1 + 1 + 1 + 1 + 4 = 8, over 6.
+        ("batch_zscore", 8 / 6),
+    ],
+)
+def test_advantages_of_a_collection_match_the_table_worked_out_by_hand(kind, variance):
+    got = torch.cat([table.flatten() for table in batch_advantages(TABLES, kind)])
+    torch.testing.assert_close(got, DEVIATIONS / (variance**0.5 + 1e-4), rtol=1e-12, atol=0)
+
+
+def test_parts_of_the_reward_match_the_table_worked_out_by_hand():
+    # Two answers: z-scores are +-1/sqrt(2), whatever the part's scale, up to the 1e-4 beside the std. Part b weighs 2.
+    #   group 1: a 0 100 -> -z z    b 0 1 -> -z z    sums -3z 3z
+    #   group 2: a 5 5   -> 0 0     b 1 0 -> z -z    sums  2z -2z
+    # Squares 2 * 9 z^2 + 2 * 4 z^2 = 13 with z^2 = 1/2, over 3.
+    parts = {
+        "a": torch.tensor([[0.0, 100.0], [5.0, 5.0]]).double(),
+        "b": torch.tensor([[0.0, 1.0], [1.0, 0.0]]).double(),
+    }
+    (got,) = batch_advantages([parts["a"] + parts["b"]], "multi_reward", parts=[parts], weights={"b": 2.0})
+    expected = torch.tensor([[-3.0, 3.0], [2.0, -2.0]]).double() / 2**0.5 / (13 / 3) ** 0.5
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=0)
+
+
+@st.composite
+def collections(draw):
+    """Rewards of groups of two sizes, as tables, and two parts that add up to them."""
+    tables = []
+    for size in (2, 5):
+        count = draw(st.integers(1, 4))
+        values = draw(st.lists(st.integers(-4, 12), min_size=2 * count * size, max_size=2 * count * size))
+        tables.append(torch.tensor(values, dtype=torch.float64).reshape(2, count, size) / 4)
+    return [table.sum(0) for table in tables], [{"a": table[0], "b": table[1]} for table in tables]
+
+
+@given(collections(), st.sampled_from(KINDS + BATCH_KINDS))
+def test_advantages_of_each_group_of_a_collection_sum_to_zero(collection, kind):
+    rewards, parts = collection
+    for table, advantages in zip(rewards, batch_advantages(rewards, kind, parts=parts), strict=True):
+        assert advantages.shape == table.shape
+        assert float(advantages.sum(-1).abs().max()) < 1e-9
+
+
+@given(collections(), st.sampled_from(KINDS + BATCH_KINDS))
+def test_a_group_that_was_rewarded_alike_has_exact_zeros_beside_any_others(collection, kind):
+    rewards, parts = collection
+    rewards[1][0], parts[1]["a"][0], parts[1]["b"][0] = 0.3, 0.1, 0.2
+    assert batch_advantages(rewards, kind, parts=parts)[1][0].eq(0).all()
+
+
+@given(collections(), st.sampled_from(("batch_std", "batch_zscore")), st.floats(0.5, 8))
+def test_the_std_of_a_collection_takes_a_common_scale_away_and_keeps_that_between_groups(collection, kind, scale):
+    rewards, _ = collection
+    assume(torch.cat([(t - t.mean(-1, keepdim=True)).flatten() for t in rewards]).std() > 0.1)
+    once, scaled = (batch_advantages([scale**k * table for table in rewards], kind) for k in (0, 1))
+    for a, b in zip(once, scaled, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-3, atol=1e-12)
+
+
+@given(collections(), st.sampled_from(KINDS + BATCH_KINDS), st.floats(0.1, 3))
+def test_a_clip_bounds_advantages_and_leaves_the_others(collection, kind, clip):
+    rewards, parts = collection
+    free, clipped = (batch_advantages(rewards, kind, bound, parts) for bound in (None, clip))
+    for a, b in zip(free, clipped, strict=True):
+        assert b.abs().max() <= clip and torch.equal(b[a.abs() <= clip], a[a.abs() <= clip])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "z"}, "unknown advantage 'z'"),
+        ({"clip": -1.0}, "loss.advantage_clip is -1.0"),
+        ({"kind": "multi_reward", "parts": [{}, {}]}, r"the rewards have the parts \[\]"),
+        ({"kind": "multi_reward", "parts": [{"a": TABLES[0]}], "weights": {"b": 1.0}}, r"weights {'b': 1.0}, but"),
+    ],
+)
+def test_settings_that_give_no_advantage_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        batch_advantages(TABLES, **settings)
+
+
+def test_of_no_group_there_are_no_advantages():
+    assert all(batch_advantages([], kind) == [] for kind in KINDS + BATCH_KINDS)

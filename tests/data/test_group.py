@@ -1,0 +1,125 @@
+"""Groups: the way to TorchRL's layout and back, and how they are split into micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import lazy_stack
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives import llm as torchrl
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from grpo_rl.data import keys
+from grpo_rl.data.group import Group, micro_batches
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+from grpo_rl.testing import random_group, to_fp64
+
+
+def assert_equal(a, b):
+    for f in fields(Group):
+        x, y = getattr(a, f.name), getattr(b, f.name)
+        if isinstance(x, torch.Tensor):
+            assert torch.equal(x, y) and x.dtype == y.dtype, f.name
+        elif isinstance(x, dict):
+            assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x), f.name
+        else:
+            assert x == y, f.name
+
+
+def test_to_tensordict_and_back_is_the_same_group():
+    group = replace(
+        random_group(lengths=[3, 1, 2], group_id=7),
+        reward_parts={"a": torch.tensor([0.0, 1.0, 2.0])},
+        advantages=torch.tensor([-1.0, 0.0, 1.0]),
+        ref_log_probs=-torch.arange(6.0),
+        trainable=torch.tensor([True, False, True, True, True, False]),
+    )
+    assert_equal(Group.from_tensordict(group.to_tensordict()), group)
+
+
+def test_the_tensordict_has_torchrls_keys_and_shapes():
+    td = random_group(prompt=4, lengths=[3, 2]).with_advantages(torch.tensor([1.0, -1.0])).to_tensordict()
+    assert td.batch_size == (2,)
+    assert [row[keys.TOKENS_FULL].shape[0] for row in td.unbind(0)] == [7, 6]
+    first = td[0]
+    assert first[keys.ASSISTANT_MASK].tolist() == [False] * 4 + [True] * 3
+    assert first[keys.LOG_PROBS_FULL].isnan().tolist() == [True] * 4 + [False] * 3
+    assert first[keys.ADVANTAGE].tolist() == [[1.0]] and first[keys.REWARD].shape == (1, 1)
+
+
+def llama() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    return to_fp64(LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, initializer_range=0.5)))
+
+
+class Tokenizer:
+    """What TorchRL's wrapper asks of a tokenizer where it is given ids."""
+
+    pad_token, pad_token_id, eos_token, eos_token_id = "<pad>", 0, "<end>", 1
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [0]}
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("with_replies", [False, True])
+def test_torchrls_own_grpo_loss_and_its_gradient_equal_ours_on_ragged_groups(aggregation, with_replies):
+    """Prompts and responses of all lengths, advantages that do not cancel, ratios on both sides of both clips.
+
+    TorchRL keeps its clip bounds in fp32, hence the tolerance.
+    """
+    model = llama()
+    policy = TrainPolicy(model)
+    groups = []
+    for i, (prompt, lengths, advantages) in enumerate([(3, [4, 1, 6], [2.0, -0.5, -1.0]), (7, [2, 5], [1.5, 0.7])]):
+        group = random_group(prompt, lengths, group_id=i, seed=i)
+        generator = torch.Generator().manual_seed(i)
+        replies = torch.rand(sum(lengths), generator=generator) < (0.3 if with_replies else 0)
+        sampled = policy.score([group])[0].detach() + 0.5 * torch.randn(sum(lengths), generator=generator)
+        advantages = torch.tensor(advantages)
+        groups.append(replace(group, log_probs=sampled.float(), trainable=~replies, advantages=advantages))
+    loss = GRPOLoss(clip_low=0.2, clip_high=0.3)
+    ours = [loss(micro) for micro in scored_micro_batches(policy, groups, 1000, aggregate=aggregation)]
+    assert len(ours) == 1 and ours[0]["clip_low"] > 0 and ours[0]["clip_high"] > 0
+    ours[0]["loss_objective"].backward()
+
+    their_model = llama()
+    actor = TransformersWrapper(
+        their_model, tokenizer=Tokenizer(), input_mode="tokens", generate=False, pad_output=False, pad_model_input=True
+    )
+    by_name = {"token_mean": "token_mean", "sequence_mean": "prompt_mean"}
+    their_loss = torchrl.GRPOLoss(actor, clip_epsilon=(0.2, 0.3), entropy_bonus=False, aggregation=by_name[aggregation])
+    theirs = their_loss(lazy_stack([row for group in groups for row in group.to_tensordict().unbind(0)]))
+    theirs.loss_objective.sum().backward()
+
+    torch.testing.assert_close(ours[0]["loss_objective"], theirs.loss_objective.reshape(()), rtol=0, atol=1e-6)
+    for (name, mine), their in zip(model.named_parameters(), their_model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, their.grad, rtol=0, atol=1e-6, msg=name)
+
+
+def test_rows_of_two_groups_are_refused():
+    rows = [g.to_tensordict()[0] for g in (random_group(group_id=1), random_group(group_id=2))]
+    with pytest.raises(ValueError, match=r"\[1, 2\]"):
+        Group.from_tensordict(lazy_stack(rows))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(10, 80))
+def test_micro_batches_hold_every_group_once_and_keep_the_budget(lengths, budget):
+    groups = [random_group(prompt=3, lengths=[n], group_id=i) for i, n in enumerate(lengths)]
+    split = micro_batches(groups, budget)
+    assert sorted(g.group_id for micro in split for g in micro) == list(range(len(groups)))
+    for micro in split:
+        assert len(micro) == 1 or sum(g.num_tokens for g in micro) <= budget
+
+
+def test_a_fixed_count_gives_that_many_micro_batches():
+    groups = [random_group(group_id=i) for i in range(5)]
+    assert len(micro_batches(groups, 10_000, count=3)) == 3
+    with pytest.raises(ValueError, match="6 micro-batches cannot be made of 5"):
+        micro_batches(groups, 10_000, count=6)

@@ -1,0 +1,241 @@
+"""NaN and infinity are planted in a tiny model's step, and have to be found: tensor, layer, group and prompt."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from grpo_rl.diagnosis.nonfinite import first_nonfinite
+from grpo_rl.engines.transformers import TransformersEngine
+from grpo_rl.losses.grpo import LOSSES, GRPOLoss
+from grpo_rl.monitor.lineage import stored_steps
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+from grpo_rl.replay.lineage_reader import read_step
+from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.training.optimizer import NonFiniteError, PolicyOptimizer
+
+SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
+BATCHING = {"max_tokens": 4096, "aggregate": "sequence_mean"}
+MARK = 200
+"""A token that only group 2 has, in its prompt."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def batch_of(policy):
+    """Three groups whose sampler is the policy itself."""
+    groups = [random_group(prompt=5, lengths=[3, 4], vocab=100, group_id=i, seed=i) for i in range(3)]
+    groups[2] = replace(groups[2], prompt_ids=groups[2].prompt_ids.index_fill(0, torch.tensor([1]), MARK))
+    with torch.no_grad():
+        groups = [replace(g, log_probs=policy.score([g])[0]) for g in groups]
+    return [g.with_advantages(torch.tensor([1.0, -1.0])) for g in groups]
+
+
+class Step:
+    """An optimizer step that does not succeed, and what is said of it."""
+
+    def __init__(self, model, dtype=torch.float32, compile=False):
+        self.policy = TrainPolicy.load(model, dtype, compile=compile)
+        self.optimizer = PolicyOptimizer(self.policy.model, lr=1e-3)
+        self.batch = batch_of(self.policy)
+
+    def explain(self):
+        return first_nonfinite(
+            self.policy, GRPOLoss(), self.optimizer, self.batch, BATCHING, lambda g: f"group {g.group_id}"
+        )
+
+    def take(self):
+        finite = True
+        for tokens in scored_micro_batches(self.policy, self.batch, **BATCHING):
+            losses = GRPOLoss()(tokens)
+            total = torch.stack([losses[name] for name in LOSSES]).sum()
+            finite &= bool(total.isfinite())
+            total.backward()
+        return self.optimizer.step(finite, self.explain)
+
+    def plant(self, path, change):
+        """Changes what a module returns where the marked token stands."""
+        ids = {}
+        self.policy.model.get_input_embeddings().register_forward_pre_hook(lambda _, args: ids.update(now=args[0]))
+
+        def hook(_module, _args, output):
+            marked = (ids["now"] == MARK)[..., None]
+            return change(output, marked) if marked.any() else None
+
+        self.policy.model.get_submodule(path).register_forward_hook(hook)
+
+
+def test_a_healthy_step_is_not_explained(model):
+    result = Step(model).take()
+    assert not result.skipped and result.trouble is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_layer_group_and_token_of_a_forward_pass_are_named(model, dtype, value):
+    step = Step(model, dtype)
+    step.plant("model.layers.0.mlp.down_proj", lambda out, marked: out.masked_fill(marked, value))
+    trouble = step.take().trouble
+    assert "the gradient is not finite, first seen in model.embed_tokens.weight" in trouble
+    assert "It comes from group 2: log_prob of token 0 of answer 0 is nan" in trouble
+    assert "it first appears in the output of model.layers.0.mlp.down_proj." in trouble
+    assert all(x.isfinite().all() for x in step.policy.model.parameters())
+
+
+def test_what_no_log_probability_shows_is_found_in_the_layer_all_the_same(model):
+    step = Step(model)
+    # Behind the last attention the second token of a prompt has no way to an answer, but to the gradient it has.
+    step.plant("model.layers.1.mlp.down_proj", lambda out, marked: out.masked_fill(marked, math.nan))
+    found = "group 2: the loss is finite, and the output of model.layers.1.mlp.down_proj, at a token that no answer"
+    assert found in step.take().trouble
+
+
+def test_inside_compiled_modules_too(model):
+    step = Step(model, torch.bfloat16, compile=True)
+    step.plant("model.layers.0.mlp.act_fn", lambda out, marked: out.masked_fill(marked, math.nan))
+    assert "group 2: log_prob of token 0 of answer 0 is nan" in (found := step.explain())
+    assert found.endswith("in the output of model.layers.0.mlp.act_fn.")
+
+
+def test_while_a_step_is_looked_into_other_kernels_stay_compiled(model):
+    step, compiled = Step(model, torch.bfloat16, compile=True), []
+
+    @torch.compile(backend="eager")
+    def attend(x):
+        return x + int(torch.compiler.is_compiling())
+
+    attention = step.policy.model.get_submodule("model.layers.0.self_attn")
+    attention.register_forward_hook(lambda *_: compiled.append(attend(torch.zeros(())).item()))
+    calls = [module._compiled_call_impl for module in step.policy.model.modules()]
+    step.explain()
+    assert set(compiled) == {1}
+    assert any(calls) and calls == [module._compiled_call_impl for module in step.policy.model.modules()]
+
+
+def test_running_out_of_memory_over_it_does_not_hide_the_step_that_failed(model):
+    step = Step(model)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    step.policy.model.get_submodule("model.layers.0.mlp").register_forward_hook(full)
+    assert step.explain() == "Where it comes from could not be traced: out of memory."
+
+
+def test_each_group_is_looked_at_with_the_weights_of_the_whole_step(model):
+    step, weights = Step(model), []
+
+    class Watched(GRPOLoss):
+        def forward(self, tokens):
+            weights.append(tokens["weight"].sum().item())
+            return super().forward(tokens)
+
+    first_nonfinite(step.policy, Watched(), step.optimizer, step.batch, BATCHING, str)
+    assert weights == pytest.approx([1 / 3] * 3)  # three groups of equally many answers, whose weights sum to 1
+
+
+def test_where_the_gradient_alone_is_not_finite_the_layer_is_that_nearest_to_the_loss(model):
+    step = Step(model)
+
+    def poison(output, marked):
+        output.register_hook(lambda gradient: gradient.masked_fill(marked, math.inf))
+
+    step.plant("model.layers.0.self_attn.o_proj", poison)
+    trouble = step.take().trouble
+    assert "group 2: the loss is finite, and the gradient of the output of model.layers.0.self_attn.o_proj" in trouble
+
+
+def test_a_number_that_was_wrong_before_it_was_scored_is_named_by_its_own_name(model):
+    step = Step(model)
+    log_probs = step.batch[1].log_probs.clone()
+    log_probs[4] = math.nan  # answers of 3 and 4 tokens: the second token of the second
+    step.batch[1] = replace(step.batch[1], log_probs=log_probs)
+    found = "group 1: sampler_log_prob of token 1 of answer 1 is nan, which was not finite before it was scored"
+    assert found in step.take().trouble
+
+
+def test_a_ratio_that_overflows_is_told_with_the_log_ratios(model):
+    step = Step(model)
+    step.batch[0] = replace(step.batch[0], log_probs=step.batch[0].log_probs - 100)  # e^100 is not in fp32
+    trouble = step.take().trouble
+    found = "group 0: loss_objective is inf, though every log-probability is finite (log-ratios from 100 to 100"
+    assert found in trouble
+
+
+def test_weights_that_are_broken_already_are_said_to_be(model):
+    step = Step(model)
+    with torch.no_grad():
+        step.policy.model.get_submodule("model.layers.1.mlp").up_proj.weight[0, 0] = math.inf
+    assert "Weights hold non-finite numbers in model.layers.1.mlp.up_proj.weight" in step.take().trouble
+    assert step.explain() == "The weights themselves hold it: model.layers.1.mlp.up_proj.weight, 1 in all."
+
+
+def test_where_no_group_has_it_alone_that_is_said_and_no_trace_is_left(model):
+    step, other = Step(model), Step(model)
+    assert step.explain().startswith("None of the 3 groups has it by itself")
+    assert not any(module._forward_hooks for module in step.policy.model.modules())
+    assert step.take().grad_norm == other.take().grad_norm
+    ours, theirs = step.policy.model.parameters(), other.policy.model.parameters()
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("whose", ["sampler_log_prob", "log_prob"])
+def test_the_script_names_the_question_at_once_and_stops_where_it_goes_on(model, whose, tmp_path, monkeypatch, capsys):
+    rows = [{"question": f"How much is {i} + {i}?", "answer": f"#### {2 * i}"} for i in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    generate = TransformersEngine.generate
+    (three,) = AutoTokenizer.from_pretrained(model)("3", add_special_tokens=False)["input_ids"]
+
+    def broken_sampler(engine, prompts, n, sampling):
+        samples = generate(engine, prompts, n, sampling)
+        for prompt, s in zip(prompts, samples, strict=True):
+            if three in prompt:
+                s.log_probs[0] = math.nan
+        return samples
+
+    scored = TrainPolicy.score
+
+    def broken_trainer(policy, groups):
+        log_prob, entropy = scored(policy, groups)
+        bad = torch.cat([torch.full((len(g.response_ids),), three in g.prompt_ids) for g in groups])
+        return torch.where(bad, math.nan, log_prob), entropy
+
+    if whose == "log_prob":
+        monkeypatch.setattr(TrainPolicy, "score", broken_trainer)
+    else:
+        monkeypatch.setattr(TransformersEngine, "generate", broken_sampler)
+    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
+    overrides = [
+        f"model.name={model}", f"env.path={tmp_path / 'train.jsonl'}", "env.system_prompt=null", "env.repeats=4",
+        "env.num_envs=4", "env.reward.reasoning_pattern='[0-9]'", "train.optim_batch_size=16", "evaluate.rows=0",
+        "train.total_dialog_turns=160", "train.max_bad_steps=2", "inference_model.engine=transformers",
+        "inference_model.max_model_len=64", "sampling.max_new_tokens=8", "policy.entropy_coef=0.01",
+        "train.lineage=true",
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={tmp_path / 'run'}"])
+    message = rf"2 steps in a row: .*row 3, 'How much is 3 \+ 3\?'\): {whose} of token 0"
+    with pytest.raises(NonFiniteError, match=message):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("An optimizer step of step 1 is left out: ") == 1 and "How much is 3 + 3?" in said
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
+    # The step that stopped the run has its lineage too, in which NaN is a number and null is not.
+    assert stored_steps(tmp_path / "run") == [1, 2]
+    stored = read_step(tmp_path / "run", 2)
+    (update,) = stored.updates
+    said = {"log_prob": {i: log_prob for i, (log_prob, _) in update.scored.items()},
+            "sampler_log_prob": {group.group_id: group.log_probs for group in stored.groups}}  # fmt: skip
+    assert {group.row for group in stored.groups if said[whose][group.group_id].isnan().any()} == {3}
+    assert len(update.scored) == len(stored.groups) == 4

@@ -1,0 +1,77 @@
+"""Fingerprints: every single change shows, shards add up, only bits count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_rl.engines.fingerprint import add, fingerprint
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_change_of_any_single_element_shows(dtype):
+    tensor = torch.randn(6, 5).to(dtype)
+    whole = fingerprint(tensor)
+    for i in range(30):
+        changed = tensor.clone()
+        changed.view(-1)[i] = changed.view(-1)[i] * 1.5 + 32  # no number of these stays itself
+        assert fingerprint(changed) != whole
+
+
+def test_swapped_rows_columns_and_neighbours_show():
+    tensor = torch.randn(4, 4).bfloat16()
+    others = [tensor.flip(0), tensor.flip(1), tensor.T, tensor.roll(1, 1), tensor.reshape(2, 8)]
+    assert len({fingerprint(x) for x in [tensor, *others]}) == 6
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 99))
+def test_row_and_column_shards_add_up_to_the_whole(rows, columns, row, column, seed):
+    row, column = min(row, rows), min(column, columns)
+    tensor = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    shards = [
+        fingerprint(tensor[r:rr, c:cc], r, c)
+        for r, rr in ((0, row), (row, rows))
+        for c, cc in ((0, column), (column, columns))
+        if rr > r and cc > c
+    ]
+    assert add(*shards) == fingerprint(tensor)
+
+
+def test_fp32_column_shards_add_up_too():
+    tensor = torch.randn(3, 6)
+    assert add(fingerprint(tensor[:, :2]), fingerprint(tensor[:, 2:], column_start=2)) == fingerprint(tensor)
+
+
+def test_large_tensors_are_cut_into_chunks_that_add_up():
+    tensor = torch.randn(3000, 700).bfloat16()
+    halves = add(fingerprint(tensor[:1234]), fingerprint(tensor[1234:], row_start=1234))
+    assert halves == fingerprint(tensor)
+
+
+def test_the_sums_are_exact_at_the_largest_words_and_the_longest_row():
+    # Worst case of the fp64 sums: every word -2^15 or 2^15 - 1. Exactness shows as a change of one unit at the end.
+    words = torch.full((1, 1 << 18), 32767, dtype=torch.int16)
+    less = words.clone()
+    less[0, -1] -= 1
+    by_hand = sum  # Python's integers are exact
+    from grpo_rl.engines.fingerprint import _JOIN, _multipliers
+
+    a, b = _multipliers(0, 1, 0, 1 << 18, torch.device("cpu"))
+    columns = [[int(x) for x in b[i]] for i in (0, 1)]
+    for tensor in (words, less):
+        values = tensor[0].tolist()
+        sums = [by_hand(v * m for v, m in zip(values, column, strict=True)) for column in columns]
+        assert fingerprint(tensor) == (sums[0] + sums[1] * _JOIN) * int(a[0]) % 2**64
+
+
+def test_the_sign_of_zero_does_not_count():
+    assert fingerprint(torch.tensor([0.0, 1.0])) == fingerprint(torch.tensor([-0.0, 1.0]))
+
+
+def test_what_cannot_be_fingerprinted_is_refused():
+    with pytest.raises(ValueError, match="16-bit"):
+        fingerprint(torch.zeros(3, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="longer"):
+        fingerprint(torch.zeros(1, (1 << 18) + 1).bfloat16())

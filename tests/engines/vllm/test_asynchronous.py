@@ -1,0 +1,290 @@
+"""vLLM in a process of its own: answers live through updates, tokens know their weights, deaths are named."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_rl.engines.base import AbortedError, EngineDeadError, Sampling
+from grpo_rl.testing import left_if_killed, save_tiny_model
+from grpo_rl.weights.push import WeightSync
+from grpo_rl.weights.shared_memory import SharedMemoryTransport
+from grpo_rl.weights.sources import MergedAdapters
+from grpo_rl.weights.transport import LoopControl
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.slow
+
+PROMPTS = [[5, 6, 7], [9, 8], list(range(10, 60)), [100]]
+LONG = Sampling(max_new_tokens=300, min_new_tokens=300)
+
+
+class Served:
+    """An engine on an event loop in a thread, as a trainer has it."""
+
+    def __init__(self, folder, **settings):
+        from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
+
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.engine = AsyncVLLMEngine(folder, max_model_len=400, name="engine 0", **settings)
+        self.transport = SharedMemoryTransport(
+            [LoopControl(self.engine, self.loop)], bucket_bytes=1 << 16, deadline_s=self.engine.deadline_s
+        )
+
+    def start(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def wait_for_tokens(self, count):
+        """Until every answer under way has so many tokens."""
+        states = self.engine._llm.output_processor.request_states
+        end = time.monotonic() + 60
+        while not states or any(state.detokenizer.num_output_tokens() < count for state in list(states.values())):
+            assert time.monotonic() < end
+            time.sleep(0.002)
+
+    def close(self):
+        self.start(self.engine.close()).result(60)
+        self.transport.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return [save_tiny_model(tmp_path_factory.mktemp(f"model{seed}"), seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def served(folders):
+    made = Served(folders[0])
+    yield made
+    made.close()
+
+
+def test_its_process_leaves_nothing_in_shared_memory_if_it_is_killed(served):
+    assert [left_if_killed(pid) for pid in served.engine.pids] == [set()]
+
+
+def models(folders):
+    return [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16) for folder in folders]
+
+
+def log_probs_by_transformers(model, prompt, response):
+    logits = model.float()(torch.tensor([[*prompt, *response.tolist()]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+
+
+def test_answers_live_through_an_update_and_every_token_is_of_the_weights_it_says(served, folders):
+    old, new = models(folders)
+    sync = WeightSync(old, served.transport, served.engine.version)
+    first = sync.push()
+    answers = [served.start(served.engine.generate(f"long {i}", p, 2, LONG)) for i, p in enumerate(PROMPTS)]
+    served.wait_for_tokens(40)
+    sync = WeightSync(new, served.transport, first)
+    second = sync.push()
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        samples = answer.result(60)
+        assert samples.version == second and samples.offsets.tolist() == [0, 300, 600]  # whole, none lost
+        for response, said, versions in zip(
+            samples.responses, samples.log_probs.split(300), samples.versions.split(300), strict=True
+        ):
+            switch = int((versions == first).sum())
+            assert 40 <= switch < 300 and versions.tolist() == [first] * switch + [second] * (300 - switch)
+            by_old, by_new = (log_probs_by_transformers(model, prompt, response) for model in (old, new))
+            assert (said - by_old)[:switch].abs().max() < 0.1 < (said - by_old)[switch:].abs().mean()
+            assert (said - by_new)[switch:].abs().max() < 0.1 < (said - by_new)[:switch].abs().mean()
+            # A switch that is off by a token would be seen: on either side of it the two differ.
+            assert (by_old - by_new)[switch - 3 : switch + 3].abs().max() > 0.2
+
+
+class Overtaken(LoopControl):
+    """Every other part of an update comes after the one behind it, as calls over Ray may."""
+
+    def submit(self, method, *args):
+        if method != "update_weights" or args[0]["number"] % 2:
+            return super().submit(method, *args)
+
+        async def late():
+            await asyncio.sleep(0.05)
+            await self._engine.update_weights(*args)
+
+        return asyncio.run_coroutine_threadsafe(late(), self._loop)
+
+
+def test_parts_of_an_update_that_overtake_each_other_are_taken_in_their_order(served, folders):
+    for version, model in enumerate(models(folders), served.engine.version + 1):
+        transport = SharedMemoryTransport([Overtaken(served.engine, served.loop)], bucket_bytes=1 << 15)
+        sync = WeightSync(model, transport, version - 1)
+        assert sync.push() == version
+        sync.verify()
+        transport.close()
+
+
+def test_ids_go_on_where_they_were_and_what_comes_in_a_pause_is_answered_after_it(served, folders):
+    old, new = models(folders)
+    greedy = Sampling(temperature=0.0, max_new_tokens=200, min_new_tokens=200)
+    version = WeightSync(old, served.transport, served.engine.version).push()
+    alone = served.start(served.engine.generate("alone", PROMPTS[0], 1, greedy)).result(60)
+    through = served.start(served.engine.generate("through", PROMPTS[0], 1, greedy))
+    served.wait_for_tokens(20)
+    served.start(served.engine.pause()).result(60)
+    state = next(iter(served.engine._llm.output_processor.request_states.values()))
+    tokens = state.detokenizer.num_output_tokens()
+    late = served.start(served.engine.generate("late", PROMPTS[1], 1, LONG))
+    time.sleep(0.3)
+    assert state.detokenizer.num_output_tokens() == tokens and not late.done()
+    WeightSync(new, served.transport, version).push()
+    samples = through.result(60)
+    switch = int((samples.versions == version).sum())
+    assert switch == tokens
+    assert torch.equal(samples.response_ids[:switch], alone.response_ids[:switch])
+    assert set(late.result(60).versions.tolist()) == {version + 1}
+
+
+def test_with_the_cache_kept_what_is_asked_for_in_a_pause_reads_nothing_that_older_weights_made(
+    served, folders, monkeypatch
+):
+    old, new = models(folders)
+    prompt = list(range(10, 210))  # six of vLLM's blocks, and a rest
+    short = Sampling(max_new_tokens=20, min_new_tokens=20)
+    monkeypatch.setattr(served.engine, "_keep_cache", True)  # vLLM's process is the same without it
+    first = WeightSync(old, served.transport, served.engine.version).push()
+    served.start(served.engine.generate("fills the cache", prompt, 1, short)).result(60)
+    served.start(served.engine.pause()).result(60)
+    within = served.start(served.engine.generate("within", prompt, 1, short))
+    time.sleep(0.3)
+    assert WeightSync(new, served.transport, first).push() == first + 1
+    after = served.start(served.engine.generate("after", prompt, 1, short))
+    for answer in (within, after):
+        samples = answer.result(60)
+        assert set(samples.versions.tolist()) == {first + 1}
+        by_new = log_probs_by_transformers(new, prompt, samples.response_ids)
+        assert (samples.log_probs - by_new).abs().max() < 0.1
+
+
+def test_an_engine_that_hangs_is_killed_before_whoever_closes_it_gives_up():
+    from grpo_rl.cluster.engine_actors import CLOSE_S
+    from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
+
+    waits = []
+    for deadline_s in (120.0, 3.0):
+        engine = object.__new__(AsyncVLLMEngine)
+        engine._llm, engine.deadline_s = SimpleNamespace(shutdown=waits.append), deadline_s
+        asyncio.run(engine.close())
+    assert waits == [10.0, 3.0] and max(waits) < CLOSE_S
+
+
+def test_what_fails_while_an_update_is_given_up_is_not_kept_quiet():
+    from grpo_rl.engines.vllm.asynchronous import SharedMemoryReceiver
+
+    class Transfer:
+        def abandon(self):
+            raise AttributeError("'LinearBase' object has no attribute 'weight'")
+
+    worker = SharedMemoryReceiver()
+    worker.weight_transfer_engine = Transfer()
+    with pytest.raises(AttributeError, match="LinearBase"):
+        worker.abandon_weight_update()
+    worker.weight_transfer_engine = object()  # vLLM's own transfers have nothing to give up
+    worker.abandon_weight_update()
+
+
+def test_an_aborted_request_says_so_and_the_others_go_on(served):
+    one, other = (served.start(served.engine.generate(name, PROMPTS[0], 2, LONG)) for name in ("one", "other"))
+    served.wait_for_tokens(10)
+    served.start(served.engine.abort("one")).result(60)
+    with pytest.raises(AbortedError, match="one was aborted on engine 0"):
+        one.result(60)
+    assert len(other.result(60).response_ids) == 600
+
+
+def test_sleeping_holds_requests_and_waking_goes_on_with_them(served):
+    answer = served.start(served.engine.generate("held", PROMPTS[0], 1, LONG))
+    served.wait_for_tokens(10)
+    served.start(served.engine.sleep()).result(60)
+    time.sleep(0.2)
+    assert not answer.done()
+    served.start(served.engine.wake()).result(60)
+    assert len(answer.result(60).response_ids) == 300
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(served):
+    with pytest.raises(ValueError, match="400 tokens"):
+        served.start(served.engine.generate("too long", [3] * 400, 1, LONG)).result(60)
+
+
+def test_adapters_alone_are_pushed_in_the_middle_of_an_answer(folders):
+    pytest.importorskip("peft")
+    from grpo_rl.policies.lora import LoRA, target_names
+    from grpo_rl.policies.policy import TrainPolicy
+
+    lora = LoRA(rank=4, alpha=8, targets=["q_proj", "v_proj", "down_proj"])
+    policy = TrainPolicy.load(folders[0], torch.bfloat16, lora=lora)
+
+    def move(seed):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in policy.model.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+    served = Served(folders[0], adapter_rank=4, adapter_targets=target_names(folders[0], lora))
+    try:
+        sync = WeightSync(policy.model, served.transport)
+        sync.push()
+        answer = served.start(served.engine.generate("long", PROMPTS[0], 1, LONG))
+        served.wait_for_tokens(40)
+        move(seed=1)
+        sync.push()
+        assert served.transport.sent_bytes == 2 * sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+        sync.verify()
+        samples = answer.result(60)
+        switch = int((samples.versions == 1).sum())
+        assert 40 <= switch < 300 and samples.versions.tolist() == [1] * switch + [2] * (300 - switch)
+        merged = models(folders)[0]
+        merged.load_state_dict(
+            {n: w.to(torch.bfloat16) for n, w in MergedAdapters(policy.model).moving()}, strict=False
+        )
+        by_new = log_probs_by_transformers(merged, PROMPTS[0], samples.response_ids)
+        assert (samples.log_probs - by_new)[switch:].abs().max() < 0.1
+        assert (samples.log_probs - by_new)[:switch].abs().mean() > 0.1
+    finally:
+        served.close()
+
+
+def test_an_engine_that_hangs_and_one_that_dies_are_named_within_the_deadline(served, folders):
+    """Kills the engine that the tests share: it has to stay the last one here."""
+    served.engine.deadline_s = served.transport.deadline_s = 3.0
+    (pid,) = served.engine.pids
+    sync = WeightSync(models(folders)[0], served.transport, served.engine.version)
+    sync.push()
+    answer = served.start(served.engine.generate("hangs", PROMPTS[0], 1, LONG))
+    served.wait_for_tokens(10)
+    os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match=rf"engine 0 \(process {pid}\) did not answer a health check within 3 s"):
+        answer.result(60)
+    assert time.monotonic() - start < 2 * 3.0 + 1
+    with pytest.raises(EngineDeadError, match="engine 0 .*did not answer .*within 3 s"):
+        sync.push()
+    os.kill(pid, signal.SIGCONT)
+    answer = served.start(served.engine.generate("dies", PROMPTS[0], 1, LONG))
+    served.start(served.engine.resume()).result(10)
+    served.wait_for_tokens(10)
+    os.kill(pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match=rf"engine 0 \(process {pid}\) died"):
+        answer.result(60)
+    with pytest.raises(EngineDeadError, match=rf"engine 0 \(process {pid}\) died; .* \(a pause for new weights\)"):
+        sync.push()
+    assert time.monotonic() - start < 3.0

@@ -1,0 +1,108 @@
+"""What only vLLM can get wrong."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_rl.engines.base import Sampling
+from grpo_rl.planner.memory import CPU_CACHE_GIB
+from grpo_rl.testing import save_tiny_model
+from grpo_rl.weights.push import WeightSync
+
+
+def test_a_closed_engine_leaves_no_layer_behind(tmp_path, monkeypatch):
+    """A sweep builds one engine after another in one process; notes on reloaded layers used to keep every one alive."""
+    pytest.importorskip("vllm")
+    from grpo_rl.engines.vllm.engine import VLLMEngine
+
+    folder = save_tiny_model(tmp_path / "model")
+    calls = []
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: calls.append(name))
+    engine = VLLMEngine(folder, max_model_len=64)
+    assert calls.count("freeze") > 0 and calls[-1] == "unfreeze", "what is frozen is never freed"
+    WeightSync(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), engine).push()
+    engine.generate([[5, 6]], n=2, sampling=Sampling(max_new_tokens=2))
+    engine.close()
+    del engine
+    gc.collect()
+    assert [o for o in gc.get_objects() if type(o).__name__ in ("QKVParallelLinear", "VocabParallelEmbedding")] == []
+
+
+def test_adapters_in_fp32_are_refused_where_gpu_kernels_do_not_take_them():
+    pytest.importorskip("vllm")
+    from grpo_rl.engines.vllm.lora import adapter_settings
+
+    for dtype, on_gpu in ((torch.float32, False), (torch.bfloat16, True)):
+        assert adapter_settings(4, ["q_proj"], dtype, on_gpu)["max_lora_rank"] == 8
+    with pytest.raises(ValueError, match="push=adapter with torch.float32: on a GPU .* train_model.dtype=bfloat16"):
+        adapter_settings(4, ["q_proj"], torch.float32, on_gpu=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
+def test_on_cpu_a_short_prompt_is_not_computed_for_every_answer_and_norms_are_kernels(tmp_path):
+    pytest.importorskip("vllm")
+    from vllm import ir
+
+    from grpo_rl.engines.vllm.cpu import NORMS, PROVIDER
+    from grpo_rl.engines.vllm.engine import VLLMEngine
+
+    engine = VLLMEngine(save_tiny_model(tmp_path / "model"), max_model_len=128)
+    computed, model = [], engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    handle = model.model.embed_tokens.register_forward_hook(lambda module, args, output: computed.append(len(args[0])))
+    try:
+        engine.generate([list(range(5, 80))], n=8, sampling=Sampling(max_new_tokens=1))
+        # 75 tokens: two blocks of 32 once, the 11 behind them for each of the 8 answers.
+        assert computed == [2 * 32 + 8 * 11]
+        for name in NORMS:
+            assert getattr(ir.ops, name).get_priority()[0] == PROVIDER
+    finally:
+        handle.remove()
+        engine.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
+def test_on_cpu_the_cache_has_room_for_the_longest_answers_and_no_more(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    from grpo_rl.engines.vllm.cpu import CACHE_BYTES, cpu_settings
+    from grpo_rl.engines.vllm.engine import VLLMEngine
+
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    folder = save_tiny_model(tmp_path / "model")
+    engine = VLLMEngine(folder, max_model_len=70, max_num_seqs=1)
+    try:
+        assert engine._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == 3 + 1  # of 32 tokens, and vLLM's own
+        (samples,) = engine.generate([[5] * 6], n=1, sampling=Sampling(max_new_tokens=64, min_new_tokens=64))
+        assert len(samples.response_ids) == 64
+    finally:
+        engine.close()
+    assert CACHE_BYTES == CPU_CACHE_GIB * 2**30
+    assert cpu_settings(folder, torch.bfloat16, 1 << 20, 256, 1)["kv_cache_memory_bytes"] == CACHE_BYTES
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_norms_on_cpu_are_as_exact_as_pytorchs(dtype):
+    pytest.importorskip("vllm")
+    from vllm import ir
+
+    from grpo_rl.engines.vllm.cpu import PROVIDER, offer_norms
+
+    offer_norms()
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (3 * torch.randn(64, 96, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.rand(96, generator=generator).to(dtype)
+    for name, args in {"rms_norm": (x,), "fused_add_rms_norm": (x, residual)}.items():
+
+        def normed(provider, tensors, name=name, args=args):
+            out = getattr(ir.ops, name).impls[provider].impl_fn(*(t.clone() for t in tensors), 1e-5)
+            return out if isinstance(out, tuple) else (out,)
+
+        exact = normed("native", [t.double() for t in (*args, weight)])
+        ours, native = (normed(provider, (*args, weight)) for provider in (PROVIDER, "native"))
+        for a, b, c in zip(ours, native, exact, strict=True):
+            assert (a - c).abs().mean() <= 1.1 * (b - c).abs().mean() + 1e-7

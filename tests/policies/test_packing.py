@@ -1,0 +1,243 @@
+"""How groups are packed, what their tokens may see, and which models are refused; values are in test_exactness.py."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedModel
+
+from grpo_rl.build import parts as build
+from grpo_rl.policies.packing import pack
+from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.policies.supported import refuse_unsupported
+from grpo_rl.settings.config import compose_config
+from grpo_rl.testing import random_group, to_fp64
+
+VOCAB = 50
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+)
+
+
+def fp64_llama() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return to_fp64(LlamaForCausalLM(LlamaConfig(**SIZES)))
+
+
+def random_groups(seed: int) -> list:
+    """Ragged groups: equal and unequal lengths, empty answers, one-token answers, one-token prompts."""
+    shapes = [(5, [3, 2, 0, 3, 1]), (1, [4, 7]), (9, [1, 1, 1]), (3, [0, 0]), (2, [17, 33, 20])]
+    return [random_group(p, lengths, VOCAB, group_id=i, seed=seed + i) for i, (p, lengths) in enumerate(shapes)]
+
+
+def test_an_answer_sees_neither_its_siblings_nor_another_group():
+    groups = random_groups(seed=7)
+    policy = TrainPolicy(fp64_llama())
+    before = policy.score(groups)[0].split([len(g.response_ids) for g in groups])
+    changed = list(groups)
+    changed[1] = random_group(1, [4, 7], VOCAB, group_id=1, seed=99)
+    after = policy.score(changed)[0].split([len(g.response_ids) for g in groups])
+    for g in (0, 2, 3, 4):
+        torch.testing.assert_close(before[g], after[g], rtol=0, atol=1e-12)
+    group = groups[0]
+    ids = group.response_ids.clone()
+    ids[: group.offsets[1]] = (ids[: group.offsets[1]] + 1) % VOCAB  # another first answer
+    alone = policy.score([replace(group, response_ids=ids)])[0]
+    first = int(group.offsets[1])
+    torch.testing.assert_close(alone[first:], before[0][first:], rtol=0, atol=1e-12)
+    assert (alone[:first] - before[0][:first]).abs().max() > 1e-3
+
+
+def test_a_prompt_is_computed_once():
+    groups = [random_group(prompt=10, lengths=[2, 3, 4])]
+    assert len(pack(groups).input_ids) == 10 + 2 + 3 + 4
+
+
+def small(name: str, **config: object) -> PreTrainedModel:
+    """A random model by the name of its class, in training mode."""
+    model_class = getattr(transformers, name)
+    return model_class(model_class.config_class(**SIZES | config)).train()
+
+
+def rope(kind: str, **settings: object) -> dict:
+    return dict(rope_type=kind, rope_theta=1000.0, **settings)
+
+
+LONGROPE = rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=32)
+REFUSED = {
+    # Frequencies that depend on the longest sequence at hand: a group would be scored by its neighbours' lengths.
+    "dynamic-rope": ("LlamaForCausalLM", dict(rope_parameters=rope("dynamic", factor=2.0)), "dynamic"),
+    "longrope": ("LlamaForCausalLM", dict(rope_parameters=LONGROPE), "longrope"),
+    "rope-of-one-kind-of-layer": (
+        "Gemma3ForCausalLM",
+        dict(
+            rope_parameters={"full_attention": rope("dynamic", factor=2.0), "sliding_attention": rope("default")},
+            layer_types=["full_attention", "sliding_attention"],
+        ),
+        "dynamic",
+    ),
+    # What is no causal attention.
+    "encoder-decoder": ("T5ForConditionalGeneration", dict(d_model=48, d_kv=8, d_ff=64), "decoder"),
+    "bidirectional": ("GemmaForCausalLM", dict(use_bidirectional_attention=True), "causal"),
+    "encoder": ("BertLMHeadModel", dict(attention_probs_dropout_prob=0.0), "causal"),
+    "chunked": ("Llama4ForCausalLM", dict(intermediate_size_mlp=64, num_local_experts=2), "chunked_attention"),
+    "linear-attention": ("Qwen3NextForCausalLM", dict(num_experts=2, num_experts_per_tok=1), "linear_attention"),
+    "state-space": ("MambaForCausalLM", {}, "linear_attention"),
+    "state-space-beside-attention": (
+        "FalconH1ForCausalLM",
+        dict(mamba_d_ssm=96, mamba_n_heads=4, mamba_d_head=24, mamba_d_state=8),
+        "hybrid",
+    ),
+    "convolution": ("Lfm2ForCausalLM", dict(layer_types=["conv", "full_attention"]), "conv"),
+    # Attention of the model's own making.
+    "alibi": ("BloomForCausalLM", dict(n_layer=2, n_head=6), "attention"),
+    "sinks": (
+        "GptOssForCausalLM",
+        dict(num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2),
+        "s_aux",
+    ),
+    "keys-larger-than-values": (
+        "DeepseekV2ForCausalLM",
+        dict(kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10)
+        | dict(num_key_value_heads=6, first_k_dense_replace=2),
+        "keys of 20 and values of 10",
+    ),
+    "learnt-mask": ("DogeForCausalLM", {}, "attention mask"),
+    "layout-kept-back": ("StableLmForCausalLM", {}, "StableLmAttention gets no keyword arguments"),
+    "layout-kept-back-by-nemotron": ("NemotronForCausalLM", {}, "NemotronAttention gets no keyword arguments"),
+    "layout-kept-back-by-moshi": (
+        "MoshiForCausalLM",
+        dict(num_key_value_heads=6, ffn_dim=64, head_dim=8),
+        "MoshiAttention gets no keyword arguments",
+    ),
+    # A part of the loss that would be left out.
+    "auxiliary-loss": (
+        "MixtralForCausalLM",
+        dict(num_local_experts=2, output_router_logits=True),
+        "output_router_logits.*false in the model's config.json",
+    ),
+    # Logits that are not the head's product with the last hidden states.
+    "logit-scale": ("CohereForCausalLM", dict(logit_scale=0.25), "logit_scale"),
+    "logits-scaling": ("GraniteForCausalLM", dict(logits_scaling=8.0), "logits_scaling"),
+    "layers-before-the-head": (
+        "ModernBertDecoderForCausalLM",
+        dict(layer_types=["full_attention"] * 2, bos_token_id=0, eos_token_id=0, cls_token_id=0, sep_token_id=0),
+        "lm_head",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "config", "setting"), REFUSED.values(), ids=REFUSED)
+def test_a_model_that_would_be_scored_wrongly_is_refused_by_its_name_and_setting_without_its_weights(
+    name, config, setting
+):
+    with torch.device("meta"):
+        model = small(name, **config)
+    with pytest.raises(ValueError, match=f"{name.removesuffix('ForCausalLM')}.*{setting}"):
+        refuse_unsupported(model)
+
+
+@pytest.mark.parametrize("noise", [dict(dropout=0.5, layerdrop=0.0), dict(dropout=0.0, layerdrop=0.9)], ids=str)
+def test_layers_are_recomputed_without_the_dropout_and_layerdrop_of_their_config(noise):
+    """OPT's layers drop in their own forward, under the flag that transformers asks whether to recompute them."""
+    groups, gradients, forwards = [random_group(vocab=VOCAB)], [], []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = small("OPTForCausalLM", ffn_dim=64, word_embed_proj_dim=48, **noise)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy, seen = TrainPolicy(model), []
+        for layer in model.model.decoder.layers:
+            layer.register_forward_pre_hook(lambda layer, _, seen=seen: seen.append(layer.training))
+        policy.score(groups)[0].sum().backward()
+        forwards.append(seen)
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert forwards == [[False] * 2, [False] * 4]  # each layer once, and once more where it is recomputed
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
+def test_a_window_that_the_model_draws_into_its_mask_alone_is_applied():
+    """PhiMoE hands its attention no window; half of these tokens are further back than it reaches."""
+    sizes = dict(num_local_experts=2, num_experts_per_tok=1, initializer_range=0.3)
+    scores = []
+    for window in (4, 1000):
+        torch.manual_seed(0)
+        policy = TrainPolicy(small("PhimoeForCausalLM", sliding_window=window, **sizes))
+        scores.append(policy.score([random_group(2, [2, 12], VOCAB)])[0].detach())
+    near = [0, 1, 2, 3]  # predicted at positions 1, 2 and 1, 2: all of their past is in the window
+    torch.testing.assert_close(scores[0][near], scores[1][near])
+    assert (scores[0] - scores[1])[6:].abs().max() > 0.01
+
+
+def test_a_run_refuses_its_model_before_weights_are_read_engines_start_or_a_cluster_is_asked(tmp_path, monkeypatch):
+    """The folder has a config and nothing else."""
+    MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True).save_pretrained(tmp_path)
+    cfg = compose_config("grpo_gsm8k", [f"model.name={tmp_path}", "inference_model.engine=transformers"])
+    refusal = "MixtralForCausalLM cannot be trained here: output_router_logits"
+    with pytest.raises(ValueError, match=refusal):
+        build.plan_devices(cfg, tmp_path)
+    build_async = pytest.importorskip("grpo_rl.build.site")
+    monkeypatch.setattr(build_async, "cluster", None)
+    with pytest.raises(ValueError, match=refusal), build_async.make_site(cfg, tmp_path):
+        pass
+
+
+def test_a_model_that_is_put_into_training_mode_later_is_refused():
+    model = small("GPT2LMHeadModel", n_embd=48, n_layer=2, n_head=6, resid_pdrop=0.5)
+    policy, groups = TrainPolicy(model), [random_group(vocab=VOCAB)]
+    policy.score(groups)
+    model.train()
+    with pytest.raises(ValueError, match="GPT2LMHeadModel was put into training mode.*leave out the call of train"):
+        policy.score(groups)
+
+
+CHANGES = {
+    "enabled again": (True, lambda model: model.gradient_checkpointing_enable({"use_reentrant": False})),
+    "disabled": (True, lambda model: model.gradient_checkpointing_disable()),
+    "enabled late": (False, lambda model: model.gradient_checkpointing_enable({"use_reentrant": False})),
+    "a part in training mode": (False, lambda model: model.model.train()),
+    "a layer in training mode": (False, lambda model: model.model.decoder.layers[1].train()),
+    "recomputing, in evaluation mode": (True, lambda model: model.eval()),
+}
+
+
+@pytest.mark.parametrize(("checkpointing", "change"), CHANGES.values(), ids=CHANGES)
+def test_a_mode_that_is_changed_under_a_policy_is_refused_and_right_again_under_a_new_one(checkpointing, change):
+    """Under each change layers would drop activations again, or recompute nothing, and nothing else would show it."""
+    model = small("OPTForCausalLM", ffn_dim=64, word_embed_proj_dim=48, dropout=0.5)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy, groups = TrainPolicy(model), [random_group(vocab=VOCAB)]
+    expected = policy.score(groups)
+    change(model)
+    with pytest.raises(ValueError, match="OPT.* gradient checkpointing was switched on or off"):
+        policy.score(groups)
+    torch.testing.assert_close(TrainPolicy(model).score(groups), expected, rtol=0, atol=0)
+
+
+def test_a_copy_of_a_policys_model_is_recomputed_without_noise_too():
+    model = small("OPTForCausalLM", ffn_dim=64, word_embed_proj_dim=48, dropout=0.5)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy, groups = TrainPolicy(model), [random_group(vocab=VOCAB)]
+    copied = copy.deepcopy(policy)
+    torch.testing.assert_close(copied.score(groups), policy.score(groups), rtol=0, atol=0)
+    copied.score(groups)[0].sum().backward()
+    policy.score(groups)[0].sum().backward()
+    for mine, its in zip(model.parameters(), copied.model.parameters(), strict=True):
+        torch.testing.assert_close(its.grad, mine.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["CohereForCausalLM", "GraniteForCausalLM"])
+def test_a_scale_of_one_is_no_reason_to_refuse(name):
+    TrainPolicy(small(name, logit_scale=1.0, logits_scaling=1.0)).score([random_group(vocab=VOCAB)])

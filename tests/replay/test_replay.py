@@ -1,0 +1,311 @@
+"""Replays of real runs: under the run's own loss they are what was trained, and under others what a hand computes."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from grpo_rl.cli import _with_loss, main
+from grpo_rl.diagnosis.mismatch import MismatchError
+from grpo_rl.engines.transformers import TransformersEngine
+from grpo_rl.losses.grpo import LOSSES, GRPOLoss
+from grpo_rl.monitor.lineage import TOKENS, stored_steps
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.replay.lineage_reader import read_step
+from grpo_rl.replay.replay import recompute
+from grpo_rl.settings.config import FOLDER
+from grpo_rl.testing import save_tiny_model
+from grpo_rl.training.checkpoint import checkpoints
+
+SCRIPT = Path(__file__).parent.parent / "sota" / "grpo.py"
+CLOCK = ("time/", "throughput/", "memory/", "limit_")
+EVERYTHING = [
+    "train.epochs=2", "policy.kl_coef=0.1", "policy.entropy_coef=0.01", "loss.correction=truncate",
+    "loss.correction_high=1.0", "loss.top_entropy_fraction=0.5", "loss.clip_high=0.01",
+    "policy.target_kl=0.05",
+]  # fmt: skip
+"""Every part of the loss at work."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_RL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Overrides for a run of two steps with two optimizer steps each, whose weights move fast."""
+    folder = tmp_path_factory.mktemp("tiny")
+    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"model.name={save_tiny_model(folder / 'model')}",
+        f"env.path={folder / 'train.jsonl'}",
+        "env.system_prompt=null",
+        "env.num_envs=4",
+        "env.repeats=4",
+        "env.reward.reasoning_pattern='[0-9]'",  # a random model meets this one now and then
+        "train.optim_batch_size=8",
+        "train.total_dialog_turns=32",
+        "train.checkpoint_frequency=1",
+        "train.micro_batch_tokens=64",
+        "train.lineage=true",
+        "inference_model.engine=transformers",
+        "inference_model.max_model_len=64",
+        "sampling.max_new_tokens=8",
+        "optimizer.lr=1e-2",
+        "optimizer.warmup_steps=0",
+    ]
+
+
+def run(overrides, folder):
+    """Runs the script in this process; what backward sent to the log-probabilities in each call of the loss."""
+    seen = []
+    forward = GRPOLoss.forward
+
+    def watched(self, tokens):
+        tokens["log_prob"].register_hook(lambda gradient, ids=tokens["group_id"]: seen.append((ids, gradient.clone())))
+        return forward(self, tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={folder}"])
+        patch.setattr(GRPOLoss, "forward", watched)
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return seen
+
+
+@pytest.fixture(scope="module", params=["default", "one_step", "everything"])
+def trained(request, tiny, tmp_path_factory):
+    """A run and the gradients that it was trained with."""
+    folder = tmp_path_factory.mktemp(request.param) / "run"
+    others = {"default": [], "one_step": ["train.optim_batch_size=16"], "everything": EVERYTHING}
+    return folder, run([*tiny, *others[request.param]], folder)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    run(tiny, folder)
+    return folder
+
+
+def replayed(folder, step, *overrides, capsys):
+    capsys.readouterr()
+    assert main(["replay", str(folder), str(step), "--json", *overrides]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_under_its_own_loss_a_replay_is_what_was_trained(trained):
+    folder, seen = trained
+    logged = [row for row in read_metrics(folder) if "loss/total" in row]
+    seen = iter(seen)
+    for step in stored_steps(folder):
+        stored = read_step(folder, step)
+        outcome = recompute(stored, OmegaConf.create(stored.config))
+        gradients, lengths = outcome.columns["gradient"], {g.group_id: len(g.response_ids) for g in stored.groups}
+        pieces = gradients.split([lengths[i] for update in stored.updates for i in update.groups])
+        for update in stored.updates:
+            mine = dict(zip(update.groups, pieces, strict=False))
+            pieces = pieces[len(update.groups) :]
+            left = set(update.scored)
+            while left:
+                ids, gradient = next(seen)
+                for i in ids.unique().tolist():
+                    assert torch.equal(mine[i], gradient[ids == i])
+                    left.remove(i)
+        told = [sum(update.told[name] for name in LOSSES) for update in stored.updates]
+        assert outcome.losses == pytest.approx(told, abs=1e-7)
+        for name, value in outcome.metrics.items():
+            assert value == pytest.approx(logged[step - 1][name], abs=1e-6), name
+        assert gradients.count_nonzero() > 20
+    assert next(seen, None) is None
+
+
+def test_a_replay_without_an_override_changes_nothing(trained, capsys):
+    told = replayed(trained[0], 2, capsys=capsys)
+    assert told["changed_fraction"] == 0 and told["cosine"] == pytest.approx(1) and told["tokens"] == []
+    assert told["run"] == told["other"] and told["recorded_gap"] < 1e-7
+
+
+def test_a_plain_token_mean_without_a_std_has_the_gradient_that_a_hand_computes(plain):
+    """-ratio x (reward - mean of its group) / tokens of the optimizer step, those of skipped groups counted."""
+    stored = read_step(plain, 2)
+    cfg = OmegaConf.merge(
+        stored.config, {"loss": {"surrogate": "plain", "aggregate": "token_mean", "advantage": "no_std"}}
+    )
+    gradient = recompute(stored, cfg).columns["gradient"].numpy()
+    rows = pd.read_parquet(plain / TOKENS / "step_000002.parquet")
+    answers = pd.read_parquet(plain / "lineage_answers" / "step_000002.parquet")
+    mean = answers.groupby("group_id")["reward"].transform("mean")
+    answers["deviation"] = answers["reward"] - mean
+    rows = rows.merge(answers[["group_id", "answer", "deviation"]], how="left", on=["group_id", "answer"])
+    count = rows.groupby("optimizer_step")["token_id"].transform("size")
+    ratio = np.exp(rows["log_prob"].astype("float64") - rows["sampler_log_prob"])
+    expected = np.where(rows["log_prob"].isna(), 0.0, -ratio * rows["deviation"] / count)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-9)
+    assert (expected != 0).sum() > 20 and rows["log_prob"].isna().any()
+
+
+def test_another_loss_is_set_against_the_runs_own(plain, capsys):
+    told = replayed(plain, 2, "loss.clip_low=0.0", "loss.clip_high=0.0", "loss.aggregate=token_mean", capsys=capsys)
+    assert told["other"]["clip/high_fraction"] > told["run"]["clip/high_fraction"]
+    assert 0 < told["changed_fraction"] <= 1 and 0 < told["cosine"] < 1
+    differences = [abs(a - b) for a, b in (token["gradient"] for token in told["tokens"])]
+    assert len(differences) == 10 and differences == sorted(differences, reverse=True)
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml")))
+def test_every_preset_replays(plain, preset, capsys):
+    told = replayed(plain, 1, f"loss={preset}", capsys=capsys)
+    assert np.isfinite(told["other"]["loss/total"])
+    assert told["cosine"] is None or told["cosine"] > 0  # None: DAPO leaves out answers that were cut off, here all
+
+
+def test_single_settings_are_put_over_a_preset(plain, capsys):
+    of_preset = replayed(plain, 2, "loss=cispo", capsys=capsys)["other"]
+    for overrides in (["loss.clip_high=0.0", "loss=cispo"], ["loss=cispo", "loss.clip_high=0.0"]):
+        other = replayed(plain, 2, *overrides, capsys=capsys)["other"]
+        assert other["clip/high_fraction"] > of_preset["clip/high_fraction"]
+
+
+def test_answers_that_were_cut_off_can_be_left_out(plain, capsys):
+    rows = pd.read_parquet(plain / "lineage_answers" / "step_000002.parquet")
+    cut = rows.groupby("group_id")["truncated"].all()
+    told = replayed(plain, 2, "loss.mask_truncated=true", capsys=capsys)
+    assert cut.any() and all(token["gradient"][1] == 0 for token in told["tokens"] if cut[token["group_id"]])
+
+
+def test_advantages_are_computed_anew_from_the_rewards(plain, capsys):
+    told = replayed(plain, 1, "loss.advantage=leave_one_out", capsys=capsys)
+    stored = read_step(plain, 1)
+    rewards = {group.group_id: group.rewards for group in stored.groups}
+    for token in told["tokens"]:
+        of_group = rewards[token["group_id"]]
+        own = of_group[token["answer"]].item()
+        others = (of_group.sum().item() - own) / 3
+        assert token["advantage"][1] == pytest.approx(own - others, abs=1e-6)
+
+
+def test_tokens_are_shown_as_text_and_the_tables_fit_a_narrow_terminal(plain, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["replay", str(plain), "2", "loss.advantage=no_std"]) == 0
+    out = capsys.readouterr().out
+    assert "as trained" in out and "loss.advantage=no_std" in out and "Tokens that differ the most" in out
+    assert max(map(len, out.splitlines())) <= 80
+    shutil.rmtree(plain / "model")
+    assert main(["replay", str(plain), "2", "loss.advantage=no_std"]) == 0  # the model it started from has one too
+
+
+def test_on_fresh_weights_ratios_are_to_what_the_trainer_itself_said(tiny, tmp_path, capsys):
+    """With one optimizer step a collection the trainer has just said what it says: every ratio of GSPO is 1."""
+    folder = tmp_path / "run"
+    run([*tiny, "train.optim_batch_size=16", "train.total_dialog_turns=16"], folder)
+    told = replayed(folder, 1, "loss=gspo", capsys=capsys)
+    assert {token["ratio"][1] for token in told["tokens"]} == {1.0} and told["other"]["clip/high_fraction"] == 0
+    assert read_metrics(folder)[0]["train/skipped_groups"]
+    assert main(["replay", str(folder), "1", "loss.top_entropy_fraction=0.5"]) == 2
+    assert "which this run did not compute for" in capsys.readouterr().err
+
+
+def test_groups_that_were_not_scored_are_told_where_a_loss_would_have_scored_them(plain, capsys):
+    steps = [step for step in stored_steps(plain) if read_metrics(plain)[step - 1]["train/skipped_groups"]]
+    assert steps
+    told = replayed(plain, steps[0], "policy.entropy_coef=0.1", capsys=capsys)
+    skipped = read_metrics(plain)[steps[0] - 1]["train/skipped_groups"]
+    assert told["other"]["not_scored_groups"] == skipped and told["run"]["not_scored_groups"] == 0
+
+
+def test_a_step_whose_answers_were_all_rewarded_alike_replays(tiny, tmp_path, capsys):
+    folder = tmp_path / "run"
+    run([*tiny, "train.total_dialog_turns=16", "env.reward.reasoning_pattern='never said'"], folder)
+    told = replayed(folder, 1, "loss=cispo", capsys=capsys)
+    assert told["run"]["loss/total"] == told["other"]["loss/total"] == told["recorded_gap"] == 0
+    assert told["cosine"] is None and told["tokens"] == []
+    assert main(["replay", str(folder), "1", "loss=cispo"]) == 0  # as tables, too
+
+
+def test_the_step_that_a_mismatch_stopped_is_stored_and_replays(tiny, tmp_path, capsys, monkeypatch):
+    generate, folder = TransformersEngine.generate, tmp_path / "run"
+    monkeypatch.setattr(
+        TransformersEngine, "generate", lambda *args: generate(*args[:-1], replace(args[-1], temperature=0.5))
+    )
+    with pytest.raises(MismatchError, match="wrong temperature"):
+        run(tiny, folder)
+    assert stored_steps(folder) == [1]
+    assert replayed(folder, 1, "loss=cispo", capsys=capsys)["recorded_gap"] < 1e-6
+    assert {group.size for group in read_step(folder, 1).groups} == {4}
+
+
+def test_a_run_with_adapters_replays_where_peft_is_not_installed(plain, monkeypatch, capsys):
+    from grpo_rl.policies import lora
+
+    def absent(package, key, extra):
+        raise ValueError(f"{key} needs {package}")
+
+    monkeypatch.setattr(lora, "_need", absent)
+    stored = OmegaConf.create(read_step(plain, 1).config)
+    with_adapters = OmegaConf.merge(stored, {"train_model": {"lora": {"rank": 8}, "quantization": "nf4"}})
+    assert _with_loss(with_adapters, ["loss=cispo"]).loss.surrogate == "cispo"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.kl_coef=0.1"], "this run had no reference"),
+        (["optimizer.lr=1"], "optimizer.lr has no part in the loss"),
+        (["loss.clip_hihg=1"], "did you mean loss.clip_high"),
+        (["loss.advantage=zscor"], "did you mean zscore"),
+        (["loss=no_such_loss"], "no_such_loss"),
+    ],
+)
+def test_what_cannot_be_replayed_is_told_in_one_line(plain, overrides, message, capsys):
+    assert main(["replay", str(plain), "1", *overrides]) == 2
+    assert message in capsys.readouterr().err
+    assert main(["replay", str(plain), "9"]) == 2
+    assert "it has steps 1 to 2" in capsys.readouterr().err
+
+
+def test_what_the_page_on_lineage_shows_runs(plain, capsys):
+    page = (Path(__file__).parent.parent / "docs" / "lineage.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict = {"run": plain}
+    exec(compile(code, "docs/lineage.md", "exec"), names)  # our own page, not data
+    assert names["why"].sum() == len(names["tokens"]) and len(names["answers"]) == 32
+    commands = re.findall(r"^grpo-rl (replay) \S+ 12 (.*)$", page, re.MULTILINE)
+    assert len(commands) == 2
+    for name, rest in commands:
+        assert main([name, str(plain), "2", *rest.split()]) == 0
+    assert json.loads(capsys.readouterr().out.partition("\n{")[2].join(["{", ""]))["step"] == 2
+
+
+def test_a_resumed_run_stores_what_the_uninterrupted_one_stored(plain, tiny, tmp_path):
+    cut = tmp_path / "cut"
+    shutil.copytree(plain, cut)
+    (cut / "summary.json").unlink()
+    run([*tiny, f"resume={checkpoints(cut / 'checkpoints')[0]}"], tmp_path / "unused")
+    for name in (TOKENS, "lineage_answers"):
+        ours, theirs = (pd.read_parquet(folder / name) for folder in (cut, plain))
+        pd.testing.assert_frame_equal(ours, theirs)
+
+
+def test_storing_the_lineage_changes_nothing_in_a_run(plain, tiny, tmp_path):
+    run([*tiny, "train.lineage=false"], tmp_path / "run")
+    assert not (tmp_path / "run" / TOKENS).exists()
+
+    def numbers(folder):
+        return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in read_metrics(folder)]
+
+    assert numbers(tmp_path / "run") == numbers(plain)

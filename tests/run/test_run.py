@@ -1,0 +1,706 @@
+"""The main script itself, on CPU with a tiny model: what it writes, how it resumes, what it refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pandas as pd
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_rl.engines.transformers import TransformersEngine
+from grpo_rl.envs.gsm8k import GSM8K
+from grpo_rl.monitor.completions import logged_steps, read_step
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.monitor.report import write_report
+from grpo_rl.run.folder import claim
+from grpo_rl.run.lock import FolderLock
+from grpo_rl.run.run import Run
+from grpo_rl.testing import save_tiny_model
+from grpo_rl.training.checkpoint import checkpoints, load
+
+SCRIPT = Path(__file__).parent.parent / "sota" / "grpo.py"
+CLOCK = ("time/", "throughput/", "memory/", "limit_")
+"""Metrics that depend on the machine's mood."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """A cache of this module's own: rates measured beside other tests are none for the user's runs."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_RL_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Overrides for a run of a few seconds: six questions, a random model that is paid for digits."""
+    folder = tmp_path_factory.mktemp("tiny")
+    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"model.name={save_tiny_model(folder / 'model')}",
+        f"env.path={folder / 'train.jsonl'}",
+        f"env.eval_path={folder / 'train.jsonl'}",
+        "env.system_prompt=null",
+        "env.num_envs=4",
+        "env.repeats=4",
+        "env.reward.reasoning_pattern='[0-9]'",  # a random model meets this one now and then
+        "train.optim_batch_size=8",
+        "train.total_dialog_turns=64",
+        "train.checkpoint_frequency=1",
+        "train.keep_checkpoints=0",
+        "train.micro_batch_tokens=64",
+        "inference_model.engine=transformers",
+        "inference_model.max_model_len=64",
+        "sampling.max_new_tokens=8",
+        "optimizer.lr=1e-2",
+        "evaluate.rows=4",
+    ]
+
+
+def run(overrides, folder, monkeypatch):
+    """Runs the script in this process; its folder."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={folder}"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    return folder
+
+
+def comparable(folder):
+    rows = read_metrics(folder)
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        return run(tiny, tmp_path_factory.mktemp("whole") / "run", patch)
+
+
+def test_a_run_leaves_all_its_files(finished):
+    metrics = read_metrics(finished)
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4, 4]  # before, four steps, after
+    assert {
+        "reward/mean",
+        "reward/correctness",
+        "grad_norm",
+        "entropy",
+        "kl/sampler",
+        "mismatch/mean",
+        "ess",
+        "lr",
+        "loss/total",
+        "clip/low_fraction",
+        "staleness/max",
+        "time/sample_s",
+        "time/train_s",
+        "time/sync_s",
+        "throughput/sample_tokens_per_s",
+        "response/truncated_fraction",
+        "memory/peak_gib",
+        "limit_fraction",
+        "limit_fraction/sample",
+        "limit_fraction/train",
+        "limit_fraction/sync",
+    } <= set(metrics[1])
+    assert "limit_fraction/score" not in metrics[1]  # no reference, nothing to score
+    summary = json.loads((finished / "summary.json").read_text())
+    assert {"eval_before", "eval_after", "eval_gain", "eval_gain_ci95", "steps", "seconds"} <= set(summary)
+    assert summary["steps"] == 4
+    assert len(pd.read_parquet(finished / "completions.parquet")) == 64
+    assert (finished / "report.html").stat().st_size > 10_000
+    assert (finished / ".hydra" / "config.yaml").exists() and (finished / "config.yaml").exists()
+    assert len(checkpoints(finished / "checkpoints")) == 4
+
+
+def test_the_exported_model_loads_in_transformers_and_has_moved(finished, tiny):
+    trained = AutoModelForCausalLM.from_pretrained(finished / "model")
+    start = AutoModelForCausalLM.from_pretrained(tiny[0].split("=")[1])
+    assert AutoTokenizer.from_pretrained(finished / "model").chat_template
+    moved = [not torch.equal(a, b) for a, b in zip(trained.parameters(), start.parameters(), strict=True)]
+    assert all(moved)
+
+
+def test_a_step_is_set_against_what_the_machine_does_at_its_best(finished, cache):
+    rates = json.loads((cache / "rates.json").read_text())
+    assert len(rates) == 1 and "bfloat16" in next(iter(rates))  # measured in the first run, known to the others
+    for row in read_metrics(finished)[1:5]:
+        # A model of 100,000 parameters keeps no machine busy.
+        assert 0 < row["limit_fraction"] < 0.5
+        parts = [row[f"limit_fraction/{name}"] * row[f"time/{name}_s"] for name in ("sample", "train", "sync")]
+        step_s = sum(seconds for name, seconds in row.items() if name.startswith("time/"))
+        assert sum(parts) == pytest.approx(row["limit_fraction"] * step_s, rel=1e-2)
+    assert "A step against the machine's limit" in (finished / "report.html").read_text().replace("&#39;", "'")
+
+
+def test_groups_that_taught_nothing_are_counted_where_they_are_skipped(finished):
+    for row in read_metrics(finished)[1:5]:
+        assert row["train/skipped_groups"] == row["reward/zero_std_fraction"] * 4
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, tmp_path, monkeypatch, step):
+    cut = tmp_path / "cut"
+    shutil.copytree(finished, cut)
+    start = checkpoints(cut / "checkpoints")[step - 1]  # later ones are there too, and must not be mixed in
+    torch.manual_seed(12345)  # whatever happened since
+    run([*tiny, f"resume={start}"], tmp_path / "unused", monkeypatch)
+    assert comparable(cut) == comparable(finished)
+    ours, theirs = (load(checkpoints(f / "checkpoints")[-1])["optimizer"]["masters"] for f in (cut, finished))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    columns = ["step", "completion", "reward", "advantage"]
+    a, b = (pd.read_parquet(f / "completions.parquet")[columns] for f in (cut, finished))
+    pd.testing.assert_frame_equal(a, b)
+
+
+def test_a_checkpoint_of_another_config_is_refused(finished, tiny, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match=r"optimizer\.lr: 0\.01 in the checkpoint, 0\.5 here"):
+        run([*tiny, "optimizer.lr=0.5", f"resume={finished}"], tmp_path, monkeypatch)
+
+
+def test_epochs_kl_entropy_and_accumulation_all_run(tiny, tmp_path, monkeypatch):
+    folder = run(
+        [*tiny, "train.epochs=2", "policy.kl_coef=0.1", "policy.entropy_coef=0.01", "evaluate.rows=0",
+         "train.gradient_accumulation_steps=2", "loss.aggregate=token_mean", "loss.advantage=leave_one_out",
+         "train.total_dialog_turns=32", "train_model.gradient_checkpointing=true", "optimizer.schedule=cosine"],
+        tmp_path / "run", monkeypatch,
+    )  # fmt: skip
+    first, second = read_metrics(folder)
+    assert first["limit_fraction/score"] > 0
+    assert first["kl/sampler"] > 0 and second["kl/ref"] > 0 and second["loss/kl"] > 0 and second["loss/entropy"] < 0
+
+
+def test_a_sweep_runs_every_job_in_one_process(tiny, tmp_path, monkeypatch):
+    overrides = [*tiny, "train.total_dialog_turns=16", "evaluate.rows=0", "optimizer.lr=1e-3,1e-4"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--multirun", *overrides, f"hydra.sweep.dir={tmp_path}"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert [read_metrics(tmp_path / job)[-1]["lr"] for job in "01"] == [1e-3 / 2, 1e-4 / 2]  # second of 4 warm-up steps
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.name=/no/such/model", "unknown model"),
+        ("env.path=/no/such/file.jsonl", "no/such/file"),
+        ("env.repeats=1", "env.repeats is 1"),
+        ("train.optim_batch_size=10", "not a multiple of env.repeats=4"),
+        ("inference_model.max_model_len=9", "the prompt of row"),
+        ("train_model.num_devices=99", "99"),
+        ("optimizer.name=adam", "optimizer.name is 'adam'"),
+        ("resume=/no/such/run", "no checkpoint there"),
+        ("optimizer.lr=fast", "optimizer.lr is 'fast'; it must be a number"),
+        ("sampling.temperature=0", "temperature"),
+    ],
+)
+def test_bad_input_is_told_in_one_line_before_a_model_is_loaded(tiny, tmp_path, monkeypatch, override, message):
+    def no_model(*_, **__):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
+    with pytest.raises(SystemExit, match=message):
+        run([*tiny, override], tmp_path / "run", monkeypatch)
+
+
+def test_rows_without_their_columns_are_refused(tiny, tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1?", "answer": "#### 1"}\n{"prompt": "2?"}\n')
+    with pytest.raises(SystemExit, match="question"):
+        run([*tiny, f"env.path={path}"], tmp_path / "run", monkeypatch)
+
+
+def test_a_folder_that_cannot_be_written_and_a_full_disk_are_refused(tiny, finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
+    with pytest.raises(SystemExit, match="GiB free"):
+        run(tiny, tmp_path / "run", monkeypatch)
+
+
+def started(overrides, folder):
+    command = [sys.executable, str(SCRIPT), *overrides, f"hydra.run.dir={folder}"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_step(child, folder, step):
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() or not any(r["step"] >= step for r in read_metrics(folder)):
+        assert child.poll() is None and time.monotonic() < deadline, child.communicate()[0]
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_ctrl_c_once_finishes_the_step_checkpoints_and_says_how_to_go_on(tiny, tmp_path):
+    folder = tmp_path / "run"
+    child = started([*tiny, "train.total_dialog_turns=100000", "train.checkpoint_frequency=0"], folder)
+    wait_for_step(child, folder, 2)
+    os.kill(child.pid, signal.SIGINT)
+    output, _ = child.communicate(timeout=60)
+    (saved,) = checkpoints(folder / "checkpoints")
+    assert load(saved)["step"] == read_metrics(folder)[-1]["step"]
+    assert f"resume={folder}" in output and "Traceback" not in output
+
+
+def test_ctrl_c_twice_stops_now(tiny, tmp_path, monkeypatch):
+    generate, goes_on_after_the_first = TransformersEngine.generate, []
+
+    def interrupted(engine, *args, **kwargs):
+        if any(row["step"] == 1 for row in read_metrics(tmp_path / "run")):
+            signal.raise_signal(signal.SIGINT)
+            goes_on_after_the_first.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return generate(engine, *args, **kwargs)
+
+    monkeypatch.setattr(TransformersEngine, "generate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run([*tiny, "train.checkpoint_frequency=0"], tmp_path / "run", monkeypatch)
+    assert goes_on_after_the_first == [True]
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 1 and not checkpoints(tmp_path / "run" / "checkpoints")
+
+
+def test_answers_whose_scorer_fails_are_left_out_counted_and_told(tiny, tmp_path, monkeypatch, capsys):
+    reward = GSM8K._reward
+
+    def fails_now_and_then(task, row, response, formats):
+        if sum(map(ord, response)) % 7 == 3:
+            return KeyError("gold")
+        return reward(task, row, response, formats)
+
+    monkeypatch.setattr(GSM8K, "_reward", fails_now_and_then)
+    folder = run([*tiny, "env.max_failed_fraction=1.0"], tmp_path / "run", monkeypatch)
+    counts = [row["failed/error"] for row in read_metrics(folder) if "failed/error" in row]
+    assert counts == sorted(counts) and counts[-1] > 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("No reward (error), the first of its kind: GSM8K failed on") == 1
+    assert sum(len(read_step(folder, step)) for step in logged_steps(folder)) < 64
+    saved = json.loads(load(checkpoints(folder / "checkpoints")[-1])["collector"]["env"])
+    assert f'"failed_error": {int(counts[-1])}' in json.dumps(saved)
+
+
+def test_a_folder_that_holds_a_run_is_not_written_into(tiny, finished, monkeypatch):
+    with pytest.raises(SystemExit, match="already holds a run"):
+        run(tiny, finished, monkeypatch)
+
+
+def test_a_held_out_prompt_that_is_too_long_is_found_before_a_model_is_loaded(tiny, tmp_path, monkeypatch):
+    path = tmp_path / "held_out.jsonl"
+    path.write_text(
+        '{"question": "1?", "answer": "#### 1"}\n' * 2 + f'{{"question": "{"9" * 99}", "answer": "#### 9"}}\n'
+    )
+    with pytest.raises(SystemExit, match="held-out row 2 has a prompt of 101 tokens, 56 fit"):
+        run([*tiny, f"env.eval_path={path}", "evaluate.rows=3"], tmp_path / "run", monkeypatch)
+
+
+def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tiny, finished, tmp_path, monkeypatch):
+    again = run(tiny, tmp_path / "again", monkeypatch)
+    assert comparable(again) == comparable(finished)
+    other = run([*tiny, "train.seed=1"], tmp_path / "other", monkeypatch)
+    assert comparable(other)[1:] != comparable(finished)[1:]
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL: nothing catches it."""
+
+
+def killed(*_, **__):
+    raise Killed
+
+
+def no_model(*_, **__):
+    raise AssertionError("a model was loaded")
+
+
+def outcome(folder):
+    """What a run leaves, but for what depends on clocks and folders."""
+    summary = json.loads((folder / "summary.json").read_text())
+    parts = sorted((folder / "completions.parquet").iterdir())
+    weights = (folder / "model" / "model.safetensors").read_bytes()
+    names = sorted(path.name for path in folder.iterdir() if not path.name.endswith(".log"))
+    left = (json.loads((folder / "evaluation.json").read_text()), names, [part.name for part in parts])
+    clocks = ("seconds", "checkpoint")
+    return comparable(folder), {k: v for k, v in summary.items() if k not in clocks}, weights, left
+
+
+def test_a_run_killed_at_any_point_of_its_end_is_completed_and_nothing_of_it_is_there_twice(
+    finished, tiny, tmp_path, monkeypatch
+):
+    shutil.copytree(finished, cut := tmp_path / "cut")
+    shutil.rmtree(cut / "model")
+    start = checkpoints(cut / "checkpoints")[2]  # one step before the end
+    for point in (
+        "grpo_rl.run.run.evaluate",
+        "grpo_rl.monitor.metrics.MetricsLog.log",
+        "grpo_rl.run.run.Run._keep_evaluation",
+        "grpo_rl.run.run.export",
+        "grpo_rl.storage.whole_file._take_place",
+        "grpo_rl.run.run.Run._write_summary",
+        "grpo_rl.run.run.write_report",
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(point, killed)
+            with pytest.raises(Killed):
+                run([*tiny, f"resume={start}"], tmp_path / "unused", patch)
+        assert not (cut / "report.html").exists()
+        start = cut
+    run([*tiny, f"resume={cut}"], tmp_path / "unused", monkeypatch)
+    assert outcome(cut) == outcome(finished)
+
+
+def test_a_finished_run_says_so_without_a_model_and_can_be_prolonged(tiny, finished, tmp_path, monkeypatch, capsys):
+    longer = tmp_path / "longer"
+    shutil.copytree(finished, longer)
+    (longer / "report.html").unlink()  # killed before it
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
+        run([*tiny, f"resume={longer}"], tmp_path / "unused", patch)
+        assert "is finished after 4 steps, and nothing is left to do" in capsys.readouterr().out
+        assert (longer / "report.html").exists()
+        run([*tiny, "resume=auto"], longer, patch)
+        assert outcome(longer) == outcome(finished)
+    run([*tiny, f"resume={longer}", "train.total_dialog_turns=80"], tmp_path / "unused", monkeypatch)
+    assert json.loads((longer / "summary.json").read_text())["steps"] == 5
+    assert [row["step"] for row in read_metrics(longer)] == [0, 1, 2, 3, 4, 4, 5, 5]
+
+
+def test_a_report_that_fails_makes_no_failure_of_a_finished_run(tiny, tmp_path, monkeypatch, capsys):
+    def broken(*_):
+        raise KeyError("group_id")
+
+    monkeypatch.setattr("grpo_rl.monitor.report.read_step", broken)
+    folder = run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0"], tmp_path / "run", monkeypatch)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The report can't be written (KeyError: 'group_id'); all else is there" in said
+    assert f"python -m grpo_rl.monitor.report {folder}" in said
+    assert json.loads((folder / "summary.json").read_text())["finished"] and (folder / "model").is_dir()
+
+
+def test_a_fixed_command_goes_on_from_wherever_it_was_cut_off(tiny, tmp_path, monkeypatch, capsys):
+    """Before anything is logged, before the first checkpoint, after one: `hydra.run.dir=X resume=auto` each time."""
+    whole = run([*tiny, "train.total_dialog_turns=32"], tmp_path / "whole", monkeypatch)
+    command, folder = [*tiny, "train.total_dialog_turns=32", "resume=auto"], tmp_path / "run"
+    for point in ("attach", "save_checkpoint", "finish"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"grpo_rl.run.run.Run.{point}", killed)
+            with pytest.raises(Killed):
+                run(command, folder, patch)
+    assert capsys.readouterr().out.count("cut off before its first checkpoint, and begins again") == 2
+    run(command, folder, monkeypatch)
+    assert comparable(folder) == comparable(whole)
+    ours, theirs = (load(checkpoints(f / "checkpoints")[-1])["optimizer"]["masters"] for f in (folder, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_second_start_in_the_folder_of_a_live_run_is_refused_by_name(tiny, finished, tmp_path, monkeypatch):
+    live = tmp_path / "outputs" / "live"
+    shutil.copytree(finished, live)
+    lock = FolderLock(live)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
+    told = f"is being written by process {os.getpid()} on .* since .*; wait for it, or set another hydra.run.dir"
+    for resume in ("null", "auto", str(live), str(checkpoints(live / "checkpoints")[1])):
+        with pytest.raises(SystemExit, match=told):
+            run([*tiny, f"resume={resume}"], live, monkeypatch)
+    # Without a folder of its own: neither a live run is taken, nor a finished one beside it, nor is a new one begun.
+    shutil.copytree(finished, older := tmp_path / "outputs" / "older")
+    for path in checkpoints(older / "checkpoints"):
+        os.utime(path, (1, 1))
+    with pytest.raises(SystemExit, match=f"no other run of this config that was cut off, and .*live {told}"):
+        run([*tiny, "resume=auto"], "outputs/${now:%H-%M-%S}", monkeypatch)
+    assert len(list((tmp_path / "outputs").glob("*/metrics.jsonl"))) == 2
+    lock.close()
+    assert comparable(live) == comparable(finished)
+
+
+def test_a_refused_start_changes_nothing_of_the_config_that_the_live_run_shows(tiny, finished, tmp_path, monkeypatch):
+    shutil.copytree(finished, live := tmp_path / "live")
+    lock = FolderLock(live)
+    with pytest.raises(SystemExit, match="is being written"):
+        run([*tiny, "optimizer.lr=0.7654321", "resume=auto"], live, monkeypatch)
+    assert "0.7654321" in (live / ".hydra" / "config.yaml").read_text()  # Hydra writes it before anyone could refuse
+    lock.close()
+    page = write_report(live).read_text()
+    assert "0.7654321" not in page and "lr: 0.01" in page and "optimizer.lr=1e-2" in page
+
+
+def test_a_finished_run_without_its_checkpoints_is_left_as_it_is(tiny, finished, tmp_path, monkeypatch, capsys):
+    shutil.copytree(finished, bare := tmp_path / "bare")
+    shutil.rmtree(bare / "checkpoints")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
+    run([*tiny, "resume=auto"], bare, monkeypatch)
+    assert "is finished, and nothing is left to do" in capsys.readouterr().out
+    assert outcome(bare)[:3] == outcome(finished)[:3]
+    shutil.rmtree(bare / "model")
+    with pytest.raises(SystemExit, match="got to step 4, and its checkpoints are gone"):
+        run([*tiny, "resume=auto"], bare, monkeypatch)
+    assert comparable(bare) == comparable(finished)
+
+
+def test_an_evaluation_with_a_response_that_has_no_reward_is_kept_as_json(tmp_path):
+    run = Run.__new__(Run)
+    run.folder, run.step, run._evaluated_at, run._eval_after, run.collected = tmp_path, 3, 3, [0.5, float("nan")], 0
+    run.cfg = OmegaConf.create({"train": {"total_dialog_turns": 8}})
+    run._keep_evaluation()
+    stored = json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail)
+    assert stored == {"step": 3, "rewards": [0.5, None]}
+    evaluated, _ = run._end_of_before()
+    assert evaluated[0] == 0.5 and evaluated[1] != evaluated[1]
+
+
+def test_auto_passes_over_a_live_run_for_one_that_was_cut_off(finished, tmp_path):
+    for number, name in enumerate(["a", "b", "live"]):
+        shutil.copytree(finished, tmp_path / name)
+        for path in checkpoints(tmp_path / name / "checkpoints"):
+            os.utime(path, (number, number))
+    (tmp_path / "a" / "summary.json").unlink()
+    lock = FolderLock(tmp_path / "live")
+    config = load(checkpoints(finished / "checkpoints")[-1])["config"]
+    taken = claim(tmp_path / "new", "auto", tmp_path, config, 1)
+    assert taken.folder == taken.resume == tmp_path / "a" and "live is being written" in taken.notes[0]
+    lock.close()
+    second = claim(tmp_path / "new", "auto", tmp_path, config, 1)  # a is taken now
+    assert second.folder == tmp_path / "live"
+    for claimed in (taken, second):
+        claimed.lock.close()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("metrics.jsonl", b"\xff\xfe\n", r"metrics\.jsonl, line 1 is not one of metrics .*; remove that line"),
+        ("metrics.jsonl", b'{"step": 1}\n[2]\n', r"metrics\.jsonl, line 2 is not one of metrics"),
+        ("summary.json", b"\x00", r"summary\.json is not JSON .*; remove it"),
+        ("summary.json", b"[]", r"summary\.json holds list, not an object; remove it"),
+    ],
+)
+def test_rubbish_in_a_runs_files_is_named_when_it_is_resumed(
+    finished, tiny, tmp_path, monkeypatch, file, content, message
+):
+    shutil.copytree(finished, damaged := tmp_path / "damaged")
+    (damaged / "summary.json").unlink()
+    (damaged / file).write_bytes(content)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
+    with pytest.raises(SystemExit, match=message):
+        run([*tiny, f"resume={damaged}"], tmp_path / "unused", monkeypatch)
+
+
+def test_what_fails_after_the_start_keeps_its_traceback(tiny, tmp_path, monkeypatch):
+    from grpo_rl.data.buffer import GroupBuffer
+
+    def broken(self, groups):
+        raise ValueError("a bug of ours")
+
+    monkeypatch.setattr(GroupBuffer, "extend", broken)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(RuntimeError, match="failed after step 0: a bug of ours"):
+        run(tiny, tmp_path / "run", monkeypatch)
+
+
+def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
+    """Recorded at the access itself, after the checks, which read keys only to refuse their values."""
+    from omegaconf import DictConfig
+
+    import grpo_rl.settings.config as config
+
+    known, read = config.known_keys("gsm8k"), set()
+    get, check = DictConfig._get_impl, config.check
+
+    def recording_get(self, key, *args, **kwargs):
+        read.add(self._get_full_key(key))
+        return get(self, key, *args, **kwargs)
+
+    def check_then_record(cfg):
+        check(cfg)
+        read.clear()
+
+    monkeypatch.setattr(DictConfig, "_get_impl", recording_get)
+    monkeypatch.setattr(config, "check", check_then_record)
+    overrides = [*tiny, "logger.backend=wandb", "logger.mode=offline", "train.total_dialog_turns=16"]
+    overrides.append("policy.kl_coef=0.1")  # without a reference nobody asks for its name
+    run(overrides, tmp_path / "run", monkeypatch)
+    # These are vLLM's; `build.make_engine` hands them on by name.
+    of_vllm = {"inference_model.gpu_memory_utilization", "inference_model.enforce_eager"}
+    of_several_processes = {"train_model.cpu_offload", "train_model.timeout_s"}  # tests/distributed/test_ranks.py
+    of_async = set(config.ONLY_ASYNC)
+    assert known - read == of_vllm | of_several_processes | of_async
+    texts = "".join((SCRIPT.parent.parent / "grpo_rl" / name).read_text() for name in ("build_async.py", "run.py"))
+    unread = [key for key in of_async | of_several_processes if f".{key.rpartition('.')[2]}" not in texts]
+    assert not unread
+
+
+def test_a_missing_vllm_is_told_before_a_model_is_loaded(tiny, tmp_path, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
+    with pytest.raises(SystemExit, match="vLLM is not installed; install the extra"):
+        run([*tiny, "inference_model.engine=vllm"], tmp_path / "run", monkeypatch)
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "completions.parquet/part-00000001.parquet", "summary.json"])
+def test_a_full_disk_is_told_in_one_line_with_the_file_and_the_way_on(tiny, tmp_path, monkeypatch, file):
+    """A failed write names no file by itself, in Python as little as in Arrow."""
+    path_open, full, name = Path.open, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Path(file).name
+
+    def no_room(path, mode="r", *args, **kwargs):
+        on_full_disk = mode != "r" and path.name in (name, f".{name}.tmp")
+        return open("/dev/full", mode) if on_full_disk else path_open(path, mode, *args, **kwargs)
+
+    def no_room_for_parquet(*_, **__):
+        raise full
+
+    monkeypatch.setattr(Path, "open", no_room)
+    if file.endswith("parquet"):
+        monkeypatch.setattr("pyarrow.parquet.write_table", no_room_for_parquet)
+    with pytest.raises(SystemExit) as stopped:
+        run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0"], tmp_path / "run", monkeypatch)
+    told = f"error: can't write to {tmp_path / 'run' / file}: {full.strerror}; free some space or set hydra.run.dir."
+    assert str(stopped.value).startswith(told)
+    assert str(stopped.value).endswith(f". Go on with: resume={tmp_path / 'run'}")
+
+
+def test_a_disk_that_became_read_only_is_told_in_one_line(tiny, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "metrics.jsonl")
+
+    monkeypatch.setattr("grpo_rl.monitor.metrics.MetricsLog.log", fail)
+    with pytest.raises(SystemExit, match=r"error: can't write to metrics\.jsonl: Read-only.*set hydra\.run\.dir"):
+        run(tiny, tmp_path / "run", monkeypatch)
+
+
+def test_a_malformed_override_is_told_in_one_line(tiny, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="error: "):
+        run([*tiny, "optimizer.lr=[1"], tmp_path / "run", monkeypatch)
+
+
+def test_an_engine_that_sleeps_while_the_policy_trains_samples_the_same(tiny, tmp_path, monkeypatch):
+    counts = {"sleep": 0, "wake": 0}
+    for name in counts:
+        method = getattr(TransformersEngine, name)
+
+        def counted(engine, name=name, method=method):
+            counts[name] += 1
+            method(engine)
+
+        monkeypatch.setattr(TransformersEngine, name, counted)
+    awake = run([*tiny, "train.total_dialog_turns=32"], tmp_path / "awake", monkeypatch)
+    assert counts["sleep"] == 0
+    asleep = run([*tiny, "train.total_dialog_turns=32", "inference_model.sleep=true"], tmp_path / "asleep", monkeypatch)
+    assert counts["sleep"] == 2 and counts["wake"] >= 3, "once a step, and awake for every push"
+    rows = [
+        [{name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in read_metrics(folder)]
+        for folder in (awake, asleep)
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_a_run_whose_newest_checkpoint_is_torn_goes_on_with_the_one_before(
+    finished, tiny, tmp_path, monkeypatch, capsys
+):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    torn = folder / "checkpoints" / "checkpoint_000004.pt"
+    torn.write_bytes(torn.read_bytes()[:-1000])
+    run([*tiny, f"resume={folder}"], tmp_path / "unused", monkeypatch)
+    assert f"passed over: {torn}" in capsys.readouterr().err
+    assert comparable(folder) == comparable(finished)
+    assert (folder / "checkpoints" / "checkpoint_000004.abandoned").exists() and load(torn)["step"] == 4
+    with pytest.raises(SystemExit, match=r"can't be read .*good one beside it is .*checkpoint_000004\.pt"):
+        run([*tiny, f"resume={torn.with_suffix('.abandoned')}"], tmp_path / "unused", monkeypatch)
+
+
+def test_what_a_run_has_logged_is_on_the_disk_before_a_checkpoint_appears(tiny, tmp_path, monkeypatch):
+    folder, synced, appeared = tmp_path / "run", {}, []
+    fsync, replace = os.fsync, os.replace
+
+    def note(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced[path] = path.stat().st_size
+        fsync(descriptor)
+
+    def appear(source, target):
+        if Path(target).match("checkpoint_*.pt"):
+            appeared.append(Path(target).name)
+            logs = [folder / "metrics.jsonl", *folder.glob("completions.parquet/*"), *folder.glob("lineage*/*")]
+            assert len(logs) == 1 + 3 * len(appeared)
+            assert {path: path.stat().st_size for path in logs} == {path: synced.get(path) for path in logs}
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "replace", appear)
+    few = ["train.total_dialog_turns=32", "train.lineage=true", "evaluate.rows=0"]
+    run([*tiny, *few], folder, monkeypatch)
+    assert appeared == ["checkpoint_000001.pt", "checkpoint_000002.pt"]
+
+
+def test_weights_that_are_not_finite_are_told_before_an_engine_starts(tiny, tmp_path, monkeypatch):
+    folder = shutil.copytree(tiny[0].split("=")[1], tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[5, 3] = float("nan")
+    model.save_pretrained(folder)
+    monkeypatch.setattr(TransformersEngine, "__init__", lambda *_, **__: pytest.fail("the engine started"))
+    name = r"model\.layers\.1\.mlp\.up_proj\.weight"
+    with pytest.raises(SystemExit, match=rf"error: .*model\.safetensors holds numbers that are not finite, in {name}"):
+        run([*tiny, f"model.name={folder}"], tmp_path / "run", monkeypatch)
+
+
+class RankZero:
+    """Rank 0 of two processes; keeps what it tells the other."""
+
+    rank, size = 0, 2
+
+    def __init__(self):
+        self.told = []
+
+    def gather(self, mine):
+        self.told.append(mine)
+        return [mine, None]
+
+    def broadcast(self, mine):
+        return mine
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("what", ["a live run", "a full disk", "an unreadable end", "logs that can't be synced"])
+def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path, monkeypatch, what):
+    """One that waited for rank 0, which has stopped, would wait for ever."""
+    shutil.copytree(finished, folder := tmp_path / "run")
+    state = load(checkpoints(folder / "checkpoints")[-1])
+    cfg, ranks = OmegaConf.create(json.loads(state["config"]) | {"resume": str(folder)}), RankZero()
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    lock = FolderLock(folder) if what == "a live run" else None
+    if what == "a full disk":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
+    if what == "an unreadable end":
+        (folder / "summary.json").write_text("[]")
+    if what.startswith("logs"):
+        (folder / "model").rename(tmp_path / "model")  # something is left to do
+    monkeypatch.setattr("grpo_rl.training.checkpoint.sync_logs", fail)
+    monkeypatch.setattr("grpo_rl.training.checkpoint.load_shards", lambda path, state, ranks: state)
+    with pytest.raises((ValueError, OSError)) as error:
+        started = Run(cfg, None, folder, model_bytes=1000, ranks=ranks)
+        assert what.startswith("logs")
+        started.step, started._started = 5, 0.0
+        for name in ("_optimizer", "_schedules", "_collector", "_weights", "progress"):
+            setattr(started, name, MagicMock())
+        try:
+            started.save_checkpoint()
+        finally:
+            started._stack.close()
+    assert ranks.told[-1] is error.value
+    if lock:
+        lock.close()

@@ -1,0 +1,234 @@
+"""Hostile rewards and odd batches through the real policy, loss and optimizer: all that is written is finite."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_rl.data.buffer import GroupBuffer
+from grpo_rl.data.group import Group
+from grpo_rl.losses.grpo import LOSSES, GRPOLoss
+from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.training.optimizer import PolicyOptimizer
+
+END = 0
+"""The tiny model's end of sequence, which is its padding too."""
+LOSS_SETTINGS = [
+    pytest.param({}, id="grpo"),
+    pytest.param({"ratio": "sequence"}, id="gspo"),
+    pytest.param({"surrogate": "cispo"}, id="cispo"),
+    pytest.param({"surrogate": "sapo"}, id="sapo"),
+    pytest.param({"surrogate": "plain"}, id="plain"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def train(policy, optimizer, groups, advantage="zscore", loss=None, **batching):
+    """One optimizer step on all groups; its result and the sum of the losses."""
+    buffer, loss, total = GroupBuffer(len(groups), len(groups), advantage), loss or GRPOLoss(), 0.0
+    buffer.extend(groups)
+    for batch in buffer.batches():
+        for tokens in scored_micro_batches(policy, batch, **{"max_tokens": 64, **batching}):
+            losses = loss(tokens)
+            summed = torch.stack([losses[name] for name in LOSSES]).sum()
+            summed.backward()
+            total += summed.item()
+    return optimizer.step(math.isfinite(total)), total
+
+
+def finite(policy, optimizer):
+    weights = [*policy.model.parameters(), *optimizer.state_dict()["masters"].values()]
+    moments = [x for state in optimizer.state_dict()["optimizer"]["state"].values() for x in state.values()]
+    return all(x.isfinite().all() for x in weights + moments)
+
+
+REWARDS = (
+    [1e30, -1e30, 1e30, -1e30],
+    [1e-30, 0.0, 2e-30, 1e-38],
+    [1.0, 1.0, 1.0, 1.0],
+    [1.0, -1.0, 1.0, -1.0],
+    [1e30, 0.0, 0.0, 0.0],
+    [-1e30, -1e30, -1e30, -1e30],
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_200_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtype):
+    torch.manual_seed(0)
+    policy = TrainPolicy.load(model, dtype)
+    optimizer = PolicyOptimizer(policy.model, lr=1e-2, max_bad_steps=1000)
+    start, taken, behind = [p.clone() for p in policy.model.parameters()], 0, None
+    for step in range(200):
+        group = random_group(prompt=6, lengths=[4, 1, 0, 7], vocab=257, group_id=step, seed=step)
+        other = random_group(prompt=3, lengths=[2, 5, 3, 3], vocab=257, group_id=1000 + step, seed=1000 + step)
+        groups = [
+            replace(g, rewards=torch.tensor(REWARDS[(step + i) % len(REWARDS)])) for i, g in enumerate((group, other))
+        ]
+        with torch.no_grad():  # every other step the sampler is a step behind, by which a step of 1e-2 is nats
+            fresh = policy if step % 2 else behind or policy
+            groups = [replace(g, log_probs=fresh.score([g])[0]) for g in groups]
+        if not step % 10:
+            behind = TrainPolicy.load(model, dtype)
+            behind.model.load_state_dict(policy.model.state_dict())
+        result, _ = train(policy, optimizer, groups, ("zscore", "no_std")[step // 2 % 2])
+        taken += not result.skipped
+        assert finite(policy, optimizer), f"step {step}"
+    assert 100 <= taken < 200  # without a std, advantages of 1e30 have gradients that are beyond fp32
+    assert not any(torch.equal(a, b) for a, b in zip(start, policy.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_rewards_that_are_not_finite_are_refused_before_anything_is_computed(reward):
+    group = random_group(lengths=[1, 2], rewards=[0.0, reward])
+    with pytest.raises(ValueError, match="finite"):
+        GroupBuffer(1, 1).extend([group])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_beyond_the_dtypes_range_is_left_out_of_a_real_model(model, dtype):
+    policy = TrainPolicy.load(model, dtype)
+    optimizer = PolicyOptimizer(policy.model, lr=3e38, max_bad_steps=1000)
+    for step in range(4):
+        groups = [replace(random_group(lengths=[3, 2], vocab=257, seed=step), rewards=torch.tensor([0.0, 1.0]))]
+        train(policy, optimizer, groups)
+        assert finite(policy, optimizer)
+    assert optimizer.bad_steps
+
+
+# ---- odd batches: gradients against a plain forward pass of each answer by itself ----
+
+
+def plain_gradients(model, groups, rewards_to_advantages):
+    """Gradients of the on-policy loss -sum w A log pi, by transformers' own attention, an answer at a time."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    answers = sum(group.size for group in groups)
+    for group in groups:
+        for ids, advantage in zip(group.responses, rewards_to_advantages(group.rewards), strict=True):
+            if not len(ids):
+                continue
+            prompt = len(group.prompt_ids)
+            full = torch.cat([group.prompt_ids, ids])[None]
+            log_probs = plain(full, attention_mask=torch.ones_like(full)).logits[0, prompt - 1 : -1].log_softmax(-1)
+            chosen = log_probs.gather(1, ids[:, None])
+            (-advantage * chosen.mean() / answers).backward()
+    return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+
+def no_std(rewards):
+    return rewards - rewards.mean()
+
+
+def our_gradients(model, groups, loss):
+    policy = TrainPolicy.load(model, torch.float32)
+    with torch.no_grad():
+        groups = [replace(g, log_probs=policy.score([g])[0]) for g in groups]
+    groups = [g.with_advantages(no_std(g.rewards)) for g in groups]
+    for tokens in scored_micro_batches(policy, groups, 4096):
+        losses = loss(tokens)
+        torch.stack([losses[name] for name in LOSSES]).sum().backward()
+    return {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+
+
+def ending(group: Group) -> Group:
+    """The same with an end of sequence as the last token of every answer."""
+    ids = group.response_ids.clone()
+    ids[group.offsets[1:] - 1] = END
+    return replace(group, response_ids=ids)
+
+
+def groups_of(kind: str) -> list[Group]:
+    """Batches that have broken trainers, with rewards that differ."""
+    if kind == "one-token answers":
+        return [random_group(lengths=[1, 1, 1], vocab=257, rewards=[0.0, 1.0, 2.0])]
+    if kind == "pad is eos":
+        # An end of sequence inside the prompt, too: a mask made by comparing with the padding would hide both.
+        group = ending(random_group(prompt=5, lengths=[3, 1, 4], vocab=257, rewards=[0.0, 1.0, 5.0]))
+        return [replace(group, prompt_ids=group.prompt_ids.index_fill(0, torch.tensor([0, 2]), END))]
+    if kind == "very long answers":
+        return [random_group(lengths=[1500, 2, 700], vocab=257, rewards=[0.0, 1.0, 3.0])]
+    if kind == "empty answers":
+        return [
+            random_group(lengths=[0, 3, 0, 2], vocab=257, rewards=[1.0, 0.0, 0.0, 2.0]),
+            random_group(lengths=[0, 0], vocab=257, rewards=[0.0, 1.0], group_id=1),
+        ]
+    raise AssertionError(kind)
+
+
+ODD = ("one-token answers", "pad is eos", "very long answers", "empty answers")
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_gradients_of_odd_batches_equal_those_of_plain_forward_passes(model, kind):
+    groups = groups_of(kind)
+    ours, plain = our_gradients(model, groups, GRPOLoss()), plain_gradients(model, groups, no_std)
+    assert ours.keys() == plain.keys()
+    for name in plain:
+        scale = plain[name].abs().max().item()
+        torch.testing.assert_close(ours[name], plain[name], rtol=0, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("settings", LOSS_SETTINGS)
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_batches_train_in_bf16_under_every_surrogate(model, kind, settings):
+    policy = TrainPolicy.load(model, torch.bfloat16)
+    optimizer = PolicyOptimizer(policy.model, lr=1e-3)
+    before = [p.clone() for p in policy.model.parameters()]
+    groups = groups_of(kind)  # their sampler's log-probabilities are random: ratios are far from 1
+    result, total = train(policy, optimizer, groups, loss=GRPOLoss(**settings), max_tokens=4096)
+    assert not result.skipped and math.isfinite(total) and finite(policy, optimizer)
+    assert any(not torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
+
+
+def masked(group: Group) -> Group:
+    return replace(group, trainable=torch.zeros_like(group.trainable))
+
+
+@pytest.mark.parametrize("settings", LOSS_SETTINGS)
+@pytest.mark.parametrize(
+    ("groups", "batching"),
+    [
+        pytest.param([masked(random_group(lengths=[3, 2]))], {}, id="all masked"),
+        pytest.param([replace(random_group(lengths=[3, 2]), truncated=torch.tensor([True, True]))],
+                     {"mask_truncated": True}, id="all truncated and left out"),
+        pytest.param([random_group(lengths=[0, 0])], {}, id="all empty"),
+        pytest.param([random_group(lengths=[3, 2], rewards=[0.7, 0.7]), random_group(lengths=[1, 4], rewards=[0.1, 0.1],
+                     group_id=1)], {}, id="all rewarded alike"),
+        pytest.param([random_group(lengths=[3, 2], rewards=[0.7, 0.7])], {"skip_zero_advantage": True}, id="skipped"),
+    ],
+)  # fmt: skip
+def test_a_batch_without_anything_to_learn_from_changes_no_bit(model, groups, batching, settings):
+    policy = TrainPolicy.load(model, torch.bfloat16)
+    optimizer = PolicyOptimizer(policy.model, lr=1e-2)
+    before = [p.clone() for p in policy.model.parameters()]
+    result, total = train(policy, optimizer, groups, loss=GRPOLoss(**settings), **batching)
+    assert total == 0 and result.grad_norm == 0 and optimizer.bad_steps == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
+
+
+def test_log_ratios_of_a_bf16_policy_are_fp32(model):
+    policy, group = TrainPolicy.load(model, torch.bfloat16), random_group(lengths=[3, 2], vocab=257)
+    with torch.no_grad():
+        group = replace(group, log_probs=policy.score([group])[0] - 1e-4).with_advantages(torch.tensor([1.0, -1.0]))
+    (tokens,) = scored_micro_batches(policy, [group], 4096)
+    # Log-probabilities around -5 are 0.03 apart in bf16, and 5e-7 in fp32.
+    assert tokens["log_prob"].dtype == torch.float32
+    torch.testing.assert_close(GRPOLoss().terms(tokens)["log_ratio"], torch.full((5,), 1e-4), rtol=0, atol=2e-6)
+
+
+def test_the_example_of_the_troubleshooting_page_prints_what_it_says(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    (block,) = re.findall(r"<!-- loss -->\n```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(block, "docs/troubleshooting.md", "exec"), {})  # our own page, not data
+    assert capsys.readouterr().out.strip() == re.findall(r"# (0\.0 .*)", block)[0]

@@ -1,0 +1,245 @@
+"""Config: unknown keys are refused, wrong numbers are told before anything starts (test_run: every key is read)."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import re
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from grpo_rl.build.parts import ENVS
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.rewards.registry import read_parts
+from grpo_rl.settings.config import FOLDER, check, check_keys, check_overrides, default_values
+
+
+def config(*overrides):
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        return compose("grpo_gsm8k", overrides=list(overrides))
+
+
+@pytest.mark.parametrize("experiment", sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml")))
+def test_every_experiment_passes_the_checks(experiment):
+    cfg = config(f"+experiment={experiment}")
+    check(cfg)
+    read_parts(cfg.env.rewards)  # each by its name, with settings that it has
+
+
+def test_the_default_passes_the_checks_and_open_r1s_distill_recipe_is_its_math_recipe_but_for_what_it_says():
+    check(config())
+    math, distill = (config(f"+experiment=open_r1_{name}") for name in ("math", "distill"))
+    assert (math.env.dataset, math.train.optim_batch_size, math.env.repeats) == ("math", 448, 16)
+    assert (math.optimizer.lr, math.policy.kl_coef, math.sampling.temperature) == (2e-5, 0.04, 0.9)
+    assert (distill.env, distill.train, distill.policy) == (math.env, math.train, math.policy)
+    assert (distill.optimizer.lr, distill.optimizer.min_lr_fraction, distill.sampling.temperature) == (1e-6, 0.1, 0.7)
+    assert "</think>" not in distill.model.chat_template
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lrr=1", r"unknown config key optimizer\.lrr; did you mean optimizer\.lr\?"),
+        ("+train.lr=1", r"unknown config key train\.lr; did you mean optimizer\.lr\?"),
+        ("env.num_env=4", r"did you mean env\.num_envs\?"),
+        ("zzz=1", r"--cfg job"),
+    ],
+)
+def test_an_unknown_override_is_refused_with_the_nearest_name(override, message):
+    with pytest.raises(ValueError, match=message):
+        check_overrides([override])
+
+
+def test_groups_hydras_own_keys_and_sections_are_let_through():
+    check_overrides(
+        [
+            "loss=grpo",
+            "+experiment=quickstart",
+            "hydra.run.dir=x",
+            "env.repeats=4",
+            "--multirun",
+            "~env.path",
+            "hydra/job_logging=disabled",
+        ]
+    )
+    check_keys(["env", "env.reward"])
+
+
+def test_an_unknown_key_from_a_file_is_refused_too():
+    cfg = config()
+    OmegaConf.set_struct(cfg, False)
+    cfg.train.gradient_clip = 1
+    with pytest.raises(ValueError, match=r"train\.gradient_clip"):
+        check(cfg)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["env.repeats=1"], "env.repeats is 1"),
+        (["env.repeats=8", "train.optim_batch_size=20"], "multiple of env.repeats=8.*train.optim_batch_size=16 or 32"),
+        (["env.num_envs=3", "train.optim_batch_size=16"], "3 x 8 = 24 answers"),
+        (["train.total_dialog_turns=8"], "less than one collection, 32 answers"),
+        (["inference_model.max_model_len=256"], "leaves no room"),
+        (["inference_model.engine=vlm"], "did you mean vllm"),
+        (["env.dataset=gsm9k"], "did you mean gsm8k"),
+        (["train_model.dtype=float16"], "float16"),
+        (["evaluate.rows=1"], "evaluate.rows is 1"),
+        (["sampling.top_p=0.9"], "truncated distribution"),
+        (["policy.kl_coef=-0.1"], "policy.kl_coef is -0.1"),
+        (["train.optim_batch_size=0"], "train.optim_batch_size is 0"),
+        (["train.keep_checkpoints=-1"], "train.keep_checkpoints is -1"),
+        (["train.gradient_accumulation_steps=5"], "5 micro-batches cannot be made of the 4 groups"),
+    ],
+)
+def test_wrong_numbers_are_told_with_the_remedy(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        check(config(*overrides))
+
+
+# By hand, from what config/ says beside each key: those whose default is null, or does not say all.
+BY_HAND = {
+    "true or false": "env.isolated train_model.compile",
+    "a whole number": """train_model.num_devices ref_model.num_devices inference_model.num_devices ray.nodes
+        inference_model.tensor_parallel_size train.gradient_accumulation_steps""",
+    "a number": """env.score_timeout_s inference_model.start_s inference_model.deadline_s loss.advantage_clip
+        loss.dual_clip loss.normalizer policy.stop_kl policy.target_kl train.reward_clip train_model.lora.alpha
+        train_model.timeout_s""",
+    "text": """mode resume env.path env.eval_path env.corpus env.system_prompt env.completion_column logger.name
+        model.chat_template inference_model.transfer ref_model.name ray.address train_model.parallel
+        train_model.quantization""",
+    "a list of numbers": "optimizer.betas",
+    "a list of whole numbers": "train_model.devices ref_model.devices inference_model.devices env.puzzles.sizes",
+    "a list of pairs of whole numbers": "train.repeats_schedule",
+    "a list of mappings": "env.examples",
+    "text or a list of names": "train_model.lora.targets",
+    "text, a list or a mapping": "env.reward",
+}
+BY_DEFAULT = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+BY_DEFAULT |= {list: "a list", dict: "a mapping"}
+
+
+def expected_kind(key, default):
+    by_hand = [kind for kind, keys in BY_HAND.items() if key in keys.split()]
+    return by_hand[0] if by_hand else BY_DEFAULT[type(default)]
+
+
+@pytest.mark.parametrize("dataset", sorted(ENVS))
+def test_a_value_of_a_wrong_type_is_refused_by_name_at_every_key(dataset):
+    """All keys at once are given a value that none of their kind takes, and each is named with it."""
+    reward = ["env.reward=grpo_rl.envs.rewards.examples:x"] * (dataset == "prompt_response")
+    cfg = config(f"env={dataset}", *reward)
+    OmegaConf.set_struct(cfg, False)
+    keys = default_values(dataset).keys() - {"env.dataset"}  # which is told by the names that it can be
+    for value in ("fast", 0.5, True, ["x"]):
+        wrong = copy.deepcopy(cfg)
+        for key in keys:
+            OmegaConf.update(wrong, key, value, merge=False)
+        with pytest.raises(ValueError) as error:
+            check(wrong)
+        told = {line.split(" is ")[0]: line.split(" must be ")[1] for line in str(error.value).splitlines()}
+        assert all(line.split(" is ")[1].startswith(f"{value!r}; it") for line in str(error.value).splitlines())
+        accepted = {
+            "fast": {"text", "text or a list of names", "text, a list or a mapping"},
+            0.5: {"a number"},
+            True: {"true or false"},
+        }.get(value if not isinstance(value, list) else None, {"text or a list of names", "text, a list or a mapping"})
+        kinds = {key: expected_kind(key, default) for key, default in default_values(dataset).items()}
+        assert told.keys() == {key for key in keys if kinds[key] not in accepted}
+        assert all(text.split("; quoted")[0].removesuffix(", or null") == kinds[key] for key, text in told.items())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr=fast", "optimizer.lr is 'fast'; it must be a number"),
+        ("optimizer.lr=null", "optimizer.lr is None; it must be a number"),
+        ("env.repeats=true", "env.repeats is True; it must be a whole number"),
+        ("env.num_envs='4'", "env.num_envs is '4'; it must be a whole number"),
+        ("optimizer.betas=[0.9,high]", "optimizer.betas is [0.9, 'high']; it must be a list of numbers"),
+        ("train.repeats_schedule=[[1]]", "train.repeats_schedule is [[1]]; it must be a list of pairs"),
+        ("train_model.devices=0", "train_model.devices is 0; it must be a list of whole numbers, or null"),
+        ("train_model.compile=maybe", "train_model.compile is 'maybe'; it must be true or false, or null"),
+        ("policy.stop_kl=soon", "policy.stop_kl is 'soon'; it must be a number, or null"),
+        ("+loss.reward_weights.x=much", "loss.reward_weights.x is 'much'; it must be a number"),
+        ("env.examples=[1]", "env.examples is [1]; it must be a list of mappings"),
+        ("resume=7", "resume is 7; it must be text, or null"),
+        ("logger.name=20250101", "it must be text, or null; quoted it is: logger.name=\"'20250101'\""),
+        ("optimizer.lr=inf", "optimizer.lr is inf; it must be a number; neither infinity nor NaN is taken"),
+        ("optimizer.betas=[0.9,nan]", "optimizer.betas is [0.9, nan]; it must be a list of numbers"),
+        ("+env.rewards.length=abc", "env.rewards.length.weight='abc'; a weight is a finite number"),
+        ("optimizer.lr=${no.such.key}", "the config can't be read: Interpolation key 'no.such.key' not found"),
+    ],
+)
+def test_a_wrong_type_is_told_with_the_value_and_what_it_must_be(override, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(config(override))
+
+
+def test_several_wrong_types_are_told_at_once():
+    with pytest.raises(ValueError) as error:
+        check(config("optimizer.lr=fast", "env.repeats=2.5"))
+    assert str(error.value).count("it must be") == 2
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["optimizer.lr=1", "env.system_prompt=null", "mismatch.bound=null", "train_model.lora.rank=null", "mode=sync"]
+    + ["env.score_timeout_s=2.5", "logger.name=\"'7'\"", "train_model.devices=null", "model.chat_template=x"],
+)
+def test_values_of_the_right_type_are_let_through(override):
+    check(config(override))
+
+
+@pytest.mark.parametrize("dataset", sorted(ENVS))
+def test_each_tasks_config_has_exactly_the_settings_that_its_environment_takes(dataset):
+    """And with the values that they have by default, so that a script and the command line do the same."""
+    module, name = ENVS[dataset]
+    pytest.importorskip({"math": "math_verify"}.get(dataset, "torch"))
+    own = inspect.signature(getattr(importlib.import_module(f"grpo_rl.envs.{module}"), name).__init__).parameters
+    shared = inspect.signature(LLMEnv.__init__).parameters
+    cfg = OmegaConf.load(FOLDER / "env" / f"{dataset}.yaml")
+    keys = set(cfg) - {"dataset"}
+    assert keys == own.keys() - shared.keys() - {"path", "split", "settings", "options"}
+    for key in keys - {"reward", "puzzles"}:
+        assert cfg[key] == own[key].default or (not cfg[key] and not own[key].default), key
+
+
+def test_naming_a_task_chooses_its_config():
+    cfg = config("env=ifeval")
+    check(cfg)
+    assert cfg.env.dataset == "ifeval" and "loose" in cfg.env.reward and "reasoning_pattern" not in cfg.env.reward
+    with pytest.raises(ValueError, match=r"env\.reward\.correctness"):
+        check_overrides(["env.reward.correctness=1"], "ifeval")
+    with pytest.raises(ValueError, match=r"env\.reward must be set"):
+        check(config("env=prompt_response"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.max_staleness=1"], "train.max_staleness=1 is of mode=async; run sota/grpo_async.py"),
+        (["ray.address=auto"], "ray.address=auto is of mode=async"),
+        (["mode=asink"], "mode is 'asink'; it can be sync, async; did you mean async?"),
+        (["mode=async", "train.max_staleness=-1"], "train.max_staleness is -1; it must be 0 or more"),
+        (["mode=async", "inference_model.engine=transformers"], "mode=async samples with inference_model.engine=vllm"),
+        (["mode=async", "inference_model.transfer=tcp"], "inference_model.transfer is 'tcp'; it can be shared_memory"),
+        (
+            ["mode=async", "inference_model.transfer=nccl", "inference_model.push_changes=true"],
+            "push_changes=true with",
+        ),
+        (["mode=async", "ray.nodes=2"], "ray.nodes=2 needs a cluster; set ray.address"),
+        (["mode=async", "train.repeats_schedule=[[1,4]]"], "train.repeats_schedule is of mode=sync"),
+        (["mode=async", "inference_model.keep_cache=1"], "inference_model.keep_cache is 1; it must be true or false"),
+    ],
+)
+def test_what_is_of_the_other_mode_or_out_of_range_is_refused(overrides, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(config(*overrides))
+
+
+def test_async_mode_passes_the_checks():
+    check(config("mode=async", "train.max_staleness=0", "ray.address=auto", "ray.nodes=2"))

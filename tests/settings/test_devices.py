@@ -1,0 +1,219 @@
+"""The device plan, for machines of 0 to 64 GPUs, none of which has to be there."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from grpo_rl.settings import devices
+from grpo_rl.settings.devices import allocate
+
+
+def config(train=None, ref=None, inference=None, kl_coef=0.0, tp=None):
+    """A config in which a number is a role's num_devices and a list its devices."""
+
+    def section(asked):
+        by_list = isinstance(asked, list)
+        return {"num_devices": None if by_list else asked, "devices": asked if by_list else None}
+
+    return OmegaConf.create(
+        {
+            "train_model": section(train),
+            "ref_model": section(ref),
+            "inference_model": section(inference) | {"tensor_parallel_size": tp},
+            "policy": {"kl_coef": kl_coef},
+        }
+    )
+
+
+def indices(group):
+    return [device.index for device in group]
+
+
+def test_one_gpu_is_shared_by_all_roles_in_sync_mode():
+    plan = allocate(config(kl_coef=0.1), visible=1)
+    assert plan.train == plan.ref == plan.inference == (torch.device("cuda", 0),)
+    assert plan.colocated and plan.replicas == 1
+
+
+def test_without_kl_there_is_no_reference():
+    assert allocate(config(), visible=1).ref == ()
+
+
+def test_three_gpus_one_for_each_role():
+    plan = allocate(config(train=1, ref=1, inference=1, kl_coef=0.1), visible=3)
+    assert [indices(g) for g in (plan.train, plan.ref, plan.inference)] == [[0], [1], [2]]
+    assert not plan.colocated
+
+
+def test_counts_are_given_out_in_the_order_train_ref_inference():
+    plan = allocate(config(train=2, ref=1, inference=4, kl_coef=0.1, tp=2), visible=8)
+    assert [indices(g) for g in (plan.train, plan.ref, plan.inference)] == [[0, 1], [2], [3, 4, 5, 6]]
+    assert plan.replicas == 2
+
+
+def test_64_gpus_with_replicas_of_eight():
+    plan = allocate(config(train=24, ref=8, inference=32, kl_coef=0.1, tp=8), mode="async", visible=64)
+    assert (len(plan.train), len(plan.ref), len(plan.inference), plan.replicas) == (24, 8, 32, 4)
+    assert indices(plan.inference) == list(range(32, 64))
+
+
+def test_a_reference_left_null_shares_the_training_devices():
+    plan = allocate(config(train=2, inference=1, kl_coef=0.1), visible=3)
+    assert plan.ref == plan.train and indices(plan.inference) == [2]
+
+
+def test_counts_avoid_the_indices_of_lists():
+    plan = allocate(config(train=[1, 3], inference=2), visible=4)
+    assert (indices(plan.train), indices(plan.inference)) == ([1, 3], [0, 2])
+
+
+def test_a_list_keeps_its_order_since_it_is_the_order_of_ranks():
+    assert indices(allocate(config(train=[3, 1]), visible=4).train) == [3, 1]
+
+
+def test_in_async_mode_inference_left_null_takes_all_that_are_left():
+    plan = allocate(config(train=2), mode="async", visible=8)
+    assert indices(plan.inference) == [2, 3, 4, 5, 6, 7] and not plan.colocated
+
+
+def test_null_tensor_parallel_size_means_all_inference_devices():
+    assert allocate(config(train=1, inference=4), visible=8).tensor_parallel_size == 4
+
+
+def test_num_devices_that_agrees_with_the_list_is_accepted():
+    cfg = config(train=[0, 1])
+    cfg.train_model.num_devices = 2
+    assert indices(allocate(cfg, visible=2).train) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "mode", "visible", "message"),
+    [
+        (config(2, 1, 6, kl_coef=0.1), "sync", 8,
+         "train 2 + ref 1 + inference 6 = 9 GPUs, 8 visible; lower inference_model.num_devices"),
+        (config(8, inference=1), "sync", 8,
+         "train 8 + inference 1 = 9 GPUs, 8 visible; lower train_model.num_devices"),
+        (config(3), "sync", 1, "train 3 GPUs, 1 visible; lower train_model.num_devices"),
+        (config(inference=1), "sync", 1,
+         "train 1 + inference 1 = 2 GPUs, 1 visible; leave inference_model.num_devices null to share the training "
+         "device"),
+        (config(inference=1), "async", 1,
+         "train 1 + inference 1 = 2 GPUs, 1 visible; use sync mode, where inference can share the training device"),
+        (config(inference=64), "sync", 64,
+         "train 1 + inference 64 = 65 GPUs, 64 visible; lower inference_model.num_devices"),
+        (config([0, 1, 2], inference=2), "sync", 4,
+         "train 3 + inference 2 = 5 GPUs, 4 visible; shorten train_model.devices"),
+        (config(train=8), "async", 8,
+         "train 8 GPUs, 8 visible: none is left to sample, and in async mode inference shares none; use sync mode, or "
+         "give training fewer"),
+        (config([0, 1], inference=[1, 2]), "sync", 3,
+         "GPU 1 is in both train_model.devices and inference_model.devices; make the lists disjoint, or leave "
+         "inference_model.devices null to share"),
+        (config([0, 9]), "sync", 8, "train_model.devices=[0, 9]: there is no GPU 9, 8 visible (0 to 7)"),
+        (config([1, 1]), "sync", 8, "train_model.devices=[1, 1] names a GPU twice"),
+        (config(ref=1), "sync", 8,
+         "ref_model asks for 1 device, but with policy.kl_coef=0.0 no reference is loaded; set policy.kl_coef above 0, "
+         "or leave ref_model null"),
+        (config(inference=4, tp=3), "sync", 8,
+         "inference_model.tensor_parallel_size=3 does not divide the 4 devices of inference; use one of [1, 2, 4]"),
+        (config(0), "sync", 8, "train_model.num_devices=0; it is a whole number from 1, or null"),
+        (config("two"), "sync", 8, "train_model.num_devices='two'; it is a whole number from 1, or null"),
+        (config([]), "sync", 8, "train_model.devices=[]; it is a list of GPU indices such as [0, 1], or null"),
+        (config([-1]), "sync", 8, "train_model.devices=[-1]; it is a list of GPU indices such as [0, 1], or null"),
+        (config(inference=1, tp=0), "sync", 8,
+         "inference_model.tensor_parallel_size=0; it is a whole number from 1, or null"),
+        (config(2), "sync", 0, "train_model.num_devices=2, but no GPU is visible; leave it null to use the CPU"),
+        (config([0]), "sync", 0, "train_model.devices=[0], but no GPU is visible; leave it null to use the CPU"),
+        (config(tp=2), "sync", 0,
+         "inference_model.tensor_parallel_size=2 does not divide the 1 device of inference; use one of [1]"),
+        (config(), "both", 8, "mode is 'both'; it is sync or async"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_numbers_and_remedy(cfg, mode, visible, message):
+    with pytest.raises(ValueError) as error:
+        allocate(cfg, mode=mode, visible=visible)
+    assert str(error.value) == message
+
+
+def test_num_devices_that_disagrees_with_the_list_is_refused():
+    cfg = config(train=[0, 1, 2])
+    cfg.train_model.num_devices = 2
+    with pytest.raises(ValueError, match=r"num_devices=2, but train_model.devices=\[0, 1, 2\] names 3; give one"):
+        allocate(cfg, visible=8)
+
+
+def test_tensor_parallelism_has_to_divide_the_attention_heads():
+    cfg = config(inference=6, tp=2)
+    with pytest.raises(ValueError, match=r"=2 \(9 attention heads cannot be split 2 ways\); use one of \[1, 3\]"):
+        allocate(cfg, visible=8, num_attention_heads=9)
+    cfg.inference_model.tensor_parallel_size = 3
+    assert allocate(cfg, visible=8, num_attention_heads=9).replicas == 2
+
+
+def test_without_a_gpu_all_roles_share_the_cpu_and_this_is_said_once(caplog):
+    devices._say_everything_shares_the_cpu.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="grpo_rl.settings.devices"):
+        for mode in ("sync", "async"):
+            plan = allocate(config(train=1, inference=1, kl_coef=0.1), mode=mode, visible=0)
+            assert plan.train == plan.ref == plan.inference == (torch.device("cpu"),)
+    assert [record.message for record in caplog.records] == ["no GPU is visible: training and sampling share the CPU"]
+
+
+def test_without_a_gpu_async_mode_splits_the_cores_between_processes():
+    plan = allocate(config(inference=3, kl_coef=0.1), mode="async", visible=0, cores=4)
+    cpu = torch.device("cpu")
+    assert plan == devices.Devices((cpu,), (cpu,), (cpu,) * 3, 1) and plan.replicas == 3
+    assert len(allocate(config(), mode="async", visible=0, cores=4, world=2).train) == 2
+
+
+@pytest.mark.parametrize(
+    ("cfg", "cores", "world", "message"),
+    [
+        (
+            config(inference=2),
+            2,
+            1,
+            "train 1 + inference 2 = 3 processes, 2 CPU cores there; lower inference_model.num",
+        ),
+        (
+            config(train=2),
+            2,
+            1,
+            "train 2 + inference 1 = 3 processes, 2 CPU cores there; lower train_model.num_devices",
+        ),
+        (config(), 2, 2, "train 2 + inference 1 = 3 processes, 2 CPU cores there; lower train_model.num_devices"),
+        (
+            config(),
+            1,
+            1,
+            "train 1 + inference 1 = 2 processes, 1 CPU cores there; use mode=sync, where they take turns",
+        ),
+        (config(inference=[0]), 2, 1, "inference_model.devices=[0], but no GPU is visible; leave it null, and set"),
+        (
+            config(tp=2),
+            4,
+            1,
+            "inference_model.tensor_parallel_size=2, but no GPU is visible: on a CPU an engine is one",
+        ),
+    ],
+)
+def test_async_mode_refuses_more_processes_than_cores(cfg, cores, world, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        allocate(cfg, mode="async", visible=0, cores=cores, world=world)
+
+
+def test_on_a_cluster_gpus_are_counted_and_not_named():
+    message = "inference_model.devices=[1, 2], but with ray.address Ray chooses among the GPUs of all nodes; set "
+    with pytest.raises(ValueError, match="^" + re.escape(f"{message}inference_model.num_devices=2")):
+        allocate(config(inference=[1, 2]), mode="async", visible=16, counts_only=True)
+
+
+def test_more_gpus_than_torch_can_number_are_still_told_apart():
+    plan = allocate(config(train=640, inference=384, tp=4), mode="async", visible=1024, counts_only=True)
+    assert (len(plan.train), len(plan.inference), plan.replicas, plan.colocated) == (640, 384, 96, False)
+    assert str(plan.inference[-1]) == "cuda:1023" and plan.inference[-1].type == "cuda"

@@ -1,0 +1,203 @@
+"""Recipes through the main script: what changes in the course of a run does so, is logged, and survives a resume."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.testing import save_tiny_model
+from grpo_rl.training.checkpoint import checkpoints
+
+SCRIPT = Path(__file__).parent.parent / "sota" / "grpo.py"
+CLOCK = ("time/", "throughput/", "memory/", "limit_")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Overrides for steps of 4 x 4 answers, two optimizer steps each, by a random model that is paid for digits."""
+    folder = tmp_path_factory.mktemp("tiny")
+    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"model.name={save_tiny_model(folder / 'model')}",
+        f"env.path={folder / 'train.jsonl'}",
+        "env.system_prompt=null",
+        "env.num_envs=4",
+        "env.repeats=4",
+        "env.reward.reasoning_pattern='[0-9]'",
+        "train.optim_batch_size=8",
+        "train.total_dialog_turns=64",
+        "train.checkpoint_frequency=1",
+        "train.keep_checkpoints=0",
+        "inference_model.engine=transformers",
+        "inference_model.max_model_len=64",
+        "sampling.max_new_tokens=8",
+        "optimizer.lr=1e-2",
+        "optimizer.warmup_steps=0",
+    ]
+
+
+def run(overrides, folder, monkeypatch):
+    """The metrics of a run of the script in this process, without what the clock says."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={folder}"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in read_metrics(folder)]
+
+
+EVERYTHING = [
+    "policy.kl_coef=0.1",
+    "policy.target_kl=0.001",
+    "policy.kl_gain=0.5",
+    "ref_model.refresh=average",
+    "ref_model.decay=0.9",
+    "train.repeats_schedule=[[2,8],[3,2]]",
+    "train.max_refills=2",
+    "train.epochs=2",
+    "train.reward_clip=0.5",
+    "train.reward_scale=2",
+    "train.total_dialog_turns=80",
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        return folder, run([*tiny, *EVERYTHING], folder, patch)
+
+
+def test_the_coefficient_moves_by_the_logged_kl(whole):
+    rows = whole[1]
+    assert rows[0]["kl/coef"] == 0.1 and len(rows) > 2
+    for before, after in zip(rows, rows[1:], strict=False):
+        error = max(-0.2, min(0.2, before["kl/ref"] / 0.001 - 1))
+        assert after["kl/coef"] == pytest.approx(before["kl/coef"] * (1 + 0.5 * error))
+
+
+def test_an_averaged_reference_follows_in_every_step(whole):
+    assert [row["reference/refreshes"] for row in whole[1]] == list(range(1, len(whole[1]) + 1))
+
+
+def test_group_sizes_change_at_their_steps_and_the_groups_of_an_optimizer_step_do_not(whole):
+    from grpo_rl.monitor.completions import read_step
+
+    sizes = []
+    for step in range(1, len(whole[1]) + 1):
+        groups: dict[int, int] = {}
+        for row in read_step(whole[0], step):
+            groups[row["group_id"]] = groups.get(row["group_id"], 0) + 1
+        assert len(groups) == 4
+        sizes.append(set(groups.values()))
+    assert sizes == [{4}, {8}] + [{2}] * (len(sizes) - 2)
+
+
+def test_what_dynamic_sampling_left_out_is_counted(whole):
+    folder, rows = whole
+    counts = [row["sample/filtered_groups"] for row in rows]
+    assert counts[-1] > 0
+    # All that was sampled is kept or left out, step by step.
+    sizes = {1: 4, 2: 8}
+    collected = 0
+    for step, filtered in enumerate(counts, 1):
+        sampled = 4 + filtered - ([0, *counts][step - 1])
+        collected += sampled * sizes.get(step, 2)
+    state = torch.load(checkpoints(folder / "checkpoints")[-1], weights_only=False)
+    assert state["collected"] == collected >= 80
+    assert all("reward/sampled_mean" in row for row in rows)
+
+
+@pytest.mark.slow
+def test_the_weight_of_a_kl_in_the_reward_moves_and_resumes_exactly(tiny, tmp_path, monkeypatch):
+    settings = [
+        *tiny, "loss=rloo", "policy.kl_coef=0.1", "policy.target_kl=0.001", "ref_model.refresh=steps",
+        "ref_model.refresh_steps=1",
+    ]  # fmt: skip
+    rows = run(settings, tmp_path / "whole", monkeypatch)
+    assert [row["reference/refreshes"] for row in rows] == [1, 2, 3, 4]
+    coefficients = [row["kl/coef"] for row in rows]
+    assert len(set(coefficients)) == 4
+    (tmp_path / "copied.pt").write_bytes((tmp_path / "whole/checkpoints/checkpoint_000002.pt").read_bytes())
+    resumed = run([*settings, f"resume={tmp_path / 'copied.pt'}"], tmp_path / "resumed", monkeypatch)
+    for ours, theirs in zip(resumed, rows[2:], strict=True):
+        assert {k: (v, theirs[k]) for k, v in ours.items() if v != theirs[k]} == {}
+    # It is charged: another weight in the second step gives other advantages, and so another gradient.
+    fixed = run([*settings, "policy.target_kl=null"], tmp_path / "fixed", monkeypatch)
+    assert fixed[0]["grad_norm"] == rows[0]["grad_norm"] and fixed[1]["grad_norm"] != rows[1]["grad_norm"]
+
+
+def test_all_of_it_resumes_exactly(whole, tiny, tmp_path, monkeypatch):
+    folder, rows = whole
+    checkpoint = folder / "checkpoints" / "checkpoint_000002.pt"
+    copy = tmp_path / "copied.pt"
+    copy.write_bytes(checkpoint.read_bytes())
+    resumed = run([*tiny, *EVERYTHING, f"resume={copy}"], tmp_path / "resumed", monkeypatch)
+    assert [row["step"] for row in resumed] == [row["step"] for row in rows[2:]]
+    for ours, theirs in zip(resumed, rows[2:], strict=True):
+        assert {k: (v, theirs[k]) for k, v in ours.items() if v != theirs[k]} == {}
+
+
+@pytest.mark.slow
+def test_a_collection_is_left_when_the_policy_is_too_far_from_the_sampler(tiny, tmp_path, monkeypatch):
+    few = [*tiny, "train.epochs=4", "train.total_dialog_turns=32", "policy.kl_coef=0.01", "train_model.dtype=float32"]
+    free = run(few, tmp_path / "free", monkeypatch)
+    held = run([*few, "policy.stop_kl=1e-6"], tmp_path / "held", monkeypatch)
+    assert [row["train/optimizer_steps"] for row in free] == [8, 8]
+    # The first is on the sampler's own weights, the second sees what the first has moved.
+    assert [row["train/optimizer_steps"] for row in held] == [2, 2]
+
+
+def test_the_reference_may_be_another_model(tiny, tmp_path, monkeypatch):
+    other = save_tiny_model(tmp_path / "other", seed=1)
+    settings = [*tiny, "policy.kl_coef=0.1", "train.total_dialog_turns=16", "optimizer.lr=0"]
+    same = run(settings, tmp_path / "same", monkeypatch)
+    far = run([*settings, f"ref_model.name={other}"], tmp_path / "far", monkeypatch)
+    assert far[0]["kl/ref"] > 0.1 and same[0]["kl/ref"] < 1e-3
+
+
+def test_a_reference_that_cannot_judge_or_copy_the_policy_is_refused(tiny, tmp_path, monkeypatch):
+    wider = save_tiny_model(tmp_path / "wider", hidden_size=128)
+    settings = [*tiny, "policy.kl_coef=0.1", "train.total_dialog_turns=16"]
+    with pytest.raises(SystemExit, match=r"ref_model\.refresh=steps renews the reference .* has other weights"):
+        run([*settings, f"ref_model.name={wider}", "ref_model.refresh=steps"], tmp_path / "run", monkeypatch)
+    run([*settings, f"ref_model.name={wider}"], tmp_path / "kept", monkeypatch)  # as it stays what it is
+    tokenizer = AutoTokenizer.from_pretrained(wider)
+    tokenizer.add_tokens("another")
+    tokenizer.save_pretrained(wider)
+    with pytest.raises(SystemExit, match=r"has another vocabulary than .*choose a model of the same family"):
+        run([*settings, f"ref_model.name={wider}"], tmp_path / "again", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.target_kl=0.1"], r"policy\.target_kl=0\.1 with policy\.kl_coef=0\.0; both must be more than 0"),
+        (["ref_model.refresh=steps"], r"ref_model\.refresh and ref_model\.name are of the KL term's reference"),
+        (["policy.kl_coef=0.1", "ref_model.refresh=often"], r"ref_model\.refresh=often; choose one of never, steps"),
+        (["train.repeats_schedule=[[3,1]]"], r"train\.repeats_schedule has a group size of 1 from step 3 on"),
+        (["policy.stop_kl=0"], r"policy\.stop_kl is 0; it must be more than 0, or null"),
+        (["train.reward_scale=0"], r"train\.reward_clip=None, train\.reward_scale=0"),
+        (["train.max_refills=-1"], r"train\.max_refills is -1"),
+        (["train.repeats_schedule=null"], r"train\.repeats_schedule is None; it must be a list of pairs"),
+        (["policy.target_kl=high"], r"policy\.target_kl is 'high'; it must be a number, or null"),
+        (["train.reward_clip=x"], r"train\.reward_clip is 'x'; it must be a number, or null"),
+        (["ref_model.refresh_steps=null"], r"ref_model\.refresh_steps is None"),
+        (["loss=gdpo", "train.reward_clip=1"], r"multi_reward looks at parts of the reward"),
+        (["loss=gdpo", "+loss.reward_weights.correctness=high"], r"correctness is 'high'; it must be a number"),
+        (["loss.mask_truncated=no"], r"loss\.mask_truncated is 'no'; it must be true or false"),
+        (["train.gradient_accumulation_steps=1.5"], r"gradient_accumulation_steps is 1\.5; it must be a whole number"),
+        (["loss=gspo", "loss.top_entropy_fraction=0.2"], r"use loss\.ratio=sequence_token"),
+        (["loss=gspo", "loss.correction=mask"], r"use loss\.ratio=sequence_token"),
+        (["loss.normalizer=512"], r"loss\.aggregate=sequence_mean reads none"),
+        (["train_model.lora.alpha=64"], r"train_model\.lora\.alpha=64 without adapters"),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused_at_once(tiny, overrides, message, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match=message):
+        run([*tiny, *overrides], tmp_path / "run", monkeypatch)

@@ -1,0 +1,664 @@
+"""Checkpoints survive a kill, refuse another config, and restore every random number."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from grpo_rl.distributed.sharded_checkpoint import ABANDONED, SHARDS, folder_of
+from grpo_rl.monitor.metrics import MetricsLog
+from grpo_rl.run.folder import claim, set_logs_aside
+from grpo_rl.run.lock import FolderLock
+from grpo_rl.storage import checkpoint_file
+from grpo_rl.training import checkpoint
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path):
+    state = {"step": 3, "weights": {"a": torch.arange(3.0)}, "text": "é", "rng": checkpoint.rng_state()}
+    loaded = checkpoint.load(checkpoint.save(tmp_path, 3, state))
+    assert loaded["step"] == 3 and loaded["text"] == "é" and torch.equal(loaded["weights"]["a"], torch.arange(3.0))
+
+
+def test_random_state_is_restored_for_torch_python_and_numpy():
+    state = checkpoint.rng_state()
+    drawn = torch.rand(3), random.random(), np.random.rand()
+    checkpoint.set_rng_state(state)
+    again = torch.rand(3), random.random(), np.random.rand()
+    assert torch.equal(drawn[0], again[0]) and drawn[1:] == again[1:]
+
+
+def test_a_kill_in_the_middle_of_a_write_leaves_the_last_good_one(tmp_path):
+    """A child process is killed with SIGKILL while it writes; this one loads what is left."""
+    checkpoint.save(tmp_path, 1, {"step": 1, "data": torch.ones(10)})
+    script = textwrap.dedent("""
+        import sys, torch
+        from pathlib import Path
+        from grpo_rl.training import checkpoint
+        print("ready", flush=True)
+        checkpoint.save(Path(sys.argv[1]), 2, {"step": 2, "data": torch.ones(200_000_000)})
+    """)
+    child = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"ready\n"
+    partial = tmp_path / "checkpoint_000002.partial"
+    deadline = time.monotonic() + 60
+    while not (partial.exists() and partial.stat().st_size > 1_000_000):
+        assert time.monotonic() < deadline and child.poll() is None, "the write ended before it could be cut"
+        time.sleep(0.001)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert partial.stat().st_size < 800_000_000, "the write was not cut"
+    found, state = checkpoint.restore(tmp_path)
+    assert found.name == "checkpoint_000001.pt" and state["step"] == 1
+
+
+def test_a_full_disk_leaves_the_last_good_one_and_no_rubbish(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 1, {"step": 1})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.save(tmp_path, 2, {"step": 2})
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_000001.pt"]
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in range(1, 6):
+        checkpoint.save(tmp_path, step, {"step": step}, keep=2)
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["checkpoint_000004.pt", "checkpoint_000005.pt"]
+
+
+def claimed(resume, outputs, config=None, frequency=20):
+    """What a start with this `resume` takes; its lock is let go of."""
+    taken = claim(outputs / "new", resume, outputs, json.dumps(config or {}), frequency)
+    taken.lock.close()
+    return taken
+
+
+def test_resume_finds_a_file_a_run_and_the_newest_of_all(tmp_path):
+    older = checkpoint.save(tmp_path / "day" / "a" / "checkpoints", 9, {"step": 9, "config": "{}"})
+    newer = checkpoint.save(tmp_path / "day" / "b" / "checkpoints", 2, {"step": 2, "config": "{}"})
+    os.utime(older, (1, 1))
+    for resume, path in ((older, older), (tmp_path / "day" / "a", older), ("auto", newer)):
+        taken = claimed(str(resume), tmp_path)
+        assert taken.inside and taken.folder == path.parent.parent
+        assert checkpoint.restore(taken.resume)[0] == path
+    anew = claimed("auto", tmp_path / "nothing")
+    assert anew.resume is None and anew.folder == tmp_path / "nothing" / "new"
+    with pytest.raises(ValueError, match="no checkpoint there"):
+        checkpoint.restore(claimed(str(tmp_path / "nowhere"), tmp_path).resume)
+
+
+def test_a_linked_checkpoints_folder_is_of_the_run_that_links_to_it(tmp_path, monkeypatch):
+    path = write_whole(tmp_path / "large disk", 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(path.parent)
+    MetricsLog(tmp_path / "run").log(1, {})
+    linked = tmp_path / "run" / "checkpoints" / path.name
+    for resume in (linked, linked.parent, linked.parent.parent):
+        taken = claimed(str(resume), tmp_path)
+        assert taken.inside and taken.folder == tmp_path / "run"
+        assert checkpoint.restore(taken.resume, taken.folder)[0] == linked
+    beside = write_whole(tmp_path / "other" / "checkpoints", 1)
+    monkeypatch.chdir(beside.parent)
+    assert claimed(beside.name, tmp_path).folder == tmp_path / "other"
+
+
+def test_auto_goes_on_with_a_run_of_this_config_alone_and_begins_one_beside_a_live_one_of_another(tmp_path):
+    configs = {name: {"optimizer": {"lr": lr}} for name, lr in (("a", 1e-5), ("b", 1e-4))}
+    for number, (name, config) in enumerate(configs.items()):
+        state = {"step": 1, "config": json.dumps(config)}
+        os.utime(checkpoint.save(tmp_path / name / "checkpoints", 1, state), (number, number))
+    assert claimed("auto", tmp_path, configs["a"]).folder == tmp_path / "a"
+    assert claimed("auto", tmp_path, configs["b"]).folder == tmp_path / "b"
+    new = claimed("auto", tmp_path, {"optimizer": {"lr": 1e-3}})
+    assert new.resume is None and "b is of another config" in new.notes[0] and "optimizer.lr" in new.notes[0]
+    live = FolderLock(tmp_path / "b")
+    assert claimed("auto", tmp_path, configs["a"]).folder == tmp_path / "a"
+    with pytest.raises(ValueError, match="no other run of this config that was cut off, and .*b is being written"):
+        claimed("auto", tmp_path, configs["b"])
+    live.close()
+    # One that has no checkpoint yet has written its config.
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.yaml").write_text("optimizer:\n  lr: 1.0e-03\n")
+    live = FolderLock(tmp_path / "c")
+    with pytest.raises(ValueError, match="c is being written"):
+        claimed("auto", tmp_path, {"optimizer": {"lr": 1e-3}})
+    assert claimed("auto", tmp_path, {"optimizer": {"lr": 1e-2}}).resume is None
+    live.close()
+
+
+def test_looking_for_a_run_changes_no_lock_of_others_and_passes_over_what_it_cannot_read(tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir()
+    foreign = tmp_path / "cache" / ".lock"
+    foreign.write_text("of another program")
+    with foreign.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert claimed("auto", tmp_path).resume is None
+    assert foreign.read_text() == "of another program"
+    path = checkpoint.save(tmp_path / "theirs" / "checkpoints", 1, {"step": 1, "config": "{}"})
+    before = os.open
+
+    def no_entry(name, *args, **kwargs):
+        if Path(name) == tmp_path / "theirs" / ".lock":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(name))
+        return before(name, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", no_entry)
+        taken = claimed("auto", tmp_path)
+    assert taken.resume is None and f"{tmp_path / 'theirs'} can't be used (Permission denied)" in taken.notes[0]
+    # Of a live run and a finished one whose summary is rubbish, the second's lock is let go of with the error.
+    live = FolderLock(tmp_path / "theirs")
+    os.utime(checkpoint.save(tmp_path / "over" / "checkpoints", 1, {"step": 1, "config": "{}"}), (1, 1))
+    (tmp_path / "over" / "summary.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds list"):
+        claimed("auto", tmp_path)
+    live.close()
+    FolderLock(tmp_path / "over").close()
+    assert path.exists()
+
+
+def test_a_run_whose_checkpoints_are_gone_is_never_begun_again(tmp_path):
+    run = tmp_path / "run"
+    log = MetricsLog(run)
+    for step in range(21):
+        log.log(step, {})
+    again = claimed(str(run), tmp_path)  # the checkpoint of step 20 follows its metrics
+    assert again.again and again.resume is None
+    assert claimed(str(run), tmp_path, frequency=0).again
+    log.log(21, {})
+    with pytest.raises(ValueError, match=r"run got to step 21, and its checkpoints are gone.*put them back"):
+        claimed(str(run), tmp_path)
+    for _ in range(2):  # and the refusal holds no lock
+        (run / "summary.json").write_text('{"finished": false}')
+        with pytest.raises(ValueError, match="its checkpoints are gone"):
+            claimed(str(run), tmp_path, frequency=0)
+    (run / "summary.json").write_text('{"finished": true}')
+    (run / "model").mkdir()
+    over = claimed(str(run), tmp_path)
+    assert over.over and not over.again and "is finished" in over.notes[0]
+
+
+def test_logs_of_a_run_that_begins_again_are_set_aside(tmp_path):
+    for attempt in ("first", "second"):
+        (tmp_path / "metrics.jsonl").write_text(attempt)
+        (tmp_path / "lineage").mkdir()
+        (tmp_path / "lineage" / attempt).touch()
+        set_logs_aside(tmp_path)
+    assert names(tmp_path) == ["lineage.abandoned", "metrics.jsonl.abandoned"]
+    assert (tmp_path / "metrics.jsonl.abandoned").read_text() == "second"
+    assert names(tmp_path / "lineage.abandoned") == ["second"]
+
+
+def test_a_file_that_is_no_checkpoint_or_carries_code_is_refused(tmp_path):
+    broken = tmp_path / "checkpoint_000001.pt"
+    broken.write_bytes(b"rubbish")
+    with pytest.raises(ValueError, match="can't be read as a checkpoint"):
+        checkpoint.load(broken)
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("true",)
+
+    torch.save({"step": Evil()}, broken)
+    with pytest.raises(ValueError, match="can't be read as a checkpoint"):
+        checkpoint.load(broken)
+
+
+def test_another_config_is_refused_with_the_keys_that_differ():
+    saved = {"optimizer": {"lr": 1e-5}, "logger": {"mode": "online"}, "resume": None}
+    current = {"optimizer": {"lr": 1e-4}, "logger": {"mode": "offline"}, "resume": "auto"}
+    with pytest.raises(ValueError, match=r"optimizer\.lr: 1e-05 in the checkpoint, 0\.0001 here") as error:
+        checkpoint.check_config(json.dumps(saved), json.dumps(current))
+    assert "logger" not in str(error.value)
+    checkpoint.check_config(json.dumps(saved), json.dumps(saved | {"resume": "auto"}))
+
+
+def test_a_run_that_a_mismatch_stopped_can_go_on_without_the_bound():
+    saved = {"optimizer": {"lr": 1e-5}, "mismatch": {"bound": 0.2, "first_tokens": 256}}
+    checkpoint.check_config(json.dumps(saved), json.dumps(saved | {"mismatch": {"bound": None, "first_tokens": 256}}))
+
+
+def test_a_checkpoint_from_before_the_settings_of_scoring_goes_on_with_them():
+    saved = {"optimizer": {"lr": 1e-5}, "env": {"repeats": 4}}
+    scoring = {"env": {"repeats": 4, "isolated": None, "score_timeout_s": 60}}
+    checkpoint.check_config(json.dumps(saved), json.dumps(saved | scoring))
+
+
+def test_later_checkpoints_of_another_future_are_set_aside(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, {"step": step}, keep=0)
+    (tmp_path / "checkpoint_000004.partial").write_bytes(b"half")
+    checkpoint.set_aside_later(tmp_path, 1)
+    names = ["checkpoint_000001.pt", "checkpoint_000002.abandoned", "checkpoint_000003.abandoned"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    assert checkpoint.restore(tmp_path)[0].name == "checkpoint_000001.pt"
+
+
+class OneRank:
+    """Of processes that hold a state together, the only one."""
+
+    rank, size = 0, 1
+
+    def gather(self, mine):
+        return [mine]
+
+    def broadcast(self, first):
+        return first
+
+
+@pytest.fixture
+def save_sharded(tmp_path):
+    """Saves a checkpoint whose tensor lies in a folder of its own."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    mesh = init_device_mesh("cpu", (1,))
+
+    def save(step, number, keep=0, rows=4):
+        weights = distribute_tensor(torch.full((rows,), float(number)), mesh, [Shard(0)])
+        return checkpoint.save(tmp_path, step, {"step": step, "weights": weights}, keep=keep, ranks=OneRank())
+
+    yield save
+    dist.destroy_process_group()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_tensors_go_along_with_the_checkpoint_that_is_set_aside_and_orphans_go(tmp_path, save_sharded):
+    for step in (1, 2, 3):
+        save_sharded(step, step)
+    (tmp_path / "checkpoint_000003.pt").unlink()  # as a killed write leaves it
+    checkpoint.set_aside_later(tmp_path, 1)
+    aside = ["checkpoint_000002.abandoned", "checkpoint_000002.abandoned.shards"]
+    assert names(tmp_path) == ["checkpoint_000001.pt", "checkpoint_000001.shards", *aside]
+    save_sharded(2, 200)  # on the other way
+    assert checkpoint.load(tmp_path / aside[0])["weights"].tolist() == [2.0] * 4
+    checkpoint.set_aside_later(tmp_path, 1)  # and once more
+    assert checkpoint.load(tmp_path / aside[0])["weights"].tolist() == [200.0] * 4
+    assert names(tmp_path) == ["checkpoint_000001.pt", "checkpoint_000001.shards", *aside]
+
+
+def test_old_checkpoints_go_with_their_tensors(tmp_path, save_sharded):
+    for step in (1, 2, 3):
+        save_sharded(step, step, keep=1)
+    assert names(tmp_path) == ["checkpoint_000003.pt", "checkpoint_000003.shards"]
+
+
+def write_sharded(folder, step, ranks=3):
+    """A checkpoint that several ranks hold, whose tensor is the step's number in every row."""
+    path = folder / checkpoint.PATTERN.format(step=step)
+    folder_of(path).mkdir(parents=True)
+    files = []
+    for rank, rows in enumerate(torch.full((7, 2), float(step)).chunk(ranks)):
+        name = f"save_0_rank_{rank}.pt"
+        files.append([name, checkpoint_file.write(folder_of(path) / name, {"weights": rows})])
+    index = {"files": files, "tensors": [{"place": ["weights"], "size": [7, 2]}]}
+    checkpoint_file.write(path, {"step": step, "weights": None, SHARDS: index})
+    return path
+
+
+def write_whole(folder, step):
+    """The same by one process."""
+    return checkpoint.save(folder, step, {"step": step, "weights": torch.full((7, 2), float(step))}, keep=0)
+
+
+def files_of(path):
+    return [path, *folder_of(path).glob("*")]
+
+
+FUZZED = 200
+
+
+@pytest.mark.parametrize("write", [write_whole, write_sharded])
+def test_no_damaged_checkpoint_is_loaded_and_the_one_before_is_taken(tmp_path, write, capsys):
+    template = tmp_path / "template"
+    write(template, 1), write(template, 2)
+    draw = random.Random(0)
+    for i in range(FUZZED):
+        folder = shutil.copytree(template, tmp_path / str(i))
+        newest = folder / "checkpoint_000002.pt"
+        file = draw.choice(files_of(newest))
+        before = file.read_bytes()
+        at, damaged = draw.randrange(len(before)), bytearray(before)
+        kind = draw.choice(["torn", "zeroed", "bit", "byte", "zeros at the end", "longer"])
+        if kind == "torn":
+            damaged = damaged[:at]
+        elif kind == "zeroed":
+            end = min(len(before), at + draw.choice([1, 16, 512, 4096]))
+            damaged[at:end] = bytes(end - at)
+        elif kind == "bit":
+            damaged[at] ^= 1 << draw.randrange(8)
+        elif kind == "byte":
+            damaged[at] = draw.randrange(256)
+        elif kind == "zeros at the end":  # as a file system leaves a file whose last blocks were lost
+            damaged[at:] = bytes(len(before) - at)
+        else:
+            damaged += draw.randbytes(draw.randrange(1, 100))
+        if bytes(damaged) == before:
+            damaged[at] ^= 255
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"checkpoint_000002.pt can't be .*good one beside it is .*_000001.pt"):
+            checkpoint.load(newest)
+        path, state = checkpoint.restore(folder)
+        assert path.name == "checkpoint_000001.pt" and state["weights"].eq(1.0).all(), (i, kind, at)
+        assert "passed over" in capsys.readouterr().err
+        shutil.rmtree(folder)
+
+
+def test_a_file_cut_right_before_its_digest_is_not_taken_for_one_without(tmp_path):
+    path = write_whole(tmp_path, 1)
+    path.write_bytes(path.read_bytes()[: -checkpoint_file.COMMENT_BYTES])
+    with pytest.raises(ValueError, match="torn"):
+        checkpoint.load(path)
+
+
+def test_the_digest_is_that_of_what_torch_wrote_and_other_readers_see_a_plain_archive(tmp_path):
+    state, plain = {"weights": torch.arange(5.0)}, io.BytesIO()
+    torch.save(state, plain)
+    path = tmp_path / "ours.pt"
+    digest = checkpoint_file.write(path, state)
+    assert digest == hashlib.sha256(plain.getvalue()).hexdigest() == checkpoint_file.check(path)
+    assert len(path.read_bytes()) == len(plain.getvalue()) + len("sha256:") + 64
+    with zipfile.ZipFile(path) as archive:
+        assert archive.comment == b"sha256:" + digest.encode() and archive.testzip() is None
+    assert torch.load(path)["weights"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_part_of_another_checkpoint_is_found_out(tmp_path):
+    paths = [write_sharded(tmp_path, step) for step in (1, 2)]
+    shutil.copy(*(folder_of(path) / "save_0_rank_1.pt" for path in paths))
+    with pytest.raises(ValueError, match="save_0_rank_1.pt is of another checkpoint"):
+        checkpoint.load(paths[1])
+    (folder_of(paths[0]) / "save_0_rank_2.pt").unlink()
+    with pytest.raises(ValueError, match="no sharded tensors beside it in checkpoint_000001.shards/save_0_rank_2.pt"):
+        checkpoint.load(paths[0])
+
+
+class Payload:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize("form", ["pickle", "archive", "archive with a digest"])
+def test_no_file_of_a_sharded_checkpoint_runs_code(tmp_path, form):
+    mark, payload = tmp_path / "ran", Payload(tmp_path / "ran")
+    pickle.loads(pickle.dumps(payload))
+    mark.unlink()  # a pickle that is read as one does leave it
+    path = write_sharded(tmp_path / "checkpoints", 1)
+    files = [*files_of(path), folder_of(path) / ".metadata", folder_of(path) / "__0_0.distcp"]
+    before = {file: file.read_bytes() for file in files if file.exists()}
+    for file in files:
+        digest = None
+        if form == "pickle":
+            file.write_bytes(pickle.dumps(payload))
+        elif form == "archive":
+            with file.open("wb") as opened:
+                torch.save({"weights": payload}, opened)
+        else:
+            digest = checkpoint_file.write(file, {"weights": payload})
+        if digest and file in before and file != path:  # whoever writes a part can write the digest into the list
+            state = torch.load(path)
+            state[SHARDS]["files"] = [[n, digest if n == file.name else d] for n, d in state[SHARDS]["files"]]
+            checkpoint_file.write(path, state)
+        if file in before:
+            with pytest.raises(ValueError, match="can't be read as a checkpoint"):
+                checkpoint.load(path)
+        else:
+            checkpoint.load(path)
+        with pytest.raises(ValueError) if file in before else contextlib.nullcontext():
+            checkpoint.restore(path)
+        assert not mark.exists(), file
+        file.unlink()
+        for file, contents in before.items():
+            file.write_bytes(contents)
+    assert checkpoint.load(path)["weights"].eq(1.0).all()
+
+
+def test_a_checkpoint_of_an_earlier_version_loads_and_says_what_it_lacks(tmp_path, capsys):
+    path = tmp_path / "checkpoint_000001.pt"
+    torch.save({"step": 1, "weights": torch.ones(1000)}, path)
+    assert checkpoint.load(path)["weights"].sum() == 1000
+    assert "earlier version, without a SHA-256" in capsys.readouterr().err
+    flipped = bytearray(path.read_bytes())
+    flipped[flipped.index(torch.ones(2).numpy().tobytes())] ^= 1
+    path.write_bytes(flipped)
+    with pytest.raises(ValueError, match="another CRC-32"):
+        checkpoint.load(path)
+
+
+def test_sharded_tensors_of_an_earlier_version_are_refused(tmp_path):
+    path = tmp_path / "checkpoint_000001.pt"
+    torch.save({"step": 1, "weights": None, SHARDS: [["weights"]]}, path)
+    with pytest.raises(ValueError, match="written by an earlier version, in a form that could run code"):
+        checkpoint.load(path)
+
+
+def damage(path):
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)
+
+
+def test_a_torn_newest_checkpoint_is_passed_over_aloud_and_named_it_is_refused(tmp_path, capsys):
+    folder = tmp_path / "run" / "checkpoints"
+    log = MetricsLog(tmp_path / "run")
+    for step in (1, 2, 3):
+        log.log(step, {"loss": 0.0})
+        write_whole(folder, step)
+    newest = checkpoint.checkpoints(folder)[-1]
+    damage(newest)
+    for resume in (tmp_path / "run", folder):
+        path, state = checkpoint.restore(resume, tmp_path / "run")
+        assert path.name == "checkpoint_000002.pt" and state["weights"].eq(2.0).all()
+        said = capsys.readouterr().err
+        assert f"passed over: {newest} can't be read as a checkpoint" in said and f"going on with {path}" in said
+    with pytest.raises(ValueError, match=r"_000003.pt can't be read .* the newest good one beside it is .*_000002.pt"):
+        checkpoint.restore(newest)
+    for path in checkpoint.checkpoints(folder)[:-1]:
+        damage(path)
+    with pytest.raises(ValueError, match=r"_000002.pt can't be read .* there is no good one beside it"):
+        checkpoint.restore(path)
+    with pytest.raises(ValueError, match=r"no checkpoint can be used; to start anew(.|\n)*_000003(.|\n)*_000001"):
+        checkpoint.restore(tmp_path / "run")
+
+
+def test_metrics_that_are_no_metrics_are_told_before_a_checkpoint_is_read(tmp_path, monkeypatch):
+    for step in (1, 2):
+        write_whole(tmp_path / "checkpoints", step)
+    (tmp_path / "metrics.jsonl").write_text("[1]\n")
+    monkeypatch.setattr(checkpoint_file, "check", lambda path: pytest.fail(f"{path} was hashed"))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 is not one of metrics"):
+        checkpoint.restore(tmp_path, tmp_path)
+
+
+def test_only_the_checkpoint_that_metrics_reach_is_read(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        write_whole(tmp_path / "checkpoints", step)
+    MetricsLog(tmp_path).log(1, {})
+    hashed, check = [], checkpoint_file.check
+    monkeypatch.setattr(checkpoint_file, "check", lambda path: hashed.append(path.name) or check(path))
+    assert checkpoint.restore(tmp_path, tmp_path)[0].name == hashed[0] == "checkpoint_000001.pt"
+    assert len(hashed) == 1
+
+
+def test_the_advice_beside_a_torn_checkpoint_loads_no_tensors_of_another(tmp_path, monkeypatch):
+    paths = [write_sharded(tmp_path, step) for step in (1, 2)]
+    damage(paths[1])
+    monkeypatch.setattr(torch, "cat", lambda *_: pytest.fail("tensors were put together"))
+    with pytest.raises(ValueError, match=r"the newest good one beside it is .*_000001\.pt"):
+        checkpoint.load(paths[1])
+
+
+def test_a_file_of_weights_is_no_checkpoint_to_go_on_with(tmp_path):
+    torch.save({"model.norm.weight": torch.ones(2)}, tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match=r"weights\.pt is no checkpoint of a run: it holds model\.norm\.weight"):
+        checkpoint.restore(tmp_path / "weights.pt")
+
+
+def test_auto_stays_with_the_run_whose_checkpoint_is_the_newest(tmp_path):
+    """Going on with another run, because this one's checkpoint is torn, is nothing that anyone asked for."""
+    other = checkpoint.save(tmp_path / "a" / "checkpoints", 1, {"step": 1, "config": "{}"})
+    os.utime(other, (1, 1))
+    MetricsLog(tmp_path / "a").log(1, {})
+    damage(checkpoint.save(tmp_path / "b" / "checkpoints", 1, {"step": 1, "config": "{}"}))
+    taken = claimed("auto", tmp_path)
+    assert taken.folder == tmp_path / "b"
+    with pytest.raises(ValueError, match="no checkpoint can be used"):
+        checkpoint.restore(taken.resume, taken.folder)
+
+
+def test_a_checkpoint_whose_metrics_are_lost_is_passed_over(tmp_path, capsys):
+    for step in (1, 2, 3):
+        write_whole(tmp_path / "run" / "checkpoints", step)
+    log = MetricsLog(tmp_path / "run")
+    log.log(0, {}), log.log(1, {}), log.log(2, {})
+    run = tmp_path / "run"
+    path, _ = checkpoint.restore(run, run)
+    assert path.name == "checkpoint_000002.pt"
+    assert (
+        "_000003.pt is of step 3, and" in (said := capsys.readouterr().err) and "metrics.jsonl ends at step 2" in said
+    )
+    named = tmp_path / "run" / "checkpoints" / "checkpoint_000003.pt"
+    assert checkpoint.restore(named, run)[0] == named
+    assert "going on with a gap" in capsys.readouterr().err
+    copy = shutil.copy(named, tmp_path / "copied.pt")  # begins a folder of its own
+    assert checkpoint.restore(copy)[0] == copy
+    assert capsys.readouterr().err == ""
+    log.path.unlink()
+    with pytest.raises(ValueError, match="only lacks metrics, give its file"):
+        checkpoint.restore(run, run)
+
+
+def test_logs_since_the_last_checkpoint_are_on_the_disk_when_a_checkpoint_appears(tmp_path, monkeypatch):
+    parts = {
+        step: [tmp_path / f"completions.parquet/part-{step:08d}.parquet"]
+        + [tmp_path / name / f"step_{step:06d}.parquet" for name in ("lineage", "lineage_answers")]
+        for step in (1, 2, 3)
+    }
+    for path in [tmp_path / "metrics.jsonl", *(path for of_step in parts.values() for path in of_step)]:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    checkpoint.save(tmp_path / "checkpoints", 1, {})
+    synced, fsync = [], os.fsync
+
+    def note(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    checkpoint.sync_logs(tmp_path)
+    folders = [tmp_path / name for name in ("completions.parquet", "lineage", "lineage_answers")]
+    assert set(synced) == {*parts[2], *parts[3], *folders, tmp_path / "metrics.jsonl", tmp_path}
+    # A folder's list of names after the files that it names.
+    assert all(synced.index(path) < synced.index(path.parent) for path in parts[2] + parts[3])
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+def kill_at(monkeypatch, number):
+    """From the given file operation on, counted from 0, nothing more reaches the disk."""
+    count = iter(range(1_000_000))
+    for name in ("replace", "rename", "unlink", "rmdir", "mkdir", "fsync"):
+        real = getattr(os, name)
+
+        def operation(*args, real=real, **settings):
+            if next(count) >= number:
+                raise Killed
+            return real(*args, **settings)
+
+        monkeypatch.setattr(os, name, operation)
+
+
+@pytest.mark.parametrize("what", ["next step", "same step again", "same step alone", "set aside"])
+def test_a_kill_at_any_file_operation_leaves_a_good_checkpoint(tmp_path, save_sharded, monkeypatch, what):
+    works = {
+        "next step": lambda: save_sharded(3, 30, keep=1),
+        "same step again": lambda: save_sharded(2, 22, keep=1),
+        "same step alone": lambda: checkpoint.save(tmp_path, 2, {"step": 2, "weights": torch.full((4,), 22.0)}, keep=1),
+        "set aside": lambda: checkpoint.set_aside_later(tmp_path, 1),
+    }
+    expected = {"next step": {20, 30}, "same step again": {20, 22}, "same step alone": {20, 22}, "set aside": {10, 20}}
+    found = []
+    for number in range(1000):
+        shutil.rmtree(tmp_path)
+        save_sharded(1, 10)
+        save_sharded(2, 20)
+        if what == "set aside":
+            save_sharded(3, 20)
+        with monkeypatch.context() as patched:
+            kill_at(patched, number)
+            try:
+                works[what]()
+                done = True
+            except Killed:
+                done = False
+        state = checkpoint.restore(tmp_path)[1]
+        found.append(state["weights"][0].item())
+        assert state["weights"].tolist() == [found[-1]] * 4
+        # Whoever goes on there finds nothing in the way, and nothing is left of the cut.
+        checkpoint.set_aside_later(tmp_path, state["step"])
+        save_sharded(4, 40, keep=1)
+        assert checkpoint.restore(tmp_path)[1]["weights"].tolist() == [40.0] * 4
+        kept = [name for name in names(tmp_path) if ABANDONED not in name]
+        assert kept == ["checkpoint_000004.pt", "checkpoint_000004.shards"]
+        if done:
+            break
+    assert done and number >= 4 and set(found) == expected[what]
+    assert found == sorted(found, reverse=what == "set aside")
+
+
+def test_a_full_disk_names_the_file_and_leaves_what_was_there(tmp_path, save_sharded):
+    """The system itself refuses what makes a file larger than 20 kB: torch makes an error of its own of that."""
+    for step in (1, 2):
+        save_sharded(step, step)
+    before = {file: file.read_bytes() for path in checkpoint.checkpoints(tmp_path) for file in files_of(path)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        for step in (2, 3):
+            with pytest.raises(OSError, match="File too large") as whole:
+                checkpoint.save(tmp_path, step, {"step": step, "weights": torch.ones(10_000)})
+            with pytest.raises(OSError, match="File too large") as sharded:
+                save_sharded(step, 0, rows=10_000)
+            assert whole.value.filename == str(tmp_path / f"checkpoint_00000{step}.pt")
+            assert sharded.value.filename.startswith(str(tmp_path / f"checkpoint_00000{step}.shards"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    after = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    assert after == before
+    assert names(tmp_path) == [f"checkpoint_00000{step}.{end}" for step in (1, 2) for end in ("pt", "shards")]

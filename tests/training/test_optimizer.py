@@ -1,0 +1,214 @@
+"""The optimizer step against torch's own AdamW in fp32, and what happens when a gradient is not finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_rl.training.optimizer import NonFiniteError, PolicyOptimizer, lr_factor
+
+
+def linear(dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2, dtype=dtype)
+
+
+def test_steps_equal_those_of_plain_adamw_with_clipping_and_warm_up():
+    ours, plain = linear(), linear()
+    stepper = PolicyOptimizer(ours, lr=1e-2, warmup_steps=2, clip_grad_norm=0.5, weight_decay=0.1)
+    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(4):
+        x = torch.full((4, 3), 1.0 + step)
+        ours(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        for group in adamw.param_groups:
+            group["lr"] = 1e-2 * [0.5, 1, 1, 1][step]
+        adamw.step()
+        adamw.zero_grad()
+        assert stepper.step().grad_norm == pytest.approx(float(norm))
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_masters_keep_updates_that_bf16_weights_would_lose():
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    torch.nn.init.ones_(model.weight)
+    stepper = PolicyOptimizer(model, name="sgd", lr=1e-4, clip_grad_norm=1e9)
+    for _ in range(100):
+        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        stepper.step()
+    # 100 steps of 1e-4; bf16 has nothing between 1 and 0.996, so each alone would round back to 1.
+    assert model.weight.item() == torch.tensor(0.99).bfloat16().item()
+    assert stepper.state_dict()["masters"]["weight"].item() == pytest.approx(0.99, abs=1e-5)
+
+
+def test_micro_batches_are_summed_in_fp32():
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    stepper = PolicyOptimizer(model, clip_grad_norm=1e9)
+    for x in (256.0, 1.0):  # 257 is no bf16 number
+        model(torch.full((1, 1), x, dtype=torch.bfloat16)).sum().backward()
+    assert model.weight.grad is None
+    assert stepper.step().grad_norm == 257.0
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted():
+    model = linear()
+    before = [p.clone() for p in model.parameters()]
+    stepper = PolicyOptimizer(model, lr=1.0)
+    (model(torch.ones(1, 3)) * torch.nan).sum().backward()
+    result = stepper.step()
+    assert result.skipped and stepper.bad_steps == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    model(torch.ones(1, 3)).sum().backward()
+    assert not stepper.step().skipped
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_too_many_bad_steps_in_a_row_stop_the_run_and_name_the_tensor():
+    model = torch.nn.Sequential(linear(), torch.nn.Linear(2, 1))
+    stepper = PolicyOptimizer(model, max_bad_steps=2)
+
+    def bad_step():
+        model(torch.ones(1, 3)).sum().backward()
+        model[1].bias.grad.fill_(torch.inf)
+        return stepper.step()
+
+    assert "first seen in 1.bias, 1 of 4 tensors. Weights were not touched." in bad_step().trouble
+    with pytest.raises(NonFiniteError, match=r"2 steps in a row: .* in 1\.bias, 1 of 4 tensors.*optimizer\.lr"):
+        bad_step()
+
+
+def test_who_is_to_blame_is_asked_once_in_a_row_of_bad_steps_and_again_before_the_error():
+    model, asked = linear(), []
+
+    def explain():
+        asked.append(len(asked))
+        return f"Found {len(asked)}."
+
+    def bad_step():
+        (model(torch.ones(1, 3)) * torch.nan).sum().backward()
+        return stepper.step(explain=explain).trouble
+
+    stepper = PolicyOptimizer(model, max_bad_steps=3)
+    assert bad_step().endswith("Found 1.") and bad_step() is None
+    model(torch.ones(1, 3)).sum().backward()
+    assert stepper.step(explain=explain).trouble is None and len(asked) == 1
+    assert bad_step().endswith("Found 2.") and bad_step() is None
+    with pytest.raises(NonFiniteError, match="Found 3"):
+        bad_step()
+
+
+@pytest.mark.parametrize(("size", "lr", "clip"), [(1e20, 1.0, 1e30), (1.0, 600.0, 1.0)])
+def test_nobody_is_blamed_for_what_is_finite_and_too_large_for_the_step(size, lr, clip):
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float16)
+    torch.nn.init.constant_(model.weight, 64992.0)
+    stepper = PolicyOptimizer(model, name="sgd", lr=lr, clip_grad_norm=clip)
+    stepper._masters[0].grad = torch.full((1, 1), -size)
+    trouble = stepper.step(explain=lambda: pytest.fail("the step was done again")).trouble
+    assert "dtype's range" in trouble or "too large for fp32" in trouble
+
+
+def test_a_step_whose_loss_is_not_finite_is_skipped_though_its_gradient_is():
+    model = linear()
+    before = [p.clone() for p in model.parameters()]
+    stepper = PolicyOptimizer(model, lr=1.0)
+    model(torch.ones(1, 3)).sum().backward()
+    result = stepper.step(loss_is_finite=False)
+    assert result.skipped and "the loss is not finite" in result.trouble
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "start", "lr", "name", "written"),
+    [
+        # The weight goes up by lr a step. What is finite in fp32 may not be in fp16 (above 65,504) or bf16 (3.39e38).
+        (torch.float16, 64992.0, 600.0, "sgd", [64992.0, 64992.0]),
+        (torch.float16, 64992.0, 600.0, "adamw", [64992.0, 64992.0]),
+        (torch.float16, 0.0, 600.0, "sgd", [600.0, 1200.0]),
+        (torch.bfloat16, 1.0, 3.4e38, "sgd", [1.0, 1.0]),
+        (torch.float32, 2e38, 1e38, "sgd", [3e38, 3e38]),
+        (torch.float32, 1.0, 3e38, "adamw", [3e38, 3e38]),
+    ],
+)
+def test_an_update_that_would_leave_the_dtypes_range_is_not_applied(dtype, start, lr, name, written):
+    model = torch.nn.Linear(1, 1, bias=False, dtype=dtype)
+    torch.nn.init.constant_(model.weight, start)
+    stepper = PolicyOptimizer(model, name=name, lr=lr, betas=(0.0, 0.5))
+    results, weights = [], []
+    for _ in written:
+        (-model(torch.ones(1, 1, dtype=dtype))).sum().backward()  # gradient -1, exactly as large as the clip
+        results.append(stepper.step())
+        weights.append(model.weight.item())
+        assert all(x.isfinite().all() for x in stepper.state_dict()["masters"].values())
+    assert weights == pytest.approx(written)
+    assert [r.skipped for r in results] == [a == b for a, b in zip([start, *written], written, strict=False)]
+    troubles = [r.trouble for r in results if r.trouble]
+    assert all("out of their dtype's range" in trouble and "not touched" in trouble for trouble in troubles)
+
+
+def test_a_large_step_that_fits_is_taken_and_equals_plain_adamws():
+    ours, plain = (torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+    plain.load_state_dict(ours.state_dict())
+    stepper = PolicyOptimizer(ours, lr=1e37)  # near enough to the end of fp32 to be tried on a copy
+    adamw = torch.optim.AdamW(plain.parameters(), lr=1e37, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(3):
+        for model, optimizer in ((ours, stepper), (plain, adamw)):
+            (-model(torch.ones(1, 1))).sum().backward()
+            optimizer.step()
+            model.zero_grad()
+    assert stepper.bad_steps == 0 and ours.weight.item() == pytest.approx(3e37, rel=1e-5) == plain.weight.item()
+
+
+def test_fp16_without_masters_is_refused():
+    with pytest.raises(ValueError, match="mixed_precision=true"):
+        PolicyOptimizer(linear(torch.float16), mixed_precision=False)
+
+
+def test_a_gradient_whose_square_overflows_does_not_poison_the_moments():
+    model = linear()
+    stepper = PolicyOptimizer(model, lr=1e-2, clip_grad_norm=1e30)
+    (model(torch.ones(1, 3)) * 1e25).sum().backward()
+    assert "too large for fp32" in stepper.step().trouble
+    model(torch.ones(1, 3)).sum().backward()
+    assert not stepper.step().skipped
+    moments = [x for state in stepper.state_dict()["optimizer"]["state"].values() for x in state.values()]
+    assert moments and all(x.isfinite().all() for x in moments)
+
+
+def test_a_restored_optimizer_goes_on_bit_for_bit():
+    def run(steps, state=None):
+        model = linear(torch.bfloat16)
+        stepper = PolicyOptimizer(model, lr=1e-2, warmup_steps=3, total_steps=6, schedule="cosine")
+        if state:
+            stepper.load_state_dict(state)
+        for step in range(stepper.steps, steps):
+            model(torch.full((2, 3), step + 1.0, dtype=torch.bfloat16)).square().sum().backward()
+            stepper.step()
+        return model, stepper
+
+    half = {k: v for k, v in run(3)[1].state_dict().items()}
+    resumed, through = run(6, half)[0], run(6)[0]
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), through.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1, 1, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_schedules(schedule, expected):
+    assert [lr_factor(step, 2, 6, schedule) for step in range(6)] == pytest.approx(expected, abs=1e-6)
+
+
+def test_decay_can_end_above_zero():
+    assert [lr_factor(step, 2, 6, "cosine", 0.1) for step in (1, 4, 6, 9)] == pytest.approx([1, 0.55, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("wrong", [{"name": "adam"}, {"schedule": "step"}, {"lr": -1.0}, {"clip_grad_norm": 0.0}])
+def test_wrong_settings_are_refused(wrong):
+    with pytest.raises(ValueError, match="optimizer"):
+        PolicyOptimizer(linear(), **wrong)
