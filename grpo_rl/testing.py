@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -102,6 +103,36 @@ def save_tiny_model(folder: str | Path, seed: int = 0, hidden_size: int = 64) ->
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return Path(folder)
+
+
+def tiny_run(folder: str | Path) -> list[str]:
+    """The overrides of a run of seconds: six rows, and a random model that is rewarded for digits.
+
+    Four steps of four groups of four responses; later overrides win.
+
+    Args:
+        folder: where the rows and the model are written.
+    """
+    data, model = Path(folder, "train.jsonl"), save_tiny_model(Path(folder, "model"))
+    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"model.name={model}",
+        f"env.path={data}",
+        "env.system_prompt=null",
+        "env.num_envs=4",
+        "env.repeats=4",
+        "env.reward.reasoning_pattern='[0-9]'",  # a random model meets this one now and then
+        "train.optim_batch_size=8",
+        "train.total_dialog_turns=64",
+        "train.checkpoint_frequency=1",
+        "train.keep_checkpoints=0",
+        "train.micro_batch_tokens=64",
+        "inference_model.engine=transformers",
+        "inference_model.max_model_len=64",
+        "sampling.max_new_tokens=8",
+        "optimizer.lr=1e-2",
+    ]
 
 
 class KeepFp64(TorchFunctionMode):
