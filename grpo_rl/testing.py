@@ -5,9 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import runpy
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from tokenizers import Tokenizer
@@ -119,6 +123,7 @@ def tiny_run(folder: str | Path) -> list[str]:
     return [
         f"model.name={model}",
         f"env.path={data}",
+        f"env.eval_path={data}",
         "env.system_prompt=null",
         "env.num_envs=4",
         "env.repeats=4",
@@ -132,7 +137,25 @@ def tiny_run(folder: str | Path) -> list[str]:
         "inference_model.max_model_len=64",
         "sampling.max_new_tokens=8",
         "optimizer.lr=1e-2",
+        "evaluate.rows=0",
     ]
+
+
+def run_script(script: str | Path, overrides: Sequence[str], folder: str | Path) -> Path:
+    """Runs a script of sota/ in this process; the run's folder."""
+    with mock.patch.object(sys, "argv", [str(script), *overrides, f"hydra.run.dir={folder}"]):
+        runpy.run_path(str(script), run_name="__main__")
+    return Path(folder)
+
+
+def without_clocks(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a row of metrics, or of a run's summary, that a second run has, too: no clocks, no memory.
+
+    >>> without_clocks({"loss/total": 0.5, "time/train_s": 3.0})
+    {'loss/total': 0.5}
+    """
+    clocks = ("time/", "throughput/", "memory/", "limit_", "seconds", "checkpoint")
+    return {name: value for name, value in row.items() if not name.startswith(clocks)}
 
 
 class KeepFp64(TorchFunctionMode):
