@@ -23,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo_rl.build.parts import make_loss, make_sampling, micro_batching, total_steps
 from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.broadcast import Collector, Led
-from grpo_rl.data.group import Group, groups_to_score
+from grpo_rl.data.batching import groups_to_score
+from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.causes import Scene
 from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
 from grpo_rl.diagnosis.nonfinite import first_nonfinite
@@ -300,8 +301,8 @@ class Run:
         self._limit = StepLimit(
             model,
             self.cfg.train.epochs,
-            batching["skip_zero_advantage"],
-            batching["mask_truncated"],
+            batching.skip_zero_advantage,
+            batching.mask_truncated,
             len(devices.inference),
             pushes_adapters=bool(lora.rank) and lora.push == "adapter",
         )
@@ -476,7 +477,7 @@ class Run:
             | {"policy_version": sampled_under, "optimizer/skipped_steps": self._optimizer.bad_steps}
         )
         batching = micro_batching(self.cfg)
-        scored = groups_to_score(groups, batching["skip_zero_advantage"], batching["mask_truncated"])
+        scored = groups_to_score(groups, batching.skip_zero_advantage, batching.mask_truncated)
         metrics["train/skipped_groups"] = len(groups) - len(scored)
         # Of the whole run so far, held-out answers too: rare as they are, a step's own would hardly ever show.
         failed, _ = self.env.guard.failures()
