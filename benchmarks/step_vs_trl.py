@@ -102,12 +102,11 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     from grpo_rl.collectors.sync import SyncCollector
     from grpo_rl.engines.base import Sampling
     from grpo_rl.envs.base import LLMEnv, Reward, Task
-    from grpo_rl.losses.grpo import LOSSES
     from grpo_rl.perf.rates import measure_rates
     from grpo_rl.perf.roofline import StepLimit
-    from grpo_rl.policies.policy import scored_micro_batches
     from grpo_rl.settings.config import FOLDER
     from grpo_rl.settings.devices import allocate
+    from grpo_rl.training.micro_batches import scored_micro_batches
     from grpo_rl.weights.push import WeightSync
 
     class Alternating(Task):
@@ -137,10 +136,11 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     optimizer = build.make_optimizer(cfg, policy)
     engine = build.make_engine(cfg, folder, devices)
     loss, buffer = build.make_loss(cfg), build.make_buffer(cfg)
+    compute_advantages = build.make_advantages(cfg)
     weights = WeightSync(policy.model, engine)
     sampling = Sampling(max_new_tokens=work.response, min_new_tokens=work.response)
     collector = SyncCollector(env, engine, sampling, total_dialog_turns=sys.maxsize)
-    skips = build.micro_batching(cfg)["skip_zero_advantage"]
+    skips = build.micro_batching(cfg).skip_zero_advantage
     best = None
     try:
         while steps.wait():
@@ -150,11 +150,11 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
             groups = collector.collect()
             assert all(group.lengths.eq(work.response).all() for group in groups), "not the same work"
             sampled = time.perf_counter()
-            buffer.extend(groups)
+            buffer.extend(compute_advantages(groups))
             for batch in buffer.batches():
-                for tokens in scored_micro_batches(policy, batch, **build.micro_batching(cfg)):
+                for tokens in scored_micro_batches(policy, batch, build.micro_batching(cfg)):
                     losses = loss(tokens)
-                    torch.stack([losses[name] for name in LOSSES]).sum().backward()
+                    losses["loss"].backward()
                 optimizer.step()
             groups = buffer.drain()
             trained = time.perf_counter()

@@ -32,7 +32,7 @@ from grpo_rl.planner.svg import svg
 from grpo_rl.planner.table import plan_view, simulation_view
 from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE
 from grpo_rl.policies.hub import CONVERTED, DEFAULT_MODEL, cache_folder
-from grpo_rl.policies.lora import skeleton
+from grpo_rl.policies.loading import skeleton
 from grpo_rl.replay.lineage_reader import read_step
 from grpo_rl.replay.replay import replay
 from grpo_rl.replay.table import replay_view

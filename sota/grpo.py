@@ -4,15 +4,13 @@ Several devices train together under `torchrun --nproc-per-node 2 sota/grpo.py t
 samples and writes, and every rank runs all of this.
 """
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 
 from grpo_rl.build import parts as build
-from grpo_rl.losses.grpo import LOSSES
 from grpo_rl.policies.hub import resolve_model
-from grpo_rl.policies.policy import scored_micro_batches
 from grpo_rl.run.run import Run
 from grpo_rl.settings.config import main
+from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.weights.push import WeightSync
 
 
@@ -22,7 +20,8 @@ def grpo(cfg):
     devices = build.plan_devices(cfg, model_folder)  # which trains, which scores the reference, which samples
     tokenizer = build.make_tokenizer(model_folder, cfg.model.chat_template)
     env = build.make_env(cfg, tokenizer)  # prompts in, rewards out
-    loss, buffer = build.make_loss(cfg), build.make_buffer(cfg, env.task.reward_parts)
+    loss, buffer = build.make_loss(cfg), build.make_buffer(cfg)
+    compute_advantages = build.make_advantages(cfg, env.task.reward_parts)
     held_out = build.eval_rows(cfg, env)
 
     ranks = build.make_ranks(cfg, devices)  # the processes that train together; None where this one is alone
@@ -34,21 +33,24 @@ def grpo(cfg):
         engine = run.own(build.make_engine(cfg, model_folder, devices, ranks))
         weights = WeightSync(policy.model, engine, ranks=ranks)
 
-        schedules = build.make_schedules(cfg, loss, buffer, reference, policy)  # KL weight, group size, reference
+        # KL weight, group size, reference
+        schedules = build.make_schedules(cfg, loss, compute_advantages, reference, policy)
         run.attach(policy, optimizer, weights, engine, schedules)  # a resumed run goes back to its checkpoint here
         weights.push()  # the engine now holds, provably, what will be trained
         run.evaluate_before()
         collector = build.make_collector(cfg, env, engine, run.collected, run.led)
         for groups in run.steps(collector):
             with run.phase("score"):
-                groups = reference.annotate(groups, cfg.train.micro_batch_tokens) if reference else groups
-                groups = policy.annotate(groups, cfg.train.micro_batch_tokens) if build.annotates(cfg) else groups
-            buffer.extend(groups)  # rewards of a group become advantages
+                groups = reference.add_log_probs(groups, cfg.train.micro_batch_tokens) if reference else groups
+                if build.needs_old_log_probs(cfg):
+                    groups = policy.add_log_probs(groups, cfg.train.micro_batch_tokens)
+            groups = compute_advantages(groups)
+            buffer.extend(groups)
             with run.phase("train"):
                 for batch in run.batches(buffer.batches(cfg.train.epochs)):
-                    for tokens in scored_micro_batches(policy, batch, **build.micro_batching(cfg)):
+                    for tokens in scored_micro_batches(policy, batch, build.micro_batching(cfg)):
                         losses = loss(tokens)
-                        torch.stack([losses[name] for name in LOSSES]).sum().backward()
+                        losses["loss"].backward()
                         run.count(tokens, losses)
                     run.take_step(optimizer)  # unless something is wrong with it
             with run.phase("sync"):

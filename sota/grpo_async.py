@@ -7,16 +7,14 @@ algorithm is that of sota/grpo.py; what differs is that weights reach engines in
 import grpo_rl.cluster.token  # noqa: F401, has Ray ask for a token; before torchrl, which imports ray
 
 # isort: split
-import torch
 from hydra.core.hydra_config import HydraConfig
 
 from grpo_rl.build import parts as build
 from grpo_rl.build import site as build_async
-from grpo_rl.losses.grpo import LOSSES
 from grpo_rl.policies.hub import resolve_model
-from grpo_rl.policies.policy import scored_micro_batches
 from grpo_rl.run.run import Run
 from grpo_rl.settings.config import main
+from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.weights.push import WeightSync
 
 
@@ -31,7 +29,8 @@ def train(cfg, folder, site):
     model_folder, devices = resolve_model(cfg.model.name), site.devices
     tokenizer = build.make_tokenizer(model_folder, cfg.model.chat_template)
     env = build.make_env(cfg, tokenizer)
-    loss, buffer = build.make_loss(cfg), build.make_buffer(cfg, env.task.reward_parts)
+    loss, buffer = build.make_loss(cfg), build.make_buffer(cfg)
+    compute_advantages = build.make_advantages(cfg, env.task.reward_parts)
     held_out = build.eval_rows(cfg, env)
 
     ranks = build_async.make_ranks(cfg, site)
@@ -42,21 +41,23 @@ def train(cfg, folder, site):
         engine = run.own(build_async.make_engine(cfg, model_folder, site, ranks))  # several, which answer as one
         weights = WeightSync(policy.model, engine, ranks=ranks)
 
-        schedules = build.make_schedules(cfg, loss, buffer, reference, policy)
+        schedules = build.make_schedules(cfg, loss, compute_advantages, reference, policy)
         run.attach(policy, optimizer, weights, engine, schedules)
         weights.push()
         run.evaluate_before()
         collector = run.own(build_async.make_collector(cfg, env, engine, weights.version, run.collected, run.led))
         for groups in run.steps(collector):  # sampling goes on, as far as train.max_staleness allows
             with run.phase("score"):
-                groups = reference.annotate(groups, cfg.train.micro_batch_tokens) if reference else groups
-                groups = policy.annotate(groups, cfg.train.micro_batch_tokens) if build.annotates(cfg) else groups
+                groups = reference.add_log_probs(groups, cfg.train.micro_batch_tokens) if reference else groups
+                if build.needs_old_log_probs(cfg):
+                    groups = policy.add_log_probs(groups, cfg.train.micro_batch_tokens)
+            groups = compute_advantages(groups)
             buffer.extend(groups)
             with run.phase("train"):
                 for batch in run.batches(buffer.batches(cfg.train.epochs)):
-                    for tokens in scored_micro_batches(policy, batch, **build.micro_batching(cfg)):
+                    for tokens in scored_micro_batches(policy, batch, build.micro_batching(cfg)):
                         losses = loss(tokens)
-                        torch.stack([losses[name] for name in LOSSES]).sum().backward()
+                        losses["loss"].backward()
                         run.count(tokens, losses)
                     run.take_step(optimizer)
             with run.phase("sync"):

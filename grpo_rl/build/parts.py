@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_rl.collectors.broadcast import Collector, Led, NoEngine, SharedCollector
 from grpo_rl.collectors.sync import SyncCollector, rewarded_alike
+from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.data.group import Group
 from grpo_rl.distributed.sharded_checkpoint import agreed
@@ -26,8 +28,9 @@ from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.task import check_weights
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.hub import check_finite, resolve_model, weight_files
-from grpo_rl.policies.lora import LoRA, has_adapters, skeleton, target_names
-from grpo_rl.policies.policy import Peers, ReferencePolicy, TrainPolicy, check_model
+from grpo_rl.policies.loading import check_model, skeleton, target_names
+from grpo_rl.policies.lora import LoRA, has_adapters
+from grpo_rl.policies.policy import Peers, ReferencePolicy, TrainPolicy
 from grpo_rl.settings.devices import Devices, allocate
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.training.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
@@ -169,14 +172,18 @@ def group_sizes(cfg: DictConfig) -> GroupSizes:
 
 
 def make_schedules(
-    cfg: DictConfig, loss: GRPOLoss, buffer: GroupBuffer, reference: ReferencePolicy | None, policy: TrainPolicy
+    cfg: DictConfig,
+    loss: GRPOLoss,
+    advantages: AdvantageEstimator,
+    reference: ReferencePolicy | None,
+    policy: TrainPolicy,
 ) -> Schedules:
     """What changes in the course of the run."""
     return Schedules(
         group_sizes(cfg),
         AdaptiveKL(cfg.policy.kl_coef, cfg.policy.target_kl, cfg.policy.kl_gain),
         RefreshRule(cfg.ref_model.refresh, cfg.ref_model.refresh_steps, cfg.ref_model.decay),
-        loss if cfg.loss.kl_in == "loss" else buffer,
+        loss if cfg.loss.kl_in == "loss" else advantages,
         reference,
         policy,
     )
@@ -198,7 +205,7 @@ def plan_devices(cfg: DictConfig, model_folder: Path) -> Devices:
 
     Raises:
         ValueError: the plan does not fit the machine or the model, or asks for more than this script does; the
-            engine is not installed; or the model can't be trained, see `grpo_rl.policies.policy.check_model`.
+            engine is not installed; or the model can't be trained, see `grpo_rl.policies.loading.check_model`.
     """
     if cfg.inference_model.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ValueError(
@@ -390,8 +397,13 @@ def make_loss(cfg: DictConfig) -> GRPOLoss:
     )
 
 
-def make_buffer(cfg: DictConfig, reward_parts: Sequence[str] = ()) -> GroupBuffer:
-    """The buffer of one collection, which turns rewards into advantages.
+def make_buffer(cfg: DictConfig) -> GroupBuffer:
+    """The buffer of one collection."""
+    return GroupBuffer(cfg.env.num_envs, cfg.train.optim_batch_size // cfg.env.repeats)
+
+
+def make_advantages(cfg: DictConfig, reward_parts: Sequence[str] = ()) -> AdvantageEstimator:
+    """The estimator that turns rewards into advantages.
 
     Args:
         reward_parts: of the task.
@@ -411,36 +423,33 @@ def make_buffer(cfg: DictConfig, reward_parts: Sequence[str] = ()) -> GroupBuffe
             f"loss.reward_weights are read by loss.advantage=multi_reward, not by {cfg.loss.advantage}; the weights of "
             "the reward's sum are those of env.reward and env.rewards"
         )
-    return GroupBuffer(
-        cfg.env.num_envs,
-        cfg.train.optim_batch_size // cfg.env.repeats,
+    return AdvantageEstimator(
         cfg.loss.advantage,
         cfg.loss.advantage_clip,
         weights,
         kl_coef=cfg.policy.kl_coef if cfg.loss.kl_in == "reward" else 0.0,
         kl=cfg.loss.kl,
         reward_clip=cfg.train.reward_clip,
-        reward_scale=cfg.train.reward_scale,
     )
 
 
-def micro_batching(cfg: DictConfig) -> dict:
+def micro_batching(cfg: DictConfig) -> MicroBatching:
     """How an optimizer step's groups are split and weighed."""
     loss = cfg.loss
-    return {
-        "max_tokens": cfg.train.micro_batch_tokens,
-        "count": cfg.train.gradient_accumulation_steps,
-        "aggregate": loss.aggregate,
+    return MicroBatching(
+        max_tokens=cfg.train.micro_batch_tokens,
+        count=cfg.train.gradient_accumulation_steps,
+        aggregate=loss.aggregate,
         # With a KL or entropy term every group has a gradient.
-        "skip_zero_advantage": not ((cfg.policy.kl_coef and loss.kl_in == "loss") or cfg.policy.entropy_coef),
-        "normalizer": cfg.sampling.max_new_tokens if loss.normalizer is None else loss.normalizer,
-        "mask_truncated": loss.mask_truncated,
-        "top_entropy_fraction": loss.top_entropy_fraction,
-        "on_policy": _steps_once(cfg),
-    }
+        skip_zero_advantage=not ((cfg.policy.kl_coef and loss.kl_in == "loss") or cfg.policy.entropy_coef),
+        normalizer=cfg.sampling.max_new_tokens if loss.normalizer is None else loss.normalizer,
+        mask_truncated=loss.mask_truncated,
+        top_entropy_fraction=loss.top_entropy_fraction,
+        on_policy=_steps_once(cfg),
+    )
 
 
-def annotates(cfg: DictConfig) -> bool:
+def needs_old_log_probs(cfg: DictConfig) -> bool:
     """Whether the policy scores each collection before it trains on it, a forward more.
 
     A correction asks for its log-probabilities, and so does a KL in the reward; the choice of tokens by their entropy

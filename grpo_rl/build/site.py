@@ -32,8 +32,7 @@ from grpo_rl.collectors.broadcast import Collector, Led, NoEngine, SharedCollect
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import AsyncEngine
 from grpo_rl.envs.base import LLMEnv
-from grpo_rl.policies.lora import skeleton, target_names
-from grpo_rl.policies.policy import check_model
+from grpo_rl.policies.loading import check_model, skeleton, target_names
 from grpo_rl.run.folder import RunIsOver
 from grpo_rl.settings.devices import Devices, allocate
 from grpo_rl.weights.shared_memory import SharedMemoryTransport

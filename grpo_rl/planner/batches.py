@@ -14,8 +14,9 @@ from typing import Literal
 import torch
 from omegaconf import DictConfig
 
-from grpo_rl.build.parts import annotates, group_sizes, micro_batching, optimizer_steps, total_steps
-from grpo_rl.data.group import Group, micro_batches
+from grpo_rl.build.parts import group_sizes, micro_batching, needs_old_log_probs, optimizer_steps, total_steps
+from grpo_rl.data.batching import micro_batches
+from grpo_rl.data.group import Group
 from grpo_rl.settings.devices import Devices, allocate
 
 Where = Literal["cut", "left_over", "micro_batches", "run"]
@@ -219,8 +220,8 @@ def plan_batches(
         )
     settings = micro_batching(cfg)
     groups = [_assumed_group(prompt, answer, cfg.env.repeats)] * (cfg.train.optim_batch_size // cfg.env.repeats)
-    count = settings["count"] and min(settings["count"], len(groups))
-    micro = micro_batches(groups, settings["max_tokens"], count) if groups else []
+    count = settings.count and min(settings.count, len(groups))
+    micro = micro_batches(groups, settings.max_tokens, count) if groups else []
     sizes, collections = group_sizes(cfg), total_steps(cfg)
     starts = sorted({1, *(step for step, _ in cfg.train.repeats_schedule if step <= collections)})
     return BatchPlan(
@@ -235,12 +236,12 @@ def plan_batches(
         turns=cfg.train.total_dialog_turns,
         prompt_tokens=prompt,
         answer_tokens=answer,
-        max_tokens=settings["max_tokens"],
-        accumulation=settings["count"],
+        max_tokens=settings.max_tokens,
+        accumulation=settings.count,
         micro_batches=tuple(len(groups) for groups in micro),
         has_reference=bool(cfg.policy.kl_coef),
-        annotates=annotates(cfg),
-        skips_equal_rewards=settings["skip_zero_advantage"],
+        annotates=needs_old_log_probs(cfg),
+        skips_equal_rewards=settings.skip_zero_advantage,
         devices=allocate(cfg, visible=gpus),
         misfits=tuple(misfits(cfg)),
     )

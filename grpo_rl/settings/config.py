@@ -28,7 +28,6 @@ from transformers.utils import logging as transformers_logging
 from grpo_rl.build.parts import ENVS, group_sizes, make_lora, make_loss, micro_batching
 from grpo_rl.data.advantages import Kind as Advantage
 from grpo_rl.data.advantages import check_advantage
-from grpo_rl.data.buffer import check_rewards
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.losses.aggregate import Aggregation, check_aggregation
@@ -249,7 +248,6 @@ def check(cfg: DictConfig) -> None:
         "policy.kl_gain",
         "ref_model.decay",
         "ref_model.refresh_steps",
-        "train.reward_scale",
         "mismatch.first_tokens",
         "optimizer.weight_decay",
         "optimizer.warmup_steps",
@@ -416,10 +414,9 @@ def _check_loss(cfg: DictConfig) -> None:
         )
     make_loss(cfg)
     group_sizes(cfg)
-    check_aggregation(cfg.loss.aggregate, micro_batching(cfg)["normalizer"])
+    check_aggregation(cfg.loss.aggregate, micro_batching(cfg).normalizer)
     in_reward = cfg.policy.kl_coef if cfg.loss.kl_in == "reward" else 0.0
-    check_advantage(cfg.loss.advantage, cfg.loss.advantage_clip, in_reward, cfg.loss.kl)
-    check_rewards(cfg.train.reward_clip, cfg.train.reward_scale)
+    check_advantage(cfg.loss.advantage, cfg.loss.advantage_clip, in_reward, cfg.loss.kl, cfg.train.reward_clip)
     _check_reference(cfg)
 
 

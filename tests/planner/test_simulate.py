@@ -17,7 +17,7 @@ from grpo_rl.planner.plan import make_plan
 from grpo_rl.planner.question import Question
 from grpo_rl.planner.simulate import answer_lengths, engine_rates, simulate_plan
 from grpo_rl.planner.simulator import LogNormal, Scenario, simulate
-from grpo_rl.policies.lora import skeleton
+from grpo_rl.policies.loading import skeleton
 from grpo_rl.settings.config import compose_config
 
 LLAMA_70B = Path(__file__).parent / "data" / "llama-70b"

@@ -225,7 +225,8 @@ def test_a_prompt_that_leaves_no_room_is_refused(served):
 
 def test_adapters_alone_are_pushed_in_the_middle_of_an_answer(folders):
     pytest.importorskip("peft")
-    from grpo_rl.policies.lora import LoRA, target_names
+    from grpo_rl.policies.loading import target_names
+    from grpo_rl.policies.lora import LoRA
     from grpo_rl.policies.policy import TrainPolicy
 
     lora = LoRA(rank=4, alpha=8, targets=["q_proj", "v_proj", "down_proj"])
