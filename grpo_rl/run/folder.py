@@ -34,7 +34,7 @@ CHECKPOINT_BYTES_PER_PARAMETER = 12
 """fp32 weights and AdamW's two moments."""
 
 
-class RunIsOver(Exception):
+class RunIsOver(SystemExit):
     """The run to go on with has nothing left to do, and has said so."""
 
 

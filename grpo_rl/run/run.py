@@ -21,8 +21,7 @@ from tensordict import TensorDictBase
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_rl.build.parts import make_loss, make_sampling, micro_batching, total_steps
-from grpo_rl.cluster.fleet_engine import FleetEngine
-from grpo_rl.collectors.broadcast import Collector, Led
+from grpo_rl.collectors.base import Collector
 from grpo_rl.data.group import Group, groups_to_score
 from grpo_rl.diagnosis.causes import Scene
 from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
@@ -320,9 +319,6 @@ class Run:
         position included, gets its own when it is given to :meth:`steps`.
         """
         self._schedules = schedules
-        self.led = Led(self._ranks, weights.deliver)
-        if isinstance(engine, FleetEngine):
-            engine.deliver = self.led.deliver
         self._policy, self._optimizer, self._weights, self._engine = policy, optimizer, weights, engine
         if not self._restored:
             # After the parts are built: what building them draws is not the run's.
@@ -332,8 +328,7 @@ class Run:
         weights.check_base(state["base"])  # a checkpoint of adapters does not hold what they were trained on
         optimizer.load_state_dict(state["optimizer"])
         schedules.restore(state["schedules"])
-        # The push that follows gives the version that the checkpointed run went on with.
-        weights.version = state["version"] - 1
+        weights.restore(state["version"])
         checkpoint.set_rng_state(state["rng"])
         self._collected_state, self._restored = state["collector"], None
         if self._inside:  # it need not be written again
@@ -358,8 +353,7 @@ class Run:
             self._meter = StepMeter()
             self._mismatch.begin()
             self.progress.phase(waits := "wait" if self.cfg.mode == "async" else "sample")
-            collector.repeats = self._schedules.group_size(self.step + 1)
-            groups = collector.collect()
+            groups = collector.collect(self._schedules.group_size(self.step + 1))
             self.collected = collector.collected
             if not groups:
                 break  # the last ones were dropped
@@ -482,8 +476,8 @@ class Run:
         failed, _ = self.env.guard.failures()
         metrics |= {f"failed/{kind}": count for kind, count in failed.items()}
         metrics |= self._collector.metrics()
-        for news in self._collector.news():
-            self.progress.note(news)
+        for event in self._collector.events():
+            self.progress.note(event)
         if self.cfg.train.max_refills:
             metrics["reward/sampled_mean"] = float(torch.cat([g.rewards for g in self._collector.sampled]).mean())
         metrics |= self._mismatch.metrics()
@@ -559,7 +553,7 @@ class Run:
     def _evaluate(self) -> Evaluation:
         self.progress.phase("evaluating")
         sampling = Sampling(temperature=0.0, max_new_tokens=self.cfg.sampling.max_new_tokens)
-        evaluation = self.led(lambda: evaluate(self.env, self._engine, self._eval_rows, sampling))
+        evaluation = self._weights.on_rank_zero(lambda: evaluate(self.env, self._engine, self._eval_rows, sampling))
         self._eval_after, self._evaluated_at = evaluation.rewards, self.step
         return evaluation
 
