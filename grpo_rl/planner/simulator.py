@@ -1,8 +1,8 @@
 """The digital twin: the asynchronous loop over simulated engines, in simulated time.
 
 Staleness manager, rollout scheduler and fleet are those of a real run; an engine is a rate at which answers grow, the
-trainer a number of tokens a second. What comes out is how long each side waits, how old answers get, and what that depends on: the split of
-devices, the bound on staleness, the lengths of answers, the deaths of engines.
+trainer a number of tokens a second. What comes out is how long each side waits, how old answers get, and what that
+depends on: the split of devices, the bound on staleness, the lengths of answers, the deaths of engines.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def test_with_vllm_the_engine_sees_the_ids_that_are_trained_on_token_for_token(t
     try:
         env = LLMEnv(Chatty({}, {"prompt": "q"}), tokenizer, 2, 3, max_turns=4)
         # Turns that meet no limit of tokens: the tiny model rarely ends one by itself, so most conversations are cut.
-        groups = SyncCollector(env, engine, Sampling(max_new_tokens=40), total_dialog_turns=6).collect(8)
+        groups = SyncCollector(env, engine, Sampling(max_new_tokens=40), total_dialog_turns=6).collect(3)
         assert not engine._llm.llm_engine.has_unfinished_requests()
     finally:
         engine.close()
