@@ -147,7 +147,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
             rates = measure_rates(policy.model.dtype, policy.device, seconds=2)
             best = rates.best(best) if best else rates
             start = time.perf_counter()
-            groups = collector.collect()
+            groups = collector.collect(work.repeats)
             assert all(group.lengths.eq(work.response).all() for group in groups), "not the same work"
             sampled = time.perf_counter()
             buffer.extend(compute_advantages(groups))

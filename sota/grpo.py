@@ -38,7 +38,7 @@ def grpo(cfg):
         run.attach(policy, optimizer, weights, engine, schedules)  # a resumed run goes back to its checkpoint here
         weights.push()  # the engine now holds, provably, what will be trained
         run.evaluate_before()
-        collector = build.make_collector(cfg, env, engine, run.collected, run.led)
+        collector = build.make_collector(cfg, env, engine, run.collected, weights, ranks)
         for groups in run.steps(collector):
             with run.phase("score"):
                 groups = reference.add_log_probs(groups, cfg.train.micro_batch_tokens) if reference else groups

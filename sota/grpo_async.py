@@ -45,7 +45,7 @@ def train(cfg, folder, site):
         run.attach(policy, optimizer, weights, engine, schedules)
         weights.push()
         run.evaluate_before()
-        collector = run.own(build_async.make_collector(cfg, env, engine, weights.version, run.collected, run.led))
+        collector = run.own(build_async.make_collector(cfg, env, engine, weights, run.collected))
         for groups in run.steps(collector):  # sampling goes on, as far as train.max_staleness allows
             with run.phase("score"):
                 groups = reference.add_log_probs(groups, cfg.train.micro_batch_tokens) if reference else groups
@@ -62,7 +62,6 @@ def train(cfg, folder, site):
                     run.take_step(optimizer)
             with run.phase("sync"):
                 weights.push()  # answers under way go on with the new weights
-                collector.advance()
             run.finish_step(buffer.drain())
         return run.finish(policy.model, tokenizer)
 

@@ -16,8 +16,10 @@ import torch
 from omegaconf import DictConfig
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from grpo_rl.collectors.broadcast import Collector, Led, NoEngine, SharedCollector
-from grpo_rl.collectors.sync import SyncCollector, rewarded_alike
+from grpo_rl.collectors.base import Collector
+from grpo_rl.collectors.broadcast import BroadcastCollector
+from grpo_rl.collectors.groups import has_zero_variance
+from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
@@ -34,6 +36,8 @@ from grpo_rl.policies.policy import Peers, ReferencePolicy, TrainPolicy
 from grpo_rl.settings.devices import Devices, allocate
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.training.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
+from grpo_rl.weights.null import NullTransport
+from grpo_rl.weights.push import WeightSync
 
 if TYPE_CHECKING:
     from grpo_rl.distributed.ranks import Ranks
@@ -116,7 +120,9 @@ def eval_rows(cfg: DictConfig, env: LLMEnv) -> list[dict]:
     return [rows[i] for i in range(wanted)]
 
 
-def make_engine(cfg: DictConfig, model_folder: Path, devices: Devices, ranks: Ranks | None = None) -> Engine | NoEngine:
+def make_engine(
+    cfg: DictConfig, model_folder: Path, devices: Devices, ranks: Ranks | None = None
+) -> Engine | NullTransport:
     """The inference engine of ``inference_model.engine``.
 
     Args:
@@ -125,7 +131,7 @@ def make_engine(cfg: DictConfig, model_folder: Path, devices: Devices, ranks: Ra
     model = cfg.inference_model
     dtype = cfg.train_model.dtype
     if ranks and ranks.rank:
-        return NoEngine(getattr(torch, dtype), takes_adapters=False)
+        return NullTransport(getattr(torch, dtype), takes_adapters=False)
     if model.engine == "transformers":
         from grpo_rl.engines.transformers import TransformersEngine
 
@@ -347,23 +353,21 @@ def _check_reference(folder: Path, model_folder: Path, cfg: DictConfig) -> None:
         )
 
 
-def make_collector(cfg: DictConfig, env: LLMEnv, engine: Sampler, collected: int, led: Led | None = None) -> Collector:
-    """The collector of the run, which has ``collected`` answers already.
-
-    Args:
-        led: how other ranks get what rank 0 collects.
-    """
+def make_collector(
+    cfg: DictConfig, env: LLMEnv, engine: Sampler, collected: int, weights: WeightSync, ranks: Ranks | None = None
+) -> Collector:
+    """The collector of the run, which has ``collected`` responses already."""
     train = cfg.train
     collector = SyncCollector(
-        env, engine, make_sampling(cfg), train.total_dialog_turns, collected, train.max_refills, make_alike(cfg)
+        env, engine, make_sampling(cfg), train.total_dialog_turns, collected, train.max_refills, make_has_no_signal(cfg)
     )
-    return SharedCollector(collector, led, env.repeats, collected) if led and led.ranks else collector
+    return BroadcastCollector(collector, weights.on_rank_zero, collected) if ranks else collector
 
 
-def make_alike(cfg: DictConfig) -> Callable[[Group], bool]:
-    """Which groups are rewarded alike, by rewards as they become advantages."""
+def make_has_no_signal(cfg: DictConfig) -> Callable[[Group], bool]:
+    """Which groups have zero variance, by rewards as they become advantages."""
     clip = math.inf if cfg.train.reward_clip is None else cfg.train.reward_clip
-    return functools.partial(rewarded_alike, clip=clip, by_part=cfg.loss.advantage == "multi_reward")
+    return functools.partial(has_zero_variance, clip=clip, by_part=cfg.loss.advantage == "multi_reward")
 
 
 def make_optimizer(cfg: DictConfig, policy: TrainPolicy, ranks: Ranks | None = None) -> PolicyOptimizer:

@@ -27,14 +27,17 @@ from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember, LoopThread
 from grpo_rl.cluster.nodes import Place, check_nodes, cluster, nodes, places, this_address
 from grpo_rl.cluster.trainer_actors import Meeting, run_trainers
-from grpo_rl.collectors.asynchronous import OverlappedCollector
-from grpo_rl.collectors.broadcast import Collector, Led, NoEngine, SharedCollector
+from grpo_rl.collectors.asynchronous import AsyncCollector
+from grpo_rl.collectors.base import Collector
+from grpo_rl.collectors.broadcast import BroadcastCollector
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import AsyncEngine
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.policies.loading import check_model, skeleton, target_names
 from grpo_rl.run.folder import RunIsOver
 from grpo_rl.settings.devices import Devices, allocate
+from grpo_rl.weights.null import NullTransport
+from grpo_rl.weights.push import WeightSync
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
 from grpo_rl.weights.transport import Controlled, NativeTransport
 
@@ -187,7 +190,9 @@ def make_ranks(cfg: DictConfig, site: Site) -> Ranks | None:
     return Ranks.join(train.parallel, device, meeting.rank, meeting.size, store, timeout_s, **placement)
 
 
-def make_engine(cfg: DictConfig, model_folder: Path, site: Site, ranks: Ranks | None = None) -> FleetEngine | NoEngine:
+def make_engine(
+    cfg: DictConfig, model_folder: Path, site: Site, ranks: Ranks | None = None
+) -> FleetEngine | NullTransport:
     """The engines of the plan, each in an actor of its own, as one.
 
     Args:
@@ -196,7 +201,7 @@ def make_engine(cfg: DictConfig, model_folder: Path, site: Site, ranks: Ranks | 
     lora, dtype = build.make_lora(cfg), cfg.train_model.dtype
     beside = bool(lora.rank) and lora.push == "adapter"
     if ranks and ranks.rank:
-        return NoEngine(getattr(torch, dtype), takes_adapters=beside)
+        return NullTransport(getattr(torch, dtype), takes_adapters=beside)
     model, on_gpu = cfg.inference_model, site.devices.inference[0].type == "cuda"
     settings = {
         "tensor_parallel_size": site.devices.tensor_parallel_size,
@@ -303,25 +308,25 @@ def check_transfer(cfg: DictConfig, devices: Devices) -> str:
 
 
 def make_collector(
-    cfg: DictConfig, env: LLMEnv, engine: FleetEngine | NoEngine, version: int, collected: int, led: Led
+    cfg: DictConfig, env: LLMEnv, engine: FleetEngine | NullTransport, weights: WeightSync, collected: int
 ) -> Collector:
     """The collector of the run, which samples while others train.
 
     Args:
-        version: of the weights that are trained first.
-        collected: answers that the run has already.
-        led: how other ranks wait for rank 0.
+        weights: says when a step is over, and how other ranks wait for rank zero.
+        collected: responses that the run has already.
     """
     train, mine = cfg.train, None
-    if isinstance(engine, FleetEngine):
-        mine = OverlappedCollector(
+    if not isinstance(engine, NullTransport):
+        mine = AsyncCollector(
             env,
             engine,
             build.make_sampling(cfg),
             train.total_dialog_turns,
+            weights,
             train.max_staleness,
-            version,
-            drops_alike=train.max_refills > 0,
-            alike=build.make_alike(cfg),
+            collected,
+            drops_zero_variance=train.max_refills > 0,
+            has_no_signal=build.make_has_no_signal(cfg),
         )
-    return SharedCollector(mine, led, env.repeats, collected)
+    return BroadcastCollector(mine, weights.on_rank_zero, collected)

@@ -111,10 +111,8 @@ def _private_folder() -> Iterator[str]:
     keep = False
     try:
         yield os.path.join(outer, "ray")
-    except Exception as error:
-        from grpo_rl.run.folder import RunIsOver  # here: most who import this module need no torch
-
-        keep = not isinstance(error, RunIsOver)  # Ray's logs may hold the cause
+    except Exception:
+        keep = True  # Ray's logs may hold the cause
         raise
     finally:
         if not keep:

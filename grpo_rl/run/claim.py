@@ -23,7 +23,7 @@ from grpo_rl.training.checkpoint import CHECKPOINTS
 MODEL = "model"
 
 
-class RunIsOver(Exception):
+class RunIsOver(SystemExit):
     """The run to go on with has nothing left to do, and has said so."""
 
 

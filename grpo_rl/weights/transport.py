@@ -45,6 +45,9 @@ class Transport(Protocol):
 
     takes_adapters: bool
 
+    on_new_engine: Callable[[], None] | None
+    """Is called, by the thread that trains, where an engine joins that holds no weights: it sends them."""
+
     def fingerprint(self, name: str, tensor: Tensor) -> int:
         """What :meth:`send` says of an engine that holds this tensor."""
         ...
@@ -66,19 +69,21 @@ class Transport(Protocol):
         """
         ...
 
-    def paused(self, newcomers: bool = False) -> AbstractContextManager[bool]:
+    def paused(self, only_new: bool = False) -> AbstractContextManager[bool]:
         """A context in which no engine samples. An error in it leaves them paused: what they hold is not proven.
 
-        It says whether some engine has been sent nothing yet, and lacks what does not change.
+        It says whether some engine is new: it has been sent nothing yet, and lacks what does not change.
 
         Args:
-            newcomers: only those engines are sent to.
+            only_new: weights are sent to those engines alone.
         """
         ...
 
 
 class InProcess:
     """An engine in this process, which is handed the tensors themselves."""
+
+    on_new_engine: Callable[[], None] | None = None
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._is_new = engine, True
@@ -102,8 +107,8 @@ class InProcess:
         return {"the engine": Held(self._engine.version, self._engine.fingerprints(shapes))}
 
     @contextmanager
-    def paused(self, newcomers: bool = False) -> Iterator[bool]:
-        """Nothing to pause: it samples when it is called. One that sleeps is woken."""
+    def paused(self, only_new: bool = False) -> Iterator[bool]:
+        """Pauses nothing: the engine samples when it is called. One that sleeps is woken."""
         self._engine.wake()
         yield self._is_new
         self._is_new = False
@@ -154,6 +159,7 @@ class Controlled(ABC):
         ((self.dtype, self.takes_adapters, self.proves_bytes),) = kinds
         self.engines: list[EngineControl] = list(engines)
         self.deadline_s = deadline_s
+        self.on_new_engine: Callable[[], None] | None = None
         self.on_lost: Callable[[EngineControl, EngineDeadError], None] | None = None
         """Is told of an engine that died, in the place of an error: the others get what is sent all the same."""
         self._served: list[EngineControl] = []
@@ -228,10 +234,10 @@ class Controlled(ABC):
         return {name: Held(versions[name], prints[name]) for name in prints.keys() & versions.keys()}
 
     @contextmanager
-    def paused(self, newcomers: bool = False) -> Iterator[bool]:
+    def paused(self, only_new: bool = False) -> Iterator[bool]:
         """See :meth:`Transport.paused`."""
         everyone, self._gone = self.engines, set()
-        self.engines = [engine for engine in everyone if not newcomers or engine not in self._served]
+        self.engines = [engine for engine in everyone if not only_new or engine not in self._served]
         try:
             self.call("pause", what="a pause for new weights")
             yield any(engine not in self._served for engine in self.engines)
