@@ -46,7 +46,7 @@ class RunDiagnosis:
             parts.weights,
             parts.engine,
             self.sampling,
-            parts.micro_batching["max_tokens"],
+            parts.micro_batching.max_tokens,
             self._describe,
             parts.env.tokenizer.decode,
         )

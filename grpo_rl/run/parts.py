@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.collectors.base import Collector
 from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.mismatch import Mismatch
@@ -31,8 +32,7 @@ class Parts:
     Args:
         reference: None where no KL term reads it.
         sampling: how training responses are sampled.
-        micro_batching: how an optimizer step's groups are split and weighed, see
-            `grpo_rl.training.micro_batches.scored_micro_batches`.
+        micro_batching: how an optimizer step's groups are split and weighted.
         needs_old_log_probs: whether the policy scores each collection before it trains on it.
     """
 
@@ -49,7 +49,7 @@ class Parts:
     compute_advantages: AdvantageEstimator
     buffer: GroupBuffer
     mismatch: Mismatch
-    micro_batching: dict[str, Any]
+    micro_batching: MicroBatching
     needs_old_log_probs: bool
 
     def begin(self, state: Mapping[str, Any] | None, seed: int) -> None:
@@ -66,8 +66,7 @@ class Parts:
         self.weights.check_base(state["base"])  # a checkpoint of adapters does not hold what they were trained on
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedules.restore(state["schedules"])
-        # The push that follows gives the version that the checkpointed run went on with.
-        self.weights.restore(state["version"] - 1)
+        self.weights.restore(state["version"])
         checkpoint.set_rng_state(state["rng"])
         self._collected = state["collector"]
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from grpo_rl.data.group import Group, groups_to_score
+from grpo_rl.data.batching import groups_to_score
+from grpo_rl.data.group import Group
 from grpo_rl.monitor.metrics import reward_metrics
 from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.run.parts import Parts
@@ -35,7 +36,7 @@ class StepMetrics:
             | {"policy_version": sampled_under, "optimizer/skipped_steps": parts.optimizer.bad_steps}
         )
         batching = parts.micro_batching
-        scored = groups_to_score(groups, batching["skip_zero_advantage"], batching["mask_truncated"])
+        scored = groups_to_score(groups, batching.skip_zero_advantage, batching.mask_truncated)
         metrics["train/skipped_groups"] = len(groups) - len(scored)
         # Of the whole run so far, held-out responses too: rare as they are, a step's own would hardly ever show.
         failed, _ = parts.env.guard.failures()
