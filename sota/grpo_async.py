@@ -10,7 +10,7 @@ import grpo_rl.cluster.token  # noqa: F401, has Ray ask for a token; before torc
 # isort: split
 from hydra.core.hydra_config import HydraConfig
 
-from grpo_rl.build.run import async_run
+from grpo_rl.build.asynchronous import async_run
 from grpo_rl.build.site import make_site
 from grpo_rl.settings.config import main
 from grpo_rl.training.micro_batches import scored_micro_batches

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from grpo_rl.build.site import Site
 from grpo_rl.build.sync import make_has_no_signal
+from grpo_rl.build.transfer import check_transfer, make_transport
 from grpo_rl.cluster.engine_actors import launch
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember, LoopThread
@@ -22,17 +23,12 @@ from grpo_rl.collectors.broadcast import BroadcastCollector
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import AsyncEngine, Sampling
 from grpo_rl.envs.base import LLMEnv
-from grpo_rl.policies.loading import skeleton, target_names
+from grpo_rl.policies.hub import resolve_model
+from grpo_rl.policies.loading import target_names
 from grpo_rl.settings.derived import adapters
-from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.weights.null import NullTransport
 from grpo_rl.weights.push import WeightSync
-from grpo_rl.weights.shared_memory import SharedMemoryTransport
-from grpo_rl.weights.transport import Controlled, NativeTransport
-
-if TYPE_CHECKING:
-    from grpo_rl.build.site import Site
 
 
 def make_engine(
@@ -104,8 +100,6 @@ def start_vllm(model: str, max_model_len: int, cpus: int, on_loopback: bool, **s
     Args:
         on_loopback: its processes listen for one another on the loopback interface alone.
     """
-    from grpo_rl.policies.hub import resolve_model
-
     if on_loopback:
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise the one that the machine's name leads to
@@ -115,38 +109,6 @@ def start_vllm(model: str, max_model_len: int, cpus: int, on_loopback: bool, **s
     os.environ.setdefault("TQDM_DISABLE", "1")
     module = importlib.import_module("grpo_rl.engines.vllm.asynchronous")
     return module.AsyncVLLMEngine(resolve_model(model), max_model_len, **settings)
-
-
-def make_transport(settings: Settings, model_folder: Path, devices: Devices, engines: Sequence[FleetMember]) -> Controlled:
-    """What brings weights to the engines: through shared memory on a CPU, over NCCL between GPUs."""
-    model = settings.inference_model
-    if check_transfer(settings, devices) == "shared_memory":
-        return SharedMemoryTransport(engines, deadline_s=model.deadline_s)
-    shapes = {name: weight.shape for name, weight in skeleton(model_folder).named_parameters()}
-    return NativeTransport(
-        engines, "nccl", shapes, model.deadline_s, devices.tensor_parallel_size, this_address(), devices.train[0]
-    )
-
-
-def check_transfer(settings: Settings, devices: Devices) -> str:
-    """How weights travel.
-
-    Raises:
-        ValueError: NCCL can't carry what the settings would send.
-    """
-    on_gpu, lora = devices.inference[0].type == "cuda", settings.train_model.lora
-    transfer = settings.inference_model.transfer or ("nccl" if on_gpu else "shared_memory")
-    refused = {
-        "train_model.lora.push=adapter": bool(lora.rank) and lora.push == "adapter",
-        "train_model.cpu_offload=true": settings.train_model.cpu_offload,
-    }
-    if transfer == "nccl" and (not on_gpu or (chosen := [name for name, is_set in refused.items() if is_set])):
-        what = f"{chosen[0]} with" if on_gpu else "no GPU is there for"
-        raise ValueError(
-            f"{what} inference_model.transfer={settings.inference_model.transfer}, which sends whole merged weights from "
-            "GPU to GPU by nccl; use inference_model.transfer=shared_memory, or leave the setting out"
-        )
-    return transfer
 
 
 def make_collector(

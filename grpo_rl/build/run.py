@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.build import asynchronous, devices, site, sync, training
+from grpo_rl.build import devices, sync, training
 from grpo_rl.build.environment import eval_rows, make_env
 from grpo_rl.collectors.base import Collector
 from grpo_rl.diagnosis.mismatch import Mismatch
@@ -46,7 +46,7 @@ def sync_run(settings: Settings, folder: str | Path) -> Iterator[Run]:
     """
     model = resolve_model(settings.model.name)
     plan = devices.plan_devices(settings, model)
-    with _run(
+    with build_run(
         settings,
         folder,
         model,
@@ -59,23 +59,7 @@ def sync_run(settings: Settings, folder: str | Path) -> Iterator[Run]:
 
 
 @contextmanager
-def async_run(settings: Settings, folder: str | Path, where: site.Site) -> Iterator[Run]:
-    """A run whose engines sample while it trains; see :func:`sync_run`."""
-    model = resolve_model(settings.model.name)
-    with _run(
-        settings,
-        folder,
-        model,
-        where.devices,
-        lambda: site.make_ranks(settings, where),
-        lambda ranks: asynchronous.make_engine(settings, model, where, ranks),
-        lambda *parts: asynchronous.make_collector(settings, *parts),
-    ) as run:
-        yield run
-
-
-@contextmanager
-def _run(
+def build_run(
     settings: Settings,
     own_folder: str | Path,
     model: Path,
@@ -84,6 +68,15 @@ def _run(
     make_engine: Callable[[Ranks | None], Any],
     make_collector: Callable[[LLMEnv, Any, WeightSync, int], Collector],
 ) -> Iterator[Run]:
+    """A run of the parts that all settings have and those that the arguments make.
+
+    Args:
+        own_folder: of a new run.
+        model: folder of the model that training begins with.
+        plan: which devices do what.
+        make_engine: from the ranks; of which rank zero has the engine, and others what stands in for it.
+        make_collector: from environment, engine, weights and the number of responses collected before.
+    """
     # What can be wrong with data and settings is found before the folder is taken and a model is loaded.
     tokenizer = load_tokenizer(model, settings.model.chat_template)
     env = make_env(settings, tokenizer)

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from grpo_rl.build import devices as build
-from grpo_rl.build.asynchronous import check_transfer
+from grpo_rl.build.transfer import check_transfer
 from grpo_rl.cluster.nodes import Place, check_nodes, cluster, nodes, places, this_address
 from grpo_rl.cluster.trainer_actors import Meeting, run_trainers
 from grpo_rl.distributed.ranks import Ranks

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.causes import DiagnosisContext
-from grpo_rl.diagnosis.nonfinite import locate_nonfinite
 from grpo_rl.diagnosis.mismatch import MismatchError
+from grpo_rl.diagnosis.nonfinite import locate_nonfinite
 from grpo_rl.engines.base import Sampling
 from grpo_rl.monitor.completions import printable
 from grpo_rl.run.parts import Parts
