@@ -57,7 +57,9 @@ def make_engine(
     }
 
     # An actor has a working directory of its own; what is no folder here is fetched where the engine is.
-    name_or_path = str(Path(settings.model.name).resolve()) if Path(settings.model.name).is_dir() else settings.model.name
+    name_or_path = settings.model.name
+    if Path(name_or_path).is_dir():
+        name_or_path = str(Path(name_or_path).resolve())
 
     async def start(number: int) -> FleetMember:
         name, seed = f"engine {number}", settings.train.seed + number

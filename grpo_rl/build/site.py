@@ -97,17 +97,18 @@ def make_site(settings: Settings) -> Iterator[Site]:
     world, parallel = int(os.environ.get("WORLD_SIZE", 1)), settings.train_model.parallel
     if world > 1 and (parallel is None or settings.ray.address):
         raise ValueError(
-            f"torchrun started {world} processes with train_model.parallel={parallel} ray.address={settings.ray.address}; "
-            "set train_model.parallel=fsdp (or ddp), or start the script by itself: on a cluster trainers are actors"
+            f"torchrun started {world} processes with train_model.parallel={parallel} and "
+            f"ray.address={settings.ray.address}; set train_model.parallel=fsdp (or ddp), or start the script by itself: on a cluster trainers are actors"
         )
     if (settings.train_model.num_devices or 1) > 1 and parallel is None:
         raise ValueError(
-            f"train_model.num_devices={settings.train_model.num_devices} with train_model.parallel=null; set it to fsdp, or "
-            "to ddp"
+            f"train_model.num_devices={settings.train_model.num_devices} with train_model.parallel=null; set it to "
+            "fsdp, or to ddp"
         )
     if (address := settings.ray.address) is None:
         first = int(os.environ.get("RANK", 0)) == 0
-        devices = allocate(settings, "async", num_attention_heads=heads, cores=len(os.sched_getaffinity(0)), world=world)
+        cores = len(os.sched_getaffinity(0))
+        devices = allocate(settings, "async", num_attention_heads=heads, cores=cores, world=world)
         if parallel and world != len(devices.train):
             raise ValueError(
                 f"{len(devices.train)} devices train with train_model.parallel={parallel}, in {world} process; start "
@@ -125,14 +126,14 @@ def make_site(settings: Settings) -> Iterator[Site]:
         return
     if settings.ref_model.num_devices is not None:
         raise ValueError(
-            f"ref_model.num_devices={settings.ref_model.num_devices} with ray.address: on a cluster each trainer scores the "
-            "reference on its own device; leave it null"
+            f"ref_model.num_devices={settings.ref_model.num_devices} with ray.address: on a cluster each trainer scores "
+            "the reference on its own device; leave it null"
         )
     with cluster(address):
         check_nodes(settings.ray.nodes or 1)
         total = {name: sum(node.resources.get(name, 0) for node in nodes()) for name in ("CPU", "GPU")}
         devices = allocate(
-            cfg,
+            settings,
             "async",
             visible=int(total["GPU"]),
             num_attention_heads=heads,

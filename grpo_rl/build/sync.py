@@ -66,14 +66,21 @@ def make_engine(
 
 
 def make_collector(
-    settings: Settings, env: LLMEnv, engine: Sampler, collected: int, weights: WeightSync, ranks: Ranks | None = None
+    settings: Settings, env: LLMEnv, engine: Sampler | NullTransport, weights: WeightSync, collected: int
 ) -> Collector:
     """The collector of the run, which has ``collected`` responses already."""
-    train = settings.train
-    collector = SyncCollector(
-        env, engine, Sampling(**settings.sampling), train.total_dialog_turns, collected, train.max_refills, make_has_no_signal(settings)
-    )
-    return BroadcastCollector(collector, weights.on_rank_zero, collected) if ranks else collector
+    train, own = settings.train, None
+    if not isinstance(engine, NullTransport):
+        own = SyncCollector(
+            env,
+            engine,
+            Sampling(**settings.sampling),
+            train.total_dialog_turns,
+            collected,
+            train.max_refills,
+            make_has_no_signal(settings),
+        )
+    return BroadcastCollector(own, weights.on_rank_zero, collected)
 
 
 def make_has_no_signal(settings: Settings) -> Callable[[Group], bool]:

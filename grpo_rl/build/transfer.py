@@ -14,7 +14,9 @@ from grpo_rl.weights.shared_memory import SharedMemoryTransport
 from grpo_rl.weights.transport import Controlled, NativeTransport
 
 
-def make_transport(settings: Settings, model_folder: Path, devices: Devices, engines: Sequence[FleetMember]) -> Controlled:
+def make_transport(
+    settings: Settings, model_folder: Path, devices: Devices, engines: Sequence[FleetMember]
+) -> Controlled:
     """What brings weights to the engines: through shared memory on a CPU, over NCCL between GPUs."""
     model = settings.inference_model
     if check_transfer(settings, devices) == "shared_memory":
@@ -40,7 +42,7 @@ def check_transfer(settings: Settings, devices: Devices) -> str:
     if transfer == "nccl" and (not on_gpu or (chosen := [name for name, is_set in refused.items() if is_set])):
         what = f"{chosen[0]} with" if on_gpu else "no GPU is there for"
         raise ValueError(
-            f"{what} inference_model.transfer={settings.inference_model.transfer}, which sends whole merged weights from "
-            "GPU to GPU by nccl; use inference_model.transfer=shared_memory, or leave the setting out"
+            f"{what} inference_model.transfer={settings.inference_model.transfer}, which sends whole merged weights "
+            "from GPU to GPU by nccl; use inference_model.transfer=shared_memory, or leave the setting out"
         )
     return transfer

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_rl.engines.base import ADAPTER_NAME, a_core_left
+from grpo_rl.engines.base import ADAPTER_NAME
+from grpo_rl.engines.shared_memory import MEMORY_NAME, one_thread_less
 from grpo_rl.weights.transport import Controlled, EngineControl, Held
 
-MEMORY_NAME = "grpo_rl weights"
 ALIGNMENT = 64
 """Bytes; a cache line."""
 HEADER_BYTES = 16
@@ -72,7 +72,7 @@ class SharedMemoryTransport(Controlled):
         self.sent_bytes = 0
         self.start_weight_update()
         try:
-            with a_core_left():
+            with one_thread_less():
                 self._send_buckets(weights, version, shapes)
             self.finish_weight_update(str(version))
         except BaseException:

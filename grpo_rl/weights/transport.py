@@ -17,8 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from grpo_rl.engines.base import ADAPTER_NAME, AsyncEngine, Engine, EngineDeadError, digest
-from grpo_rl.engines.fingerprint import fingerprint
+from grpo_rl.engines.base import ADAPTER_NAME, AsyncEngine, Engine, EngineDeadError
+from grpo_rl.engines.fingerprint import digest, fingerprint
 
 READ_AT_ONCE = 16
 """Tensors that an engine is asked to read back in one call, while it samples nothing."""
@@ -90,8 +90,8 @@ class InProcess:
         self.dtype, self.takes_adapters = engine.dtype, engine.takes_adapters
 
     def fingerprint(self, name: str, tensor: Tensor) -> int:
-        """See :meth:`Transport.fingerprint`."""
-        return fingerprint(tensor)
+        """See :meth:`Transport.fingerprint`; the first push is read back by products, as :meth:`held` does."""
+        return _expected(name, tensor, self._engine.proves_bytes and not self._is_new)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
         """See :meth:`Transport.send`."""
@@ -100,11 +100,11 @@ class InProcess:
         self._engine.update_weights(seen, version)
         for _ in seen:
             pass  # an engine that stopped early lacks what is left
-        return self.held(shapes)
+        return {"the engine": Held(self._engine.version, self._engine.fingerprints(shapes, self._is_new))}
 
     def held(self, shapes: Mapping[str, torch.Size]) -> dict[str, Held]:
         """See :meth:`Transport.held`."""
-        return {"the engine": Held(self._engine.version, self._engine.fingerprints(shapes))}
+        return {"the engine": Held(self._engine.version, self._engine.fingerprints(shapes, True))}
 
     @contextmanager
     def paused(self, only_new: bool = False) -> Iterator[bool]:
@@ -167,7 +167,7 @@ class Controlled(ABC):
 
     def fingerprint(self, name: str, tensor: Tensor) -> int:
         """See :meth:`Transport.fingerprint`."""
-        return digest(tensor) if self.proves_bytes and not ADAPTER_NAME.fullmatch(name) else fingerprint(tensor)
+        return _expected(name, tensor, self.proves_bytes)
 
     def submit(self, method: str, *args: Any) -> dict[str, Future[Any]]:
         """The calls, under way, by the engines' names."""
@@ -370,6 +370,11 @@ class NativeTransport(Controlled):
         """Ends the connection."""
         if self._trainer:
             self._trainer.shutdown()
+
+
+def _expected(name: str, tensor: Tensor, proves_bytes: bool) -> int:
+    """Digest or fingerprint of a tensor, whichever an engine that holds it gives."""
+    return digest(tensor) if proves_bytes and not ADAPTER_NAME.fullmatch(name) else fingerprint(tensor)
 
 
 def _noting_shapes(

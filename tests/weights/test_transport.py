@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_rl.engines.base import EngineDeadError, digest
-from grpo_rl.engines.fingerprint import fingerprint
+from grpo_rl.engines.base import EngineDeadError
+from grpo_rl.engines.fingerprint import digest, fingerprint
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights import shared_memory
@@ -203,11 +203,11 @@ class Keeps(Reads):
         self.kept = {}
 
     def update_weights(self, bucket):
-        from grpo_rl.engines.vllm.shared_transfer import _parts
+        from grpo_rl.engines.shared_memory import parts
 
         assert bucket["keep"]
         memory = torch.from_file(bucket["path"], shared=True, size=bucket["size"], dtype=torch.uint8)
-        for part in _parts(memory, bucket["tensors"], self.kept, keep=True):
+        for part in parts(memory, bucket["tensors"], self.kept, keep=True):
             if part.is_last:
                 self.engine.weights[part.name] = self.kept[part.name].view(part.shape)
 
@@ -272,7 +272,7 @@ def test_what_a_push_is_told_and_what_is_read_back_are_two_things(model, monkeyp
 
 
 class Receives:
-    """The receiving end as a worker has it, on the direct road to nowhere."""
+    """The receiving end as a worker has it, which loads into nothing."""
 
     def __init__(self):
         pytest.importorskip("vllm")
@@ -280,10 +280,7 @@ class Receives:
 
         config = SimpleNamespace(parallel_config=None, model_config=None)
         self.end = SharedMemoryEngine(None, config, torch.device("cpu"), torch.nn.Linear(2, 2))
-        place = SimpleNamespace(write=lambda first, values: None)
-        self.end._places = SimpleNamespace(
-            get=lambda name: place, still_hold=lambda: True, written_wrong=lambda names: []
-        )
+        self.end._load = lambda weights: None
         self.memory = SharedMemory(1 << 12)
 
     def update(self, tensors, names):
@@ -315,7 +312,7 @@ def test_an_update_of_everything_and_one_of_nothing_are_whole():
 @pytest.mark.filterwarnings("error")
 def test_an_engine_reads_the_trainers_memory_and_nothing_else(tmp_path):
     pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm.shared_transfer import trainers_memory
+    from grpo_rl.engines.shared_memory import trainers_memory
 
     memory = SharedMemory(1 << 12)
     theirs = trainers_memory(memory.path, memory.size)
@@ -416,17 +413,13 @@ def version_of(served):
     return served.submit("weight_version").result(20)
 
 
-@pytest.fixture(params=["direct", "vLLM's own"])
-def road(request, served, folder):
-    """The road that the next push takes."""
+@pytest.fixture
+def pushed(served, folder):
+    """A push that went well, and an engine that goes on."""
     transport = SharedMemoryTransport([served], deadline_s=20.0)
     served.submit("resume").result(20)
-    WeightSync(moved(folder, 9), transport, version_of(served)).push()  # after it places are known
+    WeightSync(moved(folder, 9), transport, version_of(served)).push()
     transport.close()
-    if request.param != "direct":
-        core = served._engine._core  # vLLM packs the head anew: what was known of its place is of no use any more
-        future = asyncio.run_coroutine_threadsafe(core.collective_rpc("receive_weights", args=([],)), served._loop)
-        future.result(20)
 
 
 @pytest.mark.slow
@@ -441,7 +434,7 @@ def test_vllm_holds_what_was_sent_through_buckets_that_cut_its_layers(served, fo
 
 
 @pytest.mark.slow
-def test_vllm_holds_what_changes_make_of_what_it_held(served, folder, road):
+def test_vllm_holds_what_changes_make_of_what_it_held(served, folder, pushed):
     transport = SharedMemoryTransport([served], 1 << 16, deadline_s=20.0, changes_only=True)
     model = moved(folder, 7)
     sync = WeightSync(model, transport, version_of(served))
@@ -456,7 +449,7 @@ def test_vllm_holds_what_changes_make_of_what_it_held(served, folder, road):
 
 
 @pytest.mark.slow
-def test_a_corrupted_byte_is_found_on_that_push_and_the_tensor_named(served, folder, road):
+def test_a_corrupted_byte_is_found_on_that_push_and_the_tensor_named(served, folder, pushed):
     def flip(memory, bucket):
         for name, _, _, start, *_ in bucket["tensors"]:
             if name == BIASED:
@@ -469,7 +462,7 @@ def test_a_corrupted_byte_is_found_on_that_push_and_the_tensor_named(served, fol
 
 
 @pytest.mark.slow
-def test_a_missing_tensor_is_found_on_that_push_and_named(served, folder, road):
+def test_a_missing_tensor_is_found_on_that_push_and_named(served, folder, pushed):
     def lose(memory, bucket):
         bucket["tensors"] = [entry for entry in bucket["tensors"] if entry[0] != BIASED]
 
@@ -483,7 +476,7 @@ def test_a_missing_tensor_is_found_on_that_push_and_named(served, folder, road):
 
 
 @pytest.mark.slow
-def test_a_part_of_a_tensor_that_is_missing_is_found_on_that_push_and_named(served, folder, road):
+def test_a_part_of_a_tensor_that_is_missing_is_found_on_that_push_and_named(served, folder, pushed):
     table = "model.embed_tokens.weight"
 
     def lose(memory, bucket):
@@ -497,7 +490,7 @@ def test_a_part_of_a_tensor_that_is_missing_is_found_on_that_push_and_named(serv
 
 
 @pytest.mark.slow
-def test_a_bucket_of_another_version_is_found_on_that_push_and_named(served, folder, road):
+def test_a_bucket_of_another_version_is_found_on_that_push_and_named(served, folder, pushed):
     def late(memory, bucket):
         memory.write(bucket["start"], torch.tensor([bucket["version"] - 1, bucket["number"]]))
 
