@@ -16,6 +16,8 @@ import torch
 from omegaconf import DictConfig
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from grpo_rl.build.environment import eval_rows as eval_rows
+from grpo_rl.build.environment import make_env as make_env
 from grpo_rl.collectors.broadcast import Collector, Led, NoEngine, SharedCollector
 from grpo_rl.collectors.sync import SyncCollector, rewarded_alike
 from grpo_rl.data.buffer import GroupBuffer
@@ -23,6 +25,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.distributed.sharded_checkpoint import agreed
 from grpo_rl.engines.base import Engine, Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.registry import TASKS as ENVS  # noqa: F401 - for settings/config.py
 from grpo_rl.envs.task import check_weights
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.hub import check_finite, resolve_model, weight_files
@@ -35,21 +38,6 @@ from grpo_rl.training.schedules import AdaptiveKL, GroupSizes, RefreshRule, Sche
 if TYPE_CHECKING:
     from grpo_rl.distributed.ranks import Ranks
 
-ENVS = {
-    "gsm8k": ("gsm8k", "GSM8KEnv"),
-    "ifeval": ("ifeval", "IFEvalEnv"),
-    "math": ("math", "MathEnv"),
-    "countdown": ("countdown", "CountdownEnv"),
-    "calculator": ("calculator", "CalculatorEnv"),
-    "search_qa": ("search_qa", "SearchQAEnv"),
-    "prompt_response": ("prompt_response", "PromptResponseEnv"),
-}
-"""Module under grpo_rl.envs and class of each ``env.dataset``; a module is imported when it is asked for."""
-ROW_SETTINGS = ("held_out", "puzzles")
-"""What ``load_rows`` of some tasks takes beside path and split."""
-GENERATED = ("arithmetic",)
-"""Values of ``env.path`` that are no files, but have a split for training and one held out."""
-
 
 def make_tokenizer(model_folder: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a chat template in the place of its own where one is given."""
@@ -57,60 +45,6 @@ def make_tokenizer(model_folder: Path, chat_template: str | None = None) -> PreT
     if chat_template:
         tokenizer.chat_template = chat_template
     return tokenizer
-
-
-def make_env(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
-    """The environment of ``env.dataset``, its prompts checked against the context.
-
-    Raises:
-        ValueError: the data can't be found or read, or a prompt is too long and ``env.long_prompt`` is ``error``.
-    """
-    settings = {name: cfg.env[name] for name in cfg.env if name not in ("dataset", "eval_path")}
-    env = _env_class(cfg)(
-        tokenizer=tokenizer,
-        split="train",
-        max_prompt_tokens=cfg.inference_model.max_model_len - cfg.sampling.max_new_tokens,
-        seed=cfg.train.seed,
-        **settings,
-    )
-    env.check_prompts()
-    return env
-
-
-def _env_class(cfg: DictConfig) -> type[LLMEnv]:
-    module, name = ENVS[cfg.env.dataset]
-    return getattr(importlib.import_module(f"grpo_rl.envs.{module}"), name)
-
-
-def eval_rows(cfg: DictConfig, env: LLMEnv) -> list[dict]:
-    """The first ``evaluate.rows`` held-out rows; none where none are asked for.
-
-    Raises:
-        ValueError: fewer rows are there, one is too long, or the data can't be found: a local ``env.path`` needs
-            ``env.eval_path``.
-    """
-    wanted = cfg.evaluate.rows
-    if not wanted:
-        return []
-    path = cfg.env.eval_path
-    if path is None and cfg.env.path:
-        if not cfg.env.get("held_out") and cfg.env.path not in GENERATED:
-            raise ValueError(f"evaluate.rows={wanted} needs env.eval_path beside env.path={cfg.env.path}")
-        path = cfg.env.path  # which has a held-out part
-    module = importlib.import_module(f"grpo_rl.envs.{ENVS[cfg.env.dataset][0]}")
-    settings = {name: cfg.env[name] for name in ROW_SETTINGS if name in cfg.env}
-    puzzles = settings.pop("puzzles", None) or {}
-    rows = module.load_rows(path, "test", **settings, **puzzles)
-    if len(rows) < wanted:
-        raise ValueError(f"evaluate.rows={wanted}, but the held-out data has {len(rows)} rows")
-    for i in range(wanted):
-        row = rows[i]
-        if (tokens := len(env.encode(row))) > env.max_prompt_tokens:
-            raise ValueError(
-                f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; raise "
-                "inference_model.max_model_len or lower evaluate.rows"
-            )
-    return [rows[i] for i in range(wanted)]
 
 
 def make_engine(cfg: DictConfig, model_folder: Path, devices: Devices, ranks: Ranks | None = None) -> Engine | NoEngine:
