@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 from grpo_rl.envs.rewards.registry import Part, read_parts
-from grpo_rl.envs.task import Messages, Reward, Task, last_said, plays_turns
+from grpo_rl.envs.task import Messages, Reward, Task, last_said, plays_turns, raised
 
 if TYPE_CHECKING:  # processes that call reward functions need not wait for it
     from transformers import PreTrainedTokenizerBase
@@ -78,7 +78,7 @@ class WithRewards(Task):
         >>> task.score({"question": "3 + 4?", "answer": "#### 7"}, "It's 7").parts
         {'correctness': 2.0, 'reasoning_format': 0.0, 'answer_format': 0.0, 'cosine': 1.345...}
         """
-        return _raised(self.score_many([row], [response])[0])
+        return raised(self.score_many([row], [response])[0])
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
         """The reward of each answer; neighbours with the same row are the answers to one prompt."""
@@ -154,7 +154,7 @@ class WithRewardsInTurns(WithRewards):
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
         """The task's reward of the conversation, and the added ones of its last message."""
         own = self.task.score_dialog(row, messages)
-        return _raised(self._extended([row], [last_said(messages)], [own])[0])
+        return raised(self._extended([row], [last_said(messages)], [own])[0])
 
 
 def with_rewards(task: Task, rewards: Mapping[str, Any] | None, count_tokens: CountTokens | None = None) -> Task:
@@ -180,9 +180,3 @@ def _counts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[in
 def _groups(rows: Sequence[dict]) -> Iterator[list[int]]:
     for _, group in groupby(range(len(rows)), key=lambda at: rows[at]):
         yield list(group)
-
-
-def _raised(result: Reward | Exception) -> Reward:
-    if isinstance(result, Exception):
-        raise result
-    return result
