@@ -98,7 +98,8 @@ def make_site(settings: Settings) -> Iterator[Site]:
     if world > 1 and (parallel is None or settings.ray.address):
         raise ValueError(
             f"torchrun started {world} processes with train_model.parallel={parallel} and "
-            f"ray.address={settings.ray.address}; set train_model.parallel=fsdp (or ddp), or start the script by itself: on a cluster trainers are actors"
+            f"ray.address={settings.ray.address}; set train_model.parallel=fsdp (or ddp), or start the script by itself: "
+            "on a cluster trainers are actors"
         )
     if (settings.train_model.num_devices or 1) > 1 and parallel is None:
         raise ValueError(
@@ -126,8 +127,8 @@ def make_site(settings: Settings) -> Iterator[Site]:
         return
     if settings.ref_model.num_devices is not None:
         raise ValueError(
-            f"ref_model.num_devices={settings.ref_model.num_devices} with ray.address: on a cluster each trainer scores "
-            "the reference on its own device; leave it null"
+            f"ref_model.num_devices={settings.ref_model.num_devices} with ray.address: on a cluster each trainer "
+            "scores the reference on its own device; leave it null"
         )
     with cluster(address):
         check_nodes(settings.ray.nodes or 1)

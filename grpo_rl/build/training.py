@@ -87,8 +87,8 @@ def _check_reference(folder: Path, model_folder: Path, settings: Settings) -> No
     vocabularies = [AutoTokenizer.from_pretrained(model).get_vocab() for model in (folder, model_folder)]
     if vocabularies[0] != vocabularies[1]:
         raise ValueError(
-            f"ref_model.name={settings.ref_model.name} has another vocabulary than {settings.model.name}: what it says of "
-            "the policy's tokens would mean nothing; choose a model of the same family"
+            f"ref_model.name={settings.ref_model.name} has another vocabulary than {settings.model.name}: what it says "
+            "of the policy's tokens would mean nothing; choose a model of the same family"
         )
     shapes = [
         {name: weight.shape for name, weight in skeleton(model).named_parameters()} for model in (folder, model_folder)
@@ -145,8 +145,8 @@ def make_advantages(settings: Settings, reward_parts: Sequence[str] = ()) -> Adv
     check_weights(weights, "loss.reward_weights")
     if weights and settings.loss.advantage != "multi_reward":
         raise ValueError(
-            f"loss.reward_weights are read by loss.advantage=multi_reward, not by {settings.loss.advantage}; the weights "
-            "of the reward's sum are those of env.reward and env.rewards"
+            f"loss.reward_weights are read by loss.advantage=multi_reward, not by {settings.loss.advantage}; the "
+            "weights of the reward's sum are those of env.reward and env.rewards"
         )
     return AdvantageEstimator(
         settings.loss.advantage,
