@@ -12,16 +12,17 @@ from dataclasses import asdict, dataclass
 
 import torch
 from jaxtyping import Float
-from omegaconf import DictConfig
 from torch import Tensor
 
-from grpo_rl.build.parts import make_advantages, make_loss, micro_batching, needs_old_log_probs
+from grpo_rl.build.training import make_advantages, make_loss
 from grpo_rl.data.batching import groups_to_score
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import LOSSES
 from grpo_rl.monitor.meter import StepMeter, by_group, clipped_at_all
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.replay.lineage_reader import StoredStep, StoredUpdate
+from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
+from grpo_rl.settings.sections import Sections
 from grpo_rl.training.micro_batches import scored_micro_batches, step_totals
 from grpo_rl.training.optimizer import StepResult
 
@@ -96,7 +97,7 @@ class Replay:
         return summary | {"run": told(self.run), "other": told(self.other), "tokens": tokens}
 
 
-def replay(stored: StoredStep, run_cfg: DictConfig, other_cfg: DictConfig, top: int = 10) -> Replay:
+def replay(stored: StoredStep, run_cfg: Sections, other_cfg: Sections, top: int = 10) -> Replay:
     """The step under the run's own loss and under another.
 
     Args:
@@ -126,7 +127,7 @@ def replay(stored: StoredStep, run_cfg: DictConfig, other_cfg: DictConfig, top: 
     )
 
 
-def recompute(stored: StoredStep, cfg: DictConfig) -> Outcome:
+def recompute(stored: StoredStep, cfg: Sections) -> Outcome:
     """What the loss of a config makes of a stored step.
 
     Raises:
@@ -192,7 +193,7 @@ def _with_what_is_known(stored: StoredStep, on_policy: bool) -> list[Group]:
     ]
 
 
-def _check(groups: Sequence[Group], cfg: DictConfig) -> None:
+def _check(groups: Sequence[Group], cfg: Sections) -> None:
     """Refuses a loss that reads what is not stored, in words of the run rather than of a class."""
     if cfg.policy.kl_coef and any(group.ref_log_probs is None for group in groups):
         raise ValueError(

@@ -23,10 +23,6 @@ from grpo_rl.training.checkpoint import CHECKPOINTS
 MODEL = "model"
 
 
-class RunIsOver(SystemExit):
-    """The run to go on with has nothing left to do, and has said so."""
-
-
 @dataclass
 class Claim:
     """A run's folder, locked, and how the run starts there.

@@ -16,8 +16,9 @@ from grpo_rl.monitor import lineage
 from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
 from grpo_rl.monitor.report import CONFIG, OVERRIDES, SUMMARY
-from grpo_rl.run.claim import RunIsOver, claim, is_finished, set_logs_aside
+from grpo_rl.run.claim import claim, is_finished, set_logs_aside
 from grpo_rl.run.summary import EVALUATION, REPORT, write_report_or_say
+from grpo_rl.settings.config import RunIsOver
 from grpo_rl.storage.whole_file import write_whole
 from grpo_rl.training import checkpoint
 
