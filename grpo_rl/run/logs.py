@@ -18,9 +18,9 @@ from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.lineage import LineageLog
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.monitor.progress import Progress
+from grpo_rl.monitor.step_record import Observer
 from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.monitor.watch import RewardWatch
-from grpo_rl.run.record import Observer
 
 
 class LoggerSettings(Protocol):

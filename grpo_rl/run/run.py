@@ -10,6 +10,7 @@ from pathlib import Path
 
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import EngineDeadError
+from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.run.diagnosis import DIAGNOSED, RunDiagnosis
 from grpo_rl.run.ending import end_run, write_end
 from grpo_rl.run.folder import RunFolder
@@ -17,7 +18,6 @@ from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.interrupt import Interrupt
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.parts import Parts
-from grpo_rl.run.record import StepRecord
 from grpo_rl.run.saving import CheckpointSaver
 from grpo_rl.training.optimizer import StepResult
 
