@@ -91,8 +91,8 @@ class GSM8K(Task):
         return [*self._before, {"role": "user", "content": row["question"]}]
 
     @property
-    def together(self) -> bool:
-        """Whether :meth:`score_many` is asked: not where a subclass scores in its own way."""
+    def scores_group(self) -> bool:
+        """Whether one call scores a group; a subclass that scores in its own way is asked for each response."""
         return type(self).score is GSM8K.score
 
     def score(self, row: dict, response: str) -> Reward:
@@ -108,8 +108,8 @@ class GSM8K(Task):
         return raised(self._scored([row], [response])[0])
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
-        """As :meth:`score`, with the patterns of all responses searched together; or as a subclass's own score."""
-        if not self.together:
+        """The rewards of a group, with one search for all its patterns, unless a subclass scores in its own way."""
+        if not self.scores_group:
             return list(super().score_many(rows, responses))
         return self._scored(rows, responses)
 
@@ -180,7 +180,7 @@ def gold_number(row: dict) -> str | None:
     return None if number is None else f"{number:f}"
 
 
-# The responses to one question come together, and each needs the gold.
+# The responses to one question come in one call, and each needs the gold answer.
 _gold = lru_cache(maxsize=64)(extract_answer)
 
 

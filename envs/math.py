@@ -94,7 +94,7 @@ class Math(Task):
         return raised(self.score_many([row], [response])[0])
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
-        """As :meth:`score`, with all comparisons in the workers together."""
+        """The rewards of a group, as :meth:`score` gives them; the workers make all comparisons at once."""
         golds = [self.gold(row) or "" for row in rows]
         judged = verdicts(golds, responses, self._deadline_s, self._budget_s)
         return [self._reward(*pair) for pair in zip(golds, responses, judged, strict=True)]

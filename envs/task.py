@@ -72,7 +72,7 @@ class Task(ABC):
         return self._weights.get(part, 1.0) > 0
 
     @property
-    def together(self) -> bool:
+    def scores_group(self) -> bool:
         """Whether the responses to a prompt are scored in one call of :meth:`score_many`, not in one call each."""
         return type(self).score_many is not Task.score_many
 

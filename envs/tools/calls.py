@@ -21,7 +21,7 @@ from grpo_rl.envs.grading.tags import last_answer
 from grpo_rl.envs.task import Messages
 
 MAX_CALLS = 4
-"""Calls that one message of the policy gets answers to."""
+"""Calls of one message that are run; the others get an error."""
 MAX_ARGUMENT_CHARS = 500
 MAX_JSON_CHARS = 2000
 """Of what is between the tags: JSON may need several signs to write one."""
@@ -31,13 +31,13 @@ _SHOWN_CHARS = 40
 
 @dataclass(frozen=True)
 class Tool:
-    """Something that a model can call with one text, and that answers with one.
+    """Something that a model can call with one text, and that returns one.
 
     Args:
         name: of lower-case letters and underscores.
         argument: its argument's name, in the ``json`` form.
         example: an argument that makes sense, for prompts and error messages.
-        run: gives the answer. What is wrong with an argument it says in its answer, from `Error: ` on.
+        run: gives the result. What is wrong with an argument stands in it too, from `Error: ` on.
     """
 
     name: str
