@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from omegaconf import DictConfig
@@ -22,7 +21,7 @@ from grpo_rl.collectors.groups import has_zero_variance
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.data.group import Group
-from grpo_rl.distributed.sharded_checkpoint import agreed
+from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.engines.base import Engine, Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.task import check_weights
@@ -35,9 +34,6 @@ from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.training.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
 from grpo_rl.weights.null import NullTransport
 from grpo_rl.weights.push import WeightSync
-
-if TYPE_CHECKING:
-    from grpo_rl.distributed.ranks import Ranks
 
 ENVS = {
     "gsm8k": ("gsm8k", "GSM8KEnv"),
@@ -248,8 +244,6 @@ def make_ranks(cfg: DictConfig, devices: Devices) -> Ranks | None:
     train = cfg.train_model
     if train.parallel is None:
         return None
-    from grpo_rl.distributed.ranks import Ranks  # brings much of torch.distributed along
-
     # Devices are those of this machine; other nodes have their own, and as many.
     started, on_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), devices.train[0].type == "cuda"
     if on_gpu and started and started != len(devices.train):

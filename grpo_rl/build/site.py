@@ -37,10 +37,11 @@ from grpo_rl.policies.lora import skeleton, target_names
 from grpo_rl.policies.policy import check_model
 from grpo_rl.run.folder import RunIsOver
 from grpo_rl.settings.devices import Devices, allocate
+from grpo_rl.weights.native import NativeTransport
 from grpo_rl.weights.null import NullTransport
 from grpo_rl.weights.push import WeightSync
+from grpo_rl.weights.remote import RemoteTransport
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
-from grpo_rl.weights.transport import Controlled, NativeTransport
 
 
 @dataclass(frozen=True)
@@ -273,11 +274,13 @@ def start_vllm(model: str, max_model_len: int, cpus: int, on_loopback: bool, **s
     return module.AsyncVLLMEngine(resolve_model(model), max_model_len, **settings)
 
 
-def make_transport(cfg: DictConfig, model_folder: Path, devices: Devices, engines: Sequence[FleetMember]) -> Controlled:
+def make_transport(
+    cfg: DictConfig, model_folder: Path, devices: Devices, engines: Sequence[FleetMember]
+) -> RemoteTransport:
     """What brings weights to the engines: through shared memory on a CPU, over NCCL between GPUs."""
     model = cfg.inference_model
     if check_transfer(cfg, devices) == "shared_memory":
-        return SharedMemoryTransport(engines, deadline_s=model.deadline_s, changes_only=model.push_changes)
+        return SharedMemoryTransport(engines, deadline_s=model.deadline_s)
     shapes = {name: weight.shape for name, weight in skeleton(model_folder).named_parameters()}
     return NativeTransport(
         engines, "nccl", shapes, model.deadline_s, devices.tensor_parallel_size, this_address(), devices.train[0]

@@ -26,8 +26,7 @@ from grpo_rl.data.group import Group, groups_to_score
 from grpo_rl.diagnosis.causes import Scene
 from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
 from grpo_rl.diagnosis.nonfinite import first_nonfinite
-from grpo_rl.distributed.ranks import Ranks
-from grpo_rl.distributed.sharded_checkpoint import agreed
+from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.engines.base import EngineDeadError, Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.losses.grpo import LOSSES
