@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.buffer import GroupBuffer
-from grpo_rl.distributed.sharded_checkpoint import agreed
+from grpo_rl.distributed.ranks import agreed
 from grpo_rl.envs.task import check_weights
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.hub import check_finite, resolve_model

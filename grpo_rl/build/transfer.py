@@ -10,13 +10,14 @@ from grpo_rl.cluster.nodes import this_address
 from grpo_rl.policies.loading import skeleton
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
+from grpo_rl.weights.native import NativeTransport
+from grpo_rl.weights.remote import RemoteTransport
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
-from grpo_rl.weights.transport import Controlled, NativeTransport
 
 
 def make_transport(
     settings: Settings, model_folder: Path, devices: Devices, engines: Sequence[FleetMember]
-) -> Controlled:
+) -> RemoteTransport:
     """What brings weights to the engines: through shared memory on a CPU, over NCCL between GPUs."""
     model = settings.inference_model
     if check_transfer(settings, devices) == "shared_memory":

@@ -27,7 +27,8 @@ from grpo_rl.engines.base import (
     StepByGenerate,
     check_request,
 )
-from grpo_rl.weights.transport import Controlled, EngineControl, Held
+from grpo_rl.weights.remote import EngineControl, RemoteTransport
+from grpo_rl.weights.transport import Held
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ class FleetEngine(StepByGenerate):
         self,
         fleet: Fleet[FleetMember],
         loop: LoopThread,
-        transport: Callable[[Sequence[FleetMember]], Controlled],
+        transport: Callable[[Sequence[FleetMember]], RemoteTransport],
     ) -> None:
         super().__init__()
         self.fleet, self.loop = fleet, loop

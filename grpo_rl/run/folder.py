@@ -10,8 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_rl.distributed.ranks import Ranks
-from grpo_rl.distributed.sharded_checkpoint import agreed
+from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor import lineage
 from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_rl.distributed.ranks import Ranks
-from grpo_rl.distributed.sharded_checkpoint import agreed
+from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.parts import Parts
 from grpo_rl.training import checkpoint

@@ -51,7 +51,6 @@ class Bucket(WeightTransferUpdateInfo):
             of all in a row: the first, and how many; and None, or the number of values that changed, where only those
             are there: their places as int32, then they. Parts of a tensor come one after the other.
         names: of all tensors of the update, given with its last bucket.
-        keep: keep a copy of each, which later updates will send the changes of.
     """
 
     path: str
@@ -62,7 +61,6 @@ class Bucket(WeightTransferUpdateInfo):
     version: int
     tensors: list[list[Any]]
     names: list[str] | None = None
-    keep: bool = False
 
 
 class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
@@ -114,11 +112,9 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
                 f"bucket {update_info.number} of version {update_info.version} was announced, and the shared memory "
                 f"holds bucket {header[1]} of version {header[0]}"
             )
-        if not update_info.keep:
-            self._kept = {}
         weights = []
         with one_thread_less():
-            for part in parts(memory, update_info.tensors, self._kept, update_info.keep):
+            for part in parts(memory, update_info.tensors):
                 reached, _ = self._reached.get(part.name, (0, 0))
                 if reached != part.first:
                     raise RuntimeError(f"values {reached} to {part.first} of {part.name} are missing")

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from grpo_rl.engines.base import AbortedError, EngineDeadError, Sampling
 from grpo_rl.testing import left_if_killed, save_tiny_model
 from grpo_rl.weights.push import WeightSync
+from grpo_rl.weights.remote import LoopControl
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
 from grpo_rl.weights.sources import MergedAdapters
-from grpo_rl.weights.transport import LoopControl
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
