@@ -5,8 +5,8 @@ https://github.com/google-research/google-research/tree/master/instruction_follo
 
 Two things differ from the reference, on purpose: an argument is taken as it is, where the reference draws a random one
 for a missing or an odd one; and a keyword is a text, where it takes it for a regular expression. Whatever the response,
-a check takes time about linear in it: where a hostile response would make them square, `\s*` before a pattern and `.*` in
-one are left out.
+a check takes time about linear in it: where a hostile response would make them square, `\s*` before a pattern and
+`.*` in one are left out.
 """
 
 from __future__ import annotations
