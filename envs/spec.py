@@ -59,7 +59,7 @@ class TaskSpec:
         """
         from grpo_rl.envs.base import LLMEnv  # brings torch, which a worker that scores need not wait for
 
-        shared = inspect.signature(LLMEnv).parameters.keys() & settings.keys()
+        shared = inspect.signature(LLMEnv.__init__).parameters.keys() & settings.keys()
         own = {name: value for name, value in settings.items() if name not in shared}
         task = self.make_task(path, split, **own)
         return LLMEnv(task, tokenizer, num_envs, repeats, **{name: settings[name] for name in shared})
