@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedModel
 
-from grpo_rl.build import parts as build
+from grpo_rl.build import devices as build
 from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.supported import refuse_unsupported
