@@ -16,7 +16,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.nn.functional import linear
 
-from grpo_rl.collectors.sync import group_of_samples
+from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.batching import micro_batches
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampler, Sampling

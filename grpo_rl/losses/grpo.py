@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 import torch
+from jaxtyping import Bool
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
@@ -237,3 +238,8 @@ def _entry(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
         hint = _WRITTEN_BY.get(str(key), "grpo_rl.training.micro_batches.training_tensordict writes it")
         raise ValueError(f"the loss reads {key}, which is missing; {hint}")
     return value
+
+
+def clipped_at_all(terms: TensorDictBase) -> Bool[Tensor, " N"]:
+    """Which tokens met a bound of the surrogate, by what `GRPOLoss.terms` says of them."""
+    return torch.stack([value for name, value in terms.items() if name.startswith("clip_")]).any(0)

@@ -12,17 +12,18 @@ from dataclasses import asdict, dataclass
 
 import torch
 from jaxtyping import Float
-from omegaconf import DictConfig
 from torch import Tensor
 
-from grpo_rl.build.parts import make_advantages, make_loss, micro_batching, needs_old_log_probs
+from grpo_rl.build.training import make_advantages, make_loss
 from grpo_rl.data.batching import groups_to_score
 from grpo_rl.data.group import Group
-from grpo_rl.losses.grpo import LOSSES
-from grpo_rl.monitor.meter import StepMeter, by_group, clipped_at_all
+from grpo_rl.losses.grpo import LOSSES, clipped_at_all
+from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.replay.lineage_reader import StoredStep, StoredUpdate
-from grpo_rl.training.micro_batches import scored_micro_batches, step_totals
+from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
+from grpo_rl.settings.sections import Sections
+from grpo_rl.training.micro_batches import by_group, scored_micro_batches, step_totals
 from grpo_rl.training.optimizer import StepResult
 
 _METRICS = ("loss/", "clip/", "kl/", "correction/", "ess", "entropy")
@@ -96,7 +97,7 @@ class Replay:
         return summary | {"run": told(self.run), "other": told(self.other), "tokens": tokens}
 
 
-def replay(stored: StoredStep, run_cfg: DictConfig, other_cfg: DictConfig, top: int = 10) -> Replay:
+def replay(stored: StoredStep, run_cfg: Sections, other_cfg: Sections, top: int = 10) -> Replay:
     """The step under the run's own loss and under another.
 
     Args:
@@ -126,7 +127,7 @@ def replay(stored: StoredStep, run_cfg: DictConfig, other_cfg: DictConfig, top: 
     )
 
 
-def recompute(stored: StoredStep, cfg: DictConfig) -> Outcome:
+def recompute(stored: StoredStep, cfg: Sections) -> Outcome:
     """What the loss of a config makes of a stored step.
 
     Raises:
@@ -136,7 +137,7 @@ def recompute(stored: StoredStep, cfg: DictConfig) -> Outcome:
     groups = _with_what_is_known(stored, settings.on_policy)
     _check(groups, cfg)
     compute_advantages = make_advantages(cfg, list(groups[0].reward_parts))
-    by_id, loss, meter = {group.group_id: group for group in compute_advantages(groups)}, make_loss(cfg), StepMeter()
+    by_id, loss, record = {group.group_id: group for group in compute_advantages(groups)}, make_loss(cfg), StepRecord()
     losses, pieces, not_scored = [], [], 0
     for update in stored.updates:
         batch, total = [by_id[i] for i in update.groups], 0.0
@@ -153,17 +154,17 @@ def recompute(stored: StoredStep, cfg: DictConfig) -> Outcome:
             loss_of_micro = out["loss"]
             loss_of_micro.backward()
             total += loss_of_micro.item()
-            meter.add_losses(tokens, out)
+            record.add(tokens, out)
             with torch.no_grad():
                 terms = loss.terms(tokens)
             columns = (tokens["log_prob"].grad, tokens["advantage"], terms["ratio"], clipped_at_all(terms))
             columns = (*columns, tokens["trainable"])
             told |= by_group(tokens, torch.stack([column.float() for column in columns]))
-        meter.add_step(StepResult(grad_norm=0.0, lr=0.0, skipped=False))
+        record.add_result(StepResult(grad_norm=0.0, lr=0.0, skipped=False))
         losses.append(total)
         pieces += [told[i] for i in update.groups]
     flat = torch.cat([torch.zeros(len(_COLUMNS), 0), *pieces], dim=1)
-    metrics = {name: x for name, x in meter.metrics(0, 0.0).items() if name.startswith(_METRICS)}
+    metrics = {name: x for name, x in record.metrics(0, 0.0).items() if name.startswith(_METRICS)}
     return Outcome(metrics, losses, dict(zip(_COLUMNS, flat, strict=True)), not_scored)
 
 
@@ -192,7 +193,7 @@ def _with_what_is_known(stored: StoredStep, on_policy: bool) -> list[Group]:
     ]
 
 
-def _check(groups: Sequence[Group], cfg: DictConfig) -> None:
+def _check(groups: Sequence[Group], cfg: Sections) -> None:
     """Refuses a loss that reads what is not stored, in words of the run rather than of a class."""
     if cfg.policy.kl_coef and any(group.ref_log_probs is None for group in groups):
         raise ValueError(

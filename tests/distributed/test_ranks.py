@@ -32,7 +32,7 @@ from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.policies.lora import LoRA
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.policies.shards import whole
-from grpo_rl.run.folder import export, export_checkpoint
+from grpo_rl.run.export import export, export_checkpoint
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.testing import random_group, save_tiny_model
 from grpo_rl.training import checkpoint

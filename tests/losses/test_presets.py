@@ -12,12 +12,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from grpo_rl.build.parts import make_advantages, make_loss, micro_batching, needs_old_log_probs
+from grpo_rl.build.training import make_advantages, make_loss
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.settings.config import FOLDER, check, check_overrides
+from grpo_rl.settings.compose import FOLDER, check_overrides
+from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
+from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
 
 PRESETS = sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml"))
@@ -40,7 +42,7 @@ def test_a_preset_says_where_it_comes_from_and_passes_the_checks(preset):
     assert "https://" in comment and (" J = " in comment or " A = " in comment)
     assert preset == "grpo" or "Differs from g" in comment
     cfg = config(f"loss={preset}", "policy.kl_coef=0.1")
-    check(cfg)
+    Settings.read(cfg)
     loss, advantages = make_loss(cfg), make_advantages(cfg)
     # The KL counts once: in the loss or in the reward.
     assert {loss.kl_coef, advantages.kl_coef} == {0.0, 0.1}
@@ -133,12 +135,12 @@ def test_groups_without_advantage_are_skipped_where_the_loss_has_nothing_else(ov
 )
 def test_wrong_settings_are_told_before_anything_starts(overrides, message):
     with pytest.raises(ValueError, match=message):
-        check(config(*overrides))
+        Settings.read(config(*overrides))
 
 
 def test_weights_of_parts_are_checked_against_the_tasks():
     cfg = config("loss=gdpo", "+loss.reward_weights.style=2.0")
-    check(cfg)
+    Settings.read(cfg)
     check_overrides(["+loss.reward_weights.style=2.0"])
     make_advantages(cfg, ("correctness", "style"))
     with pytest.raises(ValueError, match="weighs style, and the parts of the reward are correctness, format"):
