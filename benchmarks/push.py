@@ -62,8 +62,8 @@ def push_arm(steps: harness.Steps, work: Work) -> None:
     from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
     from grpo_rl.policies.hub import resolve_model
     from grpo_rl.weights.push import WeightSync
+    from grpo_rl.weights.remote import LoopControl
     from grpo_rl.weights.shared_memory import SharedMemoryTransport
-    from grpo_rl.weights.transport import LoopControl
 
     model = load(work)
     loop = asyncio.new_event_loop()

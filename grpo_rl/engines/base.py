@@ -6,16 +6,17 @@ Letters: G responses to one prompt, R tokens of all of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+R = TypeVar("R")
 ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 """Names of a LoRA layer's two factors, as engines take them."""
 
@@ -263,6 +264,41 @@ class AsyncEngine(Protocol):
 
     async def close(self) -> None:
         """Ends the process, within the deadline; may be called on a dead engine, and twice."""
+        ...
+
+
+class EngineFleet(Protocol):
+    """Several engines that live on an event loop of their own: each call goes to one; dead engines are replaced."""
+
+    replaced: int
+    """Engines that were or are to be replaced, so far."""
+
+    async def call(self, work: Callable[[AsyncEngine], Awaitable[R]], responses: int) -> R:
+        """What ``work`` returns of the engine with the least to do.
+
+        Args:
+            responses: how much is added to that.
+
+        Raises:
+            EngineLostError: the engine died; a new call goes to another.
+            EngineDeadError: engines died too often.
+        """
+        ...
+
+    def run(self, work: Coroutine[Any, Any, R]) -> R:
+        """What a short piece of work on the fleet's loop returns; called from another thread."""
+        ...
+
+    def wait(self, work: Coroutine[Any, Any, R]) -> R:
+        """As :meth:`run`, for work that samples: engines that join in the meantime are given weights.
+
+        Raises:
+            EngineDeadError: engines died too often.
+        """
+        ...
+
+    def events(self) -> list[str]:
+        """What became of engines since the last call."""
         ...
 
 

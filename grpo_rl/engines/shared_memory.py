@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import warnings
@@ -68,7 +67,7 @@ class Part:
     """Consecutive values of a tensor, as one bucket has them.
 
     Args:
-        values: flat; in the memory, or kept.
+        values: flat, in the memory.
         first: index of the first of them among all values of the tensor.
     """
 
@@ -83,30 +82,13 @@ class Part:
         return self.first + len(self.values) == self.shape.numel()
 
 
-def parts(memory: Tensor, entries: list[list[Any]], kept: dict[str, Tensor], keep: bool) -> Iterator[Part]:
-    """The parts in a bucket: whole values where they lie, without a copy; changes applied to what was kept.
+def parts(memory: Tensor, entries: list[list[Any]]) -> Iterator[Part]:
+    """The parts in a bucket: their values where they lie, without a copy.
 
-    Args:
-        kept: a copy of each tensor that came, which changes are applied to; made where ``keep`` is set.
-
-    >>> memory = torch.tensor([0, 0, 128, 63, 1, 0, 0, 0, 0, 64], dtype=torch.uint8)
-    >>> kept = {}
-    >>> [part.values.tolist() for part in parts(memory, [["w", "bfloat16", [2, 1], 0, 0, 2, None]], kept, True)]
+    >>> memory = torch.tensor([0, 0, 128, 63], dtype=torch.uint8)
+    >>> [part.values.tolist() for part in parts(memory, [["w", "bfloat16", [2, 1], 0, 0, 2]])]
     [[0.0, 1.0]]
-    >>> [part.values.tolist() for part in parts(memory, [["w", "bfloat16", [2, 1], 4, 0, 2, 1]], kept, True)]
-    [[0.0, 2.0]]
     """
-    for name, kind, shape, start, first, count, changed in entries:
+    for name, kind, shape, start, first, count in entries:
         dtype = getattr(torch, kind)
-        if changed is None:
-            values = memory[start : start + count * dtype.itemsize].view(dtype)
-            if keep and first == 0:
-                kept[name] = torch.empty(math.prod(shape), dtype=dtype)
-            if keep:
-                kept[name][first : first + count] = values
-        else:
-            places, new = memory[start:].split([4 * changed, len(memory) - start - 4 * changed])
-            kept[name][places.view(torch.int32).long()] = new[: changed * dtype.itemsize].view(dtype)
-            values = kept[name][first : first + count]
-        if count or not math.prod(shape):
-            yield Part(name, torch.Size(shape), first, values)
+        yield Part(name, torch.Size(shape), first, memory[start : start + count * dtype.itemsize].view(dtype))

@@ -16,9 +16,10 @@ from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.engines.transformers import TransformersEngine
-from grpo_rl.policies.lora import LoRA, base_weights, factors, target_names
+from grpo_rl.policies.loading import target_names
+from grpo_rl.policies.lora import LoRA, base_weights, factors
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.run.folder import export
+from grpo_rl.run.export import export
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights import sources
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync

@@ -48,10 +48,8 @@ class Bucket(WeightTransferUpdateInfo):
         number: of the bucket, from 0 on in each update.
         version: policy version of the weights.
         tensors: of each tensor or part of one: name, dtype, shape, and first byte in the memory; which values they are,
-            of all in a row: the first, and how many; and None, or the number of values that changed, where only those
-            are there: their places as int32, then they. Parts of a tensor come one after the other.
+            of all in a row: the first, and how many. Parts of a tensor come one after the other.
         names: of all tensors of the update, given with its last bucket.
-        keep: keep a copy of each, which later updates will send the changes of.
     """
 
     path: str
@@ -62,7 +60,6 @@ class Bucket(WeightTransferUpdateInfo):
     version: int
     tensors: list[list[Any]]
     names: list[str] | None = None
-    keep: bool = False
 
 
 class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
@@ -81,7 +78,6 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
         """Policy version of the update that came last."""
         self.adapter: dict[str, Tensor] = {}
         """Factors of an adapter that came; the worker takes them over when the update has ended."""
-        self._kept: dict[str, Tensor] = {}
         self._incomplete: dict[str, Tensor] = {}  # tensors of which a part has come
 
     def init_transfer_engine(self, init_info: NothingToAgreeOn) -> None:
@@ -114,11 +110,9 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
                 f"bucket {update_info.number} of version {update_info.version} was announced, and the shared memory "
                 f"holds bucket {header[1]} of version {header[0]}"
             )
-        if not update_info.keep:
-            self._kept = {}
         weights = []
         with one_thread_less():
-            for part in parts(memory, update_info.tensors, self._kept, update_info.keep):
+            for part in parts(memory, update_info.tensors):
                 reached, _ = self._reached.get(part.name, (0, 0))
                 if reached != part.first:
                     raise RuntimeError(f"values {reached} to {part.first} of {part.name} are missing")

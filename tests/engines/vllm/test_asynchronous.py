@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from grpo_rl.engines.base import AbortedError, EngineDeadError, Sampling
 from grpo_rl.testing import left_if_killed, save_tiny_model
 from grpo_rl.weights.push import WeightSync
+from grpo_rl.weights.remote import LoopControl
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
 from grpo_rl.weights.sources import MergedAdapters
-from grpo_rl.weights.transport import LoopControl
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
@@ -225,7 +225,8 @@ def test_a_prompt_that_leaves_no_room_is_refused(served):
 
 def test_adapters_alone_are_pushed_in_the_middle_of_an_answer(folders):
     pytest.importorskip("peft")
-    from grpo_rl.policies.lora import LoRA, target_names
+    from grpo_rl.policies.loading import target_names
+    from grpo_rl.policies.lora import LoRA
     from grpo_rl.policies.policy import TrainPolicy
 
     lora = LoRA(rank=4, alpha=8, targets=["q_proj", "v_proj", "down_proj"])
