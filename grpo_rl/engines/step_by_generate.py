@@ -8,7 +8,7 @@ from grpo_rl.engines.base import Samples, Sampling
 
 
 class StepByGenerate:
-    """Implements :meth:`grpo_rl.engines.base.Engine.submit` and :meth:`grpo_rl.engines.base.Engine.step` for an engine that can only sample whole batches."""
+    """The calls `submit` and `step` of an engine that can only sample whole batches."""
 
     generate: Callable[..., list[Samples]]
 
