@@ -104,9 +104,7 @@ class InProcess:
         self._is_new = False
 
 
-def noting_shapes(
-    weights: Iterable[tuple[str, Tensor]], shapes: dict[str, torch.Size]
-) -> Iterator[tuple[str, Tensor]]:
+def noting_shapes(weights: Iterable[tuple[str, Tensor]], shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
     """The weights as they are, whose shapes are put into ``shapes`` as they are taken."""
     for name, tensor in weights:
         shapes[name] = tensor.shape
