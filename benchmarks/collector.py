@@ -135,13 +135,12 @@ def main() -> None:
     args = parse()
     load = harness.require_quiet(args.force)
 
-    from grpo_rl.build.parts import make_tokenizer
     from grpo_rl.engines.vllm.engine import VLLMEngine
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
-    from grpo_rl.policies.hub import resolve_model
+    from grpo_rl.policies.hub import load_tokenizer, resolve_model
 
     folder = resolve_model(args.model)
-    tokenizer, task = make_tokenizer(folder), GSM8K(load_rows(str(args.data), "train"))
+    tokenizer, task = load_tokenizer(folder), GSM8K(load_rows(str(args.data), "train"))
     results, summary, rows = {}, {}, []
     engine = VLLMEngine(folder, args.max_model_len)
     try:

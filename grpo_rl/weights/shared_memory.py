@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_rl.engines.base import a_core_left
+from grpo_rl.engines.shared_memory import MEMORY_NAME, one_thread_less
 from grpo_rl.weights.remote import EngineControl, RemoteTransport
 from grpo_rl.weights.transport import Held
 
-MEMORY_NAME = "grpo_rl weights"
 ALIGNMENT = 64
 """Bytes; a cache line."""
 HEADER_BYTES = 16
@@ -57,7 +56,7 @@ class SharedMemoryTransport(RemoteTransport):
         self.sent_bytes = 0
         self.start_weight_update()
         try:
-            with a_core_left():
+            with one_thread_less():
                 self._send_buckets(weights, version, shapes)
             self.finish_weight_update(str(version))
         except BaseException:
@@ -88,7 +87,7 @@ class SharedMemoryTransport(RemoteTransport):
                 self._ready(number)
                 start, first = self._memory.start(number) + end, len(flat) - left * columns
                 part = flat[first : first + fit * columns]
-                entries.append([name, *kind, start, first, len(part), None])
+                entries.append([name, *kind, start, first, len(part)])
                 self._memory.write(start, part)
                 self.sent_bytes += part.nbytes
                 end, left = _aligned(end + part.nbytes), left - fit

@@ -10,8 +10,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from grpo_rl.engines.base import Engine
-from grpo_rl.engines.fingerprint import fingerprint
+from grpo_rl.engines.base import ADAPTER_NAME, Engine
+from grpo_rl.engines.fingerprint import digest, fingerprint
 
 
 class WeightDeliveryError(RuntimeError):
@@ -80,8 +80,8 @@ class InProcess:
         self.dtype, self.takes_adapters = engine.dtype, engine.takes_adapters
 
     def fingerprint(self, name: str, tensor: Tensor) -> int:
-        """See :meth:`Transport.fingerprint`."""
-        return fingerprint(tensor)
+        """See :meth:`Transport.fingerprint`; the first push is read back by products, as :meth:`held` does."""
+        return proof(name, tensor, self._engine.proves_bytes and not self._is_new)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
         """See :meth:`Transport.send`."""
@@ -90,11 +90,11 @@ class InProcess:
         self._engine.update_weights(seen, version)
         for _ in seen:
             pass  # an engine that stopped early lacks what is left
-        return self.held(shapes)
+        return {"the engine": Held(self._engine.version, self._engine.fingerprints(shapes, self._is_new))}
 
     def held(self, shapes: Mapping[str, torch.Size]) -> dict[str, Held]:
         """See :meth:`Transport.held`."""
-        return {"the engine": Held(self._engine.version, self._engine.fingerprints(shapes))}
+        return {"the engine": Held(self._engine.version, self._engine.fingerprints(shapes, True))}
 
     @contextmanager
     def paused(self, only_new: bool = False) -> Iterator[bool]:
@@ -110,3 +110,12 @@ def noting_shapes(weights: Iterable[tuple[str, Tensor]], shapes: dict[str, torch
         shapes[name] = tensor.shape
         yield name, tensor
         del tensor  # before the next one is made
+
+
+def proof(name: str, tensor: Tensor, by_bytes: bool) -> int:
+    """What an engine that holds the tensor proves it by: its fingerprint, or the digest of its bytes.
+
+    Args:
+        by_bytes: engines answer with digests, except for adapters.
+    """
+    return digest(tensor) if by_bytes and not ADAPTER_NAME.fullmatch(name) else fingerprint(tensor)
