@@ -95,7 +95,7 @@ def _init(address: str | None, gpus: Sequence[int], folder: str | None, settings
 
 @contextmanager
 def _private_folder() -> Iterator[str]:
-    """A new folder for Ray inside one that only this user can enter: Ray opens the folder that it is given to everybody.
+    """A new folder for Ray, inside one that only this user can enter: Ray opens the folder it is given to everybody.
 
     Raises:
         ValueError: no folder can be made under ``$RAY_TMPDIR``.
