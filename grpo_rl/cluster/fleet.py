@@ -217,7 +217,7 @@ class Fleet(Generic[E]):
             raise self._lost
 
     async def push(self, work: Callable[[E], Awaitable[R]], only_new: bool = False) -> list[R]:
-        """Gives each engine weights by ``work``, and returns its results; engines that die of it are replaced and left out.
+        """Gives each engine weights by ``work`` and returns its results; engines that die of it are replaced, left out.
 
         Args:
             only_new: only to those that have none.
