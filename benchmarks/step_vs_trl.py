@@ -106,7 +106,8 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     from grpo_rl.perf.rates import measure_rates
     from grpo_rl.perf.roofline import StepLimit
     from grpo_rl.policies.policy import scored_micro_batches
-    from grpo_rl.settings.config import FOLDER
+    from grpo_rl.settings.compose import FOLDER
+    from grpo_rl.settings.derived import micro_batching
     from grpo_rl.settings.devices import allocate
     from grpo_rl.weights.push import WeightSync
 
@@ -140,7 +141,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     weights = WeightSync(policy.model, engine)
     sampling = Sampling(max_new_tokens=work.response, min_new_tokens=work.response)
     collector = SyncCollector(env, engine, sampling, total_dialog_turns=sys.maxsize)
-    skips = build.micro_batching(cfg)["skip_zero_advantage"]
+    skips = micro_batching(cfg)["skip_zero_advantage"]
     best = None
     try:
         while steps.wait():
@@ -152,7 +153,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
             sampled = time.perf_counter()
             buffer.extend(groups)
             for batch in buffer.batches():
-                for tokens in scored_micro_batches(policy, batch, **build.micro_batching(cfg)):
+                for tokens in scored_micro_batches(policy, batch, **micro_batching(cfg)):
                     losses = loss(tokens)
                     torch.stack([losses[name] for name in LOSSES]).sum().backward()
                 optimizer.step()

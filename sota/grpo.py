@@ -13,6 +13,7 @@ from grpo_rl.policies.hub import resolve_model
 from grpo_rl.policies.policy import scored_micro_batches
 from grpo_rl.run.run import Run
 from grpo_rl.settings.config import main
+from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
 from grpo_rl.weights.push import WeightSync
 
 
@@ -42,11 +43,11 @@ def grpo(cfg):
         for groups in run.steps(collector):
             with run.phase("score"):
                 groups = reference.annotate(groups, cfg.train.micro_batch_tokens) if reference else groups
-                groups = policy.annotate(groups, cfg.train.micro_batch_tokens) if build.annotates(cfg) else groups
+                groups = policy.annotate(groups, cfg.train.micro_batch_tokens) if needs_old_log_probs(cfg) else groups
             buffer.extend(groups)  # rewards of a group become advantages
             with run.phase("train"):
                 for batch in run.batches(buffer.batches(cfg.train.epochs)):
-                    for tokens in scored_micro_batches(policy, batch, **build.micro_batching(cfg)):
+                    for tokens in scored_micro_batches(policy, batch, **micro_batching(cfg)):
                         losses = loss(tokens)
                         torch.stack([losses[name] for name in LOSSES]).sum().backward()
                         run.count(tokens, losses)

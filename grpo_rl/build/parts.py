@@ -26,11 +26,19 @@ from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.task import check_weights
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.hub import check_finite, resolve_model, weight_files
-from grpo_rl.policies.lora import LoRA, has_adapters, skeleton, target_names
+from grpo_rl.policies.lora import has_adapters, skeleton, target_names
 from grpo_rl.policies.policy import Peers, ReferencePolicy, TrainPolicy, check_model
+from grpo_rl.settings.derived import (
+    adapters as make_lora,
+)
+from grpo_rl.settings.derived import (
+    group_sizes,
+    loss_terms,
+    optimizer_steps,
+)
 from grpo_rl.settings.devices import Devices, allocate
 from grpo_rl.training.optimizer import PolicyOptimizer
-from grpo_rl.training.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
+from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
 
 if TYPE_CHECKING:
     from grpo_rl.distributed.ranks import Ranks
@@ -151,41 +159,18 @@ def make_sampling(cfg: DictConfig) -> Sampling:
     return Sampling(**cfg.sampling)
 
 
-def total_steps(cfg: DictConfig) -> int:
-    """Collections of the whole run: ``total_dialog_turns`` answers, ``num_envs`` groups at a time, rounded up.
-
-    Dynamic sampling takes answers from later ones: then there are at most so many.
-    """
-    return group_sizes(cfg).steps_for(cfg.train.total_dialog_turns, cfg.env.num_envs)
-
-
-def group_sizes(cfg: DictConfig) -> GroupSizes:
-    """The group size of each step.
-
-    Raises:
-        ValueError: one is less than 2.
-    """
-    return GroupSizes(cfg.env.repeats, cfg.train.repeats_schedule)
-
-
 def make_schedules(
     cfg: DictConfig, loss: GRPOLoss, buffer: GroupBuffer, reference: ReferencePolicy | None, policy: TrainPolicy
 ) -> Schedules:
     """What changes in the course of the run."""
     return Schedules(
         group_sizes(cfg),
-        AdaptiveKL(cfg.policy.kl_coef, cfg.policy.target_kl, cfg.policy.kl_gain),
+        AdaptiveKL(cfg.policy.kl_coef, cfg.policy.target_kl),
         RefreshRule(cfg.ref_model.refresh, cfg.ref_model.refresh_steps, cfg.ref_model.decay),
         loss if cfg.loss.kl_in == "loss" else buffer,
         reference,
         policy,
     )
-
-
-def optimizer_steps(cfg: DictConfig) -> int:
-    """Optimizer steps of the whole run."""
-    per_collection = cfg.env.num_envs * cfg.env.repeats // cfg.train.optim_batch_size
-    return total_steps(cfg) * per_collection * cfg.train.epochs
 
 
 def model_bytes(model_folder: Path) -> int:
@@ -277,15 +262,6 @@ def make_policy(cfg: DictConfig, model_folder: Path, devices: Devices, ranks: Ra
         cfg.train_model.quantization,
         ranks,
     )
-
-
-def make_lora(cfg: DictConfig) -> LoRA:
-    """The adapters of ``train_model.lora``, of rank 0 where there are none.
-
-    Raises:
-        ValueError: a setting is out of range.
-    """
-    return LoRA(**cfg.train_model.lora, seed=cfg.train.seed)
 
 
 def make_reference(
@@ -381,13 +357,7 @@ def make_loss(cfg: DictConfig) -> GRPOLoss:
     Raises:
         ValueError: a setting that is unknown or out of range.
     """
-    names = ("surrogate", "ratio", "clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg", "kl")
-    corrections = ("correction", "correction_level", "correction_low", "correction_high")
-    return GRPOLoss(
-        **{name: cfg.loss[name] for name in names + corrections},
-        kl_coef=cfg.policy.kl_coef if cfg.loss.kl_in == "loss" else 0.0,
-        entropy_coef=cfg.policy.entropy_coef,
-    )
+    return GRPOLoss(**loss_terms(cfg))
 
 
 def make_buffer(cfg: DictConfig, reward_parts: Sequence[str] = ()) -> GroupBuffer:
@@ -420,40 +390,4 @@ def make_buffer(cfg: DictConfig, reward_parts: Sequence[str] = ()) -> GroupBuffe
         kl_coef=cfg.policy.kl_coef if cfg.loss.kl_in == "reward" else 0.0,
         kl=cfg.loss.kl,
         reward_clip=cfg.train.reward_clip,
-        reward_scale=cfg.train.reward_scale,
     )
-
-
-def micro_batching(cfg: DictConfig) -> dict:
-    """How an optimizer step's groups are split and weighed."""
-    loss = cfg.loss
-    return {
-        "max_tokens": cfg.train.micro_batch_tokens,
-        "count": cfg.train.gradient_accumulation_steps,
-        "aggregate": loss.aggregate,
-        # With a KL or entropy term every group has a gradient.
-        "skip_zero_advantage": not ((cfg.policy.kl_coef and loss.kl_in == "loss") or cfg.policy.entropy_coef),
-        "normalizer": cfg.sampling.max_new_tokens if loss.normalizer is None else loss.normalizer,
-        "mask_truncated": loss.mask_truncated,
-        "top_entropy_fraction": loss.top_entropy_fraction,
-        "on_policy": _steps_once(cfg),
-    }
-
-
-def annotates(cfg: DictConfig) -> bool:
-    """Whether the policy scores each collection before it trains on it, a forward more.
-
-    A correction asks for its log-probabilities, and so does a KL in the reward; the choice of tokens by their entropy
-    asks for entropies. For a correction alone, a collection of one optimizer step has them when it is trained on. A
-    stored lineage has them so that any loss can be replayed.
-    """
-    return (
-        ((cfg.loss.correction != "none" or cfg.train.lineage) and not _steps_once(cfg))
-        or (cfg.loss.kl_in == "reward" and cfg.policy.kl_coef > 0)
-        or cfg.loss.top_entropy_fraction < 1
-    )
-
-
-def _steps_once(cfg: DictConfig) -> bool:
-    """Whether each collection gives one optimizer step, so that no token is trained on after the weights have moved."""
-    return cfg.train.epochs == 1 and cfg.env.num_envs * cfg.env.repeats <= cfg.train.optim_batch_size

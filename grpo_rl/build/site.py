@@ -34,10 +34,13 @@ from grpo_rl.engines.base import AsyncEngine
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.policies.lora import skeleton, target_names
 from grpo_rl.policies.policy import check_model
-from grpo_rl.run.folder import RunIsOver
+from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.devices import Devices, allocate
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
 from grpo_rl.weights.transport import Controlled, NativeTransport
+
+START_S = 1800
+"""Longest that an engine may take to start: a large model is read from a slow disk, and its kernels are compiled."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +231,7 @@ def make_engine(cfg: DictConfig, model_folder: Path, site: Site, ranks: Ranks | 
         )
         gpus = site.devices.tensor_parallel_size if on_gpu else 0
         engine = await launch(
-            name, make, site.place, site.trainers + number, site.engine_cpus, gpus, deadline_s=model.start_s
+            name, make, site.place, site.trainers + number, site.engine_cpus, gpus, deadline_s=START_S
         )
         if settings["transfer"] == "shared_memory" and engine.node != this_address():
             await engine.close()
@@ -272,7 +275,7 @@ def make_transport(cfg: DictConfig, model_folder: Path, devices: Devices, engine
     """What brings weights to the engines: through shared memory on a CPU, over NCCL between GPUs."""
     model = cfg.inference_model
     if check_transfer(cfg, devices) == "shared_memory":
-        return SharedMemoryTransport(engines, deadline_s=model.deadline_s, changes_only=model.push_changes)
+        return SharedMemoryTransport(engines, deadline_s=model.deadline_s)
     shapes = {name: weight.shape for name, weight in skeleton(model_folder).named_parameters()}
     return NativeTransport(
         engines, "nccl", shapes, model.deadline_s, devices.tensor_parallel_size, this_address(), devices.train[0]
@@ -288,7 +291,6 @@ def check_transfer(cfg: DictConfig, devices: Devices) -> str:
     on_gpu, lora = devices.inference[0].type == "cuda", cfg.train_model.lora
     transfer = cfg.inference_model.transfer or ("nccl" if on_gpu else "shared_memory")
     refused = {
-        "inference_model.push_changes=true": cfg.inference_model.push_changes,
         "train_model.lora.push=adapter": bool(lora.rank) and lora.push == "adapter",
         "train_model.cpu_offload=true": cfg.train_model.cpu_offload,
     }
@@ -298,8 +300,6 @@ def check_transfer(cfg: DictConfig, devices: Devices) -> str:
             f"{what} inference_model.transfer={cfg.inference_model.transfer}, which sends whole merged weights from "
             "GPU to GPU by nccl; use inference_model.transfer=shared_memory, or leave the setting out"
         )
-    if transfer == "shared_memory" and on_gpu and cfg.inference_model.push_changes:
-        raise ValueError("inference_model.push_changes=true is for engines on a CPU; set it to false")
     return transfer
 
 

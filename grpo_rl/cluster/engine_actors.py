@@ -196,9 +196,9 @@ async def launch(
             raise kind(f"{name} did not start: {error}") from error
         if isinstance(error, TimeoutError):
             raise EngineDeadError(
-                f"{name} was not ready within {deadline_s:g} s. It is still loading, for which raise "
-                f"inference_model.start_s; or Ray has no room for {num_cpus:g} CPUs and {num_gpus:g} GPUs (`ray "
-                "status` shows what is taken)"
+                f"{name} was not ready within {deadline_s:g} s. Its model loads too slowly, for which copy it to the "
+                f"nodes' own disks; or Ray has no room for {num_cpus:g} CPUs and {num_gpus:g} GPUs (`ray status` "
+                "shows what is taken)"
             ) from None
         raise
     return RayEngine(name, actor, about)

@@ -112,7 +112,7 @@ def _private_folder() -> Iterator[str]:
     try:
         yield os.path.join(outer, "ray")
     except Exception as error:
-        from grpo_rl.run.folder import RunIsOver  # here: most who import this module need no torch
+        from grpo_rl.settings.config import RunIsOver  # here: most who import this module need no torch
 
         keep = not isinstance(error, RunIsOver)  # Ray's logs may hold the cause
         raise

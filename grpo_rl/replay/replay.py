@@ -12,15 +12,16 @@ from dataclasses import asdict, dataclass
 
 import torch
 from jaxtyping import Float
-from omegaconf import DictConfig
 from torch import Tensor
 
-from grpo_rl.build.parts import annotates, make_buffer, make_loss, micro_batching
+from grpo_rl.build.parts import make_buffer, make_loss
 from grpo_rl.data.group import Group, groups_to_score
 from grpo_rl.losses.grpo import LOSSES
 from grpo_rl.monitor.meter import StepMeter, by_group, clipped_at_all
 from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches, step_totals
 from grpo_rl.replay.lineage_reader import StoredStep, StoredUpdate
+from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
+from grpo_rl.settings.sections import Sections
 from grpo_rl.training.optimizer import StepResult
 
 _METRICS = ("loss/", "clip/", "kl/", "correction/", "ess", "entropy")
@@ -94,7 +95,7 @@ class Replay:
         return summary | {"run": told(self.run), "other": told(self.other), "tokens": tokens}
 
 
-def replay(stored: StoredStep, run_cfg: DictConfig, other_cfg: DictConfig, top: int = 10) -> Replay:
+def replay(stored: StoredStep, run_cfg: Sections, other_cfg: Sections, top: int = 10) -> Replay:
     """The step under the run's own loss and under another.
 
     Args:
@@ -124,7 +125,7 @@ def replay(stored: StoredStep, run_cfg: DictConfig, other_cfg: DictConfig, top: 
     )
 
 
-def recompute(stored: StoredStep, cfg: DictConfig) -> Outcome:
+def recompute(stored: StoredStep, cfg: Sections) -> Outcome:
     """What the loss of a config makes of a stored step.
 
     Raises:
@@ -189,7 +190,7 @@ def _with_what_is_known(stored: StoredStep, on_policy: bool) -> list[Group]:
     ]
 
 
-def _check(groups: Sequence[Group], cfg: DictConfig) -> None:
+def _check(groups: Sequence[Group], cfg: Sections) -> None:
     """Refuses a loss that reads what is not stored, in words of the run rather than of a class."""
     if cfg.policy.kl_coef and any(group.ref_log_probs is None for group in groups):
         raise ValueError(
@@ -197,7 +198,7 @@ def _check(groups: Sequence[Group], cfg: DictConfig) -> None:
             "reference; train with policy.kl_coef above 0, or replay with 0"
         )
     lacking = sum(group.old_log_probs is None for group in groups)
-    if annotates(cfg) and lacking:
+    if needs_old_log_probs(cfg) and lacking:
         raise ValueError(
             f"loss.correction={cfg.loss.correction}, loss.kl_in={cfg.loss.kl_in} and loss.top_entropy_fraction="
             f"{cfg.loss.top_entropy_fraction} need what the trainer said before the update, which this run did not "

@@ -34,10 +34,6 @@ CHECKPOINT_BYTES_PER_PARAMETER = 12
 """fp32 weights and AdamW's two moments."""
 
 
-class RunIsOver(Exception):
-    """The run to go on with has nothing left to do, and has said so."""
-
-
 @dataclass
 class Claim:
     """A run's folder, locked, and how the run starts there.

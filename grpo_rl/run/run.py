@@ -20,7 +20,7 @@ from rich.panel import Panel
 from tensordict import TensorDictBase
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_rl.build.parts import make_loss, make_sampling, micro_batching, total_steps
+from grpo_rl.build.parts import make_loss, make_sampling
 from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.broadcast import Collector, Led
 from grpo_rl.data.group import Group, groups_to_score
@@ -42,7 +42,9 @@ from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.monitor.watch import RewardWatch
 from grpo_rl.perf.roofline import StepLimit
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.run.folder import MODEL, RunIsOver, check_folder, claim, export, is_finished, set_logs_aside
+from grpo_rl.run.folder import MODEL, check_folder, claim, export, is_finished, set_logs_aside
+from grpo_rl.settings.config import RunIsOver
+from grpo_rl.settings.derived import micro_batching, total_steps
 from grpo_rl.settings.devices import Devices
 from grpo_rl.storage.whole_file import write_whole
 from grpo_rl.training import checkpoint

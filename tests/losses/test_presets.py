@@ -12,12 +12,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from grpo_rl.build.parts import annotates, make_buffer, make_loss, micro_batching
+from grpo_rl.build.parts import make_buffer, make_loss
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.policies.policy import scored_micro_batches
-from grpo_rl.settings.config import FOLDER, check, check_overrides
+from grpo_rl.settings.compose import FOLDER, check_overrides
+from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
+from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
 
 PRESETS = sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml"))
@@ -40,7 +42,7 @@ def test_a_preset_says_where_it_comes_from_and_passes_the_checks(preset):
     assert "https://" in comment and (" J = " in comment or " A = " in comment)
     assert preset == "grpo" or "Differs from g" in comment
     cfg = config(f"loss={preset}", "policy.kl_coef=0.1")
-    check(cfg)
+    Settings.read(cfg)
     loss, buffer = make_loss(cfg), make_buffer(cfg)
     # A KL is charged once: in the loss or in the reward.
     assert {loss.kl_coef, buffer.kl_coef} == {0.0, 0.1}
@@ -89,7 +91,7 @@ def test_dr_grpo_divides_by_the_longest_answer_unless_a_number_is_given():
 )
 def test_the_policy_scores_a_collection_beforehand_only_where_something_reads_it(overrides, annotated, on_policy):
     cfg = config(*overrides)
-    assert annotates(cfg) is annotated and micro_batching(cfg)["on_policy"] is on_policy
+    assert needs_old_log_probs(cfg) is annotated and micro_batching(cfg)["on_policy"] is on_policy
 
 
 @pytest.mark.parametrize(
@@ -132,12 +134,12 @@ def test_groups_without_advantage_are_skipped_where_the_loss_has_nothing_else(ov
 )
 def test_wrong_settings_are_told_before_anything_starts(overrides, message):
     with pytest.raises(ValueError, match=message):
-        check(config(*overrides))
+        Settings.read(config(*overrides))
 
 
 def test_weights_of_parts_are_checked_against_the_tasks():
     cfg = config("loss=gdpo", "+loss.reward_weights.style=2.0")
-    check(cfg)
+    Settings.read(cfg)
     check_overrides(["+loss.reward_weights.style=2.0"])
     make_buffer(cfg, ("correctness", "style"))
     with pytest.raises(ValueError, match="weighs style, and the parts of the reward are correctness, format"):
