@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from omegaconf import DictConfig
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_rl.collectors.broadcast import Collector, Led, NoEngine, SharedCollector
@@ -37,6 +36,7 @@ from grpo_rl.settings.derived import (
     optimizer_steps,
 )
 from grpo_rl.settings.devices import Devices, allocate
+from grpo_rl.settings.schema import Settings
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
 
@@ -67,7 +67,7 @@ def make_tokenizer(model_folder: Path, chat_template: str | None = None) -> PreT
     return tokenizer
 
 
-def make_env(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
+def make_env(cfg: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
     """The environment of ``env.dataset``, its prompts checked against the context.
 
     Raises:
@@ -85,12 +85,12 @@ def make_env(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
     return env
 
 
-def _env_class(cfg: DictConfig) -> type[LLMEnv]:
+def _env_class(cfg: Settings) -> type[LLMEnv]:
     module, name = ENVS[cfg.env.dataset]
     return getattr(importlib.import_module(f"grpo_rl.envs.{module}"), name)
 
 
-def eval_rows(cfg: DictConfig, env: LLMEnv) -> list[dict]:
+def eval_rows(cfg: Settings, env: LLMEnv) -> list[dict]:
     """The first ``evaluate.rows`` held-out rows; none where none are asked for.
 
     Raises:
@@ -121,7 +121,7 @@ def eval_rows(cfg: DictConfig, env: LLMEnv) -> list[dict]:
     return [rows[i] for i in range(wanted)]
 
 
-def make_engine(cfg: DictConfig, model_folder: Path, devices: Devices, ranks: Ranks | None = None) -> Engine | NoEngine:
+def make_engine(cfg: Settings, model_folder: Path, devices: Devices, ranks: Ranks | None = None) -> Engine | NoEngine:
     """The inference engine of ``inference_model.engine``.
 
     Args:
@@ -154,13 +154,13 @@ def make_engine(cfg: DictConfig, model_folder: Path, devices: Devices, ranks: Ra
     )
 
 
-def make_sampling(cfg: DictConfig) -> Sampling:
+def make_sampling(cfg: Settings) -> Sampling:
     """How training answers are sampled."""
     return Sampling(**cfg.sampling)
 
 
 def make_schedules(
-    cfg: DictConfig, loss: GRPOLoss, buffer: GroupBuffer, reference: ReferencePolicy | None, policy: TrainPolicy
+    cfg: Settings, loss: GRPOLoss, buffer: GroupBuffer, reference: ReferencePolicy | None, policy: TrainPolicy
 ) -> Schedules:
     """What changes in the course of the run."""
     return Schedules(
@@ -178,7 +178,7 @@ def model_bytes(model_folder: Path) -> int:
     return sum(path.stat().st_size for path in weight_files(model_folder))
 
 
-def plan_devices(cfg: DictConfig, model_folder: Path) -> Devices:
+def plan_devices(cfg: Settings, model_folder: Path) -> Devices:
     """The device plan, as far as this script can carry it out: it trains on one device, with one engine in its process.
 
     Raises:
@@ -218,7 +218,7 @@ def plan_devices(cfg: DictConfig, model_folder: Path) -> Devices:
     return devices
 
 
-def make_ranks(cfg: DictConfig, devices: Devices) -> Ranks | None:
+def make_ranks(cfg: Settings, devices: Devices) -> Ranks | None:
     """The processes that train together, of which torchrun started this one; None where one trains alone.
 
     Raises:
@@ -241,7 +241,7 @@ def make_ranks(cfg: DictConfig, devices: Devices) -> Ranks | None:
     return Ranks.join(train.parallel, device, timeout_s=train.timeout_s, **placement)
 
 
-def make_policy(cfg: DictConfig, model_folder: Path, devices: Devices, ranks: Ranks | None = None) -> TrainPolicy:
+def make_policy(cfg: Settings, model_folder: Path, devices: Devices, ranks: Ranks | None = None) -> TrainPolicy:
     """The policy that learns.
 
     Args:
@@ -265,7 +265,7 @@ def make_policy(cfg: DictConfig, model_folder: Path, devices: Devices, ranks: Ra
 
 
 def make_reference(
-    cfg: DictConfig, model_folder: Path, devices: Devices, policy: TrainPolicy | None = None
+    cfg: Settings, model_folder: Path, devices: Devices, policy: TrainPolicy | None = None
 ) -> ReferencePolicy | None:
     """The frozen reference; None where nothing reads it.
 
@@ -299,7 +299,7 @@ def _check_finite(folder: Path, peers: Peers | None) -> None:
     agreed(peers, lambda: None if peers and peers.rank else check_finite(folder))
 
 
-def _check_reference(folder: Path, model_folder: Path, cfg: DictConfig) -> None:
+def _check_reference(folder: Path, model_folder: Path, cfg: Settings) -> None:
     vocabularies = [AutoTokenizer.from_pretrained(model).get_vocab() for model in (folder, model_folder)]
     if vocabularies[0] != vocabularies[1]:
         raise ValueError(
@@ -316,7 +316,7 @@ def _check_reference(folder: Path, model_folder: Path, cfg: DictConfig) -> None:
         )
 
 
-def make_collector(cfg: DictConfig, env: LLMEnv, engine: Sampler, collected: int, led: Led | None = None) -> Collector:
+def make_collector(cfg: Settings, env: LLMEnv, engine: Sampler, collected: int, led: Led | None = None) -> Collector:
     """The collector of the run, which has ``collected`` answers already.
 
     Args:
@@ -329,13 +329,13 @@ def make_collector(cfg: DictConfig, env: LLMEnv, engine: Sampler, collected: int
     return SharedCollector(collector, led, env.repeats, collected) if led and led.ranks else collector
 
 
-def make_alike(cfg: DictConfig) -> Callable[[Group], bool]:
+def make_alike(cfg: Settings) -> Callable[[Group], bool]:
     """Which groups are rewarded alike, by rewards as they become advantages."""
     clip = math.inf if cfg.train.reward_clip is None else cfg.train.reward_clip
     return functools.partial(rewarded_alike, clip=clip, by_part=cfg.loss.advantage == "multi_reward")
 
 
-def make_optimizer(cfg: DictConfig, policy: TrainPolicy, ranks: Ranks | None = None) -> PolicyOptimizer:
+def make_optimizer(cfg: Settings, policy: TrainPolicy, ranks: Ranks | None = None) -> PolicyOptimizer:
     """The optimizer of ``optimizer.name`` over the policy.
 
     Args:
@@ -351,7 +351,7 @@ def make_optimizer(cfg: DictConfig, policy: TrainPolicy, ranks: Ranks | None = N
     )
 
 
-def make_loss(cfg: DictConfig) -> GRPOLoss:
+def make_loss(cfg: Settings) -> GRPOLoss:
     """The loss of ``loss`` and ``policy``.
 
     Raises:
@@ -360,7 +360,7 @@ def make_loss(cfg: DictConfig) -> GRPOLoss:
     return GRPOLoss(**loss_terms(cfg))
 
 
-def make_buffer(cfg: DictConfig, reward_parts: Sequence[str] = ()) -> GroupBuffer:
+def make_buffer(cfg: Settings, reward_parts: Sequence[str] = ()) -> GroupBuffer:
     """The buffer of one collection, which turns rewards into advantages.
 
     Args:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from tqdm import tqdm
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
@@ -36,6 +35,7 @@ from grpo_rl.policies.lora import skeleton, target_names
 from grpo_rl.policies.policy import check_model
 from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.devices import Devices, allocate
+from grpo_rl.settings.schema import Settings
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
 from grpo_rl.weights.transport import Controlled, NativeTransport
 
@@ -61,7 +61,7 @@ class Site:
     engine_cpus: int
     meeting: Meeting | None = None
 
-    def run(self, train: Callable[[DictConfig, str, Site], dict], cfg: DictConfig, folder: str) -> dict:
+    def run(self, train: Callable[[Settings, str, Site], dict], cfg: Settings, folder: str) -> dict:
         """What ``train`` returns: of this process, or of the first of the trainers on the cluster."""
         if not self.trainers:
             return train(cfg, folder, self)
@@ -72,7 +72,7 @@ class Site:
 
 
 def _train_there(
-    train: Callable, cfg: DictConfig, folder: str, site: Site, working_directory: str, meeting: Meeting
+    train: Callable, cfg: Settings, folder: str, site: Site, working_directory: str, meeting: Meeting
 ) -> dict:
     try:
         os.chdir(working_directory)  # which relative paths of the config are meant from
@@ -94,7 +94,7 @@ def _train_there(
 
 
 @contextmanager
-def make_site(cfg: DictConfig, model_folder: Path) -> Iterator[Site]:
+def make_site(cfg: Settings, model_folder: Path) -> Iterator[Site]:
     """The Ray cluster of ``ray.address``, or one on this machine alone, with places for what the device plan asks.
 
     Every node has answered. On this machine the trainer is this process; on a cluster trainers are actors.
@@ -173,7 +173,7 @@ def share_cores(devices: Devices, world: int) -> int:
     return share
 
 
-def make_ranks(cfg: DictConfig, site: Site) -> Ranks | None:
+def make_ranks(cfg: Settings, site: Site) -> Ranks | None:
     """The processes that train together, started by torchrun or as actors; None where one trains alone.
 
     Raises:
@@ -191,7 +191,7 @@ def make_ranks(cfg: DictConfig, site: Site) -> Ranks | None:
     return Ranks.join(train.parallel, device, meeting.rank, meeting.size, store, timeout_s, **placement)
 
 
-def make_engine(cfg: DictConfig, model_folder: Path, site: Site, ranks: Ranks | None = None) -> FleetEngine | NoEngine:
+def make_engine(cfg: Settings, model_folder: Path, site: Site, ranks: Ranks | None = None) -> FleetEngine | NoEngine:
     """The engines of the plan, each in an actor of its own, as one.
 
     Args:
@@ -271,7 +271,7 @@ def start_vllm(model: str, max_model_len: int, cpus: int, on_loopback: bool, **s
     return module.AsyncVLLMEngine(resolve_model(model), max_model_len, **settings)
 
 
-def make_transport(cfg: DictConfig, model_folder: Path, devices: Devices, engines: Sequence[FleetMember]) -> Controlled:
+def make_transport(cfg: Settings, model_folder: Path, devices: Devices, engines: Sequence[FleetMember]) -> Controlled:
     """What brings weights to the engines: through shared memory on a CPU, over NCCL between GPUs."""
     model = cfg.inference_model
     if check_transfer(cfg, devices) == "shared_memory":
@@ -282,7 +282,7 @@ def make_transport(cfg: DictConfig, model_folder: Path, devices: Devices, engine
     )
 
 
-def check_transfer(cfg: DictConfig, devices: Devices) -> str:
+def check_transfer(cfg: Settings, devices: Devices) -> str:
     """How weights travel.
 
     Raises:
@@ -304,7 +304,7 @@ def check_transfer(cfg: DictConfig, devices: Devices) -> str:
 
 
 def make_collector(
-    cfg: DictConfig, env: LLMEnv, engine: FleetEngine | NoEngine, version: int, collected: int, led: Led
+    cfg: Settings, env: LLMEnv, engine: FleetEngine | NoEngine, version: int, collected: int, led: Led
 ) -> Collector:
     """The collector of the run, which samples while others train.
 

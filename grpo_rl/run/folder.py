@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import yaml
-from omegaconf import DictConfig
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_rl.build.parts import make_tokenizer
@@ -23,6 +22,7 @@ from grpo_rl.monitor.report import CONFIG, SUMMARY, read_summary
 from grpo_rl.policies.hub import resolve_model, writing_model
 from grpo_rl.policies.lora import has_adapters
 from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock, in_use
+from grpo_rl.settings.schema import Settings
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.whole_file import whole_folder
 from grpo_rl.training import checkpoint
@@ -205,7 +205,7 @@ def is_finished(folder: Path) -> bool:
     return bool(read_summary(folder).get("finished")) and (folder / MODEL).is_dir()
 
 
-def check_folder(folder: Path, cfg: DictConfig, model_bytes: int, resumed: bool) -> None:
+def check_folder(folder: Path, cfg: Settings, model_bytes: int, resumed: bool) -> None:
     """Refuses a folder that a run can't use.
 
     Args:

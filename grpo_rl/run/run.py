@@ -14,7 +14,6 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.panel import Panel
 from tensordict import TensorDictBase
@@ -46,6 +45,7 @@ from grpo_rl.run.folder import MODEL, check_folder, claim, export, is_finished, 
 from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.derived import micro_batching, total_steps
 from grpo_rl.settings.devices import Devices
+from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.whole_file import write_whole
 from grpo_rl.training import checkpoint
 from grpo_rl.training.evaluate import Evaluation, evaluate, paired_gain
@@ -71,7 +71,7 @@ class Run:
     """A training run in its folder; used as a context manager.
 
     Args:
-        cfg: the whole config.
+        cfg: all settings.
         env: the training environment, for its data position and its texts.
         folder: where the run writes; a resumed run goes on in the folder of its checkpoint.
         eval_rows: held-out rows, judged before and after.
@@ -87,7 +87,7 @@ class Run:
 
     def __init__(
         self,
-        cfg: DictConfig,
+        cfg: Settings,
         env: LLMEnv,
         folder: str | Path,
         eval_rows: Sequence[dict] = (),
@@ -99,8 +99,8 @@ class Run:
         self._stack = ExitStack()
         if ranks:
             self._stack.callback(ranks.close)
-        self._config = json.dumps(OmegaConf.to_container(cfg, resolve=True), sort_keys=True)
-        self._config_text = OmegaConf.to_yaml(cfg, resolve=True)
+        self._config = cfg.as_json()
+        self._config_text = cfg.as_text()
         self._eval_rows = list(eval_rows)
         self._eval_before: list[float] = []
         self._eval_after: list[float] = []
@@ -137,7 +137,7 @@ class Run:
         # Started a second apart, ranks may have been given different folders; and one of them locks it for all.
         where = agreed(self._ranks, lambda: self._claim(own) if self._leads else (own, None, False, False))
         where = self._ranks.broadcast(where) if self._ranks else where
-        self._shared_folder, self.cfg.resume, self._inside, over = where
+        self._shared_folder, self._resume, self._inside, over = where
         if over:
             raise RunIsOver
         self._restored = self._find_checkpoint()
@@ -198,9 +198,9 @@ class Run:
         return evaluated, over
 
     def _find_checkpoint(self) -> tuple[Path, dict] | None:
-        if self.cfg.resume is None:
+        if self._resume is None:
             return None
-        return checkpoint.restore(self.cfg.resume, self._shared_folder if self._inside else None, self._ranks)
+        return checkpoint.restore(self._resume, self._shared_folder if self._inside else None, self._ranks)
 
     def _how_to_go_on(self) -> str:
         return f"Go on with: resume={self._shared_folder if self._ranks else self.folder}"

@@ -46,7 +46,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
         mode: that the script is of; a config may name it, and no other.
     """
 
-    def decorate(function: Callable[[DictConfig], object]) -> Callable[[], None]:
+    def decorate(function: Callable[[Settings], object]) -> Callable[[], None]:
         @functools.wraps(function)
         def run(cfg: DictConfig) -> object:
             transformers_logging.disable_progress_bar()  # the live view is the one to look at
@@ -57,10 +57,10 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 if cfg.mode != mode:
                     script = {"sync": "sota/grpo.py", "async": "sota/grpo_async.py"}.get(cfg.mode)
                     raise ValueError(f"this script is of mode={mode}" + (f"; run {script}" if script else ""))
-                Settings.read(cfg)
-                if cfg.resume == "auto" and (folder := _fixed_folder()):
-                    cfg.resume = folder
-                return function(cfg)
+                settings = Settings.read(cfg)
+                if settings.resume == "auto" and (folder := _fixed_folder()):
+                    settings = settings.with_values({"resume": folder})
+                return function(settings)
             except RunIsOver:
                 return None  # as at its end
             except ValueError as error:

@@ -245,7 +245,7 @@ def test_naming_a_task_chooses_its_config():
     [
         (["train.max_staleness=1"], "train.max_staleness=1 is of mode=async; run sota/grpo_async.py"),
         (["ray.address=auto"], "ray.address=auto is of mode=async"),
-        (["mode=asink"], "mode is 'asink'; it can be sync, async; did you mean async?"),
+        (["mode=asink"], "mode is 'asink'; it can be sync, async, or null; did you mean async?"),
         (["mode=async", "train.max_staleness=-1"], "train.max_staleness is -1; it must be 0 or more"),
         (["mode=async", "inference_model.engine=transformers"], "mode=async samples with inference_model.engine=vllm"),
         (["mode=async", "inference_model.transfer=tcp"], "inference_model.transfer is 'tcp'; it can be shared_memory"),
