@@ -30,15 +30,16 @@ from grpo_rl.planner.simulate import TAIL, simulate_plan
 from grpo_rl.planner.svg import svg
 from grpo_rl.planner.table import plan_view, simulation_view
 from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE
-from grpo_rl.policies.hub import CONVERTED, DEFAULT_MODEL, cache_folder
-from grpo_rl.policies.lora import skeleton
+from grpo_rl.policies.hub import CONVERTED, DEFAULT_MODEL
+from grpo_rl.policies.loading import skeleton
 from grpo_rl.replay.lineage_reader import read_step
 from grpo_rl.replay.replay import replay
 from grpo_rl.replay.table import replay_view
-from grpo_rl.run.folder import export_checkpoint
+from grpo_rl.run.export import export_checkpoint
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.schema import Settings
+from grpo_rl.storage.cache import cache_folder
 
 CONFIG = "grpo_gsm8k"
 OF_A_LOSS = ("policy.kl_coef", "policy.entropy_coef")

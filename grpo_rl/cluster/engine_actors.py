@@ -77,7 +77,7 @@ class RayEngine:
             return call.result()
         except RayTaskError as error:
             raise _cause(error) from error
-        except RayError as error:  # an answer may be lost with its node after it was given
+        except RayError as error:  # a result may be lost with its node after it was given
             raise self._died(method, error) from error
         finally:
             call.cancel()
@@ -87,7 +87,7 @@ class RayEngine:
         return EngineDeadError(f"{self.name} died; it was asked for {method}: {str(error).splitlines()[0]}")
 
     def submit(self, method: str, *args: Any) -> Future[Any]:
-        """See :class:`grpo_rl.weights.transport.EngineControl`."""
+        """See :class:`grpo_rl.weights.remote.EngineControl`."""
         ours: Future[Any] = Future()
 
         def tell(theirs: Future[Any]) -> None:
@@ -181,7 +181,7 @@ async def launch(
         EngineStartError: its process ended while it started.
         EngineDeadError: it was not ready in time, or can't be made, as it says itself: a new one would say the same.
     """
-    # Otherwise the thousandth answer under way would keep a pause waiting.
+    # Otherwise the thousandth response under way would keep a pause waiting.
     options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_concurrency": MOST_CALLS}
     if place:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(place, bundle)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_rl.data.group import Group, micro_batches
+from grpo_rl.data.batching import micro_batches
+from grpo_rl.data.group import Group
 from grpo_rl.settings.derived import group_sizes, micro_batching, needs_old_log_probs, optimizer_steps, total_steps
 from grpo_rl.settings.devices import Devices, allocate
 from grpo_rl.settings.misfits import Misfit, Where, misfits
@@ -145,8 +146,8 @@ def plan_batches(
     batching = micro_batching(settings)
     size = settings.env.repeats
     groups = [_assumed_group(prompt, answer, size)] * (settings.train.optim_batch_size // size)
-    count = batching["count"] and min(batching["count"], len(groups))
-    micro = micro_batches(groups, batching["max_tokens"], count) if groups else []
+    count = batching.count and min(batching.count, len(groups))
+    micro = micro_batches(groups, batching.max_tokens, count) if groups else []
     sizes, collections = group_sizes(settings), total_steps(settings)
     starts = sorted({1, *(step for step, _ in settings.train.repeats_schedule if step <= collections)})
     return BatchPlan(
@@ -161,12 +162,12 @@ def plan_batches(
         turns=settings.train.total_dialog_turns,
         prompt_tokens=prompt,
         answer_tokens=answer,
-        max_tokens=batching["max_tokens"],
-        accumulation=batching["count"],
+        max_tokens=batching.max_tokens,
+        accumulation=batching.count,
         micro_batches=tuple(len(groups) for groups in micro),
         has_reference=bool(settings.policy.kl_coef),
         annotates=needs_old_log_probs(settings),
-        skips_equal_rewards=batching["skip_zero_advantage"],
+        skips_equal_rewards=batching.skip_zero_advantage,
         devices=allocate(settings, visible=gpus),
         misfits=tuple(misfits(settings)),
     )

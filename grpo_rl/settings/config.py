@@ -23,7 +23,7 @@ from grpo_rl.settings.compose import FOLDER, check_overrides, choosing_configs, 
 from grpo_rl.settings.schema import Settings
 
 
-class RunIsOver(Exception):
+class RunIsOver(SystemExit):
     """Ends a script without an error: the run to go on with has nothing left to do, and has said so."""
 
 
@@ -57,10 +57,9 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 if cfg.mode != mode:
                     script = {"sync": "sota/grpo.py", "async": "sota/grpo_async.py"}.get(cfg.mode)
                     raise ValueError(f"this script is of mode={mode}" + (f"; run {script}" if script else ""))
-                settings = Settings.read(cfg)
-                if settings.resume == "auto" and (folder := _fixed_folder()):
-                    settings = settings.with_values({"resume": folder})
-                return function(settings)
+                if cfg.resume == "auto" and (folder := _fixed_folder()):
+                    cfg.resume = folder
+                return function(Settings.read(cfg))
             except RunIsOver:
                 return None  # as at its end
             except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.policies.lora import LoRA
 from grpo_rl.settings.sections import Sections
 from grpo_rl.training.schedules import GroupSizes
@@ -63,20 +64,25 @@ def kl_in_reward(settings: Sections) -> float:
     return settings.policy.kl_coef if settings.loss.kl_in == "reward" else 0.0
 
 
-def micro_batching(settings: Sections) -> dict[str, Any]:
-    """How an optimizer step's groups are split and weighed."""
+def micro_batching(settings: Sections) -> MicroBatching:
+    """How an optimizer step's groups are split and weighted."""
     loss = settings.loss
-    return {
-        "max_tokens": settings.train.micro_batch_tokens,
-        "count": settings.train.gradient_accumulation_steps,
-        "aggregate": loss.aggregate,
+    return MicroBatching(
+        max_tokens=settings.train.micro_batch_tokens,
+        count=settings.train.gradient_accumulation_steps,
+        aggregate=loss.aggregate,
         # With a KL or entropy term every group has a gradient.
-        "skip_zero_advantage": not (kl_in_loss(settings) or settings.policy.entropy_coef),
-        "normalizer": settings.sampling.max_new_tokens if loss.normalizer is None else loss.normalizer,
-        "mask_truncated": loss.mask_truncated,
-        "top_entropy_fraction": loss.top_entropy_fraction,
-        "on_policy": steps_once(settings),
-    }
+        skip_zero_advantage=not (kl_in_loss(settings) or settings.policy.entropy_coef),
+        normalizer=settings.sampling.max_new_tokens if loss.normalizer is None else loss.normalizer,
+        mask_truncated=loss.mask_truncated,
+        top_entropy_fraction=loss.top_entropy_fraction,
+        on_policy=steps_once(settings),
+    )
+
+
+def max_staleness(settings: Sections) -> int:
+    """How many policy versions old a token may be when it is trained on; 0 where sampling and training take turns."""
+    return settings.train.max_staleness if settings.mode == "async" else 0
 
 
 def loss_terms(settings: Sections) -> dict[str, Any]:

@@ -9,13 +9,13 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
 
+from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.distributed.sharded_checkpoint import (
-    agreed,
     check_shards,
     load_shards,
     remove,
@@ -29,9 +29,6 @@ from grpo_rl.monitor.lineage import ANSWERS, TOKENS
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.whole_file import make_folder, sync
-
-if TYPE_CHECKING:
-    from grpo_rl.distributed.ranks import Ranks
 
 CHECKPOINTS = "checkpoints"
 """Their folder in that of the run."""

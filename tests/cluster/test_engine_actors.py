@@ -113,7 +113,7 @@ def test_an_actor_whose_process_ends_is_replaced_by_the_fleet():
         await fleet.push(lambda e: e.check_health())
         with pytest.raises(EngineLostError, match=r"engine 0 on .* died; it was asked for generate"):
             await fleet.call(lambda e: e.generate("a", [13], 1, Sampling()))
-        await fleet.newcomer()
+        await fleet.new_engine()
         await fleet.push(lambda e: e.check_health())
         samples = await fleet.call(lambda e: e.generate("a", [12], 1, Sampling()))
         assert samples.response_ids.tolist() == [0] and fleet.restarts == 1

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
-import runpy
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +13,8 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis import mismatch
@@ -23,10 +22,11 @@ from grpo_rl.diagnosis.causes import Scene, Scored, diagnose, forked_random_stat
 from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import TransformersEngine
-from grpo_rl.losses.grpo import LOSSES, GRPOLoss
+from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.testing import random_group, run_script, save_tiny_model
+from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.weights.push import WeightSync
 
@@ -95,12 +95,12 @@ class Training:
         groups = self.sample()
         groups = self._fault(groups) if self._fault else groups
         buffer, loss = GroupBuffer(len(groups), len(groups)), GRPOLoss()
-        buffer.extend(groups)
+        buffer.extend(AdvantageEstimator()(groups))
         self.mismatch.begin()
         for batch in buffer.batches(epochs):
-            for tokens in scored_micro_batches(self.policy, batch, 256):
+            for tokens in scored_micro_batches(self.policy, batch, MicroBatching(256)):
                 losses = loss(tokens)
-                torch.stack([losses[name] for name in LOSSES]).sum().backward()
+                losses["loss"].backward()
                 self.mismatch.add(tokens, batch, self.weights.version)
             self.warning = self.mismatch.judge(self.scene)
             self.optimizer.step()
@@ -192,7 +192,7 @@ def test_importance_weights_are_one_on_fresh_weights_within_the_floor(model):
     for dtype in DTYPES:
         training = Training(model, dtype)
         groups = [g.with_advantages(torch.ones(g.size)) for g in training.sample()]
-        (tokens,) = scored_micro_batches(training.policy, groups, 4096)
+        (tokens,) = scored_micro_batches(training.policy, groups, MicroBatching(4096))
         ratio = (tokens["log_prob"] - tokens["sampler_log_prob"]).exp()
         assert (ratio - 1).abs().mean() < FLOORS[dtype] and (ratio - 1).abs().max() < 10 * FLOORS[dtype]
 
@@ -216,7 +216,8 @@ def test_a_thorough_look_that_samples_anew_leaves_the_random_state_alone(model):
     noisy.mismatch.begin()
     state = torch.get_rng_state()
     assert not torch.equal(before, state)
-    for tokens in scored_micro_batches(noisy.policy, [g.with_advantages(g.rewards) for g in groups], 4096):
+    groups = [g.with_advantages(g.rewards) for g in groups]
+    for tokens in scored_micro_batches(noisy.policy, groups, MicroBatching(4096)):
         noisy.mismatch.add(tokens, groups, noisy.weights.version)
     with pytest.raises(
         MismatchError, match="than mismatch.bound=0.2: stale weights, or answers changed behind the engine"
@@ -410,34 +411,14 @@ def test_on_a_real_model_in_bf16_rounding_is_no_fault_and_small_faults_are_named
 
 
 @pytest.fixture(scope="module")
-def tiny(model, tmp_path_factory):
-    """Overrides for a run of the main script in seconds."""
-    path = tmp_path_factory.mktemp("data") / "train.jsonl"
-    path.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"so\n#### {i}"}) + "\n" for i in range(6)))
-    return [
-        f"model.name={model}",
-        f"env.path={path}",
-        "env.system_prompt=null",
-        "env.num_envs=4",
-        "env.repeats=4",
-        "env.reward.reasoning_pattern='[0-9]'",
-        "train.optim_batch_size=8",
-        "train.total_dialog_turns=48",
-        "train.checkpoint_frequency=0",
-        "inference_model.engine=transformers",
-        "inference_model.max_model_len=64",
-        "sampling.max_new_tokens=8",
-        "optimizer.lr=1e-2",
-        "optimizer.warmup_steps=0",
-        "evaluate.rows=0",
-    ]
+def tiny(model, tiny_run):
+    few = ["train.total_dialog_turns=48", "train.checkpoint_frequency=0", "train.micro_batch_tokens=8192"]
+    return [*tiny_run, f"model.name={model}", *few, "optimizer.warmup_steps=0"]
 
 
 def run(overrides, folder, monkeypatch):
     monkeypatch.setenv("GRPO_RL_CACHE", str(folder / "cache"))
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={folder / 'run'}"])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
-    return folder / "run"
+    return run_script(SCRIPT, overrides, folder / "run")
 
 
 def test_at_learning_rate_0_every_step_shows_numerics_alone(tiny, model, tmp_path, monkeypatch):

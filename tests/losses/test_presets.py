@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
-import runpy
-import sys
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from grpo_rl.build.parts import make_buffer, make_loss
-from grpo_rl.data.buffer import GroupBuffer
+from grpo_rl.build.training import make_advantages, make_loss
+from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.policies.policy import scored_micro_batches
 from grpo_rl.settings.compose import FOLDER, check_overrides
 from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import save_tiny_model
+from grpo_rl.testing import run_script
 
 PRESETS = sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml"))
 
@@ -43,17 +40,18 @@ def test_a_preset_says_where_it_comes_from_and_passes_the_checks(preset):
     assert preset == "grpo" or "Differs from g" in comment
     cfg = config(f"loss={preset}", "policy.kl_coef=0.1")
     Settings.read(cfg)
-    loss, buffer = make_loss(cfg), make_buffer(cfg)
-    # A KL is charged once: in the loss or in the reward.
-    assert {loss.kl_coef, buffer.kl_coef} == {0.0, 0.1}
+    loss, advantages = make_loss(cfg), make_advantages(cfg)
+    # The KL counts once: in the loss or in the reward.
+    assert {loss.kl_coef, advantages.kl_coef} == {0.0, 0.1}
 
 
 def test_grpos_values_are_the_defaults_of_the_classes():
     preset = OmegaConf.to_container(OmegaConf.load(FOLDER / "loss" / "grpo.yaml"))
     read = {"kl_in", "reward_weights"}  # a choice between two classes, and a mapping
     defaults = {}
-    for function in (scored_micro_batches, GroupBuffer.__init__, GRPOLoss.__init__):
-        defaults |= {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    for kind in (MicroBatching, AdvantageEstimator, GRPOLoss):
+        defaults |= {name: p.default for name, p in inspect.signature(kind.__init__).parameters.items()}
+    defaults |= {"advantage": defaults["kind"], "advantage_clip": defaults["clip"]}
     assert {name: defaults[name] for name in preset.keys() - read} == {n: preset[n] for n in preset.keys() - read}
 
 
@@ -72,8 +70,8 @@ def test_the_builder_gives_the_loss_what_the_config_says():
 
 
 def test_dr_grpo_divides_by_the_longest_answer_unless_a_number_is_given():
-    assert micro_batching(config("loss=dr_grpo", "sampling.max_new_tokens=99"))["normalizer"] == 99
-    assert micro_batching(config("loss=dr_grpo", "loss.normalizer=7"))["normalizer"] == 7
+    assert micro_batching(config("loss=dr_grpo", "sampling.max_new_tokens=99")).normalizer == 99
+    assert micro_batching(config("loss=dr_grpo", "loss.normalizer=7")).normalizer == 7
 
 
 @pytest.mark.parametrize(
@@ -91,7 +89,7 @@ def test_dr_grpo_divides_by_the_longest_answer_unless_a_number_is_given():
 )
 def test_the_policy_scores_a_collection_beforehand_only_where_something_reads_it(overrides, annotated, on_policy):
     cfg = config(*overrides)
-    assert needs_old_log_probs(cfg) is annotated and micro_batching(cfg)["on_policy"] is on_policy
+    assert needs_old_log_probs(cfg) is annotated and micro_batching(cfg).on_policy is on_policy
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_the_policy_scores_a_collection_beforehand_only_where_something_reads_it
     ],
 )
 def test_groups_without_advantage_are_skipped_where_the_loss_has_nothing_else(overrides, skips):
-    assert micro_batching(config(*overrides))["skip_zero_advantage"] is skips
+    assert micro_batching(config(*overrides)).skip_zero_advantage is skips
 
 
 @pytest.mark.parametrize(
@@ -141,29 +139,18 @@ def test_weights_of_parts_are_checked_against_the_tasks():
     cfg = config("loss=gdpo", "+loss.reward_weights.style=2.0")
     Settings.read(cfg)
     check_overrides(["+loss.reward_weights.style=2.0"])
-    make_buffer(cfg, ("correctness", "style"))
+    make_advantages(cfg, ("correctness", "style"))
     with pytest.raises(ValueError, match="weighs style, and the parts of the reward are correctness, format"):
-        make_buffer(cfg, ("correctness", "format"))
+        make_advantages(cfg, ("correctness", "format"))
     with pytest.raises(ValueError, match="read by loss.advantage=multi_reward, not by zscore"):
-        make_buffer(config("+loss.reward_weights.style=2.0"), ("style",))
+        make_advantages(config("+loss.reward_weights.style=2.0"), ("style",))
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """Overrides for a run of one collection and four optimizer steps: a random model that is paid for digits."""
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "train.jsonl").write_text(
-        "".join(json.dumps({"question": f"{i}?", "answer": "#### 1"}) + "\n" for i in (1, 2))
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPO_RL_CACHE", str(folder))
-        yield [
-            f"model.name={save_tiny_model(folder / 'model')}", f"env.path={folder / 'train.jsonl'}",
-            "env.system_prompt=null", "env.num_envs=4", "env.repeats=4", "env.reward.reasoning_pattern='[0-9]'",
-            "train.optim_batch_size=8", "train.total_dialog_turns=16", "train.epochs=2", "train.micro_batch_tokens=64",
-            "inference_model.engine=transformers", "inference_model.max_model_len=64", "sampling.max_new_tokens=8",
-            "optimizer.lr=1e-3", "policy.kl_coef=0.05",
-        ]  # fmt: skip
+def tiny(tiny_run, own_cache):
+    """One collection and four optimizer steps."""
+    few = ["train.total_dialog_turns=16", "train.epochs=2", "optimizer.lr=1e-3", "policy.kl_coef=0.05"]
+    return [*tiny_run, *few, "train.checkpoint_frequency=0"]
 
 
 @pytest.mark.slow
@@ -181,10 +168,7 @@ def tiny(tmp_path_factory):
     ids=" ".join,
 )
 def test_the_script_trains_under_it(tiny, overrides, tmp_path, monkeypatch):
-    script = FOLDER.parent / "sota" / "grpo.py"
-    monkeypatch.setattr(sys, "argv", [str(script), *tiny, *overrides, f"hydra.run.dir={tmp_path}"])
-    runpy.run_path(str(script), run_name="__main__")
-    (metrics,) = read_metrics(tmp_path)
+    (metrics,) = read_metrics(run_script(FOLDER.parent / "sota" / "grpo.py", [*tiny, *overrides], tmp_path))
     assert metrics["grad_norm"] > 0 and metrics["optimizer/skipped_steps"] == 0
     assert metrics["kl/ref"] > 0 and (metrics["loss/kl"] == 0) == (overrides[0] == "loss=rloo")
     corrected = overrides[0] in ("loss=gspo", "loss=icepop")

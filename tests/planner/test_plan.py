@@ -26,9 +26,11 @@ from grpo_rl.planner.memory import (
 )
 from grpo_rl.planner.plan import make_plan
 from grpo_rl.planner.question import Question
+from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
 from grpo_rl.policies.compiled import can_compile, compile_pointwise
-from grpo_rl.policies.lora import LoRA, skeleton
-from grpo_rl.policies.packing import forward_hidden, pack, use_shared_prefix
+from grpo_rl.policies.loading import skeleton
+from grpo_rl.policies.lora import LoRA
+from grpo_rl.policies.packing import pack
 from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import random_group

@@ -17,7 +17,7 @@ from grpo_rl.planner.plan import make_plan
 from grpo_rl.planner.question import Question
 from grpo_rl.planner.simulate import answer_lengths, engine_rates, simulate_plan
 from grpo_rl.planner.simulator import LogNormal, Scenario, simulate
-from grpo_rl.policies.lora import skeleton
+from grpo_rl.policies.loading import skeleton
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
 

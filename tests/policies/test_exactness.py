@@ -1,6 +1,6 @@
 """Scores of packed groups equal transformers' own padded forward, in value and gradient, for every family of models.
 
-The plain road knows nothing of groups: a right-padded batch, each answer behind its own copy of the prompt, eager
+The plain road knows nothing of groups: a right-padded batch, each response behind its own copy of the prompt, eager
 attention with the masks that transformers makes, full logits.
 """
 
@@ -29,10 +29,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
-from grpo_rl.losses.grpo import LOSSES, GRPOLoss
-from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import KeepFp64, random_group, to_fp64
+from grpo_rl.training.micro_batches import scored_micro_batches
 
 VOCAB = 50
 SIZES = dict(
@@ -120,7 +122,7 @@ def groups_of(shapes: Sequence[tuple[int, Sequence[int]]], seed: int = 0, vocab:
 
 
 RAGGED = [(5, [3, 2, 0, 3, 1]), (1, [4, 7]), (9, [1, 1, 1]), (3, [0, 0]), (2, [17, 33, 20]), (20, [6, 16])]
-"""Equal and unequal lengths, empty and one-token answers, a one-token prompt, answers longer than every window."""
+"""Equal and unequal lengths, empty and one-token responses, a one-token prompt, responses longer than every window."""
 
 
 def plain_road(
@@ -249,7 +251,7 @@ def test_any_ragged_groups_split_in_any_way_are_scored_like_the_plain_road(famil
     ],
     ids=["full", "narrow-window", "wide-window", "capped-alternating"],
 )
-def test_prompts_and_answers_of_hundreds_of_tokens_are_scored_like_the_plain_road(family, overrides):
+def test_prompts_and_responses_of_hundreds_of_tokens_are_scored_like_the_plain_road(family, overrides):
     """Long enough that queries, keys and heads are computed in several blocks."""
     model = fp64_model.__wrapped__(family, **overrides)
     assert_scored_like_the_plain_road(model, groups_of([(300, [290, 3, 270]), (2, [310])]))
@@ -263,7 +265,7 @@ def test_a_tools_tokens_are_read_but_not_trained_on(family, max_tokens):
     model = fp64_model(family)
     groups = groups_of([(6, [9, 5]), (1, [12, 5]), (11, [6, 5]), (3, [7, 2])], seed=11)
     log_prob, entropy = plain_road(model, groups, temperature=0.8)
-    # Each answer trains 2, 4 or 8 tokens and the step has 8 answers: weights that fp32 holds exactly.
+    # Each response trains 2, 4 or 8 tokens and the step has 8 responses: weights that fp32 holds exactly.
     tool = {12: slice(3, 7), 9: slice(2, 7), 7: slice(1, 4), 6: slice(2, 4), 5: slice(0, 3), 2: slice(0, 0)}
     torch.manual_seed(0)
     written, loss, start = [], 0.0, 0
@@ -286,7 +288,7 @@ def test_a_tools_tokens_are_read_but_not_trained_on(family, max_tokens):
     policy = TrainPolicy(model, temperature=0.8)
     torch.testing.assert_close(policy.score(written), (log_prob, entropy), rtol=0, atol=1e-9)
     grpo = GRPOLoss(clip, clip, kl_coef, entropy_coef)
-    losses = [sum(grpo(micro)[name] for name in LOSSES) for micro in scored_micro_batches(policy, written, max_tokens)]
+    losses = [grpo(micro)["loss"] for micro in scored_micro_batches(policy, written, MicroBatching(max_tokens))]
     assert len(losses) == {1: 4, 40: 2, 1000: 1}[max_tokens]
     assert_equal_gradients(gradients(model, sum(losses)), expected)
 
