@@ -15,11 +15,11 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from grpo_rl.planner.simulator import Outcome, Scenario, simulate
+from grpo_rl.planner.simulator import Outcome, SimulatorConfig, simulate
 
 OUT = Path(__file__).parents[1] / "docs" / "staleness.svg"
 BOUNDS = (0, 1, 2, 3, 4, 6, 8)
-BALANCED = Scenario(engines=8, train_tokens_per_s=5e3, steps=60)
+BALANCED = SimulatorConfig(engines=8, train_tokens_per_s=5e3, steps=60)
 TRAINERS = {"balanced": 5e3, "a fast trainer": 4e4, "a slow trainer": 2e3}
 
 
@@ -44,11 +44,11 @@ def main() -> None:
     figure, (gain, waiting) = plt.subplots(1, 2, figsize=(9, 3.2))
     for name, by_bound in found.items():
         turns = by_bound[0]
-        gains = [outcome.answers_per_s / turns.answers_per_s for outcome in by_bound.values()]
+        gains = [outcome.responses_per_s / turns.responses_per_s for outcome in by_bound.values()]
         gain.plot(BOUNDS, gains, marker="o", label=name)
         waiting.plot(BOUNDS, [outcome.waiting for outcome in by_bound.values()], marker="o", label=name)
         for bound, outcome in by_bound.items():
-            gained = outcome.answers_per_s / turns.answers_per_s
+            gained = outcome.responses_per_s / turns.responses_per_s
             print(
                 f"{name:15s} max_staleness={bound}: {gained:.2f} times taking turns (ideal of two phases "
                 f"{ideal(turns):.2f}), trainer waits {outcome.waiting:.1%}, engines idle {outcome.idle:.1%}, staleness "

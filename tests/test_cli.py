@@ -15,9 +15,9 @@ def test_batches_takes_the_overrides_of_the_script_wherever_they_stand(capsys, t
     picture = tmp_path / "batches.svg"
     assert main(["batches", "env.repeats=4", "--svg", str(picture), "train.optim_batch_size=16"]) == 0
     out = capsys.readouterr().out
-    assert "4 prompts x 4 answers = 16 answers a collection" in out
+    assert "4 prompts x 4 responses = 16 responses a collection" in out
     texts = {text.strip() for text in ET.parse(picture).getroot().itertext()}
-    assert "4 prompts x 4 answers = 16 answers a collection" in texts
+    assert "4 prompts x 4 responses = 16 responses a collection" in texts
 
 
 def test_naming_a_task_chooses_its_config_as_in_the_script(capsys):
