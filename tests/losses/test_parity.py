@@ -1,7 +1,7 @@
 """Every preset against TRL 1.16, verl 0.9.1 and Liger 0.8.5: same loss, same gradient, same advantages.
 
 The peers see padded batches; we score ragged groups, cut into micro-batches, by the way that training takes.
-`python tests/losses/test_parity.py` records the peers' answers to one batch in tests/data/parity.json, so that the
+`python tests/losses/test_parity.py` records the peers' answers to one batch in `data/parity.json`, so that the
 comparison runs where they are not installed. Letters: B answers, T length of the longest, N tokens of all answers.
 """
 

@@ -28,7 +28,7 @@ from grpo_rl.settings.config import FOLDER
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.training.checkpoint import checkpoints
 
-SCRIPT = Path(__file__).parent.parent / "sota" / "grpo.py"
+SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 CLOCK = ("time/", "throughput/", "memory/", "limit_")
 EVERYTHING = [
     "train.epochs=2", "policy.kl_coef=0.1", "policy.entropy_coef=0.01", "loss.correction=truncate",
@@ -279,7 +279,7 @@ def test_what_cannot_be_replayed_is_told_in_one_line(plain, overrides, message, 
 
 
 def test_what_the_page_on_lineage_shows_runs(plain, capsys):
-    page = (Path(__file__).parent.parent / "docs" / "lineage.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "lineage.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict = {"run": plain}
     exec(compile(code, "docs/lineage.md", "exec"), names)  # our own page, not data

@@ -31,7 +31,7 @@ from grpo_rl.run.run import Run
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.training.checkpoint import checkpoints, load
 
-SCRIPT = Path(__file__).parent.parent / "sota" / "grpo.py"
+SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 CLOCK = ("time/", "throughput/", "memory/", "limit_")
 """Metrics that depend on the machine's mood."""
 
@@ -532,7 +532,7 @@ def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
     of_several_processes = {"train_model.cpu_offload", "train_model.timeout_s"}  # tests/distributed/test_ranks.py
     of_async = set(config.ONLY_ASYNC)
     assert known - read == of_vllm | of_several_processes | of_async
-    texts = "".join((SCRIPT.parent.parent / "grpo_rl" / name).read_text() for name in ("build_async.py", "run.py"))
+    texts = "".join((SCRIPT.parent.parent / "grpo_rl" / name).read_text() for name in ("build/site.py", "run/run.py"))
     unread = [key for key in of_async | of_several_processes if f".{key.rpartition('.')[2]}" not in texts]
     assert not unread
 

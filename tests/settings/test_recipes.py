@@ -15,7 +15,7 @@ from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.training.checkpoint import checkpoints
 
-SCRIPT = Path(__file__).parent.parent / "sota" / "grpo.py"
+SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 CLOCK = ("time/", "throughput/", "memory/", "limit_")
 
 
