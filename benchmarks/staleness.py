@@ -1,6 +1,6 @@
-"""What a bound on staleness costs and gives, in the twin: `python benchmarks/staleness.py` writes docs/staleness.svg.
+"""What a bound on staleness costs and gives, simulated: `python benchmarks/staleness.py` writes docs/staleness.svg.
 
-8 engines and a trainer, 64 prompts x 8 answers a step, lengths log-normal with a 99th percentile of 8 medians. The
+8 engines and a trainer, 64 prompts x 8 responses a step, lengths log-normal with a 99th percentile of 8 medians. The
 trainer is as fast as the engines sample a batch in turns (balanced), eight times as fast, or less than half as fast.
 Nothing here depends on the machine: time is simulated.
 """
@@ -54,7 +54,7 @@ def main() -> None:
                 f"{ideal(turns):.2f}), trainer waits {outcome.waiting:.1%}, engines idle {outcome.idle:.1%}, staleness "
                 f"{outcome.staleness_mean:.2f}, at most {outcome.staleness_max}"
             )
-    gain.set(title="answers a second, over taking turns", xlabel="train.max_staleness", ylim=(0, None))
+    gain.set(title="responses a second, over taking turns", xlabel="train.max_staleness", ylim=(0, None))
     waiting.set(title="share of time that the trainer waits", xlabel="train.max_staleness", ylim=(0, 1))
     gain.legend(frameon=False)
     for axes in (gain, waiting):

@@ -21,6 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from grpo_rl.build.parts import annotates, make_buffer, make_loss, micro_batching
+from grpo_rl.data.group import Group
+from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.planner.advice import best_in_turns, best_overlapped, remedies, with_devices
 from grpo_rl.planner.batches import Misfit, plan_batches
 from grpo_rl.planner.drawing import picture, svg
@@ -30,13 +33,13 @@ from grpo_rl.planner.scenario import Scenario, config_source
 from grpo_rl.planner.simulation import TAIL, simulate_plan
 from grpo_rl.planner.table import plan_view, simulation_view
 from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE
-from grpo_rl.policies.hub import CONVERTED, DEFAULT_MODEL, cache_folder
+from grpo_rl.policies.hub import CONVERTED, DEFAULT_MODEL
 from grpo_rl.policies.lora import skeleton
-from grpo_rl.replay.lineage_reader import read_step
-from grpo_rl.replay.replay import replay
+from grpo_rl.replay.replay import Objective, replay
 from grpo_rl.replay.table import replay_view
 from grpo_rl.run.folder import export_checkpoint
 from grpo_rl.settings.config import check, compose_config
+from grpo_rl.storage.cache import cache_folder
 
 CONFIG = "grpo_gsm8k"
 OF_A_LOSS = ("policy.kl_coef", "policy.entropy_coef")
@@ -68,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         "batches",
         help="draw how prompts, responses, optimizer steps and micro-batches fit together",
         usage="grpo-rl batches [options] [overrides ...]",
-        description="Draws how prompts, responses, optimizer steps, micro-batches, epochs and devices fit together in a "
-        "config. Takes the overrides of `python sota/grpo.py`; loads no model and no data. Exit code 1: something "
+        description="Draws how prompts, responses, optimizer steps, micro-batches, epochs and devices fit together in "
+        "a config. Takes the overrides of `python sota/grpo.py`; loads no model and no data. Exit code 1: something "
         "does not divide, and the drawing shows where.",
     )
     batches.add_argument("--config-name", "-cn", default=CONFIG, help=f"the config to start from ({CONFIG})")
@@ -209,7 +212,8 @@ def _export(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     stored = read_step(options.run, options.step)
     run_cfg = OmegaConf.create(stored.config)
-    result = replay(stored, run_cfg, _with_loss(run_cfg, overrides), options.top)
+    run, other = _objective(run_cfg), _objective(_with_loss(run_cfg, overrides))
+    result = replay(stored, run, other, options.top)
     if options.json:
         print(json.dumps(result.summary() | {"overrides": list(overrides)}, indent=2))
         return 0
@@ -219,6 +223,22 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     view = replay_view(result, title, " ".join(overrides) or "replayed", _decoder(options.run, run_cfg.model.name))
     Console(highlight=False).print(view)
     return 0
+
+
+def _objective(cfg: DictConfig) -> Objective:
+    """What the loss of a config makes of groups.
+
+    Raises:
+        ValueError: settings that don't go together.
+    """
+
+    def compute_advantages(groups: list[Group]) -> list[Group]:
+        buffer = make_buffer(cfg, list(groups[0].reward_parts))
+        buffer.extend(groups)
+        return buffer.drain()
+
+    needs_reference = bool(cfg.policy.kl_coef)
+    return Objective(make_loss(cfg), compute_advantages, micro_batching(cfg), needs_reference, annotates(cfg))
 
 
 def _with_loss(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:

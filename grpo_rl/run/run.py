@@ -24,9 +24,9 @@ from grpo_rl.build.parts import make_loss, make_sampling, micro_batching, total_
 from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.broadcast import Collector, Led
 from grpo_rl.data.group import Group, groups_to_score
-from grpo_rl.diagnosis.causes import Scene
+from grpo_rl.diagnosis.causes import DiagnosisContext
 from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
-from grpo_rl.diagnosis.nonfinite import first_nonfinite
+from grpo_rl.diagnosis.nonfinite import locate_nonfinite
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.distributed.sharded_checkpoint import agreed
 from grpo_rl.engines.base import EngineDeadError, Sampler, Sampling
@@ -40,7 +40,7 @@ from grpo_rl.monitor.progress import Progress, summary_panel
 from grpo_rl.monitor.report import CONFIG, OVERRIDES, SUMMARY, versions, write_report
 from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.monitor.watch import RewardWatch
-from grpo_rl.perf.roofline import StepLimit
+from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.run.folder import MODEL, RunIsOver, check_folder, claim, export, is_finished, set_logs_aside
 from grpo_rl.settings.devices import Devices
@@ -118,7 +118,7 @@ class Run:
         self._mismatch = Mismatch(**cfg.mismatch, max_staleness=staleness)
         self._batch: Sequence[Group] = ()
         self._loss_is_finite = True
-        self._limit: StepLimit | None = None
+        self._limit: StepRoofline | None = None
         self._interrupted = False
         self._training = False
         self._last_words: Panel | None = None
@@ -297,7 +297,7 @@ class Run:
         if self._ranks:
             return
         batching, lora = micro_batching(self.cfg), self.cfg.train_model.lora
-        self._limit = StepLimit(
+        self._limit = StepRoofline(
             model,
             self.cfg.train.epochs,
             batching["skip_zero_advantage"],
@@ -436,9 +436,9 @@ class Run:
         self._loss_is_finite = True
         self.count_step(result)
 
-    def _scene(self) -> Scene:
+    def _scene(self) -> DiagnosisContext:
         sampling, max_tokens = make_sampling(self.cfg), self.cfg.train.micro_batch_tokens
-        return Scene(
+        return DiagnosisContext(
             self._policy, self._weights, self._engine, sampling, max_tokens, self._describe, self.env.tokenizer.decode
         )
 
@@ -447,7 +447,7 @@ class Run:
         batching, loss = micro_batching(self.cfg), make_loss(self.cfg)
         if self.cfg.loss.kl_in == "loss":
             loss.kl_coef = self._schedules.kl_coef
-        return first_nonfinite(self._policy, loss, self._optimizer, self._batch, batching, self._describe)
+        return locate_nonfinite(self._policy, loss, self._optimizer, self._batch, batching, self._describe)
 
     def _describe(self, group: Group) -> str:
         question = " ".join(printable(self.env.query(group.row)).split())
@@ -458,7 +458,7 @@ class Run:
         """Adds an optimizer step to the step's metrics."""
         self._meter.add_step(result)
         if self._lineage:
-            self._lineage.end(result)
+            self._lineage.end(result.grad_norm, result.lr, result.skipped)
 
     def finish_step(self, groups: Sequence[Group]) -> None:
         """Logs the step, evaluates and checkpoints where it is time to.

@@ -14,11 +14,10 @@ import torch
 
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.monitor.lineage import ANSWERS, KEY, TOKENS, LineageLog, stored_steps, truncate
+from grpo_rl.monitor.lineage import KEY, RESPONSES, TOKENS, LineageLog, stored_steps, truncate
+from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
-from grpo_rl.replay.lineage_reader import read_step
 from grpo_rl.testing import random_group
-from grpo_rl.training.optimizer import StepResult
 
 
 class Said(TrainPolicy):
@@ -47,7 +46,7 @@ def log_step(run_dir, groups, updates=None, loss=None, step=1, shift=0.0, **sett
         log.begin(batch)
         for tokens in scored_micro_batches(Said(shift), batch, 8, skip_zero_advantage=True, **settings):
             log.add(tokens, loss(tokens))
-        log.end(StepResult(grad_norm=1.5, lr=0.1, skipped=False))
+        log.end(grad_norm=1.5, lr=0.1, skipped=False)
     log.write(step, groups, kl_coef=0.0)
     return pd.read_parquet(run_dir / TOKENS / f"step_{step:06d}.parquet")
 
@@ -184,7 +183,7 @@ def test_the_loss_of_each_optimizer_step_and_the_settings_are_in_the_metadata(tm
 def test_answers_have_a_row_each_and_the_prompt_stands_once_a_group(tmp_path):
     group = group_of(0, [2, 0], [1, -1], truncated=torch.tensor([True, False]))
     log_step(tmp_path, [group])
-    rows = pd.read_parquet(tmp_path / ANSWERS / "step_000001.parquet")
+    rows = pd.read_parquet(tmp_path / RESPONSES / "step_000001.parquet")
     assert rows[["answer", "tokens", "truncated", "reward", "reward_correct", "reward_form"]].values.tolist() == [
         [0, 2, True, 1.0, 1.0, 0.0],
         [1, 0, False, -1.0, -1.0, 0.0],

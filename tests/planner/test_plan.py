@@ -31,7 +31,7 @@ from grpo_rl.policies.packing import forward_hidden, pack, use_shared_prefix
 from grpo_rl.settings.config import FOLDER, compose_config
 from grpo_rl.testing import random_group
 
-LLAMA_70B = Path(__file__).parents[1] / "data" / "llama-70b"
+LLAMA_70B = Path(__file__).parent / "data" / "llama-70b"
 # Queries and their output 8192 x 8192, keys and values 8192 x 1024, three matrices 8192 x 28672, two norms.
 LAYER = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
 TABLE = 128256 * 8192
@@ -295,7 +295,7 @@ def test_what_lacks_memory_is_told_with_settings_that_were_tried(model):
     plan = make_plan(scenario_of(model, "64xH100", *overrides))
     assert set(plan.missing) == {"train"}
     assert plan.missing["train"] == pytest.approx(
-        (plan.scenario.trainer(40, plan.tokens).total - 0.95 * 79.6 * GIB) / GIB
+        (plan.scenario.trainer(40, plan.scenario.micro_batch_tokens(40)).total - 0.95 * 79.6 * GIB) / GIB
     )
     settings = remedies(plan)["train"]
     assert "train_model.gradient_checkpointing=true" in settings

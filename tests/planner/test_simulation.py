@@ -1,4 +1,4 @@
-"""`grpo-rl plan --simulate`: answers alike take the plan's own seconds in the simulator, and a tail what a hand expects."""
+"""`grpo-rl plan --simulate`: responses alike take the plan's own seconds, and a tail what a hand expects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_rl.planner.simulator import LogNormal, SimulatorConfig, simulate
 from grpo_rl.policies.lora import skeleton
 from grpo_rl.settings.config import compose_config
 
-LLAMA_70B = Path(__file__).parents[1] / "data" / "llama-70b"
+LLAMA_70B = Path(__file__).parent / "data" / "llama-70b"
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_with_a_long_tail_sampling_at_once_waits_no_more_and_holds_its_bound(sim
 
 def test_the_split_that_is_called_best_is_the_fastest_within_a_percent(simulation):
     assert simulation.colocated
-    can_run = [simulated for simulated in simulation.all if not simulated.plan.layout.colocated]  # no script has all in turns
+    can_run = [simulated for simulated in simulation.all if not simulated.plan.layout.colocated]
     times = [simulated.step_s for simulated in can_run]
     assert simulation.best in can_run and min(times) <= simulation.best.step_s <= 1.01 * min(times)
     assert len({(s.plan.layout, s.max_staleness) for s in simulation.all}) == len(times) + 1

@@ -1,4 +1,4 @@
-"""The simulator's engines grow responses as a hand computes, and the asynchronous loop over them holds what it promises."""
+"""The simulator's engines grow responses as a hand computes, and the loop over them holds what it promises."""
 
 from __future__ import annotations
 
