@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -17,15 +16,15 @@ from pathlib import Path
 
 import torch
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from grpo_rl.build.parts import annotates, make_buffer, make_loss, micro_batching
+from grpo_rl.build.training import make_advantages, make_loss
 from grpo_rl.data.group import Group
 from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.planner.advice import best_in_turns, best_overlapped, remedies, with_devices
-from grpo_rl.planner.batches import Misfit, plan_batches
+from grpo_rl.planner.batches import plan_batches
 from grpo_rl.planner.drawing import picture, svg
 from grpo_rl.planner.hardware import Cluster
 from grpo_rl.planner.plan import make_plan
@@ -34,11 +33,14 @@ from grpo_rl.planner.simulation import TAIL, simulate_plan
 from grpo_rl.planner.table import plan_view, simulation_view
 from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE
 from grpo_rl.policies.hub import CONVERTED, DEFAULT_MODEL
-from grpo_rl.policies.lora import skeleton
+from grpo_rl.policies.loading import skeleton
 from grpo_rl.replay.replay import Objective, replay
 from grpo_rl.replay.table import replay_view
-from grpo_rl.run.folder import export_checkpoint
-from grpo_rl.settings.config import check, compose_config
+from grpo_rl.run.export import export_checkpoint
+from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.declaration import plain, select
+from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
+from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.cache import cache_folder
 
 CONFIG = "grpo_gsm8k"
@@ -150,10 +152,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    cfg = compose_config(options.config_name, overrides)
-    with contextlib.suppress(Misfit):  # which is what the drawing shows
-        check(cfg)
-    plan = plan_batches(cfg, options.prompt_tokens, options.response_tokens, options.gpus)
+    settings = Settings.read(compose_config(options.config_name, overrides), divides=False)  # the drawing shows it
+    plan = plan_batches(settings, options.prompt_tokens, options.response_tokens, options.gpus)
     name = [] if options.config_name == CONFIG else [f"--config-name {options.config_name}"]
     title = " ".join(["grpo-rl batches", *name, *overrides])
     Console(highlight=False).print(picture(plan, title))
@@ -167,13 +167,12 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if own.get("mode", "sync") not in ("sync", "async"):
         raise ValueError(f"mode is {own['mode']!r}; it is sync or async")
     cfg = compose_config(options.config_name, [word for word in overrides if word.partition("=")[0] not in OF_A_PLAN])
-    dtype = getattr(torch, cfg.train_model.dtype)
-    cluster = Cluster.parse(own.get("cluster", "here"), dtype)
+    cluster = Cluster.parse(own.get("cluster", "here"), getattr(torch, cfg.train_model.dtype))
     cfg.mode = own.get("mode") or ("async" if cluster.count > 1 else "sync")
-    check(cfg)
-    model = skeleton(config_source(cfg.model.name)).to(dtype)
+    settings = Settings.read(cfg)
+    model = skeleton(config_source(settings.model.name)).to(getattr(torch, settings.train_model.dtype))
     lengths, shares = (options.prompt_tokens, options.response_tokens), (options.train_share, options.sample_share)
-    scenario, chosen = with_devices(Scenario(cfg, model, cluster, *lengths, *shares))
+    scenario, chosen = with_devices(Scenario(settings, model, cluster, *lengths, *shares))
     plan = make_plan(scenario)
     name = [] if options.config_name == CONFIG else [f"--config-name {options.config_name}"]
     title = " ".join(["grpo-rl plan", *name, *overrides])
@@ -211,8 +210,8 @@ def _export(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     stored = read_step(options.run, options.step)
-    run_cfg = OmegaConf.create(stored.config)
-    run, other = _objective(run_cfg), _objective(_with_loss(run_cfg, overrides))
+    settings = Settings.restored(stored.config)
+    run, other = _objective(settings), _objective(_with_loss(settings, overrides))
     result = replay(stored, run, other, options.top)
     if options.json:
         print(json.dumps(result.summary() | {"overrides": list(overrides)}, indent=2))
@@ -220,29 +219,27 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     tokens = sum(len(group.response_ids) for group in stored.groups)
     title = f"{options.run}, step {stored.step}: {len(stored.groups)} groups, {tokens:,} response tokens, "
     title += f"optimizer steps: {len(stored.updates)}"
-    view = replay_view(result, title, " ".join(overrides) or "replayed", _decoder(options.run, run_cfg.model.name))
+    view = replay_view(result, title, " ".join(overrides) or "replayed", _decoder(options.run, settings.model.name))
     Console(highlight=False).print(view)
     return 0
 
 
-def _objective(cfg: DictConfig) -> Objective:
-    """What the loss of a config makes of groups.
+def _objective(settings: Settings) -> Objective:
+    """What the loss of these settings makes of groups.
 
     Raises:
         ValueError: settings that don't go together.
     """
 
     def compute_advantages(groups: list[Group]) -> list[Group]:
-        buffer = make_buffer(cfg, list(groups[0].reward_parts))
-        buffer.extend(groups)
-        return buffer.drain()
+        return make_advantages(settings, list(groups[0].reward_parts))(groups)
 
-    needs_reference = bool(cfg.policy.kl_coef)
-    return Objective(make_loss(cfg), compute_advantages, micro_batching(cfg), needs_reference, annotates(cfg))
+    batching, has_reference = micro_batching(settings), bool(settings.policy.kl_coef)
+    return Objective(make_loss(settings), compute_advantages, batching, has_reference, needs_old_log_probs(settings))
 
 
-def _with_loss(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """A run's config with another loss.
+def _with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
+    """A run's settings with another loss.
 
     Raises:
         ValueError: an override that has no part in a loss, or settings that don't go together.
@@ -251,18 +248,18 @@ def _with_loss(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     keys = [word.lstrip("+").partition("=")[0] for word in overrides]
     if others := [key for key in keys if key != "loss" and not key.startswith("loss.") and key not in OF_A_LOSS]:
         raise ValueError(
-            f"{others[0]} has no part in the loss of answers that are there already; a replay takes loss=NAME, "
+            f"{others[0]} has no part in the loss of responses that are there already; a replay takes loss=NAME, "
             f"loss.KEY=VALUE, {' and '.join(OF_A_LOSS)}"
         )
-    chosen, changed = compose_config(CONFIG, overrides), copy.deepcopy(cfg)
+    chosen, changed = compose_config(CONFIG, overrides), OmegaConf.create(plain(settings))
     for key in sorted(keys, key=len):  # a preset first, and single settings over it
         OmegaConf.update(changed, key, OmegaConf.select(chosen, key), merge=False)
     # The loss alone, in a config in which all else is in order: the run's own may ask for what this machine lacks.
     checked = compose_config(CONFIG, [])
     for key in ("loss", *OF_A_LOSS):
         OmegaConf.update(checked, key, OmegaConf.select(changed, key), merge=False)
-    check(checked)
-    return changed
+    loss = Settings.read(checked)
+    return settings.with_values({key: select(loss, key) for key in ("loss", *OF_A_LOSS)})
 
 
 def _decoder(run: Path, model: str) -> Callable[[Sequence[int]], str] | None:

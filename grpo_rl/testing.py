@@ -18,13 +18,16 @@ from torchrl.envs.utils import check_env_specs
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, Task
-from grpo_rl.losses.grpo import LOSSES, GRPOLoss
-from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.training.micro_batches import scored_micro_batches
 
 
 def random_group(
@@ -195,7 +198,7 @@ def check_task(task: Task, answers: Sequence[str] = ANSWERS, max_turns: int = 3)
 
     ids = [tokenizer(text)["input_ids"] for text in answers]
     engine = _RecordingEngine(ids, tokenizer.eos_token_id)
-    groups = SyncCollector(make_env(), engine, Sampling(max_new_tokens=512), total_dialog_turns=8).collect()
+    groups = SyncCollector(make_env(), engine, Sampling(max_new_tokens=512), total_dialog_turns=8).collect(4)
     assert [group.size for group in groups] == [4, 4], "a group is not whole"
     assert groups[0].group_id != groups[1].group_id
     said = {tuple([*answer, tokenizer.eos_token_id]) for answer in ids}
@@ -226,12 +229,12 @@ def _check_way_to_the_gradient(policy: TrainPolicy, groups: Sequence[Group]) -> 
         assert torch.equal(group.response_ids, same.response_ids) and torch.equal(group.trainable, same.trainable)
         assert torch.equal(group.rewards, same.rewards)
     buffer = GroupBuffer(len(groups), len(groups))
-    buffer.extend(groups)
+    buffer.extend(AdvantageEstimator()(groups))
     loss = GRPOLoss()
     for batch in buffer.batches():
-        for tokens in scored_micro_batches(policy, batch, 4096):
+        for tokens in scored_micro_batches(policy, batch, MicroBatching(4096)):
             losses = loss(tokens)
-            torch.stack([losses[name] for name in LOSSES]).sum().backward()
+            losses["loss"].backward()
     gradients = [parameter.grad for parameter in policy.model.parameters() if parameter.grad is not None]
     assert gradients and all(gradient.isfinite().all() for gradient in gradients), "the gradient is not finite"
     differ = any((group.rewards != group.rewards[0]).any() for group in groups)

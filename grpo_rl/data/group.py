@@ -116,7 +116,7 @@ class Group:
         """The same group with the reference's log-probabilities written."""
         return replace(self, ref_log_probs=ref_log_probs)
 
-    def with_old(self, log_probs: Float[Tensor, " R"], entropies: Float[Tensor, " R"]) -> Group:
+    def with_old_log_probs(self, log_probs: Float[Tensor, " R"], entropies: Float[Tensor, " R"]) -> Group:
         """The same group with what the trainer says of it before it trains on it written."""
         return replace(self, old_log_probs=log_probs, old_entropies=entropies)
 
@@ -255,53 +255,3 @@ class Group:
             advantages=torch.stack([row[keys.ADVANTAGE].reshape(()) for row in rows]) if has_advantage else None,
             ref_log_probs=torch.cat([row[keys.REF_LOG_PROBS_FULL][prompt:] for row in rows]) if has_ref else None,
         )
-
-
-def groups_to_score(groups: Sequence[Group], skip_zero_advantage: bool, mask_truncated: bool = False) -> list[Group]:
-    """The groups that training computes: those with a token that is trained on, and with anything to learn from.
-
-    Args:
-        groups: with advantages, unless all are wanted.
-        skip_zero_advantage: leave out groups whose answers were rewarded alike.
-        mask_truncated: answers that met the length limit are not trained on.
-    """
-    return [
-        group
-        for group in groups
-        if group.trained_tokens(mask_truncated).any() and (not skip_zero_advantage or bool(group.advantages.any()))
-    ]
-
-
-def micro_batches(groups: Sequence[Group], max_tokens: int, count: int | None = None) -> list[list[Group]]:
-    """The groups split into micro-batches of balanced cost, each within ``max_tokens`` where its groups allow it.
-
-    Largest first into the lightest micro-batch (Graham's LPT rule). A group larger than the budget is alone in its own.
-
-    Args:
-        max_tokens: tokens computed at a time, prompts counted once.
-        count: exactly this many micro-batches instead.
-
-    Raises:
-        ValueError: fewer groups than micro-batches.
-
-    >>> from grpo_rl.testing import random_group
-    >>> groups = [random_group(prompt=2, lengths=[n], group_id=n) for n in (8, 3, 4)]
-    >>> [[g.group_id for g in micro] for micro in micro_batches(groups, max_tokens=12)]
-    [[8], [4, 3]]
-    """
-    if count is not None and count > len(groups):
-        raise ValueError(f"gradient_accumulation_steps={count} micro-batches cannot be made of {len(groups)} groups")
-    total = sum(group.num_tokens for group in groups)
-    size = count or max(1, -(-total // max_tokens))
-    ordered = sorted(groups, key=lambda group: group.num_tokens, reverse=True)
-    while True:
-        bins: list[list[Group]] = [[] for _ in range(min(size, len(groups)))]
-        loads = [0] * len(bins)
-        for group in ordered:
-            lightest = loads.index(min(loads))
-            bins[lightest].append(group)
-            loads[lightest] += group.num_tokens
-        fits = all(load <= max_tokens or len(b) == 1 for b, load in zip(bins, loads, strict=True))
-        if fits or count is not None:
-            return bins
-        size += 1

@@ -16,9 +16,11 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.nn.functional import linear
 
-from grpo_rl.data.group import Group, micro_batches
+from grpo_rl.data.batching import micro_batches
+from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampler, Samples, Sampling
-from grpo_rl.policies.packing import forward_hidden, pack
+from grpo_rl.policies.attention import forward_hidden
+from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 

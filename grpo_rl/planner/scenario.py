@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, PreTrainedModel
 
 from grpo_rl.planner.batches import BatchPlan, plan_batches
@@ -28,6 +27,7 @@ from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE, Work
 from grpo_rl.policies.compiled import can_compile
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
 from grpo_rl.policies.lora import LoRA
+from grpo_rl.settings.schema import Settings
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Scenario:
         sample_share: share of them that sampling reaches.
     """
 
-    settings: DictConfig
+    settings: Settings
     model: PreTrainedModel
     cluster: Cluster
     prompt_tokens: int | None = None
@@ -53,13 +53,10 @@ class Scenario:
 
     def with_overrides(self, overrides: Mapping[str, object]) -> Scenario:
         """The scenario with other values of some settings; ``cluster`` stands for the number of its devices."""
-        settings, cluster = self.settings.copy(), self.cluster
-        for key, value in overrides.items():
-            if key == "cluster":
-                cluster = replace(cluster, count=int(str(value)))
-            else:
-                OmegaConf.update(settings, key, value)
-        return replace(self, settings=settings, cluster=cluster)
+        values, cluster = dict(overrides), self.cluster
+        if (count := values.pop("cluster", None)) is not None:
+            cluster = replace(cluster, count=int(str(count)))
+        return replace(self, settings=self.settings.with_values(values), cluster=cluster)
 
     @property
     def visible(self) -> int:

@@ -19,8 +19,8 @@ from statistics import NormalDist
 from scipy.optimize import brentq
 
 from grpo_rl.cluster.fleet import Fleet
-from grpo_rl.collectors.rollout_scheduler import Flow
-from grpo_rl.collectors.staleness import Ledger
+from grpo_rl.collectors.rollout_scheduler import RolloutScheduler
+from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.planner import virtual_time
 
@@ -204,7 +204,7 @@ async def _simulate(config: SimulatorConfig) -> Outcome:
     loop, rng = asyncio.get_running_loop(), random.Random(config.seed)
     engines: dict[int, SimulatedEngine] = {}
     replaced_idle_s = 0.0
-    staleness = Ledger(config.groups_per_step, config.max_staleness)
+    staleness = StalenessManager(config.groups_per_step, config.max_staleness)
 
     async def launch(number: int) -> SimulatedEngine:
         nonlocal replaced_idle_s
@@ -222,7 +222,7 @@ async def _simulate(config: SimulatorConfig) -> Outcome:
         [config.lengths(rng) for _ in range(config.group_size)]
         for _ in range(config.groups_per_step * (config.steps + 2 * config.margin))
     )
-    scheduler = Flow(
+    scheduler = RolloutScheduler(
         staleness, lambda: next(lengths, None), lambda group: fleet.call(lambda e: e.group(group), len(group))
     )
 
@@ -248,7 +248,7 @@ async def _simulate(config: SimulatorConfig) -> Outcome:
         await asyncio.sleep(train_s)
         trained_s += train_s
         await push()
-        scheduler.advance()
+        scheduler.advance(staleness.version + 1)
     seconds = loop.time() - start
     for death in deaths:
         death.cancel()

@@ -14,16 +14,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from grpo_rl.policies.packing import Layout, Span
+from grpo_rl.policies.packing import Layout, bucket
 
 BLOCK_SCORES = 1 << 20
 """Scores of a block: few enough to stay in the cores' caches from one operation to the next."""
@@ -95,11 +94,17 @@ class Arrangement:
     padding: Float[Tensor, " Q"]
 
     @classmethod
-    def of(cls, spans: Sequence[Span], heads: int, kv_heads: int) -> Arrangement:
-        """The arrangement of these groups for so many heads."""
-        total, repeat = spans[-1].end, heads // kv_heads
+    def of(cls, layout: Layout, heads: int, kv_heads: int) -> Arrangement:
+        """The arrangement of a micro-batch for these numbers of heads; computed once, by the first layer that asks."""
+        if (heads, kv_heads) not in layout.cache:
+            layout.cache[heads, kv_heads] = cls._computed(layout, heads, kv_heads)
+        return layout.cache[heads, kv_heads]
+
+    @classmethod
+    def _computed(cls, layout: Layout, heads: int, kv_heads: int) -> Arrangement:
+        total, repeat = layout.spans[-1].end, heads // kv_heads
         by_bucket: dict[int, list[tuple[int, int]]] = {}
-        for span in spans:
+        for span in layout.spans:
             for start, end in span.sequences:
                 by_bucket.setdefault(bucket(end - start), []).append((start, end))
         tables, queries, keys, padded_queries, padded_keys, first = [], [], [], [], [], 0
@@ -137,16 +142,6 @@ def _even_slices(start: int, stop: int, most: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
 
-def bucket(length: int) -> int:
-    """The length rounded up to one of 16, 24, 32, 48, 64, 96, …: at most a third of a table is padding.
-
-    >>> [bucket(n) for n in (3, 17, 33, 100)]
-    [16, 24, 48, 128]
-    """
-    power = max(16, 1 << (length - 1).bit_length())
-    return power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power
-
-
 def _way_back(rows: Int[Tensor, " M"], padded: Bool[Tensor, " M"], size: int) -> Int[Tensor, " size"]:
     """Where each of ``range(size)`` stands in ``rows``, but for padded places."""
     places = (~padded).nonzero()[:, 0]
@@ -172,7 +167,7 @@ class TwoPartAttention(torch.autograd.Function):
     ) -> Float[Tensor, "T H D"]:
         q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
         (total, heads, _), kv_heads = q.shape, k.shape[1]
-        place, repeat = layout.arrangement(heads, kv_heads), heads // kv_heads
+        place, repeat = Arrangement.of(layout, heads, kv_heads), heads // kv_heads
         out = torch.zeros_like(q)
         lse = q.new_full((total, heads), MASKED, dtype=torch.promote_types(q.dtype, torch.float32))
         for prompt, rows, mask in _prompt_blocks(layout, heads, repeat, rules.window):
@@ -205,7 +200,7 @@ class TwoPartAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         layout, rules, g = ctx.layout, ctx.rules, grad_out.contiguous()
         heads, kv_heads = q.shape[1], k.shape[1]
-        place, repeat = layout.arrangement(heads, kv_heads), heads // kv_heads
+        place, repeat = Arrangement.of(layout, heads, kv_heads), heads // kv_heads
         # A chunk at a time stays in the caches.
         delta = torch.cat([(a.to(lse.dtype) * b).sum(-1) for a, b in zip(g.split(256), out.split(256), strict=True)])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, no_type_check
+from typing import no_type_check
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,10 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from grpo_rl.policies.attention_cpu import bucket
-
-if TYPE_CHECKING:
-    from grpo_rl.policies.packing import Layout, Span
+from grpo_rl.policies.packing import Layout, Span, bucket
 
 BLOCK = 128
 """Side of the blocks that are skipped where no query sees a key."""

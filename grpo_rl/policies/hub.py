@@ -30,7 +30,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
 from grpo_rl.storage.cache import cache_folder
 
@@ -328,3 +328,11 @@ def _expect(path: Path, digest: str) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with another chat template than its own where one is given."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if chat_template:
+        tokenizer.chat_template = chat_template
+    return tokenizer

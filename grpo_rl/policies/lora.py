@@ -10,13 +10,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
 Quantization = Literal["nf4", "fp4", "int8"]
@@ -135,7 +134,7 @@ def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith(inside)]
     if targets == ALL_LINEAR:
         if others := _other_matrices(model):
-            there = f"[{', '.join(_last_names(linear))}]" if linear else "nothing, as it has no linear layer"
+            there = f"[{', '.join(last_names(linear))}]" if linear else "nothing, as it has no linear layer"
             raise ValueError(
                 f"train_model.lora.targets={ALL_LINEAR}: {type(model).__name__} has matrices that are no linear layers "
                 f"and would get no adapters: {', '.join(others)}. Adapters can be given to {there}: set "
@@ -148,7 +147,7 @@ def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
         # The head and the embedding too: the head's product is computed in tiles, straight from its weight.
         raise ValueError(
             f"train_model.lora.targets: {', '.join(missing)} is no linear layer inside {type(model).__name__}; those "
-            f"there are: {', '.join(_last_names(linear))}, or {ALL_LINEAR}"
+            f"there are: {', '.join(last_names(linear))}, or {ALL_LINEAR}"
         )
     wanted = set().union(*chosen.values())
     return [name for name in linear if name in wanted]
@@ -168,43 +167,8 @@ def _other_matrices(model: PreTrainedModel) -> list[str]:
     )
 
 
-def _last_names(names: Sequence[str]) -> list[str]:
+def last_names(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-
-
-def target_names(folder: str | Path, lora: LoRA) -> list[str]:
-    """Last names of the targeted layers of the model in the folder, none of whose weights are read.
-
-    Raises:
-        ValueError: a target means none; names those there are.
-    """
-    return _last_names(targeted(skeleton(folder), lora.targets))
-
-
-def skeleton(folder: str | Path) -> PreTrainedModel:
-    """The folder's model with its names and shapes, but no weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-
-
-def load_whole(folder: str | Path, **settings: Any) -> PreTrainedModel:
-    """The folder's model with all of its weights: transformers would fill those that lack with random numbers.
-
-    Args:
-        settings: of ``from_pretrained``.
-
-    Raises:
-        ValueError: the folder lacks weights; names them.
-    """
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
-    model, found = loaded
-    if missing := sorted(found["missing_keys"]):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(
-            f"{folder} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}{more}; they would be random "
-            "numbers: fetch or copy the model again"
-        )
-    return model
 
 
 def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
@@ -221,7 +185,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
         r=lora.rank or 0,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=lora.dropout,
-        target_modules=_last_names(names) if lora.targets == ALL_LINEAR else list(lora.targets),
+        target_modules=last_names(names) if lora.targets == ALL_LINEAR else list(lora.targets),
     )
     # A starts alike whatever was drawn before, and whatever is drawn after is as if nothing had been drawn here.
     with torch.random.fork_rng(devices=[]):
@@ -264,30 +228,6 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.enable_adapters()
-
-
-def load_quantized(
-    folder: str | Path, quantization: Quantization, dtype: torch.dtype, device: torch.device | str
-) -> PreTrainedModel:
-    """The folder's model with its linear layers, but for the head, in 4 or 8 bits; other weights in ``dtype``.
-
-    Source of nf4 and of quantised scales: QLoRA, https://arxiv.org/abs/2305.14314, section 3; of int8 (whose inputs
-    are rounded to 8 bits too): LLM.int8(), https://arxiv.org/abs/2208.07339.
-
-    Raises:
-        ValueError: the folder lacks weights.
-    """
-    settings = (
-        BitsAndBytesConfig(load_in_8bit=True)
-        if quantization == "int8"
-        else BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=quantization,
-            bnb_4bit_compute_dtype=dtype,
-            bnb_4bit_use_double_quant=True,
-        )
-    )
-    return load_whole(folder, dtype=dtype, quantization_config=settings, device_map={"": torch.device(device)})
 
 
 def base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -7,19 +7,20 @@ elsewhere, and what is compared are two losses at the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_rl.data.group import Group, groups_to_score
-from grpo_rl.losses.grpo import LOSSES, GRPOLoss
+from grpo_rl.data.batching import MicroBatching, groups_to_score
+from grpo_rl.data.group import Group
+from grpo_rl.losses.grpo import LOSSES, GRPOLoss, clipped_at_all
 from grpo_rl.monitor.lineage_reader import StoredStep, StoredUpdate
-from grpo_rl.monitor.meter import StepMeter, by_group, clipped_at_all
-from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches, step_totals
+from grpo_rl.monitor.step_record import StepRecord
+from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.training.micro_batches import by_group, scored_micro_batches, step_totals
 from grpo_rl.training.optimizer import StepResult
 
 _METRICS = ("loss/", "clip/", "kl/", "correction/", "ess", "entropy")
@@ -42,7 +43,7 @@ class Objective:
 
     loss: GRPOLoss
     compute_advantages: Callable[[list[Group]], list[Group]]
-    batching: Mapping[str, Any]
+    batching: MicroBatching
     needs_reference: bool
     needs_old_log_probs: bool
 
@@ -144,34 +145,33 @@ def recompute(stored: StoredStep, objective: Objective) -> Outcome:
     Raises:
         ValueError: it needs what the run did not compute.
     """
-    batching, loss, meter = objective.batching, objective.loss, StepMeter()
-    groups = _with_old_log_probs(stored) if batching["on_policy"] else stored.groups
+    batching, loss, record = objective.batching, objective.loss, StepRecord()
+    groups = _with_old_log_probs(stored) if batching.on_policy else stored.groups
     _check(groups, objective)
     by_id = {group.group_id: group for group in objective.compute_advantages(groups)}
     losses, pieces, not_scored = [], [], 0
     for update in stored.updates:
         batch, total = [by_id[i] for i in update.groups], 0.0
         columns = {group.group_id: torch.zeros(len(_COLUMNS), len(group.response_ids)) for group in batch}
-        to_score = groups_to_score(batch, batching["skip_zero_advantage"], batching["mask_truncated"])
+        to_score = groups_to_score(batch, batching.skip_zero_advantage, batching.mask_truncated)
         not_scored += sum(group.group_id not in update.scored for group in to_score)
         # Those that were not scored count in the means all the same.
-        totals = step_totals(batch, batching["mask_truncated"], batching["top_entropy_fraction"])
+        totals = step_totals(batch, batching.mask_truncated, batching.top_entropy_fraction)
         known = [group for group in batch if group.group_id in update.scored]
-        for tokens in scored_micro_batches(_StoredPolicy(update), known, **batching, totals=totals):
+        for tokens in scored_micro_batches(_StoredPolicy(update), known, batching, totals):
             out = loss(tokens)
-            loss_of_micro = torch.stack([out[name] for name in LOSSES]).sum()
-            loss_of_micro.backward()
-            total += loss_of_micro.item()
-            meter.add_losses(tokens, out)
+            out["loss"].backward()
+            total += out["loss"].item()
+            record.add(tokens, out)
             with torch.no_grad():
                 terms = loss.terms(tokens)
             values = (tokens["log_prob"].grad, tokens["advantage"], terms["ratio"], clipped_at_all(terms))
             columns |= by_group(tokens, torch.stack([x.float() for x in (*values, tokens["trainable"])]))
-        meter.add_step(StepResult(grad_norm=0.0, lr=0.0, skipped=False))
+        record.add_result(StepResult(grad_norm=0.0, lr=0.0, skipped=False))
         losses.append(total)
         pieces += [columns[i] for i in update.groups]
     flat = torch.cat([torch.zeros(len(_COLUMNS), 0), *pieces], dim=1)
-    metrics = {name: x for name, x in meter.metrics(0, 0.0).items() if name.startswith(_METRICS)}
+    metrics = {name: x for name, x in record.metrics(0, 0.0).items() if name.startswith(_METRICS)}
     return Outcome(metrics, losses, dict(zip(_COLUMNS, flat, strict=True)), not_scored)
 
 
@@ -191,7 +191,9 @@ def _with_old_log_probs(stored: StoredStep) -> list[Group]:
     """The groups, each trained on once: what the trainer said then is also what it said before."""
     scored = {i: values for update in stored.updates for i, values in update.scored.items()}
     return [
-        group.with_old(*scored[group.group_id]) if group.old_log_probs is None and group.group_id in scored else group
+        group.with_old_log_probs(*scored[group.group_id])
+        if group.old_log_probs is None and group.group_id in scored
+        else group
         for group in stored.groups
     ]
 

@@ -72,7 +72,7 @@ class AdaptiveKL:
                 "what moves, from where it begins"
             )
         if not 0 < gain <= 1:
-            raise ValueError(f"policy.kl_gain={gain}; it must be more than 0, and at most 1")
+            raise ValueError(f"gain={gain}; it must be more than 0, and at most 1")
         self.coef, self._target, self._gain = coef, target, gain
 
     def update(self, kl: float) -> float:

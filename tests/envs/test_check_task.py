@@ -11,8 +11,8 @@ from grpo_rl.envs.ifeval import IFEval
 from grpo_rl.envs.math import Math
 from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.envs.rewards import with_rewards
-from grpo_rl.envs.search_index import Document, SearchIndex
 from grpo_rl.envs.search_qa import SearchQA
+from grpo_rl.envs.tools.search_index import Document, SearchIndex
 from grpo_rl.testing import ANSWERS, check_task
 
 WORDS = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 40?", "answer": "#### 42"}]

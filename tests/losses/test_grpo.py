@@ -328,8 +328,8 @@ def test_the_reference_is_told_of_without_a_kl_in_the_loss():
 @pytest.mark.parametrize(
     ("settings", "missing", "message"),
     [
-        ({"correction": "mask"}, "old_log_prob", "write it with TrainPolicy.annotate"),
-        ({"kl_coef": 0.1}, "ref_log_prob", "write it with ReferencePolicy.annotate"),
+        ({"correction": "mask"}, "old_log_prob", "write it with TrainPolicy.add_log_probs"),
+        ({"kl_coef": 0.1}, "ref_log_prob", "write it with ReferencePolicy.add_log_probs"),
         ({}, "sampler_log_prob", "what the engine returned"),
         ({}, "entropy", "the loss reads entropy, which is not there"),
         ({"ratio": "sequence"}, "answer", "training_tensordict writes it"),

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.losses.aggregate import StepTotals
-from grpo_rl.losses.grpo import LOSSES, GRPOLoss
-from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy, scored_micro_batches, step_totals, top_entropy_floor
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model, to_fp64
+from grpo_rl.training.micro_batches import scored_micro_batches, step_totals, top_entropy_floor
 
 AGGREGATES = ("sequence_mean", "token_mean", "constant", "prompt_mean")
 LOSS_SETTINGS = (
@@ -78,12 +80,11 @@ def whole_step():
     return [*groups[:-1], groups[-1].with_advantages(torch.zeros(3, dtype=torch.float64))]
 
 
-def gradient(groups, loss, share=None, **settings):
+def gradient(groups, loss, share=None, totals=None, **settings):
     """By every log-probability and entropy, of the groups' own loss or of the share that ``share`` names."""
-    policy, loss = Table(groups), GRPOLoss(**loss)
-    for tokens in scored_micro_batches(policy, groups if share is None else share, normalizer=9.0, **settings):
-        losses = loss(tokens)
-        sum(losses[name] for name in LOSSES).backward()
+    policy, loss, batching = Table(groups), GRPOLoss(**loss), MicroBatching(normalizer=9.0, **settings)
+    for tokens in scored_micro_batches(policy, groups if share is None else share, batching, totals):
+        loss(tokens)["loss"].backward()
     return policy.gradient()
 
 
@@ -121,7 +122,7 @@ def be_rank(rank: int, folder: Path) -> None:
     for loss, aggregate, masks in combinations():
         totals = step_totals(groups, **masks)
         share = groups[rank::2]  # four groups and three, of other lengths
-        got = gradient(groups, loss, share, aggregate=aggregate, max_tokens=30, totals=totals, **masks)
+        got = gradient(groups, loss, share, totals, aggregate=aggregate, max_tokens=30, **masks)
         dist.all_reduce(got)
         gradients.append(got)
     torch.save(gradients, folder / str(rank))
@@ -129,7 +130,7 @@ def be_rank(rank: int, folder: Path) -> None:
 
 
 def tokens_of(groups, **settings):
-    (tokens,) = scored_micro_batches(Table(groups), groups, max_tokens=10**6, **settings)
+    (tokens,) = scored_micro_batches(Table(groups), groups, MicroBatching(10**6, **settings))
     return tokens
 
 
@@ -139,7 +140,7 @@ def test_a_group_whose_answers_were_all_cut_is_not_computed():
     groups[1] = replace(groups[1], truncated=torch.tensor([True, False]), trainable=torch.ones(5, dtype=torch.bool))
     tokens = tokens_of(groups, mask_truncated=True)
     assert tokens["group_id"].unique().tolist() == [1]
-    assert not list(scored_micro_batches(Table(groups), groups[:1], max_tokens=10**6, mask_truncated=True))
+    assert not list(scored_micro_batches(Table(groups), groups[:1], MicroBatching(10**6, mask_truncated=True)))
 
 
 def test_answers_that_were_cut_are_left_out_of_the_loss_and_of_its_counts():
@@ -170,7 +171,8 @@ def test_only_the_tokens_of_highest_entropy_of_the_whole_step_carry_the_policy_g
         for i, (lengths, e) in enumerate(zip(([4], [2, 6]), entropies, strict=True))
     ]
     settings = {"top_entropy_fraction": 0.3, "max_tokens": 1}
-    kept = [tokens["advantage"].ne(0).tolist() for tokens in scored_micro_batches(Table(groups), groups, **settings)]
+    scored = scored_micro_batches(Table(groups), groups, MicroBatching(**settings))
+    kept = [tokens["advantage"].ne(0).tolist() for tokens in scored]
     assert [[i for i, token in enumerate(tokens) if token] for tokens in sorted(kept, key=len)] == [[1], [0, 2, 3, 5]]
     # KL and entropy bonus are of all tokens that are trained on.
     both = gradient(groups, {"kl_coef": 0.1, "entropy_coef": 0.1}, **settings)
@@ -188,11 +190,11 @@ def test_the_entropy_floor_keeps_the_tokens_that_the_quantile_keeps(count, fract
 
 def test_what_a_group_lacks_is_asked_for_by_name():
     bare = random_group(group_id=7).with_advantages(torch.zeros(2))
-    with pytest.raises(ValueError, match=r"groups \[7\] have no entropies.*write them with TrainPolicy.annotate"):
+    with pytest.raises(ValueError, match=r"groups \[7\] have no entropies.*write them with TrainPolicy.add_log_probs"):
         step_totals([bare], top_entropy_fraction=0.5)
     with pytest.raises(ValueError, match=r"group 7 doesn't say which answers met the length limit"):
         step_totals([replace(bare, truncated=None)], mask_truncated=True)
-    with pytest.raises(ValueError, match="write it with TrainPolicy.annotate"):
+    with pytest.raises(ValueError, match="write it with TrainPolicy.add_log_probs"):
         scored = annotated([1, 2], 7)
         gradient([scored], {"correction": "mask"}, [replace(scored, old_log_probs=None)], max_tokens=99)
 
@@ -218,7 +220,7 @@ def sampled_groups() -> list[Group]:
 @pytest.mark.parametrize("max_tokens", [1, 10**6])
 def test_annotating_writes_what_the_policy_says_before_it_is_trained(model, max_tokens):
     groups, policy = sampled_groups(), TrainPolicy(model, temperature=0.7)
-    for group, before in zip(policy.annotate(groups, max_tokens), groups, strict=True):
+    for group, before in zip(policy.add_log_probs(groups, max_tokens), groups, strict=True):
         log_prob, entropy = policy.score([before])
         assert not group.old_log_probs.requires_grad
         torch.testing.assert_close(group.old_log_probs, log_prob.detach(), rtol=0, atol=1e-12)
@@ -231,9 +233,9 @@ def test_in_a_single_step_a_correction_needs_no_annotation(model):
     groups = [g.with_advantages(torch.randn(g.size, dtype=torch.float64)) for g in sampled_groups()]
     policy = TrainPolicy(model)
     gradients = []
-    for batch, settings in ((groups, {"on_policy": True}), (policy.annotate(groups, 10**6), {})):
+    for batch, settings in ((groups, {"on_policy": True}), (policy.add_log_probs(groups, 10**6), {})):
         model.zero_grad()
-        for tokens in scored_micro_batches(policy, batch, 20, **settings):
+        for tokens in scored_micro_batches(policy, batch, MicroBatching(20, **settings)):
             GRPOLoss(correction="truncate")(tokens)["loss_objective"].backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
@@ -242,7 +244,7 @@ def test_in_a_single_step_a_correction_needs_no_annotation(model):
 
 def test_the_reference_annotates_its_own_numbers(model):
     reference = ReferencePolicy(LlamaForCausalLM(model.config).double())
-    (group,) = reference.annotate(sampled_groups()[:1], 100)
+    (group,) = reference.add_log_probs(sampled_groups()[:1], 100)
     assert group.ref_log_probs is not None and group.old_log_probs is None
 
 

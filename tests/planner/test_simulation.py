@@ -17,8 +17,9 @@ from grpo_rl.planner.plan import make_plan
 from grpo_rl.planner.scenario import Scenario
 from grpo_rl.planner.simulation import engine_rates, response_lengths, simulate_plan
 from grpo_rl.planner.simulator import LogNormal, SimulatorConfig, simulate
-from grpo_rl.policies.lora import skeleton
-from grpo_rl.settings.config import compose_config
+from grpo_rl.policies.loading import skeleton
+from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.schema import Settings
 
 LLAMA_70B = Path(__file__).parent / "data" / "llama-70b"
 
@@ -30,8 +31,8 @@ def model():
 
 def scenario_of(model, *overrides, mode="async", response_tokens=None):
     words = [f"model.name={LLAMA_70B}", f"mode={mode}", "+experiment=plan_70b_64gpus", *overrides]
-    cfg = compose_config("grpo_gsm8k", words)
-    return Scenario(cfg, model, Cluster.parse("64xH100"), response_tokens=response_tokens)
+    settings = Settings.read(compose_config("grpo_gsm8k", words))
+    return Scenario(settings, model, Cluster.parse("64xH100"), response_tokens=response_tokens)
 
 
 @pytest.fixture(scope="module")

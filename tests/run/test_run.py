@@ -25,7 +25,7 @@ from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.monitor.report import write_report
-from grpo_rl.run.folder import claim
+from grpo_rl.run.claim import claim
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.run.run import Run
 from grpo_rl.testing import save_tiny_model

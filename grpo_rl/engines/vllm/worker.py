@@ -1,0 +1,75 @@
+"""What we add to vLLM's workers: to take weights by their checkpoint names, and to say what they hold.
+
+vLLM mixes the class into its worker by its name, in each of its processes; so what has to be registered there before a
+model is built is registered when this is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import grpo_rl.engines.vllm.environment  # noqa: F401
+
+# isort: split
+from grpo_rl.engines.base import ADAPTER_NAME
+from grpo_rl.engines.vllm.cpu import offer_norms, record_packing, refresh_heads
+from grpo_rl.engines.vllm.held import held_digest, module_of, shard_fingerprint
+from grpo_rl.engines.vllm.lora import held_factor_fingerprint, hold_adapter
+from grpo_rl.engines.vllm.shared_transfer import register
+
+register()  # the entry point does it too, where the package is installed and VLLM_PLUGINS does not leave it out
+record_packing()
+if not torch.cuda.is_available():
+    offer_norms()
+
+
+class WorkerExtension:
+    """Methods of vLLM's workers, called by `collective_rpc`; arguments are plain, as they travel between processes."""
+
+    model_runner: Any  # the worker's
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+
+    def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads the weights in place; those that do not come stay."""
+        self.model_runner.reload_weights(weights_iterator=iter(weights))
+        refresh_heads(self.model_runner.get_model())
+
+    def receive_adapter(self, factors: dict[str, Tensor]) -> None:
+        """Puts the adapter in the place of the one before."""
+        hold_adapter(self.model_runner, factors)
+
+    def hold_received_adapter(self) -> None:
+        """Puts an adapter that came with the last update in the place of the one before."""
+        if adapter := self.weight_transfer_engine.adapter:
+            hold_adapter(self.model_runner, adapter)
+            self.weight_transfer_engine.adapter = {}
+
+    def abandon_weight_update(self) -> None:
+        """Gives up the update under way, so that another can begin."""
+        self._weight_update_active = False
+        if hasattr(self.weight_transfer_engine, "abandon"):  # vLLM's own transfers have nothing to give up
+            self.weight_transfer_engine.abandon()
+
+    def held_fingerprints(self, shapes: dict[str, list[int]], dtype: str, as_digests: bool) -> dict[str, int]:
+        """This worker's share of the fingerprint of each checkpoint tensor, 0 where another worker counts it.
+
+        Args:
+            as_digests: of all but adapters give digests, which need not be read back (`grpo_rl.engines.vllm.held`).
+        """
+        model, held_as = self.model_runner.get_model(), getattr(torch, dtype)
+        last_read: dict[tuple[str, str], Tensor] = {}
+        shares = {}
+        for name, shape in shapes.items():
+            if factor := ADAPTER_NAME.fullmatch(name):
+                module, index = module_of(model, factor["layer"])
+                shares[name] = held_factor_fingerprint(self.model_runner, module, factor["part"], index)
+            elif as_digests:
+                shares[name] = held_digest(model, name, held_as)
+            else:
+                shares[name] = shard_fingerprint(model, name, torch.Size(shape), held_as, last_read)
+        return shares
