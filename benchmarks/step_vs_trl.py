@@ -105,6 +105,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     from grpo_rl.envs.base import LLMEnv, Reward, Task
     from grpo_rl.perf.rates import measure_rates
     from grpo_rl.perf.roofline import StepRoofline
+    from grpo_rl.policies.hub import load_tokenizer
     from grpo_rl.settings.compose import FOLDER
     from grpo_rl.settings.derived import micro_batching
     from grpo_rl.settings.devices import allocate

@@ -141,9 +141,7 @@ class WithRewards(Task):
         if "gold" in part.known.inputs and len(self.rows) and all(self.task.gold(row) is None for row in self.rows):
             raise ValueError(f"{where} needs gold answers, and {name} has none; leave {where} out")
         if part.known.whole_group and plays_turns(self.task):
-            raise ValueError(
-                f"{where} compares the responses of a group; {name} is scored one by one, so leave it out"
-            )
+            raise ValueError(f"{where} compares the responses of a group; {name} is scored one by one, so leave it out")
 
 
 class WithRewardsInTurns(WithRewards):

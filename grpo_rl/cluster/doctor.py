@@ -91,10 +91,7 @@ def _compare(alive: Sequence[dict], folder: Path | None, deadline_s: float) -> N
         seen = folder.resolve() / f".seen_{uuid.uuid4().hex}"
         seen.touch()
     try:
-        asked = [
-            _look.options(scheduling_strategy=on_node(node["NodeID"])).remote(seen)
-            for node in alive
-        ]
+        asked = [_look.options(scheduling_strategy=on_node(node["NodeID"])).remote(seen) for node in alive]
         found = dict(zip([_report(node).name for node in alive], ray.get(asked, timeout=deadline_s), strict=True))
     except GetTimeoutError:
         raise ValueError(f"not every node looked at its packages and at {folder} within {deadline_s:g} s") from None

@@ -268,33 +268,25 @@ class AsyncEngine(Protocol):
 
 
 class EngineFleet(Protocol):
-    """Several engines that live on an event loop of their own: each call goes to one; dead engines are replaced."""
+    """Engines on an event loop in another thread; dead ones are replaced. EngineDeadError: they died too often."""
 
     replaced: int
     """Engines that were or are to be replaced, so far."""
 
     async def call(self, work: Callable[[AsyncEngine], Awaitable[R]], responses: int) -> R:
-        """What ``work`` returns of the engine with the least to do.
-
-        Args:
-            responses: how much is added to that.
+        """What ``work``, which samples so many responses, returns of the engine with the least to do.
 
         Raises:
             EngineLostError: the engine died; a new call goes to another.
-            EngineDeadError: engines died too often.
         """
         ...
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """What a short piece of work on the fleet's loop returns; called from another thread."""
+        """What a short piece of work on the fleet's loop returns."""
         ...
 
     def wait(self, work: Coroutine[Any, Any, R]) -> R:
-        """As :meth:`run`, for work that samples: engines that join in the meantime are given weights.
-
-        Raises:
-            EngineDeadError: engines died too often.
-        """
+        """As :meth:`run`, for work that samples: engines that join in the meantime are given weights."""
         ...
 
     def events(self) -> list[str]:

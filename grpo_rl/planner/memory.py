@@ -11,6 +11,7 @@ number in the dtype that is computed in.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +36,10 @@ CPU_CACHE_GIB = 2
 """The largest KV cache of vLLM on a CPU, where no share of the memory counts; see `grpo_rl.engines.vllm.cpu`."""
 VLLM_BLOCK = 16
 """Tokens in a block of vLLM's KV cache."""
+
+
+# A plan tries many settings on one model, whose layers are run for this without weights.
+_refuse_unsupported = functools.lru_cache(maxsize=1)(refuse_unsupported)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class Shape:
         Raises:
             ValueError: see :meth:`load`.
         """
-        refuse_unsupported(model)
+        _refuse_unsupported(model)
         config = model.config.get_text_config()
         if experts := [name for name in EXPERTS if (getattr(config, name, None) or 1) > 1]:
             raise ValueError(f"{type(model).__name__} has experts ({experts[0]}); plans are of dense models")

@@ -80,7 +80,7 @@ def attention(
     if dropout or unknown or attention_mask is not None or query.shape[-1] != value.shape[-1]:
         raise ValueError(
             f"{type(module).__name__} asks for {', '.join(unknown) or 'dropout, a mask or values of another size'}, "
-            "which shared-prefix attention has not"
+            "which shared-prefix attention does not support"
         )
     sliding_window = sliding_window or getattr(module, MASK_WINDOW, None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -9,18 +9,18 @@ import torch
 from transformers import PreTrainedModel
 
 POINTWISE = ("RMSNorm", "MLP")
-"""How transformers ends the names of modules that are element-wise but for a mean over the last dimension and products.
+"""Endings of the class names of norms and MLPs in transformers.
 
 Compiling whole layers around the attention was not faster than these alone (docs/log.md)."""
 RECOMPILE_LIMIT = 64
-"""How many kernels one class may have in a process; PyTorch's 8 would run the ninth uncompiled.
+"""Largest number of kernels of one class in a process; with PyTorch's 8 the ninth would run uncompiled.
 
-A class has one for each width of each model, with and without gradients, and one more where gradient checkpointing
-computes again: there an uncompiled module keeps other tensors than the forward pass did, which fails."""
+A class has one for each width of each model, with and without gradients, and one more for the recomputation of gradient
+checkpointing: an uncompiled module there would save other tensors than the forward pass did, which fails."""
 
 
 def can_compile(device: torch.device | str) -> bool:
-    """Whether torch.compile finds what it needs: Triton on CUDA, a C++ compiler on CPU."""
+    """Whether torch.compile has its compiler: Triton on CUDA, a C++ compiler on CPU."""
     if torch.device(device).type == "cuda":
         from grpo_rl.policies import head_triton  # Triton takes long to import, and no CPU needs it
 
@@ -29,7 +29,7 @@ def can_compile(device: torch.device | str) -> bool:
 
 
 def compile_pointwise(model: PreTrainedModel) -> None:
-    """Sets the model's norms and MLPs to compile at their first call, for any number of tokens.
+    """Makes the model's norms and MLPs compile at their first call, for any number of tokens.
 
     Raises:
         ValueError: there is no compiler.

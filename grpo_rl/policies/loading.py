@@ -1,4 +1,4 @@
-"""A policy's model from a local folder: its weights, whole or quantised, or only its names and shapes."""
+"""A model from a local folder: with its weights, quantised weights, or only names and shapes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from grpo_rl.policies.supported import refuse_unsupported
 
 
 def check_model(folder: str | Path, lora: LoRA | None = None) -> None:
-    """Checks that `TrainPolicy.load` can train the folder's model; reads its config and none of its weights.
+    """Checks that `TrainPolicy.load` can train the folder's model, without reading its weights.
 
     Args:
-        lora: the adapters that are trained in the place of the model, where its rank is more than 0.
+        lora: adapters that are trained instead of the model, if their rank is more than 0.
 
     Raises:
-        ValueError: the model would be scored wrongly, or the adapters' targets are not there or not all of it.
+        ValueError: the model would be scored wrongly, or the adapters' targets do not fit it.
     """
     model = skeleton(folder)
     refuse_unsupported(model)
@@ -28,25 +28,25 @@ def check_model(folder: str | Path, lora: LoRA | None = None) -> None:
 
 
 def skeleton(folder: str | Path) -> PreTrainedModel:
-    """The folder's model with its names and shapes, but no weights."""
+    """The folder's model on the meta device: names and shapes without weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
 
 
 def target_names(folder: str | Path, lora: LoRA) -> list[str]:
-    """Last names of the targeted layers of the model in the folder, none of whose weights are read.
+    """Last names of the layers that the adapters target in the folder's model, without reading its weights.
 
     Raises:
-        ValueError: a target means none; names those there are.
+        ValueError: a target selects none; lists the choices.
     """
     return last_names(targeted(skeleton(folder), lora.targets))
 
 
 def load_whole(folder: str | Path, **settings: Any) -> PreTrainedModel:
-    """The folder's model with all of its weights: transformers would fill those that lack with random numbers.
+    """The folder's model with all of its weights; transformers alone would fill missing ones with random numbers.
 
     Args:
-        settings: of ``from_pretrained``.
+        settings: arguments of ``from_pretrained``.
 
     Raises:
         ValueError: the folder lacks weights; names them.
@@ -65,7 +65,7 @@ def load_whole(folder: str | Path, **settings: Any) -> PreTrainedModel:
 def load_quantized(
     folder: str | Path, quantization: Quantization, dtype: torch.dtype, device: torch.device | str
 ) -> PreTrainedModel:
-    """The folder's model with its linear layers, but for the head, in 4 or 8 bits; other weights in ``dtype``.
+    """The folder's model with its linear layers, except for the head, in 4 or 8 bits, other weights in ``dtype``.
 
     Source of nf4 and of quantised scales: QLoRA, https://arxiv.org/abs/2305.14314, section 3; of int8 (whose inputs
     are rounded to 8 bits too): LLM.int8(), https://arxiv.org/abs/2208.07339.

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from grpo_rl.engines.base import ADAPTER_NAME, AsyncEngine, EngineDeadError
-from grpo_rl.engines.fingerprint import digest, fingerprint
-from grpo_rl.weights.transport import Held, WeightDeliveryError
+from grpo_rl.engines.base import AsyncEngine, EngineDeadError
+from grpo_rl.weights.transport import Held, WeightDeliveryError, proof
 
 READ_AT_ONCE = 16
 """Tensors that an engine is asked to read back in one call, while it samples nothing."""
@@ -74,7 +73,7 @@ class RemoteTransport(ABC):
 
     def fingerprint(self, name: str, tensor: Tensor) -> int:
         """See :meth:`Transport.fingerprint`."""
-        return digest(tensor) if self.proves_bytes and not ADAPTER_NAME.fullmatch(name) else fingerprint(tensor)
+        return proof(name, tensor, self.proves_bytes)
 
     def submit(self, method: str, *args: Any) -> dict[str, Future[Any]]:
         """The calls, under way, by the engines' names."""

@@ -10,7 +10,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from grpo_rl.engines.base import Engine
+from grpo_rl.engines.base import ADAPTER_NAME, Engine
+from grpo_rl.engines.fingerprint import digest, fingerprint
 
 
 class WeightDeliveryError(RuntimeError):
@@ -80,7 +81,7 @@ class InProcess:
 
     def fingerprint(self, name: str, tensor: Tensor) -> int:
         """See :meth:`Transport.fingerprint`; the first push is read back by products, as :meth:`held` does."""
-        return _expected(name, tensor, self._engine.proves_bytes and not self._is_new)
+        return proof(name, tensor, self._engine.proves_bytes and not self._is_new)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
         """See :meth:`Transport.send`."""
@@ -103,11 +104,18 @@ class InProcess:
         self._is_new = False
 
 
-def noting_shapes(
-    weights: Iterable[tuple[str, Tensor]], shapes: dict[str, torch.Size]
-) -> Iterator[tuple[str, Tensor]]:
+def noting_shapes(weights: Iterable[tuple[str, Tensor]], shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
     """The weights as they are, whose shapes are put into ``shapes`` as they are taken."""
     for name, tensor in weights:
         shapes[name] = tensor.shape
         yield name, tensor
         del tensor  # before the next one is made
+
+
+def proof(name: str, tensor: Tensor, by_bytes: bool) -> int:
+    """What an engine that holds the tensor proves it by: its fingerprint, or the digest of its bytes.
+
+    Args:
+        by_bytes: engines answer with digests, except for adapters.
+    """
+    return digest(tensor) if by_bytes and not ADAPTER_NAME.fullmatch(name) else fingerprint(tensor)

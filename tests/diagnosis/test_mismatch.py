@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
-import runpy
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +25,7 @@ from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import random_group, run_script, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.weights.push import WeightSync
@@ -414,34 +411,14 @@ def test_on_a_real_model_in_bf16_rounding_is_no_fault_and_small_faults_are_named
 
 
 @pytest.fixture(scope="module")
-def tiny(model, tmp_path_factory):
-    """Overrides for a run of the main script in seconds."""
-    path = tmp_path_factory.mktemp("data") / "train.jsonl"
-    path.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"so\n#### {i}"}) + "\n" for i in range(6)))
-    return [
-        f"model.name={model}",
-        f"env.path={path}",
-        "env.system_prompt=null",
-        "env.num_envs=4",
-        "env.repeats=4",
-        "env.reward.reasoning_pattern='[0-9]'",
-        "train.optim_batch_size=8",
-        "train.total_dialog_turns=48",
-        "train.checkpoint_frequency=0",
-        "inference_model.engine=transformers",
-        "inference_model.max_model_len=64",
-        "sampling.max_new_tokens=8",
-        "optimizer.lr=1e-2",
-        "optimizer.warmup_steps=0",
-        "evaluate.rows=0",
-    ]
+def tiny(model, tiny_run):
+    few = ["train.total_dialog_turns=48", "train.checkpoint_frequency=0", "train.micro_batch_tokens=8192"]
+    return [*tiny_run, f"model.name={model}", *few, "optimizer.warmup_steps=0"]
 
 
 def run(overrides, folder, monkeypatch):
     monkeypatch.setenv("GRPO_RL_CACHE", str(folder / "cache"))
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={folder / 'run'}"])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
-    return folder / "run"
+    return run_script(SCRIPT, overrides, folder / "run")
 
 
 def test_at_learning_rate_0_every_step_shows_numerics_alone(tiny, model, tmp_path, monkeypatch):

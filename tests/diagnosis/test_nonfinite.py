@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import runpy
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from grpo_rl.monitor.lineage import stored_steps
 from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import random_group, run_script, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import NonFiniteError, PolicyOptimizer
 
@@ -194,7 +192,9 @@ def test_where_no_group_has_it_alone_that_is_said_and_no_trace_is_left(model):
 
 
 @pytest.mark.parametrize("whose", ["sampler_log_prob", "log_prob"])
-def test_the_script_names_the_question_at_once_and_stops_where_it_goes_on(model, whose, tmp_path, monkeypatch, capsys):
+def test_the_script_names_the_question_at_once_and_stops_where_it_goes_on(
+    model, tiny_run, whose, tmp_path, monkeypatch, capsys
+):
     rows = [{"question": f"How much is {i} + {i}?", "answer": f"#### {2 * i}"} for i in range(4)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     generate = TransformersEngine.generate
@@ -220,16 +220,13 @@ def test_the_script_names_the_question_at_once_and_stops_where_it_goes_on(model,
         monkeypatch.setattr(TransformersEngine, "generate", broken_sampler)
     monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
     overrides = [
-        f"model.name={model}", f"env.path={tmp_path / 'train.jsonl'}", "env.system_prompt=null", "env.repeats=4",
-        "env.num_envs=4", "env.reward.reasoning_pattern='[0-9]'", "train.optim_batch_size=16", "evaluate.rows=0",
-        "train.total_dialog_turns=160", "train.max_bad_steps=2", "inference_model.engine=transformers",
-        "inference_model.max_model_len=64", "sampling.max_new_tokens=8", "policy.entropy_coef=0.01",
-        "train.lineage=true",
+        *tiny_run, f"model.name={model}", f"env.path={tmp_path / 'train.jsonl'}", "train.optim_batch_size=16",
+        "train.total_dialog_turns=160", "train.max_bad_steps=2", "policy.entropy_coef=0.01", "train.lineage=true",
+        "train.micro_batch_tokens=8192",
     ]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={tmp_path / 'run'}"])
     message = rf"2 steps in a row: .*row 3, 'How much is 3 \+ 3\?'\): {whose} of token 0"
     with pytest.raises(NonFiniteError, match=message):
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        run_script(SCRIPT, overrides, tmp_path / "run")
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("An optimizer step of step 1 is left out: ") == 1 and "How much is 3 + 3?" in said
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]

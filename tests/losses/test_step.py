@@ -54,7 +54,7 @@ class Table(TrainPolicy):
         return torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
 
 
-def annotated(lengths, seed, **fields):
+def complete_group(lengths, seed, **fields):
     """A group of fp64 numbers with everything written that a loss may ask for; a third of its tokens are a tool's."""
     group = random_group(lengths=lengths, group_id=seed, seed=seed)
     g = torch.Generator().manual_seed(seed)
@@ -74,9 +74,9 @@ def annotated(lengths, seed, **fields):
 
 
 def whole_step():
-    """Seven groups of different sizes, with empty answers, answers of one token, and one group rewarded alike."""
+    """Seven groups of different sizes, with empty responses, responses of one token, and one zero-variance group."""
     lengths = [[3, 5], [1, 0, 4], [2, 2, 2, 2], [7], [1, 1], [0, 0], [6, 1, 3]]
-    groups = [annotated(n, seed) for seed, n in enumerate(lengths)]
+    groups = [complete_group(n, seed) for seed, n in enumerate(lengths)]
     return [*groups[:-1], groups[-1].with_advantages(torch.zeros(3, dtype=torch.float64))]
 
 
@@ -134,8 +134,8 @@ def tokens_of(groups, **settings):
     return tokens
 
 
-def test_a_group_whose_answers_were_all_cut_is_not_computed():
-    groups = [annotated([2, 3], 0), annotated([1, 4], 1)]
+def test_a_group_whose_responses_were_all_cut_is_not_computed():
+    groups = [complete_group([2, 3], 0), complete_group([1, 4], 1)]
     groups[0] = replace(groups[0], truncated=torch.tensor([True, True]))
     groups[1] = replace(groups[1], truncated=torch.tensor([True, False]), trainable=torch.ones(5, dtype=torch.bool))
     tokens = tokens_of(groups, mask_truncated=True)
@@ -143,21 +143,21 @@ def test_a_group_whose_answers_were_all_cut_is_not_computed():
     assert not list(scored_micro_batches(Table(groups), groups[:1], MicroBatching(10**6, mask_truncated=True)))
 
 
-def test_answers_that_were_cut_are_left_out_of_the_loss_and_of_its_counts():
-    group = annotated([2, 3, 1], 0)
+def test_responses_that_were_cut_are_left_out_of_the_loss_and_of_its_counts():
+    group = complete_group([2, 3, 1], 0)
     chosen = torch.tensor([True, True, True, True, False, True])
     group = replace(group, trainable=chosen, truncated=torch.tensor([False, True, False]))
     tokens = tokens_of([group], aggregate="token_mean", mask_truncated=True)
     assert tokens["trainable"].tolist() == [True, True, False, False, False, True]
     assert tokens["weight"].tolist() == pytest.approx([1 / 3, 1 / 3, 0, 0, 0, 1 / 3])
-    # In a mean over answers the cut one counts as one that costs nothing, as in TRL.
-    by_answers = tokens_of([group], aggregate="sequence_mean", mask_truncated=True)
-    assert by_answers["weight"].tolist() == pytest.approx([1 / 6, 1 / 6, 0, 0, 0, 1 / 3])
+    # In a mean over responses the cut one counts as one that costs nothing, as in TRL.
+    by_responses = tokens_of([group], aggregate="sequence_mean", mask_truncated=True)
+    assert by_responses["weight"].tolist() == pytest.approx([1 / 6, 1 / 6, 0, 0, 0, 1 / 3])
     assert tokens_of([group])["trainable"].tolist() == chosen.tolist()
 
 
-def test_a_step_of_which_every_answer_was_cut_has_no_gradient():
-    group = replace(annotated([2, 3], 0), truncated=torch.tensor([True, True]))
+def test_a_step_of_which_every_response_was_cut_has_no_gradient():
+    group = replace(complete_group([2, 3], 0), truncated=torch.tensor([True, True]))
     for aggregate in AGGREGATES:
         settings = {"aggregate": aggregate, "mask_truncated": True, "top_entropy_fraction": 0.5}
         assert gradient([group], {"kl_coef": 0.1, "entropy_coef": 0.1}, max_tokens=99, **settings).eq(0).all()
@@ -167,7 +167,7 @@ def test_only_the_tokens_of_highest_entropy_of_the_whole_step_carry_the_policy_g
     # Ten trained tokens in two groups; the 70 % quantile lies between 0.6 and 0.7. What a tool wrote doesn't count.
     entropies = [torch.tensor([0.1, 0.9, 0.2, 0.3]), torch.tensor([0.8, 0.0, 5.0, 5.0, 0.4, 0.7, 0.5, 0.6])]
     groups = [
-        replace(annotated(lengths, i), old_entropies=e, trainable=e < 5)
+        replace(complete_group(lengths, i), old_entropies=e, trainable=e < 5)
         for i, (lengths, e) in enumerate(zip(([4], [2, 6]), entropies, strict=True))
     ]
     settings = {"top_entropy_fraction": 0.3, "max_tokens": 1}
@@ -192,14 +192,14 @@ def test_what_a_group_lacks_is_asked_for_by_name():
     bare = random_group(group_id=7).with_advantages(torch.zeros(2))
     with pytest.raises(ValueError, match=r"groups \[7\] have no entropies.*write them with TrainPolicy.add_log_probs"):
         step_totals([bare], top_entropy_fraction=0.5)
-    with pytest.raises(ValueError, match=r"group 7 doesn't say which answers met the length limit"):
+    with pytest.raises(ValueError, match=r"group 7 doesn't say which responses met the length limit"):
         step_totals([replace(bare, truncated=None)], mask_truncated=True)
     with pytest.raises(ValueError, match="write it with TrainPolicy.add_log_probs"):
-        scored = annotated([1, 2], 7)
+        scored = complete_group([1, 2], 7)
         gradient([scored], {"correction": "mask"}, [replace(scored, old_log_probs=None)], max_tokens=99)
 
 
-def test_totals_count_empty_answers_and_not_what_is_masked():
+def test_totals_count_empty_responses_and_not_what_is_masked():
     groups = whole_step()
     totals = step_totals(groups)
     assert totals == StepTotals(17, sum(int(group.trainable.sum()) for group in groups), 7)
@@ -218,7 +218,7 @@ def sampled_groups() -> list[Group]:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 10**6])
-def test_annotating_writes_what_the_policy_says_before_it_is_trained(model, max_tokens):
+def test_the_policy_adds_what_it_says_before_it_is_trained(model, max_tokens):
     groups, policy = sampled_groups(), TrainPolicy(model, temperature=0.7)
     for group, before in zip(policy.add_log_probs(groups, max_tokens), groups, strict=True):
         log_prob, entropy = policy.score([before])
@@ -228,7 +228,7 @@ def test_annotating_writes_what_the_policy_says_before_it_is_trained(model, max_
         assert group.log_probs is before.log_probs and group.ref_log_probs is None
 
 
-def test_in_a_single_step_a_correction_needs_no_annotation(model):
+def test_in_a_single_step_a_correction_needs_no_old_log_probs(model):
     """What the policy says as it is trained on is what it would have said before, with the same gradient."""
     groups = [g.with_advantages(torch.randn(g.size, dtype=torch.float64)) for g in sampled_groups()]
     policy = TrainPolicy(model)
@@ -242,7 +242,7 @@ def test_in_a_single_step_a_correction_needs_no_annotation(model):
     assert gradients[0].abs().max() > 1e-3
 
 
-def test_the_reference_annotates_its_own_numbers(model):
+def test_the_reference_adds_its_own_numbers(model):
     reference = ReferencePolicy(LlamaForCausalLM(model.config).double())
     (group,) = reference.add_log_probs(sampled_groups()[:1], 100)
     assert group.ref_log_probs is not None and group.old_log_probs is None

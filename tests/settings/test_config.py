@@ -10,10 +10,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from grpo_rl.build.parts import ENVS
 from grpo_rl.envs.registry import task_spec
 from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.settings.config import FOLDER, check, check_keys, check_overrides, default_values
+from grpo_rl.settings.tasks import TASKS
 
 
 def config(*overrides):
@@ -126,7 +126,7 @@ def expected_kind(key, default):
     return by_hand[0] if by_hand else BY_DEFAULT[type(default)]
 
 
-@pytest.mark.parametrize("dataset", sorted(ENVS))
+@pytest.mark.parametrize("dataset", sorted(TASKS))
 def test_a_value_of_a_wrong_type_is_refused_by_name_at_every_key(dataset):
     """All keys at once are given a value that none of their kind takes, and each is named with it."""
     reward = ["env.reward=grpo_rl.envs.rewards.examples:x"] * (dataset == "prompt_response")
@@ -193,7 +193,7 @@ def test_values_of_the_right_type_are_let_through(override):
     check(config(override))
 
 
-@pytest.mark.parametrize("dataset", sorted(ENVS))
+@pytest.mark.parametrize("dataset", sorted(TASKS))
 def test_each_tasks_config_has_exactly_the_settings_that_its_environment_takes(dataset):
     """And with the values that they have by default, so that a script and the command line do the same."""
     pytest.importorskip({"math": "math_verify"}.get(dataset, "torch"))

@@ -48,8 +48,7 @@ class Bucket(WeightTransferUpdateInfo):
         number: of the bucket, from 0 on in each update.
         version: policy version of the weights.
         tensors: of each tensor or part of one: name, dtype, shape, and first byte in the memory; which values they are,
-            of all in a row: the first, and how many; and None, or the number of values that changed, where only those
-            are there: their places as int32, then they. Parts of a tensor come one after the other.
+            of all in a row: the first, and how many. Parts of a tensor come one after the other.
         names: of all tensors of the update, given with its last bucket.
     """
 
@@ -79,7 +78,6 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
         """Policy version of the update that came last."""
         self.adapter: dict[str, Tensor] = {}
         """Factors of an adapter that came; the worker takes them over when the update has ended."""
-        self._kept: dict[str, Tensor] = {}
         self._incomplete: dict[str, Tensor] = {}  # tensors of which a part has come
 
     def init_transfer_engine(self, init_info: NothingToAgreeOn) -> None:
