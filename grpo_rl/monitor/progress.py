@@ -278,7 +278,7 @@ def _rates(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     labels = {"throughput/sample_tokens_per_s": "sampling", "throughput/train_tokens_per_s": "training"}
     pairs = [(label, f"{metrics[name]:,.0f} tokens/s") for name, label in labels.items() if name in metrics]
     if "limit_fraction" in metrics:
-        pairs.append(("of roofline", f"{metrics['limit_fraction']:.0%}"))
+        pairs.append(("roofline", f"{metrics['limit_fraction']:.0%}"))
     return pairs
 
 

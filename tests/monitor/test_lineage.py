@@ -154,16 +154,16 @@ def test_of_a_step_that_was_cut_short_what_optimizer_steps_took_is_stored(tmp_pa
     assert [group.group_id for group in stored.groups] == [0, 1] and len(stored.updates) == 3
 
 
-def test_a_measure_that_no_answer_of_the_first_step_has_is_there_as_the_page_reads_them(tmp_path):
+def test_a_measure_that_no_response_of_the_first_step_has_is_there_as_the_page_reads_them(tmp_path):
     code = (Path(__file__).parents[2] / "docs" / "lineage.md").read_text().split("```python\n")[1].split("```")[0]
     group = group_of(0, [1, 1], [1, -1])
     log_step(tmp_path, [group], step=1)
     log_step(tmp_path, [replace(group, measures={"words": torch.tensor([3.0, 4.0])})], step=2)
     names: dict = {"run": tmp_path}
     exec(compile(code, "docs/lineage.md", "exec"), names)  # our own page, not data
-    answers = names["answers"]
-    assert answers["step"].tolist() == [1, 1, 2, 2]
-    assert answers["measure_words"].fillna(-1).tolist() == [-1, -1, 3, 4]
+    responses = names["responses"]
+    assert responses["step"].tolist() == [1, 1, 2, 2]
+    assert responses["measure_words"].fillna(-1).tolist() == [-1, -1, 3, 4]
 
 
 def test_a_group_that_no_optimizer_step_took_is_stored_too(tmp_path):
@@ -183,7 +183,7 @@ def test_the_loss_of_each_optimizer_step_and_the_settings_are_in_the_metadata(tm
     assert [(t["loss_objective"], t["grad_norm"], t["lr"]) for t in told] == [(0.0, 1.5, 0.1)] * 2  # -(1 - 1) / 2
 
 
-def test_answers_have_a_row_each_and_the_prompt_stands_once_a_group(tmp_path):
+def test_responses_have_a_row_each_and_the_prompt_stands_once_a_group(tmp_path):
     group = group_of(0, [2, 0], [1, -1], truncated=torch.tensor([True, False]))
     log_step(tmp_path, [group])
     rows = pd.read_parquet(tmp_path / RESPONSES / "step_000001.parquet")
