@@ -8,9 +8,10 @@ Both scripts run at the commit and in this tree, with the same overrides, seed, 
 - `completions.parquet`, `lineage/` and `lineage_answers/`: every column of every row, so every sampled token, its
   policy version, its log-probabilities, its advantage and what the loss made of it.
 
-The asynchronous run has `train.max_staleness=0` and one group at a time on one engine, so that neither a push nor
-another group falls into a response: all of the above is compared there, too. With more groups in flight vLLM draws
-tokens in the order in which requests reach it, which differs from run to run.
+In an asynchronous run vLLM draws tokens in the order in which requests reach it, which differs between two runs of one
+commit, too. With `train.max_staleness=0` all else is decided: which groups of which rows each optimizer step takes, the
+policy version of each response, what was started, trained and dropped. That is compared, and this tree replays the
+commit's steps (`grpo-rl replay`): on the same tokens its losses have to be the stored ones.
 
 With `--keep FOLDER` runs of the commit stay there, and only this tree's are made the next time.
 """
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = ["train.total_dialog_turns=48", "train.lineage=true"]
 LOSSES = ["train.epochs=2", "policy.kl_coef=0.1", "policy.entropy_coef=0.01", "loss.advantage=leave_one_out"]
 LORA = ["train_model.lora.rank=4", "train_model.lora.targets=[q_proj,up_proj,down_proj]", "policy.kl_coef=0.1"]
-ONE_GROUP = ["inference_model.engine=vllm", "train.max_staleness=0", "env.num_envs=1", "train.optim_batch_size=4"]
+IN_TURNS = ["inference_model.engine=vllm", "train.max_staleness=0", "train.optim_batch_size=16"]
 CALCULATOR = [
     "--config-name=grpo_calculator", "env.path=arithmetic", "env.num_envs=4", "env.repeats=4",
     "train.optim_batch_size=8", "train.total_dialog_turns=32", "train.lineage=true", "sampling.max_new_tokens=24",
@@ -53,7 +54,7 @@ RUNS: dict[str, tuple[str, bool, list[str]]] = {
     "losses": ("grpo.py", True, [*TINY, *LOSSES]),
     "lora": ("grpo.py", True, [*TINY, *LORA, "train_model.lora.dropout=0.1"]),
     "multi_turn": ("grpo.py", False, CALCULATOR),
-    "async": ("grpo_async.py", True, [*TINY, *ONE_GROUP]),
+    "async": ("grpo_async.py", True, [*TINY, *IN_TURNS, "train.total_dialog_turns=64"]),
     "quickstart": ("grpo.py", False, QUICKSTART),
 }
 """Script, whether on the tiny model, and overrides of each run."""
@@ -76,12 +77,21 @@ def table(name: str) -> Callable[[Path], Any]:
     return read
 
 
+DECIDED = ("step", "policy_version", "staleness/", "groups/", "engines/", "lr", "train/optimizer_steps")
+"""Beginnings of metrics that do not depend on what was sampled."""
+ORIGIN = ("step", "epoch", "optimizer_step", "group_id", "answer", "row", "policy_version")
+"""Columns of the lineage that do not."""
 VIEWS: dict[str, Callable[[Path], Any]] = {
     "names of metrics": lambda run: [sorted(row) for row in rows(run)],
     "metrics": lambda run: [without_clocks(row) for row in rows(run)],
     "weights": lambda run: {str(path.name): load_file(path) for path in sorted(run.glob("model/*.safetensors"))},
     "evaluation": lambda run: [json.loads(path.read_text()) for path in run.glob("evaluation.json")],
     **{name: table(name) for name in ("completions.parquet", "lineage", "lineage_answers")},
+}
+ASYNC_VIEWS: dict[str, Callable[[Path], Any]] = {
+    "names of metrics": lambda run: sorted({name for row in rows(run) for name in row}),
+    "metrics": lambda run: [{k: v for k, v in row.items() if k.startswith(DECIDED)} for row in rows(run)],
+    "lineage": lambda run: sorted({tuple(row[name] for name in ORIGIN) for row in table("lineage")(run)}),
 }
 
 
@@ -103,10 +113,10 @@ def first_difference(a: Any, b: Any, where: str = "") -> str:
     return next((first_difference(x, y, f"{where}/{key}") for key, x, y in pairs if not same(x, y)), "")
 
 
-def compare(before: Path, now: Path) -> list[str]:
+def compare(before: Path, now: Path, views: Mapping[str, Callable[[Path], Any]]) -> list[str]:
     """What of two finished runs differs, each with its first difference."""
     wrong = []
-    for name, view in VIEWS.items():
+    for name, view in views.items():
         left, right = view(before), view(now)
         if not same(left, right):
             wrong.append(f"{name} {first_difference(left, right)}")
@@ -130,23 +140,16 @@ def run(root: Path, script: str, overrides: list[str], folder: Path) -> float:
     return time.monotonic() - begun
 
 
-@contextlib.contextmanager
-def kept(folder: Path | None, revision: str) -> Iterator[Path]:
-    """The folder of the commit's runs; only those of the same commit and number of threads are used again.
-
-    Raises:
-        SystemExit: the folder has other runs.
-    """
-    with contextlib.ExitStack() as stack:
-        work = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bit_identical_")))
-        work = work.resolve()
-        work.mkdir(parents=True, exist_ok=True)
-        commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", revision], capture_output=True, text=True)
-        of = f"{commit.stdout.strip()}, {os.environ['OMP_NUM_THREADS']} threads, at {work}"
-        if (note := work / "of.txt").exists() and note.read_text() != of:
-            sys.exit(f"error: {work} has runs of {note.read_text()}; these are of {of}")
-        note.write_text(of)
-        yield work
+def replayed(run: Path) -> list[str]:
+    """Steps of a stored run whose losses are others when this tree computes them again."""
+    wrong = []
+    for step in (row["step"] for row in rows(run)):
+        command = [sys.executable, "-m", "grpo_rl.cli", "replay", str(run), str(step), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        gap = json.loads(done.stdout)["recorded_gap"] if done.returncode == 0 else done.stderr[-500:]
+        if gap != 0.0:
+            wrong.append(f"replay of step {step}: {gap}")
+    return wrong
 
 
 def main() -> int:
@@ -159,13 +162,16 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     wrong = 0
-    with kept(options.keep, options.before) as work, checkout(options.before) as before:
+    with contextlib.ExitStack() as stack:
+        work = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bit_identical_")))
+        work, before = work.resolve(), stack.enter_context(checkout(options.before))
+        work.mkdir(parents=True, exist_ok=True)
         if not (tiny := work / "tiny.json").exists():
             tiny.write_text(json.dumps(tiny_run(work)))
         for name in options.only:
             script, is_tiny, overrides = RUNS[name]
             overrides = [*json.loads(tiny.read_text()), *overrides] if is_tiny else overrides
-            asked, done = json.dumps([script, *overrides]), work / f"{name}.done"
+            asked, done = json.dumps([options.before, os.environ["OMP_NUM_THREADS"], *overrides]), work / f"{name}.done"
             if not done.exists() or done.read_text() != asked:
                 shutil.rmtree(work / "before" / name, ignore_errors=True)
                 print(f"{name} before: {run(before, script, overrides, work / 'before' / name):.0f} s", flush=True)
@@ -174,9 +180,11 @@ def main() -> int:
                 continue
             shutil.rmtree(work / "now" / name, ignore_errors=True)
             print(f"{name} now: {run(ROOT, script, overrides, work / 'now' / name):.0f} s", flush=True)
-            found = compare(work / "before" / name, work / "now" / name)
+            is_async = script == "grpo_async.py"
+            found = compare(work / "before" / name, work / "now" / name, ASYNC_VIEWS if is_async else VIEWS)
+            found += replayed(work / "before" / name) if is_async else []
             wrong += bool(found)
-            print(f"{name}: " + ("\n  ".join(["DIFFERS", *found]) if found else "equal to the last bit"), flush=True)
+            print(f"{name}: " + ("\n  ".join(["DIFFERS", *found]) if found else "equal"), flush=True)
     return int(bool(wrong))
 
 

@@ -29,6 +29,9 @@ def pytest_collection_modifyitems(items):
     # Files with slow tests first: processes that share the files out end at about the same time.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+    for item in items:
+        if {"tiny_run", "default_model"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.engine)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

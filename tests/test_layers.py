@@ -16,8 +16,9 @@ LAYERS = [
     {"config", "data", "losses", "storage"},
     {"engines", "envs", "perf", "policies"},
     {"cluster", "collectors", "diagnosis", "distributed", "monitor", "settings", "training", "weights"},
+    {"run"},
     {"build"},
-    {"planner", "replay", "run"},
+    {"planner", "replay"},
     {"cli", "sota", "testing"},
 ]
 LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
@@ -55,20 +56,11 @@ WHOLE_CONFIG = {
 MAX_LINES, MAX_IMPORTED = 400, 12
 """Of a file: lines, and modules of ours that it imports; those of build/ may import more."""
 PENDING: tuple[str, ...] = (
-    "grpo_rl/build/parts.py: has more than",
-    "grpo_rl/build/site.py: build imports run",
     "grpo_rl/cli.py: ",
-    "grpo_rl/cluster/nodes.py: cluster imports run",
-    "grpo_rl/engines/vllm/engine.py: has more than",
-    "grpo_rl/planner/batches.py: ",
-    "grpo_rl/planner/question.py: ",
-    "grpo_rl/policies/policy.py: has more than",
-    "grpo_rl/replay/replay.py: ",
-    "grpo_rl/run/",
-    "grpo_rl/settings/config.py: ",
-    "envs/countdown.py: has more than",
-    "folders import each other in a circle: ",
-    "files import each other in a circle: ",
+    "grpo_rl/replay/replay.py: takes the whole config",
+    "grpo_rl/run/parts.py: imports more than",
+    "grpo_rl/run/run.py: imports more than",
+    "folders import each other in a circle: monitor -> training",
 )
 """Beginnings of breaches that are known and about to go."""
 
@@ -235,7 +227,9 @@ def test_every_file_is_looked_at_once():
         ("grpo_rl/engines/base.py", "if TYPE_CHECKING:\n    from ..collectors.sync import X", "engines imports coll"),
         ("grpo_rl/monitor/report.py", "import grpo_rl.cli", "monitor imports cli, which is above it"),
         ("grpo_rl/training/checkpoint.py", "import grpo_rl.planner.plan", "training imports planner, which is above"),
-        ("grpo_rl/run/run.py", "import grpo_rl.planner.plan", "run imports planner, which only cli may"),
+        ("grpo_rl/build/run.py", "import grpo_rl.planner.plan", "build imports planner, which is above it"),
+        ("grpo_rl/replay/table.py", "import grpo_rl.planner.plan", "replay imports planner, which only cli may"),
+        ("grpo_rl/run/run.py", "import grpo_rl.build.run", "run imports build, which is above it"),
         ("grpo_rl/weights/push.py", "from grpo_rl.settings.schema import Settings", "weights imports settings, which"),
         ("envs/gsm8k.py", "from grpo_rl import losses", "envs imports losses; it may only data"),
         ("grpo_rl/losses/kl.py", "from grpo_rl.data.group import Group", "losses imports data.group; it may only data"),

@@ -49,7 +49,7 @@ class WithRewards(Task):
 
     @property
     def scores_group(self) -> bool:
-        """Whether the task's responses are scored together, or an added reward compares those of a group."""
+        """Whether the task's responses are scored in one call, or an added reward compares those of a group."""
         return self.task.scores_group or any(part.known.whole_group for part in self._parts)
 
     def without_rows(self) -> WithRewards:
@@ -122,7 +122,7 @@ class WithRewards(Task):
         if name in self.task.reward_parts and not self.task.pays(name):
             raise ValueError(
                 f"env.rewards.{part.name} asks whether a response is right, and the weight of {name} is not above 0, "
-                f"so that nobody could tell; pay for it, or add env.rewards.accuracy"
+                f"so that it can't be told; pay for it, or add env.rewards.accuracy"
             )
         if name is None or name not in self.reward_parts or name == part.name:
             raise ValueError(

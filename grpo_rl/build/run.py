@@ -130,6 +130,7 @@ def build_run(
             StepMetrics(roofline, resamples=settings.train.max_refills > 0),
             interrupt,
             _options(settings),
+            ranks,
         ) as run:
             yield run
 

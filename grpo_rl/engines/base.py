@@ -294,34 +294,6 @@ class EngineFleet(Protocol):
         ...
 
 
-class StepByGenerate:
-    """Implements :meth:`Engine.submit` and :meth:`Engine.step` for an engine that can only sample whole batches."""
-
-    generate: Callable[..., list[Samples]]
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, tuple[Sequence[int], Sampling]] = {}
-
-    def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """See :meth:`Engine.submit`."""
-        self._waiting[request] = (prompt, sampling)
-
-    def step(self) -> list[tuple[int, Samples]]:
-        """See :meth:`Engine.step`."""
-        finished: list[tuple[int, Samples]] = []
-        while self._waiting:
-            # A call has one `Sampling`: prompts that share the first one's.
-            sampling = next(iter(self._waiting.values()))[1]
-            batch = [request for request, (_, s) in self._waiting.items() if s == sampling]
-            prompts = [self._waiting.pop(request)[0] for request in batch]
-            finished += zip(batch, self.generate(prompts, 1, sampling), strict=True)
-        return finished
-
-    def abort(self) -> None:
-        """See :meth:`Engine.abort`."""
-        self._waiting.clear()
-
-
 def check_request(prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, max_model_len: int) -> None:
     """Refuses requests that no engine can serve.
 

@@ -101,7 +101,8 @@ class RunFolder:
 
     def _open(self, resume: str | None, room: Room, frequency: int) -> None:
         # Started a second apart, ranks may have been given different folders; and one of them locks it for all.
-        found = agreed(self._ranks, lambda: self._claim(resume, frequency) if self.rank_zero else None)
+        nothing = (self._own, None, False, False)
+        found = agreed(self._ranks, lambda: self._claim(resume, frequency) if self.rank_zero else nothing)
         found = self._ranks.broadcast(found) if self._ranks else found
         self.shared, resume, self.inside, over = found
         if over:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -465,34 +466,53 @@ def test_what_fails_after_the_start_keeps_its_traceback(tiny, tmp_path, monkeypa
         run(tiny, tmp_path / "run")
 
 
+def sections(section, prefix=""):
+    """The beginning of the keys of each section."""
+    from grpo_rl.settings.declaration import Section
+
+    found = {section: prefix}
+    for name, hint in typing.get_type_hints(section).items():
+        if isinstance(hint, type) and issubclass(hint, Section):
+            found |= sections(hint, f"{prefix}{name}.")
+    return found
+
+
 def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
     """Recorded at the access itself, after the checks, which read keys only to refuse their values."""
-    from omegaconf import DictConfig
+    from grpo_rl.settings.declaration import Section, declared
+    from grpo_rl.settings.schema import Settings
+    from grpo_rl.settings.sections import Sections
 
-    import grpo_rl.settings.config as config
+    known, read, checked = declared(Sections), set(), Settings.read
 
-    known, read = config.known_keys("gsm8k"), set()
-    get, check = DictConfig._get_impl, config.check
+    def recorded(section, name):
+        if name in type(section).__dataclass_fields__:
+            read.add((type(section), name))
+        return object.__getattribute__(section, name)
 
-    def recording_get(self, key, *args, **kwargs):
-        read.add(self._get_full_key(key))
-        return get(self, key, *args, **kwargs)
+    def unrecorded(function):
+        def call(*args):
+            before = set(read)
+            result = function(*args)
+            read.intersection_update(before)
+            return result
 
-    def check_then_record(cfg):
-        check(cfg)
-        read.clear()
+        return call
 
-    monkeypatch.setattr(DictConfig, "_get_impl", recording_get)
-    monkeypatch.setattr(config, "check", check_then_record)
+    monkeypatch.setattr(Section, "__getattribute__", recorded)
+    monkeypatch.setattr(Settings, "read", unrecorded(checked))
+    for name in ("as_json", "as_text"):
+        monkeypatch.setattr(Settings, name, unrecorded(getattr(Settings, name)))
     overrides = [*tiny, "logger.backend=wandb", "logger.mode=offline", "train.total_dialog_turns=16"]
     overrides.append("policy.kl_coef=0.1")  # without a reference nobody asks for its name
     run(overrides, tmp_path / "run")
     # These are vLLM's; `build.make_engine` hands them on by name.
     of_vllm = {"inference_model.gpu_memory_utilization", "inference_model.enforce_eager"}
     of_several_processes = {"train_model.cpu_offload", "train_model.timeout_s"}  # tests/distributed/test_ranks.py
-    of_async = set(config.ONLY_ASYNC)
-    assert known - read == of_vllm | of_several_processes | of_async
-    texts = "".join((SCRIPT.parent.parent / "grpo_rl" / name).read_text() for name in ("build/site.py", "run/run.py"))
+    of_async = {key for key, setting in known.items() if setting.mode == "async"}
+    names = {f"{prefix}{name}" for section, prefix in sections(Settings).items() for s, name in read if s is section}
+    assert known.keys() - names == of_vllm | of_several_processes | of_async
+    texts = "".join(path.read_text() for path in (SCRIPT.parent.parent / "grpo_rl").glob("[br]u*/*.py"))  # build, run
     unread = [key for key in of_async | of_several_processes if f".{key.rpartition('.')[2]}" not in texts]
     assert not unread
 
