@@ -171,7 +171,7 @@ class Run:
             self.parts.mismatch.weights_moved()
         self.record.add_result(result)
         if self.logs.lineage:
-            self.logs.lineage.end(result)
+            self.logs.lineage.end(result.grad_norm, result.lr, result.skipped)
 
     def finish_step(self, groups: Sequence[Group]) -> None:
         """Logs the step, evaluates and saves where it is time to.

@@ -12,13 +12,13 @@ import torch
 from transformers import AutoTokenizer
 
 from grpo_rl.data.batching import MicroBatching
-from grpo_rl.diagnosis.nonfinite import first_nonfinite
+from grpo_rl.diagnosis.nonfinite import locate_nonfinite
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.lineage import stored_steps
+from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.replay.lineage_reader import read_step
 from grpo_rl.testing import random_group, run_script, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import NonFiniteError, PolicyOptimizer
@@ -52,7 +52,7 @@ class Step:
         self.batch = batch_of(self.policy)
 
     def explain(self):
-        return first_nonfinite(
+        return locate_nonfinite(
             self.policy, GRPOLoss(), self.optimizer, self.batch, BATCHING, lambda g: f"group {g.group_id}"
         )
 
@@ -89,23 +89,23 @@ def test_the_layer_group_and_token_of_a_forward_pass_are_named(model, dtype, val
     step.plant("model.layers.0.mlp.down_proj", lambda out, marked: out.masked_fill(marked, value))
     trouble = step.take().trouble
     assert "the gradient is not finite, first seen in model.embed_tokens.weight" in trouble
-    assert "It comes from group 2: log_prob of token 0 of answer 0 is nan" in trouble
+    assert "It comes from group 2: log_prob of token 0 of response 0 is nan" in trouble
     assert "it first appears in the output of model.layers.0.mlp.down_proj." in trouble
     assert all(x.isfinite().all() for x in step.policy.model.parameters())
 
 
 def test_what_no_log_probability_shows_is_found_in_the_layer_all_the_same(model):
     step = Step(model)
-    # Behind the last attention the second token of a prompt has no way to an answer, but to the gradient it has.
+    # Behind the last attention the second token of a prompt has no way to a response, but to the gradient it has.
     step.plant("model.layers.1.mlp.down_proj", lambda out, marked: out.masked_fill(marked, math.nan))
-    found = "group 2: the loss is finite, and the output of model.layers.1.mlp.down_proj, at a token that no answer"
+    found = "group 2: the loss is finite, and the output of model.layers.1.mlp.down_proj, at a token that no response"
     assert found in step.take().trouble
 
 
 def test_inside_compiled_modules_too(model):
     step = Step(model, torch.bfloat16, compile=True)
     step.plant("model.layers.0.mlp.act_fn", lambda out, marked: out.masked_fill(marked, math.nan))
-    assert "group 2: log_prob of token 0 of answer 0 is nan" in (found := step.explain())
+    assert "group 2: log_prob of token 0 of response 0 is nan" in (found := step.explain())
     assert found.endswith("in the output of model.layers.0.mlp.act_fn.")
 
 
@@ -142,8 +142,8 @@ def test_each_group_is_looked_at_with_the_weights_of_the_whole_step(model):
             weights.append(tokens["weight"].sum().item())
             return super().forward(tokens)
 
-    first_nonfinite(step.policy, Watched(), step.optimizer, step.batch, BATCHING, str)
-    assert weights == pytest.approx([1 / 3] * 3)  # three groups of equally many answers, whose weights sum to 1
+    locate_nonfinite(step.policy, Watched(), step.optimizer, step.batch, BATCHING, str)
+    assert weights == pytest.approx([1 / 3] * 3)  # three groups of equally many responses, whose weights sum to 1
 
 
 def test_where_the_gradient_alone_is_not_finite_the_layer_is_that_nearest_to_the_loss(model):
@@ -160,9 +160,9 @@ def test_where_the_gradient_alone_is_not_finite_the_layer_is_that_nearest_to_the
 def test_a_number_that_was_wrong_before_it_was_scored_is_named_by_its_own_name(model):
     step = Step(model)
     log_probs = step.batch[1].log_probs.clone()
-    log_probs[4] = math.nan  # answers of 3 and 4 tokens: the second token of the second
+    log_probs[4] = math.nan  # responses of 3 and 4 tokens: the second token of the second
     step.batch[1] = replace(step.batch[1], log_probs=log_probs)
-    found = "group 1: sampler_log_prob of token 1 of answer 1 is nan, which was not finite before it was scored"
+    found = "group 1: sampler_log_prob of token 1 of response 1 is nan, which was not finite before it was scored"
     assert found in step.take().trouble
 
 

@@ -13,13 +13,13 @@ import pandas as pd
 import pytest
 import torch
 
-from grpo_rl.cli import _with_loss, main
+from grpo_rl.cli import _objective, _with_loss, main
 from grpo_rl.diagnosis.mismatch import MismatchError
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.monitor.lineage import TOKENS, stored_steps
+from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.replay.lineage_reader import read_step
 from grpo_rl.replay.replay import recompute
 from grpo_rl.settings.compose import FOLDER
 from grpo_rl.settings.schema import Settings
@@ -85,7 +85,7 @@ def test_under_its_own_loss_a_replay_is_what_was_trained(trained):
     seen = iter(seen)
     for step in stored_steps(folder):
         stored = read_step(folder, step)
-        outcome = recompute(stored, Settings.restored(stored.config))
+        outcome = recompute(stored, _objective(Settings.restored(stored.config)))
         gradients, lengths = outcome.columns["gradient"], {g.group_id: len(g.response_ids) for g in stored.groups}
         pieces = gradients.split([lengths[i] for update in stored.updates for i in update.groups])
         for update in stored.updates:
@@ -97,7 +97,7 @@ def test_under_its_own_loss_a_replay_is_what_was_trained(trained):
                 for i in ids.unique().tolist():
                     assert torch.equal(mine[i], gradient[ids == i])
                     left.remove(i)
-        told = [sum(update.told[name] for name in LOSSES) for update in stored.updates]
+        told = [sum(update.recorded[name] for name in LOSSES) for update in stored.updates]
         assert outcome.losses == pytest.approx(told, abs=1e-7)
         for name, value in outcome.metrics.items():
             assert value == pytest.approx(logged[step - 1][name], abs=1e-6), name
@@ -116,7 +116,7 @@ def test_a_plain_token_mean_without_a_std_has_the_gradient_that_a_hand_computes(
     stored = read_step(plain, 2)
     other = {"loss.surrogate": "plain", "loss.aggregate": "token_mean", "loss.advantage": "no_std"}
     settings = Settings.restored(stored.config).with_values(other)
-    gradient = recompute(stored, settings).columns["gradient"].numpy()
+    gradient = recompute(stored, _objective(settings)).columns["gradient"].numpy()
     rows = pd.read_parquet(plain / TOKENS / "step_000002.parquet")
     answers = pd.read_parquet(plain / "lineage_answers" / "step_000002.parquet")
     mean = answers.groupby("group_id")["reward"].transform("mean")
@@ -253,7 +253,7 @@ def test_what_the_page_on_lineage_shows_runs(plain, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict = {"run": plain}
     exec(compile(code, "docs/lineage.md", "exec"), names)  # our own page, not data
-    assert names["why"].sum() == len(names["tokens"]) and len(names["answers"]) == 32
+    assert names["why"].sum() == len(names["tokens"]) and len(names["responses"]) == 32
     commands = re.findall(r"^grpo-rl (replay) \S+ 12 (.*)$", page, re.MULTILINE)
     assert len(commands) == 2
     for name, rest in commands:

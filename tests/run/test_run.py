@@ -106,7 +106,7 @@ def test_a_step_is_set_against_what_the_machine_does_at_its_best(finished, own_c
         parts = [row[f"limit_fraction/{name}"] * row[f"time/{name}_s"] for name in ("sample", "train", "sync")]
         step_s = sum(seconds for name, seconds in row.items() if name.startswith("time/"))
         assert sum(parts) == pytest.approx(row["limit_fraction"] * step_s, rel=1e-2)
-    assert "A step against the machine's limit" in (finished / "report.html").read_text().replace("&#39;", "'")
+    assert "A step against the machine's roofline" in (finished / "report.html").read_text().replace("&#39;", "'")
 
 
 def test_groups_that_taught_nothing_are_counted_where_they_are_skipped(finished):
