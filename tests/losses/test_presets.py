@@ -119,7 +119,7 @@ def test_groups_without_advantage_are_skipped_where_the_loss_has_nothing_else(ov
         (["loss.clip_low=1.5"], "loss.clip_low is 1.5"),
         (["loss.clip_high=wide"], "loss.clip_high is 'wide'; it must be a number"),
         (["loss.dual_clip=1.0"], "use at least 1.2"),
-        (["loss.tau_pos=0"], "both must be more than 0"),
+        (["loss.tau_pos=0"], "loss.tau_pos is 0; it must be more than 0"),
         (["loss.correction_high=0.9"], "a weight of 1 must lie between them"),
         (["loss.top_entropy_fraction=0"], "more than 0 and at most 1"),
         (["loss.top_entropy_fraction=20"], "more than 0 and at most 1"),

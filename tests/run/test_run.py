@@ -19,7 +19,6 @@ from unittest.mock import MagicMock
 import pandas as pd
 import pytest
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.engines.transformers import TransformersEngine
@@ -28,8 +27,10 @@ from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.monitor.report import write_report
 from grpo_rl.run.claim import claim
+from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.lock import FolderLock
-from grpo_rl.run.run import Run
+from grpo_rl.run.saving import CheckpointSaver
+from grpo_rl.run.summary import read_evaluation, write_evaluation
 from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
 
@@ -299,13 +300,13 @@ def test_a_run_killed_at_any_point_of_its_end_is_completed_and_nothing_of_it_is_
     shutil.rmtree(cut / "model")
     start = checkpoints(cut / "checkpoints")[2]  # one step before the end
     for point in (
-        "grpo_rl.run.run.evaluate",
+        "grpo_rl.run.held_out.evaluate",
         "grpo_rl.monitor.metrics.MetricsLog.log",
-        "grpo_rl.run.run.Run._keep_evaluation",
-        "grpo_rl.run.run.export",
+        "grpo_rl.run.held_out.write_evaluation",
+        "grpo_rl.run.ending.export",
         "grpo_rl.storage.whole_file._take_place",
-        "grpo_rl.run.run.Run._write_summary",
-        "grpo_rl.run.run.write_report",
+        "grpo_rl.run.ending.write_summary",
+        "grpo_rl.run.summary.write_report",
     ):
         with monkeypatch.context() as patch:
             patch.setattr(point, killed)
@@ -349,9 +350,9 @@ def test_a_fixed_command_goes_on_from_wherever_it_was_cut_off(tiny, tmp_path, mo
     """Before anything is logged, before the first checkpoint, after one: `hydra.run.dir=X resume=auto` each time."""
     whole = run([*tiny, "train.total_dialog_turns=32"], tmp_path / "whole")
     command, folder = [*tiny, "train.total_dialog_turns=32", "resume=auto"], tmp_path / "run"
-    for point in ("attach", "save_checkpoint", "finish"):
+    for point in ("parts.Parts.begin", "run.Run.save_checkpoint", "run.Run.finish"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"grpo_rl.run.run.Run.{point}", killed)
+            patch.setattr(f"grpo_rl.run.{point}", killed)
             with pytest.raises(Killed):
                 run(command, folder)
     assert capsys.readouterr().out.count("cut off before its first checkpoint, and begins again") == 2
@@ -406,15 +407,13 @@ def test_a_finished_run_without_its_checkpoints_is_left_as_it_is(tiny, finished,
     assert comparable(bare) == comparable(finished)
 
 
-def test_an_evaluation_with_a_response_that_has_no_reward_is_kept_as_json(tmp_path):
-    run = Run.__new__(Run)
-    run.folder, run.step, run._evaluated_at, run._eval_after, run.collected = tmp_path, 3, 3, [0.5, float("nan")], 0
-    run.cfg = OmegaConf.create({"train": {"total_dialog_turns": 8}})
-    run._keep_evaluation()
+def test_an_evaluation_with_a_response_that_has_no_reward_is_kept_as_json_and_read_back(tmp_path):
+    write_evaluation(tmp_path, 3, [0.5, float("nan")])
     stored = json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail)
     assert stored == {"step": 3, "rewards": [0.5, None]}
-    evaluated, _ = run._end_of_before()
-    assert evaluated[0] == 0.5 and evaluated[1] != evaluated[1]
+    rewards = read_evaluation(tmp_path, 3)
+    assert rewards[0] == 0.5 and rewards[1] != rewards[1]
+    assert read_evaluation(tmp_path, 4) is None and read_evaluation(tmp_path / "none", 3) is None
 
 
 def test_auto_passes_over_a_live_run_for_one_that_was_cut_off(finished, tmp_path):
@@ -648,10 +647,10 @@ class RankZero:
 
 @pytest.mark.parametrize("what", ["a live run", "a full disk", "an unreadable end", "logs that can't be synced"])
 def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path, monkeypatch, what):
-    """One that waited for rank 0, which has stopped, would wait for ever."""
+    """One that waited for rank zero, which has stopped, would wait for ever."""
     shutil.copytree(finished, folder := tmp_path / "run")
     state = load(checkpoints(folder / "checkpoints")[-1])
-    cfg, ranks = OmegaConf.create(json.loads(state["config"]) | {"resume": str(folder)}), RankZero()
+    config, ranks = state["config"], RankZero()
 
     def fail(*_, **__):
         raise OSError(errno.EIO, "Input/output error")
@@ -666,15 +665,9 @@ def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path
     monkeypatch.setattr("grpo_rl.training.checkpoint.sync_logs", fail)
     monkeypatch.setattr("grpo_rl.training.checkpoint.load_shards", lambda path, state, ranks: state)
     with pytest.raises((ValueError, OSError)) as error:
-        started = Run(cfg, None, folder, model_bytes=1000, ranks=ranks)
-        assert what.startswith("logs")
-        started.step, started._started = 5, 0.0
-        for name in ("_optimizer", "_schedules", "_collector", "_weights", "progress"):
-            setattr(started, name, MagicMock())
-        try:
-            started.save_checkpoint()
-        finally:
-            started._stack.close()
+        with RunFolder(folder, str(folder), config, "", Room(3, 1000, 1000), 1, 64, ranks) as opened:
+            assert what.startswith("logs")
+            CheckpointSaver(opened, MagicMock(), keep=0, ranks=ranks).save(5, 80, 0.0, [])
     assert ranks.told[-1] is error.value
     if lock:
         lock.close()
