@@ -50,7 +50,7 @@ def comparable(folder):
 
 @pytest.fixture(scope="module")
 def finished(tiny, tmp_path_factory):
-    return run(tiny, tmp_path_factory.mktemp("whole") / "run")
+    return run(tiny, tmp_path_factory.mktemp("whole") / "run", charts=True)
 
 
 def test_a_run_leaves_all_its_files(finished):
