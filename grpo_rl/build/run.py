@@ -23,7 +23,6 @@ from grpo_rl.run.interrupt import Interrupt
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.parts import Parts
 from grpo_rl.run.run import Run, RunOptions
-from grpo_rl.run.saving import CheckpointSaver
 from grpo_rl.run.step_metrics import StepMetrics
 from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices
@@ -116,18 +115,17 @@ def build_run(
             loss,
             advantages,
             buffer,
-            Mismatch(settings.mismatch.bound, max_staleness=derived.max_staleness(settings)),
             derived.micro_batching(settings),
             derived.needs_old_log_probs(settings),
         )
+        mismatch = Mismatch(settings.mismatch.bound, max_staleness=derived.max_staleness(settings))
         with Run(
             folder,
             logs,
             parts,
-            RunDiagnosis(parts, Sampling(**settings.sampling), alone=ranks is None),
-            CheckpointSaver(folder, parts, settings.train.keep_checkpoints, ranks),
+            RunDiagnosis(parts, mismatch, Sampling(**settings.sampling), alone=ranks is None),
             HeldOut(env, rows, settings.sampling.max_new_tokens, folder.eval_before, folder.eval_after),
-            StepMetrics(roofline, resamples=settings.train.max_refills > 0),
+            StepMetrics(mismatch, roofline, resamples=settings.train.max_refills > 0),
             interrupt,
             _options(settings),
             ranks,
@@ -197,6 +195,7 @@ def _options(settings: Settings) -> RunOptions:
     return RunOptions(
         train.total_dialog_turns,
         train.checkpoint_frequency,
+        train.keep_checkpoints,
         settings.evaluate.frequency,
         train.seed,
         settings.model.name,

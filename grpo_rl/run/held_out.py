@@ -18,9 +18,7 @@ class HeldOut:
     """Evaluates held-out rows greedily, and remembers the first and the last evaluation.
 
     Args:
-        env: gives prompts and scores responses.
         rows: none turn evaluation off.
-        max_new_tokens: of a response.
         before: rewards of the evaluation before training, where a resumed run has it.
         last: step and rewards of the newest evaluation, where a resumed run has it.
     """

@@ -8,6 +8,7 @@ import torch
 
 from grpo_rl.data.batching import groups_to_score
 from grpo_rl.data.group import Group
+from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.monitor.metrics import reward_metrics
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.perf.roofline import StepRoofline
@@ -22,8 +23,8 @@ class StepMetrics:
         resamples: dynamic sampling leaves groups out, so that what was sampled has a reward of its own.
     """
 
-    def __init__(self, roofline: StepRoofline | None, resamples: bool) -> None:
-        self._roofline, self._resamples = roofline, resamples
+    def __init__(self, mismatch: Mismatch, roofline: StepRoofline | None, resamples: bool) -> None:
+        self._mismatch, self._roofline, self._resamples = mismatch, roofline, resamples
 
     def __call__(self, parts: Parts, groups: Sequence[Group], record: StepRecord) -> dict[str, float]:
         """The step's metrics, by name."""
@@ -44,7 +45,7 @@ class StepMetrics:
         metrics |= parts.collector.metrics()
         if self._resamples:
             metrics["reward/sampled_mean"] = float(torch.cat([group.rewards for group in sampled]).mean())
-        metrics |= parts.mismatch.metrics()
+        metrics |= self._mismatch.metrics()
         if self._roofline:
             metrics |= self._roofline.metrics(groups, record.phases_s, step_s)
         return metrics

@@ -29,7 +29,6 @@ from grpo_rl.monitor.report import write_report
 from grpo_rl.run.claim import claim
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.lock import FolderLock
-from grpo_rl.run.saving import CheckpointSaver
 from grpo_rl.run.summary import read_evaluation, write_evaluation
 from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
@@ -303,9 +302,9 @@ def test_a_run_killed_at_any_point_of_its_end_is_completed_and_nothing_of_it_is_
         "grpo_rl.run.held_out.evaluate",
         "grpo_rl.monitor.metrics.MetricsLog.log",
         "grpo_rl.run.held_out.write_evaluation",
-        "grpo_rl.run.ending.export",
+        "grpo_rl.run.summary.export",
         "grpo_rl.storage.whole_file._take_place",
-        "grpo_rl.run.ending.write_summary",
+        "grpo_rl.run.summary.write_summary",
         "grpo_rl.run.summary.write_report",
     ):
         with monkeypatch.context() as patch:
@@ -667,7 +666,7 @@ def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path
     with pytest.raises((ValueError, OSError)) as error:
         with RunFolder(folder, str(folder), config, "", Room(3, 1000, 1000), 1, 64, ranks) as opened:
             assert what.startswith("logs")
-            CheckpointSaver(opened, MagicMock(), keep=0, ranks=ranks).save(5, 80, 0.0, [])
+            opened.save(5, MagicMock(), keep=0)
     assert ranks.told[-1] is error.value
     if lock:
         lock.close()
