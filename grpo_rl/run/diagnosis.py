@@ -56,9 +56,7 @@ class RunDiagnosis:
     def locate_nonfinite(self, groups: Sequence[Group]) -> str:
         """Says which group of the optimizer step is not finite first, and where in the model."""
         parts = self.parts
-        return locate_nonfinite(
-            parts.policy, parts.loss, parts.optimizer, groups, parts.micro_batching, self._describe
-        )
+        return locate_nonfinite(parts.policy, parts.loss, parts.optimizer, groups, parts.micro_batching, self._describe)
 
     def _describe(self, group: Group) -> str:
         prompt = " ".join(printable(self.parts.env.query(group.row)).split())

@@ -11,10 +11,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+import grpo_rl.config
 from grpo_rl.settings.schema import check_keys
 from grpo_rl.settings.tasks import TASKS
 
-FOLDER = (Path(__file__).resolve().parents[1] / "config").resolve()
+FOLDER = Path(grpo_rl.config.__path__[0]).resolve()
 GROUPS = ("env", "loss", "experiment")
 """Config groups: chosen by name (``loss=grpo``), not keys of their own."""
 
