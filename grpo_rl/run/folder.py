@@ -27,13 +27,7 @@ BEFORE_ALL = -1
 
 @dataclass(frozen=True)
 class Room:
-    """What a run needs on its disk.
-
-    Args:
-        checkpoints: kept at a time, the one that is being written included.
-        checkpoint_bytes: of one of them.
-        model_bytes: of the exported model.
-    """
+    """What a run needs on its disk: the checkpoints kept, that being written included, and the exported model."""
 
     checkpoints: int
     checkpoint_bytes: float
@@ -49,7 +43,6 @@ class RunFolder:
         config: the whole config as JSON, which checkpoints are compared with.
         config_text: the same as YAML, for people.
         checkpoint_frequency: steps between checkpoints, 0 for none before the end.
-        total_dialog_turns: responses of the whole run.
         ranks: the processes that train together. Rank zero's folder is the one that is kept; others write to a
             temporary folder that goes with them.
 

@@ -27,7 +27,6 @@ class RunLogs:
     """The terminal view, ``metrics.jsonl``, completions, lineage and W&B of a run; used as a context manager.
 
     Args:
-        folder: of the run, prepared.
         config: the whole config as JSON.
         step: that the run resumes behind.
         resumes: there are metrics from before, whose warnings are not told again.

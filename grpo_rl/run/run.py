@@ -27,12 +27,9 @@ class RunOptions:
     """Numbers and switches of a run's course.
 
     Args:
-        total_dialog_turns: responses to sample in all.
         checkpoint_frequency: steps between checkpoints; 0 for none before the end.
         keep_checkpoints: newest ones that stay, 0 for all.
         evaluate_frequency: steps between evaluations; 0 for none between the first and the last.
-        seed: of the random state that training starts with.
-        model: its name, for the summary.
         export: what becomes of adapters: ``merged`` or ``adapter``.
         collecting: what the terminal view calls the time until groups are there: sample, or wait.
         engine_sleeps: the engine frees its memory until weights are pushed into it.
@@ -169,11 +166,7 @@ class Run:
             self.logs.lineage.end(result.grad_norm, result.lr, result.skipped)
 
     def finish_step(self, groups: Sequence[Group]) -> None:
-        """Logs the step, evaluates and saves where it is time to.
-
-        Args:
-            groups: with advantages, as they were trained on.
-        """
+        """Logs the step with its groups as they were trained on, and evaluates and saves where it is time to."""
         self.step += 1
         parts = self.parts
         metrics = self._step_metrics(parts, groups, self.record)

@@ -23,9 +23,6 @@ GROUPS = ("env", "loss", "experiment")
 def check_overrides(arguments: Sequence[str], dataset: str | None = None) -> None:
     """Checks the command line's overrides by name, since Hydra's own message suggests no nearest key.
 
-    Args:
-        dataset: the task; None: keys of any task will do.
-
     Raises:
         ValueError: an unknown key.
     """

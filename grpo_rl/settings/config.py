@@ -51,8 +51,8 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 if cfg.mode is None:
                     cfg.mode = mode
                 if cfg.mode != mode:
-                    script = {"sync": "sota/grpo.py", "async": "sota/grpo_async.py"}.get(cfg.mode)
-                    raise ValueError(f"this script is of mode={mode}" + (f"; run {script}" if script else ""))
+                    other = {"sync": "; run sota/grpo.py", "async": "; run sota/grpo_async.py"}.get(cfg.mode, "")
+                    raise ValueError(f"this script is of mode={mode}{other}")
                 if cfg.resume == "auto" and (folder := _fixed_folder()):
                     cfg.resume = folder
                 return function(Settings.read(cfg))

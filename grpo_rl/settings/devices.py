@@ -17,12 +17,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices of each role. Roles either share devices or have disjoint ones.
+    """Devices of each role, in the order of ranks. Roles either share devices or have disjoint ones.
 
     Args:
-        train: the trainer's ranks, in order.
-        ref: the frozen reference's; empty when there is no reference.
-        inference: the engine's, in order; each ``tensor_parallel_size`` of them in a row hold one copy of the model.
+        ref: empty when there is no reference.
+        inference: each ``tensor_parallel_size`` of them in a row hold one copy of the model.
     """
 
     train: tuple[torch.device, ...]
@@ -97,8 +96,7 @@ def allocate(
                 f"{role.section}.devices={list(role.indices)}, but with ray.address Ray chooses among the GPUs of all "
                 f"nodes; set {role.section}.num_devices={len(role.indices)} and leave the list null"
             )
-    has_ref = cfg.policy.kl_coef > 0
-    if not has_ref:
+    if not cfg.policy.kl_coef > 0:
         asked = roles.pop(1)
         if asked.count is not None:
             raise ValueError(
@@ -253,9 +251,9 @@ def _sum(counts: dict[str, int], unit: str = "GPU", units: str = "GPUs") -> str:
 def _remedy(roles: list[_Role], mode: str) -> str:
     """What to change when the groups need more than there is: the largest one, the last of equals."""
     role = max(reversed(roles), key=lambda role: role.count or 0)
-    key = "num_devices" if role.indices is None else "devices"
-    if role.count is not None and role.count > 1:
-        return f"lower {role.section}.num_devices" if key == "num_devices" else f"shorten {role.section}.devices"
+    verb, key = ("lower", "num_devices") if role.indices is None else ("shorten", "devices")
+    if (role.count or 0) > 1:
+        return f"{verb} {role.section}.{key}"
     if role.name == "inference" and mode == "async":
         return "use sync mode, where inference can share the training device"
     return f"leave {role.section}.{key} null to share the training device"

@@ -127,10 +127,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_keys(names: Iterable[str], dataset: str | None = None) -> None:
-    """Refuses keys that nothing reads.
-
-    Args:
-        dataset: the task; None: keys of any task will do.
+    """Refuses keys that nothing reads; without a dataset those of any task will do.
 
     Raises:
         ValueError: names each unknown key and the nearest known one.
