@@ -72,7 +72,6 @@ def make_ranks(settings: Settings, devices: Devices, meeting: Meeting | None = N
     train = settings.train_model
     if train.parallel is None:
         return None
-
     placement = {"fp32_masters": settings.train.mixed_precision, "cpu_offload": train.cpu_offload}
     if meeting:
         ranks = meeting.rank, meeting.size, meeting.store()

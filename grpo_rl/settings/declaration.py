@@ -49,6 +49,8 @@ KINDS = {
     RewardSource: "text, a list or a mapping",
 }
 """The types that a setting can have, in words."""
+BOUNDS = {"at_least": operator.ge, "more_than": operator.gt, "at_most": operator.le, "less_than": operator.lt}
+"""How a value compares to each bound that a setting can have."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,7 @@ class Setting:
         """
         if self.at_least is not None and self.at_least == self.at_most:
             return f"{self.at_least:g}"
-        lower = {"at least": self.at_least, "more than": self.more_than}
-        upper = {"at most": self.at_most, "less than": self.less_than}
-        ends = [f"{words} {bound:g}" for words, bound in (lower | upper).items() if bound is not None]
+        ends = [f"{name.replace('_', ' ')} {bound:g}" for name in BOUNDS if (bound := getattr(self, name)) is not None]
         return f"{self.at_least:g} or more" if ends == [f"at least {self.at_least}"] else " and ".join(ends)
 
     def wrong_type(self, key: str, value: Any) -> str | None:
@@ -135,12 +135,8 @@ class Setting:
             close = difflib.get_close_matches(str(value), self.choices, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             return f"{key} is {value!r}; it can be {', '.join(self.choices)}" + ", or null" * self.null + hint
-        fits = (
-            (self.at_least is None or value >= self.at_least)
-            and (self.more_than is None or value > self.more_than)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.less_than is None or value < self.less_than)
-        )
+        bounds = {name: bound for name in BOUNDS if (bound := getattr(self, name)) is not None}
+        fits = all(BOUNDS[name](value, bound) for name, bound in bounds.items())
         reason = f": {self.because}" if self.because else ""
         return None if fits else f"{key} is {value}; it must be {self.bounds}" + ", or null" * self.null + reason
 
