@@ -19,14 +19,10 @@ class Device:
     """One accelerator, or the CPU.
 
     Args:
-        name: as it is called in a plan.
-        memory_gib: of the device.
         tflops: 1e12 dense bf16 operations a second in matrix products.
         memory_gb_s: 1e9 bytes a second that it reads from its memory.
         link_gb_s: and sends to a device of the same node, one way.
         network_gb_s: and to another node, one way.
-        node: devices of a node.
-        kind: what torch calls it.
 
     Raises:
         ValueError: a number is not positive.
@@ -99,9 +95,6 @@ class Cluster:
         """The cluster that a text such as ``64xH100`` or ``8xH100,tflops=600,node=4`` describes.
 
         ``here`` is this machine, measured. A device of another name needs all numbers but ``node``.
-
-        Args:
-            dtype: of the matrix product that this machine is measured by.
 
         Raises:
             ValueError: the text can't be read, or a number is missing; names those there are.
