@@ -79,7 +79,7 @@ def charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
     names = list(dict.fromkeys(name for row in rows for name in row))
 
     parts = [name for name in names if name.startswith("reward/") and name[7:] not in REWARD_STATISTICS]
-    phases = [name for name in names if name.startswith("time/")]
+    phases = {name: name[5:].removesuffix("_s") for name in names if name.startswith("time/")}
     # In synchronous training every token is fresh, and a chart of zeros would only take room.
     stale = ["staleness/mean", "staleness/max"] if any(row.get("staleness/max", 0) > 0 for row in rows) else []
     spread = {f"reward_distribution/total/p{p}": f"{p} % earn less" for p in (90, 50, 10)}
@@ -90,7 +90,7 @@ def charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
     roofline = {"limit_fraction": "whole step"} | {f"limit_fraction/{phase}": phase for phase in LIMITED_PHASES}
 
     def last(names: Sequence[str]) -> dict[str, str]:
-        return {name: name.partition("/")[2].removesuffix("_s") for name in names}
+        return {name: name.partition("/")[2] for name in names}
 
     def above_0(title: str, series: Mapping[str, str], help: str, stacked: bool = False) -> Chart:
         return Chart(title, series, help, floor=0, stacked=stacked)
@@ -115,7 +115,7 @@ def charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
         above_0("Sampler against trainer", MISMATCH, "Log-probabilities on the same weights: small gaps are rounding."),
         above_0("Staleness", last(stale), "Versions between the weights that sampled a token and those trained."),
         above_0("Throughput", rates, "Tokens per second."),
-        above_0("Time of a step", last(phases), "Seconds per phase, stacked.", stacked=True),
+        above_0("Time of a step", phases, "Seconds per phase, stacked.", stacked=True),
         shares(
             "Share of the machine's roofline", roofline, "Time at the machine's measured best, over the time taken."
         ),
