@@ -141,12 +141,12 @@ class ScoreGuard:
             return self._each("score", [(row, text) for text in responses], responses, where)
         rows = [row] * len(responses)
         said = f"{len(responses)} responses together, the first was {responses[0][:EXCERPT]!r}" if responses else ""
-        [together] = self._results("score_many", [(rows, responses)], [said], where)
-        if not isinstance(together, (Exception, Sequence)) or isinstance(together, str):
-            together = TypeError(f"score_many returned {together!r:.80}, no list of rewards")
-        elif isinstance(together, Sequence) and len(together) != len(responses):
-            together = TypeError(f"score_many returned {len(together)} rewards for {len(responses)} responses")
-        results = [together] * len(responses) if isinstance(together, Exception) else together
+        [scored] = self._results("score_many", [(rows, responses)], [said], where)
+        if not isinstance(scored, (Exception, Sequence)) or isinstance(scored, str):
+            scored = TypeError(f"score_many returned {scored!r:.80}, no list of rewards")
+        elif isinstance(scored, Sequence) and len(scored) != len(responses):
+            scored = TypeError(f"score_many returned {len(scored)} rewards for {len(responses)} responses")
+        results = [scored] * len(responses) if isinstance(scored, Exception) else scored
         return self._checked(results, responses, where)
 
     def score_dialogs(self, row: dict, dialogs: Sequence[Messages], where: str) -> list[Reward | Failure]:

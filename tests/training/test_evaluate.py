@@ -81,7 +81,7 @@ def test_a_row_that_cannot_be_judged_is_left_out_of_means_and_gains():
     assert math.isnan(result.rewards[1]) and result.reward == 2.5
     assert result.metrics()["eval/failed"] == 1
     assert paired_gain([0.0, 0.0, 0.5], result.rewards).mean == 2.25
-    with pytest.raises(ValueError, match="none of the 1 held-out answers could be judged.*no answer is known"):
+    with pytest.raises(ValueError, match="none of the 1 held-out responses could be judged.*no answer is known"):
         run([(2, "?")])
 
 
@@ -158,5 +158,5 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_correct_answer(n, c, k):
 
 
 def test_pass_at_k_refuses_more_draws_than_answers():
-    with pytest.raises(ValueError, match="pass@9 of 8 answers"):
+    with pytest.raises(ValueError, match="pass@9 of 8 responses"):
         pass_at_k(8, 1, 9)
