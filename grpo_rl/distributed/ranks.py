@@ -220,7 +220,7 @@ def check_mode(mode: str) -> None:
 
 
 def _call(model: PreTrainedModel, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls the function and returns its result; FSDP gathers the model's own weights before, and shards them after."""
+    """Calls the function and returns its result; FSDP gathers the model's own weights before and shards them after."""
     _sum_gradients_in_fp32(model)
     return function(*arguments)
 

@@ -265,7 +265,7 @@ def test_a_part_of_a_batch_cannot_be_reset_alone(tokenizer):
     env = LLMEnv(Letters(), tokenizer, 1, 2)
     reset = env.reset()
     reset["_reset"] = torch.tensor([[True], [False]])
-    with pytest.raises(ValueError, match="begin together"):
+    with pytest.raises(ValueError, match="begin at the same time"):
         env.reset(reset)
 
 
