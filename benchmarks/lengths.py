@@ -26,7 +26,7 @@ def log_normal_quantiles(count: int, median: int, p99_over_median: float, longes
 def dealt_lengths(
     groups: int, repeats: int, median: int, p99_over_median: float, longest: int = sys.maxsize
 ) -> list[list[int]]:
-    """Lengths of each group's ``repeats`` responses: quantiles over all of them, so that small batches too have the shape
+    """Lengths of each group's ``repeats`` responses: quantiles over all of them, so that a small batch has the shape
     of the distribution, dealt at random, the same each time.
 
     >>> [sorted(row) for row in dealt_lengths(groups=1, repeats=3, median=50, p99_over_median=8.0)]
