@@ -59,12 +59,12 @@ class Numbers(NamedTuple):
 
 
 def step_groups(step: int) -> list[Group]:
-    """Groups of an optimizer step, several answers to each prompt; the third step has one group, the fourth three."""
+    """Groups of an optimizer step, several responses to each prompt; the third step has one group, the fourth three."""
     lengths = [[3, 5], [4, 0, 6], [2, 2, 2, 2], [9], [1, 7], [5, 5], [6, 1, 3]][: {2: 1, 3: 3}.get(step, 7)]
     groups = []
-    for i, answers in enumerate(lengths):
+    for i, responses in enumerate(lengths):
         seed = 10 * step + i
-        group = random_group(prompt=6, lengths=answers, vocab=250, group_id=seed, seed=seed)
+        group = random_group(prompt=6, lengths=responses, vocab=250, group_id=seed, seed=seed)
         noise = torch.randn(2, len(group.response_ids), generator=torch.Generator().manual_seed(seed))
         advantages = torch.randn(group.size, generator=torch.Generator().manual_seed(seed + 1))
         # Near what a model of 257 tokens says that knows nothing, so that some ratios are clipped and others are not.
@@ -102,7 +102,7 @@ def trained(policy: TrainPolicy) -> list[torch.nn.Parameter]:
 def steps(
     parts: tuple[TrainPolicy, ReferencePolicy, PolicyOptimizer], ranks: Ranks | None, first: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Trains step by step, with a reference, an annotation and several micro-batches a step; what came of each."""
+    """Trains step by step, with a reference, old log-probs and several micro-batches a step; what came of each."""
     policy, reference, optimizer = parts
     loss = GRPOLoss(kl_coef=0.1, entropy_coef=0.01, correction="truncate")
     for step in range(first, STEPS):
@@ -426,7 +426,7 @@ def test_every_group_is_of_one_rank_and_ranks_in_step_have_as_many_micro_batches
         assert max(lengths) <= count
 
 
-def test_ranks_have_loads_that_are_alike():
+def test_ranks_have_loads_of_about_the_same_size():
     batch = [random_group(prompt=8, lengths=[1 + i % 5, 3], group_id=i) for i in range(40)]
     loads = []
     for rank in range(4):

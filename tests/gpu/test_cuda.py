@@ -106,7 +106,7 @@ def test_the_heads_memory_does_not_grow_with_tokens_times_vocabulary():
 
 
 def separate_sequences(query, key, value, layout, scale, window, softcap):
-    """Attention from its definition, each answer behind its own prompt."""
+    """Attention from its definition, each response behind its own prompt."""
     repeat = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
     out = torch.zeros_like(query)
@@ -152,8 +152,8 @@ def test_flex_attention_in_bf16_is_no_further_from_fp64_than_sdpa_on_separate_se
     def sdpa(q, k, v):
         outs = []
         for g, start in enumerate(layout.spans[0].edges[:-1]):
-            answer = slice(start, layout.spans[0].edges[g + 1])
-            q_, k_, v_ = (torch.cat([x[:, :, :300], x[:, :, answer]], 2) for x in (q, k, v))
+            response = slice(start, layout.spans[0].edges[g + 1])
+            q_, k_, v_ = (torch.cat([x[:, :, :300], x[:, :, response]], 2) for x in (q, k, v))
             out = torch.nn.functional.scaled_dot_product_attention(
                 q_, k_, v_, is_causal=True, scale=0.2, enable_gqa=True
             )

@@ -509,6 +509,6 @@ class TestTheEmbeddedDefault:
         model = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.bfloat16)
         chat = [{"role": "user", "content": "What is the capital of France?"}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        answer = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-        assert "Paris" in tokenizer.decode(answer)
-        assert answer[-1] == tokenizer.eos_token_id
+        response = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        assert "Paris" in tokenizer.decode(response)
+        assert response[-1] == tokenizer.eos_token_id

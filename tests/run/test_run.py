@@ -231,7 +231,7 @@ def test_ctrl_c_twice_stops_now(tiny, tmp_path, monkeypatch):
     assert read_metrics(tmp_path / "run")[-1]["step"] == 1 and not checkpoints(tmp_path / "run" / "checkpoints")
 
 
-def test_answers_whose_scorer_fails_are_left_out_counted_and_told(tiny, tmp_path, monkeypatch, capsys):
+def test_responses_whose_scorer_fails_are_left_out_counted_and_told(tiny, tmp_path, monkeypatch, capsys):
     reward = GSM8K._reward
 
     def fails_now_and_then(task, row, response, formats):
@@ -627,7 +627,7 @@ def test_weights_that_are_not_finite_are_told_before_an_engine_starts(tiny, tmp_
 
 
 class RankZero:
-    """Rank 0 of two processes; keeps what it tells the other."""
+    """Rank zero of two processes; keeps what it tells the other."""
 
     rank, size = 0, 2
 
