@@ -16,9 +16,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from grpo_rl.data.batching import by_group
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.causes import DiagnosisContext, Explanation, Scored, all_gaps, diagnose, mass_kept
-from grpo_rl.training.micro_batches import by_group
 
 JUMP = 2.0
 """A mismatch of so many times the run's own floor is looked into; what then can't be named is no alarm."""

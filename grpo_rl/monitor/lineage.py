@@ -22,10 +22,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from grpo_rl.data.batching import by_group
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss, clipped_at_all
 from grpo_rl.storage.whole_file import replacing
-from grpo_rl.training.micro_batches import by_group
 
 TOKENS, RESPONSES = "lineage", "lineage_answers"
 """Folders inside the run's folder: a row a token, and a row a response."""

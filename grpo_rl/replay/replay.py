@@ -14,13 +14,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_rl.data.batching import MicroBatching, groups_to_score
+from grpo_rl.data.batching import MicroBatching, by_group, groups_to_score
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss, clipped_at_all
 from grpo_rl.monitor.lineage_reader import StoredStep, StoredUpdate
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.training.micro_batches import by_group, scored_micro_batches, step_totals
+from grpo_rl.training.micro_batches import scored_micro_batches, step_totals
 from grpo_rl.training.optimizer import StepResult
 
 _METRICS = ("loss/", "clip/", "kl/", "correction/", "ess", "entropy")
