@@ -51,7 +51,7 @@ SIZES = (4, 2)
 
 
 class Numbers(NamedTuple):
-    """What planning asks of ranks."""
+    """The part of ranks that planning asks for."""
 
     rank: int
     size: int
@@ -102,7 +102,7 @@ def trained(policy: TrainPolicy) -> list[torch.nn.Parameter]:
 def steps(
     parts: tuple[TrainPolicy, ReferencePolicy, PolicyOptimizer], ranks: Ranks | None, first: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Trains step by step, with a reference, old log-probs and several micro-batches a step; what came of each."""
+    """The results of each step of a training with a reference, old log-probs and several micro-batches a step."""
     policy, reference, optimizer = parts
     loss = GRPOLoss(kl_coef=0.1, entropy_coef=0.01, correction="truncate")
     for step in range(first, STEPS):
@@ -165,13 +165,13 @@ def be_rank(folder: Path, rank: int, size: int) -> None:
 
 
 def config_of(folder: Path) -> str:
-    """What an export reads of a run's config."""
+    """The part of a run's config that an export reads."""
     model = {"name": str(folder / "model"), "chat_template": "{{ messages }}"}
     return json.dumps({"model": model, "train_model": {"dtype": "float32"}})
 
 
 def share_of_memory(parts: tuple) -> float:
-    """Of the largest tensor of weights, gradients and optimizer state: what one rank holds of it."""
+    """One rank's share of the largest tensor of weights, gradients and optimizer state."""
     policy, _, optimizer = parts
     state = [x for of in optimizer.state_dict()["optimizer"]["state"].values() for x in of.values() if x.dim()]
     assert all(isinstance(x, DTensor) for x in [*policy.model.parameters(), *state])
@@ -298,7 +298,7 @@ def alone(tmp_path_factory) -> tuple[Path, dict[str, list]]:
 
 @pytest.fixture(scope="module")
 def together(alone) -> dict[int, dict]:
-    """What 4 and 2 processes found."""
+    """The results of 4 and of 2 processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, __file__, str(alone[0])], check=True, timeout=240, env=environment)
     return {size: torch.load(alone[0] / f"of-{size}", weights_only=False) for size in SIZES}

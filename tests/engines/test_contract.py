@@ -58,7 +58,7 @@ def trainer_model(model_folder):
 
 
 def expected_log_probs(model, prompt, response, temperature):
-    """By a plain forward pass of one sequence in fp32."""
+    """Log-probabilities by a plain forward pass of one sequence in fp32."""
     ids = torch.tensor([list(prompt) + response.tolist()])
     logits = model.float()(ids).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""What only a GPU can show: compiled roads equal fp64 definitions, in value and gradient, and hold nothing large."""
+"""Tests that need a GPU: compiled kernels equal fp64 definitions, in value and gradient, and hold nothing large."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def random(*shape: int, seed: int = 0, dtype=torch.float32, spread: float = 1.0)
 
 
 def values_and_gradients(road: Callable, inputs: list[torch.Tensor], up: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a function of several results gives, and the gradient of their weighted sum by each input, in fp64."""
+    """The results of a function of several, and the gradient of their weighted sum by each input, in fp64."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     results = road(*leaves)
     grads = torch.autograd.grad(sum((u * r).sum() for u, r in zip(up, results, strict=True)), leaves)

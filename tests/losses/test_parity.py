@@ -56,7 +56,7 @@ VARIANTS = {
 }
 SETTINGS = PRESETS | {name: PRESETS["grpo"] | change for name, change in VARIANTS.items()}
 LONGEST = 16
-"""What ``loss.aggregate=constant`` divides by where the preset leaves it open."""
+"""The divisor of ``loss.aggregate=constant`` where the preset leaves it open."""
 KL_COEF = 0.04
 BATCHES = range(200)
 

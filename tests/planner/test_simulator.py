@@ -19,7 +19,7 @@ LONG_TAIL = SimulatorConfig(engines=8, max_staleness=2, train_tokens_per_s=5e3, 
 
 
 def ends(config, *groups, act=None):
-    """When each group of responses is complete."""
+    """The time at which each group of responses is complete."""
 
     async def main():
         loop = asyncio.get_running_loop()

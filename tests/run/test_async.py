@@ -74,7 +74,7 @@ def trained_groups(folder):
 
 
 def accounts(rows):
-    """What was started, and what became of it."""
+    """The groups that were started, and what became of them."""
     return [
         (row["groups/started"], row["groups/trained"] + row["groups/open"])
         + (sum(value for name, value in row.items() if name.startswith("groups/dropped")),)

@@ -272,7 +272,7 @@ def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tiny, finishe
 
 
 class Killed(BaseException):
-    """In the place of SIGKILL: nothing catches it."""
+    """Stands in for SIGKILL: nothing catches it."""
 
 
 def killed(*_, **__):
@@ -284,7 +284,7 @@ def no_model(*_, **__):
 
 
 def outcome(folder):
-    """What a run leaves, but for what depends on clocks and folders."""
+    """The files that a run leaves, except what depends on clocks and folders."""
     summary = json.loads((folder / "summary.json").read_text())
     parts = sorted((folder / "completions.parquet").iterdir())
     weights = (folder / "model" / "model.safetensors").read_bytes()

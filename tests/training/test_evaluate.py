@@ -43,7 +43,7 @@ class Tokenizer:
 
 
 class Doubler:
-    """An engine that answers a prompt [x] with [2x], and cuts answers above 9."""
+    """An engine that responds to a prompt [x] with [2x], and cuts responses above 9."""
 
     def generate(self, prompts, n, sampling):
         assert n == 1 and sampling == GREEDY
@@ -55,7 +55,7 @@ def run(questions):
     return evaluate(env, Doubler(), [{"question": str(q), "answer": a} for q, a in questions], GREEDY)
 
 
-def test_every_row_is_answered_once_and_judged_in_its_place():
+def test_every_row_is_sampled_once_and_judged_in_its_place():
     result = run([(1, "2"), (2, "5"), (5, "10")])
     assert result.completions == ["2", "4", "10"]
     assert result.rewards == [2.5, 0.5, 2.5]

@@ -1,4 +1,4 @@
-"""What only vLLM can get wrong."""
+"""The properties that only vLLM can get wrong."""
 
 from __future__ import annotations
 
