@@ -87,8 +87,8 @@ class Training:
 
     def sample(self) -> list[Group]:
         prompts = torch.randint(1, 257, (self._prompts, 12))
-        answered = self.engine.generate(prompts.tolist(), self._size, self.sampling)
-        return groups_of(answered, prompts, first_id=self.steps * self._prompts)
+        finished = self.engine.generate(prompts.tolist(), self._size, self.sampling)
+        return groups_of(finished, prompts, first_id=self.steps * self._prompts)
 
     def step(self, epochs=1) -> dict[str, float]:
         """A collection and its training; the metrics of the mismatch."""

@@ -81,7 +81,7 @@ def whole_step():
 
 
 def gradient(groups, loss, share=None, totals=None, **settings):
-    """By every log-probability and entropy, of the groups' own loss or of the share that ``share`` names."""
+    """Gradient by every log-probability and entropy, of the groups' own loss or of the share that ``share`` names."""
     policy, loss, batching = Table(groups), GRPOLoss(**loss), MicroBatching(normalizer=9.0, **settings)
     for tokens in scored_micro_batches(policy, groups if share is None else share, batching, totals):
         loss(tokens)["loss"].backward()

@@ -142,7 +142,7 @@ def test_another_loss_is_set_against_the_runs_own(plain, capsys):
 def test_every_preset_replays(plain, preset, capsys):
     told = replayed(plain, 1, f"loss={preset}", capsys=capsys)
     assert np.isfinite(told["other"]["loss/total"])
-    assert told["cosine"] is None or told["cosine"] > 0  # None: DAPO leaves out answers that were cut off, here all
+    assert told["cosine"] is None or told["cosine"] > 0  # None: DAPO leaves out responses that were cut off, here all
 
 
 def test_single_settings_are_put_over_a_preset(plain, capsys):
@@ -152,7 +152,7 @@ def test_single_settings_are_put_over_a_preset(plain, capsys):
         assert other["clip/high_fraction"] > of_preset["clip/high_fraction"]
 
 
-def test_answers_that_were_cut_off_can_be_left_out(plain, capsys):
+def test_responses_that_were_cut_off_can_be_left_out(plain, capsys):
     rows = pd.read_parquet(plain / "lineage_answers" / "step_000002.parquet")
     cut = rows.groupby("group_id")["truncated"].all()
     told = replayed(plain, 2, "loss.mask_truncated=true", capsys=capsys)
@@ -199,7 +199,7 @@ def test_groups_that_were_not_scored_are_told_where_a_loss_would_have_scored_the
     assert told["other"]["not_scored_groups"] == skipped and told["run"]["not_scored_groups"] == 0
 
 
-def test_a_step_whose_answers_were_all_rewarded_alike_replays(tiny, tmp_path, capsys):
+def test_a_step_of_zero_variance_groups_alone_replays(tiny, tmp_path, capsys):
     folder = tmp_path / "run"
     run([*tiny, "train.total_dialog_turns=16", "env.reward.reasoning_pattern='never said'"], folder)
     told = replayed(folder, 1, "loss=cispo", capsys=capsys)

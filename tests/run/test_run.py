@@ -222,7 +222,7 @@ def test_ctrl_c_twice_stops_now(tiny, tmp_path, monkeypatch):
     assert read_metrics(tmp_path / "run")[-1]["step"] == 1 and not checkpoints(tmp_path / "run" / "checkpoints")
 
 
-def test_answers_whose_scorer_fails_are_left_out_counted_and_told(tiny, tmp_path, monkeypatch, capsys):
+def test_responses_whose_scorer_fails_are_left_out_counted_and_told(tiny, tmp_path, monkeypatch, capsys):
     reward = GSM8K._reward
 
     def fails_now_and_then(task, row, response, formats):
@@ -263,7 +263,7 @@ def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tiny, finishe
 
 
 class Killed(BaseException):
-    """In the place of SIGKILL: nothing catches it."""
+    """Stands in for SIGKILL: nothing catches it."""
 
 
 def killed(*_, **__):
@@ -275,7 +275,7 @@ def no_model(*_, **__):
 
 
 def outcome(folder):
-    """What a run leaves, but for what depends on clocks and folders."""
+    """The files that a run leaves, except what depends on clocks and folders."""
     summary = json.loads((folder / "summary.json").read_text())
     parts = sorted((folder / "completions.parquet").iterdir())
     weights = (folder / "model" / "model.safetensors").read_bytes()
@@ -618,7 +618,7 @@ def test_weights_that_are_not_finite_are_told_before_an_engine_starts(tiny, tmp_
 
 
 class RankZero:
-    """Rank 0 of two processes; keeps what it tells the other."""
+    """Rank zero of two processes; keeps what it tells the other."""
 
     rank, size = 0, 2
 
