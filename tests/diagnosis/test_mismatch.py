@@ -377,7 +377,7 @@ def test_the_configs_settings_are_those_of_the_class():
 
 @pytest.mark.slow
 @pytest.mark.network  # the model comes from PyPI the first time
-def test_on_a_real_model_in_bf16_rounding_is_no_fault_and_small_faults_are_named(default_model):
+def test_on_a_real_model_in_bf16_rounding_is_no_fault_and_small_faults_are_named(default_model, monkeypatch):
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
 
     try:
@@ -404,6 +404,7 @@ def test_on_a_real_model_in_bf16_rounding_is_no_fault_and_small_faults_are_named
             return diagnose(context, score(context, groups), thorough=fault is not shifted).name
 
         assert cause(asked) == "unexplained"  # 0.035 nats, by nothing but rounding
+        monkeypatch.setattr(weights, "verify", lambda: None)  # the weights stay, and every look takes long
         assert cause(replace(asked, temperature=1.0)) == "temperature"
         assert cause(asked, shifted) == "shifted"
     finally:

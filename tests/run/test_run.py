@@ -6,11 +6,12 @@ import errno
 import functools
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
+import threading
 import time
 import typing
 from pathlib import Path
@@ -190,28 +191,19 @@ def test_a_folder_that_cannot_be_written_and_a_full_disk_are_refused(tiny, finis
         run(tiny, tmp_path / "run")
 
 
-def started(overrides, folder):
-    command = [sys.executable, str(SCRIPT), *overrides, f"hydra.run.dir={folder}"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def wait_for_step(child, folder, step):
-    deadline = time.monotonic() + 120
-    while not (folder / "metrics.jsonl").exists() or not any(r["step"] >= step for r in read_metrics(folder)):
-        assert child.poll() is None and time.monotonic() < deadline, child.communicate()[0]
-        time.sleep(0.02)
-
-
-@pytest.mark.slow
 def test_ctrl_c_once_finishes_the_step_checkpoints_and_says_how_to_go_on(tiny, tmp_path):
     folder = tmp_path / "run"
-    child = started([*tiny, "train.total_dialog_turns=100000", "train.checkpoint_frequency=0"], folder)
-    wait_for_step(child, folder, 2)
-    os.kill(child.pid, signal.SIGINT)
-    output, _ = child.communicate(timeout=60)
+
+    def interrupt():  # wherever the run is then
+        while not (folder / "metrics.jsonl").exists() or all(row["step"] < 2 for row in read_metrics(folder)):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(SystemExit, match=re.escape(f"resume={folder}")):
+        run([*tiny, "train.total_dialog_turns=100000", "train.checkpoint_frequency=0"], folder)
     (saved,) = checkpoints(folder / "checkpoints")
     assert load(saved)["step"] == read_metrics(folder)[-1]["step"]
-    assert f"resume={folder}" in output and "Traceback" not in output
 
 
 def test_ctrl_c_twice_stops_now(tiny, tmp_path, monkeypatch):
@@ -267,8 +259,8 @@ def test_a_held_out_prompt_that_is_too_long_is_found_before_a_model_is_loaded(ti
 def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tiny, finished, tmp_path):
     again = run(tiny, tmp_path / "again")
     assert comparable(again) == comparable(finished)
-    other = run([*tiny, "train.seed=1"], tmp_path / "other")
-    assert comparable(other)[1:] != comparable(finished)[1:]
+    other = run([*tiny, "train.seed=1", "train.total_dialog_turns=16", "evaluate.rows=0"], tmp_path / "other")
+    assert comparable(other)[0]["grad_norm"] != comparable(finished)[1]["grad_norm"]
 
 
 class Killed(BaseException):
