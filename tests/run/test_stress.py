@@ -68,12 +68,12 @@ REWARDS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_200_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtype):
+def test_120_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtype):
     torch.manual_seed(0)
     policy = TrainPolicy.load(model, dtype)
     optimizer = PolicyOptimizer(policy.model, lr=1e-2, max_bad_steps=1000)
     start, taken, behind = [p.clone() for p in policy.model.parameters()], 0, None
-    for step in range(200):
+    for step in range(120):  # twice through all that alternates: rewards, samplers, advantages
         group = random_group(prompt=6, lengths=[4, 1, 0, 7], vocab=257, group_id=step, seed=step)
         other = random_group(prompt=3, lengths=[2, 5, 3, 3], vocab=257, group_id=1000 + step, seed=1000 + step)
         groups = [
@@ -88,7 +88,7 @@ def test_200_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtyp
         result, _ = train(policy, optimizer, groups, ("zscore", "no_std")[step // 2 % 2])
         taken += not result.skipped
         assert finite(policy, optimizer), f"step {step}"
-    assert 100 <= taken < 200  # without a std, advantages of 1e30 have gradients that are beyond fp32
+    assert 60 <= taken < 120  # without a std, advantages of 1e30 have gradients that are beyond fp32
     assert not any(torch.equal(a, b) for a, b in zip(start, policy.model.parameters(), strict=True))
 
 
