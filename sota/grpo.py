@@ -34,7 +34,7 @@ def grpo(settings):
                         losses["loss"].backward()
                         run.record.add(tokens, losses)
                     run.check_mismatch()  # sampler against trainer: a fault stops the run
-                    run.count(optimizer.step(run.record.loss_is_finite, run.locate_nonfinite))
+                    run.add_result(optimizer.step(run.record.loss_is_finite, run.locate_nonfinite))
                     if stop_kl is not None and run.record.kl_sampler > stop_kl:
                         break  # too far from the policy that sampled
             with run.phase("sync"):

@@ -45,7 +45,7 @@ def train(settings, folder, site):
                         losses["loss"].backward()
                         run.record.add(tokens, losses)
                     run.check_mismatch()  # tokens of older versions are compared apart
-                    run.count(optimizer.step(run.record.loss_is_finite, run.locate_nonfinite))
+                    run.add_result(optimizer.step(run.record.loss_is_finite, run.locate_nonfinite))
                     if stop_kl is not None and run.record.kl_sampler > stop_kl:
                         break
             with run.phase("sync"):

@@ -155,8 +155,8 @@ class Run:
         """Where the optimizer step's loss or gradient is not finite first, in a sentence."""
         return self._diagnosis.locate_nonfinite(self.record.groups)
 
-    def count(self, result: StepResult) -> None:
-        """Adds what the optimizer step came to."""
+    def add_result(self, result: StepResult) -> None:
+        """Adds what an optimizer step came to, to the record, the mismatch check and the lineage."""
         if result.trouble:
             self.logs.note(f"An optimizer step of step {self.step + 1} is left out: {result.trouble}")
         if not result.skipped:
