@@ -9,16 +9,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import no_type_check
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_rl.data.group import Group
 from grpo_rl.policies.attention_cpu import Arrangement, Rules, TwoPartAttention
-from grpo_rl.policies.attention_flex import flex_shared_prefix
+from grpo_rl.policies.attention_flex import PaddedLayout, flex_in_layer, flex_shared_prefix, whole_blocks
 from grpo_rl.policies.mode import check_no_noise, switch_off_noise
 from grpo_rl.policies.supported import LAYOUT, not_understood, windows_in_masks
 
@@ -26,6 +28,9 @@ ATTENTION_NAME = "grpo_rl_shared_prefix"
 """The name under which transformers models find the attention below (``config._attn_implementation``)."""
 MASK_WINDOW = "grpo_rl_mask_window"
 """The attribute of an attention module whose window transformers draws into the mask alone."""
+
+WINDOWS = "grpo_rl_windows"
+"""The attribute of a model whose layers are compiled on CUDA: the windows that they ask for."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +138,16 @@ def forward_hidden(model: PreTrainedModel, packed: Packed) -> Float[Tensor, "N E
     if model.config._attn_implementation != ATTENTION_NAME:
         raise ValueError("call use_shared_prefix(model) first: its attention does not know shared prefixes")
     check_no_noise(model)
+    ids, positions, layout = packed.input_ids, packed.position_ids, packed.layout
+    if windows := getattr(model, WINDOWS, None):
+        tokens = whole_blocks(len(ids))
+        ids, positions = (pad(x, (0, tokens - len(x))) for x in (ids, positions))
+        layout = PaddedLayout.of(layout, tokens, windows, ids.device)
     hidden = model.base_model(
-        input_ids=packed.input_ids[None],
-        position_ids=packed.position_ids[None],
+        input_ids=ids[None],
+        position_ids=positions[None],
         use_cache=False,
-        **{LAYOUT: packed.layout},
+        **{LAYOUT: layout},
     ).last_hidden_state[0]
     return hidden[packed.predict_index]
 
@@ -156,6 +166,20 @@ def use_shared_prefix(model: PreTrainedModel) -> PreTrainedModel:
     return switch_off_noise(model)
 
 
+@no_type_check  # traced: the tests' run-time type checks can't be
+def dispatch(module, query, key, value, attention_mask, **keywords):
+    """The attention that transformers calls: within a layer that is compiled on CUDA part of its graph."""
+    layout = keywords[LAYOUT]
+    if not isinstance(layout, PaddedLayout):
+        return attention(module, query, key, value, attention_mask, **keywords)
+    window = keywords.get("sliding_window") or getattr(module, MASK_WINDOW, None)
+    scale = keywords.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out = flex_in_layer(query, key, value, layout, scale, window, keywords.get("softcap"))
+    return out.transpose(1, 2), None
+
+
+@torch.compiler.disable
 def attention(
     module: torch.nn.Module,
     query: Float[Tensor, "1 H T D"],
@@ -191,4 +215,4 @@ def attention(
     return TwoPartAttention.apply(*by_token, prefix_layout, Rules(scale, sliding_window, softcap))[None], None
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention)
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, dispatch)

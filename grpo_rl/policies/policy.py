@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from grpo_rl.data.group import Group, groups_to_score, micro_batches
 from grpo_rl.losses.aggregate import Aggregation, StepTotals, token_weights
 from grpo_rl.policies.allocator import keep_freed_memory
-from grpo_rl.policies.compiled import can_compile, compile_pointwise
-from grpo_rl.policies.embedding import Lookups
+from grpo_rl.policies.compiled import can_compile, compile_layers, compile_pointwise
+from grpo_rl.policies.embedding import lookups_in
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.lora import (
     LoRA,
@@ -171,7 +171,8 @@ class TrainPolicy:
             if peers and not quantization:
                 peers.place(model)
         if can_compile(device) if compile is None else compile:
-            compile_pointwise(model)
+            in_layers = torch.device(device).type == "cuda" and not peers if compile is not LAYERS else True
+            (compile_layers if in_layers else compile_pointwise)(model)
             policy.score([FIRST_GROUP])[0].sum().backward()
             model.zero_grad()
         return policy
@@ -189,7 +190,7 @@ class TrainPolicy:
 
     def _score(self, packed: Packed) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         head = self.model.get_output_embeddings()
-        with Lookups(self.model.get_input_embeddings().weight) as lookups:
+        with lookups_in(self.model.get_input_embeddings()) as lookups:
             hidden = forward_hidden(self.model, packed)
         owner = lookups.stand_in if head.weight is self.model.get_input_embeddings().weight else None
         return log_prob_and_entropy(
