@@ -68,16 +68,17 @@ def make_groups(work: Work) -> list:
 
 def our_arm(steps: harness.Steps, work: Work) -> None:
     """Advantages are computed in each pass."""
+    from grpo_rl.data.advantages import AdvantageEstimator
     from grpo_rl.data.buffer import GroupBuffer
 
     groups = make_groups(work)
-    buffer = GroupBuffer(work.groups, work.sampled_groups)
+    buffer, compute_advantages = GroupBuffer(work.groups, work.sampled_groups), AdvantageEstimator()
 
     def check(sample: list) -> int:
         assert all(len(g.response_ids) == len(g.log_probs) and len(g.advantages) == len(g.rewards) for g in sample)
         return sum(group.size for group in sample)
 
-    _serve(steps, work, buffer, lambda: groups, check)
+    _serve(steps, work, buffer, lambda: compute_advantages(groups), check)
 
 
 def torchrl_arm(steps: harness.Steps, work: Work, as_stack: bool, replacement: bool) -> None:

@@ -93,7 +93,7 @@ def make_arms(engine, tokenizer, task, shape: Shape) -> dict[str, Callable[[], d
         env.set_extra_state(first)
         with timed_calls(llm, "generate") as inside_s:
             start = time.perf_counter()
-            groups = collector.collect()
+            groups = collector.collect(shape.repeats)
             step_s = time.perf_counter() - start
         assert [group.prompt_ids.tolist() for group in groups] == [r["prompt_token_ids"] for r in requests]
         assert all(group.lengths.tolist() == [shape.response] * shape.repeats for group in groups), "not the same work"
@@ -135,13 +135,12 @@ def main() -> None:
     args = parse()
     load = harness.require_quiet(args.force)
 
-    from grpo_rl.build.parts import make_tokenizer
     from grpo_rl.engines.vllm.engine import VLLMEngine
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
-    from grpo_rl.policies.hub import resolve_model
+    from grpo_rl.policies.hub import load_tokenizer, resolve_model
 
     folder = resolve_model(args.model)
-    tokenizer, task = make_tokenizer(folder), GSM8K(load_rows(str(args.data), "train"))
+    tokenizer, task = load_tokenizer(folder), GSM8K(load_rows(str(args.data), "train"))
     results, summary, rows = {}, {}, []
     engine = VLLMEngine(folder, args.max_model_len)
     try:

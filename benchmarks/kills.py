@@ -317,11 +317,12 @@ def _import_all() -> None:
 
     from grpo_rl.monitor.metrics import MetricsLog
     from grpo_rl.monitor.report import write_report
-    from grpo_rl.settings.config import check, compose_config
+    from grpo_rl.settings.compose import compose_config
+    from grpo_rl.settings.schema import Settings
     from grpo_rl.testing import save_tiny_model
 
     del pyarrow, scipy
-    check(compose_config("grpo_gsm8k", []))
+    Settings.read(compose_config("grpo_gsm8k", []))
     with tempfile.TemporaryDirectory() as folder:  # what is imported with the first model and the first chart
         save_tiny_model(folder)
         AutoTokenizer.from_pretrained(folder)

@@ -89,9 +89,11 @@ def make_tokenizer(folder: Path):
 
 def our_step(model, folder: Path) -> Step:
     """Score, loss, backward."""
+    from grpo_rl.data.batching import MicroBatching
     from grpo_rl.losses.grpo import GRPOLoss
     from grpo_rl.policies.allocator import keep_freed_memory
-    from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+    from grpo_rl.policies.policy import TrainPolicy
+    from grpo_rl.training.micro_batches import scored_micro_batches
     from grpo_rl.training.optimizer import PolicyOptimizer
 
     keep_freed_memory()
@@ -99,7 +101,7 @@ def our_step(model, folder: Path) -> Step:
     optimizer = PolicyOptimizer(model, name="sgd", lr=0.0)  # for the gradients that it keeps
 
     def step(groups: list) -> None:
-        for tokens in scored_micro_batches(policy, groups, max_tokens=sys.maxsize):
+        for tokens in scored_micro_batches(policy, groups, MicroBatching(sys.maxsize)):
             loss(tokens)["loss_objective"].backward()
 
     return step, optimizer.step
@@ -108,8 +110,9 @@ def our_step(model, folder: Path) -> Step:
 def trunk_step(model, folder: Path) -> Step:
     """The layers, and a gradient from nowhere."""
     from grpo_rl.policies.allocator import keep_freed_memory
+    from grpo_rl.policies.attention import forward_hidden
     from grpo_rl.policies.embedding import Lookups
-    from grpo_rl.policies.packing import forward_hidden, pack
+    from grpo_rl.policies.packing import pack
     from grpo_rl.policies.policy import TrainPolicy
     from grpo_rl.training.optimizer import PolicyOptimizer
 

@@ -26,7 +26,8 @@ from statistics import median
 import harness
 import torch
 
-from grpo_rl.data.group import Group, micro_batches
+from grpo_rl.data.batching import micro_batches
+from grpo_rl.data.group import Group
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group

@@ -77,8 +77,10 @@ def make_groups(work: Work, vocab: int) -> list:
 
 def our_arm(steps: harness.Steps, work: Work) -> None:
     """Ours, with the gradients that the optimizer keeps; its step is not timed and changes nothing."""
+    from grpo_rl.data.batching import MicroBatching
     from grpo_rl.losses.grpo import GRPOLoss
-    from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+    from grpo_rl.policies.policy import TrainPolicy
+    from grpo_rl.training.micro_batches import scored_micro_batches
     from grpo_rl.training.optimizer import PolicyOptimizer
 
     policy = TrainPolicy.load(Path(work.model), torch.bfloat16)
@@ -88,7 +90,7 @@ def our_arm(steps: harness.Steps, work: Work) -> None:
     optimizer, loss = PolicyOptimizer(policy.model, name="sgd", lr=0.0), GRPOLoss()
     while steps.wait():
         start = time.perf_counter()
-        for tokens in scored_micro_batches(policy, groups, work.micro_batch_tokens):
+        for tokens in scored_micro_batches(policy, groups, MicroBatching(work.micro_batch_tokens)):
             loss(tokens)["loss_objective"].backward()
         seconds = time.perf_counter() - start
         steps.done(fwd_bwd_s=seconds, grad_norm=optimizer.step().grad_norm)

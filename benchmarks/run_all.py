@@ -27,7 +27,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "dialogs": ("dialogs.py",),
     "scoring": ("scoring.py",),
     "push": ("push.py",),
-    "push_in_process": ("push_in_process.py",),
     "step_vs_trl": ("step_vs_trl.py", "--trl-batch", "16", "32"),
     "step_vs_trl_prompt512": (
         "step_vs_trl.py", "--prompt", "512", "--response", "128", "--prompts", "2",

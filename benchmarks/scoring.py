@@ -117,8 +117,8 @@ def calculator(data: Path) -> tuple[Task, Answers]:
 
 
 def search_qa(data: Path) -> tuple[Task, Answers]:
-    from grpo_rl.envs.search_index import SearchIndex, load_corpus
     from grpo_rl.envs.search_qa import SearchQA, load_rows
+    from grpo_rl.envs.tools.search_index import SearchIndex, load_corpus
 
     folder = data / "hotpotqa"
     index = SearchIndex(load_corpus(folder / "hotpotqa_train_corpus.json"))

@@ -98,16 +98,18 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     """The loop of sota/grpo.py over the same parts, without its logs."""
     from hydra import compose, initialize_config_dir
 
-    from grpo_rl.build import parts as build
+    from grpo_rl.build import training as build
+    from grpo_rl.build.sync import make_engine
     from grpo_rl.collectors.sync import SyncCollector
     from grpo_rl.engines.base import Sampling
     from grpo_rl.envs.base import LLMEnv, Reward, Task
-    from grpo_rl.losses.grpo import LOSSES
     from grpo_rl.perf.rates import measure_rates
     from grpo_rl.perf.roofline import StepLimit
-    from grpo_rl.policies.policy import scored_micro_batches
-    from grpo_rl.settings.config import FOLDER
+    from grpo_rl.policies.hub import load_tokenizer
+    from grpo_rl.settings.compose import FOLDER
+    from grpo_rl.settings.derived import micro_batching
     from grpo_rl.settings.devices import allocate
+    from grpo_rl.training.micro_batches import scored_micro_batches
     from grpo_rl.weights.push import WeightSync
 
     class Alternating(Task):
@@ -132,29 +134,30 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
         cfg = compose("grpo_gsm8k", overrides=settings)
     folder, devices = Path(work.model), allocate(cfg)
-    env = LLMEnv(Alternating(), build.make_tokenizer(folder), len(work.prompts), work.repeats)
+    env = LLMEnv(Alternating(), load_tokenizer(folder), len(work.prompts), work.repeats)
     policy = build.make_policy(cfg, folder, devices)
     optimizer = build.make_optimizer(cfg, policy)
-    engine = build.make_engine(cfg, folder, devices)
+    engine = make_engine(cfg, folder, devices)
     loss, buffer = build.make_loss(cfg), build.make_buffer(cfg)
+    compute_advantages = build.make_advantages(cfg)
     weights = WeightSync(policy.model, engine)
     sampling = Sampling(max_new_tokens=work.response, min_new_tokens=work.response)
     collector = SyncCollector(env, engine, sampling, total_dialog_turns=sys.maxsize)
-    skips = build.micro_batching(cfg)["skip_zero_advantage"]
+    skips = micro_batching(cfg).skip_zero_advantage
     best = None
     try:
         while steps.wait():
             rates = measure_rates(policy.model.dtype, policy.device, seconds=2)
             best = rates.best(best) if best else rates
             start = time.perf_counter()
-            groups = collector.collect()
+            groups = collector.collect(work.repeats)
             assert all(group.lengths.eq(work.response).all() for group in groups), "not the same work"
             sampled = time.perf_counter()
-            buffer.extend(groups)
+            buffer.extend(compute_advantages(groups))
             for batch in buffer.batches():
-                for tokens in scored_micro_batches(policy, batch, **build.micro_batching(cfg)):
+                for tokens in scored_micro_batches(policy, batch, micro_batching(cfg)):
                     losses = loss(tokens)
-                    torch.stack([losses[name] for name in LOSSES]).sum().backward()
+                    losses["loss"].backward()
                 optimizer.step()
             groups = buffer.drain()
             trained = time.perf_counter()
@@ -316,12 +319,11 @@ def make_work(args: argparse.Namespace) -> Work:
     Raises:
         ValueError: too few rows, or a question longer than ``--prompt``.
     """
-    from grpo_rl.build.parts import make_tokenizer
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
-    from grpo_rl.policies.hub import resolve_model
+    from grpo_rl.policies.hub import load_tokenizer, resolve_model
 
     folder = resolve_model(args.model)
-    tokenizer = make_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     rows = list(load_rows(str(args.data), "train"))
     if len(rows) < args.prompts:
         raise ValueError(f"{args.data} has {len(rows)} rows, --prompts {args.prompts} needs as many")

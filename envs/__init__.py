@@ -1,1 +1,1 @@
-"""Tasks: what is asked, and what an answer is worth."""
+"""Tasks: what is asked, and what a response is worth."""

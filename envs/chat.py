@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs.task import Messages, Task
 
-_ANSWER = "stand-in"
+_STAND_IN = "stand-in"
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, conversations: list[Messa
 
 
 def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: Messages, last: int | None = None) -> list[int]:
-    """Ids of what follows a finished answer up to where the policy speaks again: the end of its turn, the reply.
+    """Ids of what follows a finished response up to where the policy speaks again: the end of its turn, the reply.
 
     Nothing that was sampled is tokenised again: these ids go behind it.
 
@@ -91,15 +91,15 @@ def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: Messages, last: int 
         text = "\n\n" + "".join(f"{message['content']}\n\n" for message in reply)
     else:
         # What the template writes around a stand-in conversation.
-        before: Messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
-        answered = _templated(tokenizer, before, add_generation_prompt=False, tokenize=False)
+        before: Messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _STAND_IN}]
+        before_reply = _templated(tokenizer, before, add_generation_prompt=False, tokenize=False)
         text = _templated(tokenizer, [*before, *reply], add_generation_prompt=True, tokenize=False)
-        if not text.startswith(answered):
+        if not text.startswith(before_reply):
             raise ValueError(
                 "the tokenizer's chat template changes earlier turns when later ones come, so ids that were sampled "
                 "could not be kept; use a template that only appends"
             )
-        text = text[answered.rindex(_ANSWER) + len(_ANSWER) :]
+        text = text[before_reply.rindex(_STAND_IN) + len(_STAND_IN) :]
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     # The token that ends a turn was sampled; what the template writes after it, a line break say, is still to come.
     return ids[1:] if tokenizer.chat_template and ids[:1] == [last] else ids

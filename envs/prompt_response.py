@@ -5,29 +5,33 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.rewards.functions import NamedFunctions, RewardFunction
+from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.tables import load_rows
-from grpo_rl.envs.task import Messages, Reward, Task, check_weights
-
-__all__ = ["PromptResponse", "PromptResponseEnv", "load_rows"]
+from grpo_rl.envs.task import Messages, Reward, Task, check_weights, raised
 
 RewardName = str | Callable[..., Any]
 
 
 class PromptResponse(Task):
-    """Prompts of a data set; an answer earns what one or more reward functions say.
+    """Prompts of a data set; a response earns what one or more reward functions say.
 
-    A reward function takes keyword lists, one item for each answer, and returns a list of numbers. It gets what its
+    "Summarise in one sentence: Mixed precision training is becoming a practical technique to improve the speed of
+    training." With the two rewards of the tutorials, a response of 22 characters that ends as a sentence earns -2 + 1:
+
+    >>> rewards = ["grpo_rl.envs.rewards.examples:reward_len", "grpo_rl.envs.rewards.examples:sentence_ending"]
+    >>> task = PromptResponse([{"prompt": "Summarise in one sentence: Mixed precision [...]"}], reward=rewards)
+    >>> reward = task.score(task.rows[0], "Half the bits suffice.")
+    >>> reward.total, reward.parts
+    (-1.0, {'reward_len': -2.0, 'sentence_ending': 1.0})
+
+    A reward function takes keyword lists, one item for each response, and returns a list of numbers. It gets what its
     signature names of:
 
-    - ``prompt``: as the data has it, a text or chat messages; ``completion``: the policy's answer, a text;
+    - ``prompt``: as the data has it, a text or chat messages; ``completion``: the policy's response, a text;
     - ``reference``: what the data has in ``completion_column``;
     - every other column that all rows have, under its name;
     - ``prompts`` and ``completions``, for functions written for TRL: where the prompt is chat messages, a completion
@@ -39,7 +43,7 @@ class PromptResponse(Task):
             weight. Functions themselves are taken too. The parts of the reward bear the functions' names. None where
             all rewards are added ones, as in ``env.rewards``.
         prompt_column: of the rows.
-        completion_column: of the rows, the data's own answer; None where there is none.
+        completion_column: of the rows, the data's own response; None where there is none.
         system_prompt: the first message, for prompts that have none of their own.
 
     A function that is named is called in a process of its own, which keeps what the function keeps, and is killed where
@@ -55,7 +59,7 @@ class PromptResponse(Task):
         self,
         rows: Sequence[dict],
         *,
-        reward: RewardName | Sequence[RewardName] | Mapping[RewardName, float] | None,
+        reward: RewardName | Sequence[RewardName] | Mapping[RewardName, float] | None = None,
         prompt_column: str = "prompt",
         completion_column: str | None = None,
         system_prompt: str | None = None,
@@ -96,17 +100,14 @@ class PromptResponse(Task):
         return messages
 
     def score(self, row: dict, response: str) -> Reward:
-        """The reward of an answer alone, as a batch of one."""
-        result = self.score_many([row], [response])[0]
-        if isinstance(result, Exception):
-            raise result
-        return result
+        """The reward of a response alone, as a batch of one."""
+        return raised(self.score_many([row], [response])[0])
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
         """The rewards of a batch: each function is called once.
 
         Raises:
-            RewardFunctionError: a function raised, or returned something else than a number for each answer.
+            RewardFunctionError: a function raised, or returned something else than a number for each response.
             TimeoutError: the named ones took too long together.
             WorkerDied: their process ended.
         """
@@ -149,7 +150,7 @@ class PromptResponse(Task):
         return {name: self._values(name, rows, responses) for name in wanted}
 
     def gold(self, row: dict) -> str | None:
-        """The data's own answer; of several the first, of messages the last one's content."""
+        """The data's own response; of several the first, of messages the last one's content."""
         value = row.get(self._completion_column) if self._completion_column else None
         if isinstance(value, list) and value:
             value = value[-1]["content"] if isinstance(value[-1], Mapping) else value[0]
@@ -195,60 +196,6 @@ class PromptResponse(Task):
         )
 
 
-class PromptResponseEnv(LLMEnv):
-    """A prompt/response data set as a TorchRL environment.
-
-    "Summarise in one sentence: Mixed precision training is becoming a practical technique to improve the speed of
-    training." With the two rewards of the tutorials, an answer of 22 characters that ends as a sentence earns -2 + 1:
-
-    >>> rewards = ["grpo_rl.envs.rewards.examples:reward_len", "grpo_rl.envs.rewards.examples:sentence_ending"]
-    >>> task = PromptResponse([{"prompt": "Summarise in one sentence: Mixed precision [...]"}], reward=rewards)
-    >>> reward = task.score(task.rows[0], "Half the bits suffice.")
-    >>> reward.total, reward.parts
-    (-1.0, {'reward_len': -2.0, 'sentence_ending': 1.0})
-
-    Args:
-        num_envs: prompts in flight.
-        repeats: answers to each, the group size G.
-        tokenizer: of the model that answers.
-        reward: see :class:`PromptResponse`.
-        path: see :func:`load_rows`.
-        split: see :func:`load_rows`.
-        prompt_column: see :class:`PromptResponse`.
-        completion_column: see :class:`PromptResponse`.
-        system_prompt: see :class:`PromptResponse`.
-        settings: of :class:`LLMEnv`.
-
-    Raises:
-        ValueError: there is neither a reward nor an added one; or see :class:`PromptResponse` and :func:`load_rows`.
-    """
-
-    def __init__(
-        self,
-        num_envs: int,
-        repeats: int,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        reward: RewardName | Sequence[RewardName] | Mapping[RewardName, float] | None = None,
-        path: str | Path | None = None,
-        split: str = "train",
-        prompt_column: str = "prompt",
-        completion_column: str | None = None,
-        system_prompt: str | None = None,
-        **settings: Any,
-    ) -> None:
-        if not reward and not settings.get("rewards"):
-            raise ValueError("env.reward is empty; set it to package.module:function, or add rewards with env.rewards")
-        task = PromptResponse(
-            load_rows(path, split),
-            reward=reward,
-            prompt_column=prompt_column,
-            completion_column=completion_column,
-            system_prompt=system_prompt,
-        )
-        super().__init__(task, tokenizer, num_envs, repeats, **settings)
-
-
 @lru_cache(maxsize=8)
 def _workers(names: tuple[str, ...], columns: tuple[str, ...], process_id: int) -> IsolatedCalls:
     """One process, in which functions may keep what they load, as a model; and so without a limit to its memory."""
@@ -267,7 +214,7 @@ def _is_message(item: Mapping[str, Any]) -> bool:
 
 def _weighted(reward: Any) -> list[tuple[RewardName, float]]:
     """Each reward function with its weight."""
-    if reward is None:
+    if not reward:
         return []
     if isinstance(reward, Mapping):
         pairs = list(reward.items())
@@ -277,3 +224,7 @@ def _weighted(reward: Any) -> list[tuple[RewardName, float]]:
         pairs = [(reward, 1.0)]
     check_weights({getattr(name, "__name__", name): weight for name, weight in pairs})
     return pairs
+
+
+PromptResponseEnv = TaskSpec(PromptResponse, load_rows, takes_reward=True)
+"""A data set of prompts as a TorchRL environment."""

@@ -1,11 +1,12 @@
-"""Rows of any data set: a local file, or a name of the hub."""
+"""Rows of any data set: those of a local file, or of a name of the hub."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
@@ -42,7 +43,8 @@ def load_rows(
     elif ending in FORMATS:
         rows = _table(file, columns)
     elif not file.exists() and _HUB_NAME.fullmatch(str(path)):
-        rows = _hub_rows(str(path), split, columns)
+        data = hub_data(str(path), split)
+        rows = data.select_columns(_wanted(data.column_names, columns)).to_list()
     else:
         raise ValueError(f"env.path={path} is no file that ends in {', '.join(FORMATS)}, and no hub name (owner/name)")
     if not rows:
@@ -71,20 +73,40 @@ def _table(file: Path, columns: Collection[str] | None) -> list[dict]:
     return data.select_columns(_wanted(data.column_names, columns)).to_list()
 
 
-def _hub_rows(path: str, split: str, columns: Collection[str] | None) -> list[dict]:
+def hub_data(path: str, split: str) -> Any:
+    """A split of a data set of the hub, or of its cache.
+
+    Raises:
+        ValueError: there is no such data set or split, or the hub can't be reached.
+    """
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
     from httpx2 import HTTPError  # what huggingface_hub raises
 
     name, _, configuration = path.partition(":")
     try:
-        data = load_dataset(name, configuration or None, split=split)
+        return load_dataset(name, *filter(None, [configuration]), split=split)
     except (ConnectionError, DatasetsError, HTTPError) as error:
-        raise ValueError(f"{path} can't be had from the hub ({error}); with a copy of it, set env.path=FILE") from error
+        raise ValueError(
+            f"{name} can't be had from the hub ({error}); with a copy of it, set env.path=FILE.jsonl "
+            "(and env.eval_path for the held-out rows)"
+        ) from error
     except ValueError as error:
         # It names the splits and configurations that there are.
         raise ValueError(f"env.path={path}, split {split}: {error}") from error
-    return data.select_columns(_wanted(data.column_names, columns)).to_list()
+
+
+def line_rows(path: str | Path, wanted: str) -> Iterator[tuple[str, object]]:
+    """Where each row of a JSONL file stands, and the row.
+
+    Args:
+        wanted: what the file should be, for messages.
+
+    Raises:
+        ValueError: the file can't be read, or a line of it is not JSON.
+    """
+    file = Path(path).expanduser()
+    return _lines(_text(path, file, wanted), file)
 
 
 def file_rows(path: str | Path, columns: str) -> Iterator[tuple[str, dict]]:
@@ -97,14 +119,33 @@ def file_rows(path: str | Path, columns: str) -> Iterator[tuple[str, dict]]:
         ValueError: the file can't be read, or something in it is no object.
     """
     file = Path(path).expanduser()
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"env.path={path} can't be read: {error}; give a JSON or JSONL file with {columns}") from error
+    text = _text(path, file, f"a JSON or JSONL file with {columns}")
     for where, row in _list(text, file) if text.lstrip().startswith("[") else _lines(text, file):
         if not isinstance(row, dict):
             raise ValueError(f"{where} is no object with {columns}, but {str(row)[:80]!r}")
         yield where, row
+
+
+def checked_rows(rows: Iterable[tuple[str, Any]], check: Callable[[Any, str], None], source: str) -> list[dict]:
+    """The rows, once ``check`` has looked at each and where it stands.
+
+    Raises:
+        ValueError: there are none, or ``check`` refuses one.
+    """
+    checked = []
+    for where, row in rows:
+        check(row, where)
+        checked.append(dict(row))
+    if not checked:
+        raise ValueError(f"{source} has no rows")
+    return checked
+
+
+def _text(path: str | Path, file: Path, wanted: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"env.path={path} can't be read: {error}; give {wanted}") from error
 
 
 def _list(text: str, file: Path) -> Iterator[tuple[str, object]]:

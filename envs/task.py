@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+T = TypeVar("T")
 Messages = list[dict[str, str]]
 """A conversation: dicts with ``role`` and ``content``, as chat templates take them."""
 
@@ -20,11 +23,11 @@ RESERVED_PARTS = {
 
 @dataclass(frozen=True)
 class Reward:
-    """What one answer is worth: named parts, already weighted, and their sum.
+    """What one response is worth: named parts, already weighted, and their sum.
 
     Args:
         parts: of the reward.
-        measures: what is logged beside the reward and is no part of it; an answer lacks those that mean nothing there.
+        measures: what is logged beside the reward and is no part of it; a response lacks those that mean nothing there.
 
     >>> Reward({"correctness": 2.0, "answer_format": 0.5}).total
     2.5
@@ -35,19 +38,19 @@ class Reward:
 
     @property
     def total(self) -> float:
-        """Sum of the parts."""
+        """The sum of the parts."""
         return sum(self.parts.values())
 
 
 class Unjudgeable(Exception):
-    """The row itself can't be judged, whatever the answer: its gold answer makes no sense to the scorer, say."""
+    """The row itself can't be judged, whatever the response: its gold answer makes no sense to the scorer, say."""
 
 
 class Task(ABC):
-    """One dataset row's life: its prompt, and the reward of an answer to it. Pure Python, no tensors.
+    """One dataset row's life: its prompt, and the reward of a response to it. Pure Python, no tensors.
 
-    A wrong answer scores 0. A scorer that can't do its work raises: a bug must never look like a wrong answer. What is
-    raised is counted by kind, and leaves that answer out of its group (`grpo_rl.envs.guards.guard`).
+    A wrong response scores 0. A scorer that can't do its work raises: a bug must never look like a wrong response. What
+    is raised is counted by kind, and leaves that response out of its group (`grpo_rl.envs.guards.guard`).
     """
 
     rows: Sequence[dict]
@@ -59,15 +62,18 @@ class Task(ABC):
 
     None leaves it to the task which of its user's code, if any, goes to one."""
     reply_role: str = "tool"
-    """Role of the messages of :meth:`reply`, which the chat template has to know."""
+    """The role of the messages of :meth:`reply`, which the chat template has to know."""
+
+    _weights: Mapping[str, float] = {}
+    _budget_s: float = math.inf
 
     def pays(self, part: str) -> bool:
-        """Whether an answer can earn by this part: a weight of 0 or less makes right answers look like wrong ones."""
-        return getattr(self, "_weights", {}).get(part, 1.0) > 0
+        """Whether a response can earn by this part: with a weight of 0 or less, right ones look like wrong ones."""
+        return self._weights.get(part, 1.0) > 0
 
     @property
-    def together(self) -> bool:
-        """Whether the answers to a prompt are scored in one call of :meth:`score_many`; otherwise each has its own."""
+    def scores_group(self) -> bool:
+        """Whether the responses to a prompt are scored in one call of :meth:`score_many`, not in one call each."""
         return type(self).score_many is not Task.score_many
 
     def without_rows(self) -> Task:
@@ -82,7 +88,7 @@ class Task(ABC):
         Args:
             deadline_s: seconds that the call of the scorer, which follows, may take.
         """
-        return None
+        self._budget_s = deadline_s
 
     @abstractmethod
     def prompt(self, row: dict) -> Messages:
@@ -93,14 +99,14 @@ class Task(ABC):
         """The reward of ``response``, with exactly the parts of ``reward_parts``.
 
         Raises:
-            Unjudgeable: no answer to this row could be judged.
+            Unjudgeable: no response to this row could be judged.
         """
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> Sequence[Reward | Exception]:
-        """The reward of each answer, or what its scorer raised: for scorers that are faster, or only work, together.
+        """The reward of each response, or what its scorer raised: for scorers that are faster, or only work, together.
 
         Args:
-            rows: of each answer. The answers to one prompt come in one call.
+            rows: of each response. The responses to one prompt come in one call.
         """
         results: list[Reward | Exception] = []
         for row, response in zip(rows, responses, strict=True):
@@ -122,8 +128,27 @@ class Task(ABC):
         return None
 
     def gold(self, row: dict) -> str | None:
-        """The right answer, for logs; None where the task has no single one."""
+        """The gold answer, for logs; None where the task has no single one."""
         return None
+
+    def _paid(self, earned: Mapping[str, bool]) -> dict[str, float]:
+        """The parts of the reward: the weight of each part that is earned, and 0 for the others."""
+        return {name: float(self._weights[name]) if earned[name] else 0.0 for name in self.reward_parts}
+
+
+def opening(system_prompt: str | None, examples: Iterable[tuple[str, str]] = ()) -> Messages:
+    """The messages before a row's own: the system prompt, unless it is empty, and examples as earlier turns.
+
+    Args:
+        examples: what the user asks and what the assistant responds.
+
+    >>> [message["role"] for message in opening("Be brief.", [("1 + 1?", "2")])]
+    ['system', 'user', 'assistant']
+    """
+    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    for asked, response in examples:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": response}]
+    return messages
 
 
 def last_said(messages: Messages) -> str:
@@ -133,6 +158,13 @@ def last_said(messages: Messages) -> str:
     'Calculator: 3*4'
     """
     return next((m["content"] for m in reversed(messages) if m["role"] == "assistant"), "")
+
+
+def raised(result: T | Exception) -> T:
+    """The result; an exception in its place is raised."""
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def check_weights(weights: Mapping[str, object], section: str = "env.reward") -> None:
@@ -149,7 +181,7 @@ def check_weights(weights: Mapping[str, object], section: str = "env.reward") ->
 
 
 def plays_turns(task: Task) -> bool:
-    """Whether the task answers back.
+    """Whether the task replies.
 
     >>> from grpo_rl.envs.gsm8k import GSM8K
     >>> plays_turns(GSM8K([]))

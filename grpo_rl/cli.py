@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -17,12 +16,12 @@ from pathlib import Path
 
 import torch
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import AutoTokenizer
 
 from grpo_rl.planner.advice import at_once, divided, in_turns, remedies
-from grpo_rl.planner.batches import Misfit, plan_batches
+from grpo_rl.planner.batches import plan_batches
 from grpo_rl.planner.drawing import terminal
 from grpo_rl.planner.hardware import Cluster
 from grpo_rl.planner.plan import make_plan
@@ -31,13 +30,16 @@ from grpo_rl.planner.simulate import TAIL, simulate_plan
 from grpo_rl.planner.svg import svg
 from grpo_rl.planner.table import plan_view, simulation_view
 from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE
-from grpo_rl.policies.hub import CONVERTED, DEFAULT_MODEL, cache_folder
-from grpo_rl.policies.lora import skeleton
+from grpo_rl.policies.hub import CONVERTED, DEFAULT_MODEL
+from grpo_rl.policies.loading import skeleton
 from grpo_rl.replay.lineage_reader import read_step
 from grpo_rl.replay.replay import replay
 from grpo_rl.replay.table import replay_view
-from grpo_rl.run.folder import export_checkpoint
-from grpo_rl.settings.config import check, compose_config
+from grpo_rl.run.export import export_checkpoint
+from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.declaration import plain, select
+from grpo_rl.settings.schema import Settings
+from grpo_rl.storage.cache import cache_folder
 
 CONFIG = "grpo_gsm8k"
 OF_A_LOSS = ("policy.kl_coef", "policy.entropy_coef")
@@ -147,10 +149,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    cfg = compose_config(options.config_name, overrides)
-    with contextlib.suppress(Misfit):  # which is what the drawing shows
-        check(cfg)
-    plan = plan_batches(cfg, options.prompt_tokens, options.answer_tokens, options.gpus)
+    settings = Settings.read(compose_config(options.config_name, overrides), divides=False)  # the drawing shows it
+    plan = plan_batches(settings, options.prompt_tokens, options.answer_tokens, options.gpus)
     name = [] if options.config_name == CONFIG else [f"--config-name {options.config_name}"]
     title = " ".join(["grpo-rl batches", *name, *overrides])
     Console(highlight=False).print(terminal(plan, title))
@@ -164,13 +164,12 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if own.get("mode", "sync") not in ("sync", "async"):
         raise ValueError(f"mode is {own['mode']!r}; it is sync or async")
     cfg = compose_config(options.config_name, [word for word in overrides if word.partition("=")[0] not in OF_A_PLAN])
-    dtype = getattr(torch, cfg.train_model.dtype)
-    cluster = Cluster.parse(own.get("cluster", "here"), dtype)
+    cluster = Cluster.parse(own.get("cluster", "here"), getattr(torch, cfg.train_model.dtype))
     cfg.mode = own.get("mode") or ("async" if cluster.count > 1 else "sync")
-    check(cfg)
-    model = skeleton(config_source(cfg.model.name)).to(dtype)
+    settings = Settings.read(cfg)
+    model = skeleton(config_source(settings.model.name)).to(getattr(torch, settings.train_model.dtype))
     lengths, shares = (options.prompt_tokens, options.answer_tokens), (options.train_share, options.sample_share)
-    asked = Question(cfg, model, cluster, cfg.mode, *lengths, *shares)
+    asked = Question(settings, model, cluster, cfg.mode, *lengths, *shares)
     question, chosen = divided(asked)
     plan = make_plan(question)
     name = [] if options.config_name == CONFIG else [f"--config-name {options.config_name}"]
@@ -209,21 +208,21 @@ def _export(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     stored = read_step(options.run, options.step)
-    run_cfg = OmegaConf.create(stored.config)
-    result = replay(stored, run_cfg, _with_loss(run_cfg, overrides), options.top)
+    settings = Settings.restored(stored.config)
+    result = replay(stored, settings, _with_loss(settings, overrides), options.top)
     if options.json:
         print(json.dumps(result.summary() | {"overrides": list(overrides)}, indent=2))
         return 0
     tokens = sum(len(group.response_ids) for group in stored.groups)
     title = f"{options.run}, step {stored.step}: {len(stored.groups)} groups, {tokens:,} response tokens, "
     title += f"optimizer steps: {len(stored.updates)}"
-    view = replay_view(result, title, " ".join(overrides) or "replayed", _decoder(options.run, run_cfg.model.name))
+    view = replay_view(result, title, " ".join(overrides) or "replayed", _decoder(options.run, settings.model.name))
     Console(highlight=False).print(view)
     return 0
 
 
-def _with_loss(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """A run's config with another loss.
+def _with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
+    """A run's settings with another loss.
 
     Raises:
         ValueError: an override that has no part in a loss, or settings that don't go together.
@@ -232,18 +231,18 @@ def _with_loss(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     keys = [word.lstrip("+").partition("=")[0] for word in overrides]
     if others := [key for key in keys if key != "loss" and not key.startswith("loss.") and key not in OF_A_LOSS]:
         raise ValueError(
-            f"{others[0]} has no part in the loss of answers that are there already; a replay takes loss=NAME, "
+            f"{others[0]} has no part in the loss of responses that are there already; a replay takes loss=NAME, "
             f"loss.KEY=VALUE, {' and '.join(OF_A_LOSS)}"
         )
-    chosen, changed = compose_config(CONFIG, overrides), copy.deepcopy(cfg)
+    chosen, changed = compose_config(CONFIG, overrides), OmegaConf.create(plain(settings))
     for key in sorted(keys, key=len):  # a preset first, and single settings over it
         OmegaConf.update(changed, key, OmegaConf.select(chosen, key), merge=False)
     # The loss alone, in a config in which all else is in order: the run's own may ask for what this machine lacks.
     checked = compose_config(CONFIG, [])
     for key in ("loss", *OF_A_LOSS):
         OmegaConf.update(checked, key, OmegaConf.select(changed, key), merge=False)
-    check(checked)
-    return changed
+    loss = Settings.read(checked)
+    return settings.with_values({key: select(loss, key) for key in ("loss", *OF_A_LOSS)})
 
 
 def _decoder(run: Path, model: str) -> Callable[[Sequence[int]], str] | None:

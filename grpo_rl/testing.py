@@ -18,13 +18,16 @@ from torchrl.envs.utils import check_env_specs
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, Task
-from grpo_rl.losses.grpo import LOSSES, GRPOLoss
-from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.training.micro_batches import scored_micro_batches
 
 
 def random_group(
@@ -35,7 +38,7 @@ def random_group(
     seed: int = 0,
     rewards: Sequence[float] | None = None,
 ) -> Group:
-    """A group of random ids with the given prompt length and answer lengths.
+    """A group of random ids with the given lengths of prompt and responses.
 
     >>> random_group(lengths=[1, 2, 0]).lengths.tolist()
     [1, 2, 0]
@@ -57,9 +60,9 @@ def random_group(
 
 
 def left_if_killed(pid: int) -> set[str]:
-    """Names of the files in /dev/shm that the process has mapped, and that stay there if nobody removes them.
+    """Names of the files in /dev/shm that the process has mapped, which would stay there if it were killed. (Linux)
 
-    A file without a name goes with the last process that holds it. (Linux)
+    Files without a name disappear with the last process that holds them.
 
     >>> import os; from multiprocessing import get_context
     >>> before = left_if_killed(os.getpid())
@@ -73,9 +76,9 @@ def left_if_killed(pid: int) -> set[str]:
 
 
 def save_tiny_model(folder: str | Path, seed: int = 0, hidden_size: int = 64) -> Path:
-    """Writes a random two-layer Llama with a byte-level tokenizer and a chat template: what a model folder holds.
+    """Writes a model folder: a random two-layer Llama with a byte-level tokenizer and a chat template.
 
-    Small enough for a unit test to train, real enough for every engine to load.
+    It is small enough for a unit test to train, and every engine can load it.
     """
     tokenizer = Tokenizer(BPE({c: i for i, c in enumerate(["<end>", *sorted(ByteLevel.alphabet())])}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
@@ -105,7 +108,7 @@ def save_tiny_model(folder: str | Path, seed: int = 0, hidden_size: int = 64) ->
 
 
 class KeepFp64(TorchFunctionMode):
-    """Casts to fp32 become casts to fp64: transformers' norms, RoPE and eager softmax round inside, whatever the model.
+    """Turns casts to fp32 into casts to fp64: transformers' norms, RoPE and eager softmax cast inside, in any model.
 
     >>> with KeepFp64():
     ...     torch.zeros(1, dtype=torch.float64).to(torch.float32).dtype, torch.zeros(1).float().dtype
@@ -123,7 +126,7 @@ class KeepFp64(TorchFunctionMode):
 def to_fp64(model: PreTrainedModel) -> PreTrainedModel:
     """The model in fp64 throughout, for comparisons at 1e-9: its norms and RoPE no longer round to fp32.
 
-    Only they are treated, so that a cast in the code under test still shows.
+    Other modules are unchanged, so that a cast in the code under test still shows.
     """
 
     def unrounded(forward):
@@ -139,15 +142,15 @@ def to_fp64(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-ANSWERS = ("", "I don't know.", "It is 42.", "<answer>7</answer>", "\\boxed{1}", "é 🙂 \x00 </answer> <tool_call>{")
-"""What an untrained policy may say."""
+RESPONSES = ("", "I don't know.", "It is 42.", "<answer>7</answer>", "\\boxed{1}", "é 🙂 \x00 </answer> <tool_call>{")
+"""Responses of the kinds that an untrained policy samples."""
 
 
 class _RecordingEngine(ScriptedEngine):
-    """Gives the answers in turn, each ended, and notes what it was asked."""
+    """Returns the responses in turn, each with an end token, and records the prompts."""
 
-    def __init__(self, answers: Sequence[Sequence[int]], end: int) -> None:
-        turn = itertools.cycle(answers)
+    def __init__(self, responses: Sequence[Sequence[int]], end: int) -> None:
+        turn = itertools.cycle(responses)
         super().__init__(lambda prompt, g: [*next(turn), end])
         self.seen: list[list[int]] = []
 
@@ -156,19 +159,19 @@ class _RecordingEngine(ScriptedEngine):
         return super().generate(prompts, n, sampling)
 
 
-def check_task(task: Task, answers: Sequence[str] = ANSWERS, max_turns: int = 3) -> None:
-    """Checks that a task keeps what environments, collectors, buffers and losses count on.
+def check_task(task: Task, responses: Sequence[str] = RESPONSES, max_turns: int = 3) -> None:
+    """Checks that a task fulfils the contract that environments, collectors, buffers and losses rely on.
 
-    It is played with a tiny random model and a scripted engine, on CPU, in seconds: specs, determinism under a seed,
-    whole groups, masks, ids that are never changed, and the way through the buffer to a gradient.
+    A tiny random model and a scripted engine run it on CPU in seconds: specs, determinism under a seed, complete
+    groups, masks, unchanged token ids, and the path through the buffer to a gradient.
 
     Args:
         task: any, with at least two rows.
-        answers: what the policy says, one after the other; give some that earn something.
-        max_turns: of the policy, for tasks that reply.
+        responses: the policy's responses, in turn; include some with a reward.
+        max_turns: turns of the policy, for tasks that reply.
 
     Raises:
-        AssertionError: says which promise is broken.
+        AssertionError: names the broken part of the contract.
         ScoreError: a scorer failed.
 
     >>> from grpo_rl.envs.gsm8k import GSM8K
@@ -188,29 +191,29 @@ def check_task(task: Task, answers: Sequence[str] = ANSWERS, max_turns: int = 3)
     assert [p.ids.tolist() for p in first] == [p.ids.tolist() for p in again], "prompt() gives other messages each time"
     env = make_env()
     for row in (task.rows[0], task.rows[1]):
-        scores = [_scored(env, row, text) for text in answers]
-        assert scores == [_scored(env, row, text) for text in answers], "score() gives other rewards each time"
-        backwards = [_scored(env, row, text) for text in reversed(answers)]
+        scores = [_scored(env, row, text) for text in responses]
+        assert scores == [_scored(env, row, text) for text in responses], "score() gives other rewards each time"
+        backwards = [_scored(env, row, text) for text in reversed(responses)]
         assert scores == backwards[::-1], "a score depends on what was scored before"
 
-    ids = [tokenizer(text)["input_ids"] for text in answers]
+    ids = [tokenizer(text)["input_ids"] for text in responses]
     engine = _RecordingEngine(ids, tokenizer.eos_token_id)
-    groups = SyncCollector(make_env(), engine, Sampling(max_new_tokens=512), total_dialog_turns=8).collect()
-    assert [group.size for group in groups] == [4, 4], "a group is not whole"
+    groups = SyncCollector(make_env(), engine, Sampling(max_new_tokens=512), total_dialog_turns=8).collect(4)
+    assert [group.size for group in groups] == [4, 4], "a group is not complete"
     assert groups[0].group_id != groups[1].group_id
-    said = {tuple([*answer, tokenizer.eos_token_id]) for answer in ids}
+    sampled = {tuple([*response, tokenizer.eos_token_id]) for response in ids}
     seen = {tuple(prompt) for prompt in engine.seen}
     for group in groups:
-        assert group.chosen_lengths.gt(0).all(), "an answer has no trainable token"
+        assert group.chosen_lengths.gt(0).all(), "a response has no trainable token"
         for g, response in enumerate(group.responses):
             trainable = group.trainable[group.offsets[g] : group.offsets[g + 1]].tolist()
             for chosen, run in itertools.groupby(range(len(response)), key=trainable.__getitem__):
                 places = list(run)
                 if chosen:
-                    assert tuple(response[places].tolist()) in said, "trainable tokens are not a whole answer"
+                    assert tuple(response[places].tolist()) in sampled, "trainable tokens are not a whole response"
                     before = tuple([*group.prompt_ids.tolist(), *response[: places[0]].tolist()])
                     assert before in seen, "the engine saw other ids than those that are trained on"
-    _check_way_to_the_gradient(policy, groups)
+    _check_gradient(policy, groups)
 
 
 def _scored(env: LLMEnv, row: dict, text: str) -> Reward:
@@ -220,18 +223,18 @@ def _scored(env: LLMEnv, row: dict, text: str) -> Reward:
     return reward
 
 
-def _check_way_to_the_gradient(policy: TrainPolicy, groups: Sequence[Group]) -> None:
+def _check_gradient(policy: TrainPolicy, groups: Sequence[Group]) -> None:
     back = [Group.from_tensordict(group.to_tensordict()) for group in groups]
     for group, same in zip(groups, back, strict=True):
         assert torch.equal(group.response_ids, same.response_ids) and torch.equal(group.trainable, same.trainable)
         assert torch.equal(group.rewards, same.rewards)
     buffer = GroupBuffer(len(groups), len(groups))
-    buffer.extend(groups)
+    buffer.extend(AdvantageEstimator()(groups))
     loss = GRPOLoss()
     for batch in buffer.batches():
-        for tokens in scored_micro_batches(policy, batch, 4096):
+        for tokens in scored_micro_batches(policy, batch, MicroBatching(4096)):
             losses = loss(tokens)
-            torch.stack([losses[name] for name in LOSSES]).sum().backward()
+            losses["loss"].backward()
     gradients = [parameter.grad for parameter in policy.model.parameters() if parameter.grad is not None]
     assert gradients and all(gradient.isfinite().all() for gradient in gradients), "the gradient is not finite"
     differ = any((group.rewards != group.rewards[0]).any() for group in groups)

@@ -1,60 +1,46 @@
 """GRPO, sample and train in turns: `python sota/grpo.py env.path=train.jsonl optimizer.lr=1e-5`.
 
-Several devices train together under `torchrun --nproc-per-node 2 sota/grpo.py train_model.parallel=fsdp ...`: rank 0
+Several devices train together under `torchrun --nproc-per-node 2 sota/grpo.py train_model.parallel=fsdp ...`: rank zero
 samples and writes, and every rank runs all of this.
 """
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 
-from grpo_rl.build import parts as build
-from grpo_rl.losses.grpo import LOSSES
-from grpo_rl.policies.hub import resolve_model
-from grpo_rl.policies.policy import scored_micro_batches
-from grpo_rl.run.run import Run
+from grpo_rl.build.run import sync_run
 from grpo_rl.settings.config import main
-from grpo_rl.weights.push import WeightSync
+from grpo_rl.training.micro_batches import scored_micro_batches
 
 
 @main(config_name="grpo_gsm8k")
-def grpo(cfg):
-    model_folder = resolve_model(cfg.model.name)
-    devices = build.plan_devices(cfg, model_folder)  # which trains, which scores the reference, which samples
-    tokenizer = build.make_tokenizer(model_folder, cfg.model.chat_template)
-    env = build.make_env(cfg, tokenizer)  # prompts in, rewards out
-    loss, buffer = build.make_loss(cfg), build.make_buffer(cfg, env.task.reward_parts)
-    held_out = build.eval_rows(cfg, env)
+def grpo(settings):
+    max_tokens, epochs, stop_kl = settings.train.micro_batch_tokens, settings.train.epochs, settings.policy.stop_kl
+    with sync_run(settings, HydraConfig.get().runtime.output_dir) as run:  # its folder, model, engine and environment
+        parts = run.parts
+        policy, reference, loss, optimizer = parts.policy, parts.reference, parts.loss, parts.optimizer
 
-    ranks = build.make_ranks(cfg, devices)  # the processes that train together; None where this one is alone
-    with Run(cfg, env, HydraConfig.get().runtime.output_dir, held_out, build.model_bytes(model_folder), ranks) as run:
-        policy = build.make_policy(cfg, model_folder, devices, ranks)
-        reference = build.make_reference(cfg, model_folder, devices, policy)  # None at kl_coef=0
-        optimizer = run.own(build.make_optimizer(cfg, policy, ranks))
-        run.measure_limit(policy.model, devices)  # a second, once per machine
-        engine = run.own(build.make_engine(cfg, model_folder, devices, ranks))
-        weights = WeightSync(policy.model, engine, ranks=ranks)
-
-        schedules = build.make_schedules(cfg, loss, buffer, reference, policy)  # KL weight, group size, reference
-        run.attach(policy, optimizer, weights, engine, schedules)  # a resumed run goes back to its checkpoint here
-        weights.push()  # the engine now holds, provably, what will be trained
+        parts.weights.push()  # the engine now holds, provably, what will be trained
         run.evaluate_before()
-        collector = build.make_collector(cfg, env, engine, run.collected, run.led)
-        for groups in run.steps(collector):
+        for groups in run.collections():  # a group of responses to each prompt, with their rewards
             with run.phase("score"):
-                groups = reference.annotate(groups, cfg.train.micro_batch_tokens) if reference else groups
-                groups = policy.annotate(groups, cfg.train.micro_batch_tokens) if build.annotates(cfg) else groups
-            buffer.extend(groups)  # rewards of a group become advantages
+                if reference:  # only if there is a KL term
+                    groups = reference.add_log_probs(groups, max_tokens)
+                if parts.needs_old_log_probs:
+                    groups = policy.add_log_probs(groups, max_tokens)
+            parts.buffer.extend(parts.compute_advantages(groups))
             with run.phase("train"):
-                for batch in run.batches(buffer.batches(cfg.train.epochs)):
-                    for tokens in scored_micro_batches(policy, batch, **build.micro_batching(cfg)):
+                for batch in run.optimizer_steps(parts.buffer.batches(epochs)):
+                    for tokens in scored_micro_batches(policy, batch, parts.micro_batching):
                         losses = loss(tokens)
-                        torch.stack([losses[name] for name in LOSSES]).sum().backward()
-                        run.count(tokens, losses)
-                    run.take_step(optimizer)  # unless something is wrong with it
+                        losses["loss"].backward()
+                        run.record.add(tokens, losses)
+                    run.check_mismatch()  # sampler against trainer: a fault stops the run
+                    run.count(optimizer.step(run.record.loss_is_finite, run.locate_nonfinite))
+                    if stop_kl is not None and run.record.kl_sampler > stop_kl:
+                        break  # too far from the policy that sampled
             with run.phase("sync"):
-                weights.push()
-            run.finish_step(buffer.drain())
-        return run.finish(policy.model, tokenizer)
+                parts.weights.push()
+            run.finish_step(parts.buffer.drain())
+        return run.finish()
 
 
 if __name__ == "__main__":

@@ -1,69 +1,57 @@
 """GRPO, sampling while it trains: `python sota/grpo_async.py env.path=train.jsonl train.max_staleness=2`.
 
 Engines run in Ray actors, on this machine or on the cluster at `ray.address`, where the trainers are actors, too. The
-algorithm is that of sota/grpo.py; what differs is that weights reach engines in the middle of their answers.
+algorithm is that of sota/grpo.py; what differs is that a push reaches engines in the middle of their responses, whose
+tokens then come from several policy versions.
 """
 
 import grpo_rl.cluster.token  # noqa: F401, has Ray ask for a token; before torchrl, which imports ray
 
 # isort: split
-import torch
 from hydra.core.hydra_config import HydraConfig
 
-from grpo_rl.build import parts as build
-from grpo_rl.build import site as build_async
-from grpo_rl.losses.grpo import LOSSES
-from grpo_rl.policies.hub import resolve_model
-from grpo_rl.policies.policy import scored_micro_batches
-from grpo_rl.run.run import Run
+from grpo_rl.build.asynchronous import async_run
+from grpo_rl.build.site import make_site
 from grpo_rl.settings.config import main
-from grpo_rl.weights.push import WeightSync
+from grpo_rl.training.micro_batches import scored_micro_batches
 
 
 @main(config_name="grpo_gsm8k", mode="async")
-def grpo_async(cfg):
-    with build_async.make_site(cfg, resolve_model(cfg.model.name)) as site:  # which devices do what, and where
-        return site.run(train, cfg, HydraConfig.get().runtime.output_dir)
+def grpo_async(settings):
+    with make_site(settings) as site:  # which devices do what, and where
+        return site.run(train, settings, HydraConfig.get().runtime.output_dir)
 
 
-def train(cfg, folder, site):
+def train(settings, folder, site):
     """The run, in each of the processes that train."""
-    model_folder, devices = resolve_model(cfg.model.name), site.devices
-    tokenizer = build.make_tokenizer(model_folder, cfg.model.chat_template)
-    env = build.make_env(cfg, tokenizer)
-    loss, buffer = build.make_loss(cfg), build.make_buffer(cfg, env.task.reward_parts)
-    held_out = build.eval_rows(cfg, env)
+    max_tokens, epochs, stop_kl = settings.train.micro_batch_tokens, settings.train.epochs, settings.policy.stop_kl
+    with async_run(settings, folder, site) as run:
+        parts = run.parts
+        policy, reference, loss, optimizer = parts.policy, parts.reference, parts.loss, parts.optimizer
 
-    ranks = build_async.make_ranks(cfg, site)
-    with Run(cfg, env, folder, held_out, build.model_bytes(model_folder), ranks) as run:
-        policy = build.make_policy(cfg, model_folder, devices, ranks)
-        reference = build.make_reference(cfg, model_folder, devices, policy)
-        optimizer = run.own(build.make_optimizer(cfg, policy, ranks))
-        engine = run.own(build_async.make_engine(cfg, model_folder, site, ranks))  # several, which answer as one
-        weights = WeightSync(policy.model, engine, ranks=ranks)
-
-        schedules = build.make_schedules(cfg, loss, buffer, reference, policy)
-        run.attach(policy, optimizer, weights, engine, schedules)
-        weights.push()
+        parts.weights.push()
         run.evaluate_before()
-        collector = run.own(build_async.make_collector(cfg, env, engine, weights.version, run.collected, run.led))
-        for groups in run.steps(collector):  # sampling goes on, as far as train.max_staleness allows
+        for groups in run.collections():  # sampling goes on meanwhile, as far as train.max_staleness allows
             with run.phase("score"):
-                groups = reference.annotate(groups, cfg.train.micro_batch_tokens) if reference else groups
-                groups = policy.annotate(groups, cfg.train.micro_batch_tokens) if build.annotates(cfg) else groups
-            buffer.extend(groups)
+                if reference:
+                    groups = reference.add_log_probs(groups, max_tokens)
+                if parts.needs_old_log_probs:
+                    groups = policy.add_log_probs(groups, max_tokens)
+            parts.buffer.extend(parts.compute_advantages(groups))
             with run.phase("train"):
-                for batch in run.batches(buffer.batches(cfg.train.epochs)):
-                    for tokens in scored_micro_batches(policy, batch, **build.micro_batching(cfg)):
+                for batch in run.optimizer_steps(parts.buffer.batches(epochs)):
+                    for tokens in scored_micro_batches(policy, batch, parts.micro_batching):
                         losses = loss(tokens)
-                        torch.stack([losses[name] for name in LOSSES]).sum().backward()
-                        run.count(tokens, losses)
-                    run.take_step(optimizer)
+                        losses["loss"].backward()
+                        run.record.add(tokens, losses)
+                    run.check_mismatch()  # tokens of older versions are compared apart
+                    run.count(optimizer.step(run.record.loss_is_finite, run.locate_nonfinite))
+                    if stop_kl is not None and run.record.kl_sampler > stop_kl:
+                        break
             with run.phase("sync"):
-                weights.push()  # answers under way go on with the new weights
-                collector.advance()
-            run.finish_step(buffer.drain())
-        return run.finish(policy.model, tokenizer)
+                parts.weights.push()  # responses in flight go on with the new weights, and there is room for new groups
+            run.finish_step(parts.buffer.drain())
+        return run.finish()
 
 
 if __name__ == "__main__":

@@ -53,13 +53,13 @@ def test_a_mask_an_id_a_group_or_a_gradient_that_is_wrong_is_named(monkeypatch):
     real = SyncCollector.collect
 
     def broken(change):
-        monkeypatch.setattr(SyncCollector, "collect", lambda self: [change(group) for group in real(self)])
+        monkeypatch.setattr(SyncCollector, "collect", lambda self, size: [change(group) for group in real(self, size)])
 
     for change, message in (
-        (lambda g: replace(g, trainable=torch.zeros_like(g.trainable)), "answer has no trainable token"),
-        (lambda g: replace(g, response_ids=g.response_ids + 1), "not a whole answer"),
+        (lambda g: replace(g, trainable=torch.zeros_like(g.trainable)), "response has no trainable token"),
+        (lambda g: replace(g, response_ids=g.response_ids + 1), "not a whole response"),
         (lambda g: replace(g, prompt_ids=g.prompt_ids[1:]), "saw other ids"),
-        (lambda g: g.with_only([0, 1, 2]), "not whole"),
+        (lambda g: g.with_only([0, 1, 2]), "not complete"),
         (lambda g: replace(g, log_probs=g.log_probs + torch.nan), "not finite"),
     ):
         broken(change)

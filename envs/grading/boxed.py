@@ -43,10 +43,10 @@ _FULL_STOP = re.compile(r"(?<![.\s])(?<!\\right)(?<!\\left)\s*\.\s*$")
 _SPACES_AROUND = re.compile(r"^(?:\s|\\[,;:! ]|~)+|(?:\s|\\[,;:! ]|~)+$")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt)(?![a-zA-Z])")
 MAX_FUNCTIONS = 6
-"""In one answer; sympy simplifies what is nested deeper for minutes."""
+"""The most functions in one answer; sympy simplifies what is nested deeper for minutes."""
 MAX_NESTING = 6
 MAX_TERMS = 64
-"""In one answer once it is expanded, which sympy does to compare it, at 2 ms a term."""
+"""The most terms in one answer once it is expanded, which sympy does to compare it, at 2 ms a term."""
 _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\s+|.", re.DOTALL)
 _DIGITS = re.compile(r"\d+")
 # An exponent: what stands in braces, up to two deep, else digits, else a command with what may be its arguments.
@@ -207,7 +207,7 @@ def _rational(side: Any) -> sympy.Rational | None:
     return number if isinstance(number, sympy.Rational) else None  # not where it is NaN or infinite
 
 
-# The answers to one problem come together, and each needs the gold.
+# The responses to one problem come in one call, and each needs the gold answer.
 @lru_cache(maxsize=256)
 def _parsed(latex: str) -> list[Any]:
     """Its readings: a sympy expression where it is one, and always the text; none if nothing is left of it."""

@@ -22,7 +22,7 @@ _SPENT = 0.9
 def found(
     patterns: tuple[str, ...], texts: Sequence[str], linear: Collection[str] = (), budget_s: float = math.inf
 ) -> list[list[bool] | Exception]:
-    """Of each text, whether each pattern is found in it; or a TimeoutError in the place of one that took too long.
+    """Whether each pattern is found in each text; a TimeoutError stands in the place of a text that took too long.
 
     Python's `re` holds the interpreter while it searches, so that no thread could stop it.
 

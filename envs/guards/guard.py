@@ -21,7 +21,7 @@ Kind = Literal["error", "timeout", "invalid", "unjudgeable"]
 LARGEST = 3.4e38
 """What a reward may be: training keeps it in fp32."""
 FEW = 80
-"""Answers before which the fraction that failed says little; their number is taken for that of the first ones."""
+"""Responses before which the fraction that failed says little; their number is taken for that of the first ones."""
 LATER_S = 0.5
 """Seconds that a thread has beyond the deadline, so that a task that kills its own scorer can say so before."""
 FROZEN_S = LATER_S + 1.0
@@ -43,12 +43,12 @@ class ScoreError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an answer has no reward.
+    """Why a response has no reward.
 
     Args:
         kind: ``error``: the scorer raised; ``timeout``: it took longer than it may; ``invalid``: it returned something
-            else than the task's parts as finite numbers; ``unjudgeable``: no answer to this row can be judged.
-        message: names the task, the row and the answer.
+            else than the task's parts as finite numbers; ``unjudgeable``: no response to this row can be judged.
+        message: names the task, the row and the response.
     """
 
     kind: Kind
@@ -81,7 +81,7 @@ class ScoreGuard:
     Args:
         task: judges.
         deadline_s: seconds that one call of the scorer may take.
-        max_failed_fraction: of all answers; beyond it the run stops, as it would train on an odd choice of answers.
+        max_failed_fraction: of all responses; beyond it the run stops, as it would train on an odd choice of responses.
 
     Raises:
         ValueError: a setting is out of range.
@@ -97,9 +97,9 @@ class ScoreGuard:
         self._parts = set(task.reward_parts)
         self._lock, self._turn = threading.Lock(), threading.Lock()
         self.judged = 0
-        """Answers so far, the failed ones included."""
+        """Responses so far, the failed ones included."""
         self.failed: Counter[Kind] = Counter()
-        """Answers without a reward, by kind."""
+        """Responses without a reward, by kind."""
         self.examples: dict[Kind, str] = {}
         """The first failure of each kind."""
         self.tell: Callable[[str], None] = _to_stderr
@@ -129,15 +129,15 @@ class ScoreGuard:
         self.failed = Counter({kind: n for kind in kinds if (n := counts.get(f"failed_{kind}", 0))})
 
     def score(self, row: dict, responses: Sequence[str], where: str) -> list[Reward | Failure]:
-        """The reward of each answer to one row.
+        """The reward of each response to one row.
 
         Args:
             where: names the row in messages.
 
         Raises:
-            ScoreError: too many answers failed.
+            ScoreError: too many responses failed.
         """
-        if not self._task.together:
+        if not self._task.scores_group:
             return self._each("score", [(row, text) for text in responses], responses, where)
         rows = [row] * len(responses)
         said = f"{len(responses)} responses together, the first was {responses[0][:EXCERPT]!r}" if responses else ""
@@ -182,9 +182,9 @@ class ScoreGuard:
             said: what each call judges, for messages.
             name: gets the index of each call that is late, and its error, at its deadline.
         """
-        with self._turn:  # a task is asked once at a time, though a run may evaluate while answers come in
+        with self._turn:  # a task is asked once at a time, though a run may evaluate while responses come in
             if self._processes:
-                return self._processes.map([(method, *arguments) for arguments in calls], told=name)
+                return self._processes.map([(method, *arguments) for arguments in calls], on_result=name)
             self._task.ready(self.deadline_s)
             function = getattr(self._task, method)
             frozen = f"{self._name_of_task} has frozen this process for {self.deadline_s:g} s on {where}"
@@ -216,16 +216,16 @@ class ScoreGuard:
     def _name_of_task(self) -> str:
         return type(self._task).__name__
 
-    def _checked(self, results: Sequence[Any], answers: Sequence[str], where: str) -> list[Reward | Failure]:
-        checked = [self._check(result, answer, where) for result, answer in zip(results, answers, strict=True)]
+    def _checked(self, results: Sequence[Any], responses: Sequence[str], where: str) -> list[Reward | Failure]:
+        checked = [self._check(result, response, where) for result, response in zip(results, responses, strict=True)]
         self.record(checked)
         return checked
 
     def record(self, results: Sequence[Reward | Failure]) -> None:
-        """Counts the results of answers that were judged, and tells of failures that are new.
+        """Counts the results of responses that were judged, and tells of failures that are new.
 
         Raises:
-            ScoreError: too many answers failed.
+            ScoreError: too many responses failed.
         """
         failures = [result for result in results if isinstance(result, Failure)]
         with self._lock:
@@ -248,7 +248,7 @@ class ScoreGuard:
         if failed > self._max_failed * max(self.judged, FEW):
             counts = ", ".join(f"{count} {kind}" for kind, count in self.failed.items())
             raise ScoreError(
-                f"{failed} of {self.judged} answers could not be scored ({counts}), more than "
+                f"{failed} of {self.judged} responses could not be scored ({counts}), more than "
                 f"env.max_failed_fraction={self._max_failed} allows. The first of each kind:\n"
                 + "\n".join(self.examples.values())
             )
@@ -257,7 +257,7 @@ class ScoreGuard:
         self._late.add(late.message)
         self.tell(f"No reward (timeout): {late.message}")
 
-    def _check(self, result: Any, answer: str, where: str) -> Reward | Failure:
+    def _check(self, result: Any, response: str, where: str) -> Reward | Failure:
         if (
             isinstance(result, Reward)
             and _finite(result.parts)
@@ -266,10 +266,10 @@ class ScoreGuard:
         ):
             # A task may well return counts or truth values.
             return Reward(_floats(result.parts), _floats(result.measures))
-        return self._failure(result, answer, where)
+        return self._failure(result, response, where)
 
-    def _failure(self, result: Any, answer: str, where: str) -> Failure:
-        name, of = self._name_of_task, f"the response was {answer[:EXCERPT]!r}"
+    def _failure(self, result: Any, response: str, where: str) -> Failure:
+        name, of = self._name_of_task, f"the response was {response[:EXCERPT]!r}"
         if isinstance(result, Unjudgeable):
             return Failure("unjudgeable", f"{name} can't judge {where}: {result}")
         if isinstance(result, TimeoutError):

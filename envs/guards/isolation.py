@@ -106,14 +106,14 @@ class IsolatedCalls:
         arguments: Sequence[tuple],
         deadline_s: float | None = None,
         budget_s: float = math.inf,
-        told: Callable[[int, Any], None] | None = None,
+        on_result: Callable[[int, Any], None] | None = None,
     ) -> list[Any]:
         """What each call returned, in the order of ``arguments``, one tuple a call.
 
         Args:
             deadline_s: of each of these calls, where it is not the usual one.
             budget_s: of all calls together; in the place of those that have no result by then is a TimeoutError.
-            told: gets each call's index and result as soon as it is there, from any thread.
+            on_result: gets each call's index and result as soon as it is there, from any thread.
 
         In the place of a call that failed stands the exception: what it raised, a TimeoutError where it took longer
         than its deadline, or :class:`WorkerDied`.
@@ -126,7 +126,7 @@ class IsolatedCalls:
         size = max(1, min(_MAX_CHUNK, len(arguments) // (4 * self.workers)))
         deadline_s, until = deadline_s or self.deadline_s, time.monotonic() + budget_s
         futures = [
-            self._threads.submit(self._results, arguments[start : start + size], deadline_s, until, start, told)
+            self._threads.submit(self._results, arguments[start : start + size], deadline_s, until, start, on_result)
             for start in range(0, len(arguments), size)
         ]
         try:
@@ -153,10 +153,10 @@ class IsolatedCalls:
         deadline_s: float,
         until: float,
         start: int,
-        told: Callable[[int, Any], None] | None,
+        on_result: Callable[[int, Any], None] | None,
     ) -> list[Any]:
         """The results of the chunk's calls, made by this thread's worker, and after a failure by the next one."""
-        results = _Told(start, told)
+        results = _Results(start, on_result)
         died = False
         while len(results) < len(chunk):
             if self._closed:
@@ -202,21 +202,21 @@ class IsolatedCalls:
         return worker.kill()
 
 
-class _Told(list[Any]):
-    """Results, of which each is told as it comes in.
+class _Results(list[Any]):
+    """A list of results that passes each on as it comes in.
 
-    What ``told`` raises is kept for the end: the worker has calls under way, whose results have to be read.
+    What ``on_result`` raises is kept for the end: the worker has calls under way, whose results have to be read.
     """
 
-    def __init__(self, start: int, told: Callable[[int, Any], None] | None) -> None:
-        self._start, self._told = start, told
+    def __init__(self, start: int, on_result: Callable[[int, Any], None] | None) -> None:
+        self._start, self._on_result = start, on_result
         self.problem: BaseException | None = None
 
     def append(self, result: Any) -> None:
         super().append(result)
-        if self._told and not self.problem:
+        if self._on_result and not self.problem:
             try:
-                self._told(self._start + len(self) - 1, result)
+                self._on_result(self._start + len(self) - 1, result)
             except BaseException as problem:
                 self.problem = problem
 

@@ -52,7 +52,7 @@ class Watch:
         self._closed = False
 
     def begin(self, seconds: float, message: str) -> None:
-        """From now on a call may take so long; ``message`` says which it is."""
+        """Gives a call so many seconds from now on; ``message`` says which it is."""
         with self._dog.lock:
             if not self._closed:
                 self._dog.watched[self._key] = (time.monotonic() + seconds, message)

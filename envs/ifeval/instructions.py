@@ -1,12 +1,12 @@
-r"""The 25 instruction types of IFEval, each a pure function of an answer and of the instruction's arguments.
+r"""The 25 instruction types of IFEval, each a pure function of a response and of the instruction's arguments.
 
 Source: https://arxiv.org/abs/2311.07911, and the reference scorer, which decides where the paper leaves a choice:
 https://github.com/google-research/google-research/tree/master/instruction_following_eval
 
 Two things differ from the reference, on purpose: an argument is taken as it is, where the reference draws a random one
-for a missing or an odd one; and a keyword is a text, where it takes it for a regular expression. Whatever the answer, a
-check takes time about linear in it: where a hostile answer would make them square, `\s*` before a pattern and `.*` in
-one are left out.
+for a missing or an odd one; and a keyword is a text, where it takes it for a regular expression. Whatever the response,
+a check takes time about linear in it: where a hostile response would make them square, `\s*` before a pattern and
+`.*` in one are left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_rl.envs.ifeval.sentences import count_capital_words, count_sentences
 
 RELATIONS = ("less than", "at least")
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-"""What an answer to a constrained question may be."""
+"""The responses that a constrained question allows."""
 
 _POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 _FENCES = ("```json", "```Json", "```JSON", "```")
@@ -65,7 +65,7 @@ def letter_frequency(response: str, *, letter: str, let_frequency: int, let_rela
 
 
 def response_language(response: str, *, language: str) -> bool:
-    """Whether the answer is in the language; an answer without letters is in every language."""
+    """Whether the response is in the language; a response without letters is in every language."""
     return detect_language(response) in (language, None)
 
 
@@ -78,9 +78,9 @@ def number_sentences(response: str, *, num_sentences: int, relation: str) -> boo
 
 
 def number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
-    """Whether ``***`` divides the answer into exactly so many paragraphs, none empty.
+    """Whether ``***`` divides the response into exactly so many paragraphs, none empty.
 
-    A divider may open and close the answer.
+    A divider may open and close the response.
     """
     first, *rest = [bool(part.strip()) for part in response.split("***")]
     if not all(rest[:-1]):
@@ -160,7 +160,7 @@ def multiple_sections(response: str, *, section_spliter: str, num_sections: int)
 
 
 def json_format(response: str) -> bool:
-    """Whether the answer is JSON, inside a Markdown fence or not."""
+    """Whether the response is JSON, inside a Markdown fence or not."""
     text = response.strip()
     for fence in _FENCES:
         text = text.removeprefix(fence)
@@ -177,7 +177,7 @@ def title(response: str) -> bool:
 
 
 def _title(line: str) -> str:
-    """From the first ``<<`` to the last ``>>``, without either; empty where there is none."""
+    """The text from the first ``<<`` to the last ``>>``, without either; empty where there is none."""
     start, end = line.find("<<"), line.rfind(">>")
     return line[start:end].lstrip("<").rstrip(">") if 0 <= start < end - 2 else ""
 
@@ -186,14 +186,14 @@ def _title(line: str) -> str:
 
 
 def two_responses(response: str) -> bool:
-    """Whether ``******`` parts exactly two different answers; it may open and close them too."""
+    """Whether ``******`` parts exactly two different responses; it may open and close them too."""
     parts = [part.strip() for part in response.split("******")]
-    answers = [part for part in parts if part]
-    return all(parts[1:-1]) and len(answers) == 2 and answers[0] != answers[1]
+    responses = [part for part in parts if part]
+    return all(parts[1:-1]) and len(responses) == 2 and responses[0] != responses[1]
 
 
 def repeat_prompt(response: str, *, prompt_to_repeat: str) -> bool:
-    """Whether the answer begins with the request, whatever its case."""
+    """Whether the response begins with the request, whatever its case."""
     return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
@@ -201,12 +201,12 @@ def repeat_prompt(response: str, *, prompt_to_repeat: str) -> bool:
 
 
 def end_checker(response: str, *, end_phrase: str) -> bool:
-    """Whether the answer ends with the phrase, whatever its case; quotation marks may close it."""
+    """Whether the response ends with the phrase, whatever its case; quotation marks may close it."""
     return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
 def quotation(response: str) -> bool:
-    """Whether the whole answer stands in double quotation marks."""
+    """Whether the whole response stands in double quotation marks."""
     text = response.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
@@ -220,12 +220,12 @@ def capital_word_frequency(response: str, *, capital_frequency: int, capital_rel
 
 
 def english_capital(response: str) -> bool:
-    """Whether the answer is English (or has nothing to tell it by) and without small letters."""
+    """Whether the response is English (or has nothing to tell it by) and without small letters."""
     return response.isupper() and detect_language(response) in ("en", None)
 
 
 def english_lowercase(response: str) -> bool:
-    """Whether the answer is English (or has nothing to tell it by) and without capital letters."""
+    """Whether the response is English (or has nothing to tell it by) and without capital letters."""
     return response.islower() and detect_language(response) in ("en", None)
 
 

@@ -1,12 +1,12 @@
-"""Rows of IFEval: from the hub, which has one split, or from a file."""
+"""Rows of IFEval, from the hub, which has one split, or from a file."""
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+from grpo_rl.envs import tables
 from grpo_rl.envs.ifeval.verdicts import parse
 
 COLUMNS = {"key": (int, str), "prompt": str, "instruction_id_list": list, "kwargs": list}
@@ -31,15 +31,10 @@ def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict
     if split not in SPLITS:
         raise ValueError(f"IFEval has no split {split!r}; it has {' and '.join(SPLITS)}")
     if path is None:
-        return [row for row in _checked(_hub_rows(), HUB_NAME) if split_of(row["key"]) == split]
-    file = Path(path).expanduser()
-    try:
-        with file.open(encoding="utf-8-sig") as lines:
-            return _checked(_json_rows(lines, file), str(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"env.path={path} can't be read: {error}; give a JSONL file with {', '.join(COLUMNS)}"
-        ) from error
+        hub = ((f"{HUB_NAME}, row {index}", row) for index, row in enumerate(tables.hub_data(HUB_NAME, "train")))
+        return [row for row in tables.checked_rows(hub, check_row, HUB_NAME) if split_of(row["key"]) == split]
+    lines = tables.line_rows(path, f"a JSONL file with {', '.join(COLUMNS)}")
+    return tables.checked_rows(lines, check_row, str(path))
 
 
 def split_of(key: int | str) -> str:
@@ -63,41 +58,3 @@ def check_row(row: object, where: str) -> None:
         if not isinstance(row[column], kind):
             raise ValueError(f"{where}: {column} is {str(row[column])[:80]!r}, of type {type(row[column]).__name__}")
     parse(row["instruction_id_list"], row["kwargs"], f"{where} (key {row['key']})")
-
-
-def _checked(rows: Iterable[tuple[str, dict]], source: str) -> list[dict]:
-    checked = []
-    for where, row in rows:
-        check_row(row, where)
-        checked.append(dict(row))
-    if not checked:
-        raise ValueError(f"{source} has no rows")
-    return checked
-
-
-def _json_rows(lines: Iterable[str], file: Path) -> Iterator[tuple[str, dict]]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{file}, line {number}"
-        try:
-            yield where, json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{where} is not JSON ({error}); each line is one object") from error
-
-
-def _hub_rows() -> Iterator[tuple[str, dict]]:
-    # Imported here: it takes a second, which a local file need not pay.
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetNotFoundError
-    from httpx2 import HTTPError  # what huggingface_hub raises
-
-    try:
-        data = load_dataset(HUB_NAME, split="train")
-    except (ConnectionError, DatasetNotFoundError, HTTPError) as error:
-        raise ValueError(
-            f"{HUB_NAME} can't be had from the hub ({error}); with a copy of it, set env.path=FILE.jsonl "
-            "(and env.eval_path for the held-out rows)"
-        ) from error
-    for index, row in enumerate(data):
-        yield f"{HUB_NAME}, row {index}", dict(row)

@@ -54,8 +54,8 @@ def require_punkt() -> None:
 @cache
 def _punkt() -> PunktTokenizer:
     tokenizer = _loaded()
-    # Whether a point ends a sentence is decided on the words beside it alone, which variants of an answer, and a
-    # group's answers, have in common.
+    # Whether a point ends a sentence is decided on the words beside it alone, which variants of a response, and a
+    # group's responses, have in common.
     tokenizer.text_contains_sentbreak = lru_cache(maxsize=4096)(tokenizer.text_contains_sentbreak)
     return tokenizer
 

@@ -1,26 +1,33 @@
-"""IFEval as a task, paid by the instructions that an answer follows, and as an environment."""
+"""IFEval: instructions whose following can be checked, paid by how many of them a response follows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from grpo_rl.envs.base import LLMEnv, Messages, Reward, Task
 from grpo_rl.envs.ifeval.rows import check_row, load_rows
 from grpo_rl.envs.ifeval.sentences import require_punkt
 from grpo_rl.envs.ifeval.verdicts import parse, verdicts
-from grpo_rl.envs.task import check_weights
+from grpo_rl.envs.spec import TaskSpec
+from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening
 
 COUNT_SENTENCES = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
 """Instructions that need NLTK's sentence data."""
 
 
 class IFEval(Task):
-    """Instructions whose following can be checked; an answer earns ``strict``, ``all`` and ``loose``.
+    """Instructions whose following can be checked; a response earns ``strict``, ``all`` and ``loose``.
+
+    "I am planning a trip to Japan, and I would like thee to write an itinerary for my journey in a Shakespearean style.
+    You are not allowed to use any commas in your response." A response without commas earns 2, one with them nothing:
+
+    >>> row = {"key": 1001, "prompt": "I am planning a trip to Japan, [...] not allowed to use any commas [...]",
+    ...     "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    >>> task = IFEval([row])
+    >>> task.score(row, "On the first day thou shalt behold fair Kyoto.").parts
+    {'strict': 1.0, 'all': 1.0}
+    >>> task.score(row, "Hark, on the first day thou shalt behold fair Kyoto.").total
+    0.0
 
     Only parts with a weight other than 0 are judged and named in :attr:`reward_parts`.
 
@@ -54,7 +61,7 @@ class IFEval(Task):
         if not self._weights:
             raise ValueError(f"the weights env.reward={weights} pay for nothing; give one another value than 0")
         self.reward_parts = tuple(self._weights)
-        self._before: Messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._before = opening(system_prompt)
         self.rows = rows
         for index, row in enumerate(rows):
             check_row(row, f"row {index}")
@@ -83,42 +90,5 @@ class IFEval(Task):
         return Reward({name: weight * earned[name] for name, weight in self._weights.items()})
 
 
-class IFEvalEnv(LLMEnv):
-    """IFEval as a TorchRL environment.
-
-    "I am planning a trip to Japan, and I would like thee to write an itinerary for my journey in a Shakespearean style.
-    You are not allowed to use any commas in your response." An answer without commas earns 2, one with them nothing:
-
-    >>> row = {"key": 1001, "prompt": "I am planning a trip to Japan, [...] not allowed to use any commas [...]",
-    ...     "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
-    >>> task = IFEval([row])
-    >>> task.score(row, "On the first day thou shalt behold fair Kyoto.").parts
-    {'strict': 1.0, 'all': 1.0}
-    >>> task.score(row, "Hark, on the first day thou shalt behold fair Kyoto.").total
-    0.0
-
-    Args:
-        num_envs: prompts in flight.
-        repeats: answers to each, the group size G.
-        tokenizer: of the model that answers.
-        path: see :func:`load_rows`.
-        split: see :func:`load_rows`.
-        system_prompt: see :class:`IFEval`.
-        reward: weights of :class:`IFEval`, as in the config's ``env.reward``.
-        options: the others of :class:`LLMEnv`.
-    """
-
-    def __init__(
-        self,
-        num_envs: int,
-        repeats: int,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        path: str | Path | None = None,
-        split: str = "train",
-        system_prompt: str | None = None,
-        reward: Mapping[str, float] | None = None,
-        **options: Any,
-    ) -> None:
-        task = IFEval(load_rows(path, split), system_prompt=system_prompt, **(reward or {}))
-        super().__init__(task, tokenizer, num_envs, repeats, **options)
+IFEvalEnv = TaskSpec(IFEval, load_rows)
+"""IFEval as a TorchRL environment."""

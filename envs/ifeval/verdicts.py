@@ -1,4 +1,4 @@
-"""Which of its instructions an answer follows, strictly and loosely."""
+"""Which of its instructions a response follows, strictly and loosely."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ def check(
     prompt: str,
     loose: bool = False,
 ) -> list[bool]:
-    """Whether the answer follows each instruction of a row of IFEval.
+    """Whether the response follows each instruction of a row of IFEval.
 
     Args:
         instruction_ids: keys of :data:`~grpo_rl.envs.ifeval.instructions.INSTRUCTIONS`.
         kwargs: arguments of each; None is one that is not given, while 0 and empty ones count.
-        response: the answer.
+        response: its text.
         prompt: of the row, which errors name; what an instruction needs of it is among its arguments.
-        loose: whether it is enough that a variant of the answer follows the instruction, see :func:`variants`.
+        loose: whether it is enough that a variant of the response follows the instruction, see :func:`variants`.
 
     Raises:
         ValueError: an instruction is unknown, or an argument is missing, unknown or of no sense.
 
     >>> ids = ["punctuation:no_comma", "length_constraints:number_words"]
     >>> kwargs = [{}, {"num_words": 3, "relation": "less than"}]
-    >>> answer = "Sure, here you are:\\nHello World"
-    >>> check(ids, kwargs, answer, prompt="Greet us."), check(ids, kwargs, answer, prompt="Greet us.", loose=True)
+    >>> response = "Sure, here you are:\\nHello World"
+    >>> check(ids, kwargs, response, prompt="Greet us."), check(ids, kwargs, response, prompt="Greet us.", loose=True)
     ([False, False], [True, True])
     """
     return verdicts(parse(instruction_ids, kwargs, f"the row of {prompt[:60]!r}"), response, loose=loose)
 
 
 def verdicts(instructions: Sequence[Instruction], response: str, *, loose: bool = False) -> list[bool]:
-    """Whether the answer follows each instruction; a blank one follows none."""
+    """Whether the response follows each instruction; a blank one follows none."""
     texts = [text for text in (variants(response) if loose else [response]) if text.strip()]
     return [any(instruction.followed(text) for text in texts) for instruction in instructions]
 
 
 def variants(response: str) -> list[str]:
-    r"""The answer, and what it is without its first line, its last line, both, and each of these without asterisks.
+    r"""The response, and what it is without its first line, its last line, both, and each of these without asterisks.
 
-    So a greeting, a closing remark or bold type makes no instruction unfollowed. The answer comes first.
+    So a greeting, a closing remark or bold type makes no instruction unfollowed. The response comes first.
 
     >>> variants("Sure:\n*Hi*")
     ['Sure:\n*Hi*', 'Sure:\nHi', '*Hi*', 'Hi', 'Sure:', '']
@@ -106,7 +106,7 @@ def _parsed(name: str, arguments: Mapping[str, Any], where: str) -> Instruction:
     if "nth_paragraph" in given and given["nth_paragraph"] > given["num_paragraphs"]:
         raise ValueError(
             f"{where} is about paragraph {given['nth_paragraph']} of {given['num_paragraphs']}; "
-            "no answer could follow it"
+            "no response could follow it"
         )
     return Instruction(name, given)
 

@@ -6,7 +6,9 @@ from grpo_rl.envs.task import Unjudgeable
 
 
 def accuracy(text: str, gold: str | None) -> float:
-    r"""1 where the text's last boxed answer equals ``gold`` as mathematics, else 0; see `grpo_rl.envs.math.verify`.
+    r"""1 where the text's last boxed answer equals ``gold`` as mathematics, else 0.
+
+    The judge is `grpo_rl.envs.grading.verification.verify`.
 
     Source: Open-R1's ``accuracy``, https://github.com/huggingface/open-r1/blob/main/src/open_r1/rewards.py. There
     LaTeX outside a box counts too where there is no box, and a gold answer that can't be parsed earns 1 in some
@@ -19,7 +21,7 @@ def accuracy(text: str, gold: str | None) -> float:
     1.0
     """
     # Imported here: it brings math-verify, which the other rewards need not wait for.
-    from grpo_rl.envs.math import verify
+    from grpo_rl.envs.grading.verification import verify
 
     if gold is None:
         raise Unjudgeable("the row has no gold answer")

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 from grpo_rl.envs.rewards.registry import Part, read_parts
-from grpo_rl.envs.task import Messages, Reward, Task, last_said, plays_turns
+from grpo_rl.envs.task import Messages, Reward, Task, last_said, plays_turns, raised
 
 if TYPE_CHECKING:  # processes that call reward functions need not wait for it
     from transformers import PreTrainedTokenizerBase
@@ -18,11 +18,11 @@ CountTokens = Callable[[Sequence[str]], Sequence[int]]
 """The number of tokens in each text."""
 
 CORRECTNESS = ("accuracy", "correctness")
-"""Reward parts that say whether an answer is right, where a reward names none."""
+"""Reward parts that say whether a response is right, where a reward names none."""
 
 
 class WithRewards(Task):
-    """A task whose answers earn more: to the parts of ``task`` come those of ``rewards``, under their names.
+    """A task whose responses earn more: to the parts of ``task`` come those of ``rewards``, under their names.
 
     Prompts, rows and gold answers are the task's own. Make it with :func:`with_rewards`.
 
@@ -33,7 +33,7 @@ class WithRewards(Task):
 
     Raises:
         ValueError: a reward or setting makes no sense, has the name of a part of the task, needs a part or a counter
-            that is not there, or compares the answers of a group in a task of several turns, scored one by one.
+            that is not there, or compares the responses of a group in a task of several turns, scored one by one.
     """
 
     def __init__(self, task: Task, rewards: Mapping[str, Any], count_tokens: CountTokens | None = None) -> None:
@@ -48,18 +48,18 @@ class WithRewards(Task):
             self._check(part)
 
     @property
-    def together(self) -> bool:
-        """Whether the task's answers are scored together, or an added reward compares those of a group."""
-        return self.task.together or any(part.known.whole_group for part in self._parts)
+    def scores_group(self) -> bool:
+        """Whether the task's responses are scored together, or an added reward compares those of a group."""
+        return self.task.scores_group or any(part.known.whole_group for part in self._parts)
 
     def without_rows(self) -> WithRewards:
-        """See :meth:`Task.without_rows`."""
+        """A copy of both tasks, this one and the inner one, without data."""
         other = cast(WithRewards, super().without_rows())
         other.task = self.task.without_rows()
         return other
 
     def ready(self, deadline_s: float) -> None:
-        """See :meth:`Task.ready`."""
+        """Starts what the task's scorer needs."""
         self.task.ready(deadline_s)
 
     def prompt(self, row: dict) -> Messages:
@@ -71,17 +71,17 @@ class WithRewards(Task):
         return self.task.gold(row)
 
     def score(self, row: dict, response: str) -> Reward:
-        """The reward of an answer alone: where answers of a group are compared, it has no others to lose to.
+        """The reward of a response alone: where responses of a group are compared, it has no others to lose to.
 
         >>> from grpo_rl.envs.gsm8k import GSM8K
         >>> task = with_rewards(GSM8K([]), {"cosine": {"weight": 2.0, "max_len": 10}})
         >>> task.score({"question": "3 + 4?", "answer": "#### 7"}, "It's 7").parts
         {'correctness': 2.0, 'reasoning_format': 0.0, 'answer_format': 0.0, 'cosine': 1.345...}
         """
-        return _raised(self.score_many([row], [response])[0])
+        return raised(self.score_many([row], [response])[0])
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
-        """The reward of each answer; neighbours with the same row are the answers to one prompt."""
+        """The reward of each response; neighbours with the same row are the responses to one prompt."""
         return self._extended(rows, responses, self.task.score_many(rows, responses))
 
     def _extended(
@@ -92,7 +92,7 @@ class WithRewards(Task):
         lengths = {"characters": [len(text) for text in texts], "tokens": counts}
         for group in _groups(rows):
             for part in self._parts:
-                # An answer whose scorer failed is out of its group, for the rewards that compare too.
+                # A response whose scorer failed is out of its group, for the rewards that compare too.
                 judged = [(at, result) for at in group if isinstance(result := results[at], Reward)]
                 inputs = {
                     "text": [texts[at] for at, _ in judged],
@@ -114,21 +114,21 @@ class WithRewards(Task):
         return {part.unit for part in self._parts if "length" in part.known.inputs}
 
     def _correctness(self, part: Part) -> str:
-        """The name of the part that tells whether an answer is right; empty where nobody asks."""
+        """The name of the part that tells whether a response is right; empty where no reward asks."""
         if "correct" not in part.known.inputs:
             return ""
         # An added accuracy first: it is judged before it is weighted.
         name = part.correct or next((name for name in CORRECTNESS if name in self.reward_parts), None)
         if name in self.task.reward_parts and not self.task.pays(name):
             raise ValueError(
-                f"env.rewards.{part.name} asks whether an answer is right, and the weight of {name} is not above 0, so "
-                f"that nobody could tell; pay for it, or add env.rewards.accuracy"
+                f"env.rewards.{part.name} asks whether a response is right, and the weight of {name} is not above 0, "
+                f"so that nobody could tell; pay for it, or add env.rewards.accuracy"
             )
         if name is None or name not in self.reward_parts or name == part.name:
             raise ValueError(
-                f"env.rewards.{part.name} asks whether an answer is right, and {name or ' or '.join(CORRECTNESS)} is "
+                f"env.rewards.{part.name} asks whether a response is right, and {name or ' or '.join(CORRECTNESS)} is "
                 f"no other part of the reward, which has {', '.join(self.reward_parts)}; name the part that is above 0 "
-                f"for right answers with env.rewards.{part.name}.correct, or add env.rewards.accuracy"
+                f"for right responses with env.rewards.{part.name}.correct, or add env.rewards.accuracy"
             )
         return name
 
@@ -141,11 +141,13 @@ class WithRewards(Task):
         if "gold" in part.known.inputs and len(self.rows) and all(self.task.gold(row) is None for row in self.rows):
             raise ValueError(f"{where} needs gold answers, and {name} has none; leave {where} out")
         if part.known.whole_group and plays_turns(self.task):
-            raise ValueError(f"{where} compares the answers of a group, and {name} is scored one by one; leave it out")
+            raise ValueError(
+                f"{where} compares the responses of a group; {name} is scored one by one, so leave it out"
+            )
 
 
 class WithRewardsInTurns(WithRewards):
-    """The same for a task that answers back; added rewards judge the policy's last message."""
+    """A task of several turns with rewards added; these judge the policy's last message."""
 
     def reply(self, row: dict, messages: Messages) -> Messages | None:
         """The task's reply."""
@@ -154,7 +156,7 @@ class WithRewardsInTurns(WithRewards):
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
         """The task's reward of the conversation, and the added ones of its last message."""
         own = self.task.score_dialog(row, messages)
-        return _raised(self._extended([row], [last_said(messages)], [own])[0])
+        return raised(self._extended([row], [last_said(messages)], [own])[0])
 
 
 def with_rewards(task: Task, rewards: Mapping[str, Any] | None, count_tokens: CountTokens | None = None) -> Task:
@@ -180,9 +182,3 @@ def _counts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[in
 def _groups(rows: Sequence[dict]) -> Iterator[list[int]]:
     for _, group in groupby(range(len(rows)), key=lambda at: rows[at]):
         yield list(group)
-
-
-def _raised(result: Reward | Exception) -> Reward:
-    if isinstance(result, Exception):
-        raise result
-    return result

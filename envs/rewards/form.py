@@ -1,4 +1,4 @@
-"""Rewards for an answer's form: thinking and answer inside their tags, steps that can be seen, code in a block.
+"""Rewards for a response's form: thinking and answer inside their tags, steps that can be seen, code in a block.
 
 Source of all: Open-R1, https://github.com/huggingface/open-r1/blob/main/src/open_r1/rewards.py. Each takes time linear
 in the text, whatever the text.
@@ -20,7 +20,7 @@ def answer_format(text: str, *, line_breaks: bool = True) -> float:
     Source: Open-R1's ``format``. Its pattern lets anything follow the line of ``</answer>``; here only white space may.
 
     Args:
-        text: of the answer.
+        text: of the response.
         line_breaks: whether the tags must stand on lines of their own, as Open-R1's prompt asks.
 
     >>> answer_format("<think>\n3 + 4 = 7\n</think>\n<answer>\n7\n</answer>")

@@ -22,7 +22,7 @@ class RewardFunctionError(RuntimeError):
 
 
 class RewardFunction:
-    """A function from a batch to one number for each answer, checked before it is first called.
+    """A function from a batch to one number for each response, checked before it is first called.
 
     Its arguments are keyword lists, of which it gets those that its signature names, or all where it takes
     ``**kwargs``. This is the convention of TRL's GRPO trainer:
@@ -50,9 +50,9 @@ class RewardFunction:
         self.takes = self._taken(columns)
 
     def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[float | Exception]:
-        """The number of each of the ``count`` answers, or why there is none.
+        """The number of each of the ``count`` responses, or why there is none.
 
-        An answer for which the function returns None can't be judged.
+        A response for which the function returns None can't be judged.
 
         Raises:
             RewardFunctionError: the function raised, or returned something else than ``count`` values.
@@ -71,7 +71,7 @@ class RewardFunction:
             raise RewardFunctionError(f"{self.where} returned {values!r:.200}; it must return a list of numbers")
         if len(values) != count:
             raise RewardFunctionError(
-                f"{self.where} returned {len(values)} numbers for {count} answers; it must return one for each"
+                f"{self.where} returned {len(values)} numbers for {count} responses; it must return one for each"
             )
         return [self._number(value) for value in values]
 
@@ -84,7 +84,7 @@ class RewardFunction:
                 return float(value)
         except OverflowError:
             pass
-        return RewardFunctionError(f"{self.where} returned {value!r:.200} for an answer; it must be a finite number")
+        return RewardFunctionError(f"{self.where} returned {value!r:.200} for a response; it must be a finite number")
 
     def _taken(self, columns: Collection[str]) -> list[str]:
         try:

@@ -1,4 +1,4 @@
-"""Rewards for an answer's length, in characters or tokens: what matters is that all lengths have the same unit."""
+"""Rewards for a response's length, in characters or tokens: what matters is that all lengths have the same unit."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Sequence
 
 
 def group_length(lengths: Sequence[int], correct: Sequence[bool]) -> list[float]:
-    """For each answer to one prompt, 0.5 for the shortest down to -0.5 for the longest; wrong answers get no praise.
+    """A value for each response to one prompt, from 0.5 for the shortest to -0.5 for the longest.
+
+    A wrong response gets at most 0.
 
     Source: Kimi k1.5, https://arxiv.org/abs/2501.12599, section 2.3.3, "Length Penalty"; Open-R1's ``length``.
 
     Args:
-        lengths: of the answers to one prompt. Where all are equal, each gets 0.
-        correct: whether each answer is right.
+        lengths: of the responses to one prompt. Where all are equal, each gets 0.
+        correct: whether each response is right.
 
     >>> group_length([100, 200, 300], [True, True, False])
     [0.5, 0.0, -0.5]
@@ -36,24 +38,24 @@ def cosine(
     max_value_correct: float = 1.0,
     value_exceeded: float | None = None,
 ) -> float:
-    """The best value for a short right answer and the worst for a short wrong one, nearing each other with length.
+    """The best value for a short right response and the worst for a short wrong one, nearing each other with length.
 
-    Between length 0 and ``max_len`` half a wave of a cosine leads from one value to the other: right answers had better
-    be short, and wrong ones had better go on thinking.
+    Between length 0 and ``max_len`` half a wave of a cosine leads from one value to the other: right responses had
+    better be short, and wrong ones had better go on thinking.
 
     Source: "Demystifying Long Chain-of-Thought Reasoning in LLMs", https://arxiv.org/abs/2502.03373, the cosine reward;
     names and values are those of Open-R1's ``cosine``. There the wave turns back past ``max_len``, so that the longest
-    answers earn as the shortest; here it stays where it ends.
+    responses earn as the shortest; here it stays where it ends.
 
     Args:
-        length: of the answer.
+        length: of the response.
         correct: whether it is right.
         max_len: where the wave ends.
-        min_value_wrong: for a wrong answer of length 0.
-        max_value_wrong: for a wrong answer of ``max_len``.
-        min_value_correct: for a right answer of ``max_len``.
-        max_value_correct: for a right answer of length 0.
-        value_exceeded: for any answer of ``max_len`` or more, the paper's r_e; None goes on with the wave's end.
+        min_value_wrong: for a wrong response of length 0.
+        max_value_wrong: for a wrong response of ``max_len``.
+        min_value_correct: for a right response of ``max_len``.
+        max_value_correct: for a right response of length 0.
+        value_exceeded: for any response of ``max_len`` or more, the paper's r_e; None goes on with the wave's end.
 
     Raises:
         ValueError: ``max_len`` is below 1, or a value is not finite.
@@ -78,8 +80,8 @@ def soft_overlong_punishment(length: int, *, max_len: int, cache: int) -> float:
     Source: DAPO, https://arxiv.org/abs/2503.14476, eq. 13, with lengths in tokens and a cache of 4096 below 20480.
 
     Args:
-        length: of the answer.
-        max_len: the longest answer that is not punished in full.
+        length: of the response.
+        max_len: the longest response that is not punished in full.
         cache: how far below it the punishment begins.
 
     Raises:

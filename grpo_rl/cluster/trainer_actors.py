@@ -16,10 +16,12 @@ import ray
 import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from grpo_rl.cluster.nodes import on_node
 
 LAST_WORDS_S = 60.0
-"""Seconds that rank 0 has to end after another rank has: it writes what is to be kept."""
+"""Seconds that rank zero has to end after another rank has: it writes what is to be kept."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Meeting:
     Args:
         rank: of this process.
         size: how many there are.
-        host: of rank 0.
+        host: of rank zero.
         port: that it listens on.
     """
 
@@ -72,7 +74,7 @@ class StoppedEarly(RuntimeError):
 def run_trainers(
     work: Callable[[Meeting], Any], count: int, place: PlacementGroup, num_cpus: float, num_gpus: float
 ) -> Any:
-    """What ``work`` returns on rank 0, which all ranks do side by side, each in a process of its own.
+    """What ``work`` returns on rank zero, which all ranks do side by side, each in a process of its own.
 
     Ctrl-C is passed on to all of them, which finish their step; the second one ends them.
 
@@ -106,7 +108,7 @@ def run_trainers(
                     raise
                 asked_to_stop = True
                 for _, node, pid, _ in places:
-                    _interrupt.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(pid)
+                    _interrupt.options(scheduling_strategy=on_node(node)).remote(pid)
         return ray.get(runs[0])
     finally:
         for trainer in trainers:
@@ -114,7 +116,7 @@ def run_trainers(
 
 
 def _check(run: Any, node: str, first: Any) -> None:
-    """Raises what ended the run of a rank: where rank 0 stopped too and says why, that."""
+    """Raises what ended the run of a rank: where rank zero stopped too and says why, that."""
     try:
         ray.get(run)
     except RayActorError as error:

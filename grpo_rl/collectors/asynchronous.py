@@ -1,4 +1,4 @@
-"""OverlappedCollector: samples groups while others are trained on; for the training loop it is like SyncCollector."""
+"""AsyncCollector: samples groups while others are trained on; for the training loop it is like SyncCollector."""
 
 from __future__ import annotations
 
@@ -10,186 +10,203 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, Protocol
 
-from grpo_rl.cluster.fleet_engine import FleetEngine
+from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
 from grpo_rl.collectors.multi_turn import begin, converse, group_of_trajectories, judge
-from grpo_rl.collectors.rollout_scheduler import Dropped, Flow
-from grpo_rl.collectors.staleness import Ledger
-from grpo_rl.collectors.sync import group_of_samples, rewarded, rewarded_alike
+from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
+from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.data.group import Group
-from grpo_rl.engines.base import AsyncEngine, Samples, Sampling
+from grpo_rl.engines.base import AsyncEngine, EngineFleet, Samples, Sampling
 from grpo_rl.envs.base import LLMEnv, Prompt
 
 
-class OverlappedCollector:
+class PolicyVersion(Protocol):
+    """The owner of the policy version: `grpo_rl.weights.push.WeightSync`."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights that engines hold."""
+        ...
+
+    def subscribe(self, listener: Callable[[int], None]) -> None:
+        """Has ``listener`` called with the new version after each push."""
+        ...
+
+
+class AsyncCollector:
     """Hands out collections of ``env.num_envs`` groups, and goes on sampling meanwhile, up to the bound on staleness.
 
     Every group that is started is handed out once, or dropped and counted by its reason.
 
     Args:
-        env: gives prompts and scores answers.
-        engine: the fleet that samples.
+        env: gives prompts and scores responses.
+        engines: sample.
         sampling: how; of each turn, where the task replies.
-        total_dialog_turns: answers to sample in all, over all runs of a resumed training.
+        total_dialog_turns: responses to sample in all, over all runs of a resumed training.
+        weights: says under which policy version is sampled; a push ends the step and makes room for other groups.
         max_staleness: policy versions that a token may be old when it is trained on.
-        version: of the weights that are trained first.
-        drops_alike: groups that are rewarded alike are dropped, and others take their places: dynamic sampling.
-        alike: which these are.
+        collected: responses sampled before, when a run is resumed.
+        drops_zero_variance: groups without signal are dropped, and others take their places: dynamic sampling.
+        has_no_signal: which these are.
     """
 
     def __init__(
         self,
         env: LLMEnv,
-        engine: FleetEngine,
+        engines: EngineFleet,
         sampling: Sampling,
         total_dialog_turns: int,
+        weights: PolicyVersion,
         max_staleness: int,
-        version: int = 0,
-        drops_alike: bool = False,
-        alike: Callable[[Group], bool] = rewarded_alike,
+        collected: int = 0,
+        drops_zero_variance: bool = False,
+        has_no_signal: Callable[[Group], bool] = has_zero_variance,
     ) -> None:
-        self._env, self._engine, self._sampling = env, engine, sampling
-        self._total, self._drops_alike, self._alike = total_dialog_turns, drops_alike, alike
+        self._env, self._engines, self._sampling = env, engines, sampling
+        self._total, self._group_size = total_dialog_turns, 0
+        self._drops_zero_variance, self._has_no_signal = drops_zero_variance, has_no_signal
         self._scorers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scores")  # a task is asked once at a time
-        self.ledger = Ledger(env.num_envs, max_staleness, version)
-        self._flow = Flow(self.ledger, self._ask, self._answer)
-        self.repeats = env.repeats
-        """Answers to each of the next prompts."""
+        self.staleness = StalenessManager(env.num_envs, max_staleness, weights.version)
+        self._scheduler = RolloutScheduler(self.staleness, self._next_prompt, self._sample)
         self.sample_s = 0.0
         """Seconds that the last collection was waited for."""
         self.sampled: list[Group] = []
-        """The groups of the last collection, and those that were left out as rewarded alike since the one before."""
-        self.collected = 0
-        """Answers sampled so far whose groups were handed out or dropped."""
-        self._alike_groups: list[Group] = []
-        self._account: dict[str, float] = {}
+        """The groups of the last collection, and zero-variance groups that were dropped since the one before."""
+        self.collected = collected
+        """Responses sampled so far whose groups were handed out or dropped."""
+        self._zero_variance: list[Group] = []
+        self._metrics: dict[str, float] = {}
+        weights.subscribe(self._on_push)
 
-    def collect(self) -> list[Group]:
+    def collect(self, group_size: int) -> list[Group]:
         """The groups of the next training step; fewer at the end, and then none.
+
+        Args:
+            group_size: responses to a prompt; the same in all calls, as groups of later steps are in flight.
 
         Raises:
             Exception: what ended the sampling: too many engines died, too many scorers failed.
         """
 
         async def batch() -> list[Group]:  # on the loop, where nothing else counts meanwhile
-            groups = await self._flow.batch()
-            self.sampled, self._alike_groups = [*groups, *self._alike_groups], []
+            self._group_size = group_size
+            groups = await self._scheduler.batch()
+            self.sampled, self._zero_variance = [*groups, *self._zero_variance], []
             self._take_stock()
             return groups
 
         start = time.perf_counter()
-        groups = self._engine.wait(batch())
+        groups = self._engines.wait(batch())
         self.sample_s = time.perf_counter() - start
         return groups
 
     def _take_stock(self) -> None:
-        ledger = self.ledger
-        self.collected = (ledger.trained + ledger.dropped.total()) * self._env.repeats
-        self._account = {
-            "groups/started": ledger.started,
-            "groups/trained": ledger.trained,
-            "groups/open": len(ledger.open),
-            "groups/resampled": self._flow.resampled,
-            "engines/replaced": self._engine.fleet.restarts,
-            **{f"groups/dropped_{reason}": count for reason, count in ledger.dropped.items()},
+        staleness = self.staleness
+        self.collected = (staleness.trained + staleness.dropped.total()) * self._group_size
+        self._metrics = {
+            "groups/started": staleness.started,
+            "groups/trained": staleness.trained,
+            "groups/open": len(staleness.open),
+            "groups/resampled": self._scheduler.resampled,
+            "engines/replaced": self._engines.replaced,
+            **{f"groups/dropped_{reason}": count for reason, count in staleness.dropped.items()},
         }
 
-    def advance(self) -> None:
-        """To be called when the engines hold the weights of the step that is over."""
-
+    def _on_push(self, version: int) -> None:
         async def advance() -> None:
-            self._flow.advance()
+            if self._group_size:
+                self._scheduler.advance(version)
+            else:  # nothing was asked for yet
+                self.staleness.advance(version)
 
-        self._engine.loop.run(advance())
+        self._engines.run(advance())
 
     def state(self) -> dict[str, Any]:
-        """Where the collection of the run stands, for a checkpoint: groups that are answered and wait are kept."""
+        """Where the collection of the run stands, for a checkpoint: complete groups that wait are kept."""
 
-        async def state() -> dict[str, Any]:  # on the loop, where nothing is asked meanwhile
+        async def state() -> dict[str, Any]:  # on the loop, where nothing is started meanwhile
             groups = [
                 {"version": version, "prompt": asdict(prompt), "group": None if group is None else _fields(group)}
-                for version, prompt, group in self._flow.open()
+                for version, prompt, group in self._scheduler.open()
             ]
             return {
                 "env": json.dumps(self._env.state_dict()),
-                "trained": self.ledger.trained,
-                "dropped": dict(self.ledger.dropped),
-                "resampled": self._flow.resampled,
-                "replaced": self._engine.fleet.restarts,
+                "trained": self.staleness.trained,
+                "dropped": dict(self.staleness.dropped),
+                "resampled": self._scheduler.resampled,
+                "replaced": self._engines.replaced,
                 "open": groups,
             }
 
-        return self._engine.loop.run(state())
+        return self._engines.run(state())
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state`: prompts that were in flight are asked again."""
+        """Goes on from :meth:`state`: groups that were in flight are sampled again."""
 
         async def restore() -> None:
             self._env.load_state_dict(json.loads(state["env"]))
-            self.ledger.trained, self.ledger.dropped = state["trained"], Counter(state["dropped"])
-            self.ledger.started = self.ledger.trained + self.ledger.dropped.total()
-            self._flow.resampled = state["resampled"]
-            self._engine.fleet.restarts += state.get("replaced", 0)  # older checkpoints do not say
-            self._take_stock()
-            self._flow.reopen(
+            self.staleness.trained, self.staleness.dropped = state["trained"], Counter(state["dropped"])
+            self.staleness.started = self.staleness.trained + self.staleness.dropped.total()
+            self._scheduler.resampled = state["resampled"]
+            self._engines.replaced += state.get("replaced", 0)  # older checkpoints do not say
+            self._scheduler.reopen(
                 (saved["version"], Prompt(**saved["prompt"]), saved["group"] and Group(**saved["group"]))
                 for saved in state["open"]
             )
 
-        self._engine.loop.run(restore())
+        self._engines.run(restore())
 
     def metrics(self) -> dict[str, float]:
-        """The account when the last collection was handed out: what was started was trained on, dropped, or is open."""
-        return self._account
+        """The account at the last collection: every group that was started is trained on, dropped or open."""
+        return self._metrics
 
-    def news(self) -> list[str]:
+    def events(self) -> list[str]:
         """What became of engines since the last call."""
-        news, self._engine.fleet.news = self._engine.fleet.news, []
-        return news
+        return self._engines.events()
 
     def close(self) -> None:
         """Ends what is in flight; engines go on to live."""
-        self._engine.loop.run(self._flow.close())
+        self._engines.run(self._scheduler.close())
         self._scorers.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self) -> Prompt | None:
-        if self.ledger.started * self.repeats >= self._total:
+    def _next_prompt(self) -> Prompt | None:
+        if self.staleness.started * self._group_size >= self._total:
             return None
         return self._env.next_prompts(1)[0]
 
-    async def _answer(self, prompt: Prompt) -> Group:
-        work = self._converse if self._env.max_turns > 1 else self._sample
-        group = await self._engine.fleet.call(lambda engine: work(engine, prompt), self.repeats)
+    async def _sample(self, prompt: Prompt) -> Group:
+        work = self._play if self._env.max_turns > 1 else self._respond
+        group = await self._engines.call(lambda engine: work(engine, prompt), self._group_size)
         if group is None:
             raise Dropped("unrewarded")
-        if self._drops_alike and self._alike(group):
-            self._alike_groups.append(group)
-            raise Dropped("alike")
+        if self._drops_zero_variance and self._has_no_signal(group):
+            self._zero_variance.append(group)
+            raise Dropped("alike")  # the metric's name
         return group
 
-    async def _sample(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
-        name = f"group-{prompt.group_id}-{self._flow.resampled}"
-        samples = await engine.generate(name, prompt.ids.tolist(), self.repeats, self._sampling)
+    async def _respond(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
+        name = f"group-{prompt.group_id}-{self._scheduler.resampled}"
+        samples = await engine.generate(name, prompt.ids.tolist(), self._group_size, self._sampling)
         results = await self._in_turn(lambda: self._env.score(prompt.row, samples.responses))
         return rewarded(group_of_samples(prompt, samples), results)
 
-    async def _converse(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
+    async def _play(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
         """All conversations of a group, on one engine, which holds what was said in its cache."""
         env, ids = self._env, prompt.ids.tolist()
         row = env.task.rows[prompt.row]
-        played = [begin(env, row, f"row {prompt.row}", ids) for _ in range(self.repeats)]
+        played = [begin(env, row, f"row {prompt.row}", ids) for _ in range(self._group_size)]
 
         async def play(i: int) -> None:
             turn = itertools.count()
 
             def ask(ids: Sequence[int], sampling: Sampling) -> Awaitable[Samples]:
-                name = f"group-{prompt.group_id}-{self._flow.resampled}-{i}-{next(turn)}"
+                name = f"group-{prompt.group_id}-{self._scheduler.resampled}-{i}-{next(turn)}"
                 return engine.generate(name, ids, 1, sampling)
 
             await converse(env, played[i], ask, self._sampling, engine.max_model_len)
 
-        conversations = [asyncio.ensure_future(play(i)) for i in range(self.repeats)]
+        conversations = [asyncio.ensure_future(play(i)) for i in range(self._group_size)]
         try:
             await asyncio.gather(*conversations)
         finally:

@@ -1,6 +1,6 @@
-"""Dialogs: conversations of several turns, each going on by itself while the engine samples the others.
+"""Conversations of several turns, each of which goes on by itself while the engine samples the others.
 
-A slow tool holds up its own conversation alone. What was sampled is never tokenised again: ids of a reply go behind it.
+A slow tool holds up its own conversation alone. What was sampled is never tokenised again: ids of a reply are appended.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """Of the whole conversation, as the engine sees it."""
+        """Tokens of the whole conversation, as the engine sees it."""
         return len(self.prompt_ids) + len(self.ids)
 
     def add_turn(self, samples: Samples, text: str) -> None:
-        """Puts a turn of the policy behind what there is."""
+        """Appends a turn of the policy."""
         ids = samples.response_ids.tolist()
         self.dialog.say(text)
         self.truncated = bool(samples.truncated[0])
@@ -67,7 +67,7 @@ class Trajectory:
         self.trainable += [True] * len(ids)
 
     def add_reply(self, ids: Sequence[int]) -> None:
-        """Puts a reply behind what there is: tokens that the policy reads and did not choose."""
+        """Appends a reply: tokens that the policy reads and did not choose."""
         self.ids += ids
         self.log_probs += [0.0] * len(ids)
         self.versions += [self.versions[-1] if self.versions else 0] * len(ids)
@@ -160,7 +160,7 @@ def turn_sampling(trajectory: Trajectory, sampling: Sampling, max_model_len: int
 
 
 def take_reply(env: LLMEnv, trajectory: Trajectory, reply: Any, max_model_len: int) -> bool:
-    """Whether the policy has another turn after this reply, which is put behind what there is.
+    """Whether the policy has another turn after this reply, which is appended.
 
     Args:
         reply: messages; None where the conversation is over; or the exception that came in the place of one.
@@ -212,7 +212,7 @@ async def converse(
 
 
 async def _reply(env: LLMEnv, trajectory: Trajectory) -> Any:
-    """The reply, or the exception in its place; a thread that is late is left behind."""
+    """The reply, or the exception in its place; a thread that is late is abandoned."""
     replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
     loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 

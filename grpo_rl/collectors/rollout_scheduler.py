@@ -1,7 +1,7 @@
-"""Flow: groups are sampled while others are trained on, under the ledger's bound; nothing waits that need not.
+"""RolloutScheduler: groups are sampled while others are trained on, as far as the bound on staleness allows.
 
-It knows neither engines nor prompts: whoever makes it says how the next group is asked for and answered. So the same
-code runs over real engines and in simulated time (`grpo_rl.planner.simulator`).
+It knows neither engines nor tasks: whoever makes it says where the next prompt comes from and how its group is sampled.
+So the same code runs over real engines and in simulated time (`grpo_rl.planner.simulator`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
 
-from grpo_rl.collectors.staleness import Ledger, Ticket
+from grpo_rl.collectors.staleness import InFlightGroup, StalenessManager
 from grpo_rl.engines.base import EngineLostError
 
-Asked = TypeVar("Asked")
-Answered = TypeVar("Answered")
+Prompt = TypeVar("Prompt")
+Rollout = TypeVar("Rollout")
 
 
 class Dropped(Exception):
@@ -30,89 +30,91 @@ class Dropped(Exception):
         self.reason = reason
 
 
-class Flow(Generic[Asked, Answered]):
+class RolloutScheduler(Generic[Prompt, Rollout]):
     """Keeps as many groups in flight as the bound on staleness allows, and hands out batches.
 
     Args:
-        ledger: whose bound holds.
-        ask: the next group to sample; None when there is none any more.
-        answer: samples and rewards it. Raises EngineLostError where it has to be sampled again, and Dropped where it
-            has come to nothing; any other error ends the flow and reaches :meth:`batch`.
+        staleness: whose bound holds.
+        next_prompt: gives the prompt of the next group; None when there is none any more.
+        sample: samples and rewards a group. Raises EngineLostError where it has to be sampled again, and Dropped where
+            it will never be complete; any other error ends the sampling and reaches :meth:`batch`.
     """
 
     def __init__(
-        self, ledger: Ledger, ask: Callable[[], Asked | None], answer: Callable[[Asked], Awaitable[Answered]]
+        self,
+        staleness: StalenessManager,
+        next_prompt: Callable[[], Prompt | None],
+        sample: Callable[[Prompt], Awaitable[Rollout]],
     ) -> None:
-        self.ledger = ledger
+        self.staleness = staleness
         self.resampled = 0
         """Groups sampled again so far, as an engine died under them."""
-        self._ask, self._answer = ask, answer
-        self._asked_all = False
-        self._asked: dict[int, Asked] = {}
-        self._answered: dict[int, Answered] = {}
-        self._again: deque[Asked] = deque()
+        self._next_prompt, self._sample = next_prompt, sample
+        self._no_prompt_left = False
+        self._prompts: dict[int, Prompt] = {}
+        self._rollouts: dict[int, Rollout] = {}
+        self._again: deque[Prompt] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
-        self._news = asyncio.Event()
+        self._change = asyncio.Event()
 
     def fill(self) -> None:
         """Starts what may be started; called whenever there may be room."""
-        while not self._asked_all and self.ledger.room() > 0:
-            asked = self._again.popleft() if self._again else self._ask()
-            if asked is None:
-                self._asked_all = True
-                self._news.set()
+        while not self._no_prompt_left and self.staleness.room() > 0:
+            prompt = self._again.popleft() if self._again else self._next_prompt()
+            if prompt is None:
+                self._no_prompt_left = True
+                self._change.set()
                 return
-            ticket = self.ledger.start()
-            self._asked[ticket.number] = asked
-            task = asyncio.create_task(self._sample(ticket, asked))
+            group = self.staleness.start()
+            self._prompts[group.number] = prompt
+            task = asyncio.create_task(self._run(group, prompt))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def open(self) -> list[tuple[int, Asked, Answered | None]]:
-        """Version, question and answer of each group that is neither handed out nor dropped; None: in flight."""
-        open_tickets = [(ticket.version, self._asked[ticket.number], ticket.number) for ticket in self.ledger.open]
-        waiting = [(self.ledger.version, asked, None) for asked in self._again]
-        return [
-            (version, asked, None if number is None else self._answered.get(number))
-            for version, asked, number in [*open_tickets, *waiting]
+    def open(self) -> list[tuple[int, Prompt, Rollout | None]]:
+        """Version, prompt and rollout of each group that is neither handed out nor dropped; None: in flight."""
+        groups = [
+            (group.version, self._prompts[group.number], self._rollouts.get(group.number))
+            for group in self.staleness.open
         ]
+        return [*groups, *((self.staleness.version, prompt, None) for prompt in self._again)]
 
-    def reopen(self, groups: Iterable[tuple[int, Asked, Answered | None]]) -> None:
+    def reopen(self, groups: Iterable[tuple[int, Prompt, Rollout | None]]) -> None:
         """Goes on with the groups of :meth:`open`: those in flight are sampled again, before anything else is."""
-        for version, asked, answered in groups:
-            if answered is None:
-                self._again.append(asked)
+        for version, prompt, rollout in groups:
+            if rollout is None:
+                self._again.append(prompt)
                 continue
-            ticket = self.ledger.start()
-            ticket.version = version
-            self._asked[ticket.number], self._answered[ticket.number] = asked, answered
-            self.ledger.finish(ticket)
+            group = self.staleness.start()
+            group.version = version
+            self._prompts[group.number], self._rollouts[group.number] = prompt, rollout
+            self.staleness.finish(group)
 
-    async def _sample(self, ticket: Ticket, asked: Asked) -> None:
+    async def _run(self, group: InFlightGroup, prompt: Prompt) -> None:
         try:
             while True:
                 try:
-                    self._answered[ticket.number] = await self._answer(asked)
+                    self._rollouts[group.number] = await self._sample(prompt)
                 except EngineLostError:
-                    self.ledger.restart(ticket)
+                    self.staleness.restart(group)
                     self.resampled += 1
                 else:
-                    self.ledger.finish(ticket)
+                    self.staleness.finish(group)
                     break
         except Dropped as drop:
-            self.ledger.drop(ticket, drop.reason)
-            del self._asked[ticket.number]
+            self.staleness.drop(group, drop.reason)
+            del self._prompts[group.number]
         except Exception as error:
             self._error = error
         try:
             self.fill()  # in the place of what was dropped
         except Exception as error:
             self._error = error
-        self._news.set()
+        self._change.set()
 
-    async def batch(self) -> list[Answered]:
-        """The groups of the next step, as soon as the ledger gives them; fewer at the end, and then none.
+    async def batch(self) -> list[Rollout]:
+        """The groups of the next step, as soon as the bound gives them free; fewer at the end, and then none.
 
         Raises:
             Exception: what ended the sampling of a group.
@@ -121,21 +123,21 @@ class Flow(Generic[Asked, Answered]):
         while True:
             if self._error:
                 raise self._error
-            tickets = self.ledger.take(last=self._asked_all)
-            if tickets is not None:
-                return [self._hand_out(ticket) for ticket in tickets]
-            if self._asked_all and not self.ledger.open:
+            groups = self.staleness.take(last=self._no_prompt_left)
+            if groups is not None:
+                return [self._hand_out(group) for group in groups]
+            if self._no_prompt_left and not self.staleness.open:
                 return []
-            self._news.clear()
-            await self._news.wait()
+            self._change.clear()
+            await self._change.wait()
 
-    def _hand_out(self, ticket: Ticket) -> Answered:
-        del self._asked[ticket.number]
-        return self._answered.pop(ticket.number)
+    def _hand_out(self, group: InFlightGroup) -> Rollout:
+        del self._prompts[group.number]
+        return self._rollouts.pop(group.number)
 
-    def advance(self) -> None:
-        """The step is over and engines hold the next version: there is room again."""
-        self.ledger.advance()
+    def advance(self, version: int) -> None:
+        """The step is over and engines hold this version: there is room again."""
+        self.staleness.advance(version)
         self.fill()
 
     async def close(self) -> None:

@@ -1,15 +1,15 @@
-"""Ledger: which groups may be started, which are trained on next, and what became of each, under a bound on staleness.
+"""StalenessManager: which groups may be started, and which are trained on next, under a bound on staleness.
 
 Letters: B groups of a training step, S the bound on staleness, in policy versions.
 
 A group that was started under version v has its turn no later than in the step that trains version v + S: no token of
-it is older than S versions then. Two rules keep that true without ever throwing an answer away for being late:
+it is older than S versions then. Two rules keep that true without ever throwing a response away for being late:
 
 - No more than (S + 1) B groups are open at a time, as in AReaL, https://arxiv.org/abs/2505.24298, section 5.1, eq. 3.
 - A step takes the groups whose turn comes first among those that are finished, and waits while it would leave more
   groups for some later step than that step has room for (the feasibility of earliest deadline first).
 
-So sampling waits only at the bound, and training only for a batch, or for an answer that is S steps late.
+So sampling waits only at the bound, and training only for a batch, or for a response that is S steps late.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass(eq=False)
-class Ticket:
-    """A group from its start until it is trained on or dropped.
+class InFlightGroup:
+    """A group's place in the account, from its start until it is trained on or dropped.
 
     Args:
         number: in the order of starting.
@@ -33,8 +33,8 @@ class Ticket:
 
 
 @dataclass
-class Ledger:
-    """The account of groups; it holds numbers, not groups, and never waits.
+class StalenessManager:
+    """The account of groups under the bound; it holds numbers, not groups, and never waits.
 
     Args:
         groups_per_step: B.
@@ -46,13 +46,13 @@ class Ledger:
 
     With room for two steps, the first batch is trained while the second is sampled:
 
-    >>> ledger = Ledger(groups_per_step=2, max_staleness=1)
-    >>> tickets = [ledger.start() for _ in range(ledger.room())]
-    >>> for ticket in tickets[1:]:
-    ...     ledger.finish(ticket)
-    >>> [ticket.number for ticket in ledger.take()], ledger.room()
+    >>> staleness = StalenessManager(groups_per_step=2, max_staleness=1)
+    >>> groups = [staleness.start() for _ in range(staleness.room())]
+    >>> for group in groups[1:]:
+    ...     staleness.finish(group)
+    >>> [group.number for group in staleness.take()], staleness.room()
     ([1, 2], 0)
-    >>> ledger.advance(); ledger.room(), ledger.take()
+    >>> staleness.advance(version=1); staleness.room(), staleness.take()
     (2, None)
     """
 
@@ -62,7 +62,7 @@ class Ledger:
     started: int = 0
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    open: list[Ticket] = field(default_factory=list)
+    open: list[InFlightGroup] = field(default_factory=list)
     """Started, and neither trained on nor dropped, in the order of starting."""
     _in_training: int = 0
 
@@ -78,58 +78,58 @@ class Ledger:
         held = len(self.open) + self._in_training
         return (self.max_staleness + 1) * self.groups_per_step - held
 
-    def start(self) -> Ticket:
+    def start(self) -> InFlightGroup:
         """A new group, which is about to be sampled under the present version."""
         assert self.room() > 0, "no group may be started now"
-        ticket = Ticket(self.started, self.version)
+        group = InFlightGroup(self.started, self.version)
         self.started += 1
-        self.open.append(ticket)
-        return ticket
+        self.open.append(group)
+        return group
 
-    def restart(self, ticket: Ticket) -> None:
-        """The group's answers are lost, and it is sampled again; it has been started once all the same."""
-        self.open.remove(ticket)
-        ticket.version, ticket.finished = self.version, False
-        self.open.append(ticket)
+    def restart(self, group: InFlightGroup) -> None:
+        """The group's responses are lost, and it is sampled again; it has been started once all the same."""
+        self.open.remove(group)
+        group.version, group.finished = self.version, False
+        self.open.append(group)
 
-    def finish(self, ticket: Ticket) -> None:
+    def finish(self, group: InFlightGroup) -> None:
         """The group is complete and waits to be trained on."""
-        ticket.finished = True
+        group.finished = True
 
-    def drop(self, ticket: Ticket, reason: str) -> None:
+    def drop(self, group: InFlightGroup, reason: str) -> None:
         """The group will not be trained on."""
-        self.open.remove(ticket)
+        self.open.remove(group)
         self.dropped[reason] += 1
 
-    def take(self, last: bool = False) -> list[Ticket] | None:
+    def take(self, last: bool = False) -> list[InFlightGroup] | None:
         """The groups of the next step, those first whose turn comes first; None while it has to wait.
 
         Args:
             last: no group will be started any more, so that fewer than B are a batch once all are finished.
         """
-        finished = [ticket for ticket in self.open if ticket.finished]
+        finished = [group for group in self.open if group.finished]
         everything = last and len(finished) == len(self.open) > 0
         if len(finished) < self.groups_per_step and not everything:
             return None
-        finished.sort(key=lambda ticket: (ticket.version, ticket.number))
+        finished.sort(key=lambda group: (group.version, group.number))
         chosen = finished[: self.groups_per_step]
         if any(self._left(chosen, later) > later * self.groups_per_step for later in range(self.max_staleness + 1)):
             return None
-        for ticket in chosen:
-            self.open.remove(ticket)
+        for group in chosen:
+            self.open.remove(group)
         self._in_training += len(chosen)
         self.trained += len(chosen)
         return chosen
 
-    def _left(self, chosen: list[Ticket], later: int) -> int:
+    def _left(self, chosen: list[InFlightGroup], later: int) -> int:
         """Groups that would still be open, and whose turn comes within so many steps after the next."""
         taken = set(map(id, chosen))
         due = self.version + later - self.max_staleness
-        return sum(ticket.version <= due and id(ticket) not in taken for ticket in self.open)
+        return sum(group.version <= due and id(group) not in taken for group in self.open)
 
-    def advance(self) -> None:
-        """The step is over: engines hold the next version."""
-        self.version += 1
+    def advance(self, version: int) -> None:
+        """The step is over: engines hold this version, and the groups that were trained on make room for others."""
+        self.version = version
         self._in_training = 0
 
     def check(self) -> None:

@@ -1,1 +1,1 @@
-"""What a step trains on: groups of responses, their advantages, and the buffer that batches them."""
+"""What a step trains on: groups of responses, their advantages, the buffer, and the split into micro-batches."""

@@ -1,7 +1,9 @@
-"""Advantages: each answer's reward against its siblings'. Letters: G answers to one prompt, N groups of one size."""
+"""Advantages: each response's reward relative to its group's. Letters: G responses of a group, N groups of one size."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
@@ -13,28 +15,90 @@ from grpo_rl.data.group import Group
 from grpo_rl.losses.kl import KL, REWARD_KL, kl_estimate
 
 Kind = Literal["zscore", "no_std", "leave_one_out", "batch_std", "batch_zscore", "multi_reward"]
-"""What ``loss.advantage`` may be."""
-OF_A_GROUP = ("zscore", "no_std", "leave_one_out")
-"""Those that look at a group by itself; the others need all groups that were collected together."""
+"""The values of ``loss.advantage``."""
+GROUP_KINDS = ("zscore", "no_std", "leave_one_out")
+"""The kinds that are computed for each group by itself; the others need all groups of a collection."""
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation, as in TRL (verl adds 1e-6): near-equal rewards give small advantages."""
 
 
-def group_advantages(rewards: Float[Tensor, "*N G"], kind: Kind = "zscore") -> Float[Tensor, "*N G"]:
-    """Advantage of each answer; they sum to zero, and equal rewards give exact zeros.
+class AdvantageEstimator:
+    """Turns the rewards of a collection's groups into advantages: clip the rewards, subtract the KL penalty, normalise.
 
     Args:
-        rewards: of the answers to one prompt, or to each of several.
+        kind: see :func:`group_advantages` and :func:`batch_advantages`; the batch is the groups of one call.
+        clip: advantages are clipped to [-clip, clip].
+        reward_weights: weights of the parts of the reward, for ``multi_reward``.
+        kl_coef: weight of the KL penalty in the reward; a schedule may change it between calls.
+        kl: the estimate of that KL, see :func:`kl_penalty`.
+        reward_clip: rewards are first clipped to [-reward_clip, reward_clip].
+
+    Raises:
+        ValueError: the settings give no advantage.
+
+    >>> from grpo_rl.testing import random_group
+    >>> (group,) = AdvantageEstimator("no_std")([random_group(rewards=[0.0, 3.0])])
+    >>> group.advantages
+    tensor([-1.5000,  1.5000])
+    """
+
+    def __init__(
+        self,
+        kind: Kind = "zscore",
+        clip: float | None = None,
+        reward_weights: Mapping[str, float] | None = None,
+        kl_coef: float = 0.0,
+        kl: KL = "k1",
+        reward_clip: float | None = None,
+    ) -> None:
+        check_advantage(kind, clip, kl_coef, kl, reward_clip)
+        self._kind, self._clip, self._weights = kind, clip, reward_weights
+        self.kl_coef, self._kl = kl_coef, kl
+        self._reward_clip = math.inf if reward_clip is None else reward_clip
+
+    def __call__(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with their advantages; ``Group.rewards`` stay as the task gave them.
+
+        Raises:
+            ValueError: rewards that give no advantage, see :func:`group_advantages`, or log-probabilities are missing.
+        """
+        by_size: dict[int, list[int]] = defaultdict(list)
+        for i, group in enumerate(groups):
+            by_size[group.size].append(i)
+        tables = [[groups[i] for i in members] for members in by_size.values()]
+        rewards = [self._penalised_rewards(table) for table in tables]
+        parts = [_stacked_parts(table) for table in tables] if self._kind == "multi_reward" else []
+        advantages = batch_advantages(rewards, self._kind, self._clip, parts, self._weights)
+        rows = {i: row for members, table in zip(by_size.values(), advantages, strict=True)
+                for i, row in zip(members, table, strict=True)}  # fmt: skip
+        return [group.with_advantages(rows[i]) for i, group in enumerate(groups)]
+
+    def _penalised_rewards(self, groups: Sequence[Group]) -> Float[Tensor, "N G"]:
+        rewards = torch.stack([group.rewards for group in groups]).clamp(-self._reward_clip, self._reward_clip)
+        if not self.kl_coef:
+            return rewards
+        return rewards - self.kl_coef * torch.stack([kl_penalty(group, self._kl) for group in groups])
+
+
+def _stacked_parts(groups: Sequence[Group]) -> dict[str, Float[Tensor, "N G"]]:
+    return {name: torch.stack([group.reward_parts[name] for group in groups]) for name in groups[0].reward_parts}
+
+
+def group_advantages(rewards: Float[Tensor, "*N G"], kind: Kind = "zscore") -> Float[Tensor, "*N G"]:
+    """Advantage of each response; a group's sum to zero, and equal rewards give exact zeros.
+
+    Args:
+        rewards: of the responses to one prompt, or to each of several.
         kind: ``zscore`` is (r - mean) / (std + 1e-4) with the unbiased std: GRPO, https://arxiv.org/abs/2402.03300;
-            ``no_std`` is r - mean: Dr. GRPO, https://arxiv.org/abs/2503.20783, for which dividing by the std weighs
-            very easy and very hard prompts up; ``leave_one_out`` is r - mean of the other answers: RLOO,
+            ``no_std`` is r - mean: Dr. GRPO, https://arxiv.org/abs/2503.20783, as dividing by the std gives very easy
+            and very hard prompts more weight; ``leave_one_out`` is r - mean of the other responses: RLOO,
             https://arxiv.org/abs/2402.14740.
 
     Raises:
-        ValueError: fewer than two answers, a reward that is not finite, or a kind that is unknown or not of a group.
+        ValueError: there are fewer than two responses, a reward is not finite, or the kind is not one of a group.
 
-    One right answer of four: mean 1/4, deviations -1/4 and 3/4, variance (3/16 + 9/16) / 3 = 1/4:
+    One correct response of four: mean 1/4, deviations -1/4 and 3/4, variance (3/16 + 9/16) / 3 = 1/4:
 
     >>> rewards = torch.tensor([0.0, 0.0, 0.0, 1.0])
     >>> group_advantages(rewards)
@@ -44,14 +108,14 @@ def group_advantages(rewards: Float[Tensor, "*N G"], kind: Kind = "zscore") -> F
     """
     size = rewards.shape[-1]
     if size < 2:
-        raise ValueError(f"a group of {size} has no siblings to compare with; env.repeats must be at least 2")
+        raise ValueError(f"a group of {size} responses has nothing to compare with; env.repeats must be at least 2")
     finite = rewards.isfinite().all(-1, keepdim=True)
     if not finite.all():
         raise ValueError(f"rewards must be finite, got {rewards[~finite.expand_as(rewards)][:size].tolist()}")
-    if kind not in OF_A_GROUP:
+    if kind not in GROUP_KINDS:
         check_advantage(kind)
         raise ValueError(
-            f"{kind} is of all groups of a collection, see batch_advantages; of one: {', '.join(OF_A_GROUP)}"
+            f"{kind} needs all groups of a collection, see batch_advantages; for one: {', '.join(GROUP_KINDS)}"
         )
     # Rounding of the mean would leave equal rewards a residue, which the z-score then magnifies up to 10,000 times.
     equal = (rewards == rewards[..., :1]).all(-1, keepdim=True)
@@ -65,8 +129,8 @@ def group_advantages(rewards: Float[Tensor, "*N G"], kind: Kind = "zscore") -> F
     advantages = deviations.to(rewards.dtype)
     if not advantages.isfinite().all():
         raise ValueError(
-            f"rewards as large as {rewards.abs().max():.3g} have advantages beyond {rewards.dtype}; scale them down "
-            "(train.reward_scale)"
+            f"rewards as large as {rewards.abs().max():.3g} have advantages beyond the range of {rewards.dtype}; scale "
+            "them down in the task, or set train.reward_clip"
         )
     return advantages
 
@@ -78,28 +142,28 @@ def batch_advantages(
     parts: Sequence[Mapping[str, Float[Tensor, "N G"]]] = (),
     weights: Mapping[str, float] | None = None,
 ) -> list[Float[Tensor, "N G"]]:
-    """Advantages of all groups that were collected together, in the layout of ``rewards``.
+    """Advantages of all groups of a collection, in the layout of ``rewards``.
 
-    Those of a group sum to zero, unless ``clip`` cuts some. Beside the kinds of :func:`group_advantages`:
+    A group's advantages sum to zero, unless ``clip`` changes some. Beside the kinds of :func:`group_advantages`:
 
     - ``batch_std``: (r - mean of the group) / (std of all rewards + 1e-4): Lite PPO, https://arxiv.org/abs/2508.08221;
       TRL's ``scale_rewards="batch"``.
-    - ``batch_zscore``: (r - mean of the group) over the std of all these differences + 1e-4, so that prompts that are
-      easier than others don't count as spread: REINFORCE++ with baseline, https://arxiv.org/abs/2501.03262.
-    - ``multi_reward``: the z-score in its group of each part of the reward, their weighted sum, over the std of all
-      these sums + 1e-4, so that no part drowns in another's scale: GDPO, https://arxiv.org/abs/2601.05242; TRL's
-      ``multi_objective_aggregation="normalize_then_sum"``.
+    - ``batch_zscore``: (r - mean of the group) over the std of all these differences + 1e-4, so that different
+      difficulties of prompts don't count as spread: REINFORCE++ with baseline, https://arxiv.org/abs/2501.03262.
+    - ``multi_reward``: for each part of the reward the z-score in its group, then their weighted sum, over the std of
+      all these sums + 1e-4, so that no part is drowned by the scale of another: GDPO,
+      https://arxiv.org/abs/2601.05242; TRL's ``multi_objective_aggregation="normalize_then_sum"``.
 
     Both papers also subtract the mean of the whole batch, which is zero as each group's is.
 
     Args:
-        rewards: a table for each size of group.
-        clip: advantages are held within [-clip, clip].
-        parts: of the rewards, a table by name for each of ``rewards``; read by ``multi_reward``.
-        weights: of parts, 1 where none is given.
+        rewards: a table for each group size.
+        clip: advantages are clipped to [-clip, clip].
+        parts: parts of the reward, a table by name for each of ``rewards``; read by ``multi_reward``.
+        weights: weights of the parts, 1 by default.
 
     Raises:
-        ValueError: as :func:`group_advantages`, and for parts that are missing or weighed but unknown.
+        ValueError: as :func:`group_advantages`, or parts are missing, or a weight names an unknown part.
 
     Two groups whose rewards spread by 1 and by 3: the differences are ±0.5 and ±1.5, their variance 5/3.
 
@@ -108,7 +172,7 @@ def batch_advantages(
             [-1.1618,  1.1618]])]
     """
     check_advantage(kind, clip)
-    if kind in OF_A_GROUP:
+    if kind in GROUP_KINDS:
         advantages = [group_advantages(table, kind) for table in rewards]
     elif kind == "multi_reward":
         advantages = [_sum_of_parts(of_table, weights or {}) for of_table in parts]
@@ -136,9 +200,9 @@ def _over_std(tables: Sequence[Tensor], spread: Sequence[Tensor]) -> list[Tensor
 
 
 def kl_penalty(group: Group, kl: KL = "k1") -> Float[Tensor, " G"]:
-    """KL from the reference that each answer is charged with, in nats: the estimates of its trained tokens, summed.
+    """Each response's KL from the reference, in nats: the sum of the estimates of its trained tokens.
 
-    Both log-probabilities are the trainer's, before the update: the sampler's would charge for the engine's rounding.
+    Both log-probabilities are the trainer's, before the update: the sampler's would include the engine's rounding.
     Source: RLOO, https://arxiv.org/abs/2402.14740, section 2.1, with k1; as in PPO.
 
     Args:
@@ -158,28 +222,30 @@ def kl_penalty(group: Group, kl: KL = "k1") -> Float[Tensor, " G"]:
     if group.old_log_probs is None or group.ref_log_probs is None:
         raise ValueError(
             f"group {group.group_id} lacks log-probabilities of the policy or the reference, which loss.kl_in=reward "
-            "compares; write them with TrainPolicy.annotate and ReferencePolicy.annotate"
+            "compares; write them with TrainPolicy.add_log_probs and ReferencePolicy.add_log_probs"
         )
     estimate = torch.where(group.trainable, kl_estimate(kl, group.old_log_probs, group.ref_log_probs), 0.0)
     return estimate.new_zeros(group.size).index_add(0, torch.repeat_interleave(group.lengths), estimate)
 
 
-def check_advantage(kind: str, clip: float | None = None, kl_coef: float = 0.0, kl: str = "k1") -> None:
-    """Refuses settings that give no advantage.
-
-    Args:
-        kl_coef: of the KL in the reward.
+def check_advantage(
+    kind: str, clip: float | None = None, kl_coef: float = 0.0, kl: str = "k1", reward_clip: float | None = None
+) -> None:
+    """Refuses settings of :class:`AdvantageEstimator` that give no advantage.
 
     Raises:
-        ValueError: which one and what it may be.
+        ValueError: names the setting and its valid values.
     """
     if kind not in get_args(Kind):
         raise ValueError(f"unknown advantage {kind!r}; choose one of {', '.join(get_args(Kind))}")
     if clip is not None and not clip > 0:
         raise ValueError(f"loss.advantage_clip is {clip}; use more than 0, or null")
+    if reward_clip is not None and not reward_clip > 0:
+        raise ValueError(f"train.reward_clip is {reward_clip}; use more than 0, or null")
     if kl_coef and kl not in REWARD_KL:
         raise ValueError(f"loss.kl={kl} differs by its gradient, and a reward has none; use {', '.join(REWARD_KL)}")
-    if kl_coef and kind == "multi_reward":
+    if kind == "multi_reward" and (kl_coef or reward_clip is not None):
         raise ValueError(
-            "loss.advantage=multi_reward looks at parts of the reward, not at their sum; use loss.kl_in=loss"
+            "loss.advantage=multi_reward looks at parts of the reward, not at their sum; use loss.kl_in=loss and leave "
+            "train.reward_clip at null"
         )

@@ -1,4 +1,4 @@
-"""A group: one prompt and the G answers sampled for it, ragged and without padding.
+"""A group: one prompt and the G responses sampled for it, ragged and without padding.
 
 Dimension letters: P prompt tokens, R response tokens of the whole group, G responses.
 """
@@ -21,25 +21,25 @@ class Group:
     """One prompt, stored once, and its G responses, stored flat with offsets.
 
     Response ``g`` owns ``response_ids[offsets[g]:offsets[g + 1]]``; every per-token field is cut the same way.
-    What ties a group together is ``group_id``, never the text of its prompt: two rows may ask the same question.
+    A group is identified by ``group_id``, never by the text of its prompt: two rows may have the same prompt.
 
     Args:
         group_id: unique in the run.
         row: index of the dataset row.
-        prompt_ids: [P] what the engine was given.
-        response_ids: [R] what the engine sampled, the end-of-sequence token included where there was one.
+        prompt_ids: [P] the prompt as the engine got it.
+        response_ids: [R] sampled tokens, including the end-of-sequence token if there was one.
         log_probs: [R] the sampler's log-probabilities at the sampling temperature, in nats.
-        versions: [R] policy version that sampled each token.
-        trainable: [R] False for tokens that the policy did not choose (a tool's reply).
+        versions: [R] the policy version that sampled each token.
+        trainable: [R] False for tokens that the policy did not sample (a tool's output).
         offsets: [G + 1] where each response starts; ``offsets[-1] == R``.
         rewards: [G] total reward.
         reward_parts: named parts of the reward, [G] each.
-        measures: what is logged beside the reward, [G] each, NaN where an answer has no such number.
-        truncated: [G] True where the answer met the length limit.
-        advantages: [G], once they are known.
-        ref_log_probs: [R] the frozen reference's log-probabilities, where there is one.
-        old_log_probs: [R] the trainer's own log-probabilities before it trains on the group, where they are asked for.
-        old_entropies: [R] and its entropies, written with them.
+        measures: numbers logged beside the reward, [G] each, NaN for a response without one.
+        truncated: [G] True if the response reached the length limit.
+        advantages: [G], once they are computed.
+        ref_log_probs: [R] the frozen reference's log-probabilities, if there is a reference.
+        old_log_probs: [R] the trainer's own log-probabilities before it trains on the group, if they are needed.
+        old_entropies: [R] the trainer's entropies, computed with ``old_log_probs``.
 
     >>> group = Group(
     ...     0, 0, torch.tensor([5, 6]), torch.tensor([7, 8, 9]), torch.zeros(3), torch.zeros(3, dtype=torch.long),
@@ -84,13 +84,13 @@ class Group:
 
     @property
     def chosen_lengths(self) -> Int[Tensor, " G"]:
-        """Tokens of each response that the policy chose: all but those of replies."""
+        """Tokens of each response that the policy sampled: all but those of tools."""
         chosen = torch.cat([self.offsets[:1], self.trainable.cumsum(0)])
         return chosen[self.offsets].diff()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that a shared-prefix forward computes: the prompt once, then every response."""
+        """Tokens that a shared-prefix forward pass computes: the prompt once, then every response."""
         return len(self.prompt_ids) + len(self.response_ids)
 
     @property
@@ -99,9 +99,9 @@ class Group:
         return self.response_ids.split(self.lengths.tolist())
 
     def with_advantages(self, advantages: Float[Tensor, " G"]) -> Group:
-        """The same group with its advantages written."""
+        """The same group with advantages."""
         assert len(advantages) == self.size, (len(advantages), self.size)
-        # Not `replace`, which checks every other field anew: buffers do this for every group they hand out.
+        # Not `replace`, which checks every other field again.
         group = object.__new__(Group)
         group.__dict__.update(self.__dict__, advantages=advantages)
         return group
@@ -109,25 +109,25 @@ class Group:
     def with_rewards(
         self, rewards: Float[Tensor, " G"], parts: dict[str, Tensor], measures: dict[str, Tensor] | None = None
     ) -> Group:
-        """The same group with its rewards, their named parts and what was measured written."""
+        """The same group with rewards, their named parts and measures."""
         return replace(self, rewards=rewards, reward_parts=parts, measures=measures or {})
 
     def with_ref_log_probs(self, ref_log_probs: Float[Tensor, " R"]) -> Group:
-        """The same group with the reference's log-probabilities written."""
+        """The same group with the reference's log-probabilities."""
         return replace(self, ref_log_probs=ref_log_probs)
 
-    def with_old(self, log_probs: Float[Tensor, " R"], entropies: Float[Tensor, " R"]) -> Group:
-        """The same group with what the trainer says of it before it trains on it written."""
+    def with_old_log_probs(self, log_probs: Float[Tensor, " R"], entropies: Float[Tensor, " R"]) -> Group:
+        """The same group with the trainer's log-probabilities and entropies before it trains on the group."""
         return replace(self, old_log_probs=log_probs, old_entropies=entropies)
 
     def trained_tokens(self, mask_truncated: bool) -> Bool[Tensor, " R"]:
-        """True on the tokens that are trained on: those that the policy chose.
+        """Mask of the tokens that are trained on: those that the policy sampled.
 
         Args:
-            mask_truncated: without those of answers that met the length limit.
+            mask_truncated: leave out responses that reached the length limit.
 
         Raises:
-            ValueError: it isn't known which answers did.
+            ValueError: the group does not say which responses did.
 
         >>> from grpo_rl.testing import random_group
         >>> group = replace(random_group(lengths=[1, 2]), truncated=torch.tensor([True, False]))
@@ -138,20 +138,20 @@ class Group:
             return self.trainable
         if self.truncated is None:
             raise ValueError(
-                f"group {self.group_id} doesn't say which answers met the length limit, and loss.mask_truncated leaves "
-                "them out; set Group.truncated, or loss.mask_truncated=false"
+                f"group {self.group_id} doesn't say which responses reached the length limit, and loss.mask_truncated "
+                "leaves them out; set Group.truncated, or loss.mask_truncated=false"
             )
         return self.trainable & ~self.truncated.repeat_interleave(self.lengths)
 
-    def with_only(self, answers: Sequence[int]) -> Group:
-        """The same group without its other answers.
+    def with_only(self, responses: Sequence[int]) -> Group:
+        """The same group with only these responses.
 
         >>> from grpo_rl.testing import random_group
         >>> group = random_group(lengths=[1, 3, 2]).with_only([0, 2])
         >>> group.lengths.tolist(), len(group.log_probs)
         ([1, 2], 3)
         """
-        chosen = torch.tensor(answers, dtype=torch.long)
+        chosen = torch.tensor(responses, dtype=torch.long)
         keep = torch.zeros(self.size, dtype=torch.bool).index_fill_(0, chosen, True)
         tokens = keep.repeat_interleave(self.lengths)
 
@@ -175,14 +175,14 @@ class Group:
         )
 
     def to_tensordict(self) -> TensorDictBase:
-        """G trajectories in TorchRL's ragged LLM layout (see `grpo_rl.data.keys`), one lazily stacked entry a response.
+        """G trajectories in TorchRL's ragged LLM layout (see `grpo_rl.data.keys`), lazily stacked, one per response.
 
-        TorchRL's own losses read it as it is, groups stacked with ``lazy_stack``, and give the project's values. They
-        pad advantages on the right and all else on the left, so nothing here depends on the side: a response has one
-        advantage for all its tokens. Tokens that the policy did not choose have NaN for the sampler's log-probability,
-        which takes them out of the loss.
+        TorchRL's own losses accept groups stacked with ``lazy_stack``, and give the same values as ours. They pad
+        advantages on the right and all else on the left, so nothing here depends on the side: a response has one
+        advantage for all its tokens. Tokens that the policy did not sample have NaN for the sampler's log-probability,
+        which excludes them from the loss.
 
-        The trainer's own ``old_log_probs`` and ``old_entropies`` stay with the trainer and are left out.
+        The trainer's own ``old_log_probs`` and ``old_entropies`` are left out.
 
         Source: ``torchrl.objectives.llm.GRPOLoss`` and ``MCAdvantage``, TorchRL 0.14.
         """
@@ -219,7 +219,7 @@ class Group:
 
     @classmethod
     def from_tensordict(cls, td: TensorDictBase) -> Group:
-        """The group whose G trajectories ``td`` holds: the inverse of :meth:`to_tensordict`.
+        """The group from its G trajectories: the inverse of :meth:`to_tensordict`.
 
         Raises:
             ValueError: the rows belong to different groups or prompts.
@@ -255,53 +255,3 @@ class Group:
             advantages=torch.stack([row[keys.ADVANTAGE].reshape(()) for row in rows]) if has_advantage else None,
             ref_log_probs=torch.cat([row[keys.REF_LOG_PROBS_FULL][prompt:] for row in rows]) if has_ref else None,
         )
-
-
-def groups_to_score(groups: Sequence[Group], skip_zero_advantage: bool, mask_truncated: bool = False) -> list[Group]:
-    """The groups that training computes: those with a token that is trained on, and with anything to learn from.
-
-    Args:
-        groups: with advantages, unless all are wanted.
-        skip_zero_advantage: leave out groups whose answers were rewarded alike.
-        mask_truncated: answers that met the length limit are not trained on.
-    """
-    return [
-        group
-        for group in groups
-        if group.trained_tokens(mask_truncated).any() and (not skip_zero_advantage or bool(group.advantages.any()))
-    ]
-
-
-def micro_batches(groups: Sequence[Group], max_tokens: int, count: int | None = None) -> list[list[Group]]:
-    """The groups split into micro-batches of balanced cost, each within ``max_tokens`` where its groups allow it.
-
-    Largest first into the lightest micro-batch (Graham's LPT rule). A group larger than the budget is alone in its own.
-
-    Args:
-        max_tokens: tokens computed at a time, prompts counted once.
-        count: exactly this many micro-batches instead.
-
-    Raises:
-        ValueError: fewer groups than micro-batches.
-
-    >>> from grpo_rl.testing import random_group
-    >>> groups = [random_group(prompt=2, lengths=[n], group_id=n) for n in (8, 3, 4)]
-    >>> [[g.group_id for g in micro] for micro in micro_batches(groups, max_tokens=12)]
-    [[8], [4, 3]]
-    """
-    if count is not None and count > len(groups):
-        raise ValueError(f"gradient_accumulation_steps={count} micro-batches cannot be made of {len(groups)} groups")
-    total = sum(group.num_tokens for group in groups)
-    size = count or max(1, -(-total // max_tokens))
-    ordered = sorted(groups, key=lambda group: group.num_tokens, reverse=True)
-    while True:
-        bins: list[list[Group]] = [[] for _ in range(min(size, len(groups)))]
-        loads = [0] * len(bins)
-        for group in ordered:
-            lightest = loads.index(min(loads))
-            bins[lightest].append(group)
-            loads[lightest] += group.num_tokens
-        fits = all(load <= max_tokens or len(b) == 1 for b, load in zip(bins, loads, strict=True))
-        if fits or count is not None:
-            return bins
-        size += 1

@@ -1,26 +1,26 @@
-"""Every TensorDict key of the project: shape, dtype, who writes it, who reads it.
+"""Every TensorDict key of the project: shape, dtype, writer and reader.
 
-A row of a batch is one trajectory (one answer). Letters: P prompt tokens, R response tokens, T = P + R.
+A row of a batch is one trajectory (one response). Letters: P prompt tokens, R response tokens, T = P + R.
 The names are TorchRL's, so that its own modules accept our TensorDicts.
 """
 
 from __future__ import annotations
 
 QUERY = "query"
-"""str: the dataset row's question. Written by ``LLMEnv.reset``, read by people and logs only, never to group."""
+"""str: the dataset row's question, for logs only. Written by ``LLMEnv.reset``."""
 
 TOKENS_PROMPT = ("tokens", "prompt")
 """[P] int64: the prompt as the engine gets it. Written by ``LLMEnv.reset``, read by engines."""
 
 TOKENS_RESPONSE = ("tokens", "response")
-"""[R] int64: the sampled answer, as ids. Written by the policy (an engine), read by ``LLMEnv.step``."""
+"""[R] int64: the sampled response, as ids. Written by the policy (an engine), read by ``LLMEnv.step``."""
 
 TOKENS_FULL = ("tokens", "full")
-"""[T] int64: prompt and answer. Written by ``Group.to_tensordict``, read by TorchRL's losses."""
+"""[T] int64: prompt and response. Written by ``Group.to_tensordict``, read by TorchRL's losses."""
 
 LOG_PROBS_FULL = ("log_probs", "full")
-"""[T] float32: the sampler's log-probabilities, NaN on tokens that the policy did not choose, as TorchRL's losses skip
-them. Written and read like ``TOKENS_FULL``."""
+"""[T] float32: the sampler's log-probabilities, NaN on tokens that the policy did not sample, which TorchRL's losses
+skip. Written and read like ``TOKENS_FULL``."""
 
 LOG_PROBS_RESPONSE = ("log_probs", "response")
 """[R] float32: the sampler's log-probabilities of the response. Written by the policy, read by the collector; written
@@ -30,7 +30,7 @@ REF_LOG_PROBS_FULL = ("next", "ref_log_probs", "full")
 """[T] float32: the frozen reference's log-probabilities, 0 on the prompt. Written by ``Group.to_tensordict``."""
 
 ASSISTANT_MASK = ("masks", "all_assistant_mask")
-"""[T] bool: True on tokens that the policy chose. Written and read like ``TOKENS_FULL``."""
+"""[T] bool: True on tokens that the policy sampled. Written and read like ``TOKENS_FULL``."""
 
 ATTENTION_MASK = ("masks", "all_attention_mask")
 """[T] bool: True on real tokens. Written and read like ``TOKENS_FULL``."""
@@ -42,13 +42,13 @@ REWARD_PARTS = ("reward_parts",)
 """Prefix of the named reward parts, [1] float32 each, inside the step's result. Written by ``LLMEnv.step``."""
 
 MEASURES = ("measures",)
-"""Prefix of what is logged beside the reward, [] float32 each. Written and read like ``TOKENS_FULL``."""
+"""Prefix of the numbers logged beside the reward, [] float32 each. Written and read like ``TOKENS_FULL``."""
 
 ADVANTAGE = "advantage"
 """[1, 1] float32: the response's advantage, one for all its tokens. Written and read like ``TOKENS_FULL``."""
 
 GROUP_ID = "group_id"
-"""[1] int64: ties the answers to one prompt together. Written by ``LLMEnv.reset``, read by the collector."""
+"""[1] int64: identifies the responses to one prompt. Written by ``LLMEnv.reset``, read by the collector."""
 
 ROW = "row"
 """[1] int64: index of the dataset row. Written by ``LLMEnv.reset``, read by the collector and the logs."""
@@ -56,5 +56,5 @@ ROW = "row"
 VERSIONS = "policy_version"
 """[R] int64: version of the weights that sampled each token. Written by the policy, read by the staleness metrics."""
 
-TRUNCATED = "answer_truncated"
-"""[1] bool: the answer met ``sampling.max_new_tokens``. Written by the policy, read by metrics."""
+TRUNCATED = "response_truncated"
+"""[1] bool: the response reached ``sampling.max_new_tokens``. Written by the policy, read by metrics."""

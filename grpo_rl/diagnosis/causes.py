@@ -16,11 +16,13 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.nn.functional import linear
 
-from grpo_rl.collectors.sync import group_of_samples
-from grpo_rl.data.group import Group, micro_batches
+from grpo_rl.collectors.groups import group_of_samples
+from grpo_rl.data.batching import micro_batches
+from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.envs.base import Prompt
-from grpo_rl.policies.packing import forward_hidden, pack
+from grpo_rl.policies.attention import forward_hidden
+from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.causes import Explanation, Scene, Scored, all_gaps, diagnose, mass_kept
-from grpo_rl.monitor.meter import by_group
+from grpo_rl.training.micro_batches import by_group
 
 JUMP = 2.0
 """Times the run's own floor at which a mismatch is looked into; what is looked into and can't be named is no alarm."""

@@ -6,8 +6,9 @@ pass repeated, on the weights of that step, one group at a time and with every m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.causes import forked_random_state
+from grpo_rl.losses.aggregate import StepTotals
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
-from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches, step_totals
+from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.training.micro_batches import scored_micro_batches, step_totals
 from grpo_rl.training.optimizer import PolicyOptimizer
 
 COMPUTED = ("log_prob", "entropy")
@@ -31,27 +35,27 @@ def first_nonfinite(
     loss: GRPOLoss,
     optimizer: PolicyOptimizer,
     batch: Sequence[Group],
-    batching: Mapping[str, Any],
+    batching: MicroBatching,
     describe: Callable[[Group], str],
 ) -> str:
     """Says in a sentence what is not finite first. The gradients summed so far are lost.
 
     Args:
         batch: groups of the optimizer step.
-        batching: of `grpo_rl.policies.policy.scored_micro_batches`.
+        batching: how the step was split and weighted.
         describe: names a group to people, by its prompt.
     """
     if broken := [name for name, x in policy.model.named_parameters() if not x.isfinite().all()]:
         return f"The weights themselves hold it: {broken[0]}, {len(broken)} in all."
-    masks = {name: batching[name] for name in ("mask_truncated", "top_entropy_fraction") if name in batching}
     # Each group by itself, with the weights that its tokens have in the step; there is nothing to split it into.
-    batching = {**batching, "count": None, "totals": step_totals(batch, **masks)}
+    totals = step_totals(batch, batching.mask_truncated, batching.top_entropy_fraction)
+    batching = replace(batching, count=None)
     try:
         for group in batch:
             optimizer.clear_gradients()
             # A run that goes on draws as if nothing had been looked for.
             with forked_random_state(), _watched(policy.model) as seen:
-                found = _in_group(policy, loss, optimizer, group, batching, seen)
+                found = _in_group(policy, loss, optimizer, group, batching, totals, seen)
             if found:
                 return f"It comes from {describe(group)}: {found}."
     except torch.OutOfMemoryError:
@@ -66,12 +70,13 @@ def _in_group(
     loss: GRPOLoss,
     optimizer: PolicyOptimizer,
     group: Group,
-    batching: Mapping[str, Any],
+    batching: MicroBatching,
+    totals: StepTotals,
     seen: dict[str, str],
 ) -> str | None:
     # On-policy, what the trainer said before is a copy of what it says now.
-    computed = (*COMPUTED, "old_log_prob") if batching.get("on_policy") else COMPUTED
-    for tokens in scored_micro_batches(policy, [group], **batching):
+    computed = (*COMPUTED, "old_log_prob") if batching.on_policy else COMPUTED
+    for tokens in scored_micro_batches(policy, [group], batching, totals):
         given = [name for name in tokens.keys() if name not in computed]
         if place := _place(tokens, given, group):
             return f"{place}, which was not finite before it was scored"
@@ -82,7 +87,7 @@ def _in_group(
         if bad := [name for name in LOSSES if not losses[name].isfinite()]:
             return f"{bad[0]} is {losses[bad[0]].item()}, though every log-probability is finite ({_extremes(tokens)})"
         tokens["log_prob"].register_hook(partial(_note, seen, "backward", "the log-probabilities"))
-        torch.stack([losses[name] for name in LOSSES]).sum().backward()
+        losses["loss"].backward()
         if bad := optimizer.nonfinite_gradients():
             if "forward" in seen:
                 where = f"the output of {seen['forward']}, at a token that no answer depends on,"

@@ -19,7 +19,7 @@ import socket
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,14 @@ from grpo_rl.policies.shards import whole
 
 Mode = Literal["fsdp", "ddp"]
 X = TypeVar("X")
+
+
+class Gathers(Protocol):
+    """What :func:`agreed` needs of ranks."""
+
+    def gather(self, mine: X) -> list[X]:
+        """What each rank gave."""
+        ...
 
 
 class Ranks:
@@ -106,14 +114,14 @@ class Ranks:
         return cls(mode, device, **placement)
 
     def close(self) -> None:
-        """Leaves the others."""
+        """Leaves the other ranks."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     # What ranks tell each other. All of them have to call these, in the same order.
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Waits until all ranks are here."""
         self.any([False])
 
     def gather(self, mine: X) -> list[X]:
@@ -123,7 +131,7 @@ class Ranks:
         return everyones
 
     def broadcast(self, first: X) -> X:
-        """What rank 0 gave."""
+        """What rank zero gave."""
         box = [first]
         dist.broadcast_object_list(box, src=0)
         return box[0]
@@ -162,7 +170,7 @@ class Ranks:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """What one machine's ranks do in turns: while a model is loaded and sharded, its memory holds it once."""
+        """A context that one machine's ranks enter in turns: memory holds a model once while it is loaded."""
         machines = self.gather(socket.gethostname())
         mine, turns = machines[: self.rank].count(machines[self.rank]), max(map(machines.count, machines))
         for _ in range(mine):
@@ -218,14 +226,35 @@ def _call(model: PreTrainedModel, function: Callable[..., Any], *arguments: Any)
 
 
 def _sum_gradients_in_fp32(module: torch.nn.Module, *_: object) -> None:
-    """Of gathered weights, whose gradients are of their own dtype otherwise: tokens of a micro-batch would be lost."""
+    """Has gathered weights sum their gradients in fp32: in their own dtype a micro-batch would lose tokens."""
     for parameter in module.parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
 
 
+def agreed(ranks: Gathers | None, work: Callable[[], X]) -> X:
+    """Runs work of each rank and returns the rank's own result; where it fails on one rank, all raise that error.
+
+    Every rank has to call it. One that went on would wait for ever for one that has stopped.
+
+    Raises:
+        ValueError: on some rank.
+        OSError: likewise.
+    """
+    if ranks is None:
+        return work()
+    done, error = None, None
+    try:
+        done = work()
+    except (ValueError, OSError) as failed:
+        error = failed
+    if errors := [of_rank for of_rank in ranks.gather(error) if of_rank is not None]:
+        raise errors[0]
+    return done  # pyright: ignore[reportReturnType]
+
+
 def gathered(weights: Iterable[tuple[str, Tensor]], rank: int) -> dict[str, Tensor]:
-    """The named weights, whole, on the CPU of rank 0, gathered one at a time; nothing on other ranks, which join in."""
+    """The named weights, whole, on rank zero's CPU, gathered one at a time; other ranks join in and get nothing."""
     state = {}
     for name, weight in weights:
         tensor = whole(weight.detach())

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from grpo_rl.policies.policy import Peers
+from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.whole_file import make_folder
-
-if TYPE_CHECKING:
-    from grpo_rl.distributed.ranks import Ranks
 
 SHARDS = "shards"
 """The entry of a checkpoint's state that says which tensors lie in the folder, and the folder's suffix."""
@@ -31,28 +28,6 @@ ABANDONED = ".abandoned"
 """Suffix of a checkpoint's file that is set aside."""
 Place = list[str | int]
 """Keys on the way to an entry of nested mappings."""
-R = TypeVar("R")
-
-
-def agreed(ranks: Peers | None, work: Callable[[], R]) -> R:
-    """Runs work of each rank and returns the rank's own result; where it fails on one rank, all raise that error.
-
-    Every rank has to call it. One that went on would wait for ever for one that has stopped.
-
-    Raises:
-        ValueError: on some rank.
-        OSError: likewise.
-    """
-    if ranks is None:
-        return work()
-    done, error = None, None
-    try:
-        done = work()
-    except (ValueError, OSError) as failed:
-        error = failed
-    if errors := [of_rank for of_rank in ranks.gather(error) if of_rank is not None]:
-        raise errors[0]
-    return done  # pyright: ignore[reportReturnType]
 
 
 def folder_of(path: Path) -> Path:

@@ -1,63 +1,34 @@
 """What every inference engine offers: ids in, ids out, and weights that can be proven to have arrived.
 
-Letters: G answers to one prompt, R response tokens of all of them.
+Letters: G responses to one prompt, R tokens of all of them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-import xxhash
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+R = TypeVar("R")
 ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
-"""Of the two factors of a LoRA layer, as engines take them."""
-
-
-def digest(tensor: Tensor) -> int:
-    """Hash of a tensor's bytes (XXH3, https://xxhash.com), 0 … 2^64 - 1, as fast as memory is read.
-
-    Both ends of a transfer compute it where one process holds each tensor whole; a tensor in shards has a
-    `grpo_rl.engines.fingerprint`, which adds up.
-
-    >>> x = torch.arange(12.0)
-    >>> digest(x) == digest(x.reshape(3, 4)) != digest(x.flip(0))
-    True
-    """
-    return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-@contextmanager
-def a_core_left() -> Iterator[None]:
-    """Within it PyTorch takes a thread less, if it has several: both ends of a transfer work at the same time.
-
-    Threads that wait for one which has no core cost more than they spare. It is the calling thread's setting.
-    """
-    threads = torch.get_num_threads()
-    # In its workers vLLM has put something in the place of `torch.set_num_threads` that does nothing.
-    torch._C.set_num_threads(max(1, threads - 1))
-    try:
-        yield
-    finally:
-        torch._C.set_num_threads(threads)
+"""Names of a LoRA layer's two factors, as engines take them."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled.
+    """How responses are sampled.
 
     Args:
         temperature: logits are divided by it; 0 is greedy.
         top_p: mass of the nucleus; 1 samples from the whole distribution.
-        max_new_tokens: an answer that reaches this many tokens without ending is truncated.
+        max_new_tokens: a response that reaches this many tokens without ending is truncated.
         min_new_tokens: no end of sequence before this many tokens; benchmarks use it to fix the work.
 
     Raises:
@@ -90,25 +61,25 @@ class EngineStartError(EngineDeadError):
 
 
 class EngineLostError(RuntimeError):
-    """An engine died under a group, whose answers are lost; another engine can sample it again."""
+    """An engine died while it sampled a group, whose responses are lost; another engine can sample it again."""
 
 
 class AbortedError(RuntimeError):
-    """A request was aborted before it was answered."""
+    """A request was aborted before it was finished."""
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The G answers to one prompt, flat with offsets, as in `grpo_rl.data.group.Group`.
+    """The G responses to one prompt, flat with offsets, as in `grpo_rl.data.group.Group`.
 
     Args:
         response_ids: [R] int64, the end-of-sequence token included where one was sampled.
-        log_probs: [R] float32, of the sampled tokens at the sampling temperature, in nats; greedy answers carry
-            those at temperature 1.
+        log_probs: [R] float32, of the sampled tokens at the sampling temperature, in nats; those of greedy
+            responses at temperature 1.
         offsets: [G + 1] int64.
-        truncated: [G] True where an answer met ``max_new_tokens`` (finish reason "length").
-        version: policy version of the weights that sampled it; of the last of them, where they changed in between.
-        token_versions: [R] int64, of each token; None where all have ``version``.
+        truncated: [G] True where a response met ``max_new_tokens`` (finish reason "length").
+        version: policy version of the weights that sampled the last token.
+        token_versions: [R] int64, policy version of each token; None where all have ``version``.
     """
 
     response_ids: Int[Tensor, " R"]
@@ -127,14 +98,14 @@ class Samples:
 
     @property
     def responses(self) -> tuple[Tensor, ...]:
-        """Ids of each answer."""
+        """Ids of each response."""
         return self.response_ids.split(self.offsets.diff().tolist())
 
     @classmethod
     def from_lists(
         cls, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], truncated: Sequence[bool], version: int
     ) -> Samples:
-        """Samples from one list an answer.
+        """Samples from one list per response.
 
         >>> Samples.from_lists([[5], [6, 7]], [[-0.5], [-0.1, -0.2]], [False, True], 3).offsets.tolist()
         [0, 1, 3]
@@ -150,31 +121,31 @@ class Samples:
 
 
 class Sampler(Protocol):
-    """What answers prompts: an engine, or a fleet of them."""
+    """Samples responses to prompts: an engine, or a fleet of them."""
 
     version: int
     """Policy version of the weights it holds."""
 
     dtype: torch.dtype
-    """Of the weights it holds; what is sent is rounded to it."""
+    """Type of the weights it holds; weights are rounded to it before they are sent."""
 
     max_model_len: int
-    """Prompt and answer, in tokens."""
+    """Most tokens of a prompt and its response."""
 
     takes_adapters: bool
     """Whether it holds LoRA adapters beside its weights, and takes them as ``<layer>.lora_A.weight`` (r x inputs) and
     ``<layer>.lora_B.weight`` (outputs x r, scaled)."""
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
-        """``n`` answers to each prompt, in the prompts' order.
+        """``n`` responses to each prompt, in the prompts' order.
 
         Raises:
-            ValueError: a prompt is empty or leaves no room for an answer, or several greedy answers are asked for.
+            ValueError: a prompt is empty or leaves no room for a response, or several greedy responses are asked for.
         """
         ...
 
     def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Takes in one prompt, to be answered once, under a number that :meth:`step` gives back.
+        """Queues one prompt, for one response, under a number that :meth:`step` gives back.
 
         Raises:
             ValueError: as :meth:`generate`.
@@ -182,14 +153,14 @@ class Sampler(Protocol):
         ...
 
     def step(self) -> list[tuple[int, Samples]]:
-        """Goes on with all prompts taken in, and returns those that are answered now, each a group of one.
+        """Samples on for all queued prompts, and returns those that are finished now, each a group of one.
 
-        An engine with continuous batching goes on by a token; another answers all of them.
+        An engine with continuous batching samples one token of each; another finishes all of them.
         """
         ...
 
     def abort(self) -> None:
-        """Forgets the prompts that were taken in and not answered."""
+        """Drops the queued prompts that are not finished."""
         ...
 
     def sleep(self) -> None:
@@ -197,43 +168,51 @@ class Sampler(Protocol):
         ...
 
     def wake(self) -> None:
-        """Ready again, with the weights it had."""
+        """Makes it ready again, with the weights it had."""
         ...
 
 
 class Engine(Sampler, Protocol):
-    """An engine holds one copy of the policy and samples from it."""
+    """Holds one copy of the policy and samples from it."""
+
+    proves_bytes: bool
+    """Whether :meth:`fingerprints` gives digests of bytes unless told to read back; it does on a CPU, where the engine
+    holds each tensor whole. LoRA factors always have fingerprints."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Takes weights by their checkpoint names; answers carry ``version`` from now on, prefix caches go.
+        """Takes weights by their checkpoint names; responses carry ``version`` from now on, prefix caches are dropped.
 
         Args:
-            weights: read once, one after the other: whoever makes them as they are asked for never holds them all.
-                Either all of a model's, or adapters alone, or both.
+            weights: all of a model's, or adapters alone, or both. The iterator is read once, so that a generator never
+                holds them all.
         """
         ...
 
-    def fingerprints(self, shapes: Mapping[str, torch.Size]) -> dict[str, int]:
+    def fingerprints(self, shapes: Mapping[str, torch.Size], read_back: bool = False) -> dict[str, int]:
         """Fingerprint (see `grpo_rl.engines.fingerprint`) of the weight it computes with, for each checkpoint name.
 
+        Args:
+            read_back: of packed weights read what products are made with, exactly, which takes far longer than to give
+                the digest of what each was packed from.
+
         Raises:
-            LookupError: it cannot say where it holds one of the names.
+            LookupError: the engine holds none of that name.
         """
         ...
 
     def close(self) -> None:
-        """Frees everything; the engine is of no use after it."""
+        """Frees everything; the engine cannot be used afterwards."""
         ...
 
 
 class AsyncEngine(Protocol):
-    """An engine in a process of its own, spoken to from one event loop; it goes on while weights are replaced.
+    """An engine in a process of its own, called from one event loop; requests under way survive weight updates.
 
     Every call but :meth:`generate` has a deadline, and a death is noticed in each; both raise EngineDeadError.
     """
 
     name: str
-    """For messages."""
+    """Its name in messages."""
 
     version: int
     """Policy version of the weights it holds."""
@@ -243,10 +222,10 @@ class AsyncEngine(Protocol):
     takes_adapters: bool
 
     proves_bytes: bool
-    """Whether :meth:`fingerprints` are digests of bytes, but for adapters: it holds each tensor whole, on a CPU."""
+    """See :class:`Engine`."""
 
     async def generate(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
-        """``n`` answers to a prompt; tokens from before and after an update carry their own versions.
+        """``n`` responses to a prompt; tokens from before and after an update carry their own versions.
 
         Raises:
             ValueError: as :meth:`Engine.generate`.
@@ -260,19 +239,15 @@ class AsyncEngine(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Holds all requests where they are; after it no token is on its way."""
+        """Holds all requests where they are; once it has returned, no token is under way."""
         ...
 
     async def resume(self) -> None:
-        """Goes on with the requests that were held, and those that came since."""
+        """Goes on with the requests that were held, and those that came in the pause."""
         ...
 
     async def fingerprints(self, shapes: Mapping[str, Sequence[int]], read_back: bool = False) -> dict[str, int]:
-        """See :meth:`Engine.fingerprints`.
-
-        Args:
-            read_back: of what products are made with, rather than of what it was packed from.
-        """
+        """See :meth:`Engine.fingerprints`."""
         ...
 
     async def check_health(self) -> None:
@@ -292,8 +267,43 @@ class AsyncEngine(Protocol):
         ...
 
 
+class EngineFleet(Protocol):
+    """Several engines that live on an event loop of their own: each call goes to one; dead engines are replaced."""
+
+    replaced: int
+    """Engines that were or are to be replaced, so far."""
+
+    async def call(self, work: Callable[[AsyncEngine], Awaitable[R]], responses: int) -> R:
+        """What ``work`` returns of the engine with the least to do.
+
+        Args:
+            responses: how much is added to that.
+
+        Raises:
+            EngineLostError: the engine died; a new call goes to another.
+            EngineDeadError: engines died too often.
+        """
+        ...
+
+    def run(self, work: Coroutine[Any, Any, R]) -> R:
+        """What a short piece of work on the fleet's loop returns; called from another thread."""
+        ...
+
+    def wait(self, work: Coroutine[Any, Any, R]) -> R:
+        """As :meth:`run`, for work that samples: engines that join in the meantime are given weights.
+
+        Raises:
+            EngineDeadError: engines died too often.
+        """
+        ...
+
+    def events(self) -> list[str]:
+        """What became of engines since the last call."""
+        ...
+
+
 class StepByGenerate:
-    """:meth:`Engine.submit` and :meth:`Engine.step` of an engine that can only answer whole batches."""
+    """Implements :meth:`Engine.submit` and :meth:`Engine.step` for an engine that can only sample whole batches."""
 
     generate: Callable[..., list[Samples]]
 
@@ -306,14 +316,14 @@ class StepByGenerate:
 
     def step(self) -> list[tuple[int, Samples]]:
         """See :meth:`Engine.step`."""
-        answered: list[tuple[int, Samples]] = []
+        finished: list[tuple[int, Samples]] = []
         while self._waiting:
-            # One call takes one way of sampling: those that share the first one's.
+            # A call has one `Sampling`: prompts that share the first one's.
             sampling = next(iter(self._waiting.values()))[1]
             batch = [request for request, (_, s) in self._waiting.items() if s == sampling]
             prompts = [self._waiting.pop(request)[0] for request in batch]
-            answered += zip(batch, self.generate(prompts, 1, sampling), strict=True)
-        return answered
+            finished += zip(batch, self.generate(prompts, 1, sampling), strict=True)
+        return finished
 
     def abort(self) -> None:
         """See :meth:`Engine.abort`."""
@@ -321,10 +331,10 @@ class StepByGenerate:
 
 
 def check_request(prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, max_model_len: int) -> None:
-    """Refuses what no engine can answer.
+    """Refuses requests that no engine can serve.
 
     Raises:
-        ValueError: a prompt is empty or as long as the context, or several greedy answers are asked for.
+        ValueError: a prompt is empty or as long as the context, or several greedy responses are asked for.
     """
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) < max_model_len:
@@ -332,4 +342,4 @@ def check_request(prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, 
                 f"prompt {i} has {len(prompt)} tokens; it needs at least 1 and fewer than max_model_len={max_model_len}"
             )
     if n > 1 and sampling.temperature == 0:
-        raise ValueError(f"{n} greedy answers to one prompt would all be equal; ask for n=1 or a temperature above 0")
+        raise ValueError(f"{n} greedy responses to one prompt would all be equal; ask for n=1 or a temperature above 0")

@@ -1,4 +1,4 @@
-"""Fingerprints of weights that can be computed where the weights are, whole or in shards.
+"""Fingerprints of weights, computed where the weights are, whole or in shards.
 
 A weight is a matrix X of 16-bit words; its fingerprint is ``a^T X b`` modulo 2^64 with fixed pseudo-random odd ``a``
 (by row, 64 bits) and ``b`` (by column, two sets of 20 bits). A change of any single word always shows, since odd
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import count
+from typing import Protocol, SupportsInt
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -45,6 +47,10 @@ def fingerprint(tensor: Tensor, row_start: int = 0, column_start: int = 0) -> in
     """
     if tensor.element_size() < 2:
         raise ValueError(f"fingerprints need 16-bit elements or wider, not {tensor.dtype}")
+    if tensor.device.type == "cuda" and tensor.element_size() < 8:
+        batch = batch_on(tensor.device)
+        if batch:
+            return int(batch.add(tensor, row_start, column_start))
     words_per_element = tensor.element_size() // 2
     matrix = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
     rows, columns = matrix.shape[0], matrix.shape[1] * words_per_element
@@ -62,13 +68,46 @@ def fingerprint(tensor: Tensor, row_start: int = 0, column_start: int = 0) -> in
     return int(total) & _MASK
 
 
+class Batch(Protocol):
+    """Fingerprints that are computed later, many at a time."""
+
+    def add(self, tensor: Tensor, row_start: int = 0, column_start: int = 0) -> SupportsInt:
+        """The fingerprint of a tensor that stays as it is until ``int`` of it is asked for."""
+        ...
+
+
+def batch_on(device: torch.device | str) -> Batch | None:
+    """What computes fingerprints on the device in few kernels; None where only one at a time can be computed.
+
+    >>> batch_on("cpu") is None
+    True
+    """
+    if torch.device(device).type != "cuda":
+        return None
+    from grpo_rl.engines import fingerprint_triton  # Triton takes long to import, and no CPU needs it
+
+    return fingerprint_triton.TritonBatch() if fingerprint_triton.triton else None
+
+
+def digest(tensor: Tensor) -> int:
+    """Hash of a tensor's bytes (XXH3, https://xxhash.com), 0 … 2^64 - 1, as fast as memory is read.
+
+    Both ends of a transfer compute it where one process holds each tensor whole; fingerprints of shards add up.
+
+    >>> x = torch.arange(12.0)
+    >>> digest(x) == digest(x.reshape(3, 4)) != digest(x.flip(0))
+    True
+    """
+    return xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
 def add(*fingerprints: int) -> int:
     """Fingerprint of the whole from those of its shards."""
     return sum(fingerprints) & _MASK
 
 
 def same_or_none(*fingerprints: int) -> int:
-    """Fingerprint of a tensor that is held in several forms; where they differ, a number that none of them has.
+    """Fingerprint of a tensor that is held in several forms; a number that none of them has, where they differ.
 
     A form that is right must not vouch for one that is not.
 

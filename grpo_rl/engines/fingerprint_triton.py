@@ -36,11 +36,55 @@ class Piece(NamedTuple):
     column_start: int = 0
 
 
-def fingerprints(pieces: Sequence[Piece]) -> list[int]:
-    """The fingerprint of each piece, all on one device."""
+HELD_BYTES = 1 << 29
+"""Bytes of tensors that a batch holds before it launches a kernel for them: some are temporary."""
+
+
+class TritonBatch:
+    """See :class:`grpo_rl.engines.fingerprint.Batch`; all tensors are on one device."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._bytes = 0
+        self._launched: list[Tensor] = []
+        self._numbers: list[int] = []
+
+    def add(self, tensor: Tensor, row_start: int = 0, column_start: int = 0) -> Later:
+        """See :meth:`grpo_rl.engines.fingerprint.Batch.add`."""
+        number = sum(map(len, self._launched)) + len(self._numbers) + len(self._pieces)
+        self._pieces.append(Piece(tensor, row_start, column_start))
+        self._bytes += tensor.nbytes
+        if self._bytes > HELD_BYTES:
+            self._launch()
+        return Later(self, number)
+
+    def _launch(self) -> None:
+        if self._pieces:
+            self._launched.append(sums_of(self._pieces))
+        self._pieces, self._bytes = [], 0
+
+    def numbers(self) -> list[int]:
+        """All fingerprints so far; one copy to the host for those that are not there yet."""
+        self._launch()
+        if self._launched:
+            self._numbers += [number % (1 << 64) for number in torch.cat(self._launched).tolist()]
+            self._launched = []
+        return self._numbers
+
+
+class Later(NamedTuple):
+    """A fingerprint of a batch."""
+
+    batch: TritonBatch
+    number: int
+
+    def __int__(self) -> int:
+        return self.batch.numbers()[self.number]
+
+
+def sums_of(pieces: Sequence[Piece]) -> Tensor:
+    """The fingerprint of each piece as a signed number, [n], on the pieces' device."""
     held = [tensor.detach().contiguous() for tensor, _, _ in pieces]  # by name: a copy must outlive the launch
-    if not held:
-        return []
     described = tuple(
         _described(tensor, row_start, column_start)
         for tensor, (_, row_start, column_start) in zip(held, pieces, strict=True)
@@ -49,7 +93,7 @@ def fingerprints(pieces: Sequence[Piece]) -> list[int]:
     sums = torch.zeros(len(held), dtype=torch.int64, device=held[0].device)
     with torch.cuda.device_of(sums):
         _add_tiles[(len(tiles),)](tiles, table, sums, TILE_ROWS, TILE_COLUMNS, FIELDS)
-    return [number % (1 << 64) for number in sums.tolist()]
+    return sums
 
 
 def _described(tensor: Tensor, row_start: int, column_start: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""An engine that plays given answers: for tests and simulation."""
+"""An engine that plays given responses: for tests and simulation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_rl.engines.fingerprint import fingerprint
 
 
 class ScriptedEngine(StepByGenerate):
-    """Answers with what ``script(prompt_ids, g)`` returns, log-probability 0 each; holds weights like a real engine.
+    """Gives the responses that ``script(prompt_ids, g)`` returns, log-probability 0 each; holds weights as others do.
 
     >>> engine = ScriptedEngine(lambda prompt, g: [g] * g)
     >>> engine.generate([[7]], n=3, sampling=Sampling(max_new_tokens=2))[0].offsets.tolist()
@@ -23,7 +23,7 @@ class ScriptedEngine(StepByGenerate):
         super().__init__()
         self.version, self.max_model_len = 0, max_model_len
         self.dtype = torch.bfloat16
-        self.takes_adapters = False
+        self.takes_adapters = self.proves_bytes = False
         self.weights: dict[str, Tensor] = {}
         self._script = script
 
@@ -31,13 +31,13 @@ class ScriptedEngine(StepByGenerate):
         """See :meth:`grpo_rl.engines.base.Engine.generate`."""
         samples = []
         for prompt in prompts:
-            answers = [list(self._script(prompt, g)) for g in range(n)]
-            cut = [answer[: sampling.max_new_tokens] for answer in answers]
+            responses = [list(self._script(prompt, g)) for g in range(n)]
+            cut = [response[: sampling.max_new_tokens] for response in responses]
             samples.append(
                 Samples.from_lists(
                     cut,
-                    [[0.0] * len(answer) for answer in cut],
-                    [len(answer) > sampling.max_new_tokens for answer in answers],
+                    [[0.0] * len(response) for response in cut],
+                    [len(response) > sampling.max_new_tokens for response in responses],
                     self.version,
                 )
             )
@@ -48,15 +48,15 @@ class ScriptedEngine(StepByGenerate):
         self.weights |= {name: tensor.detach().to(self.dtype, copy=True) for name, tensor in weights}
         self.version = version
 
-    def fingerprints(self, shapes: Mapping[str, torch.Size]) -> dict[str, int]:
+    def fingerprints(self, shapes: Mapping[str, torch.Size], read_back: bool = False) -> dict[str, int]:
         """See :meth:`grpo_rl.engines.base.Engine.fingerprints`."""
         return {name: fingerprint(self.weights[name]) for name in shapes}
 
     def sleep(self) -> None:
-        """Nothing to free."""
+        """Does nothing: there is nothing to free."""
 
     def wake(self) -> None:
-        """Nothing to do."""
+        """Does nothing: it never sleeps."""
 
     def close(self) -> None:
         """Drops the weights."""

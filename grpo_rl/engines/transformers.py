@@ -24,14 +24,14 @@ from grpo_rl.engines.fingerprint import fingerprint
 
 
 class TransformersEngine(StepByGenerate):
-    """A copy of the model that answers by ``model.generate``.
+    """A copy of the model that samples by ``model.generate``.
 
     Args:
         model: a local model folder.
-        max_model_len: prompt and answer, in tokens.
+        max_model_len: of prompt and response, in tokens.
         dtype: of the weights and the computation.
         device: where it runs.
-        max_batch: answers computed at the same time.
+        max_batch: responses sampled at the same time.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TransformersEngine(StepByGenerate):
         self.version = 0
         self.max_model_len = max_model_len
         self.dtype = getattr(torch, dtype)
-        self.takes_adapters = False
+        self.takes_adapters = self.proves_bytes = False
         self._device = torch.device(device)
         self._max_batch = max_batch
         self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=self.dtype).to(self._device).eval()
@@ -96,8 +96,8 @@ class TransformersEngine(StepByGenerate):
             ),
         )
         log_probs = recorder.log_probs(sequences).tolist()
-        answers = sequences[:, longest:].tolist()
-        kept = [self._cut(answer, room[i // n], sampling.min_new_tokens) for i, answer in enumerate(answers)]
+        responses = sequences[:, longest:].tolist()
+        kept = [self._cut(response, room[i // n], sampling.min_new_tokens) for i, response in enumerate(responses)]
         return [
             Samples.from_lists(
                 [ids for ids, _ in kept[i : i + n]],
@@ -108,12 +108,12 @@ class TransformersEngine(StepByGenerate):
             for i in range(0, len(kept), n)
         ]
 
-    def _cut(self, answer: list[int], room: int, at_least: int) -> tuple[list[int], bool]:
-        """The answer up to and with its end of sequence, and whether it was cut at ``room`` tokens instead."""
-        for i, token in enumerate(answer[:room]):
+    def _cut(self, response: list[int], room: int, at_least: int) -> tuple[list[int], bool]:
+        """The response up to and with its end of sequence, and whether it was cut at ``room`` tokens instead."""
+        for i, token in enumerate(response[:room]):
             if token in self._ends and i >= at_least:
-                return answer[: i + 1], False
-        return answer[:room], True
+                return response[: i + 1], False
+        return response[:room], True
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.update_weights`."""
@@ -125,7 +125,7 @@ class TransformersEngine(StepByGenerate):
                 held[name].copy_(tensor)
         self.version = version
 
-    def fingerprints(self, shapes: Mapping[str, torch.Size]) -> dict[str, int]:
+    def fingerprints(self, shapes: Mapping[str, torch.Size], read_back: bool = False) -> dict[str, int]:
         """See :meth:`grpo_rl.engines.base.Engine.fingerprints`."""
         held = dict(self._model.named_parameters())
         return {name: fingerprint(held[name]) for name in shapes}
@@ -145,9 +145,9 @@ class TransformersEngine(StepByGenerate):
 
 
 class _Recorder(LogitsProcessor):
-    """Notes the log-probability of each sampled token; last in the list, it sees what is sampled from.
+    """Records the log-probability of each sampled token; last in the list, it sees the final distribution.
 
-    Only one step's [B, V] is held: a token is known when the next one is asked for.
+    Only one step's [B, V] is held: its token is known when the next one is sampled.
     """
 
     def __init__(self, prompt_length: int) -> None:

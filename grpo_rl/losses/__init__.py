@@ -1,1 +1,1 @@
-"""Pure functions of tokens, and the loss module that sums them."""
+"""Losses: pure functions of tokens, and the loss module that sums them."""

@@ -1,6 +1,6 @@
-"""How the losses of single tokens become one number: a weight per token, so that the loss is sum(weight * loss).
+"""Aggregation of token losses into one number: a weight per token, so that the loss is sum(weight * loss).
 
-Letters: N response tokens of a micro-batch, B answers of a micro-batch, P prompts (groups) of a micro-batch.
+Letters: N response tokens of a micro-batch, B responses of a micro-batch, P prompts (groups) of a micro-batch.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Aggregation = Literal["sequence_mean", "token_mean", "constant", "prompt_mean"]
+"""The values of ``loss.aggregate``."""
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What is counted over a whole optimizer step, all its micro-batches and ranks.
+    """Counts over a whole optimizer step, with all its micro-batches and ranks.
 
-    Dividing by a micro-batch's own counts would make a short micro-batch's tokens weigh more, and the gradient depend
-    on how the step was split.
+    Dividing by a micro-batch's own counts would give the tokens of a short micro-batch more weight, and the gradient
+    would depend on how the step was split.
 
     Args:
-        sequences: answers, those without a trained token included: they add a loss of zero to a mean over answers, as
-            in TRL, and as in verl when it trains (it is given the global batch size).
+        sequences: responses, including those without a trained token: they add a loss of zero to a mean over
+            responses, as in TRL, and as in verl's training (which passes the global batch size).
         tokens: trained tokens.
         prompts: groups.
-        entropy_floor: the entropy below which a token carries no policy gradient; None: every token does.
+        entropy_floor: tokens of lower entropy carry no policy gradient; None: every token does.
     """
 
     sequences: int
@@ -45,29 +46,29 @@ def token_weights(
     normalizer: int | float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " N"]:
-    """Weight of each token in the loss of the whole optimizer step; 0 where the policy did not choose the token.
+    """Weight of each token in the loss of the whole optimizer step; 0 on tokens that are not trained on.
 
-    - ``sequence_mean``, GRPO (https://arxiv.org/abs/2402.03300, eq. 3): the mean over an answer's trained tokens, then
-      over answers.
-    - ``token_mean``, DAPO (https://arxiv.org/abs/2503.14476, eq. 8): every trained token weighs the same.
-    - ``constant``, Dr. GRPO (https://arxiv.org/abs/2503.20783): the sum over an answer's tokens over a
-      constant, then the mean over answers; an answer's length changes no token's weight.
-    - ``prompt_mean``, ScaleRL (https://arxiv.org/abs/2510.13786): the mean over the trained tokens of all answers to a
-      prompt, then over prompts.
+    - ``sequence_mean``, GRPO (https://arxiv.org/abs/2402.03300, eq. 3): the mean over a response's trained tokens, then
+      over responses.
+    - ``token_mean``, DAPO (https://arxiv.org/abs/2503.14476, eq. 8): every trained token has the same weight.
+    - ``constant``, Dr. GRPO (https://arxiv.org/abs/2503.20783): the sum over a response's tokens, divided
+      by a constant, then the mean over responses; the weight of a token does not depend on the response's length.
+    - ``prompt_mean``, ScaleRL (https://arxiv.org/abs/2510.13786): the mean over the trained tokens of all responses to
+      a prompt, then over prompts.
 
     Args:
-        lengths: tokens of each answer; N in all.
-        trainable: False for tokens that are not trained on, as those of a tool's reply.
+        lengths: tokens of each response; N in all.
+        trainable: False on tokens that are not trained on, such as a tool's output.
         totals: counts of the whole step.
-        group_sizes: answers of each prompt, in the order of ``lengths``; B in all. Read by ``prompt_mean``.
-        normalizer: the constant of ``constant``, as the most tokens that an answer may have.
+        group_sizes: responses of each prompt, in the order of ``lengths``; B in all. Read by ``prompt_mean``.
+        normalizer: the constant of ``constant``, such as the largest response length.
         dtype: of the weights.
 
     Raises:
         ValueError: unknown ``how``, lengths or sizes that don't add up, a normalizer that is missing or not positive,
             or totals smaller than what this micro-batch holds.
 
-    Two answers of one and three tokens to one prompt, and a tool's token inside the second:
+    Two responses of one and three tokens to one prompt, the second with a tool's token inside:
 
     >>> lengths, trainable = torch.tensor([1, 3]), torch.tensor([True, True, False, True])
     >>> totals = StepTotals(sequences=2, tokens=3, prompts=1)
@@ -91,27 +92,27 @@ def token_weights(
                 f"this micro-batch holds {count} {name}, more than totals.{name}={getattr(totals, name)}; totals are "
                 "of the whole optimizer step"
             )
-    answer = torch.repeat_interleave(lengths)
+    response = torch.repeat_interleave(lengths)
     # A mean over no trained token has only zeros to divide; the clamps keep it at zero.
     if how == "token_mean":
         return weights / max(totals.tokens, 1)
     if how == "constant":
         return weights / (totals.sequences * normalizer)
     if how == "sequence_mean":
-        return weights / sum_of_answer(weights, answer).clamp(min=1) / totals.sequences
+        return weights / sum_over_response(weights, response).clamp(min=1) / totals.sequences
     if group_sizes is None or int(group_sizes.sum()) != len(lengths):
         raise ValueError(
-            f"group_sizes {group_sizes} must say to which prompt each of the {len(lengths)} answers belongs"
+            f"group_sizes {group_sizes} must say to which prompt each of the {len(lengths)} responses belongs"
         )
-    prompt = torch.repeat_interleave(group_sizes)[answer]
-    return weights / sum_of_answer(weights, prompt).clamp(min=1) / totals.prompts
+    prompt = torch.repeat_interleave(group_sizes)[response]
+    return weights / sum_over_response(weights, prompt).clamp(min=1) / totals.prompts
 
 
 def check_aggregation(how: str, normalizer: int | float | None) -> None:
-    """Refuses an aggregation that can't be computed.
+    """Checks the aggregation.
 
     Raises:
-        ValueError: which setting, and what it may be.
+        ValueError: names the setting and its valid values.
     """
     if how not in get_args(Aggregation):
         raise ValueError(f"unknown aggregation {how!r}; choose one of {', '.join(get_args(Aggregation))}")
@@ -119,17 +120,17 @@ def check_aggregation(how: str, normalizer: int | float | None) -> None:
         raise ValueError(f"loss.normalizer is {normalizer}; loss.aggregate=constant divides by it, use more than 0")
 
 
-def sum_of_answer(values: Float[Tensor, " N"], answer: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """The sum of ``values`` over the answer that a token belongs to, at each of its tokens.
+def sum_over_response(values: Float[Tensor, " N"], response: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """At each token, the sum of ``values`` over its response.
 
     Args:
-        answer: number of each token's answer.
+        response: index of each token's response.
 
-    >>> sum_of_answer(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 1, 1]))
+    >>> sum_over_response(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 1, 1]))
     tensor([1., 6., 6.])
     """
-    if not len(answer):
+    if not len(response):
         return values
-    # One addend after the other: in fp32 an answer of 200,000 tokens would lose all but three digits.
-    sums = torch.zeros(int(answer.max()) + 1, dtype=torch.float64, device=values.device)
-    return sums.index_add(0, answer, values.double())[answer].to(values)
+    # One addend after the other: in fp32 a response of 200,000 tokens would lose all but three digits.
+    sums = torch.zeros(int(response.max()) + 1, dtype=torch.float64, device=values.device)
+    return sums.index_add(0, response, values.double())[response].to(values)

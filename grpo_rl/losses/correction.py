@@ -1,4 +1,4 @@
-"""What makes up for a sampler that gave its tokens other probabilities than the trainer does. Letter: N tokens."""
+"""Importance weights that correct for the mismatch between sampler and trainer. Letter: N tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_rl.losses.aggregate import sum_of_answer
+from grpo_rl.losses.aggregate import sum_over_response
 
 Correction = Literal["none", "truncate", "mask"]
-"""What ``loss.correction`` may be."""
+"""The values of ``loss.correction``."""
 Level = Literal["token", "sequence"]
-"""Whose weight a token's is, ``loss.correction_level``."""
+"""The values of ``loss.correction_level``: a weight per token, or per response."""
 
 
 def correction_weight(
@@ -22,25 +22,25 @@ def correction_weight(
     level: Level = "token",
     low: float = 0.5,
     high: float = 2.0,
-    answer: Int[Tensor, " N"] | None = None,
+    response: Int[Tensor, " N"] | None = None,
 ) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
-    r"""Weights of tokens in the surrogate loss, $\rho = \pi_{old} / \pi_{sampler}$, and which met a bound; no gradient.
+    r"""Weight of each token in the surrogate loss, $\rho = \pi_{old} / \pi_{sampler}$, and whether it met a bound.
 
-    Both had the same parameters, or should have had: the trainer computes them in one way and the engine in another,
-    and where the engine's are stale they differ in earnest.
+    Weights carry no gradient. On fresh weights the two policies differ only by rounding, as trainer and engine compute
+    in different ways; on stale weights they are different policies.
 
-    - ``none``: 1. The surrogate's own ratio is then to the sampler, and holds everything that differs.
+    - ``none``: 1. The surrogate's own ratio is then to the sampler, and contains both differences.
     - ``truncate``: $\min(\rho, high)$: truncated importance sampling (TIS), https://fengyao.notion.site/off-policy-rl.
-    - ``mask``: rho within [low, high], else 0, so that what is outside teaches nothing: by token IcePop,
+    - ``mask``: rho within [low, high], else 0, so tokens outside have no gradient: by token IcePop,
       https://ringtech.notion.site/icepop; by sequence masked importance sampling, https://richardli.xyz/rl-collapse.
 
-    By ``sequence``, rho is the product over the answer's tokens: unbiased, and far more spread.
+    With ``sequence``, rho is the product over the response's tokens: unbiased, with a far larger variance.
 
     Args:
         log_ratio: log pi_old - log pi_sampler, 0 on tokens that are not trained.
-        answer: number of each token's answer; read by ``sequence``.
+        response: index of each token's response; read by ``sequence``.
 
-    Tokens that the trainer gives a third, the same and three times the sampler's probability:
+    Three tokens, to which the trainer gives 1/3, 1 and 3 times the sampler's probability:
 
     >>> log_ratio = torch.tensor([1 / 3, 1.0, 3.0]).log()
     >>> correction_weight(log_ratio, "truncate")
@@ -51,7 +51,7 @@ def correction_weight(
     log_ratio = log_ratio.detach()
     if how == "none":
         return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
-    rho = (log_ratio if level == "token" else sum_of_answer(log_ratio, answer)).exp()
+    rho = (log_ratio if level == "token" else sum_over_response(log_ratio, response)).exp()
     if how == "truncate":
         return rho.clamp(max=high), rho > high
     outside = ~((rho >= low) & (rho <= high))
@@ -59,10 +59,10 @@ def correction_weight(
 
 
 def check_correction(how: str, level: str, low: float, high: float) -> None:
-    """Refuses a correction that can't be meant.
+    """Checks the settings of the correction.
 
     Raises:
-        ValueError: which setting, and what it may be.
+        ValueError: names the setting and its valid values.
     """
     if how not in get_args(Correction):
         raise ValueError(f"loss.correction is {how!r}; it can be {', '.join(get_args(Correction))}")

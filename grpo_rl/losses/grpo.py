@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 import torch
+from jaxtyping import Bool
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
@@ -19,17 +20,17 @@ from grpo_rl.losses.kl import KL, k3, kl_estimate
 from grpo_rl.losses.surrogate import Ratio, Surrogate, check_clips, clipped_tokens, leveled_log_ratio, surrogate_loss
 
 LOSSES = ("loss_objective", "loss_kl", "loss_entropy")
-"""Their sum is what is minimised."""
+"""The terms of the loss; their sum is the entry ``loss``, which is minimised."""
 METRIC_SUMS = ("tokens", "clip_low", "clip_high", "kl_sampler", "entropy", "ratio", "ratio_squared")
-"""Sums over trained tokens that the loss always reports; divide by ``tokens``."""
+"""Sums over trained tokens that the loss always returns; divide by ``tokens`` for the mean."""
 
 
 class GRPOLoss(LossModule):
-    r"""$\sum_t w_t \left[c_t\, s(r_t, A) + \beta\, \mathrm{KL}_t - \gamma H_t\right]$ of tokens, each factor of choice.
+    r"""$\sum_t w_t \left[c_t\, s(r_t, A) + \beta\, \mathrm{KL}_t - \gamma H_t\right]$, each factor of choice.
 
-    Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3 and 4, is the default; ``config/loss`` names others.
+    Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3 and 4, is the default; ``config/loss`` has the others.
     The weights ``w`` come from `grpo_rl.losses.aggregate.token_weights`, which counts over the whole optimizer step:
-    losses of micro-batches add up to the step's loss, and splitting it differently never changes the gradient.
+    losses of micro-batches add up to the step's loss, and the gradient does not depend on how the step is split.
 
     Args:
         clip_low: ratios below ``1 - clip_low`` are clipped.
@@ -37,19 +38,19 @@ class GRPOLoss(LossModule):
         kl_coef: weight of the estimate of KL(policy || reference).
         entropy_coef: weight of the entropy bonus.
         surrogate: the loss ``s`` of a ratio and an advantage, see `grpo_rl.losses.surrogate`.
-        ratio: the ratio ``r`` is each token's own, or its answer's.
-        dual_clip: what a bad answer's ratio counts up to, for ``surrogate=clipped``; None: however large.
-        tau_pos: temperature of good answers, for ``surrogate=sapo``.
-        tau_neg: and that of bad ones.
+        ratio: the ratio ``r`` of each token, or of its response.
+        dual_clip: bound on ratios of negative advantages, for ``surrogate=clipped``; None: no bound.
+        tau_pos: temperature for positive advantages, for ``surrogate=sapo``.
+        tau_neg: temperature for the others.
         kl: the estimate, see `grpo_rl.losses.kl.kl_estimate`.
-        correction: the weight ``c`` of sampler against trainer, see `grpo_rl.losses.correction`. Without one the ratio
-            is to the sampler, with one to the trainer's own log-probabilities before the update.
-        correction_level: that weight is each token's own, or its answer's.
-        correction_low: lower bound, for ``correction=mask``.
-        correction_high: upper bound.
+        correction: importance weight ``c`` of trainer over sampler, see `grpo_rl.losses.correction`. Without it the
+            ratio is to the sampler, with it to the trainer's own log-probabilities before the update.
+        correction_level: ``c`` of each token, or of its response.
+        correction_low: lower bound of ``c``, for ``correction=mask``.
+        correction_high: upper bound of ``c``.
 
     Raises:
-        ValueError: a setting that is unknown or out of range, or a KL estimate that would hold nothing.
+        ValueError: a setting is unknown or out of range, or the KL estimate would have no effect.
 
     A fresh policy has ratios of 1, so its loss is minus the weighted advantage:
 
@@ -65,27 +66,27 @@ class GRPOLoss(LossModule):
     @dataclass
     class _AcceptedKeys:
         log_prob: NestedKey = "log_prob"
-        """[N] log pi_theta of the sampled tokens, with gradient."""
+        """[N] log pi_theta of the sampled token, with gradient."""
         entropy: NestedKey = "entropy"
-        """[N] entropy of the distribution each was drawn from."""
+        """[N] entropy of the policy's distribution at the token."""
         sampler_log_prob: NestedKey = "sampler_log_prob"
-        """[N] log-probability that the sampler gave."""
+        """[N] the sampler's log-probability."""
         old_log_prob: NestedKey = "old_log_prob"
-        """[N] log-probability that the trainer gave before the update; read only with a correction."""
+        """[N] the trainer's log-probability before the update; read only with a correction."""
         ref_log_prob: NestedKey = "ref_log_prob"
-        """[N] under the reference; must be there when kl_coef is not 0."""
+        """[N] the reference's log-probability; required if kl_coef is not 0."""
         advantage: NestedKey = "advantage"
-        """[N] the advantage of each token's answer; 0 where a token shall have no policy gradient."""
+        """[N] the advantage of each token's response; 0 on tokens without a policy gradient."""
         trainable: NestedKey = "trainable"
-        """[N] False on tokens that are not trained on, as those that the policy did not choose."""
+        """[N] False on tokens that are not trained on, such as those that the policy did not sample."""
         weight: NestedKey = "weight"
-        """[N] from `token_weights`; 0 where not trainable."""
-        answer: NestedKey = "answer"
-        """[N] number of each token's answer; read only where answers have ratios or corrections of their own."""
+        """[N] from `token_weights`; 0 on tokens that are not trained on."""
+        response: NestedKey = "response"
+        """[N] index of each token's response; read only if ratios or corrections are per response."""
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
-    out_keys = (*LOSSES, *METRIC_SUMS)  # pyright: ignore[reportAssignmentType]
+    out_keys = ("loss", *LOSSES, *METRIC_SUMS)  # pyright: ignore[reportAssignmentType]
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class GRPOLoss(LossModule):
             raise ValueError(f"loss.tau_pos is {tau_pos} and loss.tau_neg {tau_neg}; both must be more than 0")
         if kl_coef and kl == "k1":
             raise ValueError(
-                "loss.kl=k1 in the loss has a gradient of mean zero, so it would hold nothing; use k2, k3, k3+ or "
+                "loss.kl=k1 in the loss has a gradient of mean zero, so it would have no effect; use k2, k3, k3+ or "
                 "k3_is, or loss.kl_in=reward"
             )
         self.kl_coef, self.entropy_coef, self.kl = kl_coef, entropy_coef, kl
@@ -127,7 +128,7 @@ class GRPOLoss(LossModule):
         self._correction = {
             "how": correction, "level": correction_level, "low": correction_low, "high": correction_high,
         }  # fmt: skip
-        self._by_answer = ratio != "token" or (correction != "none" and correction_level == "sequence")
+        self._per_response = ratio != "token" or (correction != "none" and correction_level == "sequence")
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -137,7 +138,7 @@ class GRPOLoss(LossModule):
         optional = {
             keys.ref_log_prob: self.kl_coef,
             keys.old_log_prob: self.correction != "none",
-            keys.answer: self._by_answer,
+            keys.response: self._per_response,
         }
         return names + [name for name, read in optional.items() if read]
 
@@ -145,13 +146,12 @@ class GRPOLoss(LossModule):
         """GRPO has no value estimator."""
 
     def terms(self, tensordict: TensorDictBase) -> TensorDict:
-        """What each token has in the loss, not yet weighted: :meth:`forward` sums it.
+        """The loss terms of each token, not yet weighted; :meth:`forward` sums them.
 
         [N] each: ``objective``, ``kl`` and ``entropy``, with gradient and without their coefficients; ``log_ratio`` to
-        the sampler or, with a correction, to the trainer before the update; ``ratio``, as the surrogate saw it;
-        ``correction``, the weight in ``objective``, and ``corrected``, where it met a bound; where the surrogate was
-        clipped, ``clip_low``, ``clip_high`` and with a dual clip ``clip_dual``. Only ``weight`` in ``tensordict`` says
-        how much of it counts: on tokens that are not trained on it is 0.
+        the sampler or, with a correction, to the trainer before the update; ``ratio``, as used by the surrogate;
+        ``correction``, the importance weight in ``objective``, and ``corrected``, whether it met a bound; and the flags
+        of :func:`clipped_tokens`. Values on tokens that are not trained on mean nothing; their ``weight`` is 0.
 
         Raises:
             ValueError: an entry is missing.
@@ -160,11 +160,11 @@ class GRPOLoss(LossModule):
         trainable = tensordict[keys.trainable]
         log_prob, sampler = self._read(tensordict, keys.log_prob), self._read(tensordict, keys.sampler_log_prob)
         advantage = self._read(tensordict, keys.advantage)
-        answer = _entry(tensordict, keys.answer) if self._by_answer else None
+        response = _entry(tensordict, keys.response) if self._per_response else None
         old = self._read(tensordict, keys.old_log_prob) if self.correction != "none" else sampler
         log_ratio = log_prob - old
-        leveled = leveled_log_ratio(log_ratio, self.ratio, trainable, answer)
-        weight, corrected = correction_weight(old - sampler, **self._correction, answer=answer)
+        leveled = leveled_log_ratio(log_ratio, self.ratio, trainable, response)
+        weight, corrected = correction_weight(old - sampler, **self._correction, response=response)
         terms = TensorDict(
             objective=weight * surrogate_loss(**self._surrogate, **self._taus, log_ratio=leveled,
                                               advantage=advantage, log_prob=log_prob),
@@ -178,20 +178,22 @@ class GRPOLoss(LossModule):
         )  # fmt: skip
         terms.update(clipped_tokens(**self._surrogate, log_ratio=leveled.detach(), advantage=advantage))
         if self.kl_coef:
-            # Of the sampled distribution, whatever the surrogate's ratio is to.
+            # The ratio is to the sampler, also if the surrogate's is to the trainer.
             terms["kl"] = kl_estimate(self.kl, log_prob, self._read(tensordict, keys.ref_log_prob), log_prob - sampler)
         return terms
 
     def _read(self, tensordict: TensorDictBase, key: NestedKey) -> Tensor:
-        """The entry in fp32 or more; 0 on tokens that are not trained on, for which nothing may be known."""
+        """The entry in fp32 or more; 0 on tokens that are not trained on, where it may be undefined."""
         value = _entry(tensordict, key)
         wide = value.to(torch.promote_types(value.dtype, torch.float32))
         return torch.where(tensordict[self.tensor_keys.trainable], wide, 0.0)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
-        """The three losses, whose sum is to be minimised, and sums over trained tokens without gradient.
+        """``loss``, which is minimised, its terms :data:`LOSSES`, and sums over trained tokens without gradient.
 
-        These are :data:`METRIC_SUMS`, ``kl_ref`` where there is a reference, ``clip_dual`` with a dual clip, and with a
+        TorchRL's ``Trainer`` adds up all entries that begin with "loss"; tell it ``loss_components=["loss"]``.
+
+        The sums are :data:`METRIC_SUMS`, with a reference ``kl_ref``, with a dual clip ``clip_dual``, and with a
         correction ``correction``, ``correction_squared`` and ``corrected``.
         """
         keys = self.tensor_keys
@@ -201,6 +203,7 @@ class GRPOLoss(LossModule):
             loss_kl=self.kl_coef * (weight * terms["kl"]).sum(),
             loss_entropy=-self.entropy_coef * (weight * terms["entropy"]).sum(),
         )
+        out["loss"] = torch.stack([out[name] for name in LOSSES]).sum()
         with torch.no_grad():
             log_prob, sampler = self._read(tensordict, keys.log_prob), self._read(tensordict, keys.sampler_log_prob)
             trainable, ratio = tensordict[keys.trainable], (log_prob - sampler).exp()
@@ -222,16 +225,21 @@ class GRPOLoss(LossModule):
 
 
 _WRITTEN_BY = {
-    "old_log_prob": "write it with TrainPolicy.annotate before the first optimizer step, or say on_policy=True where "
+    "old_log_prob": "write it with TrainPolicy.add_log_probs before the first optimizer step, or set on_policy=True if "
     "there is only one",
-    "ref_log_prob": "write it with ReferencePolicy.annotate, or set policy.kl_coef to 0",
-    "sampler_log_prob": "it is what the engine returned, Group.log_probs",
+    "ref_log_prob": "write it with ReferencePolicy.add_log_probs, or set policy.kl_coef to 0",
+    "sampler_log_prob": "the engine returns it, see Group.log_probs",
 }
 
 
 def _entry(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
     value = tensordict.get(key, None)
     if value is None:
-        hint = _WRITTEN_BY.get(str(key), "grpo_rl.policies.policy.training_tensordict writes it")
-        raise ValueError(f"the loss reads {key}, which is not there; {hint}")
+        hint = _WRITTEN_BY.get(str(key), "grpo_rl.training.micro_batches.training_tensordict writes it")
+        raise ValueError(f"the loss reads {key}, which is missing; {hint}")
     return value
+
+
+def clipped_at_all(terms: TensorDictBase) -> Bool[Tensor, " N"]:
+    """Which tokens met a bound of the surrogate, by what `GRPOLoss.terms` says of them."""
+    return torch.stack([value for name, value in terms.items() if name.startswith("clip_")]).any(0)

@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from a frozen reference, one value a sampled token. Letter: N tokens."""
+"""Estimators of the KL divergence from a frozen reference, one value per sampled token. Letter: N tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 KL = Literal["k1", "k2", "k3", "k3+", "k3_is"]
-"""What ``loss.kl`` may be."""
+"""The values of ``loss.kl``."""
 REWARD_KL = ("k1", "k2", "k3")
-"""Those that differ by their values; the others are of use only where there is a gradient."""
+"""The kinds with different values, for a KL in the reward; the others differ only in their gradient."""
 
 
 def kl_estimate(
@@ -32,8 +32,8 @@ def kl_estimate(
     | k3+   | value of k3, gradient of k2      | KL         | that of KL            |
     | k3_is | ratio to the sampler times k3    | KL         | that of KL            |
 
-    "The reverse" is KL(pi_ref || pi_theta). ``k3_is`` keeps its means where the tokens were sampled from another policy
-    than pi_theta; the others are of fresh weights.
+    "The reverse" is KL(pi_ref || pi_theta). The means of ``k3_is`` also hold for tokens that were sampled from another
+    policy than pi_theta; those of the others do not.
 
     Source: Schulman, http://joschu.net/blog/kl-approx.html (k1, k2, k3); Tang and Munos, https://arxiv.org/abs/2506.09477
     (gradients); ``k3+`` is verl's name; ``k3_is`` is DeepSeek-V3.2's, https://arxiv.org/abs/2512.02556.
@@ -66,15 +66,15 @@ def k3(log_prob: Float[Tensor, " N"], ref_log_prob: Float[Tensor, " N"]) -> Floa
     Over tokens sampled from pi_theta its mean is KL(pi_theta || pi_ref), with less variance than the mean of -d.
     Source: Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 4.
 
-    Nothing is clamped. verl holds d within 20 and the estimate within 10, which takes the gradient away above d = 2.6,
-    from the very tokens that have drifted furthest from the reference; a bound on d only matters above d = 88, where
-    fp32 overflows to infinity, and such a step should be seen and skipped, not trained on in part.
+    Nothing is clamped. verl clamps d to 20 and the estimate to 10, which removes the gradient above d = 2.6, from the
+    very tokens that have drifted furthest from the reference. fp32 overflows only above d = 88, and such a step should
+    be detected and skipped, not trained on in part.
 
     Args:
         log_prob: under the policy, with gradient.
         ref_log_prob: under the reference.
 
-    The reference gives the token twice, once and half the policy's probability; 2 - ln 2 - 1 = 0.3069:
+    Three tokens, to which the reference gives 2, 1 and 1/2 times the policy's probability; 2 - ln 2 - 1 = 0.3069:
 
     >>> k3(torch.zeros(3), torch.tensor([2.0, 1.0, 0.5]).log())
     tensor([0.3069, 0.0000, 0.1931])

@@ -23,9 +23,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from grpo_rl.data.group import Group
-from grpo_rl.losses.grpo import LOSSES, GRPOLoss
-from grpo_rl.monitor.meter import by_group, clipped_at_all
+from grpo_rl.losses.grpo import LOSSES, GRPOLoss, clipped_at_all
 from grpo_rl.storage.whole_file import replacing
+from grpo_rl.training.micro_batches import by_group
 from grpo_rl.training.optimizer import StepResult
 
 TOKENS, ANSWERS = "lineage", "lineage_answers"

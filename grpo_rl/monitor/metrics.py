@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -148,6 +150,14 @@ def time_metrics(
         if seconds > 0:
             metrics[f"throughput/{phase}_tokens_per_s"] = tokens / seconds
     return metrics
+
+
+def peak_gib() -> float:
+    """Peak memory so far, in GiB: of the GPU where there is one, else of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 def _all_or_none(tensors: list[Tensor | None]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_rl.policies.hub import cache_folder
+from grpo_rl.storage.cache import cache_folder
 
 RATES_FILE = "rates.json"
 PROBE_BYTES = 2**29

@@ -23,7 +23,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_rl.data.group import Group, groups_to_score
+from grpo_rl.data.batching import groups_to_score
+from grpo_rl.data.group import Group
 from grpo_rl.perf.rates import Rates, machine_rates
 
 

@@ -7,93 +7,19 @@ not divide is a `Misfit`, which the checks of a config raise and which `grpo-rl 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from omegaconf import DictConfig
 
-from grpo_rl.build.parts import annotates, group_sizes, micro_batching, optimizer_steps, total_steps
-from grpo_rl.data.group import Group, micro_batches
+from grpo_rl.data.batching import micro_batches
+from grpo_rl.data.group import Group
+from grpo_rl.settings.derived import group_sizes, micro_batching, needs_old_log_probs, optimizer_steps, total_steps
 from grpo_rl.settings.devices import Devices, allocate
-
-Where = Literal["cut", "left_over", "micro_batches", "run"]
-"""What a misfit breaks: a group, a collection, an optimizer step, the run."""
+from grpo_rl.settings.misfits import Misfit, Where, misfits
+from grpo_rl.settings.sections import Sections
 
 PROMPT_TOKENS = 128
 """Length of a prompt where none is given: of GSM8K's question with its system prompt, about."""
-
-
-class Misfit(ValueError):
-    """A division of the config that does not come out.
-
-    Args:
-        what: does not fit, with the numbers.
-        where: in the picture it shows.
-        fits: nearest values that do, by key; each is a remedy by itself.
-
-    >>> print(Misfit("16 in 3 halls", "cut", {"halls": [2, 4], "seats": [8]}))
-    16 in 3 halls; use halls=2 or 4, or seats=8
-    """
-
-    def __init__(self, what: str, where: Where, fits: Mapping[str, Iterable[int]]) -> None:
-        self.what, self.where = what, where
-        self.fits = {key: tuple(values) for key, values in fits.items() if tuple(values)}
-        super().__init__(f"{what}; use {self.remedy}")
-
-    @property
-    def remedy(self) -> str:
-        """The values that fit, as a sentence's end."""
-        return ", or ".join(f"{key}={' or '.join(map(str, values))}" for key, values in self.fits.items())
-
-
-def misfits(cfg: DictConfig) -> list[Misfit]:
-    """Every division of the config that does not come out; its numbers are 1 or more, and ``env.repeats`` 2 or more."""
-    prompts, size, batch = cfg.env.num_envs, cfg.env.repeats, cfg.train.optim_batch_size
-    collected, groups = prompts * size, max(1, batch // size)
-    turns, steps = cfg.train.total_dialog_turns, cfg.train.gradient_accumulation_steps
-    batches = [size * divisor for divisor in _divisors(prompts)]
-    found = []
-    if batch % size:
-        sizes = [divisor for divisor in _divisors(batch) if divisor > 1 and prompts * divisor % batch == 0]
-        found.append(
-            Misfit(
-                f"train.optim_batch_size={batch} is not a multiple of env.repeats={size}: a group would be cut",
-                "cut",
-                {"train.optim_batch_size": _nearest(batch, batches), "env.repeats": _nearest(size, sizes)},
-            )
-        )
-    elif collected % batch:
-        found.append(
-            Misfit(
-                f"env.num_envs x env.repeats = {prompts} x {size} = {collected} answers a collection do not divide "
-                f"into batches of train.optim_batch_size={batch}",
-                "left_over",
-                {
-                    "train.optim_batch_size": _nearest(batch, batches),
-                    "env.num_envs": _nearest(prompts, [prompts // groups * groups, (prompts // groups + 1) * groups]),
-                },
-            )
-        )
-    if steps is not None and steps > groups:
-        found.append(
-            Misfit(
-                f"train.gradient_accumulation_steps={steps} micro-batches cannot be made of the {groups} groups of an "
-                "optimizer step",
-                "micro_batches",
-                {"train.gradient_accumulation_steps": [groups]},
-            )
-        )
-    if turns < collected:
-        found.append(
-            Misfit(
-                f"train.total_dialog_turns={turns} is less than one collection, {collected} answers",
-                "run",
-                {"train.total_dialog_turns": [collected]},
-            )
-        )
-    return found
 
 
 @dataclass(frozen=True)
@@ -197,9 +123,9 @@ class BatchPlan:
 
 
 def plan_batches(
-    cfg: DictConfig, prompt_tokens: int | None = None, answer_tokens: int | None = None, gpus: int | None = None
+    settings: Sections, prompt_tokens: int | None = None, answer_tokens: int | None = None, gpus: int | None = None
 ) -> BatchPlan:
-    """The plan of a config, whether or not it divides.
+    """The plan of settings, whether or not they divide.
 
     Args:
         prompt_tokens: assumed of every prompt; None: :data:`PROMPT_TOKENS`, or what the context leaves.
@@ -209,40 +135,41 @@ def plan_batches(
     Raises:
         ValueError: the lengths do not fit into the context, or the device plan not on the machine.
     """
-    context = cfg.inference_model.max_model_len
-    answer = cfg.sampling.max_new_tokens if answer_tokens is None else answer_tokens
+    context = settings.inference_model.max_model_len
+    answer = settings.sampling.max_new_tokens if answer_tokens is None else answer_tokens
     prompt = min(PROMPT_TOKENS, context - answer) if prompt_tokens is None else prompt_tokens
     if prompt < 1 or answer < 1 or prompt + answer > context:
         raise ValueError(
             f"a prompt of {prompt} tokens and an answer of {answer} do not fit into "
             f"inference_model.max_model_len={context}; each needs one token or more"
         )
-    settings = micro_batching(cfg)
-    groups = [_assumed_group(prompt, answer, cfg.env.repeats)] * (cfg.train.optim_batch_size // cfg.env.repeats)
-    count = settings["count"] and min(settings["count"], len(groups))
-    micro = micro_batches(groups, settings["max_tokens"], count) if groups else []
-    sizes, collections = group_sizes(cfg), total_steps(cfg)
-    starts = sorted({1, *(step for step, _ in cfg.train.repeats_schedule if step <= collections)})
+    batching = micro_batching(settings)
+    size = settings.env.repeats
+    groups = [_assumed_group(prompt, answer, size)] * (settings.train.optim_batch_size // size)
+    count = batching.count and min(batching.count, len(groups))
+    micro = micro_batches(groups, batching.max_tokens, count) if groups else []
+    sizes, collections = group_sizes(settings), total_steps(settings)
+    starts = sorted({1, *(step for step, _ in settings.train.repeats_schedule if step <= collections)})
     return BatchPlan(
-        prompts=cfg.env.num_envs,
-        group_size=cfg.env.repeats,
+        prompts=settings.env.num_envs,
+        group_size=size,
         sizes=tuple((start, sizes.at(start)) for start in starts),
-        refills=cfg.train.max_refills,
-        batch_answers=cfg.train.optim_batch_size,
-        epochs=cfg.train.epochs,
+        refills=settings.train.max_refills,
+        batch_answers=settings.train.optim_batch_size,
+        epochs=settings.train.epochs,
         collections=collections,
-        optimizer_steps=optimizer_steps(cfg),
-        turns=cfg.train.total_dialog_turns,
+        optimizer_steps=optimizer_steps(settings),
+        turns=settings.train.total_dialog_turns,
         prompt_tokens=prompt,
         answer_tokens=answer,
-        max_tokens=settings["max_tokens"],
-        accumulation=settings["count"],
+        max_tokens=batching.max_tokens,
+        accumulation=batching.count,
         micro_batches=tuple(len(groups) for groups in micro),
-        has_reference=bool(cfg.policy.kl_coef),
-        annotates=annotates(cfg),
-        skips_equal_rewards=settings["skip_zero_advantage"],
-        devices=allocate(cfg, visible=gpus),
-        misfits=tuple(misfits(cfg)),
+        has_reference=bool(settings.policy.kl_coef),
+        annotates=needs_old_log_probs(settings),
+        skips_equal_rewards=batching.skip_zero_advantage,
+        devices=allocate(settings, visible=gpus),
+        misfits=tuple(misfits(settings)),
     )
 
 
@@ -263,18 +190,3 @@ def _assumed_group(prompt: int, answer: int, size: int) -> Group:
         offsets=torch.arange(size + 1) * answer,
         rewards=tokens(size, torch.float32),
     )
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _nearest(number: int, fitting: Iterable[int]) -> list[int]:
-    """The greatest of the fitting values below a number, and the least above it.
-
-    >>> _nearest(20, [8, 16, 32, 64]), _nearest(5, [0, 3])
-    ([16, 32], [3])
-    """
-    fitting = [value for value in fitting if value > 0]
-    below, above = [value for value in fitting if value < number], [value for value in fitting if value > number]
-    return [*([max(below)] if below else []), *([min(above)] if above else [])]

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from grpo_rl.perf.roofline import ModelSizes
 from grpo_rl.policies.head import CPU_TILE, GPU_TILE_LOGITS
-from grpo_rl.policies.lora import LoRA, skeleton, targeted
+from grpo_rl.policies.loading import skeleton
+from grpo_rl.policies.lora import LoRA, targeted
 from grpo_rl.policies.supported import refuse_unsupported
 
 Kind = Literal["cuda", "cpu"]

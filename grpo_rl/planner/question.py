@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, PreTrainedModel
 
-from grpo_rl.build.parts import make_lora
 from grpo_rl.planner.batches import BatchPlan, plan_batches
 from grpo_rl.planner.hardware import Cluster
 from grpo_rl.planner.memory import (
@@ -27,6 +25,8 @@ from grpo_rl.planner.memory import (
 from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE, Work, sample_s, score_s, sync_s, train_s
 from grpo_rl.policies.compiled import can_compile
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
+from grpo_rl.settings.derived import adapters
+from grpo_rl.settings.schema import Settings
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Question:
     """What is to be planned.
 
     Args:
-        cfg: the run's config.
+        cfg: the run's settings.
         model: a skeleton of its model.
         cluster: that it is to run on.
         mode: ``sync``: sampling and training take turns; ``async``: at the same time, on devices of their own.
@@ -44,7 +44,7 @@ class Question:
         sample_share: and that sampling reaches.
     """
 
-    cfg: DictConfig
+    cfg: Settings
     model: PreTrainedModel
     cluster: Cluster
     mode: str
@@ -55,12 +55,10 @@ class Question:
 
     def having(self, settings: Mapping[str, object]) -> Question:
         """The same with other values of some keys, of which ``cluster`` is the number of its devices."""
-        cfg, cluster = self.cfg.copy(), self.cluster
-        for key, value in settings.items():
-            if key == "cluster":
-                cluster = Cluster(int(str(value)), cluster.device)
-            else:
-                OmegaConf.update(cfg, key, value)
+        keys, cluster = dict(settings), self.cluster
+        if (count := keys.pop("cluster", None)) is not None:
+            cluster = Cluster(int(str(count)), cluster.device)
+        cfg = self.cfg.with_values(keys)
         shares = (self.train_share, self.sample_share)
         return Question(cfg, self.model, cluster, self.mode, self.prompt_tokens, self.answer_tokens, *shares)
 
@@ -72,7 +70,7 @@ class Question:
     @cached_property
     def shape(self) -> Shape:
         """Of the model, with the config's adapters."""
-        return Shape.of(self.model, make_lora(self.cfg))
+        return Shape.of(self.model, adapters(self.cfg))
 
     @cached_property
     def batches(self) -> BatchPlan:

@@ -1,8 +1,8 @@
 """The digital twin: the asynchronous loop over simulated engines, in simulated time.
 
-Ledger, flow and fleet are those of a real run; an engine is a rate at which answers grow, the trainer a number of
-tokens a second. What comes out is how long each side waits, how old answers get, and what that depends on: the split of
-devices, the bound on staleness, the lengths of answers, the deaths of engines.
+Staleness manager, rollout scheduler and fleet are those of a real run; an engine is a rate at which answers grow, the
+trainer a number of tokens a second. What comes out is how long each side waits, how old answers get, and what that
+depends on: the split of devices, the bound on staleness, the lengths of answers, the deaths of engines.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from grpo_rl.cluster.fleet import Fleet
-from grpo_rl.collectors.rollout_scheduler import Flow
-from grpo_rl.collectors.staleness import Ledger
+from grpo_rl.collectors.rollout_scheduler import RolloutScheduler
+from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.planner import virtual_time
 
@@ -207,7 +207,7 @@ async def _simulate(scenario: Scenario) -> Outcome:
     loop, rng = asyncio.get_running_loop(), random.Random(scenario.seed)
     engines: dict[int, SimulatedEngine] = {}
     replaced_idle_s = 0.0
-    ledger = Ledger(scenario.groups_per_step, scenario.max_staleness)
+    staleness = StalenessManager(scenario.groups_per_step, scenario.max_staleness)
 
     async def launch(number: int) -> SimulatedEngine:
         nonlocal replaced_idle_s
@@ -225,14 +225,18 @@ async def _simulate(scenario: Scenario) -> Outcome:
         [scenario.lengths(rng) for _ in range(scenario.group_size)]
         for _ in range(scenario.groups_per_step * (scenario.steps + 2 * scenario.margin))
     )
-    flow = Flow(ledger, lambda: next(lengths, None), lambda group: fleet.call(lambda e: e.group(group), len(group)))
+    scheduler = RolloutScheduler(
+        staleness,
+        lambda: next(lengths, None),
+        lambda group: fleet.call(lambda e: e.group(group), len(group)),
+    )
 
-    async def push(newcomers: bool = False) -> None:
-        version = ledger.version if newcomers else ledger.version + 1
-        await fleet.push(lambda engine: engine.update(version), newcomers)
+    async def push(only_new: bool = False) -> None:
+        version = staleness.version if only_new else staleness.version + 1
+        await fleet.push(lambda engine: engine.update(version), only_new)
 
     await fleet.start()
-    await push(newcomers=True)
+    await push(only_new=True)
     deaths = [loop.call_later(at, lambda i=number: engines[i].die()) for at, number in scenario.deaths]
     start = waited = trained_s = idle_before = 0.0
     answers, stale = 0, []
@@ -241,21 +245,21 @@ async def _simulate(scenario: Scenario) -> Outcome:
             start, waited, trained_s, answers, stale = loop.time(), 0.0, 0.0, 0, []
             idle_before = idle_s()
         asked = loop.time()
-        groups = await fleet.serve(flow.batch(), lambda: push(newcomers=True))
+        groups = await fleet.serve(scheduler.batch(), lambda: push(only_new=True))
         waited += loop.time() - asked
-        stale += [ledger.version - group.version for group in groups]
+        stale += [staleness.version - group.version for group in groups]
         answers += len(groups) * scenario.group_size
         train_s = sum(group.tokens for group in groups) / scenario.train_tokens_per_s
         await asyncio.sleep(train_s)
         trained_s += train_s
         await push()
-        flow.advance()
+        scheduler.advance(staleness.version + 1)
     seconds = loop.time() - start
     for death in deaths:
         death.cancel()
-    ledger.check()
+    staleness.check()
     idle = (idle_s() - idle_before) / (seconds * scenario.engines)
-    await flow.close()
+    await scheduler.close()
     await fleet.close()
     return Outcome(
         seconds=seconds,
@@ -265,11 +269,11 @@ async def _simulate(scenario: Scenario) -> Outcome:
         idle=idle,
         staleness_max=max(stale),
         staleness_mean=sum(stale) / len(stale),
-        started=ledger.started,
-        trained=ledger.trained,
-        dropped=dict(ledger.dropped),
-        left=len(ledger.open),
-        resampled=flow.resampled,
+        started=staleness.started,
+        trained=staleness.trained,
+        dropped=dict(staleness.dropped),
+        left=len(staleness.open),
+        resampled=scheduler.resampled,
         restarts=fleet.restarts,
     )
 

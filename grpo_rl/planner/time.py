@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_rl.data.group import Group, micro_batches
+from grpo_rl.data.batching import micro_batches
+from grpo_rl.data.group import Group
 from grpo_rl.perf.rates import Rates
 from grpo_rl.perf.roofline import floors_s
 from grpo_rl.planner.batches import BatchPlan

@@ -1,1 +1,1 @@
-"""Models that score tokens with gradient."""
+"""Policies: models that score response tokens with gradient, a group's prompt computed once."""

@@ -1,7 +1,7 @@
-"""Memory that stays: freed blocks are kept for the next tensor instead of going back to the operating system.
+"""The CPU allocator keeps freed memory for the next tensor instead of returning it to the operating system.
 
-A training step allocates and frees the same large tensors in every layer. By default glibc maps each of them anew, and
-the first touch of every page is a fault, which virtual machines make expensive (figures: docs/log.md).
+A training step allocates and frees the same large tensors in every layer. By default glibc maps each of them again,
+and the first touch of every page is a fault, which is expensive on virtual machines (figures: docs/log.md).
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import ctypes
 import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Names of parameters, from glibc's malloc.h."""
+"""Parameters of mallopt, from glibc's malloc.h."""
 LARGEST, LARGEST_BEFORE_2_35 = 2**31 - 1, 2**25
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep what is freed, for the whole process: what falls is only what :func:`give_back` returns.
+    """Makes glibc keep freed memory, for the whole process, until :func:`give_back` returns it.
 
     Returns:
-        whether that worked: False without glibc, and where it keeps only blocks of up to 32 MiB, as before 2.35.
+        whether blocks of all sizes are kept: False without glibc, and before 2.35, which keeps up to 32 MiB.
     """
     libc = _glibc()
     if libc is None:
@@ -31,7 +31,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_back() -> None:
-    """Returns what is free now to the operating system, as far as it lies in whole pages."""
+    """Returns the free pages to the operating system."""
     if (libc := _glibc()) is not None:
         libc.malloc_trim(0)
 

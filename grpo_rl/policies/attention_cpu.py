@@ -1,10 +1,10 @@
-"""Shared-prefix attention on CPU: answers over their prompt, then every sequence over itself, as batched products.
+"""Shared-prefix attention on CPU: responses over their prompt, then every sequence over itself, as batched products.
 
 PyTorch's own CPU kernel spends most of its backward pass in tiles too small for the processor's matrix units; the same
-arithmetic in a few batched products is several times faster. Only a block of the scores exists at a time, in fp32
-(fp64 for fp64 input), and the backward pass makes it again from the log-sum-exp.
+arithmetic in a few batched products is several times faster. Only one block of scores exists at a time, in fp32 (fp64
+for fp64 input), and the backward pass recomputes it from the log-sum-exp.
 
-Heads that share keys are just more queries: the R = H / K of them lie side by side in the rows of a block.
+The R = H / K query heads that share keys lie side by side in the rows of a block.
 Letters: T tokens of the micro-batch, H query heads, K key-value heads, D head size; s sequences (times key-value
 heads), m = queries x R rows and n keys of a block.
 """
@@ -14,32 +14,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from grpo_rl.policies.packing import Layout, Span
+from grpo_rl.policies.packing import Layout, bucket
 
 BLOCK_SCORES = 1 << 20
-"""Scores of a block: few enough to stay in the cores' caches from one operation to the next."""
+"""Scores of a block: few enough to stay in the cores' caches between operations."""
 BLOCK_QUERIES = 256
-"""Queries of a block: of a long sequence, the keys behind the block's last query are not computed."""
+"""Queries of a block: in a long sequence, keys after the block's last query are not computed."""
 MASKED = -1e30
-"""Score of a key that a query must not see: finite, so that a query that sees no key of a part yields no NaN."""
+"""Score of a masked key: finite, so that a query that sees no key of a part yields no NaN."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What an attention layer does to its scores.
+    """How an attention layer computes its scores.
 
     Args:
         scale: factor on the products of queries and keys.
-        window: a query sees this many positions back, its own included; None: all.
+        window: a query sees this many positions back, including its own; None: all.
         softcap: scores become ``softcap * tanh(score / softcap)``.
     """
 
@@ -50,14 +49,14 @@ class Rules:
 
 @dataclass(frozen=True)
 class Table:
-    """``count`` sequences of up to ``length`` tokens, of any groups; ``first``: tokens of the tables before it."""
+    """A table of ``count`` sequences padded to ``length`` tokens; ``first`` tokens are in the tables before."""
 
     first: int
     count: int
     length: int
 
     def of(self, rows: Tensor, kv_heads: int, repeat: int) -> Float[Tensor, "s L R ..."]:
-        """This table's part of arranged rows, ``repeat`` of them for each token and key-value head."""
+        """This table's part of arranged rows, of which each token and key-value head has ``repeat``."""
         per_token = kv_heads * repeat
         part = rows[self.first * per_token : (self.first + self.count * self.length) * per_token]
         return part.view(self.count * kv_heads, self.length, repeat, *rows.shape[1:])
@@ -74,17 +73,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """All sequences of a micro-batch as tables, and the way there and back for tensors laid out as [T, heads].
+    """All sequences of a micro-batch as tables, with the indices to and from tensors laid out as [T, heads].
 
-    Past a sequence's end its last token is repeated: the causal mask hides those keys from every real query, and an
-    infinite log-sum-exp takes those queries out of the backward pass.
+    Sequences are padded with copies of their last token: the causal mask hides these keys from every real query, and an
+    infinite log-sum-exp removes these queries from the backward pass.
 
     Args:
         queries: rows of [T * H] by table, key-value head, sequence, position, R.
         keys: rows of [T * K] by table, key-value head, sequence, position.
-        queries_back: where each row of [T * H] is among ``queries``, its repetitions left aside.
+        queries_back: index into ``queries`` of each row of [T * H], padding left aside.
         keys_back: likewise for ``keys``.
-        padding: infinite for the repeated ones among ``queries``, 0 for the others.
+        padding: infinite for padding among ``queries``, 0 for the others.
     """
 
     tables: tuple[Table, ...]
@@ -95,11 +94,17 @@ class Arrangement:
     padding: Float[Tensor, " Q"]
 
     @classmethod
-    def of(cls, spans: Sequence[Span], heads: int, kv_heads: int) -> Arrangement:
-        """The arrangement of these groups for so many heads."""
-        total, repeat = spans[-1].end, heads // kv_heads
+    def of(cls, layout: Layout, heads: int, kv_heads: int) -> Arrangement:
+        """The arrangement of a micro-batch for these numbers of heads; computed once, by the first layer that asks."""
+        if (heads, kv_heads) not in layout.cache:
+            layout.cache[heads, kv_heads] = cls._computed(layout, heads, kv_heads)
+        return layout.cache[heads, kv_heads]
+
+    @classmethod
+    def _computed(cls, layout: Layout, heads: int, kv_heads: int) -> Arrangement:
+        total, repeat = layout.spans[-1].end, heads // kv_heads
         by_bucket: dict[int, list[tuple[int, int]]] = {}
-        for span in spans:
+        for span in layout.spans:
             for start, end in span.sequences:
                 by_bucket.setdefault(bucket(end - start), []).append((start, end))
         tables, queries, keys, padded_queries, padded_keys, first = [], [], [], [], [], 0
@@ -127,7 +132,7 @@ class Arrangement:
 
 
 def _even_slices(start: int, stop: int, most: int) -> list[slice]:
-    """The range cut into slices of at most ``most`` (1 at least), as even as can be.
+    """The range split into slices of at most ``most`` (at least 1), as even as possible.
 
     >>> _even_slices(0, 8, 5), _even_slices(3, 3, 5)
     ([slice(0, 4, None), slice(4, 8, None)], [])
@@ -137,18 +142,8 @@ def _even_slices(start: int, stop: int, most: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
 
-def bucket(length: int) -> int:
-    """The length rounded up to one of 16, 24, 32, 48, 64, 96, …: at most a third of a table is padding.
-
-    >>> [bucket(n) for n in (3, 17, 33, 100)]
-    [16, 24, 48, 128]
-    """
-    power = max(16, 1 << (length - 1).bit_length())
-    return power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power
-
-
 def _way_back(rows: Int[Tensor, " M"], padded: Bool[Tensor, " M"], size: int) -> Int[Tensor, " size"]:
-    """Where each of ``range(size)`` stands in ``rows``, but for padded places."""
+    """Index of each of ``range(size)`` in ``rows``, ignoring padding."""
     places = (~padded).nonzero()[:, 0]
     return torch.empty(size, dtype=torch.long).index_copy_(0, rows[places], places)
 
@@ -157,7 +152,7 @@ class TwoPartAttention(torch.autograd.Function):
     """Attention of a packed micro-batch, forward and backward.
 
     Softmax over two sets of keys is the mean of the two softmaxes weighted by their partition sums, and the backward
-    pass of each part is right as it stands when it is given the joint output and the joint log-sum-exp.
+    pass of each part is exact if it uses the joint output and the joint log-sum-exp.
     Source of the identity: Ring Attention, https://arxiv.org/abs/2310.01889; Hydragen, https://arxiv.org/abs/2402.05099.
     """
 
@@ -172,7 +167,7 @@ class TwoPartAttention(torch.autograd.Function):
     ) -> Float[Tensor, "T H D"]:
         q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
         (total, heads, _), kv_heads = q.shape, k.shape[1]
-        place, repeat = layout.arrangement(heads, kv_heads), heads // kv_heads
+        place, repeat = Arrangement.of(layout, heads, kv_heads), heads // kv_heads
         out = torch.zeros_like(q)
         lse = q.new_full((total, heads), MASKED, dtype=torch.promote_types(q.dtype, torch.float32))
         for prompt, rows, mask in _prompt_blocks(layout, heads, repeat, rules.window):
@@ -180,7 +175,7 @@ class TwoPartAttention(torch.autograd.Function):
             out[rows] = _unfold(torch.bmm(probs.to(v.dtype), _fold(v[prompt], kv_heads)), heads)
             lse[rows] = _unfold(block_lse, heads)
 
-        # What answers bring from their prompt, then the joint.
+        # The responses' part from their prompt, which the loop below makes the joint result.
         joint_out, joint_lse = _rows(out, place.queries), lse.view(-1)[place.queries]
         qa, ka, va = _rows(q, place.queries), _rows(k, place.keys), _rows(v, place.keys)
         for table in place.tables:
@@ -205,15 +200,15 @@ class TwoPartAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         layout, rules, g = ctx.layout, ctx.rules, grad_out.contiguous()
         heads, kv_heads = q.shape[1], k.shape[1]
-        place, repeat = layout.arrangement(heads, kv_heads), heads // kv_heads
-        # A chunk at a time stays in the caches.
+        place, repeat = Arrangement.of(layout, heads, kv_heads), heads // kv_heads
+        # In chunks that stay in the caches.
         delta = torch.cat([(a.to(lse.dtype) * b).sum(-1) for a, b in zip(g.split(256), out.split(256), strict=True)])
 
         qa, ga = _rows(q, place.queries), _rows(g, place.queries)
         ka, va = _rows(k, place.keys), _rows(v, place.keys)
         lse_a, delta_a = lse.view(-1)[place.queries] + place.padding, delta.view(-1)[place.queries]
         dqa = torch.zeros_like(qa)
-        # Many blocks add to a key's gradients: bf16 would lose small terms.
+        # Many blocks add to a key's gradient: bf16 would lose small terms.
         dka, dva = (torch.zeros_like(x, dtype=lse.dtype) for x in (ka, va))
         for table in place.tables:
             parts = [table.of(x, kv_heads, repeat) for x in (dqa, qa, ga, lse_a, delta_a)]
@@ -238,20 +233,20 @@ class TwoPartAttention(torch.autograd.Function):
 
 
 class Mask(NamedTuple):
-    """Which of a block's last n keys a query sees: ``add`` is 0 and ``keep`` 1 there, elsewhere MASKED and 0."""
+    """Mask of a block's last n keys: ``add`` is 0 and ``keep`` 1 for a visible key, else MASKED and 0."""
 
     add: Float[Tensor, "m n"]
     keep: Float[Tensor, "m n"]
 
     @classmethod
     def of(cls, distance: Int[Tensor, "queries n"], repeat: int, window: int | None) -> Mask:
-        """The mask for positions from a key forward to a query."""
+        """The mask from the distances of queries to keys."""
         visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         keep = visible.float().repeat_interleave(repeat, 0)
         return cls((1 - keep) * MASKED, keep)
 
     def of_masked(self, scores: Float[Tensor, "s m k"]) -> Float[Tensor, "s m n"]:
-        """The part of a block that is masked; what comes before it is seen by all."""
+        """The masked part of a block; the keys before it are visible to all queries."""
         return scores[..., -self.keep.shape[1] :]
 
 
@@ -263,7 +258,7 @@ def _mask_of_band(offset: int, queries: int, keys: int, repeat: int, window: int
 def _causal_mask(queries: slice, keys: slice, repeat: int, window: int | None) -> Mask:
     length = queries.stop - queries.start
     if window is None or window >= queries.stop:
-        # Only the keys at the queries' own positions are hidden from any of them.
+        # Only keys at the queries' own positions are hidden from any of them.
         return _mask_of_band(0, length, length, repeat, None)
     return _mask_of_band(queries.start - keys.start, length, keys.stop - keys.start, repeat, window)
 
@@ -271,7 +266,7 @@ def _causal_mask(queries: slice, keys: slice, repeat: int, window: int | None) -
 def _prompt_blocks(
     layout: Layout, heads: int, repeat: int, window: int | None
 ) -> Iterator[tuple[slice, slice, Mask | None]]:
-    """Prompts, and the answers' rows that attend to them a block at a time, with the window's mask."""
+    """Each prompt with blocks of the response rows that attend to it, and the window's mask."""
     for span in layout.spans:
         prompt = slice(span.start, span.prompt_end)
         length = span.prompt_end - span.start
@@ -286,7 +281,7 @@ def _prompt_blocks(
 def _scores(
     q: Float[Tensor, "s m D"], k: Float[Tensor, "s n D"], rules: Rules
 ) -> tuple[Float[Tensor, "s m n"], Float[Tensor, "s m n"] | None]:
-    """Scores in fp32 at least, and the slope of the soft cap where there is one."""
+    """Scores in fp32 at least, and the slope of the soft cap if there is one."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = q.new_empty((), dtype=dtype).expand(len(q), q.shape[1], k.shape[1])  # not read at beta=0
     with _inputs_may_be_rounded(q.dtype):
@@ -299,10 +294,10 @@ def _scores(
 
 @contextlib.contextmanager
 def _inputs_may_be_rounded(dtype: torch.dtype) -> Iterator[None]:
-    """Lets PyTorch round what goes into fp32 products to bf16, if it came from bf16 (``dtype``) and so loses nothing.
+    """Lets PyTorch round inputs of fp32 products to bf16, if they came from bf16 (``dtype``) and so lose nothing.
 
-    It then takes oneDNN for them instead of MKL, which is faster (docs/log.md) and as exact. The setting is the whole
-    process's: meanwhile no other thread may compute fp32 products of other numbers.
+    It then uses oneDNN instead of MKL, which is faster (docs/log.md) and as exact. The setting is process-wide:
+    meanwhile no other thread may compute fp32 products of other numbers.
     """
     if dtype != torch.bfloat16:
         yield
@@ -317,7 +312,7 @@ def _inputs_may_be_rounded(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _softmax(scores: Float[Tensor, "s m n"], mask: Mask | None) -> tuple[Float[Tensor, "s m n"], Float[Tensor, "s m"]]:
-    """Softmax and log-sum-exp; the latter from the largest score, whose probability is at least 1 / n."""
+    """Softmax, and log-sum-exp from the largest score, whose probability is at least 1 / n."""
     if mask is not None:
         mask.of_masked(scores).add_(mask.add)
     probs = scores.softmax(-1)
@@ -338,15 +333,15 @@ def _block_backward(
     """A block's gradients of queries, keys and values.
 
     Args:
-        dq: what the queries have from the other part, to which theirs is added.
+        dq: the queries' gradient from other blocks, to which this one's is added.
         g: gradient of the joint output.
-        delta: its product with the joint output, over D.
+        delta: dot product of ``g`` and the joint output over D.
     """
     scores, slope = _scores(q, k, rules)
     scores -= lse[..., None]
     if mask is not None:
-        # Hidden keys have scores of any size; the exponential of a very low one takes the processor six times as long,
-        # so they are cut at 0 and struck out afterwards.
+        # Hidden keys have scores of any size, and the exponential of a very low one takes six times as long: they are
+        # clamped to 0 and zeroed afterwards.
         mask.of_masked(scores).clamp_(max=0)
     probs = scores.exp_()
     if mask is not None:
@@ -363,7 +358,7 @@ def _block_backward(
 
 
 def _rows(x: Tensor, index: Int[Tensor, " M"]) -> Tensor:
-    """Rows of [T, heads, D] or [rows, D] by number; index_select copies them tens of times faster than indexing."""
+    """Rows of [T, heads, D] or [rows, D] by index; index_select is tens of times faster than indexing."""
     return x.view(-1, x.shape[-1]).index_select(0, index)
 
 

@@ -1,7 +1,7 @@
-"""Shared-prefix attention on CUDA: FlexAttention over all groups of a micro-batch, skipping blocks that nobody sees.
+"""Shared-prefix attention on CUDA: FlexAttention over all groups of a micro-batch, skipping fully masked blocks.
 
-A token sees at most two runs of keys: its own sequence up to itself and, in an answer, its prompt. Three numbers a
-token say where the runs lie, windows included, so one compiled kernel serves every layout and every window.
+A token sees at most two ranges of keys: its own sequence up to itself and, in a response, its prompt. Three numbers per
+token describe the ranges, windows included, so one compiled kernel serves all layouts and windows.
 Letters: T tokens of the micro-batch, H query heads, K key-value heads, D head size; I, J blocks of queries and keys.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, NamedTuple, no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,20 +17,17 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from grpo_rl.policies.attention_cpu import bucket
-
-if TYPE_CHECKING:
-    from grpo_rl.policies.packing import Layout, Span
+from grpo_rl.policies.packing import Layout, Span, bucket
 
 BLOCK = 128
-"""Side of the blocks that are skipped where no query sees a key."""
+"""Side of the blocks, which are skipped if no query in them sees a key."""
 SMALLEST_HEAD = 16
-"""PyTorch compiles no kernel for smaller ones."""
+"""PyTorch compiles no kernel for smaller heads."""
 SHORTEST = 512
-"""Fewer tokens are padded to this many: a kernel more would gain nothing."""
+"""Smallest padded length: a kernel for fewer tokens would gain nothing."""
 COMPILE = {"dynamic": False, "fullgraph": True, "recompile_limit": 64, "isolate_recompiles": True}
-"""PyTorch's own limit of 8 kernels is below the lengths and modes of a long run. Past a limit it would, silently,
-compute all T * T scores; with ``fullgraph`` that is an error."""
+"""A long run has more lengths and modes than PyTorch's limit of 8 kernels. Past a limit PyTorch would silently compute
+all T * T scores; with ``fullgraph`` that is an error."""
 
 
 def flex_shared_prefix(
@@ -42,26 +39,26 @@ def flex_shared_prefix(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Float[Tensor, "1 H T D"]:
-    """What each token gathers from its own sequence and, in an answer, from its prompt.
+    """Attention of each token over its own sequence and, in a response, over its prompt.
 
     Source: FlexAttention, https://arxiv.org/abs/2412.05496. On CUDA compiled, once for each bucket of lengths, with and
     without gradient; on CPU, where it has no backward pass, PyTorch's reference implementation.
 
     Args:
-        layout: where the groups lie; they cover all T tokens.
+        layout: the groups, which cover all T tokens.
         scale: factor on the products of queries and keys.
-        window: a token sees this many positions back, its own included; None: all. An answer's positions go on from
-            its prompt's.
+        window: a token sees this many positions back, its own included; None: all. Responses continue the positions of
+            their prompt.
         softcap: scaled scores become ``softcap * tanh(score / softcap)``.
 
     Raises:
-        ValueError: heads that are too small for a kernel.
+        ValueError: heads are too small for a kernel.
     """
     if query.device.type == "cuda" and query.shape[-1] < SMALLEST_HEAD:
         raise ValueError(f"heads of size {query.shape[-1]} can't be trained on CUDA; {SMALLEST_HEAD} is the smallest")
     tokens = query.shape[2]
     padded = padded_length(tokens)
-    # Contiguous also where nothing is padded: other strides would compile another kernel.
+    # Contiguous also without padding: other strides would compile another kernel.
     query, key, value = (pad(x, (0, 0, 0, padded - tokens)).contiguous() for x in (query, key, value))
     attend = flex_attention if query.device.type == "cpu" else compiled()
     out = attend(
@@ -77,7 +74,7 @@ def flex_shared_prefix(
 
 
 def padded_length(tokens: int) -> int:
-    """The length that so many tokens are padded to: few lengths, few compilations.
+    """The length that this many tokens are padded to: few lengths, few compilations.
 
     >>> [padded_length(n) for n in (3, 513, 1025, 3000, 16384)]
     [512, 768, 1536, 3072, 16384]
@@ -105,10 +102,8 @@ class PaddedLayout(NamedTuple):
     tables: dict[int | None, BlockTables]
 
     @classmethod
-    def of(
-        cls, layout: Layout, tokens: int, windows: Collection[int | None], device: torch.device
-    ) -> PaddedLayout:
-        """The layout behind whose last group so much padding stands that it has ``tokens``."""
+    def of(cls, layout: Layout, tokens: int, windows: Collection[int | None], device: torch.device) -> PaddedLayout:
+        """The layout, with padding after its last group up to ``tokens``."""
         return cls({window: block_tables(layout.spans, tokens, window, device) for window in windows})
 
 
@@ -147,17 +142,17 @@ def flex_in_layer(query, key, value, layout: PaddedLayout, scale, window=None, s
 
 @functools.cache
 def compiled() -> Callable[..., Tensor]:
-    """FlexAttention as fused kernels; compiles at the first call of each shape."""
+    """FlexAttention as fused kernels, compiled at the first call of each shape."""
     return torch.compile(flex_attention, **COMPILE)
 
 
-@functools.lru_cache(maxsize=8)  # every layer asks for the same mask, or for one of two, and so does the backward pass
+@functools.lru_cache(maxsize=8)  # all layers share one or two masks, as does the backward pass
 def block_mask(spans: tuple[Span, ...], tokens: int, window: int | None, device: torch.device) -> BlockMask:
-    """Who sees whom, and which blocks need not be computed or not be masked.
+    """The mask, with the blocks that need no computation and those that need no masking.
 
     Args:
         spans: of a layout.
-        tokens: with padding behind the last group; a padded token sees itself alone.
+        tokens: including padding after the last group; a padding token sees only itself.
     """
     tables = block_tables(spans, tokens, window, device)
     own_from, shared_from, shared_to = tables.reach
@@ -188,7 +183,7 @@ def block_tables(spans: tuple[Span, ...], tokens: int, window: int | None, devic
 
 
 def reach(spans: tuple[Span, ...], tokens: int, window: int | None) -> Int[Tensor, "3 T"]:
-    """Where a token's own run of keys starts (it ends with the token), and where its run in the prompt starts and ends.
+    """For each token, the start of its own range of keys (which ends with the token), start and end of its prompt's.
 
     >>> from grpo_rl.policies.packing import Span
     >>> reach((Span(0, 3, (3, 5, 6)),), tokens=7, window=None)
@@ -196,13 +191,13 @@ def reach(spans: tuple[Span, ...], tokens: int, window: int | None) -> Int[Tenso
             [0, 0, 0, 0, 0, 0, 0],
             [0, 0, 0, 3, 3, 3, 0]], dtype=torch.int32)
     """
-    sequences = []  # length, start, and the prompt that it sees beside itself
+    sequences = []  # length, start, and the range of its prompt
     for span in spans:
         borders = (span.start, *span.edges)
         for start, end in zip(borders, borders[1:], strict=False):
             sequences.append((end - start, start, span.start, span.start if start == span.start else span.prompt_end))
     real = spans[-1].end
-    # Each padded token is a sequence of its own.
+    # Each padding token is a sequence of its own.
     lengths, *rest = torch.tensor(sequences, dtype=torch.int32).T
     own_from, shared_from, shared_to = (pad(x.repeat_interleave(lengths), (0, tokens - real)) for x in rest)
     index = torch.arange(tokens, dtype=torch.int32)
@@ -215,7 +210,7 @@ def reach(spans: tuple[Span, ...], tokens: int, window: int | None) -> Int[Tenso
 
 
 def _ordered(blocks: Bool[Tensor, "I J"]) -> tuple[Int[Tensor, "1 1 I"], Int[Tensor, "1 1 I J"]]:
-    """How many blocks of each row are set, and which: these first."""
+    """The number of set blocks in each row, and the blocks in order, set ones first."""
     count = blocks.sum(-1, dtype=torch.int32)
     order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
     return count[None, None], order[None, None]

@@ -1,31 +1,33 @@
-"""A model's norms and MLPs as fused kernels, by torch.compile; the products among them stay PyTorch's own."""
+"""A model's layers, or its norms and MLPs alone, as fused kernels by torch.compile; products stay PyTorch's own."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo_rl.policies.packing import WINDOWS
-from grpo_rl.policies.probe import Band, attention_calls
-from grpo_rl.policies.supported import LAYOUT
+from grpo_rl.policies.attention import WINDOWS
+from grpo_rl.policies.supported import layer_windows
 
 POINTWISE = ("RMSNorm", "MLP")
-"""How transformers ends the names of modules that are element-wise but for a mean over the last dimension and products.
+"""Endings of the class names of norms and MLPs in transformers.
 
-Compiling whole layers around the attention was not faster than these alone (docs/log.md)."""
+On a CPU whole layers around the attention were not faster than these alone; on a GPU they are (docs/log.md)."""
+Compile = bool | Literal["layers"]
+"""Whether a model is compiled; ``layers``: each layer as one on a CPU too, otherwise norms and MLPs alone there."""
 RECOMPILE_LIMIT = 64
-"""How many kernels one class may have in a process; PyTorch's 8 would run the ninth uncompiled.
+"""Largest number of kernels of one class in a process; with PyTorch's 8 the ninth would run uncompiled.
 
-A class has one for each width of each model, with and without gradients, and one more where gradient checkpointing
-computes again: there an uncompiled module keeps other tensors than the forward pass did, which fails."""
+A class has one for each width of each model, with and without gradients, and one more for the recomputation of gradient
+checkpointing: an uncompiled module there would save other tensors than the forward pass did, which fails."""
 
 
 def can_compile(device: torch.device | str) -> bool:
-    """Whether torch.compile finds what it needs: Triton on CUDA, a C++ compiler on CPU."""
+    """Whether torch.compile has its compiler: Triton on CUDA, a C++ compiler on CPU."""
     if torch.device(device).type == "cuda":
         from grpo_rl.policies import head_triton  # Triton takes long to import, and no CPU needs it
 
@@ -34,7 +36,7 @@ def can_compile(device: torch.device | str) -> bool:
 
 
 def compile_pointwise(model: PreTrainedModel) -> None:
-    """Sets the model's norms and MLPs to compile at their first call, for any number of tokens.
+    """Makes the model's norms and MLPs compile at their first call, for any number of tokens.
 
     Raises:
         ValueError: there is no compiler.
@@ -45,28 +47,31 @@ def compile_pointwise(model: PreTrainedModel) -> None:
             module.compile(dynamic=True)
 
 
+def compile_layers(model: PreTrainedModel) -> None:
+    """Makes each decoder layer compile as one, for any number of tokens; on CUDA its attention is part of the graph.
+
+    Layers of a mixture of experts choose what they compute: there, norms and MLPs alone are compiled.
+
+    Raises:
+        ValueError: there is no compiler.
+    """
+    layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+    if not layers or model._can_set_experts_implementation():
+        compile_pointwise(model)
+        return
+    _prepare(model)
+    if model.device.type == "cuda":
+        # Otherwise a norm's epsilon becomes a tensor on the CPU, and building that takes a C++ compiler.
+        torch._dynamo.config.specialize_float = True
+        setattr(model, WINDOWS, layer_windows(model))
+    inside = {part for layer in layers for part in layer.modules()}
+    for module in model.modules():
+        if module in layers or (module not in inside and type(module).__name__.endswith(POINTWISE)):
+            module.compile(dynamic=True)
+
+
 def _prepare(model: PreTrainedModel) -> None:
     if not can_compile(model.device):
         needed = "Triton" if model.device.type == "cuda" else "a C++ compiler (g++, or the one that CXX names)"
         raise ValueError(f"train_model.compile=true needs {needed}, which was not found; set it to null or false")
     torch.compiler.config.recompile_limit = max(RECOMPILE_LIMIT, torch.compiler.config.recompile_limit)
-
-
-def compile_layers(model: PreTrainedModel) -> None:
-    """Sets each decoder layer to compile as one, attention included on CUDA, and the last norm by itself.
-
-    Raises:
-        ValueError: there is no compiler.
-    """
-    _prepare(model)
-    if model.device.type == "cuda":
-        torch._dynamo.config.specialize_float = True  # or a norm's epsilon is a tensor on the CPU, made by a C++ compiler
-        setattr(model, WINDOWS, {
-            call.window or (call.mask.window if isinstance(call.mask, Band) else None)
-            for call in attention_calls(model, **{LAYOUT: None})
-        })
-    layers = {m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
-    inside = {part for layer in layers for part in layer.modules()}
-    for module in model.modules():
-        if module in layers or (module not in inside and type(module).__name__.endswith(POINTWISE)):
-            module.compile(dynamic=True)

@@ -1,4 +1,4 @@
-"""Embedding lookups whose gradient needs no table of its own where the head has the same weight."""
+"""Embedding lookups whose gradient shares the gradient table of a tied head."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.overrides import TorchFunctionMode
 
 
 def grad_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype that the weight's gradient is kept in: an optimizer with fp32 masters asks for fp32 at once."""
+    """The dtype that the weight's gradient is kept in: fp32 if an optimizer with fp32 masters asks for it."""
     return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
 
 
 class Lookups(TorchFunctionMode):
-    """Takes over the lookups in a weight while a model runs.
+    """Replaces the lookups in an embedding weight while a model runs.
 
-    PyTorch makes a gradient as large as the table in the weight's dtype, another one in the dtype that the gradient is
-    kept in, and adds that to the gradient of a tied head: for a small model more than all else of a step. Here the
-    rows' gradients are added to the table that is kept.
+    PyTorch allocates a gradient as large as the table in the weight's dtype, another in the dtype that the gradient is
+    kept in, and adds that to the gradient of a tied head: for a small model more memory than all else in a step. Here
+    the rows' gradients are added to the kept table directly.
 
     >>> weight = torch.nn.Parameter(torch.eye(3))
     >>> with Lookups(weight) as lookups:
@@ -40,9 +40,9 @@ class Lookups(TorchFunctionMode):
         super().__init__()
         self._weight = weight
         self.stand_in: Tensor | None = None
-        """[V, E] after a lookup: what a tied head names as the owner of its weight's gradient. Holds no numbers."""
+        """[V, E] after a lookup: a placeholder without data, the owner of a tied head's gradient."""
 
-    @no_type_check  # at run time, by tests: it is called for every operation, and takes less than its check would
+    @no_type_check  # it is called for every operation, and a run-time type check would take longer
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -87,7 +87,7 @@ class _Lookup(torch.autograd.Function):
             grad_weight = grad_rows.new_zeros(ctx.shape, dtype=ctx.dtype)
         if ctx.padding_idx is not None:
             grad_rows = grad_rows.masked_fill((ids == ctx.padding_idx)[..., None], 0)
-        # In place: nobody else has a stand-in's gradient. Not `index_add_`, whose order varies on CUDA.
+        # In place: nothing else uses the placeholder's gradient. Not `index_add_`, whose order varies on CUDA.
         grad_weight = grad_weight.contiguous()
         grad_weight.index_put_((ids,), grad_rows.to(ctx.dtype), accumulate=True)
         return grad_weight, None, None

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of sampled tokens, tile by tile: no [N, V] tensor ever exists.
+"""Log-probability and entropy of sampled tokens, tile by tile: no [N, V] tensor is ever allocated.
 
 Letters: N tokens, E hidden size, V vocabulary; n tokens and v words of a tile.
 """
@@ -16,9 +16,9 @@ from torch.nn.functional import linear
 from grpo_rl.policies.embedding import grad_dtype
 
 CPU_TILE = (1024, 2048)
-"""Tokens and words of a tile: it stays in a CPU's caches from one operation to the next."""
+"""Tokens and words of a tile, which stays in a CPU's caches between operations."""
 GPU_TILE_LOGITS = 1 << 28
-"""Logits of a tile on a GPU, whose kernels want whole rows: half a GiB in bf16."""
+"""Logits of a tile of whole rows on a GPU: half a GiB in bf16."""
 
 
 def log_prob_and_entropy(
@@ -33,15 +33,14 @@ def log_prob_and_entropy(
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Log-probability of each target and entropy of its distribution, in nats, differentiable in both.
 
-    Logits are made, used and dropped a tile at a time, and made again in the backward pass: the price is one more GEMM,
-    the gain is that memory grows neither with N * V nor, but for the weight's gradient, with V. Softmax runs in fp32
-    (fp64 for fp64 input).
+    Logits are computed a tile at a time, and again in the backward pass: at the cost of one more GEMM, memory does not
+    grow with N * V. Softmax runs in fp32 (fp64 for fp64 input).
 
     Args:
         temperature: of the sampler; logits are divided by it.
         softcap: logits become ``softcap * tanh(logits / softcap)`` first, as in Gemma 2.
-        tile: tokens and words of a tile. Not used where Triton's kernels are (`grpo_rl.policies.head_triton`).
-        owner: what gets the weight's gradient, if not the weight (`grpo_rl.policies.embedding.Lookups.stand_in`).
+        tile: tokens and words of a tile; not used by the Triton kernels (`grpo_rl.policies.head_triton`).
+        owner: the tensor that gets the weight's gradient instead (`grpo_rl.policies.embedding.Lookups.stand_in`).
 
     Returns:
         log-probabilities and entropies, fp32 (fp64 for fp64 input).
@@ -63,7 +62,7 @@ def log_prob_and_entropy(
 
 @dataclass(frozen=True)
 class _Logits:
-    """How a tile of logits is made from a tile of hidden states and of the head."""
+    """Computes a tile of logits from a tile of hidden states and a tile of the head."""
 
     temperature: float
     softcap: float | None
@@ -76,7 +75,7 @@ class _Logits:
         return (slice(first, first + self.tile[1]) for first in range(0, count, self.tile[1]))
 
     def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Logits over temperature, and the slope of the soft cap where there is one."""
+        """Logits over temperature, and the slope of the soft cap if there is one."""
         logits = linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
         slope = None
         if self.softcap is not None:
@@ -93,7 +92,7 @@ class _TiledHead(torch.autograd.Function):
     def forward(ctx, hidden, owner, weight, target_ids, bias, make):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         target_logit, total, moment = (torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
-        # Over what was seen so far: greatest logit z, sum of exp(z - top), sum of exp(z - top) * (z - top). Relative
+        # Running values: largest logit z, sum of exp(z - top), sum of exp(z - top) * (z - top). Relative
         # to the top, no result is a small difference of large numbers. The top starts finite: inf - inf would be NaN.
         top = torch.full_like(total, torch.finfo(dtype).min / 2)
         has_masked = False  # words that the model masks out
@@ -111,7 +110,7 @@ class _TiledHead(torch.autograd.Function):
                 moment[tokens] = carry * (moment[tokens] + shift * total[tokens])
                 total[tokens] = carry * total[tokens] + weights.sum(-1)
                 below_sum = weights.mul_(below).sum(-1)
-                if below_sum.isnan().any():  # logits of -inf: p log p is 0 where p is, not 0 * inf
+                if below_sum.isnan().any():  # logits of -inf: p log p is 0, not 0 * inf
                     below_sum, has_masked = weights.nansum(-1), True
                 moment[tokens] += below_sum
                 top[tokens] = new_top
@@ -139,7 +138,7 @@ class _TiledHead(torch.autograd.Function):
                 below = logits.sub_(top[tokens, None])
                 g, share = grad_log_prob[tokens, None], 1 / total[tokens, None]
                 if entropy_counts:
-                    # dH/dz_v = -p_v (log p_v + H), and log p_v + H is what z_v has beyond the mean z.
+                    # dH/dz_v = -p_v (log p_v + H), and log p_v + H is z_v less the mean z.
                     weights = below.exp()
                     if ctx.has_masked:
                         below.masked_fill_(weights == 0, 0)

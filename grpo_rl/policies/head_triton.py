@@ -1,7 +1,7 @@
-"""The element-wise part of the tiled head on CUDA: one pass over a tile of logits each way, where PyTorch needs seven.
+"""The element-wise part of the tiled head on CUDA: one pass over a tile of logits each way, instead of PyTorch's seven.
 
-The products stay with cuBLAS, see `grpo_rl.policies.head`. Triton's interpreter runs the same kernels on CPU tensors,
-where ``TRITON_INTERPRET=1`` is set before Triton is imported.
+The matrix products stay with cuBLAS, see `grpo_rl.policies.head`. Triton's interpreter runs the same kernels on CPU
+tensors if ``TRITON_INTERPRET=1`` is set before Triton is imported.
 Letters: n tokens of the tile, V vocabulary; z the logits that softmax sees.
 """
 
@@ -23,10 +23,10 @@ except ImportError:  # no build for this platform: `available` says so, and noth
     jit = no_type_check
 
 BLOCK = 4096
-"""Logits that a program holds at a time."""
+"""Logits of a row that a kernel loads at a time."""
 WARPS = 8
 LOWEST = -3e38
-"""Where a running maximum starts: finite, so that a difference of two maxima is never infinity less infinity."""
+"""Start of a running maximum: finite, so that a difference of two maxima is never infinity minus infinity."""
 
 
 def available(device: torch.device | str) -> bool:
@@ -41,14 +41,14 @@ def available(device: torch.device | str) -> bool:
 def tile_statistics(
     logits: Float[Tensor, "n V"], target_ids: Int[Tensor, " n"], temperature: float = 1.0, softcap: float | None = None
 ) -> tuple[Float[Tensor, " n"], ...]:
-    """Returns log-probability, entropy, top, total and mean_below of each row, fp32 (fp64 for fp64 logits).
+    """Log-probability, entropy, top, total and mean_below of each row, fp32 (fp64 for fp64 logits).
 
-    The first two are of the target and in nats. The gradient needs the others: top, the row's greatest z; total, the
-    sum of exp(z - top); and mean_below, the mean of z - top.
+    The log-probability is the target's; both are in nats. The gradient needs the others: top, the row's largest z;
+    total, the sum of exp(z - top); and mean_below, the mean of z - top.
 
     Args:
         logits: of the model, bias included, rows contiguous.
-        temperature: of the sampler; what softmax sees is the (soft-capped) logit over it.
+        temperature: of the sampler; z is the (soft-capped) logit divided by it.
         softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature divides them.
     """
     rows, vocabulary = logits.shape
@@ -83,9 +83,9 @@ def tile_gradient_(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> Float[Tensor, "n V"]:
-    r"""The logits overwritten with the loss's gradient by them, rounded to their dtype once.
+    r"""Overwrites the logits with their gradient, rounded to their dtype once, and returns them.
 
-    $\partial L/\partial z_v = g_{lp}(1[v = t] - p_v) - g_H\,p_v(\log p_v + H)$, and on to the model's logits.
+    $\partial L/\partial z_v = g_{lp}(1[v = t] - p_v) - g_H\,p_v(\log p_v + H)$, then through temperature and soft cap.
 
     Args:
         top: with ``total`` and ``mean_below``, from :func:`tile_statistics` on the same logits, temperature and soft
@@ -149,7 +149,7 @@ def _statistics(
     dtype = tops.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)  # a tile may have more than 2^31 logits
     logits += row * STRIDE
-    # Over what was seen so far: greatest z, sum of exp(z - top), and sum of exp(z - top) * (z - top). Relative to the
+    # Running values: largest z, sum of exp(z - top), and sum of exp(z - top) * (z - top). Relative to the
     # top, the entropy does not come out as a small difference of two large numbers.
     top = tl.full((), LOWEST, dtype)
     total = tl.full((), 0.0, dtype)
@@ -165,14 +165,14 @@ def _statistics(
         total = carry * total
         below = z - new_top
         weight = tl.exp(below)
-        moment += tl.sum(weight * tl.where(weight > 0, below, 0.0), 0)  # p log p is 0 where p is, not NaN
+        moment += tl.sum(weight * tl.where(weight > 0, below, 0.0), 0)  # p log p is 0 for p = 0, not NaN
         total += tl.sum(weight, 0)
         top = new_top
     target = _tempered(tl.load(logits + tl.load(target_ids + row)).to(dtype), TEMPERATURE, SOFTCAP)
     log_total = tl.log(total)
     mean_below = moment / total
     tl.store(log_prob + row, target - top - log_total)
-    # Neither term can be negative: the total counts the top as 1, and no z is beyond the top.
+    # Neither term can be negative: the total counts the top as 1, and no z is larger than the top.
     tl.store(entropy + row, log_total - mean_below)
     tl.store(tops + row, top)
     tl.store(totals + row, total)

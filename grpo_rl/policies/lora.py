@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) by peft: a small part of a model that is trained while its base stays, in 4 or 8 bits too.
+"""Low-rank adapters (LoRA) by peft, trained over a frozen base model, which may be quantised to 4 or 8 bits.
 
 Letters: r rank, E inputs and F outputs of a linear layer.
 """
@@ -10,43 +10,42 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
 Quantization = Literal["nf4", "fp4", "int8"]
 MAX_PUSHED_RANK = 512
 """The largest rank for which vLLM has adapter slots."""
 _ADAPTER = "default"
-"""peft's own name for an adapter that was given none."""
+"""peft's name of the adapter."""
 
-# peft imports bitsandbytes where it is installed, for a model in full precision too. It warns of a kernel that it could
+# peft imports bitsandbytes if it is installed, also for a model in full precision. It warns of a kernel that it could
 # not fetch, and in every call of every int8 layer that inputs are rounded.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
 class LoRA:
-    r"""Trains $W + \frac{\alpha}{r} BA$ in the place of targeted weights $W$: A is [r, E], B is [F, r], W stays.
+    r"""Trains $W + \frac{\alpha}{r} BA$ instead of targeted weights $W$: A is [r, E], B is [F, r], W is frozen.
 
     Source: https://arxiv.org/abs/2106.09685, section 4.1. That all linear layers, alpha 32 and about ten times the
     learning rate of full training are a good start, whatever the rank: https://thinkingmachines.ai/blog/lora/.
 
     Args:
         rank: r; 0 or None: no adapters, the whole model is trained.
-        alpha: what is learnt is scaled by ``alpha / rank``.
-        dropout: probability with which an input of A is dropped in training. The engine drops nothing: with more than
-            0 the ratio of fresh weights is not 1 but scatters around it, as if weights were stale.
-        targets: names of linear layers as the model has them, like ``q_proj``, or ``all-linear``: all but the head. A
-            model with matrices that are no linear layers, like stacked experts, needs names: those stay as they are.
-        push: what the engine gets: ``merged`` weights, or the ``adapter`` beside its base.
-        export: what the run leaves: a ``merged`` model, or an ``adapter`` folder for peft.
-        seed: of A's random start; B starts at zero, and so the policy as its base.
+        alpha: the product BA is scaled by ``alpha / rank``.
+        dropout: probability of dropping an input of A in training. The engine drops nothing: with more than 0 the ratio
+            of fresh weights is not 1 but scatters around it, as if weights were stale.
+        targets: names of linear layers in the model, like ``q_proj``, or ``all-linear``: all but the head. A model with
+            matrices that are no linear layers, like stacked experts, needs names: those matrices stay frozen.
+        push: the engine gets ``merged`` weights, or the ``adapter`` beside its base.
+        export: the run saves a ``merged`` model, or an ``adapter`` folder for peft.
+        seed: of A's random initialisation; B starts at zero, so the policy starts equal to its base.
 
     Raises:
         ValueError: a setting is out of range, or peft is not installed.
@@ -91,10 +90,10 @@ class LoRA:
 
 
 def check_quantization(quantization: str | None, lora: LoRA, compiled: bool | None) -> None:
-    """Refuses a base that can't be held like this.
+    """Checks the quantisation of the base model.
 
     Raises:
-        ValueError: an unknown kind, one without adapters, one with compiled MLPs, or bitsandbytes is not installed.
+        ValueError: the kind is unknown, there are no adapters, MLPs are compiled, or bitsandbytes is not installed.
     """
     if quantization is None:
         return
@@ -126,16 +125,16 @@ def _need(library: str, key: str, extra: str) -> None:
 
 
 def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
-    """Full names of the linear layers that the targets mean, in the model's order.
+    """Full names of the linear layers that the targets select, in the model's order.
 
     Raises:
-        ValueError: a target means none, or ``all-linear`` not all that the layers multiply with; names those there are.
+        ValueError: a target selects none, or ``all-linear`` would leave out other matrices; lists the choices.
     """
     inside = f"{model.base_model_prefix}."
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith(inside)]
     if targets == ALL_LINEAR:
         if others := _other_matrices(model):
-            there = f"[{', '.join(_last_names(linear))}]" if linear else "nothing, as it has no linear layer"
+            there = f"[{', '.join(last_names(linear))}]" if linear else "nothing, as it has no linear layer"
             raise ValueError(
                 f"train_model.lora.targets={ALL_LINEAR}: {type(model).__name__} has matrices that are no linear layers "
                 f"and would get no adapters: {', '.join(others)}. Adapters can be given to {there}: set "
@@ -148,14 +147,14 @@ def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
         # The head and the embedding too: the head's product is computed in tiles, straight from its weight.
         raise ValueError(
             f"train_model.lora.targets: {', '.join(missing)} is no linear layer inside {type(model).__name__}; those "
-            f"there are: {', '.join(_last_names(linear))}, or {ALL_LINEAR}"
+            f"there are: {', '.join(last_names(linear))}, or {ALL_LINEAR}"
         )
     wanted = set().union(*chosen.values())
     return [name for name in linear if name in wanted]
 
 
 def _other_matrices(model: PreTrainedModel) -> list[str]:
-    """Matrices of the model that are of no linear layer and no embedding, by the ends of their names."""
+    """Matrices of the model outside linear layers and embeddings, by the ends of their names."""
     known = (torch.nn.Linear, torch.nn.Embedding)
     return list(
         dict.fromkeys(
@@ -168,50 +167,15 @@ def _other_matrices(model: PreTrainedModel) -> list[str]:
     )
 
 
-def _last_names(names: Sequence[str]) -> list[str]:
+def last_names(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
-def target_names(folder: str | Path, lora: LoRA) -> list[str]:
-    """Last names of the targeted layers of the model in the folder, none of whose weights are read.
-
-    Raises:
-        ValueError: a target means none; names those there are.
-    """
-    return _last_names(targeted(skeleton(folder), lora.targets))
-
-
-def skeleton(folder: str | Path) -> PreTrainedModel:
-    """The folder's model with its names and shapes, but no weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-
-
-def load_whole(folder: str | Path, **settings: Any) -> PreTrainedModel:
-    """The folder's model with all of its weights: transformers would fill those that lack with random numbers.
-
-    Args:
-        settings: of ``from_pretrained``.
-
-    Raises:
-        ValueError: the folder lacks weights; names them.
-    """
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
-    model, found = loaded
-    if missing := sorted(found["missing_keys"]):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(
-            f"{folder} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}{more}; they would be random "
-            "numbers: fetch or copy the model again"
-        )
-    return model
-
-
 def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
-    """The model with adapters, in its own dtype, which alone are trainable; until they are, it computes what it did.
+    """The model with adapters in its own dtype, the only trainable parameters; at first they change no output.
 
     Raises:
-        ValueError: a target means no linear layer.
+        ValueError: a target selects no linear layer.
     """
     from peft import LoraConfig
 
@@ -221,9 +185,9 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
         r=lora.rank or 0,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=lora.dropout,
-        target_modules=_last_names(names) if lora.targets == ALL_LINEAR else list(lora.targets),
+        target_modules=last_names(names) if lora.targets == ALL_LINEAR else list(lora.targets),
     )
-    # A starts alike whatever was drawn before, and whatever is drawn after is as if nothing had been drawn here.
+    # A's initialisation neither depends on earlier random draws nor changes later ones.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(lora.seed)  # peft draws on the CPU, wherever the model is
         model.add_adapter(config, _ADAPTER)
@@ -236,12 +200,12 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
-    """Whether :func:`add_adapters` was here."""
+    """Whether the model has adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def adapted_layers(model: torch.nn.Module) -> dict[str, Any]:
-    """peft's layers by the name that the checkpoint has for what they adapt; empty for a plain model."""
+    """peft's layers by the checkpoint's name of the layer that they adapt; empty for a plain model."""
     if not has_adapters(model):
         return {}
     from peft.tuners.lora import LoraLayer
@@ -250,7 +214,7 @@ def adapted_layers(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def factors(layer: Any) -> tuple[Float[Tensor, "r E"], Float[Tensor, "F r"]]:
-    """A and ``scale * B`` in fp32 at least: their product, B's first, is what was learnt."""
+    """A and ``scale * B`` in fp32 at least; ``scale * B @ A`` is the learnt change of the weight."""
     a, b = (part[_ADAPTER].weight.detach() for part in (layer.lora_A, layer.lora_B))
     dtype = torch.promote_types(a.dtype, torch.float32)
     return a.to(dtype), b.to(dtype) * layer.scaling[_ADAPTER]
@@ -258,7 +222,7 @@ def factors(layer: Any) -> tuple[Float[Tensor, "r E"], Float[Tensor, "F r"]]:
 
 @contextmanager
 def adapters_off(model: PreTrainedModel) -> Iterator[None]:
-    """Meanwhile the model is its base."""
+    """A context in which the model computes without its adapters."""
     try:
         model.disable_adapters()
         yield
@@ -266,32 +230,8 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
         model.enable_adapters()
 
 
-def load_quantized(
-    folder: str | Path, quantization: Quantization, dtype: torch.dtype, device: torch.device | str
-) -> PreTrainedModel:
-    """The folder's model with its linear layers, but for the head, in 4 or 8 bits; other weights in ``dtype``.
-
-    Source of nf4 and of quantised scales: QLoRA, https://arxiv.org/abs/2305.14314, section 3; of int8 (whose inputs
-    are rounded to 8 bits too): LLM.int8(), https://arxiv.org/abs/2208.07339.
-
-    Raises:
-        ValueError: the folder lacks weights.
-    """
-    settings = (
-        BitsAndBytesConfig(load_in_8bit=True)
-        if quantization == "int8"
-        else BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=quantization,
-            bnb_4bit_compute_dtype=dtype,
-            bnb_4bit_use_double_quant=True,
-        )
-    )
-    return load_whole(folder, dtype=dtype, quantization_config=settings, device_map={"": torch.device(device)})
-
-
 def base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The model's parameters under the checkpoint's names, without adapters; quantised ones as they are computed with.
+    """The model's parameters under the checkpoint's names, without adapters, quantised ones dequantised.
 
     >>> [name for name, _ in base_weights(torch.nn.Linear(2, 2))]
     ['weight', 'bias']

@@ -1,4 +1,4 @@
-"""The mode that a policy's model computes in: deterministic, with gradient checkpointing where it is switched on."""
+"""Deterministic mode of a policy's model: no dropout or noise, also under gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from grpo_rl.policies.lora import adapted_layers
 
 
 def switch_off_noise(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in evaluation mode, which it is trained in too: its layers drop nothing and add no noise.
+    """The model in evaluation mode, in which it is also trained: without dropout or noise.
 
-    The sampler computes without noise, so with it the ratio of fresh weights would not be 1. Two things stay in
-    training mode, both asked for by name: the dropout of adapters, and layers whose checkpointing was enabled before.
+    The sampler computes without noise, so with noise the ratio of fresh weights would not be 1. Two things stay in
+    training mode: the dropout of adapters, and layers whose checkpointing was enabled before.
     """
     model.eval()
     for layer in adapted_layers(model).values():
@@ -26,16 +26,16 @@ def switch_off_noise(model: PreTrainedModel) -> PreTrainedModel:
         if type(module).__module__.startswith("bitsandbytes."):
             module.train()
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
-            module.training = True  # its own flag alone: transformers asks it whether to recompute
+            module.training = True  # not its children's: transformers reads it to decide whether to recompute
             module._gradient_checkpointing_func = _recomputed_without_noise
     return model
 
 
 def check_no_noise(model: PreTrainedModel) -> None:
-    """Refuses a model that would compute with noise, or recompute nothing, as its mode was changed since it was set.
+    """Checks that the model's mode has not changed since :func:`switch_off_noise`.
 
     Raises:
-        ValueError: it was put into training mode, or its gradient checkpointing was switched on or off.
+        ValueError: the model was put into training mode, or its gradient checkpointing was switched on or off.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in (model, model.base_model, *layers):
@@ -51,9 +51,9 @@ def check_no_noise(model: PreTrainedModel) -> None:
 
 
 def _recomputed_without_noise(call: functools.partial[Tensor], *args: object) -> Tensor:
-    """transformers' checkpointing, but what runs inside finds the layer in evaluation mode.
+    """transformers' checkpointing, with the layer in evaluation mode during its forward pass.
 
-    The layer is taken from the call: a copy of a model has copied layers, and this same function.
+    The layer is taken from the call, as copies of a model share this function.
     """
     layer = call.func.__self__  # pyright: ignore[reportFunctionMemberAccess]
 

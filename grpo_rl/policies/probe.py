@@ -1,4 +1,4 @@
-"""What each layer of a model asks of its attention, found out by running a copy of the model that has no weights."""
+"""The attention calls of a model's layers, recorded by running a copy of the model without weights."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PROBE_NAME = "grpo_rl_probe"
-"""The name under which transformers finds the recording functions below, for as long as a copy runs."""
+"""The name under which the recording functions below are registered with transformers while a copy runs."""
 LENGTH = 8
-"""Tokens of the forward."""
+"""Tokens of the forward pass."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """The mask is causal and, where ``window`` is not None, shows a token the last ``window`` positions alone."""
+    """A causal mask; if ``window`` is not None, a token sees only the last ``window`` positions."""
 
     window: int | None
 
@@ -36,12 +36,12 @@ class AttentionCall:
     """One call of the attention function.
 
     Args:
-        layer: name of the module that called.
+        layer: name of the calling module.
         kind: name of its class.
-        mask: a :class:`Band`, or whatever else the module handed over.
-        key_size: numbers a head of queries and keys.
-        value_size: numbers a head of values.
-        keywords: what the call was given beside tensors and mask.
+        mask: a :class:`Band`, or whatever else the module passed.
+        key_size: head size of queries and keys.
+        value_size: head size of values.
+        keywords: arguments of the call beside tensors and mask.
     """
 
     layer: str
@@ -53,15 +53,15 @@ class AttentionCall:
 
     @property
     def window(self) -> int | None:
-        """The window in the keywords, which is all that an attention function without masks hears of one."""
+        """The window in the keywords, the only one that an attention function without masks knows."""
         return self.keywords.get("sliding_window")  # pyright: ignore[reportReturnType]
 
 
 def attention_calls(model: PreTrainedModel, **keywords: object) -> list[AttentionCall]:
-    """Every attention call in one forward of the model's class under its config, in order; reads none of its weights.
+    """The attention calls in a forward pass of the model's class with its config, in order; weights are not read.
 
     Args:
-        keywords: handed to the forward beside ids and positions.
+        keywords: passed to the forward pass beside ids and positions.
 
     Raises:
         ValueError: the class can't be run like this; names the error.
@@ -74,21 +74,21 @@ def attention_calls(model: PreTrainedModel, **keywords: object) -> list[Attentio
     """
     config = copy.deepcopy(model.config)
     if model._can_set_experts_implementation():
-        config._experts_implementation = "batched_mm"  # whose shapes don't depend on what the router chooses
+        config._experts_implementation = "batched_mm"  # its shapes don't depend on the router's choices
     calls: list[AttentionCall] = []
     with torch.device("meta"):
         empty = type(model)(config).eval()
     ids = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
     for part in empty.modules():
-        if isinstance(part, PreTrainedModel):  # or it would look for padding among the ids, which have no numbers
+        if isinstance(part, PreTrainedModel):  # it would look for padding among the ids, which have no data
             part.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
     names = {module: name for name, module in empty.named_modules()}
     with _recording(names, calls), torch.no_grad():
         empty.set_attn_implementation(PROBE_NAME)
         try:
             empty.base_model(input_ids=ids, position_ids=ids, use_cache=False, **keywords)
-        except Exception as error:  # the model's own code, which may fail in any way
-            if Band.__name__ in str(error):  # in Python's and torch's own words for an operand that is no tensor
+        except Exception as error:  # the model's own code may fail in any way
+            if Band.__name__ in str(error):  # Python and torch name the type of an operand that is no tensor
                 raise ValueError(
                     "it computes with its attention mask, which shared-prefix attention never sees"
                 ) from error
@@ -116,7 +116,7 @@ def _recording(names: Mapping[torch.nn.Module, str], calls: list[AttentionCall])
     packed = masking_utils.find_packed_sequence_indices
     ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _mask)
-    # It would look for several sequences in the positions, which have no numbers here.
+    # It would look for several sequences in the positions, which have no data here.
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
@@ -127,9 +127,9 @@ def _recording(names: Mapping[torch.nn.Module, str], calls: list[AttentionCall])
 
 
 def _mask(*, mask_function: Callable, local_size: int | None = None, **rest: object) -> Band | Callable:
-    """The mask in the place of the tensor that transformers would build: what it shows where bands have their edges."""
+    """Replaces the mask tensor of transformers by a :class:`Band`, found by sampling the mask at the bands' edges."""
     edges = {n * (local_size or LENGTH) + step for n in range(4) for step in (-1, 0, 1)}
-    # Real numbers, also where the caller makes models on the meta device.
+    # With data, also if the caller builds models on the meta device.
     places = torch.tensor(sorted(edge for edge in edges if edge >= 0), device="cpu")
     grid = places[0], places[0], places[:, None], places[None]
     shown = mask_function(*grid).expand(len(places), len(places))

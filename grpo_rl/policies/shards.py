@@ -1,4 +1,4 @@
-"""Tensors of which every rank holds a part (DTensors, cut along their first dimension), beside plain ones."""
+"""The same functions for plain tensors and for sharded ones (DTensors, split along their first dimension)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor, which every rank has to ask for at the same time; a plain one as it is."""
+    """The whole of a sharded tensor, a collective call of all ranks; a plain tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -26,7 +26,7 @@ def assign(target: Tensor, source: Tensor) -> None:
     """Writes ``source`` into ``target``, or this rank's part of it.
 
     Args:
-        source: whole, or sharded as ``target`` is, on whatever device.
+        source: whole, or sharded like ``target``, on any device.
 
     >>> weight = torch.zeros(2)
     >>> assign(weight, torch.tensor([1.0, 2.0])); weight
@@ -35,15 +35,15 @@ def assign(target: Tensor, source: Tensor) -> None:
     if isinstance(target, DTensor) and not isinstance(source, DTensor):
         mesh = target.device_mesh
         parts, rank = source.chunk(mesh.size()), mesh.get_local_rank()
-        # Of fewer rows than ranks the last ranks hold none.
+        # With fewer rows than ranks the last ranks have none.
         source = parts[rank] if rank < len(parts) else source[:0]
     there, part = local(target), local(source)
-    assert there.shape == part.shape, f"{list(part.shape)} is not what belongs into {list(there.shape)}"
-    there.copy_(part)  # which would repeat a single row
+    assert there.shape == part.shape, f"a source of {list(part.shape)} for a target of {list(there.shape)}"
+    there.copy_(part)  # alone it would broadcast a single row
 
 
 def placed_like(source: Tensor, like: Tensor) -> Tensor:
-    """``source`` sharded as ``like`` is; itself where that is plain."""
+    """``source`` sharded like ``like``; unchanged if that is a plain tensor."""
     if not isinstance(like, DTensor):
         return source
     out = torch.empty_like(like, dtype=source.dtype, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Which models are scored rightly with shared prompts; any other is refused by its name before its weights are read."""
+"""Which models are scored correctly with shared prompts; others are refused before their weights are read."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from grpo_rl.policies.probe import AttentionCall, Band, attention_calls
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
-"""Those whose frequencies are fixed. Others follow the longest sequence at hand: a neighbour's length would count."""
+"""Types with fixed frequencies; those of others depend on the longest sequence in the batch."""
 LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-"""Names under which models multiply or divide their logits."""
+"""Config names of factors on a model's logits."""
 LAYOUT = "prefix_layout"
-"""The keyword that brings the layout of a micro-batch through a model to its attention."""
+"""The keyword that passes the layout of a micro-batch through a model to its attention."""
 UNDERSTOOD = frozenset({LAYOUT, "scaling", "dropout", "sliding_window", "softcap"})
 """Keywords that shared-prefix attention reads."""
 IGNORED = frozenset({"position_ids", "use_cache"})
-"""Keywords that it need not read; of anything else it can't be sure."""
+"""Keywords that it need not read; any other may matter."""
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Nothing, for a model whose scores with shared prompts are those of separate sequences.
+    """Checks that a model's scores with shared prompts are those of separate sequences.
 
-    Config and modules are read, and a copy without weights is run: ``model`` itself may have none.
+    Config and modules are read, and a copy without weights is run: ``model`` itself may have no weights.
 
     Raises:
-        ValueError: the first reason why they would not be.
+        ValueError: they are not; gives the first reason.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
@@ -41,7 +41,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 
 
 def windows_in_masks(model: PreTrainedModel) -> dict[str, int]:
-    """Windows of the attention modules, by name, that transformers draws into their masks and hands over no other way.
+    """Sliding windows, by name of attention module, that transformers passes only as part of the mask.
 
     Raises:
         ValueError: as :func:`refuse_unsupported`.
@@ -65,12 +65,18 @@ def windows_in_masks(model: PreTrainedModel) -> dict[str, int]:
     return {c.layer: c.mask.window for c in calls if isinstance(c.mask, Band) and c.mask.window and not c.window}
 
 
+def layer_windows(model: PreTrainedModel) -> set[int | None]:
+    """Sliding windows of the model's attention modules, None for full attention; of a model that is supported."""
+    calls = attention_calls(model, **{LAYOUT: None})
+    return {call.mask.window if isinstance(call.mask, Band) else call.window for call in calls}
+
+
 def _refusal(model: PreTrainedModel, reason: str) -> ValueError:
     return ValueError(f"{type(model).__name__} cannot be trained here: {reason}")
 
 
 def not_understood(keywords: Mapping[str, object]) -> list[str]:
-    """Names of what a layer asks of its attention, by keyword, that shared-prefix attention has not.
+    """Keywords of an attention call that shared-prefix attention does not support.
 
     >>> not_understood({"scaling": 0.5, "use_cache": False, "s_aux": 1.0, "head_mask": None})
     ['s_aux']
@@ -86,7 +92,7 @@ def _reasons_in_calls(model: PreTrainedModel, calls: list[AttentionCall]) -> Ite
         if LAYOUT not in call.keywords:
             yield f"its {call.kind} gets no keyword arguments, so it can't be told where prompts and responses lie"
         if unknown := not_understood(call.keywords):
-            yield f"its {call.kind} asks for {', '.join(unknown)}, which shared-prefix attention has not"
+            yield f"its {call.kind} asks for {', '.join(unknown)}, which shared-prefix attention does not support"
         if not isinstance(call.mask, Band):
             yield f"its {call.kind} masks its attention with more than a causal mask or a window"
         elif call.window != call.mask.window and call.window:
@@ -97,7 +103,7 @@ def _reasons_in_calls(model: PreTrainedModel, calls: list[AttentionCall]) -> Ite
         if call.key_size != call.value_size:
             yield (
                 f"its {call.kind} has keys of {call.key_size} and values of {call.value_size} numbers a head; "
-                "shared-prefix attention needs them to be alike"
+                "shared-prefix attention needs equal sizes"
             )
     callers = {call.layer for call in calls}
     for name, layers in model.named_modules():
@@ -105,7 +111,7 @@ def _reasons_in_calls(model: PreTrainedModel, calls: list[AttentionCall]) -> Ite
             continue
         silent = [i for i in range(len(layers)) if not any(c.startswith(f"{name}.{i}.") for c in callers)]
         if 0 < len(silent) < len(layers):
-            yield f"its {name}.{silent[0]} does not call the attention function, as other layers beside it do"
+            yield f"its {name}.{silent[0]} does not call the attention function, as other layers do"
 
 
 def _reasons(model: PreTrainedModel) -> Iterator[str]:
@@ -117,7 +123,7 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
     if other := set(getattr(config, "layer_types", None) or LAYER_TYPES) - LAYER_TYPES:
         yield f"it has layers of type {', '.join(sorted(other))}; supported are {', '.join(sorted(LAYER_TYPES))}"
     if model._is_stateful:
-        yield "it has a recurrent state, which an answer cannot take over from its prompt"
+        yield "it has a recurrent state, which a response cannot take over from its prompt"
     if looking_ahead := {type(m).__name__ for m in model.modules() if not getattr(m, "is_causal", True)}:
         yield f"its {', '.join(sorted(looking_ahead))} is not causal"
     parameters = getattr(config, "rope_parameters", None) or {}

@@ -12,15 +12,18 @@ from dataclasses import asdict, dataclass
 
 import torch
 from jaxtyping import Float
-from omegaconf import DictConfig
 from torch import Tensor
 
-from grpo_rl.build.parts import annotates, make_buffer, make_loss, micro_batching
-from grpo_rl.data.group import Group, groups_to_score
-from grpo_rl.losses.grpo import LOSSES
-from grpo_rl.monitor.meter import StepMeter, by_group, clipped_at_all
-from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches, step_totals
+from grpo_rl.build.training import make_advantages, make_loss
+from grpo_rl.data.batching import groups_to_score
+from grpo_rl.data.group import Group
+from grpo_rl.losses.grpo import LOSSES, clipped_at_all
+from grpo_rl.monitor.step_record import StepRecord
+from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.replay.lineage_reader import StoredStep, StoredUpdate
+from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
+from grpo_rl.settings.sections import Sections
+from grpo_rl.training.micro_batches import by_group, scored_micro_batches, step_totals
 from grpo_rl.training.optimizer import StepResult
 
 _METRICS = ("loss/", "clip/", "kl/", "correction/", "ess", "entropy")
@@ -94,7 +97,7 @@ class Replay:
         return summary | {"run": told(self.run), "other": told(self.other), "tokens": tokens}
 
 
-def replay(stored: StoredStep, run_cfg: DictConfig, other_cfg: DictConfig, top: int = 10) -> Replay:
+def replay(stored: StoredStep, run_cfg: Sections, other_cfg: Sections, top: int = 10) -> Replay:
     """The step under the run's own loss and under another.
 
     Args:
@@ -124,45 +127,44 @@ def replay(stored: StoredStep, run_cfg: DictConfig, other_cfg: DictConfig, top: 
     )
 
 
-def recompute(stored: StoredStep, cfg: DictConfig) -> Outcome:
+def recompute(stored: StoredStep, cfg: Sections) -> Outcome:
     """What the loss of a config makes of a stored step.
 
     Raises:
         ValueError: it needs what the run did not compute.
     """
     settings = micro_batching(cfg)
-    groups = _with_what_is_known(stored, settings["on_policy"])
+    groups = _with_what_is_known(stored, settings.on_policy)
     _check(groups, cfg)
-    buffer = make_buffer(cfg, list(groups[0].reward_parts))
-    buffer.extend(groups)
-    by_id, loss, meter = {group.group_id: group for group in buffer.drain()}, make_loss(cfg), StepMeter()
+    compute_advantages = make_advantages(cfg, list(groups[0].reward_parts))
+    by_id, loss, record = {group.group_id: group for group in compute_advantages(groups)}, make_loss(cfg), StepRecord()
     losses, pieces, not_scored = [], [], 0
     for update in stored.updates:
         batch, total = [by_id[i] for i in update.groups], 0.0
         told = {group.group_id: torch.zeros(len(_COLUMNS), len(group.response_ids)) for group in batch}
         not_scored += sum(
             group.group_id not in update.scored
-            for group in groups_to_score(batch, settings["skip_zero_advantage"], settings["mask_truncated"])
+            for group in groups_to_score(batch, settings.skip_zero_advantage, settings.mask_truncated)
         )
         # Those that were not scored count in the means all the same.
-        totals = step_totals(batch, settings["mask_truncated"], settings["top_entropy_fraction"])
+        totals = step_totals(batch, settings.mask_truncated, settings.top_entropy_fraction)
         known = [group for group in batch if group.group_id in update.scored]
-        for tokens in scored_micro_batches(_Remembered(update), known, **settings, totals=totals):
+        for tokens in scored_micro_batches(_Remembered(update), known, settings, totals):
             out = loss(tokens)
-            loss_of_micro = torch.stack([out[name] for name in LOSSES]).sum()
+            loss_of_micro = out["loss"]
             loss_of_micro.backward()
             total += loss_of_micro.item()
-            meter.add_losses(tokens, out)
+            record.add(tokens, out)
             with torch.no_grad():
                 terms = loss.terms(tokens)
             columns = (tokens["log_prob"].grad, tokens["advantage"], terms["ratio"], clipped_at_all(terms))
             columns = (*columns, tokens["trainable"])
             told |= by_group(tokens, torch.stack([column.float() for column in columns]))
-        meter.add_step(StepResult(grad_norm=0.0, lr=0.0, skipped=False))
+        record.add_result(StepResult(grad_norm=0.0, lr=0.0, skipped=False))
         losses.append(total)
         pieces += [told[i] for i in update.groups]
     flat = torch.cat([torch.zeros(len(_COLUMNS), 0), *pieces], dim=1)
-    metrics = {name: x for name, x in meter.metrics(0, 0.0).items() if name.startswith(_METRICS)}
+    metrics = {name: x for name, x in record.metrics(0, 0.0).items() if name.startswith(_METRICS)}
     return Outcome(metrics, losses, dict(zip(_COLUMNS, flat, strict=True)), not_scored)
 
 
@@ -184,12 +186,14 @@ def _with_what_is_known(stored: StoredStep, on_policy: bool) -> list[Group]:
         return stored.groups
     scored = {i: values for update in stored.updates for i, values in update.scored.items()}
     return [
-        group.with_old(*scored[group.group_id]) if group.old_log_probs is None and group.group_id in scored else group
+        group.with_old_log_probs(*scored[group.group_id])
+        if group.old_log_probs is None and group.group_id in scored
+        else group
         for group in stored.groups
     ]
 
 
-def _check(groups: Sequence[Group], cfg: DictConfig) -> None:
+def _check(groups: Sequence[Group], cfg: Sections) -> None:
     """Refuses a loss that reads what is not stored, in words of the run rather than of a class."""
     if cfg.policy.kl_coef and any(group.ref_log_probs is None for group in groups):
         raise ValueError(
@@ -197,7 +201,7 @@ def _check(groups: Sequence[Group], cfg: DictConfig) -> None:
             "reference; train with policy.kl_coef above 0, or replay with 0"
         )
     lacking = sum(group.old_log_probs is None for group in groups)
-    if annotates(cfg) and lacking:
+    if needs_old_log_probs(cfg) and lacking:
         raise ValueError(
             f"loss.correction={cfg.loss.correction}, loss.kl_in={cfg.loss.kl_in} and loss.top_entropy_fraction="
             f"{cfg.loss.top_entropy_fraction} need what the trainer said before the update, which this run did not "

@@ -1,306 +1,224 @@
-"""A run's folder: which it is, whether it can be used, and the model that a run leaves in it."""
+"""RunFolder: a run's folder while the run is at it, with the checkpoint that the run goes on from."""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from contextlib import suppress
-from dataclasses import dataclass, field
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import yaml
-from omegaconf import DictConfig
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-from grpo_rl.build.parts import make_tokenizer
-from grpo_rl.distributed.ranks import Ranks, gathered
-from grpo_rl.distributed.sharded_checkpoint import ABANDONED, export_model
-from grpo_rl.monitor.completions import COMPLETIONS_FOLDER
-from grpo_rl.monitor.lineage import ANSWERS, TOKENS
-from grpo_rl.monitor.metrics import METRICS_FILE
-from grpo_rl.monitor.report import CONFIG, SUMMARY, read_summary
-from grpo_rl.policies.hub import resolve_model, writing_model
-from grpo_rl.policies.lora import has_adapters
-from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock, in_use
-from grpo_rl.storage import checkpoint_file
-from grpo_rl.storage.whole_file import whole_folder
+from grpo_rl.distributed.ranks import Ranks, agreed
+from grpo_rl.monitor import lineage
+from grpo_rl.monitor.completions import CompletionsLog
+from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
+from grpo_rl.monitor.report import CONFIG, OVERRIDES, SUMMARY
+from grpo_rl.run.claim import claim, is_finished, set_logs_aside
+from grpo_rl.run.summary import EVALUATION, REPORT, write_report_or_say
+from grpo_rl.settings.config import RunIsOver
+from grpo_rl.storage.whole_file import write_whole
 from grpo_rl.training import checkpoint
-from grpo_rl.training.checkpoint import CHECKPOINTS
-from grpo_rl.weights.sources import export_merged, source_of
 
-MODEL = "model"
-CHECKPOINT_BYTES_PER_PARAMETER = 12
-"""fp32 weights and AdamW's two moments."""
+BEFORE_ALL = -1
+"""The step of what was logged before the evaluation at step 0."""
 
 
-class RunIsOver(Exception):
-    """The run to go on with has nothing left to do, and has said so."""
-
-
-@dataclass
-class Claim:
-    """A run's folder, locked, and how the run starts there.
+@dataclass(frozen=True)
+class Room:
+    """What a run needs on its disk.
 
     Args:
-        folder: that the run writes to.
-        lock: held until the run ends.
-        resume: the checkpoint, or the folder that has one, to go on from; None: from the beginning.
-        inside: the checkpoint is one of the run that wrote to this folder.
-        again: from the beginning in a folder whose run was cut off before its first checkpoint; its logs are set aside.
-        over: the run in the folder is finished, and has no checkpoint any more to go on from.
-        notes: what to tell.
+        checkpoints: kept at a time, the one that is being written included.
+        checkpoint_bytes: of one of them.
+        model_bytes: of the exported model.
     """
 
-    folder: Path
-    lock: FolderLock
-    resume: Path | None = None
-    inside: bool = False
-    again: bool = False
-    over: bool = False
-    notes: list[str] = field(default_factory=list)
+    checkpoints: int
+    checkpoint_bytes: float
+    model_bytes: float
 
 
-def claim(own: Path, resume: str | None, outputs: Path, config: str, frequency: int) -> Claim:
-    """The folder that a run writes to, which from now on no other process can.
-
-    ``auto`` is the newest run of this config under ``outputs`` that has a checkpoint; where there is none, a new one. A
-    run that another process is at is passed over for the newest one that was cut off, and never for a new or a
-    finished one.
+class RunFolder:
+    """A run's folder, which no other process can write to until it is closed; used as a context manager.
 
     Args:
-        own: the folder for a new run.
+        own: folder for a new run; a resumed run goes on in the folder of its checkpoint.
         resume: a checkpoint, the folder of a run, ``auto``, or None for a new run.
-        config: of the run that starts, as JSON.
-        frequency: steps between its checkpoints, 0 for none before the end.
+        config: the whole config as JSON, which checkpoints are compared with.
+        config_text: the same as YAML, for people.
+        room: what the run needs on the disk.
+        checkpoint_frequency: steps between checkpoints, 0 for none before the end.
+        total_dialog_turns: responses of the whole run.
+        ranks: the processes that train together. Rank zero's folder is the one that is kept; others write to a
+            temporary folder that goes with them.
 
     Raises:
-        ValueError: another process writes there, it can't be written, or its checkpoints are gone; says what to do.
+        ValueError: the folder can't be written, another process writes there, the disk is too small, or the checkpoint
+            is of another config.
+        RunIsOver: the run to go on with has nothing left to do, and has said so.
     """
-    if resume == "auto":
-        return _newest(own, outputs, config)
-    if resume is None:
-        return Claim(own, _locked(own))
-    place = Path(resume).absolute()  # a link keeps its place in the run's folder, wherever it leads
-    if place.is_file():
-        inside = place.parent.name == CHECKPOINTS
-        folder = place.parent.parent if inside else own
-        return Claim(folder, _locked(folder), place, inside=inside)
-    if checkpoint.checkpoints(place) and not checkpoint.checkpoints(place / CHECKPOINTS):
-        inside = place.name == CHECKPOINTS
-        folder = place.parent if inside else own
-        return Claim(folder, _locked(folder), place, inside=inside)
-    is_run = any((place / name).exists() for name in (CHECKPOINTS, METRICS_FILE, LOCK))
-    if not is_run and place.resolve() != own.resolve():
-        return Claim(own, _locked(own), place)  # which `checkpoint.restore` refuses
-    place = Path(resume)
-    lock = _locked(place)
-    try:
-        return _in_folder(place, lock, is_run, frequency)
-    except BaseException:
-        lock.close()
-        raise
 
-
-def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> Claim:
-    """How a run starts in a folder of its own: from a checkpoint, from the beginning, or not at all.
-
-    Raises:
-        ValueError: a run was there, longer than one that was cut off before its first checkpoint.
-    """
-    if checkpoint.checkpoints(place / CHECKPOINTS):
-        return Claim(place, lock, place, inside=True)
-    if is_finished(place):
-        note = f"The run in {place} is finished, and nothing is left to do; without a checkpoint it can't be prolonged"
-        return Claim(place, lock, over=True, notes=[note])
-    last = checkpoint.last_logged(place)
-    # The step that a checkpoint follows is logged before it.
-    if (frequency and last > frequency) or (place / SUMMARY).exists():
-        raise ValueError(
-            f"the run in {place} got to step {last}, and its checkpoints are gone, so it can't go on; put them back "
-            f"into {place / CHECKPOINTS}, or set another hydra.run.dir"
-        )
-    notes = [f"The run in {place} was cut off before its first checkpoint, and begins again"] * is_run
-    return Claim(place, lock, again=True, notes=notes)
-
-
-def set_logs_aside(folder: Path) -> None:
-    """Renames what a run logged before its first checkpoint to ``.abandoned``, in the place of what was set aside
-    before."""
-    for name in (COMPLETIONS_FOLDER, TOKENS, ANSWERS, METRICS_FILE):
-        path = folder / name
-        aside = path.with_name(f"{name}{ABANDONED}")
-        if path.is_dir():
-            shutil.rmtree(aside, ignore_errors=True)
-        if path.exists():
-            path.rename(aside)
-
-
-def _newest(own: Path, outputs: Path, config: str) -> Claim:
-    """The newest run of this config under ``outputs`` that has a checkpoint and no other process is at; or a new one.
-
-    Raises:
-        ValueError: all that there is of this config is being written.
-    """
-    notes: list[str] = []
-    live: list[FolderInUseError] = []
-    for run in _runs(outputs):
+    def __init__(
+        self,
+        own: str | Path,
+        resume: str | None,
+        config: str,
+        config_text: str,
+        room: Room,
+        checkpoint_frequency: int,
+        total_dialog_turns: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.config, self._config_text, self._ranks = config, config_text, ranks
+        self._own, self._total = Path(own), total_dialog_turns
+        self.rank_zero = ranks is None or ranks.rank == 0
+        self.notes: list[str] = []
+        """What to tell the user once there is a terminal view."""
+        self.step = self.collected = 0
+        self.seconds_before = 0.0
+        self.eval_before: list[float] = []
+        self.eval_after: tuple[int, list[float]] | None = None
+        """Step and rewards of the evaluation that the run resumes behind, where it was stored."""
+        self._again = False
+        self._stack = ExitStack()
         try:
-            busy, other = in_use(run), _differs(run, config)
-            if other:
-                notes += [f"Passed over by resume=auto: {run} is of another config. {other}"] * (not notes)
-            elif busy:
-                live.append(busy)
-            elif checkpoint.checkpoints(run / CHECKPOINTS) and not (live and is_finished(run)):
-                told = [f"Passed over by resume=auto: {error}" for error in live]
-                return Claim(run, FolderLock(run), run, inside=True, notes=told)
-        except FolderInUseError as error:  # in this moment
-            live.append(error)
+            self._open(resume, room, checkpoint_frequency)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unlocks the folder."""
+        self._stack.close()
+
+    def _open(self, resume: str | None, room: Room, frequency: int) -> None:
+        # Started a second apart, ranks may have been given different folders; and one of them locks it for all.
+        found = agreed(self._ranks, lambda: self._claim(resume, frequency) if self.rank_zero else None)
+        found = self._ranks.broadcast(found) if self._ranks else found
+        self.shared, resume, self.inside, over = found
+        if over:
+            raise RunIsOver
+        self.restored = None
+        if resume is not None:
+            self.restored = checkpoint.restore(resume, self.shared if self.inside else None, self._ranks)
+        agreed(self._ranks, lambda: self._check(room) if self.rank_zero else None)
+        if not self.rank_zero:
+            self.path = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        if self.restored:
+            self._read(self.restored[1])
+
+    def _claim(self, resume: str | None, frequency: int) -> tuple[Path, str | None, bool, bool]:
+        """Takes the folder: where it is for all ranks, what it goes on with, whether that is of this folder's run, and
+        whether that run is over."""
+        claimed = claim(self._own, resume, Path("outputs"), self.config, frequency)
+        self._stack.callback(claimed.lock.close)
+        self.notes += [*claimed.notes, *([claimed.lock.warning] if claimed.lock.warning else [])]
+        self.path, self._again = claimed.folder, claimed.again
+        if claimed.over:
+            print(*claimed.notes, sep="\n")
+        return self.path.absolute(), claimed.resume and str(claimed.resume), claimed.inside, claimed.over
+
+    def _check(self, room: Room) -> None:
+        """Refuses a folder that holds a run already, can't be written, or whose disk is too small.
+
+        Raises:
+            ValueError: says which, with the numbers.
+        """
+        folder, resumed = self.path, self._again or self.restored is not None
+        if not resumed and (folder / METRICS_FILE).exists():
+            raise ValueError(
+                f"{folder} already holds a run; go on with it (resume={folder}) or set another hydra.run.dir"
+            )
+        probe = folder / ".write_probe"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe.write_text("")
+            probe.unlink()
         except OSError as error:
-            notes.append(f"Passed over by resume=auto: {run} can't be used ({error.strerror})")
-    if live:
-        raise ValueError(f"resume=auto finds no other run of this config that was cut off, and {live[0]}")
-    return Claim(own, _locked(own), notes=notes)
+            raise ValueError(f"the run can't write to {folder} ({error.strerror}); set hydra.run.dir") from error
+        needed = room.checkpoint_bytes * room.checkpoints + room.model_bytes
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise ValueError(
+                f"{folder} has {free / 2**30:.1f} GiB free, and {room.checkpoints} checkpoints and the exported model "
+                f"take about {needed / 2**30:.1f} GiB; free some space or set hydra.run.dir"
+            )
 
+    def _read(self, state: dict) -> None:
+        """Takes over where the checkpointed run stood."""
+        checkpoint.check_config(state["config"], self.config)
+        self.step, self.collected = state["step"], state["collected"]
+        self.seconds_before, self.eval_before = state["seconds"], state["eval_before"]
+        found = agreed(self._ranks, lambda: self._end_of_before() if self.rank_zero else (None, False))
+        rewards, over = self._ranks.broadcast(found) if self._ranks else found
+        if rewards is not None:
+            self.eval_after = self.step, rewards
+        if over:
+            raise RunIsOver
 
-def _runs(outputs: Path) -> list[Path]:
-    """Folders that hold checkpoints or a lock, that with the newest first."""
-    newest: dict[Path, float] = {}
-    for path in outputs.glob(f"**/{CHECKPOINTS}/checkpoint_*.pt"):
-        with suppress(OSError):  # gone since
-            run = path.parent.parent
-            newest[run] = max(newest.get(run, 0.0), path.stat().st_mtime)
-    for path in outputs.glob(f"**/{LOCK}"):  # of runs that have no checkpoint yet: another process may be at them
-        with suppress(OSError):
-            newest.setdefault(path.parent, path.stat().st_mtime)
-    return sorted(newest, key=lambda run: newest[run], reverse=True)
+    def _end_of_before(self) -> tuple[list[float] | None, bool]:
+        """The evaluation of the run's last step, if it was stored, and whether nothing is left to do.
 
+        Then the report is written where there is none, and the user is told.
+        """
+        rewards = None
+        try:
+            stored = json.loads((self.path / EVALUATION).read_text())
+            if stored["step"] == self.step:
+                rewards = [math.nan if reward is None else float(reward) for reward in stored["rewards"]]
+        except (OSError, ValueError, TypeError, KeyError):
+            pass  # there is none, or none that can be read: it is done again
+        over = self.collected >= self._total and is_finished(self.path)
+        if over:
+            if not (self.path / REPORT).exists():
+                write_report_or_say(self.path, print)
+            print(
+                f"The run in {self.path} is finished after {self.step} steps, and nothing is left to do; to go on, "
+                f"raise train.total_dialog_turns above {self.collected} (with optimizer.schedule=constant)"
+            )
+        return rewards, over
 
-def _differs(run: Path, config: str) -> str | None:
-    """What is different in the config of a run; None where nothing is that matters, or where it says none."""
-    saved = None
-    for path in reversed(checkpoint.checkpoints(run / CHECKPOINTS)):
-        with suppress(ValueError, KeyError, TypeError):
-            saved = checkpoint_file.read(path)["config"]
-            break
-    try:
-        if saved is None and (run / CONFIG).exists():
-            saved = json.dumps(yaml.safe_load((run / CONFIG).read_text()))
-        if saved is not None:
-            checkpoint.check_config(saved, config)
-    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        return str(error)
-    return None
+    @property
+    def resumes(self) -> bool:
+        """Whether a run was here before, so that logs have to be cut back."""
+        return self._again or self.restored is not None
 
+    @property
+    def how_to_go_on(self) -> str:
+        """What to tell a user whose run stops."""
+        return f"Go on with: resume={self.shared if self._ranks else self.path}"
 
-def _locked(folder: Path) -> FolderLock:
-    try:
-        return FolderLock(folder)
-    except OSError as error:
-        raise ValueError(f"the run can't write to {folder} ({error.strerror}); set hydra.run.dir") from error
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are written, by all ranks."""
+        return (self.shared if self._ranks else self.path) / checkpoint.CHECKPOINTS
 
-
-def is_finished(folder: Path) -> bool:
-    """Whether the run in the folder has come to its end: all parts of it are there, but for the report perhaps.
-
-    Raises:
-        ValueError: its summary can't be read.
-    """
-    return bool(read_summary(folder).get("finished")) and (folder / MODEL).is_dir()
-
-
-def check_folder(folder: Path, cfg: DictConfig, model_bytes: int, resumed: bool) -> None:
-    """Refuses a folder that a run can't use.
-
-    Args:
-        model_bytes: size of the model's files.
-        resumed: the run goes on in the folder.
-
-    Raises:
-        ValueError: it holds a run already, can't be written, or its disk has no room for checkpoints and the model.
-    """
-    if not resumed and (folder / METRICS_FILE).exists():
-        raise ValueError(f"{folder} already holds a run; go on with it (resume={folder}) or set another hydra.run.dir")
-    probe = folder / ".write_probe"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"the run can't write to {folder} ({error.strerror}); set hydra.run.dir") from error
-    checkpoints = 1 + cfg.train.keep_checkpoints  # one more while the next is written
-    reference = {"never": 0, "average": 4}.get(cfg.ref_model.refresh, 2)  # bytes of a parameter, when renewed
-    # Checkpoints of adapters are small beside the model.
-    parameters = 0 if cfg.train_model.lora.rank else model_bytes / 2
-    needed = parameters * (CHECKPOINT_BYTES_PER_PARAMETER + reference) * checkpoints + model_bytes
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ValueError(
-            f"{folder} has {free / 2**30:.1f} GiB free, and {checkpoints} checkpoints and the exported model "
-            f"take about {needed / 2**30:.1f} GiB; free some space or set hydra.run.dir"
-        )
-
-
-def export(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    adapters: str = "merged",
-    ranks: Ranks | None = None,
-) -> None:
-    """Writes the model for ``from_pretrained``, whole or not at all; our attention's name must not travel with it.
-
-    Args:
-        adapters: what to do with a model's adapters: ``merged`` into its weights, which takes the host a copy of them,
-            or the ``adapter`` alone, as peft saves it.
-        ranks: the processes that hold the model together, all of which call this; rank 0 writes.
-
-    Raises:
-        OSError: the disk is full or read-only; names the folder.
-    """
-    attention = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        weights = {}
-        if ranks and ranks.in_step:
-            weights = gathered(source_of(model, takes_adapters=False).moving(), ranks.rank)
-        if ranks and ranks.rank:
+    def prepare(self) -> None:
+        """Makes the folder what it was at the checkpoint, or what a new run begins with."""
+        if self.rank_zero:
+            # What the run was started with: Hydra's own copy may become that of a start which is refused.
+            write_whole(self.path / CONFIG, self._config_text)
+            overrides = self._own / ".hydra" / OVERRIDES
+            if overrides.exists():
+                write_whole(self.path / OVERRIDES, overrides.read_bytes())
+        if self._again:
+            set_logs_aside(self.path)
+        if not self.resumes:
             return
-        with whole_folder(folder) as partial, writing_model(partial):
-            if weights:
-                export_model(weights, model.config, partial, model.config.dtype, model.generation_config)
-            elif has_adapters(model) and adapters == "merged":
-                export_merged(model, partial)
-            else:
-                model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
-    finally:
-        model.set_attn_implementation(attention)
-
-
-def export_checkpoint(path: Path, folder: Path) -> None:
-    """Writes the model of a checkpoint, sharded or not, as a run does at its end; one process does it, on the CPU.
-
-    Raises:
-        ValueError: it is no checkpoint, or one of adapters; the folder holds something; the model that training began
-            with, whose config and tokenizer go along, is not there.
-        OSError: the disk is full or read-only; what was written until then is removed.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already and not empty; give another folder")
-    state = checkpoint.load(path)
-    masters, cfg = state["optimizer"]["masters"], json.loads(state["config"])
-    if any(".lora_" in name for name in masters):
-        raise ValueError(f"{path} is of adapters, without the model under them; the run's own folder model/ has both")
-    source = resolve_model(cfg["model"]["name"])
-    config, of_sampling = AutoConfig.from_pretrained(source), None
-    if (source / "generation_config.json").is_file():
-        of_sampling = GenerationConfig.from_pretrained(source)
-    tokenizer = make_tokenizer(source, cfg["model"]["chat_template"])
-    try:
-        with whole_folder(folder) as partial, writing_model(partial):
-            export_model(masters, config, partial, getattr(torch, cfg["train_model"]["dtype"]), of_sampling)
-            tokenizer.save_pretrained(partial)
-    except OSError as error:
-        remedy = "free some space or give another folder"
-        raise OSError(error.errno, f"{error.strerror or error}; {remedy}", error.filename) from error
+        # Whatever was written after the checkpoint is of another future.
+        last = self.step if self.restored else BEFORE_ALL
+        MetricsLog(self.path).truncate(last)
+        evaluated = self.eval_after and self.eval_after[0] == last
+        for name in (SUMMARY, REPORT, *([] if evaluated else [EVALUATION])):
+            (self.path / name).unlink(missing_ok=True)
+        checkpoint.set_aside_later(self.path / checkpoint.CHECKPOINTS, last)
+        CompletionsLog(self.path).truncate(last)
+        lineage.truncate(self.path, last)

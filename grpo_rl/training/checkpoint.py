@@ -9,13 +9,13 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
 
+from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.distributed.sharded_checkpoint import (
-    agreed,
     check_shards,
     load_shards,
     remove,
@@ -29,9 +29,6 @@ from grpo_rl.monitor.lineage import ANSWERS, TOKENS
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.whole_file import make_folder, sync
-
-if TYPE_CHECKING:
-    from grpo_rl.distributed.ranks import Ranks
 
 CHECKPOINTS = "checkpoints"
 """Their folder in that of the run."""
@@ -58,13 +55,19 @@ MAY_DIFFER = (
     "inference_model.tensor_parallel_size",
     "inference_model.gpu_memory_utilization",
     "inference_model.max_restarts",
-    "inference_model.start_s",
     "inference_model.deadline_s",
     "inference_model.transfer",
-    "inference_model.push_changes",
     "ray",
 )
 """Config keys that a resumed run may change: none of them touches what is computed, but for rounding."""
+REMOVED: Mapping[str, object] = {
+    "inference_model.push_changes": False,
+    "inference_model.start_s": 600,
+    "mismatch.first_tokens": 256,
+    "policy.kl_gain": 0.1,
+    "train.reward_scale": 1.0,
+}
+"""Config keys of older checkpoints that exist no more, with the value that they had by default."""
 
 
 def seed_rng(seed: int) -> None:
@@ -337,6 +340,7 @@ def check_config(saved: str, current: str) -> None:
         ValueError: names each key with both values.
     """
     before, now = flatten(json.loads(saved)), flatten(json.loads(current))
+    before = {key: value for key, value in before.items() if key not in REMOVED or value != REMOVED[key]}
     # A schedule that does not decay is the same however long the run: it may be prolonged.
     may_differ = (*MAY_DIFFER, *(["train.total_dialog_turns"] if now.get("optimizer.schedule") == "constant" else []))
     different = [

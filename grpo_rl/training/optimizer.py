@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from grpo_rl.policies.shards import assign, local, placed_like, whole
+from grpo_rl.training.gradients import GradientQueue
 
 if TYPE_CHECKING:
     from grpo_rl.distributed.ranks import Ranks
 
 LARGEST_SQUARE_ROOT = 1e19
-"""Larger gradients have squares that fp32 does not hold, which AdamW's second moment would keep for ever."""
+"""Squares of larger gradients overflow fp32, and AdamW's second moment would never recover."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW's state holds of the shape of a weight."""
+"""The tensors in AdamW's state that have the shape of a weight."""
 REMEDY = "Lower optimizer.lr or loss.clip_high, raise optimizer.warmup_steps, or set train_model.dtype=float32."
 
 
@@ -29,14 +31,14 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did.
+    """The outcome of one optimizer step.
 
     Args:
         grad_norm: L2 norm before clipping.
-        lr: learning rate that was applied.
-        skipped: the weights are as before: something was not finite, or there was no gradient, as where every group of
-            the step was rewarded alike. Without a gradient there is no momentum and no weight decay either.
-        trouble: what was not finite, and where; told of the first step of a row of such steps.
+        lr: learning rate.
+        skipped: the weights are unchanged: something was not finite, or there was no gradient, as in a step of only
+            zero-variance groups. Then momentum and weight decay are not applied either.
+        trouble: what was not finite, and where; set for the first of several such steps in a row.
     """
 
     grad_norm: float
@@ -49,7 +51,7 @@ def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str, lea
     """Factor on the learning rate at ``step`` (from 0): linear warm-up, then constant, or decay until ``total_steps``.
 
     Args:
-        least: where decay ends.
+        least: the factor at the end of the decay.
 
     >>> [lr_factor(s, 2, 6, "linear") for s in (0, 1, 2, 4)]
     [0.5, 1.0, 1.0, 0.5]
@@ -62,25 +64,25 @@ def lr_factor(step: int, warmup_steps: int, total_steps: int, schedule: str, lea
 
 
 class PolicyOptimizer:
-    """Steps a model's parameters.
+    """AdamW or SGD over a policy's parameters.
 
-    With ``mixed_precision`` the model computes in its own dtype and fp32 master weights are stepped: an update of 1e-5
-    is smaller than the spacing of bf16 numbers around most weights and would vanish if it were added to them. Gradients
-    are summed in fp32 as they appear, so micro-batches lose nothing either.
+    With ``mixed_precision`` the model computes in its own dtype and fp32 master weights are updated: an update of 1e-5
+    is smaller than the spacing of bf16 numbers around most weights and would vanish. Gradients are accumulated in fp32,
+    so the sum over micro-batches loses nothing either.
 
-    Several processes take one step together: gradient, clipping and the decision to leave a step out are of all ranks.
+    Several processes take one step together, with a common gradient, clipping and decision to skip the step.
 
     Args:
-        model: whose trainable parameters are stepped.
+        model: the model whose trainable parameters are updated.
         name: ``adamw`` or ``sgd``.
         total_steps: optimizer steps of the run, for schedules that decay.
-        min_lr_fraction: of ``lr``, where decay ends.
+        min_lr_fraction: fraction of ``lr`` at the end of the decay.
         clip_grad_norm: largest L2 norm of the gradient.
         max_bad_steps: non-finite steps in a row that stop the run.
-        ranks: the processes that train the model together; all of them call each method.
+        ranks: the processes that train the model together; all call each method.
 
     Raises:
-        ValueError: unknown name or schedule, a number out of range, or fp16 weights without fp32 masters.
+        ValueError: the name or schedule is unknown, a number is out of range, or fp16 weights have no fp32 masters.
     """
 
     def __init__(
@@ -109,11 +111,15 @@ class PolicyOptimizer:
                 "fp16 weights need train.mixed_precision=true: AdamW's epsilon of 1e-8 is 0 in fp16, and 0 / 0 is NaN"
             )
         self._masters = [p.detach().float().clone() for p in self._params] if copies else self._params
-        for param in self._params if copies else ():
-            param.grad_dtype = torch.float32  # a bf16 copy of each gradient would only take memory
+        on_cuda = ranks is None and all(p.device.type == "cuda" for p in self._params)
+        self._queue = GradientQueue() if copies and on_cuda else None
+        # What computes its gradient in fp32 hands it over so. A bf16 copy of any other would only take memory.
+        in_fp32 = _embeddings(model) if self._queue else self._params
+        for param in in_fp32 if copies else ():
+            param.grad_dtype = torch.float32
         self._hooks = (
             [
-                p.register_post_accumulate_grad_hook(_move_grad_to(master))
+                p.register_post_accumulate_grad_hook(self._queue.hook(master) if self._queue else _move_grad_to(master))
                 for p, master in zip(self._params, self._masters, strict=True)
             ]
             if copies
@@ -135,20 +141,22 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def step(self, loss_is_finite: bool = True, explain: Callable[[], str] | None = None) -> StepResult:
-        """Applies the gradients summed since the last step, and clears them.
+        """Applies the gradients accumulated since the last step, and clears them.
 
-        Nothing is applied where the loss, the gradient or the weights after the step would not be finite.
+        The step is skipped if the loss, the gradient or the updated weights would not be finite.
 
         Args:
-            loss_is_finite: of the step's loss; a gradient that comes out finite nevertheless is not trusted.
-            explain: finds out which part of the batch is to blame; called where the loss or a gradient is not finite,
-                in the first step of a row of such steps and before the error. It may compute gradients anew. Not called
-                where several processes train: what one finds out the others would have to compute with it.
+            loss_is_finite: whether the step's loss is; if not, a finite gradient is not trusted either.
+            explain: locates the non-finite part of the batch; called if the loss or a gradient is not finite, in the
+                first of several such steps in a row and before the error. It may recompute gradients. Not called if
+                several processes train: all would have to take part.
 
         Raises:
-            NonFiniteError: ``max_bad_steps`` in a row were not finite; says which tensors.
+            NonFiniteError: ``max_bad_steps`` steps in a row were not finite; names the tensors.
         """
         lr = self._lr * lr_factor(self.steps, *self._schedule)
+        if self._queue:
+            self._queue.flush()
         if self._ranks:
             self._ranks.sum_gradients(self._masters)
             loss_is_finite = not self._on_any_rank(not loss_is_finite)
@@ -157,7 +165,8 @@ class PolicyOptimizer:
         finite = loss_is_finite and math.isfinite(norm) and min(norm, self._clip) < LARGEST_SQUARE_ROOT
         overflows = False
         if finite and grads:
-            torch.nn.utils.clip_grads_with_norm_(self._masters, self._clip, torch.tensor(norm))
+            if norm + 1e-6 > self._clip:  # otherwise it would multiply by 1
+                torch.nn.utils.clip_grads_with_norm_(self._masters, self._clip, torch.tensor(norm))
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             overflows = self._could_overflow(lr) and self._on_any_rank(self._overflows())
@@ -171,7 +180,7 @@ class PolicyOptimizer:
             stops = self._bad_in_a_row >= self._max_bad_steps
             if stops or self._bad_in_a_row == 1:
                 trouble = self._trouble(norm, lr, loss_is_finite, overflows)
-                # What is finite and only too large for the step is no part's fault.
+                # There is nothing to locate if all is finite and only too large for the step.
                 broken = not loss_is_finite or bool(self.nonfinite_gradients())
                 trouble += f" {explain()}" if explain and broken and not self._ranks else ""
             if stops:
@@ -183,11 +192,15 @@ class PolicyOptimizer:
         return StepResult(grad_norm=norm, lr=lr, skipped=not (finite and grads) or overflows, trouble=trouble)
 
     def clear_gradients(self) -> None:
-        """Forgets the gradients summed so far."""
+        """Drops the accumulated gradients."""
         self._optimizer.zero_grad(set_to_none=True)
+        if self._queue:
+            self._queue.clear()
 
     def nonfinite_gradients(self) -> list[str]:
-        """Names of the parameters whose gradient, as summed so far, holds a NaN or an infinity."""
+        """Names of the parameters whose accumulated gradient has a NaN or an infinity."""
+        if self._queue:
+            self._queue.flush()
         return self._names_where([not _finite(master.grad) for master in self._masters])
 
     def _names_where(self, flags: Sequence[bool]) -> list[str]:
@@ -199,12 +212,15 @@ class PolicyOptimizer:
         return self._ranks.any([flag])[0] if self._ranks else flag
 
     def _copy_masters(self) -> None:
+        if self._queue:
+            torch._foreach_copy_(self._params, self._masters)
+            return
         for param, master in zip(self._params, self._masters, strict=True):
             if param is not master:
                 param.copy_(master)
 
     def _could_overflow(self, lr: float) -> bool:
-        """Whether a weight might leave its dtype's range in this step; False for any sane setting, at next to no cost.
+        """Whether a weight might leave its dtype's range in this step, by a cheap bound; False for any sane setting.
 
         AdamW moves a weight by at most ``lr / sqrt((1 - b2) (1 - b1^2 / b2))``, by Cauchy-Schwarz on its two moments.
         """
@@ -215,14 +231,14 @@ class PolicyOptimizer:
             beta1, beta2 = settings["betas"]
             spread = (1 - beta2) * (1 - beta1**2 / beta2) if beta2 else 0.0
             largest = spread**-0.5 if spread > 0 else math.inf
-        # The L2 norm is above the largest weight, and an eighth of the time of finding that.
+        # The L2 norm bounds the largest weight, and takes an eighth of the time.
         weight = _total_norm(self._masters)
         reached = weight * (1 + lr * settings["weight_decay"]) + lr * largest
         limit = min(torch.finfo(param.dtype).max for param in self._params)
-        return not reached < limit / 2  # half: that is far from where rounding could matter
+        return not reached < limit / 2  # half: a margin for rounding
 
     def _overflows(self) -> bool:
-        """Whether a weight leaves its dtype's range in this step: tried on a copy, so that nothing has to be undone."""
+        """Whether a weight leaves its dtype's range in this step, found by a trial step on a copy."""
         copies = [master.detach().clone() for master in self._masters]
         for trial, master in zip(copies, self._masters, strict=True):
             trial.grad = master.grad
@@ -257,7 +273,7 @@ class PolicyOptimizer:
         """Restores what :meth:`state_dict` returned, and writes the weights into the model.
 
         Raises:
-            ValueError: the state is of another model.
+            ValueError: the state belongs to another model.
         """
         if list(state["masters"]) != self._names:
             raise ValueError("the checkpoint's tensors are not this model's: it was written by another model")
@@ -273,27 +289,27 @@ class PolicyOptimizer:
         self.steps, self.bad_steps, self._bad_in_a_row = state["counters"]
 
     def close(self) -> None:
-        """Takes the gradient hooks off the model, whose gradients are of its own dtype again."""
+        """Removes the gradient hooks from the model, whose gradients then have its own dtype again."""
         for hook, param in zip(self._hooks, self._params, strict=False):
             hook.remove()
             param.grad_dtype = param.dtype
 
 
 def _total_norm(tensors: Sequence[Tensor]) -> float:
-    """L2 norm of all of them, wherever their parts are."""
+    """L2 norm over all tensors, sharded or not."""
     return float(whole(torch.nn.utils.get_total_norm(tensors)))
 
 
 def _finite(x: Tensor | None) -> bool:
-    """Of a sharded tensor, this rank's part."""
+    """Whether a tensor, or this rank's part of a sharded one, is finite; None is."""
     return x is None or bool(local(x).isfinite().all())
 
 
 def check_optimizer(name: str, lr: float, schedule: str, clip_grad_norm: float) -> None:
-    """Refuses settings that cannot train.
+    """Checks the optimizer's settings.
 
     Raises:
-        ValueError: which one and what it may be.
+        ValueError: names the setting and its valid values.
     """
     if name not in ("adamw", "sgd"):
         raise ValueError(f"optimizer.name is {name!r}; it can be adamw or sgd")
@@ -303,6 +319,13 @@ def check_optimizer(name: str, lr: float, schedule: str, clip_grad_norm: float) 
         raise ValueError(
             f"optimizer.lr is {lr} and clip_grad_norm {clip_grad_norm}; need lr >= 0 and clip_grad_norm > 0"
         )
+
+
+def _embeddings(model: torch.nn.Module) -> list[Tensor]:
+    """Weights of the embedding and the head, whose gradients `grpo_rl.policies` computes."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) or module is head]
+    return [module.weight for module in modules if module.weight.requires_grad]
 
 
 def _move_grad_to(master: Tensor):

@@ -1,10 +1,10 @@
-"""Weights from the trainer to the engine, and the proof that they arrived."""
+"""WeightSync: weights from the trainer to the engines, the proof that they arrived, and the policy version."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Any, Protocol, SupportsInt, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,14 +16,26 @@ from grpo_rl.policies.shards import whole
 from grpo_rl.weights.sources import source_of
 from grpo_rl.weights.transport import Held, InProcess, Transport, WeightDeliveryError
 
-if TYPE_CHECKING:
-    from grpo_rl.distributed.ranks import Ranks
-
 __all__ = ["WeightDeliveryError", "WeightSync"]
+
+R = TypeVar("R")
+
+
+class Ranks(Protocol):
+    """The processes that train the model together; see `grpo_rl.distributed.ranks.Ranks`."""
+
+    rank: int
+
+    def broadcast(self, first: R) -> R:
+        """What rank zero gave."""
+        ...
 
 
 class WeightSync:
-    """Pushes a model's parameters into engines under ever higher versions; every push is proven.
+    """Owns the policy version: each push sends the model's parameters to the engines under the next one, and is proven.
+
+    Engines that join later are sent the present weights without being asked for. Sharded weights are gathered by all
+    ranks, so the ranks that wait for rank zero do so in :meth:`on_rank_zero`, where they take part in such a delivery.
 
     A model with adapters is sent as the engine takes it: merged, a tensor at a time, or the adapters alone, beside a
     base that travels with the first push. No second copy of the weights is made here; vLLM, which fuses some layers,
@@ -33,7 +45,7 @@ class WeightSync:
         model: the trainer's, whose parameter names are the checkpoint's. Tied weights travel once.
         engine: that samples; or a transport to engines in other processes, which are paused in the meantime.
         version: of the weights the model has now.
-        ranks: the processes that train the model together; all of them push, and rank 0 has the engine.
+        ranks: the processes that train the model together; all of them push, and rank zero has the engine.
     """
 
     def __init__(
@@ -41,9 +53,24 @@ class WeightSync:
     ) -> None:
         self._model, self._ranks = model, ranks
         self._transport: Transport = engine if isinstance(engine, Transport) else InProcess(engine)
+        self._transport.on_new_engine = self._deliver_to_new
         self._source = source_of(model, engine.takes_adapters)
         self._base: dict[str, int] | None = None
-        self.version = version
+        self._listeners: list[Callable[[int], None]] = []
+        self._version = version
+
+    @property
+    def version(self) -> int:
+        """The policy version: of the weights that were pushed last."""
+        return self._version
+
+    def restore(self, version: int) -> None:
+        """Goes back to a checkpoint of this version: the push that follows sends the weights under it again."""
+        self._version = version - 1
+
+    def subscribe(self, listener: Callable[[int], None]) -> None:
+        """Has ``listener`` called with the new version after each push, once all engines hold it."""
+        self._listeners.append(listener)
 
     def push(self) -> int:
         """Sends the weights under the next version, proves that they arrived, and returns that version.
@@ -52,23 +79,39 @@ class WeightSync:
             WeightDeliveryError: an engine computes with something else than what was sent.
             EngineDeadError: an engine died, or did not answer within the transport's deadline, and nobody replaces it.
         """
-        self.version += 1
+        self._version += 1
         self._deliver()
-        return self.version
+        for listener in self._listeners:
+            listener(self._version)
+        return self._version
 
-    def deliver(self) -> None:
-        """Sends the weights under their present version to engines that have been sent none, with the same proof."""
-        self._deliver(newcomers=True)
+    def on_rank_zero(self, work: Callable[[], R]) -> R:
+        """What the work returns on rank zero, on every rank; others wait, and take part in deliveries meanwhile."""
+        if self._ranks is None:
+            return work()
+        if self._ranks.rank == 0:
+            return self._ranks.broadcast(("result", work()))[1]
+        while True:
+            message: tuple[str, Any] = self._ranks.broadcast(("", None))
+            if message[0] == "result":
+                return message[1]
+            self._deliver(only_new=True)
 
-    def _deliver(self, newcomers: bool = False) -> None:
-        sent: dict[str, tuple[torch.Size, int]] = {}
-        with self._transport.paused(newcomers) as frozen:
+    def _deliver_to_new(self) -> None:
+        """Sends the present weights to engines that hold none, in the course of rank zero's work."""
+        if self._ranks:
+            self._ranks.broadcast(("deliver", None))
+        self._deliver(only_new=True)
+
+    def _deliver(self, only_new: bool = False) -> None:
+        sent: dict[str, tuple[torch.Size, SupportsInt]] = {}
+        with self._transport.paused(only_new) as frozen:
             frozen = self._ranks.broadcast(frozen) if self._ranks else frozen
             weights = self._weights(frozen, sent, self._transport.fingerprint)
-            self._check(sent, self._transport.send(weights, self.version))
+            self._check(sent, self._transport.send(weights, self._version))
 
     def _weights(
-        self, frozen: bool, seen: dict[str, tuple[torch.Size, int]], mark: Callable[[str, Tensor], int]
+        self, frozen: bool, seen: dict[str, tuple[torch.Size, SupportsInt]], mark: Callable[[str, Tensor], SupportsInt]
     ) -> Iterator[tuple[str, Tensor]]:
         """What is to be sent; the shape of what was taken, and what ``mark`` says of it, are put into ``seen``."""
         weights = chain(self._source.frozen(), self._source.moving()) if frozen else self._source.moving()
@@ -86,18 +129,18 @@ class WeightSync:
         Raises:
             WeightDeliveryError: they differ; names the tensors.
         """
-        expected: dict[str, tuple[torch.Size, int]] = {}
+        expected: dict[str, tuple[torch.Size, SupportsInt]] = {}
         for _ in self._weights(True, expected, lambda _, tensor: fingerprint(tensor)):
             pass
         self._check(expected, self._transport.held({name: shape for name, (shape, _) in expected.items()}))
 
-    def _check(self, sent: Mapping[str, tuple[torch.Size, int]], engines: Mapping[str, Held]) -> None:
+    def _check(self, sent: Mapping[str, tuple[torch.Size, SupportsInt]], engines: Mapping[str, Held]) -> None:
         for engine, held in engines.items():
-            wrong = [name for name, (_, expected) in sent.items() if held.fingerprints.get(name) != expected]
-            if wrong or held.version != self.version:
+            wrong = [name for name, (_, expected) in sent.items() if held.fingerprints.get(name) != int(expected)]
+            if wrong or held.version != self._version:
                 shown = ", ".join(wrong[:5]) + (", …" if len(wrong) > 5 else "")
                 raise WeightDeliveryError(
-                    f"weight version {self.version} did not arrive: {engine} says version {held.version}, and "
+                    f"weight version {self._version} did not arrive: {engine} says version {held.version}, and "
                     f"{len(wrong)} of {len(sent)} tensors differ from what was sent ({shown or 'none'}). "
                     "Samples from it would be off-policy without a sign, so the run stops here."
                 )

@@ -14,72 +14,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_rl.engines.base import ADAPTER_NAME, a_core_left
-from grpo_rl.weights.transport import Controlled, EngineControl, Held
+from grpo_rl.engines.shared_memory import MEMORY_NAME, one_thread_less
+from grpo_rl.weights.remote import EngineControl, RemoteTransport
+from grpo_rl.weights.transport import Held
 
-MEMORY_NAME = "grpo_rl weights"
 ALIGNMENT = 64
 """Bytes; a cache line."""
 HEADER_BYTES = 16
 ROWS = 64
-"""Where a tensor is cut, it is after a multiple of so many rows, which engines on CPUs pack at once."""
-MOST_PLACES = 2**31
-"""Places of changes travel as 32-bit numbers."""
+"""A tensor is cut after a multiple of this many rows, which engines on CPUs pack at once."""
 
 
-class SharedMemoryTransport(Controlled):
+class SharedMemoryTransport(RemoteTransport):
     """Writes weights into shared memory, bucket by bucket, while the engines load the bucket before.
 
     The memory has no name in the file system: it is gone with the last process that has it open, however that ends.
 
     Args:
         engines: in processes of this machine and user, built with ``transfer="shared_memory"``.
-        bucket_bytes: of the memory, which holds two buckets, one being written and one being read; it becomes larger
-            where two rows of a tensor do not fit. No more of the model than this is ever held to be sent. Where it fits
-            into the processor's cache, what is sent does not pass through main memory.
+        bucket_bytes: of the memory, which holds two buckets, one being written and one being read; it grows where two
+            rows of a tensor do not fit. No more of the model than this is ever held to be sent. Where it fits into the
+            processor's cache, what is sent does not pass through main memory.
         deadline_s: seconds that each call may take.
-        changes_only: of a tensor of which few values changed since the last push, only those are sent, with their
-            places. For that the trainer and every engine keep a copy of all weights in memory.
 
     Raises:
-        ValueError: as :class:`grpo_rl.weights.transport.Controlled`; or changes are to be sent to engines that hold
-            shards.
+        ValueError: as :class:`grpo_rl.weights.remote.RemoteTransport`.
     """
 
     def __init__(
-        self,
-        engines: Sequence[EngineControl],
-        bucket_bytes: int = 16 << 20,
-        deadline_s: float = 60.0,
-        changes_only: bool = False,
+        self, engines: Sequence[EngineControl], bucket_bytes: int = 16 << 20, deadline_s: float = 60.0
     ) -> None:
         super().__init__(engines, deadline_s)
-        if changes_only and not self.proves_bytes:
-            raise ValueError("changes_only needs engines on CPUs that hold each tensor whole: tensor_parallel_size=1")
-        self._changes_only = changes_only
-        self._last: dict[str, Tensor] = {}
-        self._holders: list[EngineControl] = []
         self.sent_bytes = 0
-        """Of tensors and changes, in the last push."""
+        """Of the tensors in the last push."""
         self._memory = SharedMemory(bucket_bytes)
         self._under_way: list[tuple[int, dict[str, Future[Any]], str] | None] = [None, None]
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
         """See :meth:`grpo_rl.weights.transport.Transport.send`."""
         shapes: dict[str, torch.Size] = {}
-        if self._holders != self.engines:
-            self._last = {}  # one of them has not what the others have
         self.sent_bytes = 0
         self.start_weight_update()
         try:
-            with a_core_left():
+            with one_thread_less():
                 self._send_buckets(weights, version, shapes)
             self.finish_weight_update(str(version))
         except BaseException:
-            self._holders, self._under_way = [], [None, None]
+            self._under_way = [None, None]
             self.abandon()
             raise
-        self._holders = list(self.engines)
         return self.said(shapes)
 
     def _send_buckets(self, weights: Iterable[tuple[str, Tensor]], version: int, shapes: dict[str, torch.Size]) -> None:
@@ -87,50 +70,38 @@ class SharedMemoryTransport(Controlled):
         for name, tensor in weights:
             shapes[name] = tensor.shape
             kind = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-            pieces, done = self._pieces(name, tensor), 0
+            columns = max(1, tensor.shape[-1]) if tensor.ndim > 1 else 1
+            flat = tensor.detach().contiguous().view(-1)
+            row_bytes, left = columns * flat.element_size(), len(flat) // columns
             while True:
-                left = pieces.count - done
-                fit = min(left, max(0, self._memory.half - end) // pieces.bytes)
+                fit = min(left, max(0, self._memory.half - end) // row_bytes)
                 if left and not fit:
                     if entries:
                         self._send_bucket(number, version, entries)
                         number, end, entries = number + 1, HEADER_BYTES, []
                     else:
-                        self._grow(HEADER_BYTES + pieces.bytes)
+                        self._grow(HEADER_BYTES + row_bytes)
                     continue
                 if ROWS < fit < left:
                     fit -= fit % ROWS
                 self._ready(number)
-                start = self._memory.start(number) + end
-                entries.append([name, *kind, start, *pieces.say(done, fit)])
-                for part in pieces.of(done, fit):
-                    self._memory.write(self._memory.start(number) + end, part)
-                    end += part.nbytes
-                    self.sent_bytes += part.nbytes
-                end, done = _aligned(end), done + fit
-                if done == pieces.count:
+                start, first = self._memory.start(number) + end, len(flat) - left * columns
+                part = flat[first : first + fit * columns]
+                entries.append([name, *kind, start, first, len(part)])
+                self._memory.write(start, part)
+                self.sent_bytes += part.nbytes
+                end, left = _aligned(end + part.nbytes), left - fit
+                if not left:
                     break
-            del tensor, pieces  # before the next one is made
+            del tensor, flat, part  # before the next one is made
         self._send_bucket(number, version, entries, list(shapes))
         self._drain()
 
     def _grow(self, half: int) -> None:
-        """Takes memory of which a half holds so much."""
+        """Takes larger memory, of which a half holds ``half`` bytes."""
         self._drain()
         self._memory.close()
         self._memory = SharedMemory(2 * _aligned(half + ALIGNMENT))
-
-    def _pieces(self, name: str, tensor: Tensor) -> _Rows | _Changes:
-        """The tensor; or what changed of it, where that takes less."""
-        if not self._changes_only or ADAPTER_NAME.fullmatch(name) or tensor.numel() > MOST_PLACES:
-            return _Rows(tensor)
-        last, self._last[name] = self._last.get(name), tensor.detach().contiguous().to("cpu", copy=True)
-        if last is None:
-            return _Rows(tensor)
-        now, words = self._last[name].view(-1), torch.int16 if tensor.element_size() == 2 else torch.int32
-        places = (now.view(words) != last.view(-1).view(words)).nonzero().view(-1).int()
-        changes = _Changes(places, now[places], tensor.numel())
-        return changes if changes.count * changes.bytes < tensor.nbytes else _Rows(tensor)
 
     def _send_bucket(self, number: int, version: int, entries: list[list[Any]], names: list[str] | None = None) -> None:
         """Has the engines load a bucket; returns before they have."""
@@ -145,7 +116,6 @@ class SharedMemoryTransport(Controlled):
             "version": version,
             "tensors": entries,
             "names": names,
-            "keep": self._changes_only,
         }
         first = entries[0][0] if entries else "nothing"
         self._under_way[number % 2] = (
@@ -168,39 +138,6 @@ class SharedMemoryTransport(Controlled):
     def close(self) -> None:
         """Lets go of the memory."""
         self._memory.close()
-
-
-class _Rows:
-    """A tensor, to be sent row by row."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._columns = max(1, tensor.shape[-1]) if tensor.ndim > 1 else 1
-        self._flat = tensor.detach().contiguous().view(-1)
-        self.count, self.bytes = len(self._flat) // self._columns, self._columns * tensor.element_size()
-
-    def say(self, first: int, count: int) -> list[int | None]:
-        """For the engine: which values of the tensor these rows are, the first and how many; and no changes."""
-        return [first * self._columns, count * self._columns, None]
-
-    def of(self, first: int, count: int) -> list[Tensor]:
-        """So many rows."""
-        return [self._flat[first * self._columns : (first + count) * self._columns]]
-
-
-class _Changes:
-    """Places and values of what changed in a tensor, to be sent change by change."""
-
-    def __init__(self, places: Tensor, values: Tensor, size: int) -> None:
-        self._places, self._values, self._size = places, values, size
-        self.count, self.bytes = len(places), places.element_size() + values.element_size()
-
-    def say(self, first: int, count: int) -> list[int | None]:
-        """For the engine: with the last change it has all values of the tensor; and how many changes these are."""
-        return [0, self._size if first + count == self.count else 0, count]
-
-    def of(self, first: int, count: int) -> list[Tensor]:
-        """So many changes."""
-        return [self._places[first : first + count], self._values[first : first + count]]
 
 
 class SharedMemory:

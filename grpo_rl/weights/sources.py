@@ -21,11 +21,11 @@ class WeightSource(Protocol):
     """Tensors under the names that the engine knows them by, made one at a time as they are asked for."""
 
     def frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that never change, which travel once."""
+        """The tensors that never change, which travel once."""
         ...
 
     def moving(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that training changes, which travel with every push."""
+        """The tensors that training changes, which travel with every push."""
         ...
 
 
@@ -36,11 +36,11 @@ class WholeModel:
         self._model = model
 
     def frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """None."""
+        """Empty: all parameters may move."""
         return iter(())
 
     def moving(self) -> Iterator[tuple[str, Tensor]]:
-        """All of them."""
+        """All parameters."""
         return ((name, parameter.detach()) for name, parameter in self._model.named_parameters())
 
 
@@ -55,11 +55,11 @@ class MergedAdapters:
         self._model, self._layers = model, adapted_layers(model)
 
     def frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """None: an engine takes a model's weights together."""
+        """Empty: an engine takes all of a model's weights at once."""
         return iter(())
 
     def moving(self) -> Iterator[tuple[str, Tensor]]:
-        """All of them, under the base checkpoint's names."""
+        """All weights, under the base checkpoint's names."""
         for name, weight in base_weights(self._model):
             path, _, kind = name.rpartition(".")
             if kind == "weight" and path in self._layers:

@@ -113,7 +113,7 @@ def test_an_actor_whose_process_ends_is_replaced_by_the_fleet():
         await fleet.push(lambda e: e.check_health())
         with pytest.raises(EngineLostError, match=r"engine 0 on .* died; it was asked for generate"):
             await fleet.call(lambda e: e.generate("a", [13], 1, Sampling()))
-        await fleet.newcomer()
+        await fleet.new_engine()
         await fleet.push(lambda e: e.check_health())
         samples = await fleet.call(lambda e: e.generate("a", [12], 1, Sampling()))
         assert samples.response_ids.tolist() == [0] and fleet.restarts == 1
@@ -131,7 +131,7 @@ def test_what_cannot_start_says_why():
             await launch("engine 4", lambda: os._exit(1), num_cpus=0.1)
         with pytest.raises(
             EngineDeadError,
-            match=r"within 2 s.* inference_model.start_s; .* no room for 64 CPUs and 0 GPUs",
+            match=r"within 2 s.* loads too slowly.* no room for 64 CPUs and 0 GPUs",
         ):
             await launch("engine 4", Engine, num_cpus=64, deadline_s=2)
 

@@ -73,9 +73,9 @@ def test_a_dead_engine_is_replaced_once_and_answers_when_it_has_weights():
         assert len(lost) == 2 and fleet.restarts == 1
         assert (await fleet.call(lambda e: e.answer(), 1))[0] == 1  # the other goes on
         assert await fleet.push(lambda e: e.take("v2")) == [1]  # it is being launched still
-        await fleet.newcomer()
+        await fleet.new_engine()
         assert (await fleet.call(lambda e: e.answer(), 1))[0] == 1
-        assert await fleet.push(lambda e: e.take("v2"), newcomers=True) == [0]
+        assert await fleet.push(lambda e: e.take("v2"), only_new=True) == [0]
         assert [(e.number, e.launch, e.weights) for e in engines] == [(0, 0, "v1"), (1, 1, "v2"), (0, 2, "v2")]
         assert engines[0].closed
         busy = asyncio.create_task(fleet.call(lambda e: e.answer(), 1))
@@ -94,7 +94,7 @@ def test_a_push_that_kills_an_engine_leaves_it_out_and_it_comes_back():
         await fleet.start()
         engines[1].alive = False
         assert await fleet.push(lambda e: e.take("v1")) == [0]
-        await fleet.newcomer()
+        await fleet.new_engine()
         assert await fleet.push(lambda e: e.take("v2")) == [0, 1]
         assert [e.weights for e in engines] == ["v2", None, "v2"] and fleet.restarts == 1
 
@@ -107,7 +107,7 @@ def test_calls_wait_while_the_only_engine_is_replaced_and_fail_when_it_dies_too_
         fleet = Fleet(launch, size=1, max_restarts=1)
 
         async def push():
-            await fleet.push(lambda e: e.take("v1"), newcomers=True)
+            await fleet.push(lambda e: e.take("v1"), only_new=True)
 
         await fleet.start()
         await push()
@@ -118,7 +118,7 @@ def test_calls_wait_while_the_only_engine_is_replaced_and_fail_when_it_dies_too_
         engines[1].alive = False
         with pytest.raises(EngineLostError):
             await fleet.call(lambda e: e.answer())
-        with pytest.raises(EngineDeadError, match=r"engine 0 died; place 0 has lost 2 \(.*max_restarts=1"):
+        with pytest.raises(EngineDeadError, match=r"engine 0 died; slot 0 has lost 2 \(.*max_restarts=1"):
             await fleet.call(lambda e: e.answer())
 
     virtual_time.run(main())
@@ -165,7 +165,7 @@ def test_an_engine_that_can_t_even_be_closed_is_replaced_all_the_same():
         engines[0].alive, engines[0].close = False, broken
         with pytest.raises(EngineLostError):
             await fleet.call(lambda e: e.answer())
-        await fleet.newcomer()
+        await fleet.new_engine()
         assert len(engines) == 2
 
     virtual_time.run(main())
@@ -191,12 +191,12 @@ def test_an_engine_that_dies_while_it_starts_is_replaced_as_often_as_any(max_res
             await fleet.call(lambda e: e.answer())
         began = asyncio.get_running_loop().time()
         if max_restarts == 3:
-            await fleet.newcomer()
+            await fleet.new_engine()
         else:
             with pytest.raises(EngineDeadError, match="engine 0 can't be started again: engine 0 did not start"):
-                await fleet.newcomer()
-        news = [text for text in fleet.news if "did not start" in text]
-        assert all(text.endswith("did not start: head: the node ran out of memory. It is replaced") for text in news)
+                await fleet.new_engine()
+        events = [text for text in fleet.events if "did not start" in text]
+        assert all(text.endswith("did not start: head: the node ran out of memory. It is replaced") for text in events)
         return launches, fleet.restarts, asyncio.get_running_loop().time() - began
 
     made, restarts, took_s = virtual_time.run(main())
@@ -217,7 +217,7 @@ def test_an_engine_that_dies_while_it_is_first_started_is_replaced_too():
 
         fleet = Fleet(launch, size=1, max_restarts=max_restarts)
         await fleet.start()
-        return launches, fleet.restarts, len(fleet.news)
+        return launches, fleet.restarts, len(fleet.events)
 
     assert virtual_time.run(main(2)) == (3, 2, 2)
     with pytest.raises(EngineStartError, match="its process was killed"):
@@ -239,13 +239,13 @@ def test_the_others_may_still_be_on_their_way_when_one_can_t_be_started_again():
         fleet = Fleet(launch, size=2)
         await fleet.start()
         await fleet.push(identity)
-        for berth in await fleet.present():
-            berth.alive = False
+        for engine in await fleet.present():
+            engine.alive = False
         lost = await asyncio.gather(*(fleet.call(lambda e: e.answer()) for _ in range(2)), return_exceptions=True)
         assert all(isinstance(error, EngineLostError) for error in lost)
-        await fleet.newcomer()
-        return asyncio.get_running_loop().time(), fleet.news
+        await fleet.new_engine()
+        return asyncio.get_running_loop().time(), fleet.events
 
-    time, news = virtual_time.run(main())
+    time, events = virtual_time.run(main())
     assert time == 6.0, "the second engine, five seconds after both had died at 1"
-    assert any("can't be started again: no room. The others go on without it" in one for one in news)
+    assert any("can't be started again: no room. The others go on without it" in one for one in events)

@@ -93,7 +93,6 @@ def made(model):
         loop.run(fleet.start())
         engine = FleetEngine(fleet, loop, SharedMemoryTransport)
         weights = WeightSync(model, engine)
-        engine.deliver = weights.deliver
         opened.append(engine)
         return engine, weights, launched
 
@@ -132,7 +131,7 @@ def test_an_engine_that_dies_in_a_push_is_replaced_and_the_others_get_it_all_the
     assert weights.push() == 1
     assert holds(launched[0], model) and launched[0].version == 1 and launched[0].calls[-1] == "resume"
     # The next answers are waited for, and meanwhile the new engine is given the same weights under the same version.
-    engine.loop.run(engine.fleet.newcomer())
+    engine.loop.run(engine.fleet.new_engine())
     assert len(launched) == 3 and not launched[2].weights
     numbers = {int(a.response_ids[0]) for _ in range(20) for a in engine.generate([[1], [2], [3]], 1, Sampling())}
     assert numbers == {0, 1} and holds(launched[2], model) and launched[2].version == 1
@@ -157,12 +156,12 @@ def test_the_only_engine_dies_and_the_next_one_answers(made, model):
 def test_engines_that_die_too_often_end_the_run_by_name(made):
     engine, weights, _ = made("generate", "generate", size=1, max_restarts=1)
     weights.push()
-    with pytest.raises(EngineDeadError, match=r"engine 0 died; place 0 has lost 2 \(inference_model.max_restarts=1"):
+    with pytest.raises(EngineDeadError, match=r"engine 0 died; slot 0 has lost 2 \(inference_model.max_restarts=1"):
         engine.generate([[1]], 1, Sampling())
     engine, weights, _ = made("update_weights", size=1, max_restarts=0)
     with pytest.raises(
         EngineDeadError,
-        match=r"engine 0 died \(bucket 0 of version 1, .*\); place 0 has lost 1 \(inference_model.max_restarts=0",
+        match=r"engine 0 died \(bucket 0 of version 1, .*\); slot 0 has lost 1 \(inference_model.max_restarts=0",
     ):
         weights.push()
 

@@ -13,7 +13,7 @@ ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from grpo_rl.cluster.nodes import _private_folder, check_nodes, cluster, nodes, places  # noqa: E402
-from grpo_rl.run.folder import RunIsOver  # noqa: E402
+from grpo_rl.settings.config import RunIsOver  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The overlapped collector hands out what the sync one would, while it samples on, and counts what it leaves out."""
+"""The async collector hands out what the sync one would, while it samples on, and counts what it leaves out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine, LoopThread
-from grpo_rl.collectors.asynchronous import OverlappedCollector
+from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
 from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
 from grpo_rl.testing import save_tiny_model
@@ -70,12 +70,28 @@ def loop():
 
 
 class NoTransport:
-    """Weights are no matter here."""
+    """Sends nothing: weights are no matter here."""
 
     dtype, takes_adapters, on_lost = torch.bfloat16, False, None
 
     def __init__(self, engines): ...
     def close(self): ...
+
+
+class Weights:
+    """A version that pushes raise, in the engine too."""
+
+    def __init__(self, engine, version=0):
+        self.engine, self.version, self.listeners = engine, version, []
+
+    def subscribe(self, listener):
+        self.listeners.append(listener)
+
+    def push(self):
+        self.version += 1
+        self.engine.version = self.version
+        for listener in self.listeners:
+            listener(self.version)
 
 
 def fleet_of(engine, loop):
@@ -86,34 +102,32 @@ def fleet_of(engine, loop):
     loop.run(fleet.start())
     loop.run(fleet.admit([engine]))
     fleet_engine = FleetEngine(fleet, loop, NoTransport)
-    fleet_engine.deliver = lambda: loop.run(fleet.admit([engine]))
+    fleet_engine.on_new_engine = lambda: loop.run(fleet.admit([engine]))
     return fleet_engine
 
 
-def made(tokenizer, loop, rows=2, total=12, engine=None, max_failed_fraction=1.0, **settings):
+def made(tokenizer, loop, rows=2, total=12, engine=None, max_failed_fraction=1.0, version=0, **settings):
     task = CountA()
     task.rows = CountA.rows[:rows]
     env = LLMEnv(task, tokenizer, num_envs=2, repeats=3, max_failed_fraction=max_failed_fraction)
     engine = engine or Engine(tokenizer)
+    weights = Weights(engine, version)
+    return AsyncCollector(env, fleet_of(engine, loop), Sampling(), total, weights, 1, **settings), engine, weights
 
-    settings = {"max_staleness": 1} | settings
-    return OverlappedCollector(env, fleet_of(engine, loop), Sampling(), total, **settings), engine
 
-
-def collections(collector, engine):
+def collections(collector, weights):
     out = []
-    while groups := collector.collect():
+    while groups := collector.collect(3):
         out.append(groups)
-        engine.version += 1
-        collector.advance()
-    collector.ledger.check()
+        weights.push()
+    collector.staleness.check()
     collector.close()
     return out
 
 
 def test_it_hands_out_whole_collections_until_all_answers_are_sampled(tokenizer, loop):
-    collector, engine = made(tokenizer, loop)
-    out = collections(collector, engine)
+    collector, _, weights = made(tokenizer, loop)
+    out = collections(collector, weights)
     assert [len(groups) for groups in out] == [2, 2] and collector.collected == 12
     for group in itertools.chain.from_iterable(out):
         assert group.rewards.tolist() == [0.0, 1.0, 2.0] and group.lengths.tolist() == [0, 1, 2]
@@ -121,73 +135,71 @@ def test_it_hands_out_whole_collections_until_all_answers_are_sampled(tokenizer,
 
 
 def test_the_next_collection_is_sampled_while_one_is_trained_on_and_no_more_than_the_bound_allows(tokenizer, loop):
-    collector, engine = made(tokenizer, loop, total=60)
-    collector.collect()
+    collector, engine, weights = made(tokenizer, loop, total=60)
+    collector.collect(3)
     loop.run(asyncio.sleep(0.1))
     # Two a step, one step ahead, beside the two that are trained on.
     assert len(engine.asked) == 4
-    engine.version = 1
-    collector.advance()
+    weights.push()
     loop.run(asyncio.sleep(0.1))
     assert len(engine.asked) == 6
-    ages = [collector.ledger.version - int(group.versions.min()) for group in collector.collect()]
+    ages = [collector.staleness.version - int(group.versions.min()) for group in collector.collect(3)]
     assert ages == [1, 1]
     collector.close()
 
 
 def test_groups_of_an_engine_that_died_are_sampled_again(tokenizer, loop):
-    collector, engine = made(tokenizer, loop, engine=Engine(tokenizer, dies_at=[0]))
-    out = collections(collector, engine)
+    collector, engine, weights = made(tokenizer, loop, engine=Engine(tokenizer, dies_at=[0]))
+    out = collections(collector, weights)
     assert sorted(g.group_id for g in itertools.chain.from_iterable(out)) == [0, 1, 2, 3]
     assert engine.asked.count("group-0-0") == 1 and "group-0-1" in engine.asked
 
 
 def test_groups_that_teach_nothing_or_have_no_rewards_are_dropped_and_counted(tokenizer, loop):
-    collector, engine = made(tokenizer, loop, rows=4, total=24, drops_alike=True)
-    out = list(itertools.chain.from_iterable(collections(collector, engine)))
+    collector, _, weights = made(tokenizer, loop, rows=4, total=24, drops_zero_variance=True)
+    out = list(itertools.chain.from_iterable(collections(collector, weights)))
     account = collector.metrics()
     assert collector.collected == 24
     assert len(out) == 4 and account["groups/dropped_alike"] == 2 and account["groups/dropped_unrewarded"] == 2
-    assert collector.collected == 24 and collector.ledger.started == 8
+    assert collector.collected == 24 and collector.staleness.started == 8
 
 
 def test_what_was_sampled_and_left_out_counts_as_sampled(tokenizer, loop):
-    collector, _ = made(tokenizer, loop, rows=3, total=18, drops_alike=True)
+    collector, _, weights = made(tokenizer, loop, rows=3, total=18, drops_zero_variance=True)
     sampled = []
-    while groups := collector.collect():
+    while groups := collector.collect(3):
         assert all(group in collector.sampled for group in groups)
         sampled += collector.sampled
-        collector.advance()
+        weights.push()
     sampled += collector.sampled  # those that were left out last, with the empty collection
     collector.close()
     assert len(sampled) == 6 and sum(group.rewards.sum() == 0 for group in sampled) == 2
 
 
 def test_too_many_failures_end_the_run_in_the_thread_that_waits(tokenizer, loop):
-    collector, _ = made(tokenizer, loop, rows=4, total=600, max_failed_fraction=0.0)
+    collector, _, weights = made(tokenizer, loop, rows=4, total=600, max_failed_fraction=0.0)
     with pytest.raises(ScoreError, match="ZeroDivisionError"):
-        while collector.collect():
-            collector.advance()
+        while collector.collect(3):
+            weights.push()
     collector.close()
 
 
 def test_a_collector_goes_on_where_another_stopped_and_keeps_what_was_answered(tokenizer, loop):
-    first, engine = made(tokenizer, loop, total=30)
-    handed_out = first.collect()
+    first, engine, weights = made(tokenizer, loop, total=30)
+    handed_out = first.collect(3)
     loop.run(asyncio.sleep(0.1))  # two more are answered meanwhile
-    engine.version = 1
-    first.advance()
+    weights.push()
     state = first.state()
     first.close()
     waiting = [saved for saved in state["open"] if saved["group"] is not None]
     in_flight = [saved["prompt"]["group_id"] for saved in state["open"] if saved["group"] is None]
     assert [saved["version"] for saved in waiting] == [0, 0] and len(in_flight) == 2
 
-    second, engine = made(tokenizer, loop, total=30, version=1)
+    second, engine, weights = made(tokenizer, loop, total=30, version=1, collected=6)
     engine.version = 1
     second.restore(state)
-    assert second.collected == 6 and second.ledger.started == 4
-    out = list(itertools.chain.from_iterable(collections(second, engine)))
+    assert second.collected == 6 and second.staleness.started == 4
+    out = list(itertools.chain.from_iterable(collections(second, weights)))
     assert sorted(group.group_id for group in [*handed_out, *out]) == list(range(10))
     kept = {group.group_id: group for group in out}[waiting[0]["prompt"]["group_id"]]
     assert kept.versions.unique().tolist() == [0] and kept.rewards.tolist() == [0.0, 1.0, 2.0]
@@ -200,10 +212,10 @@ def test_a_collector_goes_on_where_another_stopped_and_keeps_what_was_answered(t
 def test_engines_that_were_replaced_before_a_checkpoint_are_counted_after_it(tokenizer, loop):
     counts, state = [], None
     for _ in range(2):
-        collector, _ = made(tokenizer, loop, total=30, engine=Engine(tokenizer, dies_at=[0]))
+        collector, _, _ = made(tokenizer, loop, total=30, engine=Engine(tokenizer, dies_at=[0]))
         if state:
             collector.restore(state)
-        collector.collect()
+        collector.collect(3)
         counts.append(collector.metrics()["engines/replaced"])
         state = collector.state()
         collector.close()
@@ -255,8 +267,9 @@ class Speaks:
 def test_conversations_go_on_turn_by_turn_and_what_was_sampled_is_what_is_trained_on(tokenizer, loop):
     env = LLMEnv(Echo(), tokenizer, num_envs=2, repeats=3, max_turns=3, max_failed_fraction=1.0)
     engine = Speaks(tokenizer)
-    collector = OverlappedCollector(env, fleet_of(engine, loop), Sampling(max_new_tokens=20), 6, max_staleness=1)
-    groups = collector.collect()
+    weights = Weights(engine)
+    collector = AsyncCollector(env, fleet_of(engine, loop), Sampling(max_new_tokens=20), 6, weights, max_staleness=1)
+    groups = collector.collect(3)
     collector.close()
     end = tokenizer.eos_token_id
     said = [*tokenizer("hm")["input_ids"], end]

@@ -7,25 +7,25 @@ from itertools import chain
 
 import pytest
 
-from grpo_rl.collectors.rollout_scheduler import Dropped, Flow
-from grpo_rl.collectors.staleness import Ledger
+from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
+from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.engines.base import EngineLostError
 from grpo_rl.planner import virtual_time
 
 
-def flow_of(answer, groups, bound=1, per_step=2):
+def scheduler_of(answer, groups, bound=1, per_step=2):
     numbers = iter(range(groups))
-    return Flow(Ledger(per_step, bound), lambda: next(numbers, None), answer)
+    return RolloutScheduler(StalenessManager(per_step, bound), lambda: next(numbers, None), answer)
 
 
-async def batches(flow, train_s=1.0):
+async def batches(scheduler, train_s=1.0):
     out = []
-    while groups := await flow.batch():
+    while groups := await scheduler.batch():
         out.append(groups)
         await asyncio.sleep(train_s)
-        flow.advance()
-    flow.ledger.check()
-    await flow.close()
+        scheduler.advance(scheduler.staleness.version + 1)
+    scheduler.staleness.check()
+    await scheduler.close()
     return out
 
 
@@ -34,7 +34,7 @@ def test_every_group_is_handed_out_once_in_whole_batches_and_a_rest():
         await asyncio.sleep(number % 3)
         return number
 
-    out = virtual_time.run(batches(flow_of(answer, groups=7)))
+    out = virtual_time.run(batches(scheduler_of(answer, groups=7)))
     assert [len(batch) for batch in out] == [2, 2, 2, 1] and sorted(chain.from_iterable(out)) == list(range(7))
 
 
@@ -44,7 +44,7 @@ def test_sampling_goes_on_while_a_step_is_trained():
         return number
 
     async def timed():
-        await batches(flow_of(answer, groups=8))
+        await batches(scheduler_of(answer, groups=8))
         return asyncio.get_running_loop().time()
 
     # The first batch takes a second, and then each of four steps does, with the next batch behind it.
@@ -63,10 +63,11 @@ def test_a_group_whose_engine_died_is_sampled_again_and_one_that_came_to_nothing
             raise Dropped("no rewards")
         return number
 
-    flow = flow_of(answer, groups=5)
-    out = virtual_time.run(batches(flow))
+    scheduler = scheduler_of(answer, groups=5)
+    out = virtual_time.run(batches(scheduler))
     assert sorted(chain.from_iterable(out)) == [0, 1, 3, 4]
-    assert flow.resampled == 1 and flow.ledger.dropped == {"no rewards": 1} and flow.ledger.started == 5
+    staleness = scheduler.staleness
+    assert scheduler.resampled == 1 and staleness.dropped == {"no rewards": 1} and staleness.started == 5
 
 
 def test_an_error_in_a_group_reaches_whoever_waits_for_a_batch():
@@ -74,7 +75,7 @@ def test_an_error_in_a_group_reaches_whoever_waits_for_a_batch():
         raise ZeroDivisionError("a bug in a task")
 
     with pytest.raises(ZeroDivisionError, match="a bug in a task"):
-        virtual_time.run(batches(flow_of(answer, groups=3)))
+        virtual_time.run(batches(scheduler_of(answer, groups=3)))
 
 
 def test_closing_ends_what_is_in_flight():
@@ -87,10 +88,10 @@ def test_closing_ends_what_is_in_flight():
             ended.append(number)
 
     async def closed():
-        flow = flow_of(answer, groups=9)
-        flow.fill()
+        scheduler = scheduler_of(answer, groups=9)
+        scheduler.fill()
         await asyncio.sleep(1)
-        await flow.close()
+        await scheduler.close()
 
     virtual_time.run(closed())
     assert sorted(ended) == [0, 1, 2, 3]
@@ -104,7 +105,7 @@ def test_where_all_waits_for_nothing_virtual_time_says_so():
         virtual_time.run(forever())
 
 
-def test_a_flow_goes_on_where_another_stopped_with_what_was_answered_and_what_was_not():
+def test_a_scheduler_goes_on_where_another_stopped_with_what_was_answered_and_what_was_not():
     asked = []
 
     async def answer(number):
@@ -113,35 +114,35 @@ def test_a_flow_goes_on_where_another_stopped_with_what_was_answered_and_what_wa
         return -number
 
     async def first():
-        flow = flow_of(answer, groups=8)
-        filling = asyncio.create_task(flow.batch())
+        scheduler = scheduler_of(answer, groups=8)
+        filling = asyncio.create_task(scheduler.batch())
         await asyncio.sleep(0.5)
-        assert [item[1:] for item in flow.open()] == [(0, None), (1, None), (2, None), (3, None)]
+        assert [item[1:] for item in scheduler.open()] == [(0, None), (1, None), (2, None), (3, None)]
         assert await filling == [-1, -3]
-        flow.advance()  # 4 and 5 are started under version 1
+        scheduler.advance(scheduler.staleness.version + 1)  # 4 and 5 are started under version 1
         await asyncio.sleep(2.0)
-        left = flow.open()
-        await flow.close()
+        left = scheduler.open()
+        await scheduler.close()
         return left
 
     left = virtual_time.run(first())
     assert left == [(0, 0, None), (0, 2, None), (1, 4, None), (1, 5, -5)]
 
     async def second():
-        flow = Flow(Ledger(2, 1, version=1), iter([6, 7, None]).__next__, answer)
-        flow.ledger.trained = flow.ledger.started = 2
-        flow.reopen(left)
-        assert flow.open() == [(1, 5, -5), (1, 0, None), (1, 2, None), (1, 4, None)], (
+        scheduler = RolloutScheduler(StalenessManager(2, 1, version=1), iter([6, 7, None]).__next__, answer)
+        scheduler.staleness.trained = scheduler.staleness.started = 2
+        scheduler.reopen(left)
+        assert scheduler.open() == [(1, 5, -5), (1, 0, None), (1, 2, None), (1, 4, None)], (
             "asked again under the new weights"
         )
-        return await batches(flow)
+        return await batches(scheduler)
 
     asked.clear()
     out = virtual_time.run(second())
     assert sorted(chain.from_iterable(out)) == [-7, -6, -5, -4, -2, 0] and asked == [0, 2, 4, 6, 7]
 
 
-def test_open_groups_may_be_looked_at_before_the_flow_goes_on():
-    flow = Flow(Ledger(2, 1), lambda: None, None)
-    flow.reopen([(0, "a", None), (0, "b", None)])
-    assert flow.open() == [(0, "a", None), (0, "b", None)]
+def test_open_groups_may_be_looked_at_before_the_scheduler_goes_on():
+    scheduler = RolloutScheduler(StalenessManager(2, 1), lambda: None, None)
+    scheduler.reopen([(0, "a", None), (0, "b", None)])
+    assert scheduler.open() == [(0, "a", None), (0, "b", None)]

@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from grpo_rl.collectors.sync import EnginePolicy, SyncCollector, rewarded_alike
+from grpo_rl.collectors.engine_policy import EnginePolicy
+from grpo_rl.collectors.groups import has_zero_variance
+from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data import keys
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampling
@@ -49,7 +51,7 @@ def engine(tokenizer):
 
 def test_groups_carry_prompt_answers_rewards_and_versions(env, engine, tokenizer):
     engine.version = 4
-    groups = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=6).collect()
+    groups = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=6).collect(3)
     assert [g.group_id for g in groups] == [0, 1] and all(isinstance(g, Group) for g in groups)
     for group in groups:
         assert tokenizer.decode(group.prompt_ids) == f"{CountA.rows[group.row]['q']}<end>>"
@@ -59,18 +61,20 @@ def test_groups_carry_prompt_answers_rewards_and_versions(env, engine, tokenizer
 
 
 def test_an_answer_at_the_length_limit_is_marked_truncated(env, engine):
-    (group, _) = SyncCollector(env, engine, Sampling(max_new_tokens=1), total_dialog_turns=6).collect()
+    (group, _) = SyncCollector(env, engine, Sampling(max_new_tokens=1), total_dialog_turns=6).collect(3)
     assert group.truncated.tolist() == [False, False, True] and group.lengths.tolist() == [0, 1, 1]
 
 
-def test_it_iterates_until_all_answers_are_sampled(env, engine):
+def test_collections_follow_each_other_until_all_responses_are_sampled(env, engine):
     collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=18)
-    assert [[g.group_id for g in groups] for groups in collector] == [[0, 1], [2, 3], [4, 5]]
-    assert collector.collected == 18 and list(collector) == []
+    assert [[g.group_id for g in collector.collect(3)] for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert collector.collected == 18
 
 
-def test_a_resumed_collector_samples_what_is_left(env, engine):
-    assert len(list(SyncCollector(env, engine, Sampling(max_new_tokens=5), 18, collected=12))) == 1
+def test_a_resumed_collector_counts_on(env, engine):
+    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), 18, collected=12)
+    collector.collect(3)
+    assert collector.collected == 18
 
 
 def test_rollout_with_an_engine_as_policy_gives_the_same_rewards(env, engine):
@@ -96,7 +100,7 @@ def test_log_probs_stay_with_their_tokens(env, tokenizer):
             return samples
 
     engine = Counting(lambda prompt, g: tokenizer("a" * g)["input_ids"])
-    group = SyncCollector(env, engine, Sampling(max_new_tokens=5), 6).collect()[0]
+    group = SyncCollector(env, engine, Sampling(max_new_tokens=5), 6).collect(3)[0]
     td = group.to_tensordict()
     assert td[2][keys.LOG_PROBS_FULL][-2:].tolist() == [-1.0, -2.0]
 
@@ -105,7 +109,7 @@ def test_the_python_work_of_a_collection_does_not_grow_with_its_answers(env):
     def steps_of_python(length):
         engine = ScriptedEngine(lambda prompt, g: [5] * length)
         collector = SyncCollector(env, engine, Sampling(max_new_tokens=length), total_dialog_turns=10**6)
-        collector.collect()
+        collector.collect(3)
         count = 0
 
         def trace(*_):
@@ -116,7 +120,7 @@ def test_the_python_work_of_a_collection_does_not_grow_with_its_answers(env):
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            groups = collector.collect()
+            groups = collector.collect(3)
         finally:
             sys.settrace(before)
         assert all(group.lengths.eq(length).all() for group in groups)
@@ -130,29 +134,29 @@ def test_the_python_work_of_a_collection_does_not_grow_with_its_answers(env):
 
 
 class CountAInFirst(CountA):
-    """Rewards the answers to one question differently, those to the others alike."""
+    """Rewards the answers to one question differently, those to the others equally."""
 
     def score(self, row, response):
         return Reward({"a": float(response.count("a")) if row["q"] == "one" else 0.0})
 
 
-def test_groups_rewarded_alike_are_replaced_until_the_collection_is_full(tokenizer, engine):
+def test_zero_variance_groups_are_replaced_until_the_collection_is_full(tokenizer, engine):
     env = LLMEnv(CountAInFirst(), tokenizer, num_envs=2, repeats=3)
-    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=10**6, refills=20)
-    groups = collector.collect()
+    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=10**6, max_resamples=20)
+    groups = collector.collect(3)
     assert [env.query(group.row) for group in groups] == ["one", "one"]
     # Every epoch of three rows has one such row, so the second is found in the second epoch: 4 to 6 prompts.
     asked = len(collector.sampled)
     assert 4 <= asked <= 6 and collector.collected == 3 * asked
     assert collector.filtered_groups == asked - 2 and collector.dropped_groups == 0
-    collector.collect()
+    collector.collect(3)
     assert collector.sampled[0].group_id == asked  # no prompt was taken from the data and not sampled
 
 
-def test_when_the_refills_are_used_up_groups_rewarded_alike_fill_the_collection(tokenizer, engine):
+def test_when_the_resamples_are_used_up_zero_variance_groups_fill_the_collection(tokenizer, engine):
     env = LLMEnv(CountAInFirst(), tokenizer, num_envs=3, repeats=3)  # each collection has one row that differs
-    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=10**6, refills=1)
-    groups = collector.collect()
+    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=10**6, max_resamples=1)
+    groups = collector.collect(3)
     assert len(groups) == 3 and 3 * len(collector.sampled) == collector.collected == 15
     differing = [group for group in groups if group.rewards.std() > 0]
     assert 1 <= len(differing) <= 2 and groups[: len(differing)] == differing
@@ -160,28 +164,27 @@ def test_when_the_refills_are_used_up_groups_rewarded_alike_fill_the_collection(
     assert len({group.group_id for group in groups}) == 3
 
 
-def test_groups_are_alike_by_what_their_advantages_are_made_of():
+def test_groups_have_zero_variance_by_what_their_advantages_are_made_of():
     group = random_group(lengths=[1, 1, 1], rewards=[1.0, 1.0, 1.0])
     parts = {"a": torch.tensor([1.0, 1.0, 0.0]), "b": torch.tensor([0.0, 0.0, 1.0])}
     group = replace(group, reward_parts=parts)
-    assert rewarded_alike(group) and not rewarded_alike(group, by_part=True)
+    assert has_zero_variance(group) and not has_zero_variance(group, by_part=True)
     apart = replace(group, rewards=torch.tensor([5.0, 7.0, 6.0]))
-    assert not rewarded_alike(apart) and rewarded_alike(apart, clip=3.0)
+    assert not has_zero_variance(apart) and has_zero_variance(apart, clip=3.0)
 
 
-def test_refilling_ends_with_the_answers_of_the_run(tokenizer, engine):
+def test_resampling_ends_with_the_answers_of_the_run(tokenizer, engine):
     env = LLMEnv(CountAInFirst(), tokenizer, num_envs=2, repeats=3)
-    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=6, refills=1000)
-    assert len(collector.collect()) == 2 and collector.collected == 6
+    collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=6, max_resamples=1000)
+    assert len(collector.collect(3)) == 2 and collector.collected == 6
 
 
 def test_the_group_size_may_change_between_collections(env, engine):
     collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=10**6)
-    assert [group.size for group in collector.collect()] == [3, 3]
-    collector.repeats = 4
-    assert [group.size for group in collector.collect()] == [4, 4] and collector.collected == 14
+    assert [group.size for group in collector.collect(3)] == [3, 3]
+    assert [group.size for group in collector.collect(4)] == [4, 4] and collector.collected == 14
 
 
-def test_refills_are_none_or_more(env, engine):
+def test_resamples_are_none_or_more(env, engine):
     with pytest.raises(ValueError, match=r"train\.max_refills=-1"):
-        SyncCollector(env, engine, Sampling(), 6, refills=-1)
+        SyncCollector(env, engine, Sampling(), 6, max_resamples=-1)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from grpo_rl.data.advantages import OF_A_GROUP, batch_advantages, group_advantages
+from grpo_rl.data.advantages import GROUP_KINDS, AdvantageEstimator, batch_advantages, group_advantages
+from grpo_rl.testing import random_group
 
-KINDS = OF_A_GROUP
+KINDS = GROUP_KINDS
 BATCH_KINDS = ("batch_std", "batch_zscore", "multi_reward")
 REWARDS = st.lists(st.integers(-4, 12).map(lambda quarter: quarter / 4), min_size=2, max_size=16)
 
@@ -62,8 +64,8 @@ def test_equal_rewards_give_exact_zeros(reward, size, kind):
 
 
 @pytest.mark.parametrize("size", [0, 1])
-def test_a_group_without_siblings_is_refused(size):
-    with pytest.raises(ValueError, match=f"a group of {size} has no siblings .* at least 2"):
+def test_a_group_of_fewer_than_two_responses_is_refused(size):
+    with pytest.raises(ValueError, match=f"a group of {size} responses has nothing to compare with; .* at least 2"):
         group_advantages(torch.ones(size))
 
 
@@ -79,11 +81,11 @@ def test_an_unknown_kind_is_refused_by_name():
 
 
 def test_kinds_of_a_collection_are_refused_for_a_group():
-    with pytest.raises(ValueError, match="batch_std is of all groups of a collection, see batch_advantages"):
+    with pytest.raises(ValueError, match="batch_std needs all groups of a collection, see batch_advantages"):
         group_advantages(torch.tensor([0.0, 1.0]), "batch_std")
 
 
-# Two groups of two and one of three answers.
+# Two groups of two and one of three responses.
 TABLES = [torch.tensor([[0.0, 2.0], [4.0, 4.0]], dtype=torch.float64), torch.tensor([[1.0, 1.0, 4.0]]).double()]
 DEVIATIONS = torch.tensor([-1.0, 1.0, 0.0, 0.0, -1.0, -1.0, 2.0], dtype=torch.float64)
 
@@ -103,7 +105,7 @@ def test_advantages_of_a_collection_match_the_table_worked_out_by_hand(kind, var
 
 
 def test_parts_of_the_reward_match_the_table_worked_out_by_hand():
-    # Two answers: z-scores are +-1/sqrt(2), whatever the part's scale, up to the 1e-4 beside the std. Part b weighs 2.
+    # Two responses: z-scores are +-1/sqrt(2), whatever the part's scale, up to the 1e-4. Part b weighs 2.
     #   group 1: a 0 100 -> -z z    b 0 1 -> -z z    sums -3z 3z
     #   group 2: a 5 5   -> 0 0     b 1 0 -> z -z    sums  2z -2z
     # Squares 2 * 9 z^2 + 2 * 4 z^2 = 13 with z^2 = 1/2, over 3.
@@ -136,7 +138,7 @@ def test_advantages_of_each_group_of_a_collection_sum_to_zero(collection, kind):
 
 
 @given(collections(), st.sampled_from(KINDS + BATCH_KINDS))
-def test_a_group_that_was_rewarded_alike_has_exact_zeros_beside_any_others(collection, kind):
+def test_a_zero_variance_group_has_exact_zeros_beside_any_others(collection, kind):
     rewards, parts = collection
     rewards[1][0], parts[1]["a"][0], parts[1]["b"][0] = 0.3, 0.1, 0.2
     assert batch_advantages(rewards, kind, parts=parts)[1][0].eq(0).all()
@@ -175,3 +177,82 @@ def test_settings_that_give_no_advantage_are_refused(settings, message):
 
 def test_of_no_group_there_are_no_advantages():
     assert all(batch_advantages([], kind) == [] for kind in KINDS + BATCH_KINDS)
+
+
+# ---- groups to groups with advantages ----
+
+
+@pytest.mark.parametrize("kind", ["zscore", "no_std", "leave_one_out"])
+def test_groups_of_any_sizes_get_the_advantages_each_would_get_alone_to_the_last_bit(kind):
+    rewards = [torch.randn(size) for size in (8, 2, 8, 3, 16, 8, 2) for _ in range(9)]
+    rewards[4] = torch.full((8,), 0.1)  # rounding of its mean must leave no residue
+    groups = [random_group(lengths=[1] * len(r), group_id=i, rewards=r.tolist(), seed=i) for i, r in enumerate(rewards)]
+    for i, (before, after) in enumerate(zip(groups, AdvantageEstimator(kind)(groups), strict=True)):
+        assert after.group_id == i and after.response_ids is before.response_ids
+        assert before.advantages is None
+        assert torch.equal(after.advantages, group_advantages(before.rewards, kind))
+    assert after.with_ref_log_probs(before.log_probs).advantages is after.advantages  # a whole Group
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kind", "message"),
+    [
+        ([[0.0, 1.0], [0.0, math.nan]], "zscore", r"finite, got \[0.0, nan\]"),
+        ([[0.0, 1.0], [1.0]], "zscore", "a group of 1 responses has nothing to compare with"),
+        ([[0.0, 1.0]], "multi_reward", "the rewards have the parts \\[\\]"),
+    ],
+)
+def test_rewards_that_give_no_advantage_are_refused(rewards, kind, message):
+    with pytest.raises(ValueError, match=message):
+        AdvantageEstimator(kind)([random_group(lengths=[1] * len(r), rewards=r) for r in rewards])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "z"}, "unknown advantage 'z'"),
+        ({"clip": 0.0}, "loss.advantage_clip is 0.0"),
+        ({"reward_clip": 0.0}, "train.reward_clip is 0.0"),
+        ({"kl_coef": 0.1, "kl": "k3_is"}, "loss.kl=k3_is differs by its gradient"),
+        ({"kl_coef": 0.1, "kind": "multi_reward"}, "use loss.kl_in=loss"),
+        ({"reward_clip": 1.0, "kind": "multi_reward"}, "leave train.reward_clip at null"),
+    ],
+)
+def test_an_estimator_that_could_give_no_advantage_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AdvantageEstimator(**settings)
+
+
+def test_a_kl_penalty_in_the_reward_moves_advantages_and_leaves_rewards_as_the_task_gave_them():
+    # Three tokens in two responses, and a tool's token that does not count. KL by k1: (-1 + 2) + (-1 + 1.5) = 1.5 and
+    # -3 + 2 = -1; at a coefficient of 2 the rewards 1, 0 become -2, 2.
+    group = replace(
+        random_group(lengths=[3, 1], rewards=[1.0, 0.0]),
+        trainable=torch.tensor([True, True, False, True]),
+        old_log_probs=torch.tensor([-1.0, -1.0, -9.0, -3.0]),
+        ref_log_probs=torch.tensor([-2.0, -1.5, -1.0, -2.0]),
+    )
+    estimator = AdvantageEstimator("no_std", kl_coef=2.0)
+    (penalised,) = estimator([group])
+    assert penalised.advantages.tolist() == [-2.0, 2.0] and penalised.rewards.tolist() == [1.0, 0.0]
+    with pytest.raises(ValueError, match="write them with TrainPolicy.add_log_probs"):
+        estimator([random_group()])
+
+
+def test_parts_of_the_reward_get_z_scores_of_their_own_with_groups_of_different_sizes():
+    # Each part is 0 and 1 somewhere in its group: the z-scores of two responses are +-1/sqrt(2), and the sums with
+    # weights 1 and 3 of the first group +-2/sqrt(2) (the parts disagree), of the second +-4/sqrt(2), the third 0.
+    def group(i, a, b):
+        parts = {"a": torch.tensor(a), "b": torch.tensor(b)}
+        return replace(random_group(group_id=i, lengths=[1] * len(a), rewards=[0.0] * len(a)), reward_parts=parts)
+
+    estimator = AdvantageEstimator("multi_reward", reward_weights={"b": 3.0})
+    groups = [group(0, [1.0, 0.0], [0.0, 1.0]), group(1, [0.0, 1.0], [0.0, 1.0]), group(2, [0.5] * 3, [0.0] * 3)]
+    sums = torch.tensor([-2.0, 2.0, -4.0, 4.0, 0.0, 0.0, 0.0]) / 2**0.5
+    got = torch.cat([group.advantages for group in estimator(groups)])
+    torch.testing.assert_close(got, sums / sums.std(), rtol=1e-3, atol=0)
+
+
+def test_rewards_are_clipped_before_they_become_advantages():
+    (group,) = AdvantageEstimator("no_std", reward_clip=1.0)([random_group(rewards=[-9.0, 9.0])])
+    assert group.advantages.tolist() == [-1.0, 1.0] and group.rewards.tolist() == [-9.0, 9.0]

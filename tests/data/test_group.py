@@ -14,10 +14,12 @@ from torchrl.objectives import llm as torchrl
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from grpo_rl.data import keys
-from grpo_rl.data.group import Group, micro_batches
+from grpo_rl.data.batching import MicroBatching, micro_batches
+from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, to_fp64
+from grpo_rl.training.micro_batches import scored_micro_batches
 
 
 def assert_equal(a, b):
@@ -85,7 +87,7 @@ def test_torchrls_own_grpo_loss_and_its_gradient_equal_ours_on_ragged_groups(agg
         advantages = torch.tensor(advantages)
         groups.append(replace(group, log_probs=sampled.float(), trainable=~replies, advantages=advantages))
     loss = GRPOLoss(clip_low=0.2, clip_high=0.3)
-    ours = [loss(micro) for micro in scored_micro_batches(policy, groups, 1000, aggregate=aggregation)]
+    ours = [loss(micro) for micro in scored_micro_batches(policy, groups, MicroBatching(1000, aggregate=aggregation))]
     assert len(ours) == 1 and ours[0]["clip_low"] > 0 and ours[0]["clip_high"] > 0
     ours[0]["loss_objective"].backward()
 

@@ -16,6 +16,8 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis import mismatch
@@ -23,10 +25,11 @@ from grpo_rl.diagnosis.causes import Scene, Scored, diagnose, forked_random_stat
 from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import TransformersEngine
-from grpo_rl.losses.grpo import LOSSES, GRPOLoss
+from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.weights.push import WeightSync
 
@@ -95,12 +98,12 @@ class Training:
         groups = self.sample()
         groups = self._fault(groups) if self._fault else groups
         buffer, loss = GroupBuffer(len(groups), len(groups)), GRPOLoss()
-        buffer.extend(groups)
+        buffer.extend(AdvantageEstimator()(groups))
         self.mismatch.begin()
         for batch in buffer.batches(epochs):
-            for tokens in scored_micro_batches(self.policy, batch, 256):
+            for tokens in scored_micro_batches(self.policy, batch, MicroBatching(256)):
                 losses = loss(tokens)
-                torch.stack([losses[name] for name in LOSSES]).sum().backward()
+                losses["loss"].backward()
                 self.mismatch.add(tokens, batch, self.weights.version)
             self.warning = self.mismatch.judge(self.scene)
             self.optimizer.step()
@@ -192,7 +195,7 @@ def test_importance_weights_are_one_on_fresh_weights_within_the_floor(model):
     for dtype in DTYPES:
         training = Training(model, dtype)
         groups = [g.with_advantages(torch.ones(g.size)) for g in training.sample()]
-        (tokens,) = scored_micro_batches(training.policy, groups, 4096)
+        (tokens,) = scored_micro_batches(training.policy, groups, MicroBatching(4096))
         ratio = (tokens["log_prob"] - tokens["sampler_log_prob"]).exp()
         assert (ratio - 1).abs().mean() < FLOORS[dtype] and (ratio - 1).abs().max() < 10 * FLOORS[dtype]
 
@@ -216,7 +219,8 @@ def test_a_thorough_look_that_samples_anew_leaves_the_random_state_alone(model):
     noisy.mismatch.begin()
     state = torch.get_rng_state()
     assert not torch.equal(before, state)
-    for tokens in scored_micro_batches(noisy.policy, [g.with_advantages(g.rewards) for g in groups], 4096):
+    groups = [g.with_advantages(g.rewards) for g in groups]
+    for tokens in scored_micro_batches(noisy.policy, groups, MicroBatching(4096)):
         noisy.mismatch.add(tokens, groups, noisy.weights.version)
     with pytest.raises(
         MismatchError, match="than mismatch.bound=0.2: stale weights, or answers changed behind the engine"

@@ -13,18 +13,20 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.diagnosis.nonfinite import first_nonfinite
 from grpo_rl.engines.transformers import TransformersEngine
-from grpo_rl.losses.grpo import LOSSES, GRPOLoss
+from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.lineage import stored_steps
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.replay.lineage_reader import read_step
 from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import NonFiniteError, PolicyOptimizer
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
-BATCHING = {"max_tokens": 4096, "aggregate": "sequence_mean"}
+BATCHING = MicroBatching(max_tokens=4096)
 MARK = 200
 """A token that only group 2 has, in its prompt."""
 
@@ -58,9 +60,9 @@ class Step:
 
     def take(self):
         finite = True
-        for tokens in scored_micro_batches(self.policy, self.batch, **BATCHING):
+        for tokens in scored_micro_batches(self.policy, self.batch, BATCHING):
             losses = GRPOLoss()(tokens)
-            total = torch.stack([losses[name] for name in LOSSES]).sum()
+            total = losses["loss"]
             finite &= bool(total.isfinite())
             total.backward()
         return self.optimizer.step(finite, self.explain)

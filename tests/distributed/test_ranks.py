@@ -25,16 +25,18 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_rl.cli import main
+from grpo_rl.data.batching import MicroBatching, micro_batches_of
 from grpo_rl.data.group import Group
 from grpo_rl.distributed.ranks import Ranks, gathered
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.policies.lora import LoRA
-from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy, micro_batches_of, scored_micro_batches
+from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.policies.shards import whole
-from grpo_rl.run.folder import export, export_checkpoint
+from grpo_rl.run.export import export, export_checkpoint
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.testing import random_group, save_tiny_model
 from grpo_rl.training import checkpoint
+from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
 
 STEPS, SAVED_AT = 5, 3
@@ -104,11 +106,11 @@ def steps(
     policy, reference, optimizer = parts
     loss = GRPOLoss(kl_coef=0.1, entropy_coef=0.01, correction="truncate")
     for step in range(first, STEPS):
-        groups = policy.annotate(reference.annotate(step_groups(step), 30), 30)
+        groups = policy.add_log_probs(reference.add_log_probs(step_groups(step), 30), 30)
         sums: dict[str, float] = {}
-        for tokens in scored_micro_batches(policy, groups, max_tokens=25, aggregate="sequence_mean"):
+        for tokens in scored_micro_batches(policy, groups, MicroBatching(25)):
             losses = loss(tokens)
-            torch.stack([losses[name] for name in LOSSES]).sum().backward()
+            losses["loss"].backward()
             for name, value in losses.items():
                 sums[name] = sums.get(name, 0.0) + value.item()
         gradient = gradients(optimizer, ranks)
@@ -183,7 +185,7 @@ def nan_on_one_rank(folder: Path, ranks: Ranks) -> list[tuple[list[tuple[bool, s
     policy, _, optimizer = make(folder, ranks)
     before = [p.detach().clone() for p in trained(policy)]
     last, said = ranks.rank == ranks.size - 1, []
-    for tokens in scored_micro_batches(policy, step_groups(0), max_tokens=1000):
+    for tokens in scored_micro_batches(policy, step_groups(0), MicroBatching(1000)):
         GRPOLoss()(tokens)["loss_objective"].backward()
     if last:
         gradient = trained(policy)[3].grad
@@ -191,7 +193,7 @@ def nan_on_one_rank(folder: Path, ranks: Ranks) -> list[tuple[list[tuple[bool, s
         (gradient.to_local() if isinstance(gradient, DTensor) else gradient).view(-1)[0] = float("nan")
     result = optimizer.step()
     said.append((result.skipped, result.trouble))
-    for tokens in scored_micro_batches(policy, step_groups(0), max_tokens=1000):
+    for tokens in scored_micro_batches(policy, step_groups(0), MicroBatching(1000)):
         GRPOLoss()(tokens)["loss_objective"].backward()
     result = optimizer.step(loss_is_finite=not last)
     said.append((result.skipped, result.trouble))
@@ -310,7 +312,7 @@ def assert_same(records, expected, tolerance=1e-6):
         assert got["sums"].keys() == want["sums"].keys()
         for name, value in want["sums"].items():
             # Sums of exponentials of differences of log-probabilities magnify their last digit.
-            exact = tolerance if name in LOSSES else 10 * tolerance
+            exact = tolerance if name in ("loss", *LOSSES) else 10 * tolerance
             assert got["sums"][name] == pytest.approx(value, rel=exact, abs=exact), name
         assert got["norm"] == pytest.approx(want["norm"], rel=tolerance)
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from grpo_rl.data import keys
 from grpo_rl.envs.base import Unjudgeable
-from grpo_rl.envs.calculator import Calculator, CalculatorEnv, calculate, load_rows, problems
-from grpo_rl.envs.grading.arithmetic import has_operation
+from grpo_rl.envs.calculator import Calculator, CalculatorEnv, load_rows
+from grpo_rl.envs.generated.chains import problems
 from grpo_rl.envs.grading.numbers import extract_answer
-from grpo_rl.envs.tools import MAX_ARGUMENT_CHARS
+from grpo_rl.envs.tools.arithmetic import calculate, has_operation
+from grpo_rl.envs.tools.calls import MAX_ARGUMENT_CHARS
 
 ROW = {"question": "What is 6 times 7, and 8 more?", "answer": "6 * 7 = 42\n42 + 8 = 50\n#### 50"}
 TOO_LARGE = "Error: the numbers get too large"

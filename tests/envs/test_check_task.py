@@ -11,9 +11,9 @@ from grpo_rl.envs.ifeval import IFEval
 from grpo_rl.envs.math import Math
 from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.envs.rewards import with_rewards
-from grpo_rl.envs.search_index import Document, SearchIndex
 from grpo_rl.envs.search_qa import SearchQA
-from grpo_rl.testing import ANSWERS, check_task
+from grpo_rl.envs.tools.search_index import Document, SearchIndex
+from grpo_rl.testing import RESPONSES, check_task
 
 WORDS = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 40?", "answer": "#### 42"}]
 FORMS = [
@@ -42,4 +42,4 @@ TASKS = {
 def test_our_tasks_keep_their_promises(name):
     task = TASKS[name]()
     calls = [tool.written("json") for tool in getattr(task, "tools", ())]
-    check_task(task, answers=[*calls, *ANSWERS])
+    check_task(task, responses=[*calls, *RESPONSES])

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torchrl.envs.utils import check_env_specs
 
 from grpo_rl.data import keys
-from grpo_rl.envs.countdown import EXAMPLES, Countdown, CountdownEnv, Puzzles, check, is_held_out, load_rows
+from grpo_rl.envs.countdown import EXAMPLES, Countdown, CountdownEnv, load_rows
+from grpo_rl.envs.generated.puzzles import Puzzles, is_held_out
+from grpo_rl.envs.grading.expressions import check
 
 ROW = {"numbers": [44, 19, 35], "target": 98, "solution": "44 + 19 + 35"}
 
@@ -260,7 +262,8 @@ def test_a_file_of_puzzles_is_read_with_the_names_that_others_use(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"nums": [1, 2], "target": 3}) + "\n" + json.dumps({"numbers": [4], "target": 4}))
     assert load_rows(file) == [{"numbers": [1, 2], "target": 3}, {"numbers": [4], "target": 4}]
-    assert load_rows(file, count=3) == load_rows(file)  # what a config says of generated puzzles is not about these
+    # What a config says of generated puzzles is not about those of a file.
+    assert load_rows(file, puzzles={"count": 3}) == load_rows(file)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from torchrl.envs.utils import check_env_specs
 from grpo_rl.data import keys
 from grpo_rl.envs.base import Reward, ScoreGuard
 from grpo_rl.envs.grading import patterns
-from grpo_rl.envs.gsm8k import GSM8K, GSM8KEnv, extract_answer, load_rows
+from grpo_rl.envs.grading.numbers import extract_answer
+from grpo_rl.envs.gsm8k import GSM8K, GSM8KEnv, load_rows
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.rewards.combined import with_rewards
 

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from torchrl.envs.utils import check_env_specs
 
 from grpo_rl.data import keys
-from grpo_rl.envs import math
 from grpo_rl.envs.base import ScoreGuard, Unjudgeable
+from grpo_rl.envs.grading import verification
 from grpo_rl.envs.grading.boxed import equal
+from grpo_rl.envs.grading.tags import last_boxed
+from grpo_rl.envs.grading.verification import MAX_CHARS, verify
 from grpo_rl.envs.guards.isolation import WorkerDied
-from grpo_rl.envs.math import MAX_CHARS, Math, MathEnv, last_boxed, load_rows, verify
+from grpo_rl.envs.math import Math, MathEnv, load_rows
 
 ROW = {"problem": "What is 1/4 + 1/4?", "answer": r"\frac{1}{2}"}
 
@@ -210,7 +212,7 @@ class Busy(Impatient):
 
 
 def test_a_machine_that_is_busy_or_short_of_memory_makes_no_response_wrong(monkeypatch):
-    monkeypatch.setattr(math, "_workers", lambda *_: Busy())
+    monkeypatch.setattr(verification, "_workers", lambda *_: Busy())
     row = {"problem": "?", "answer": "x+1"}
     texts = [r"\boxed{killed}", r"\boxed{slow}", r"\boxed{1+x}"]
     killed, slow, right = ScoreGuard(Math([row]), max_failed_fraction=1.0).score(row, texts, "row 0")
@@ -227,7 +229,7 @@ def test_the_comparisons_of_a_group_share_its_time(monkeypatch):
             given.append((len(pairs), deadline_s, budget_s))
             return super().map(pairs)
 
-    monkeypatch.setattr(math, "_workers", lambda *_: Slow())
+    monkeypatch.setattr(verification, "_workers", lambda *_: Slow())
     row = {"problem": "?", "answer": "x+1"}
     texts = [rf"\boxed{{slow {n}}}" for n in range(64)]
     ScoreGuard(Math([row]), deadline_s=60.0, max_failed_fraction=1.0).score(row, texts, "row 0")
@@ -237,7 +239,7 @@ def test_the_comparisons_of_a_group_share_its_time(monkeypatch):
 
 
 def test_a_response_that_takes_too_long_to_compare_is_wrong_and_counted(monkeypatch):
-    monkeypatch.setattr(math, "_workers", lambda *_: Impatient())
+    monkeypatch.setattr(verification, "_workers", lambda *_: Impatient())
     row = {"problem": "?", "answer": "x+1"}
     texts = [r"\boxed{slow}", r"\boxed{deadly}", r"\boxed{1+x}", "no box"]
     rewards = ScoreGuard(Math([row]), max_failed_fraction=0.0).score(row, texts, "row 0")  # none has failed
@@ -247,7 +249,7 @@ def test_a_response_that_takes_too_long_to_compare_is_wrong_and_counted(monkeypa
 
 
 def test_a_gold_answer_that_takes_too_long_itself_cannot_be_judged(monkeypatch):
-    monkeypatch.setattr(math, "_workers", lambda *_: Impatient())
+    monkeypatch.setattr(verification, "_workers", lambda *_: Impatient())
     row = {"problem": "?", "answer": "slow"}
     assert isinstance(Math([row]).score_many([row], [r"\boxed{x+1}"])[0], Unjudgeable)
 

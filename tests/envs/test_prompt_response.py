@@ -164,7 +164,7 @@ def failing(kind: str):
     ("kind", "failure", "message"),
     [
         ("raise", "error", "own raised KeyError: 'gold'"),
-        ("length", "error", "own returned 3 numbers for 2 answers"),
+        ("length", "error", "own returned 3 numbers for 2 responses"),
         ("hang", "timeout", "PromptResponse ran out of time"),
     ],
 )

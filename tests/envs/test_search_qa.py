@@ -18,12 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.data import keys
-from grpo_rl.envs import search_index
 from grpo_rl.envs.base import Unjudgeable
 from grpo_rl.envs.grading.tags import last_answer
-from grpo_rl.envs.search_index import Document, SearchIndex, load_corpus
-from grpo_rl.envs.search_qa import SearchQA, SearchQAEnv, exact_match, f1, load_rows
-from grpo_rl.envs.tools import find_calls
+from grpo_rl.envs.grading.words import exact_match, f1
+from grpo_rl.envs.search_qa import SearchQA, SearchQAEnv, load_rows
+from grpo_rl.envs.tools import search_index
+from grpo_rl.envs.tools.calls import find_calls
+from grpo_rl.envs.tools.search_index import Document, SearchIndex, load_corpus
 
 DOCUMENTS = [
     Document("Jane Austen", "Jane Austen was an English novelist, born in Steventon."),
@@ -328,7 +329,7 @@ def test_other_processes_use_the_same_index(cache, built):
     SearchIndex(DOCUMENTS)
     before = {path.name: path.stat().st_mtime_ns for path in index_folder(cache).iterdir()}
     code = (
-        "from grpo_rl.envs.search_index import Document, SearchIndex\n"
+        "from grpo_rl.envs.tools.search_index import Document, SearchIndex\n"
         f"documents = [Document(*pair) for pair in {[tuple(document) for document in DOCUMENTS]}]\n"
         "print([document.title for document in SearchIndex(documents).search('opera', 1)])"
     )
@@ -517,7 +518,7 @@ def test_real_questions_are_answered_by_their_gold_answers_alone(hotpotqa):
 def test_searching_loads_no_numba_which_vllm_could_not_start_beside():
     program = """
 import sys
-from grpo_rl.envs.search_index import Document, SearchIndex
+from grpo_rl.envs.tools.search_index import Document, SearchIndex
 assert SearchIndex([Document("Lilu", "A spirit."), Document("Gallu", "A demon.")]).search("demon", 1)
 assert not {"numba", "llvmlite", "jax"} & set(sys.modules)
 """

@@ -8,16 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.envs.grading.tags import last_answer
-from grpo_rl.envs.tools import (
-    MAX_CALLS,
-    Call,
-    Tool,
-    answer_calls,
-    check_settings,
-    find_calls,
-    is_final,
-    opening,
-)
+from grpo_rl.envs.tools.calls import MAX_CALLS, Call, Tool, answer_calls, find_calls, is_final
+from grpo_rl.envs.tools.task import ToolTask
 
 SHOUT = Tool("shout", "text", "hi", str.upper)
 COUNT = Tool("count_words", "words", "one two", lambda text: str(len(text.split())))
@@ -199,29 +191,42 @@ def test_the_last_whole_answer_counts(text, expected):
     assert last_answer(text) == expected
 
 
+class Loud(ToolTask):
+    """Shouts; nothing is paid."""
+
+    def __init__(self, weights=None, form="line", tool_role="tool", system_prompt=None, examples=()):
+        super().__init__([], SHOUT, weights or {}, form, tool_role, system_prompt, examples)
+
+    def score_dialog(self, row, messages):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("xml", "tool", {}), "env.form=xml; a call is written as line or json"),
-        (("line", "system", {}), "env.tool_role=system; results come in the role tool or user"),
-        (("line", "tool", {"f1": float("inf")}), "env.reward.f1=inf; a weight is a finite number"),
-        (("line", "tool", {"f1": True}), "env.reward.f1=True"),
+        ({"form": "xml"}, "env.form=xml; a call is written as line or json"),
+        ({"tool_role": "system"}, "env.tool_role=system; results come in the role tool or user"),
+        ({"weights": {"f1": float("inf")}}, "env.reward.f1=inf; a weight is a finite number"),
+        ({"weights": {"f1": True}}, "env.reward.f1=True"),
     ],
 )
 def test_a_wrong_setting_is_named(settings, message):
     with pytest.raises(ValueError, match=message):
-        check_settings(*settings)
+        Loud(**settings)
 
 
 def test_examples_are_earlier_turns():
     example = {"question": "Loud?", "call": "hi", "result": "HI", "answer": "yes"}
-    assert opening(SHOUT, "line", "user", "Write {call}.", [example]) == [
+    assert Loud(tool_role="user", system_prompt="Write {call}.", examples=[example]).prompt({"question": "No?"}) == [
         {"role": "system", "content": "Write Shout: hi."},
         {"role": "user", "content": "Loud?"},
         {"role": "assistant", "content": "Shout: hi"},
         {"role": "user", "content": "HI"},
         {"role": "assistant", "content": "<answer>yes</answer>"},
+        {"role": "user", "content": "No?"},
     ]
-    assert opening(SHOUT, "json", "tool", None, []) == opening(SHOUT, "json", "tool", "", []) == []
+    for system_prompt in (None, ""):
+        bare = Loud(form="json", system_prompt=system_prompt)
+        assert bare.prompt({"question": "No?"}) == [{"role": "user", "content": "No?"}]
     with pytest.raises(ValueError, match=r"env\.examples\[1\] has no text call; its keys are \['question', 'result'"):
-        opening(SHOUT, "line", "tool", None, [example, {key: example[key] for key in ("question", "result", "answer")}])
+        Loud(examples=[example, {key: example[key] for key in ("question", "result", "answer")}])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.losses.aggregate import StepTotals, sum_of_answer, token_weights
+from grpo_rl.losses.aggregate import StepTotals, sum_over_response, token_weights
 
 HOWS = ("sequence_mean", "token_mean", "constant", "prompt_mean")
 NORMALIZER = 7.0
@@ -15,7 +15,7 @@ NORMALIZER = 7.0
 
 @st.composite
 def steps(draw):
-    """Answer lengths by prompt (some empty), which tokens are trained, and micro-batches: prompts, in any order."""
+    """Response lengths by prompt (some empty), which tokens are trained, and micro-batches: prompts, in any order."""
     prompts = draw(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=5))
     trainable = [draw(st.lists(st.booleans(), min_size=sum(p), max_size=sum(p))) for p in prompts]
     order = draw(st.permutations(range(len(prompts))))
@@ -29,7 +29,7 @@ def totals_of(prompts, trainable):
 
 
 def test_sequence_mean_matches_the_table_worked_out_by_hand():
-    # Answers of 1, 3, 0 and 2 tokens; one token of the second and all of the fourth came from a tool. Four answers:
+    # Responses of 1, 3, 0 and 2 tokens; one token of the second and all of the fourth came from a tool. Four responses:
     # the first token weighs 1/4, the two trained tokens of the second 1/2 * 1/4, and the others nothing.
     trainable = torch.tensor([True, True, False, True, False, False])
     weights = token_weights(torch.tensor([1, 3, 0, 2]), trainable, "sequence_mean", StepTotals(4, 3, 2))
@@ -44,15 +44,15 @@ def test_token_mean_matches_the_table_worked_out_by_hand():
 
 
 def test_the_constant_matches_the_table_worked_out_by_hand():
-    # Four answers in the step, 10 tokens allowed to each: every trained token weighs 1/40, however long its answer.
+    # Four responses in the step, 10 tokens allowed to each: every trained token weighs 1/40, however long its response.
     trainable = torch.tensor([True, False, True])
     weights = token_weights(torch.tensor([1, 2]), trainable, "constant", StepTotals(4, 8, 2), normalizer=10)
     assert weights.tolist() == pytest.approx([0.025, 0.0, 0.025])
 
 
 def test_prompt_mean_matches_the_table_worked_out_by_hand():
-    # Three prompts in the step, two of them here. The first has answers of 1 and 3 tokens, one of them a tool's: three
-    # tokens share a weight of 1/3. The second has an answer of two tokens, which share as much.
+    # Three prompts in the step, two of them here. The first has responses of 1 and 3 tokens, one a tool's: three
+    # tokens share a weight of 1/3. The second has a response of two tokens, which share as much.
     trainable = torch.tensor([True, True, False, True, True, True])
     sizes, totals = torch.tensor([2, 1]), StepTotals(4, 9, 3)
     weights = token_weights(torch.tensor([1, 3, 2]), trainable, "prompt_mean", totals, sizes)
@@ -65,8 +65,8 @@ def test_neither_splitting_into_micro_batches_nor_their_order_changes_the_loss(s
     generator = torch.Generator().manual_seed(seed)
     losses = [torch.randn(sum(p), dtype=torch.float64, generator=generator) for p in prompts]
 
-    # The definition, answer by answer, with no weights.
-    answers = [
+    # The definition, response by response, with no weights.
+    responses = [
         [float(x[m].sum()) for x, m in zip(loss.split(p), torch.tensor(t, dtype=torch.bool).split(p), strict=True)]
         for loss, p, t in zip(losses, prompts, trainable, strict=True)
     ]
@@ -75,12 +75,12 @@ def test_neither_splitting_into_micro_batches_nor_their_order_changes_the_loss(s
         for p, t in zip(prompts, trainable, strict=True)
     ]
     num_sequences, num_tokens = sum(map(len, prompts)), sum(map(sum, counts))
-    means = [a / max(c, 1) for x, n in zip(answers, counts, strict=True) for a, c in zip(x, n, strict=True)]
+    means = [a / max(c, 1) for x, n in zip(responses, counts, strict=True) for a, c in zip(x, n, strict=True)]
     expected = {
         "sequence_mean": sum(means) / num_sequences,
-        "token_mean": sum(map(sum, answers)) / max(num_tokens, 1),
-        "constant": sum(map(sum, answers)) / (num_sequences * NORMALIZER),
-        "prompt_mean": sum(sum(x) / max(sum(n), 1) for x, n in zip(answers, counts, strict=True)) / len(prompts),
+        "token_mean": sum(map(sum, responses)) / max(num_tokens, 1),
+        "constant": sum(map(sum, responses)) / (num_sequences * NORMALIZER),
+        "prompt_mean": sum(sum(x) / max(sum(n), 1) for x, n in zip(responses, counts, strict=True)) / len(prompts),
     }[how]
 
     loss = 0.0
@@ -101,7 +101,7 @@ def test_neither_splitting_into_micro_batches_nor_their_order_changes_the_loss(s
 
 
 @given(steps(), st.sampled_from([how for how in HOWS if how != "constant"]))
-def test_weights_add_up_to_one_over_a_step_in_which_every_answer_trains(step, how):
+def test_weights_add_up_to_one_over_a_step_in_which_every_response_trains(step, how):
     prompts = [[max(n, 1) for n in p] for p in step[0]]
     lengths = torch.tensor([n for p in prompts for n in p])
     trainable = torch.ones(int(lengths.sum()), dtype=torch.bool)
@@ -124,8 +124,8 @@ def test_a_micro_batch_without_a_token_has_no_weights(how):
     assert token_weights(torch.tensor([0, 0]), nothing, how, totals, sizes, NORMALIZER).tolist() == []
 
 
-def test_a_sum_over_answers_skips_empty_ones():
-    sums = sum_of_answer(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 1, 3]))
+def test_a_sum_over_responses_skips_empty_ones():
+    sums = sum_over_response(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 1, 3]))
     assert sums.tolist() == [3.0, 3.0, 4.0]
 
 
@@ -138,8 +138,8 @@ def test_a_sum_over_answers_skips_empty_ones():
         ({"how": "mean"}, "unknown aggregation 'mean'; choose one of sequence_mean, token_mean, constant, prompt_mean"),
         ({"how": "constant"}, "loss.normalizer is None"),
         ({"how": "constant", "normalizer": 0}, "loss.normalizer is 0"),
-        ({"how": "prompt_mean", "group_sizes": None}, "which prompt each of the 2 answers"),
-        ({"how": "prompt_mean", "group_sizes": torch.tensor([1])}, "which prompt each of the 2 answers"),
+        ({"how": "prompt_mean", "group_sizes": None}, "which prompt each of the 2 responses"),
+        ({"how": "prompt_mean", "group_sizes": torch.tensor([1])}, "which prompt each of the 2 responses"),
         ({"lengths": torch.tensor([1, 1])}, "lengths add up to 2 tokens, but there are 3"),
     ],
 )

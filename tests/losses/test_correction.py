@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_rl.losses.correction import check_correction, correction_weight
 
 RATIOS = [0.25, 0.5, 1.0, 2.0, 4.0]
-ANSWER = torch.tensor([0, 0, 2, 2, 3])  # products 1/8, 2 and 4; answer 1 is empty
+RESPONSE = torch.tensor([0, 0, 2, 2, 3])  # products 1/8, 2 and 4; response 1 is empty
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ ANSWER = torch.tensor([0, 0, 2, 2, 3])  # products 1/8, 2 and 4; answer 1 is emp
 )
 def test_weights_match_the_table_worked_out_by_hand(how, level, weights, bounded):
     log_ratio = torch.tensor(RATIOS, dtype=torch.float64).log()
-    settings = {"how": how, "level": level, "low": 0.4, "high": 3.0, "answer": ANSWER}
+    settings = {"how": how, "level": level, "low": 0.4, "high": 3.0, "response": RESPONSE}
     got, met_bound = correction_weight(log_ratio, **settings)
     assert got.tolist() == pytest.approx(weights) and met_bound.int().tolist() == bounded
 
@@ -39,17 +39,17 @@ def test_weights_match_the_table_worked_out_by_hand(how, level, weights, bounded
     st.sampled_from(["token", "sequence"]),
 )
 def test_a_weight_is_never_above_its_bound_and_one_on_equal_log_probabilities(log_ratios, how, level):
-    log_ratio, answer = torch.tensor(log_ratios), torch.arange(len(log_ratios)) // 3
-    weights, _ = correction_weight(log_ratio, how, level, 0.5, 2.0, answer)
+    log_ratio, response = torch.tensor(log_ratios), torch.arange(len(log_ratios)) // 3
+    weights, _ = correction_weight(log_ratio, how, level, 0.5, 2.0, response)
     assert (weights <= 2.0).all() and (weights >= 0).all()
-    assert correction_weight(log_ratio * 0, how, level, 0.5, 2.0, answer)[0].eq(1).all()
+    assert correction_weight(log_ratio * 0, how, level, 0.5, 2.0, response)[0].eq(1).all()
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(("how", "weight"), [("truncate", 2.0), ("mask", 0.0)])
 def test_an_overflow_meets_the_bound(how, weight, level):
     log_ratio = torch.tensor([1000.0, math.inf])
-    assert correction_weight(log_ratio, how, level, answer=torch.tensor([0, 1]))[0].tolist() == [weight, weight]
+    assert correction_weight(log_ratio, how, level, response=torch.tensor([0, 1]))[0].tolist() == [weight, weight]
 
 
 def test_a_weight_has_no_gradient():
@@ -61,7 +61,7 @@ def test_a_weight_has_no_gradient():
     ("change", "message"),
     [
         ({"how": "tis"}, "loss.correction is 'tis'; it can be none, truncate, mask"),
-        ({"level": "answer"}, "loss.correction_level is 'answer'; it can be token, sequence"),
+        ({"level": "response"}, "loss.correction_level is 'response'; it can be token, sequence"),
         ({"low": 1.5}, "a weight of 1 must lie between them"),
         ({"high": 0.5}, "a weight of 1 must lie between them"),
     ],

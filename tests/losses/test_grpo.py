@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch.overrides import TorchFunctionMode
+from torchrl.trainers.trainers import OptimizerHook
 
 from grpo_rl.losses.aggregate import Aggregation, StepTotals, token_weights
 from grpo_rl.losses.grpo import LOSSES, METRIC_SUMS, GRPOLoss
@@ -63,7 +64,7 @@ def make_loss(surrogate="clipped", ratio="token", kl="none", correction="none", 
 
 
 def random_tokens(aggregate="sequence_mean", seed=0, dtype=torch.float64):
-    """Answers of 2, 3, 0 and 1 tokens to two prompts, one token not trained; many ratios and weights meet a bound."""
+    """Responses of 2, 3, 0 and 1 tokens to two prompts, one token not trained; many ratios and weights meet a bound."""
     g = torch.Generator().manual_seed(seed)
     n = int(LENGTHS.sum())
     log_prob, old, sampler, ref = (
@@ -80,14 +81,13 @@ def random_tokens(aggregate="sequence_mean", seed=0, dtype=torch.float64):
         advantage=torch.randn(len(LENGTHS), generator=g, dtype=dtype).repeat_interleave(LENGTHS),
         trainable=trainable,
         weight=token_weights(LENGTHS, trainable, aggregate, totals, SIZES, 4.0, dtype),
-        answer=torch.repeat_interleave(LENGTHS),
+        response=torch.repeat_interleave(LENGTHS),
         batch_size=[n],
     )
 
 
 def total(loss, tokens):
-    out = loss(tokens)
-    return sum(out[name] for name in LOSSES)
+    return loss(tokens)["loss"]
 
 
 class HeldStopGradients(TorchFunctionMode):
@@ -114,6 +114,33 @@ class HeldStopGradients(TorchFunctionMode):
 
 
 PAIRS = list(pairwise(FACTORS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kl", ["none", "k3"])
+def test_the_loss_is_the_sum_of_its_terms_and_so_is_its_gradient_bit_for_bit(kl, dtype):
+    def gradient(reduce):
+        tokens = random_tokens(dtype=dtype)
+        leaves = [tokens[name].requires_grad_() for name in ("log_prob", "entropy")]
+        value = reduce(make_loss(kl=kl, entropy_coef=0.3)(tokens))
+        value.backward()
+        return [value.detach(), *(leaf.grad for leaf in leaves)]
+
+    ours, by_terms = (
+        gradient(reduce) for reduce in (lambda x: x["loss"], lambda x: torch.stack([x[n] for n in LOSSES]).sum())
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours, by_terms, strict=True)) and ours[1].abs().max() > 0
+
+
+@pytest.mark.parametrize("components", [["loss"], LOSSES])
+def test_a_torchrl_trainer_that_is_told_the_loss_or_its_terms_counts_it_once(components):
+    log_prob = random_tokens(dtype=torch.float32)["log_prob"].requires_grad_()
+    losses = make_loss()(random_tokens(dtype=torch.float32).set("log_prob", log_prob))
+    (expected,) = torch.autograd.grad(losses["loss"], log_prob, retain_graph=True)
+    before = log_prob.detach().clone()
+    hook = OptimizerHook(torch.optim.SGD([log_prob], lr=1.0), loss_components=components)
+    hook(losses, clip_grad_norm=True, clip_norm=1e9, index=0)
+    torch.testing.assert_close(before - log_prob.detach(), expected)
 
 
 def test_the_combinations_hold_every_pair_of_choices():
@@ -183,7 +210,7 @@ def test_fresh_weights_give_the_policy_gradient_whatever_the_surrogate(choices, 
 
 
 @given(CHOICES, st.integers(0, 2**32))
-def test_answers_without_advantages_give_exactly_no_gradient(choices, seed):
+def test_responses_without_advantages_give_exactly_no_gradient(choices, seed):
     tokens = random_tokens(seed=seed)
     tokens["advantage"] = torch.zeros_like(tokens["advantage"])
     log_prob = tokens["log_prob"].clone().requires_grad_()
@@ -210,7 +237,7 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens_that_clipping_takes_away(rat
 
 def test_correction_and_ratio_are_taken_apart_as_worked_out_by_hand():
     # Sampler 1/8, trainer before the update 1/2, now 3/4: the weight 4 is truncated to 3, the ratio is 3/2, and of a
-    # good answer (A = 2) it counts as 1.2. Without a correction the ratio is 6, which counts as 1.2 too.
+    # good response (A = 2) it counts as 1.2. Without a correction the ratio is 6, which counts as 1.2 too.
     tokens = TensorDict(
         log_prob=torch.tensor([0.75]).log(), old_log_prob=torch.tensor([0.5]).log(),
         sampler_log_prob=torch.tensor([0.125]).log(), entropy=torch.zeros(1), advantage=torch.tensor([2.0]),
@@ -288,19 +315,19 @@ def test_a_batch_with_nothing_to_train_on_has_a_loss_of_zero(choices, masked):
     log_prob = tokens["log_prob"].clone().requires_grad_()
     loss = make_loss(**choices)
     out = loss(tokens.update({"log_prob": log_prob}))
-    sum(out[name] for name in LOSSES).backward()
+    out["loss"].backward()
     assert all(value.eq(0).all() for value in out.values()) and log_prob.grad.eq(0).all()
 
 
 @pytest.mark.parametrize("ratio", get_args(Ratio))
-def test_an_answer_of_many_tokens_is_as_exact_as_a_short_one(ratio):
-    # 200,000 tokens with a ratio of 1.1 each: the answer's geometric mean is 1.1 too, and the loss -1.1.
+def test_a_response_of_many_tokens_is_as_exact_as_a_short_one(ratio):
+    # 200,000 tokens with a ratio of 1.1 each: the response's geometric mean is 1.1 too, and the loss -1.1.
     n = 200_000
     log_prob = torch.full((n,), math.log(1.1)).requires_grad_()
     trainable = torch.ones(n, dtype=torch.bool)
     tokens = TensorDict(
         log_prob=log_prob, sampler_log_prob=torch.zeros(n), entropy=torch.zeros(n), advantage=torch.ones(n),
-        trainable=trainable, answer=torch.zeros(n, dtype=torch.long),
+        trainable=trainable, response=torch.zeros(n, dtype=torch.long),
         weight=token_weights(torch.tensor([n]), trainable, "sequence_mean", StepTotals(1, n, 1)), batch_size=[n],
     )  # fmt: skip
     loss = total(GRPOLoss(ratio=ratio), tokens)
@@ -310,7 +337,7 @@ def test_an_answer_of_many_tokens_is_as_exact_as_a_short_one(ratio):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_with_one_token_an_answers_ratio_is_its_tokens(seed):
+def test_with_one_token_a_responses_ratio_is_its_tokens(seed):
     tokens = random_tokens(seed=seed)[[5]]
     losses = [total(make_loss("clipped", ratio, correction="token truncate"), tokens) for ratio in get_args(Ratio)]
     losses.append(total(make_loss("clipped", "sequence", correction="sequence truncate"), tokens))
@@ -328,11 +355,11 @@ def test_the_reference_is_told_of_without_a_kl_in_the_loss():
 @pytest.mark.parametrize(
     ("settings", "missing", "message"),
     [
-        ({"correction": "mask"}, "old_log_prob", "write it with TrainPolicy.annotate"),
-        ({"kl_coef": 0.1}, "ref_log_prob", "write it with ReferencePolicy.annotate"),
-        ({}, "sampler_log_prob", "what the engine returned"),
-        ({}, "entropy", "the loss reads entropy, which is not there"),
-        ({"ratio": "sequence"}, "answer", "training_tensordict writes it"),
+        ({"correction": "mask"}, "old_log_prob", "write it with TrainPolicy.add_log_probs"),
+        ({"kl_coef": 0.1}, "ref_log_prob", "write it with ReferencePolicy.add_log_probs"),
+        ({}, "sampler_log_prob", "the engine returns it"),
+        ({}, "entropy", "the loss reads entropy, which is missing"),
+        ({"ratio": "sequence"}, "response", "training_tensordict writes it"),
     ],
 )
 def test_an_entry_that_is_missing_is_named_with_who_writes_it(settings, missing, message):
@@ -346,7 +373,7 @@ def test_an_entry_that_is_missing_is_named_with_who_writes_it(settings, missing,
     ("settings", "message"),
     [
         ({"surrogate": "ppo"}, "loss.surrogate is 'ppo'; it can be clipped, cispo, sapo, plain"),
-        ({"ratio": "answer"}, "loss.ratio is 'answer'; it can be token, sequence, sequence_token"),
+        ({"ratio": "response"}, "loss.ratio is 'response'; it can be token, sequence, sequence_token"),
         ({"kl": "k4"}, "loss.kl is 'k4'"),
         ({"kl": "k1", "kl_coef": 0.1}, "gradient of mean zero"),
         ({"dual_clip": 3.0, "surrogate": "sapo"}, "loss.surrogate=sapo has none"),

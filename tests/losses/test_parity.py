@@ -1,7 +1,7 @@
 """Every preset against TRL 1.16, verl 0.9.1 and Liger 0.8.5: same loss, same gradient, same advantages.
 
 The peers see padded batches; we score ragged groups, cut into micro-batches, by the way that training takes.
-`python tests/losses/test_parity.py` records the peers' answers to one batch in tests/data/parity.json, so that the
+`python tests/losses/test_parity.py` records the peers' answers to one batch in `data/parity.json`, so that the
 comparison runs where they are not installed. Letters: B answers, T length of the longest, N tokens of all answers.
 """
 
@@ -24,12 +24,14 @@ import torch
 from omegaconf import OmegaConf
 
 from grpo_rl.data.advantages import batch_advantages, group_advantages, kl_penalty
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.losses.correction import correction_weight
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.losses.kl import kl_estimate
-from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group
+from grpo_rl.training.micro_batches import scored_micro_batches
 
 RECORDED = Path(__file__).parent / "data" / "parity.json"
 FOLDER = Path(__file__).parents[2] / "config" / "loss"
@@ -161,7 +163,9 @@ def ours(batch: Batch, settings: dict, kl_coef: float, entropy_coef: float = 0.0
     weighing = {name: settings[name] for name in ("aggregate", "mask_truncated", "top_entropy_fraction")}
     policy, total, sums = Table(batch), 0.0, defaultdict(float)
     normalizer = settings["normalizer"] or LONGEST
-    for tokens in scored_micro_batches(policy, batch.groups, 10**6, count, normalizer=normalizer, **weighing):
+    for tokens in scored_micro_batches(
+        policy, batch.groups, MicroBatching(10**6, count, normalizer=normalizer, **weighing)
+    ):
         out = loss(tokens)
         value = sum(out[name] for name in LOSSES)
         value.backward()

@@ -12,12 +12,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from grpo_rl.build.parts import annotates, make_buffer, make_loss, micro_batching
-from grpo_rl.data.buffer import GroupBuffer
+from grpo_rl.build.training import make_advantages, make_loss
+from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.policies.policy import scored_micro_batches
-from grpo_rl.settings.config import FOLDER, check, check_overrides
+from grpo_rl.settings.compose import FOLDER, check_overrides
+from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
+from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
 
 PRESETS = sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml"))
@@ -40,18 +42,19 @@ def test_a_preset_says_where_it_comes_from_and_passes_the_checks(preset):
     assert "https://" in comment and (" J = " in comment or " A = " in comment)
     assert preset == "grpo" or "Differs from g" in comment
     cfg = config(f"loss={preset}", "policy.kl_coef=0.1")
-    check(cfg)
-    loss, buffer = make_loss(cfg), make_buffer(cfg)
-    # A KL is charged once: in the loss or in the reward.
-    assert {loss.kl_coef, buffer.kl_coef} == {0.0, 0.1}
+    Settings.read(cfg)
+    loss, advantages = make_loss(cfg), make_advantages(cfg)
+    # The KL counts once: in the loss or in the reward.
+    assert {loss.kl_coef, advantages.kl_coef} == {0.0, 0.1}
 
 
 def test_grpos_values_are_the_defaults_of_the_classes():
     preset = OmegaConf.to_container(OmegaConf.load(FOLDER / "loss" / "grpo.yaml"))
     read = {"kl_in", "reward_weights"}  # a choice between two classes, and a mapping
     defaults = {}
-    for function in (scored_micro_batches, GroupBuffer.__init__, GRPOLoss.__init__):
-        defaults |= {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    for kind in (MicroBatching, AdvantageEstimator, GRPOLoss):
+        defaults |= {name: p.default for name, p in inspect.signature(kind.__init__).parameters.items()}
+    defaults |= {"advantage": defaults["kind"], "advantage_clip": defaults["clip"]}
     assert {name: defaults[name] for name in preset.keys() - read} == {n: preset[n] for n in preset.keys() - read}
 
 
@@ -70,8 +73,8 @@ def test_the_builder_gives_the_loss_what_the_config_says():
 
 
 def test_dr_grpo_divides_by_the_longest_answer_unless_a_number_is_given():
-    assert micro_batching(config("loss=dr_grpo", "sampling.max_new_tokens=99"))["normalizer"] == 99
-    assert micro_batching(config("loss=dr_grpo", "loss.normalizer=7"))["normalizer"] == 7
+    assert micro_batching(config("loss=dr_grpo", "sampling.max_new_tokens=99")).normalizer == 99
+    assert micro_batching(config("loss=dr_grpo", "loss.normalizer=7")).normalizer == 7
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_dr_grpo_divides_by_the_longest_answer_unless_a_number_is_given():
 )
 def test_the_policy_scores_a_collection_beforehand_only_where_something_reads_it(overrides, annotated, on_policy):
     cfg = config(*overrides)
-    assert annotates(cfg) is annotated and micro_batching(cfg)["on_policy"] is on_policy
+    assert needs_old_log_probs(cfg) is annotated and micro_batching(cfg).on_policy is on_policy
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,7 @@ def test_the_policy_scores_a_collection_beforehand_only_where_something_reads_it
     ],
 )
 def test_groups_without_advantage_are_skipped_where_the_loss_has_nothing_else(overrides, skips):
-    assert micro_batching(config(*overrides))["skip_zero_advantage"] is skips
+    assert micro_batching(config(*overrides)).skip_zero_advantage is skips
 
 
 @pytest.mark.parametrize(
@@ -132,18 +135,18 @@ def test_groups_without_advantage_are_skipped_where_the_loss_has_nothing_else(ov
 )
 def test_wrong_settings_are_told_before_anything_starts(overrides, message):
     with pytest.raises(ValueError, match=message):
-        check(config(*overrides))
+        Settings.read(config(*overrides))
 
 
 def test_weights_of_parts_are_checked_against_the_tasks():
     cfg = config("loss=gdpo", "+loss.reward_weights.style=2.0")
-    check(cfg)
+    Settings.read(cfg)
     check_overrides(["+loss.reward_weights.style=2.0"])
-    make_buffer(cfg, ("correctness", "style"))
+    make_advantages(cfg, ("correctness", "style"))
     with pytest.raises(ValueError, match="weighs style, and the parts of the reward are correctness, format"):
-        make_buffer(cfg, ("correctness", "format"))
+        make_advantages(cfg, ("correctness", "format"))
     with pytest.raises(ValueError, match="read by loss.advantage=multi_reward, not by zscore"):
-        make_buffer(config("+loss.reward_weights.style=2.0"), ("style",))
+        make_advantages(config("+loss.reward_weights.style=2.0"), ("style",))
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.losses.aggregate import StepTotals
-from grpo_rl.losses.grpo import LOSSES, GRPOLoss
-from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy, scored_micro_batches, step_totals, top_entropy_floor
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model, to_fp64
+from grpo_rl.training.micro_batches import scored_micro_batches, step_totals, top_entropy_floor
 
 AGGREGATES = ("sequence_mean", "token_mean", "constant", "prompt_mean")
 LOSS_SETTINGS = (
@@ -52,7 +54,7 @@ class Table(TrainPolicy):
         return torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
 
 
-def annotated(lengths, seed, **fields):
+def complete_group(lengths, seed, **fields):
     """A group of fp64 numbers with everything written that a loss may ask for; a third of its tokens are a tool's."""
     group = random_group(lengths=lengths, group_id=seed, seed=seed)
     g = torch.Generator().manual_seed(seed)
@@ -72,18 +74,17 @@ def annotated(lengths, seed, **fields):
 
 
 def whole_step():
-    """Seven groups of different sizes, with empty answers, answers of one token, and one group rewarded alike."""
+    """Seven groups of different sizes, with empty responses, responses of one token, and one zero-variance group."""
     lengths = [[3, 5], [1, 0, 4], [2, 2, 2, 2], [7], [1, 1], [0, 0], [6, 1, 3]]
-    groups = [annotated(n, seed) for seed, n in enumerate(lengths)]
+    groups = [complete_group(n, seed) for seed, n in enumerate(lengths)]
     return [*groups[:-1], groups[-1].with_advantages(torch.zeros(3, dtype=torch.float64))]
 
 
-def gradient(groups, loss, share=None, **settings):
+def gradient(groups, loss, share=None, totals=None, **settings):
     """By every log-probability and entropy, of the groups' own loss or of the share that ``share`` names."""
-    policy, loss = Table(groups), GRPOLoss(**loss)
-    for tokens in scored_micro_batches(policy, groups if share is None else share, normalizer=9.0, **settings):
-        losses = loss(tokens)
-        sum(losses[name] for name in LOSSES).backward()
+    policy, loss, batching = Table(groups), GRPOLoss(**loss), MicroBatching(normalizer=9.0, **settings)
+    for tokens in scored_micro_batches(policy, groups if share is None else share, batching, totals):
+        loss(tokens)["loss"].backward()
     return policy.gradient()
 
 
@@ -121,7 +122,7 @@ def be_rank(rank: int, folder: Path) -> None:
     for loss, aggregate, masks in combinations():
         totals = step_totals(groups, **masks)
         share = groups[rank::2]  # four groups and three, of other lengths
-        got = gradient(groups, loss, share, aggregate=aggregate, max_tokens=30, totals=totals, **masks)
+        got = gradient(groups, loss, share, totals, aggregate=aggregate, max_tokens=30, **masks)
         dist.all_reduce(got)
         gradients.append(got)
     torch.save(gradients, folder / str(rank))
@@ -129,34 +130,34 @@ def be_rank(rank: int, folder: Path) -> None:
 
 
 def tokens_of(groups, **settings):
-    (tokens,) = scored_micro_batches(Table(groups), groups, max_tokens=10**6, **settings)
+    (tokens,) = scored_micro_batches(Table(groups), groups, MicroBatching(10**6, **settings))
     return tokens
 
 
-def test_a_group_whose_answers_were_all_cut_is_not_computed():
-    groups = [annotated([2, 3], 0), annotated([1, 4], 1)]
+def test_a_group_whose_responses_were_all_cut_is_not_computed():
+    groups = [complete_group([2, 3], 0), complete_group([1, 4], 1)]
     groups[0] = replace(groups[0], truncated=torch.tensor([True, True]))
     groups[1] = replace(groups[1], truncated=torch.tensor([True, False]), trainable=torch.ones(5, dtype=torch.bool))
     tokens = tokens_of(groups, mask_truncated=True)
     assert tokens["group_id"].unique().tolist() == [1]
-    assert not list(scored_micro_batches(Table(groups), groups[:1], max_tokens=10**6, mask_truncated=True))
+    assert not list(scored_micro_batches(Table(groups), groups[:1], MicroBatching(10**6, mask_truncated=True)))
 
 
-def test_answers_that_were_cut_are_left_out_of_the_loss_and_of_its_counts():
-    group = annotated([2, 3, 1], 0)
+def test_responses_that_were_cut_are_left_out_of_the_loss_and_of_its_counts():
+    group = complete_group([2, 3, 1], 0)
     chosen = torch.tensor([True, True, True, True, False, True])
     group = replace(group, trainable=chosen, truncated=torch.tensor([False, True, False]))
     tokens = tokens_of([group], aggregate="token_mean", mask_truncated=True)
     assert tokens["trainable"].tolist() == [True, True, False, False, False, True]
     assert tokens["weight"].tolist() == pytest.approx([1 / 3, 1 / 3, 0, 0, 0, 1 / 3])
-    # In a mean over answers the cut one counts as one that costs nothing, as in TRL.
-    by_answers = tokens_of([group], aggregate="sequence_mean", mask_truncated=True)
-    assert by_answers["weight"].tolist() == pytest.approx([1 / 6, 1 / 6, 0, 0, 0, 1 / 3])
+    # In a mean over responses the cut one counts as one that costs nothing, as in TRL.
+    by_responses = tokens_of([group], aggregate="sequence_mean", mask_truncated=True)
+    assert by_responses["weight"].tolist() == pytest.approx([1 / 6, 1 / 6, 0, 0, 0, 1 / 3])
     assert tokens_of([group])["trainable"].tolist() == chosen.tolist()
 
 
-def test_a_step_of_which_every_answer_was_cut_has_no_gradient():
-    group = replace(annotated([2, 3], 0), truncated=torch.tensor([True, True]))
+def test_a_step_of_which_every_response_was_cut_has_no_gradient():
+    group = replace(complete_group([2, 3], 0), truncated=torch.tensor([True, True]))
     for aggregate in AGGREGATES:
         settings = {"aggregate": aggregate, "mask_truncated": True, "top_entropy_fraction": 0.5}
         assert gradient([group], {"kl_coef": 0.1, "entropy_coef": 0.1}, max_tokens=99, **settings).eq(0).all()
@@ -166,11 +167,12 @@ def test_only_the_tokens_of_highest_entropy_of_the_whole_step_carry_the_policy_g
     # Ten trained tokens in two groups; the 70 % quantile lies between 0.6 and 0.7. What a tool wrote doesn't count.
     entropies = [torch.tensor([0.1, 0.9, 0.2, 0.3]), torch.tensor([0.8, 0.0, 5.0, 5.0, 0.4, 0.7, 0.5, 0.6])]
     groups = [
-        replace(annotated(lengths, i), old_entropies=e, trainable=e < 5)
+        replace(complete_group(lengths, i), old_entropies=e, trainable=e < 5)
         for i, (lengths, e) in enumerate(zip(([4], [2, 6]), entropies, strict=True))
     ]
     settings = {"top_entropy_fraction": 0.3, "max_tokens": 1}
-    kept = [tokens["advantage"].ne(0).tolist() for tokens in scored_micro_batches(Table(groups), groups, **settings)]
+    scored = scored_micro_batches(Table(groups), groups, MicroBatching(**settings))
+    kept = [tokens["advantage"].ne(0).tolist() for tokens in scored]
     assert [[i for i, token in enumerate(tokens) if token] for tokens in sorted(kept, key=len)] == [[1], [0, 2, 3, 5]]
     # KL and entropy bonus are of all tokens that are trained on.
     both = gradient(groups, {"kl_coef": 0.1, "entropy_coef": 0.1}, **settings)
@@ -188,16 +190,16 @@ def test_the_entropy_floor_keeps_the_tokens_that_the_quantile_keeps(count, fract
 
 def test_what_a_group_lacks_is_asked_for_by_name():
     bare = random_group(group_id=7).with_advantages(torch.zeros(2))
-    with pytest.raises(ValueError, match=r"groups \[7\] have no entropies.*write them with TrainPolicy.annotate"):
+    with pytest.raises(ValueError, match=r"groups \[7\] have no entropies.*write them with TrainPolicy.add_log_probs"):
         step_totals([bare], top_entropy_fraction=0.5)
-    with pytest.raises(ValueError, match=r"group 7 doesn't say which answers met the length limit"):
+    with pytest.raises(ValueError, match=r"group 7 doesn't say which responses met the length limit"):
         step_totals([replace(bare, truncated=None)], mask_truncated=True)
-    with pytest.raises(ValueError, match="write it with TrainPolicy.annotate"):
-        scored = annotated([1, 2], 7)
+    with pytest.raises(ValueError, match="write it with TrainPolicy.add_log_probs"):
+        scored = complete_group([1, 2], 7)
         gradient([scored], {"correction": "mask"}, [replace(scored, old_log_probs=None)], max_tokens=99)
 
 
-def test_totals_count_empty_answers_and_not_what_is_masked():
+def test_totals_count_empty_responses_and_not_what_is_masked():
     groups = whole_step()
     totals = step_totals(groups)
     assert totals == StepTotals(17, sum(int(group.trainable.sum()) for group in groups), 7)
@@ -216,9 +218,9 @@ def sampled_groups() -> list[Group]:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 10**6])
-def test_annotating_writes_what_the_policy_says_before_it_is_trained(model, max_tokens):
+def test_the_policy_adds_what_it_says_before_it_is_trained(model, max_tokens):
     groups, policy = sampled_groups(), TrainPolicy(model, temperature=0.7)
-    for group, before in zip(policy.annotate(groups, max_tokens), groups, strict=True):
+    for group, before in zip(policy.add_log_probs(groups, max_tokens), groups, strict=True):
         log_prob, entropy = policy.score([before])
         assert not group.old_log_probs.requires_grad
         torch.testing.assert_close(group.old_log_probs, log_prob.detach(), rtol=0, atol=1e-12)
@@ -226,23 +228,23 @@ def test_annotating_writes_what_the_policy_says_before_it_is_trained(model, max_
         assert group.log_probs is before.log_probs and group.ref_log_probs is None
 
 
-def test_in_a_single_step_a_correction_needs_no_annotation(model):
+def test_in_a_single_step_a_correction_needs_no_old_log_probs(model):
     """What the policy says as it is trained on is what it would have said before, with the same gradient."""
     groups = [g.with_advantages(torch.randn(g.size, dtype=torch.float64)) for g in sampled_groups()]
     policy = TrainPolicy(model)
     gradients = []
-    for batch, settings in ((groups, {"on_policy": True}), (policy.annotate(groups, 10**6), {})):
+    for batch, settings in ((groups, {"on_policy": True}), (policy.add_log_probs(groups, 10**6), {})):
         model.zero_grad()
-        for tokens in scored_micro_batches(policy, batch, 20, **settings):
+        for tokens in scored_micro_batches(policy, batch, MicroBatching(20, **settings)):
             GRPOLoss(correction="truncate")(tokens)["loss_objective"].backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
     assert gradients[0].abs().max() > 1e-3
 
 
-def test_the_reference_annotates_its_own_numbers(model):
+def test_the_reference_adds_its_own_numbers(model):
     reference = ReferencePolicy(LlamaForCausalLM(model.config).double())
-    (group,) = reference.annotate(sampled_groups()[:1], 100)
+    (group,) = reference.add_log_probs(sampled_groups()[:1], 100)
     assert group.ref_log_probs is not None and group.old_log_probs is None
 
 

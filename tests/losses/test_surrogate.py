@@ -39,8 +39,8 @@ def loss_and_gradient(log_ratio, advantage, **clips):
         (1.25, 1.0, -1.25, -1.25),  # inside the wider upper clip
         (1.5, 1.0, -1.28, 0.0),  # paid as 1.28
         (1.5, -1.0, 1.5, 1.5),  # charged in full
-        (0.5, 1.0, -0.5, -0.5),  # a good answer that got rarer is still pulled up
-        (0.5, -1.0, 0.8, 0.0),  # a bad answer that got rarer has been pushed down enough
+        (0.5, 1.0, -0.5, -0.5),  # a good response that got rarer is still pulled up
+        (0.5, -1.0, 0.8, 0.0),  # a bad response that got rarer has been pushed down enough
         (3.0, 0.0, 0.0, 0.0),
     ],
 )
@@ -74,7 +74,7 @@ def test_the_gradient_is_zero_or_that_of_the_plain_surrogate(log_ratio, advantag
 
 
 @pytest.mark.parametrize("advantage", [1.0, 0.0])
-def test_a_ratio_that_overflows_on_an_answer_that_is_not_bad_has_a_zero_gradient(advantage):
+def test_a_ratio_that_overflows_on_a_response_that_is_not_bad_has_a_zero_gradient(advantage):
     log_ratio = torch.tensor([1000.0], requires_grad=True)
     loss = clipped_surrogate(log_ratio, torch.tensor([advantage]))
     loss.sum().backward()
@@ -82,7 +82,7 @@ def test_a_ratio_that_overflows_on_an_answer_that_is_not_bad_has_a_zero_gradient
     assert log_ratio.grad.item() == 0.0
 
 
-def test_a_ratio_that_overflows_on_a_bad_answer_is_seen_as_infinite():
+def test_a_ratio_that_overflows_on_a_bad_response_is_seen_as_infinite():
     assert clipped_surrogate(torch.tensor([1000.0]), torch.tensor([-1.0])).item() == math.inf
 
 
@@ -104,7 +104,7 @@ def test_impossible_clips_are_refused(clips, message):
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient"),
     [
-        # As without a dual clip up to a ratio of 3, beyond it the price of 3; good answers are not touched.
+        # As without a dual clip up to a ratio of 3, beyond it the price of 3; good responses are not touched.
         (2.0, -2.0, 4.0, 4.0),
         (2.9, -1.0, 2.9, 2.9),
         (4.0, -2.0, 6.0, 0.0),
@@ -147,7 +147,7 @@ def test_cispo_bounds_a_tokens_weight_and_never_takes_its_gradient(ratio, advant
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient"),
     [
-        # tau = 2 for good answers, 4 for others. Loss -(4/tau) sigmoid(tau (r - 1)) A; by log r: -4 s (1 - s) r A.
+        # tau = 2 for good responses, 4 for others. Loss -(4/tau) sigmoid(tau (r - 1)) A; by log r: -4 s (1 - s) r A.
         (1.0, 1.0, -1.0, -1.0),  # s = 1/2: the plain policy gradient
         (1.0, -1.0, 0.5, 1.0),
         (1 + math.log(3) / 2, 1.0, -1.5, -4 * 3 / 16 * (1 + math.log(3) / 2)),  # s = 3/4
@@ -166,7 +166,7 @@ def test_the_soft_gate_matches_the_table_worked_out_by_hand(ratio, advantage, lo
 
 
 @pytest.mark.parametrize("surrogate", [sapo_surrogate, plain_surrogate])
-def test_an_answer_without_advantage_has_no_loss_even_where_its_ratio_overflows(surrogate):
+def test_a_response_without_advantage_has_no_loss_even_where_its_ratio_overflows(surrogate):
     log_ratio = torch.tensor([1000.0, math.inf, -1000.0], requires_grad=True)
     loss = surrogate(log_ratio, torch.zeros(3))
     loss.sum().backward()
@@ -182,16 +182,16 @@ def test_the_plain_surrogate_is_minus_the_weighted_advantage(log_ratio, advantag
 
 
 TRAINED = torch.tensor([True, True, False, True, True])
-ANSWER = torch.tensor([0, 0, 0, 2, 2])  # answer 1 is empty
+RESPONSE = torch.tensor([0, 0, 0, 2, 2])  # response 1 is empty
 LOGS = [1.0, 3.0, 0.0, -2.0, 0.0]  # of the untrained token 0, as the loss puts it
 
 
-def test_an_answers_ratio_is_the_geometric_mean_of_its_trained_tokens():
-    got = leveled_log_ratio(torch.tensor(LOGS), "sequence", TRAINED, ANSWER)
+def test_a_responses_ratio_is_the_geometric_mean_of_its_trained_tokens():
+    got = leveled_log_ratio(torch.tensor(LOGS), "sequence", TRAINED, RESPONSE)
     assert got.tolist() == [2.0, 2.0, 2.0, -1.0, -1.0]
 
 
-def test_gspo_gives_every_token_of_an_answer_an_equal_share_of_the_gradient_and_gspo_token_its_own():
+def test_gspo_gives_every_token_of_a_response_an_equal_share_of_the_gradient_and_gspo_token_its_own():
     # f = 1 r0 + 10 r1 + 100 r2 + 1000 r3 + 10000 r4, with r the ratio at each token; e^2 = a and e^-1 = b.
     weights = torch.tensor([1.0, 10.0, 100.0, 1000.0, 10000.0], dtype=torch.float64)
     a, b = math.exp(2.0), math.exp(-1.0)
@@ -202,14 +202,14 @@ def test_gspo_gives_every_token_of_an_answer_an_equal_share_of_the_gradient_and_
     }
     for level, gradient in expected.items():
         log_ratio = torch.tensor(LOGS, dtype=torch.float64, requires_grad=True)
-        ratio = leveled_log_ratio(log_ratio, level, TRAINED, ANSWER).exp()
+        ratio = leveled_log_ratio(log_ratio, level, TRAINED, RESPONSE).exp()
         (weights * ratio).sum().backward()
         assert ratio.tolist() == pytest.approx([a, a, a, b, b])
         assert log_ratio.grad.tolist() == pytest.approx(gradient)
 
 
-def test_with_one_advantage_an_answer_gspo_and_gspo_token_have_one_gradient():
-    # Trained tokens of an answer weigh the same, so that its gradient is spread evenly either way.
+def test_with_one_advantage_a_response_gspo_and_gspo_token_have_one_gradient():
+    # Trained tokens of a response weigh the same, so that its gradient is spread evenly either way.
     gradients = []
     for level in ("sequence", "sequence_token"):
         log_ratio = torch.tensor([0.3, -0.1, 0.5], dtype=torch.float64, requires_grad=True)

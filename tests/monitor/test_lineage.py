@@ -12,12 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.lineage import ANSWERS, KEY, TOKENS, LineageLog, stored_steps, truncate
-from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.replay.lineage_reader import read_step
 from grpo_rl.testing import random_group
+from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import StepResult
 
 
@@ -40,12 +42,12 @@ def group_of(group_id, lengths, advantages, **changes):
 
 def log_step(run_dir, groups, updates=None, loss=None, step=1, shift=0.0, **settings):
     """Plays a collection's optimizer steps, each on the groups given, and writes it."""
-    loss = loss or GRPOLoss()
+    loss, batching = loss or GRPOLoss(), MicroBatching(8, skip_zero_advantage=True, **settings)
     config = {"loss": {"mask_truncated": settings.get("mask_truncated", False)}, "policy": {}}
     log = LineageLog(run_dir, json.dumps(config), loss)
     for batch in updates or [groups]:
         log.begin(batch)
-        for tokens in scored_micro_batches(Said(shift), batch, 8, skip_zero_advantage=True, **settings):
+        for tokens in scored_micro_batches(Said(shift), batch, batching):
             log.add(tokens, loss(tokens))
         log.end(StepResult(grad_norm=1.5, lr=0.1, skipped=False))
     log.write(step, groups, kl_coef=0.0)
@@ -76,8 +78,8 @@ def test_each_reason_for_no_gradient_is_named(tmp_path):
     )  # fmt: skip
     alike = group_of(1, [2, 2], [0, 0], response_ids=torch.tensor([20, 1, 2, 19]))
     rho = torch.tensor([0.0, 0.0, 0.0, math.log(9.0), 0.0, 0.0])  # the trainer says 9 times the sampler's probability
-    first = first.with_old(first.log_probs + rho, first.response_ids.float())
-    alike = alike.with_old(alike.log_probs, alike.response_ids.float())
+    first = first.with_old_log_probs(first.log_probs + rho, first.response_ids.float())
+    alike = alike.with_old_log_probs(alike.log_probs, alike.response_ids.float())
     rows = log_step(
         tmp_path, [first, alike], loss=GRPOLoss(correction="mask"), mask_truncated=True, top_entropy_fraction=0.5
     )
@@ -113,7 +115,8 @@ def test_epochs_and_optimizer_steps_are_told_apart(tmp_path):
 
 def test_groups_come_back_as_they_were(tmp_path):
     full = group_of(0, [2, 0, 3], [1, 0, -1], truncated=torch.tensor([True, False, False]))
-    full = replace(full.with_old(full.log_probs + 0.1, full.log_probs * -1), measures={"words": full.rewards + 2})
+    full = full.with_old_log_probs(full.log_probs + 0.1, full.log_probs * -1)
+    full = replace(full, measures={"words": full.rewards + 2})
     full = full.with_ref_log_probs(full.log_probs - 0.2)
     plain = group_of(1, [1, 2], [0.25, -0.25])
     tool = group_of(2, [2, 2], [1, -1], trainable=torch.tensor([True, False, True, True]))

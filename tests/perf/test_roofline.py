@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 from grpo_rl.perf import roofline as limit
 from grpo_rl.perf.rates import Rates
 from grpo_rl.perf.roofline import ModelSizes, StepLimit, floors_s, limit_metrics, of_distinct_tokens
-from grpo_rl.policies.lora import LoRA, add_adapters, load_quantized
+from grpo_rl.policies.loading import load_quantized
+from grpo_rl.policies.lora import LoRA, add_adapters
 from grpo_rl.testing import random_group, save_tiny_model
 
 SIZES = ModelSizes(trunk=100, hidden=4, vocab=10, attention=0, decode_bytes=280, pushed_bytes=300, windows=())

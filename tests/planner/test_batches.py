@@ -10,17 +10,19 @@ import torch
 from rich.console import Console
 
 from grpo_rl.data.buffer import GroupBuffer
-from grpo_rl.planner.batches import Misfit, misfits, plan_batches
+from grpo_rl.planner.batches import plan_batches
 from grpo_rl.planner.drawing import COLUMNS, terminal
 from grpo_rl.planner.svg import svg
-from grpo_rl.settings.config import FOLDER, check, compose_config
+from grpo_rl.settings.compose import FOLDER, compose_config
+from grpo_rl.settings.misfits import Misfit, misfits
+from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import random_group
 
 CONFIGS = sorted(path.stem for path in FOLDER.glob("grpo_*.yaml"))
 
 
 def config(*overrides):
-    return compose_config("grpo_gsm8k", overrides)
+    return Settings.read(compose_config("grpo_gsm8k", overrides), divides=False)
 
 
 def drawn(plan, width=80):
@@ -106,8 +108,8 @@ def test_the_plan_is_what_the_buffer_hands_out():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_is_drawn_within_eighty_columns(name):
-    cfg = compose_config(name, [])
-    plan = plan_batches(cfg, gpus=8)
+    reward = ["env.reward=grpo_rl.envs.rewards.examples:reward_len"] * (name == "grpo_prompt_response")
+    plan = plan_batches(Settings.read(compose_config(name, reward)), gpus=8)
     assert not plan.misfits
     assert max(map(len, drawn(plan).splitlines())) <= COLUMNS < 80
     ET.fromstring(svg(plan, name))
@@ -144,11 +146,12 @@ def test_a_wrong_division_names_the_nearest_values_that_fit(overrides, fits):
     (misfit,) = misfits(config(*overrides))
     assert misfit.fits == fits
     with pytest.raises(Misfit) as raised:
-        check(config(*overrides))
+        Settings.read(compose_config("grpo_gsm8k", overrides))
     assert str(raised.value) == str(misfit) and misfit.remedy in str(misfit)
     for key, values in misfit.fits.items():
         for value in values:
-            check(config(*[word for word in overrides if not word.startswith(f"{key}=")], f"{key}={value}"))
+            others = [word for word in overrides if not word.startswith(f"{key}=")]
+            Settings.read(compose_config("grpo_gsm8k", [*others, f"{key}={value}"]))
 
 
 @pytest.mark.parametrize("overrides", [overrides for overrides, _ in WRONG.values()], ids=WRONG)

@@ -26,10 +26,13 @@ from grpo_rl.planner.memory import (
 )
 from grpo_rl.planner.plan import make_plan
 from grpo_rl.planner.question import Question
+from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
 from grpo_rl.policies.compiled import can_compile, compile_pointwise
-from grpo_rl.policies.lora import LoRA, skeleton
-from grpo_rl.policies.packing import forward_hidden, pack, use_shared_prefix
-from grpo_rl.settings.config import FOLDER, compose_config
+from grpo_rl.policies.loading import skeleton
+from grpo_rl.policies.lora import LoRA
+from grpo_rl.policies.packing import pack
+from grpo_rl.settings.compose import FOLDER, compose_config
+from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import random_group
 
 LLAMA_70B = Path(__file__).parent / "data" / "llama-70b"
@@ -50,7 +53,7 @@ def shape(model):
 
 
 def question(model, cluster, *overrides, mode="async", **lengths):
-    cfg = compose_config("grpo_gsm8k", [f"model.name={LLAMA_70B}", *overrides])
+    cfg = Settings.read(compose_config("grpo_gsm8k", [f"model.name={LLAMA_70B}", *overrides]))
     return Question(cfg, model, Cluster.parse(cluster), mode, **lengths)
 
 
@@ -423,7 +426,7 @@ def test_a_planned_recipe_fits_the_cluster_that_it_names(recipe, cluster, tmp_pa
             config = dict(zip(SHAPE, numbers, strict=True))
             Qwen2Config(**config, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
             assert Shape.load(str(folder), torch.bfloat16).parameters == parameters
-    cfg = compose_config("grpo_gsm8k", [f"+experiment={recipe}", f"model.name={folder}"])
+    cfg = Settings.read(compose_config("grpo_gsm8k", [f"+experiment={recipe}", f"model.name={folder}"]))
     asked = Question(cfg, skeleton(folder).bfloat16(), Cluster.parse(cluster), "sync" if "1_5b" in recipe else "async")
     plan = make_plan(asked)
     assert plan.fits, plan.missing
@@ -464,7 +467,7 @@ def test_the_page_on_plans_shows_what_the_command_prints(capsys, monkeypatch):
 
 def test_without_gpus_everything_shares_the_cpu(model):
     cpu = Cluster(1, Device("CPU", 24, 0.8, 70, 70, 70, 1, "cpu"))
-    cfg = compose_config("grpo_gsm8k", [])
+    cfg = Settings.read(compose_config("grpo_gsm8k", []))
     plan = make_plan(Question(cfg, model, cpu, "sync"))
     assert plan.devices.colocated and not math.isinf(plan.missing["train"])
     # vLLM's cache is 2 GiB there, whatever the share of a GPU's memory.

@@ -17,8 +17,9 @@ from grpo_rl.planner.plan import make_plan
 from grpo_rl.planner.question import Question
 from grpo_rl.planner.simulate import answer_lengths, engine_rates, simulate_plan
 from grpo_rl.planner.simulator import LogNormal, Scenario, simulate
-from grpo_rl.policies.lora import skeleton
-from grpo_rl.settings.config import compose_config
+from grpo_rl.policies.loading import skeleton
+from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.schema import Settings
 
 LLAMA_70B = Path(__file__).parent / "data" / "llama-70b"
 
@@ -30,7 +31,7 @@ def model():
 
 def question(model, *overrides, mode="async", answer_tokens=None):
     cfg = compose_config("grpo_gsm8k", [f"model.name={LLAMA_70B}", "+experiment=plan_70b_64gpus", *overrides])
-    return Question(cfg, model, Cluster.parse("64xH100"), mode, answer_tokens=answer_tokens)
+    return Question(Settings.read(cfg), model, Cluster.parse("64xH100"), mode, answer_tokens=answer_tokens)
 
 
 @pytest.fixture(scope="module")

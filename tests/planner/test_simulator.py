@@ -129,7 +129,7 @@ def test_whatever_dies_every_group_is_trained_on_once_and_none_is_too_old(engine
 
 def test_an_engine_that_dies_too_often_ends_the_run_by_name():
     scenario = replace(LONG_TAIL, engines=1, deaths=[(10.0 + 70 * i, 0) for i in range(9)], max_restarts=2)
-    with pytest.raises(EngineDeadError, match="place 0 has lost 3"):
+    with pytest.raises(EngineDeadError, match="slot 0 has lost 3"):
         simulate(scenario)
 
 

@@ -16,7 +16,7 @@ from grpo_rl.testing import random_group
 def test_the_way_back_never_leads_to_padding():
     layout = pack([random_group(prompt, [3 * prompt, 5], group_id=prompt) for prompt in range(33, 113)]).layout
     heads, kv_heads = 4, 2
-    place = Arrangement.of(layout.spans, heads, kv_heads)
+    place = Arrangement.of(layout, heads, kv_heads)
     assert len(place.queries) > 100_000, "far past what one thread copies"
     assert place.padding[place.queries_back].eq(0).all() and place.padding.isinf().any()
     assert torch.equal(place.queries[place.queries_back], torch.arange(len(place.queries_back)))

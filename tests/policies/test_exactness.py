@@ -29,10 +29,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
-from grpo_rl.losses.grpo import LOSSES, GRPOLoss
-from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import KeepFp64, random_group, to_fp64
+from grpo_rl.training.micro_batches import scored_micro_batches
 
 VOCAB = 50
 SIZES = dict(
@@ -286,7 +288,7 @@ def test_a_tools_tokens_are_read_but_not_trained_on(family, max_tokens):
     policy = TrainPolicy(model, temperature=0.8)
     torch.testing.assert_close(policy.score(written), (log_prob, entropy), rtol=0, atol=1e-9)
     grpo = GRPOLoss(clip, clip, kl_coef, entropy_coef)
-    losses = [sum(grpo(micro)[name] for name in LOSSES) for micro in scored_micro_batches(policy, written, max_tokens)]
+    losses = [grpo(micro)["loss"] for micro in scored_micro_batches(policy, written, MicroBatching(max_tokens))]
     assert len(losses) == {1: 4, 40: 2, 1000: 1}[max_tokens]
     assert_equal_gradients(gradients(model, sum(losses)), expected)
 

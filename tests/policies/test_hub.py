@@ -30,8 +30,8 @@ from grpo_rl.policies import hub as models
 from grpo_rl.policies.hub import DEFAULT_MODEL, check_finite, resolve_model
 from grpo_rl.policies.lora import LoRA
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.run.folder import export, export_checkpoint
-from grpo_rl.settings.config import compose_config
+from grpo_rl.run.export import export, export_checkpoint
+from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.devices import Devices
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.training import checkpoint

@@ -160,7 +160,7 @@ def test_the_reference_is_the_base_and_no_second_model(folder, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     reference = ReferencePolicy(policy.model)
     assert reference.model is policy.model
-    expected, got = (r.annotate(GROUPS, max_tokens=40) for r in (base, reference))
+    expected, got = (r.add_log_probs(GROUPS, max_tokens=40) for r in (base, reference))
     for a, b in zip(expected, got, strict=True):
         torch.testing.assert_close(b.ref_log_probs, a.ref_log_probs, rtol=0, atol=0)
         assert not b.ref_log_probs.requires_grad
@@ -173,7 +173,7 @@ def test_after_the_reference_has_scored_training_goes_on_as_before(folder):
         optimizer = PolicyOptimizer(policy.model, lr=1e-3)
         for _ in range(2):
             if with_reference:
-                ReferencePolicy(policy.model).annotate(GROUPS, max_tokens=100)
+                ReferencePolicy(policy.model).add_log_probs(GROUPS, max_tokens=100)
             assert not policy.model.training
             policy.score(GROUPS)[0].sum().backward()
             assert optimizer.step().grad_norm > 0
@@ -218,7 +218,7 @@ def test_compiled_mlps_use_the_adapters_and_are_compiled_once(folder):
         torch.testing.assert_close(policy.score(groups), plain.score(groups), rtol=1e-4, atol=1e-4)
         for ours, theirs in zip(adapters_of(policy.model).values(), adapters_of(plain.model).values(), strict=True):
             assert (ours.grad - theirs.grad).norm() < 1e-3 * theirs.grad.norm()
-        scored = [reference.annotate(groups, 4096)[0].ref_log_probs for reference in references]
+        scored = [reference.add_log_probs(groups, 4096)[0].ref_log_probs for reference in references]
         torch.testing.assert_close(*scored, rtol=1e-4, atol=1e-4)
         graphs.append(counters["stats"]["unique_graphs"])
     assert len(set(graphs)) == 1 and counters["graph_break"] == breaks
@@ -339,7 +339,7 @@ def test_a_quantised_base_is_scored_by_the_weights_it_stands_for_and_keeps_them(
 
     randomize(policy.model)
     optimizer = PolicyOptimizer(policy.model, lr=1e-2)
-    ReferencePolicy(policy.model).annotate(GROUPS, 100)
+    ReferencePolicy(policy.model).add_log_probs(GROUPS, 100)
     policy.score(GROUPS)[0].sum().backward()
     assert optimizer.step().grad_norm > 0
     with torch.no_grad():

@@ -14,7 +14,7 @@ from grpo_rl.build import parts as build
 from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.supported import refuse_unsupported
-from grpo_rl.settings.config import compose_config
+from grpo_rl.settings.compose import compose_config
 from grpo_rl.testing import random_group, to_fp64
 
 VOCAB = 50

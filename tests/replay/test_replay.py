@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from grpo_rl.cli import _with_loss, main
 from grpo_rl.diagnosis.mismatch import MismatchError
@@ -24,11 +23,12 @@ from grpo_rl.monitor.lineage import TOKENS, stored_steps
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.replay.lineage_reader import read_step
 from grpo_rl.replay.replay import recompute
-from grpo_rl.settings.config import FOLDER
+from grpo_rl.settings.compose import FOLDER
+from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.training.checkpoint import checkpoints
 
-SCRIPT = Path(__file__).parent.parent / "sota" / "grpo.py"
+SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 CLOCK = ("time/", "throughput/", "memory/", "limit_")
 EVERYTHING = [
     "train.epochs=2", "policy.kl_coef=0.1", "policy.entropy_coef=0.01", "loss.correction=truncate",
@@ -114,7 +114,7 @@ def test_under_its_own_loss_a_replay_is_what_was_trained(trained):
     seen = iter(seen)
     for step in stored_steps(folder):
         stored = read_step(folder, step)
-        outcome = recompute(stored, OmegaConf.create(stored.config))
+        outcome = recompute(stored, Settings.restored(stored.config))
         gradients, lengths = outcome.columns["gradient"], {g.group_id: len(g.response_ids) for g in stored.groups}
         pieces = gradients.split([lengths[i] for update in stored.updates for i in update.groups])
         for update in stored.updates:
@@ -143,10 +143,9 @@ def test_a_replay_without_an_override_changes_nothing(trained, capsys):
 def test_a_plain_token_mean_without_a_std_has_the_gradient_that_a_hand_computes(plain):
     """-ratio x (reward - mean of its group) / tokens of the optimizer step, those of skipped groups counted."""
     stored = read_step(plain, 2)
-    cfg = OmegaConf.merge(
-        stored.config, {"loss": {"surrogate": "plain", "aggregate": "token_mean", "advantage": "no_std"}}
-    )
-    gradient = recompute(stored, cfg).columns["gradient"].numpy()
+    other = {"loss.surrogate": "plain", "loss.aggregate": "token_mean", "loss.advantage": "no_std"}
+    settings = Settings.restored(stored.config).with_values(other)
+    gradient = recompute(stored, settings).columns["gradient"].numpy()
     rows = pd.read_parquet(plain / TOKENS / "step_000002.parquet")
     answers = pd.read_parquet(plain / "lineage_answers" / "step_000002.parquet")
     mean = answers.groupby("group_id")["reward"].transform("mean")
@@ -256,8 +255,8 @@ def test_a_run_with_adapters_replays_where_peft_is_not_installed(plain, monkeypa
         raise ValueError(f"{key} needs {package}")
 
     monkeypatch.setattr(lora, "_need", absent)
-    stored = OmegaConf.create(read_step(plain, 1).config)
-    with_adapters = OmegaConf.merge(stored, {"train_model": {"lora": {"rank": 8}, "quantization": "nf4"}})
+    changes = {"train_model.lora.rank": 8, "train_model.quantization": "nf4"}
+    with_adapters = Settings.restored(read_step(plain, 1).config).with_values(changes)
     assert _with_loss(with_adapters, ["loss=cispo"]).loss.surrogate == "cispo"
 
 
@@ -279,7 +278,7 @@ def test_what_cannot_be_replayed_is_told_in_one_line(plain, overrides, message, 
 
 
 def test_what_the_page_on_lineage_shows_runs(plain, capsys):
-    page = (Path(__file__).parent.parent / "docs" / "lineage.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "lineage.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict = {"run": plain}
     exec(compile(code, "docs/lineage.md", "exec"), names)  # our own page, not data

@@ -21,7 +21,7 @@ pytest.importorskip("ray")
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parent.parent / "sota" / "grpo_async.py"
+SCRIPT = Path(__file__).parents[2] / "sota" / "grpo_async.py"
 STEPS = 6
 PATIENCE_S = 400
 """For a run beside other tests: its engines start in half a minute where nothing else computes."""

@@ -25,13 +25,13 @@ from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.monitor.report import write_report
-from grpo_rl.run.folder import claim
+from grpo_rl.run.claim import claim
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.run.run import Run
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.training.checkpoint import checkpoints, load
 
-SCRIPT = Path(__file__).parent.parent / "sota" / "grpo.py"
+SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 CLOCK = ("time/", "throughput/", "memory/", "limit_")
 """Metrics that depend on the machine's mood."""
 
@@ -532,7 +532,7 @@ def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
     of_several_processes = {"train_model.cpu_offload", "train_model.timeout_s"}  # tests/distributed/test_ranks.py
     of_async = set(config.ONLY_ASYNC)
     assert known - read == of_vllm | of_several_processes | of_async
-    texts = "".join((SCRIPT.parent.parent / "grpo_rl" / name).read_text() for name in ("build_async.py", "run.py"))
+    texts = "".join((SCRIPT.parent.parent / "grpo_rl" / name).read_text() for name in ("build/site.py", "run/run.py"))
     unread = [key for key in of_async | of_several_processes if f".{key.rpartition('.')[2]}" not in texts]
     assert not unread
 

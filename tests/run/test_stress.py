@@ -11,11 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.data.group import Group
-from grpo_rl.losses.grpo import LOSSES, GRPOLoss
-from grpo_rl.policies.policy import TrainPolicy, scored_micro_batches
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
 
 END = 0
@@ -36,12 +39,12 @@ def model(tmp_path_factory):
 
 def train(policy, optimizer, groups, advantage="zscore", loss=None, **batching):
     """One optimizer step on all groups; its result and the sum of the losses."""
-    buffer, loss, total = GroupBuffer(len(groups), len(groups), advantage), loss or GRPOLoss(), 0.0
-    buffer.extend(groups)
+    buffer, loss, total = GroupBuffer(len(groups), len(groups)), loss or GRPOLoss(), 0.0
+    buffer.extend(AdvantageEstimator(advantage)(groups))
     for batch in buffer.batches():
-        for tokens in scored_micro_batches(policy, batch, **{"max_tokens": 64, **batching}):
+        for tokens in scored_micro_batches(policy, batch, MicroBatching(**{"max_tokens": 64, **batching})):
             losses = loss(tokens)
-            summed = torch.stack([losses[name] for name in LOSSES]).sum()
+            summed = losses["loss"]
             summed.backward()
             total += summed.item()
     return optimizer.step(math.isfinite(total)), total
@@ -93,7 +96,7 @@ def test_200_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtyp
 def test_rewards_that_are_not_finite_are_refused_before_anything_is_computed(reward):
     group = random_group(lengths=[1, 2], rewards=[0.0, reward])
     with pytest.raises(ValueError, match="finite"):
-        GroupBuffer(1, 1).extend([group])
+        AdvantageEstimator()([group])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -135,9 +138,9 @@ def our_gradients(model, groups, loss):
     with torch.no_grad():
         groups = [replace(g, log_probs=policy.score([g])[0]) for g in groups]
     groups = [g.with_advantages(no_std(g.rewards)) for g in groups]
-    for tokens in scored_micro_batches(policy, groups, 4096):
+    for tokens in scored_micro_batches(policy, groups, MicroBatching(4096)):
         losses = loss(tokens)
-        torch.stack([losses[name] for name in LOSSES]).sum().backward()
+        losses["loss"].backward()
     return {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
 
 
@@ -221,7 +224,7 @@ def test_log_ratios_of_a_bf16_policy_are_fp32(model):
     policy, group = TrainPolicy.load(model, torch.bfloat16), random_group(lengths=[3, 2], vocab=257)
     with torch.no_grad():
         group = replace(group, log_probs=policy.score([group])[0] - 1e-4).with_advantages(torch.tensor([1.0, -1.0]))
-    (tokens,) = scored_micro_batches(policy, [group], 4096)
+    (tokens,) = scored_micro_batches(policy, [group], MicroBatching(4096))
     # Log-probabilities around -5 are 0.03 apart in bf16, and 5e-7 in fp32.
     assert tokens["log_prob"].dtype == torch.float32
     torch.testing.assert_close(GRPOLoss().terms(tokens)["log_ratio"], torch.full((5,), 1e-4), rtol=0, atol=2e-6)

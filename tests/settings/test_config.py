@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import re
 
@@ -12,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from grpo_rl.build.parts import ENVS
-from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.registry import task_spec
 from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.settings.config import FOLDER, check, check_keys, check_overrides, default_values
 
@@ -197,15 +196,22 @@ def test_values_of_the_right_type_are_let_through(override):
 @pytest.mark.parametrize("dataset", sorted(ENVS))
 def test_each_tasks_config_has_exactly_the_settings_that_its_environment_takes(dataset):
     """And with the values that they have by default, so that a script and the command line do the same."""
-    module, name = ENVS[dataset]
     pytest.importorskip({"math": "math_verify"}.get(dataset, "torch"))
-    own = inspect.signature(getattr(importlib.import_module(f"grpo_rl.envs.{module}"), name).__init__).parameters
-    shared = inspect.signature(LLMEnv.__init__).parameters
-    cfg = OmegaConf.load(FOLDER / "env" / f"{dataset}.yaml")
-    keys = set(cfg) - {"dataset"}
-    assert keys == own.keys() - shared.keys() - {"path", "split", "settings", "options"}
-    for key in keys - {"reward", "puzzles"}:
-        assert cfg[key] == own[key].default or (not cfg[key] and not own[key].default), key
+    spec = task_spec(dataset)
+    takes = inspect.signature(spec.task).parameters | inspect.signature(spec.load_rows).parameters
+    own = {
+        name
+        for name, setting in inspect.signature(spec.task).parameters.items()
+        if setting.kind is setting.KEYWORD_ONLY
+    }
+    cfg = OmegaConf.to_container(OmegaConf.load(FOLDER / "env" / f"{dataset}.yaml"))
+    values = {name: value for name, value in cfg.items() if name != "dataset"}
+    if not spec.takes_reward:
+        values |= values.pop("reward")
+    assert values.keys() == own | set(spec.row_settings)
+    for key in values.keys() - {"puzzles"} - ({"reward"} if spec.takes_reward else set()):
+        default = takes[key].default
+        assert values[key] == (list(default) if isinstance(default, tuple) else default), key
 
 
 def test_naming_a_task_chooses_its_config():

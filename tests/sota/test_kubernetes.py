@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_rl.settings.config import check, compose_config
+from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.devices import allocate
+from grpo_rl.settings.schema import Settings
 
 FILE = Path(__file__).resolve().parents[2] / "sota" / "kubernetes" / "rayjob.yaml"
 
@@ -38,8 +39,7 @@ def gpus(pod):
 
 
 def test_the_entrypoints_overrides_are_a_config_that_can_run_on_the_pods(job, words):
-    cfg = compose_config("grpo_gsm8k", [*words, "mode=async"])
-    check(cfg)
+    cfg = Settings.read(compose_config("grpo_gsm8k", [*words, "mode=async"]))
     cluster = job["rayClusterSpec"]
     workers = cluster["workerGroupSpecs"]
     assert cfg.ray.nodes == 1 + sum(group["replicas"] for group in workers)

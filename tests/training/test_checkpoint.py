@@ -30,7 +30,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from grpo_rl.distributed.sharded_checkpoint import ABANDONED, SHARDS, folder_of
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.run.folder import claim, set_logs_aside
+from grpo_rl.run.claim import claim, set_logs_aside
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.training import checkpoint

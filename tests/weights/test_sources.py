@@ -16,9 +16,10 @@ from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.engines.transformers import TransformersEngine
-from grpo_rl.policies.lora import LoRA, base_weights, factors, target_names
+from grpo_rl.policies.loading import target_names
+from grpo_rl.policies.lora import LoRA, base_weights, factors
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.run.folder import export
+from grpo_rl.run.export import export
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights import sources
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
@@ -280,6 +281,8 @@ def test_what_vllm_cached_under_an_earlier_adapter_is_not_read_under_a_later_one
 def test_vllms_head_computes_with_what_was_pushed_and_the_proof_covers_it(folder, tmp_path, monkeypatch, kind):
     """On a CPU it multiplies by a packed copy, which vLLM leaves as it was where the embedding has the weight."""
     vllm = pytest.importorskip("grpo_rl.engines.vllm.engine")
+    from grpo_rl.engines.vllm import cpu, worker
+
     model, tied = AutoModelForCausalLM.from_pretrained(folder), kind != "untied"
     if kind == "embedding":  # vLLM's Gemma 2 has no head, and multiplies by the embedding
         sizes = dict(vocab_size=model.config.vocab_size, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
@@ -302,7 +305,7 @@ def test_vllms_head_computes_with_what_was_pushed_and_the_proof_covers_it(folder
         if torch.cuda.is_available():
             return
         runner = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        (head,) = vllm.packed_heads(runner.get_model())
+        (head,) = cpu.packed_heads(runner.get_model())
         with monkeypatch.context() as patch:
             product = head.cpu_linear
             patch.setattr(head, "cpu_linear", lambda x, weight, bias: 2 * product(x, weight, bias))
@@ -310,7 +313,7 @@ def test_vllms_head_computes_with_what_was_pushed_and_the_proof_covers_it(folder
                 sync.verify()
         sync.verify()
         if kind == "tied":
-            monkeypatch.setattr(vllm, "refresh_heads", lambda model: None)
+            monkeypatch.setattr(worker, "refresh_heads", lambda model: None)
             with torch.no_grad():
                 policy.model.lm_head.weight.mul_(2)
             with pytest.raises(WeightDeliveryError, match=r"1 of \d+ tensors .*embed_tokens"):

@@ -17,15 +17,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_rl.engines.base import EngineDeadError, digest
-from grpo_rl.engines.fingerprint import fingerprint
+from grpo_rl.engines.base import EngineDeadError
+from grpo_rl.engines.fingerprint import digest, fingerprint
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.testing import save_tiny_model
-from grpo_rl.weights import shared_memory
-from grpo_rl.weights import transport as transport_module
+from grpo_rl.weights import remote
+from grpo_rl.weights.native import NativeTransport
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
+from grpo_rl.weights.remote import LoopControl
 from grpo_rl.weights.shared_memory import SharedMemory, SharedMemoryTransport
-from grpo_rl.weights.transport import LoopControl, NativeTransport
 
 
 class Reads:
@@ -193,66 +193,18 @@ def test_an_update_that_fails_is_given_up_and_the_next_push_arrives(model):
     assert sync.push() == 2
 
 
-class Keeps(Reads):
-    """Takes changes, by the loader of vLLM's workers."""
+class Proves(Reads):
+    """Answers with digests, unless it is to read back."""
 
     proves_bytes = True
-
-    def __init__(self, name="engine 0"):
-        super().__init__(name)
-        self.kept = {}
-
-    def update_weights(self, bucket):
-        from grpo_rl.engines.vllm.shared_transfer import _parts
-
-        assert bucket["keep"]
-        memory = torch.from_file(bucket["path"], shared=True, size=bucket["size"], dtype=torch.uint8)
-        for part in _parts(memory, bucket["tensors"], self.kept, keep=True):
-            if part.is_last:
-                self.engine.weights[part.name] = self.kept[part.name].view(part.shape)
 
     def fingerprints(self, shapes, read_back=False):
         mark = fingerprint if read_back else digest
         return {name: mark(self.engine.weights[name]) for name in shapes}
 
 
-def test_of_few_changes_only_those_are_sent_and_the_proof_is_the_same(model):
-    pytest.importorskip("vllm")
-    transport = SharedMemoryTransport([engine := Keeps()], 1 << 13, changes_only=True)
-    sync = WeightSync(model, transport)
-    sync.push()
-    whole = sum(parameter.nbytes for parameter in model.parameters())
-    assert transport.sent_bytes == whole
-    with torch.no_grad():
-        model[1].weight[7, 3:9] += 1  # 6 values of 10,000
-        model[2].weight += 1  # all of 1,500
-    sync.push()
-    assert transport.sent_bytes == 6 * (4 + 2) + 1500 * 2
-    assert all(torch.equal(engine.engine.weights[name], parameter) for name, parameter in model.named_parameters())
-    engine.kept["0.bias"][3] += 1  # what the next changes are put into is no longer what was sent
-    with pytest.raises(WeightDeliveryError, match=r"1 of 6 tensors .*\(0\.bias\)"):
-        sync.push()
-
-
-def test_a_tensor_with_more_places_than_numbers_for_them_is_sent_whole(model, monkeypatch):
-    pytest.importorskip("vllm")
-    monkeypatch.setattr(shared_memory, "MOST_PLACES", 9_999)
-    transport = SharedMemoryTransport([engine := Keeps()], 1 << 13, changes_only=True)
-    sync = WeightSync(model, transport)
-    sync.push()
-    with torch.no_grad():
-        model[1].weight[7, 3] += 1  # of 10,000
-        model[0].weight[2, 2] += 1  # of 600
-    sync.push()
-    rest = [name for name, _ in model.named_parameters() if name != "1.weight"]
-    assert transport.sent_bytes == 10_000 * 2 + (4 + 2) and len(rest) == 5
-    assert all(torch.equal(engine.engine.weights[name], parameter) for name, parameter in model.named_parameters())
-
-
 def test_what_a_push_is_told_and_what_is_read_back_are_two_things(model, monkeypatch):
-    pytest.importorskip("vllm")
-
-    class Notes(Keeps):
+    class Notes(Proves):
         """Answers with notes of what came, unless it is to read back."""
 
         def fingerprints(self, shapes, read_back=False):
@@ -262,8 +214,8 @@ def test_what_a_push_is_told_and_what_is_read_back_are_two_things(model, monkeyp
                 return self.notes
             return super().fingerprints(shapes, read_back)
 
-    monkeypatch.setattr(transport_module, "READ_AT_ONCE", 4)
-    sync = WeightSync(model, SharedMemoryTransport([engine := Notes()], changes_only=True))
+    monkeypatch.setattr(remote, "READ_AT_ONCE", 4)
+    sync = WeightSync(model, SharedMemoryTransport([engine := Notes()]))
     sync.push()
     engine.calls.clear()
     with pytest.raises(WeightDeliveryError, match=r"1 of 6 tensors .*\(1\.bias\)"):
@@ -272,7 +224,7 @@ def test_what_a_push_is_told_and_what_is_read_back_are_two_things(model, monkeyp
 
 
 class Receives:
-    """The receiving end as a worker has it, on the direct road to nowhere."""
+    """The receiving end as a worker has it, which loads into nothing."""
 
     def __init__(self):
         pytest.importorskip("vllm")
@@ -280,10 +232,7 @@ class Receives:
 
         config = SimpleNamespace(parallel_config=None, model_config=None)
         self.end = SharedMemoryEngine(None, config, torch.device("cpu"), torch.nn.Linear(2, 2))
-        place = SimpleNamespace(write=lambda first, values: None)
-        self.end._places = SimpleNamespace(
-            get=lambda name: place, still_hold=lambda: True, written_wrong=lambda names: []
-        )
+        self.end._load = lambda weights: None
         self.memory = SharedMemory(1 << 12)
 
     def update(self, tensors, names):
@@ -315,7 +264,7 @@ def test_an_update_of_everything_and_one_of_nothing_are_whole():
 @pytest.mark.filterwarnings("error")
 def test_an_engine_reads_the_trainers_memory_and_nothing_else(tmp_path):
     pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm.shared_transfer import trainers_memory
+    from grpo_rl.engines.shared_memory import trainers_memory
 
     memory = SharedMemory(1 << 12)
     theirs = trainers_memory(memory.path, memory.size)
@@ -332,21 +281,6 @@ def test_an_engine_reads_the_trainers_memory_and_nothing_else(tmp_path):
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:grpo_rl weights" in line]
     assert any(" r--s " in line for line in maps)
     memory.close()
-
-
-def test_an_engine_that_is_new_gets_everything(model):
-    pytest.importorskip("vllm")
-    transport = SharedMemoryTransport([Keeps()], changes_only=True)
-    sync = WeightSync(model, transport)
-    sync.push()
-    transport.engines.append(late := Keeps("engine 1"))
-    sync.push()
-    assert len(late.engine.weights) == 6
-
-
-def test_changes_are_not_sent_to_engines_that_hold_shards():
-    with pytest.raises(ValueError, match="tensor_parallel_size=1"):
-        SharedMemoryTransport([Reads()], changes_only=True)
 
 
 def test_engines_of_different_kinds_are_refused():
@@ -416,17 +350,13 @@ def version_of(served):
     return served.submit("weight_version").result(20)
 
 
-@pytest.fixture(params=["direct", "vLLM's own"])
-def road(request, served, folder):
-    """The road that the next push takes."""
+@pytest.fixture
+def pushed(served, folder):
+    """A push that went well, and an engine that goes on."""
     transport = SharedMemoryTransport([served], deadline_s=20.0)
     served.submit("resume").result(20)
-    WeightSync(moved(folder, 9), transport, version_of(served)).push()  # after it places are known
+    WeightSync(moved(folder, 9), transport, version_of(served)).push()
     transport.close()
-    if request.param != "direct":
-        core = served._engine._core  # vLLM packs the head anew: what was known of its place is of no use any more
-        future = asyncio.run_coroutine_threadsafe(core.collective_rpc("receive_weights", args=([],)), served._loop)
-        future.result(20)
 
 
 @pytest.mark.slow
@@ -437,21 +367,6 @@ def test_vllm_holds_what_was_sent_through_buckets_that_cut_its_layers(served, fo
         sync = WeightSync(moved(folder, seed), transport, version_of(served))
         sync.push()
         sync.verify()
-    transport.close()
-
-
-@pytest.mark.slow
-def test_vllm_holds_what_changes_make_of_what_it_held(served, folder, road):
-    transport = SharedMemoryTransport([served], 1 << 16, deadline_s=20.0, changes_only=True)
-    model = moved(folder, 7)
-    sync = WeightSync(model, transport, version_of(served))
-    sync.push()
-    whole = transport.sent_bytes
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.view(-1)[3] += 1
-    sync.push()
-    assert transport.sent_bytes == 6 * len(list(model.parameters())) < whole / 100
     transport.close()
 
 
@@ -469,7 +384,7 @@ def test_a_corrupted_byte_is_found_on_that_push_and_the_tensor_named(served, fol
 
 
 @pytest.mark.slow
-def test_a_missing_tensor_is_found_on_that_push_and_named(served, folder, road):
+def test_a_missing_tensor_is_found_on_that_push_and_named(served, folder, pushed):
     def lose(memory, bucket):
         bucket["tensors"] = [entry for entry in bucket["tensors"] if entry[0] != BIASED]
 
@@ -483,7 +398,7 @@ def test_a_missing_tensor_is_found_on_that_push_and_named(served, folder, road):
 
 
 @pytest.mark.slow
-def test_a_part_of_a_tensor_that_is_missing_is_found_on_that_push_and_named(served, folder, road):
+def test_a_part_of_a_tensor_that_is_missing_is_found_on_that_push_and_named(served, folder, pushed):
     table = "model.embed_tokens.weight"
 
     def lose(memory, bucket):
@@ -497,7 +412,7 @@ def test_a_part_of_a_tensor_that_is_missing_is_found_on_that_push_and_named(serv
 
 
 @pytest.mark.slow
-def test_a_bucket_of_another_version_is_found_on_that_push_and_named(served, folder, road):
+def test_a_bucket_of_another_version_is_found_on_that_push_and_named(served, folder, pushed):
     def late(memory, bucket):
         memory.write(bucket["start"], torch.tensor([bucket["version"] - 1, bucket["number"]]))
 

@@ -1,4 +1,4 @@
-"""What vLLM could do on a CPU and does not choose by itself. Checked with vLLM 0.32."""
+"""vLLM on a CPU: arguments and kernels that it does not choose by itself, and its packed weights. For vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from grpo_rl.engines.base import digest
+from grpo_rl.engines.fingerprint import digest
 
 PROVIDER = "grpo_rl_cpu"
 NORMS = {"rms_norm": vllm_c.rms_no_var_size, "fused_add_rms_norm": vllm_c.rms_add_no_var_size}
-"""Operation -> which arguments its kernel takes; the others are left to PyTorch."""
+"""Operation -> which arguments its kernel takes; PyTorch does the others."""
 BLOCK = 32
-"""Tokens of a block of the KV cache. The end of a prompt that does not fill one is computed for each of the n answers;
-vLLM's own choice is 128."""
+"""Tokens of a KV-cache block; vLLM's own choice is 128. A prompt's last block, if not full, is computed for each of its
+n responses."""
 CACHE_BYTES = 2 << 30
-"""Most bytes of the KV cache. vLLM takes ``VLLM_CPU_KVCACHE_SPACE``, in GiB, in their place where it is set."""
+"""Upper bound of the KV cache; where ``VLLM_CPU_KVCACHE_SPACE`` is set, vLLM takes that instead, in GiB."""
 
 
-def cpu_settings(
+def cpu_arguments(
     model: str | Path, dtype: torch.dtype, max_model_len: int, max_num_seqs: int, tensor_parallel_size: int
 ) -> dict[str, Any]:
-    """Further arguments of `vllm.LLM` on CPU, figures in docs/log.md; the names are `VLLMEngine`'s."""
+    """Further arguments of `vllm.LLM` on a CPU, with measurements in docs/log.md; ours are those of `VLLMEngine`."""
     offer_norms()
     blocks = max_num_seqs * math.ceil(max_model_len / BLOCK) + 1  # vLLM keeps one for itself
     longest = blocks * BLOCK * _token_bytes(model, dtype, tensor_parallel_size)
     return {
         "block_size": BLOCK,
-        # No more than the longest answers fill: vLLM writes zeros to all of it at its start.
+        # No more than the longest responses fill: vLLM writes zeros to all of it at its start.
         "kv_cache_memory_bytes": min(CACHE_BYTES, longest),
         "ir_op_priority": {name: [PROVIDER] for name in NORMS},
     }
@@ -63,7 +63,7 @@ def offer_norms() -> None:
 
 
 def refresh_heads(model: torch.nn.Module) -> None:
-    """Lets every head compute with the weight that it has now; to be called after weights were reloaded.
+    """Packs every head's weight anew; to be called after weights were reloaded.
 
     On a CPU vLLM multiplies by a packed copy of a weight, which it packs anew when weights come under the layer's name.
     To a head that shares the embedding's weight they never do: it would go on with what it had at the start.
@@ -81,32 +81,32 @@ def packed_heads(model: torch.nn.Module) -> Iterator[VocabParallelEmbedding]:
 
 
 @functools.cache
-def note_what_is_packed() -> None:
-    """From now on every packed weight of this process knows what it was packed from, part by part.
+def record_packing() -> None:
+    """Has every weight that vLLM packs from now on in this process carry digests of what it was packed from.
 
-    A packed weight is read back by a product only, which takes longer than loading it. The note is fastened to the
-    packed form itself: a layer that is not packed anew when its weight is renewed keeps the old one.
+    Only a product can read a packed weight, which takes longer than loading it. The record is an attribute of the
+    packed form itself, so a layer that is not packed anew when its weight is replaced keeps the old one.
     """
     pack = utils.dispatch_cpu_unquantized_gemm
 
-    def pack_and_note(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def pack_and_record(layer: torch.nn.Module, remove_weight: bool) -> None:
         weight = layer.weight
         pack(layer, remove_weight)
         linear = getattr(layer, "cpu_linear", None)
-        # What packs nothing holds nothing: PyTorch's own product, which vLLM falls back on.
+        # PyTorch's own product, which vLLM falls back on, packs nothing and holds nothing.
         if isinstance(linear, types.FunctionType) and linear.__closure__:
             cast(Any, linear).packed_from = [digest(part) for part in parts_of(layer, weight)]
 
-    utils.dispatch_cpu_unquantized_gemm = pack_and_note
+    utils.dispatch_cpu_unquantized_gemm = pack_and_record
 
 
 def packed_from(layer: torch.nn.Module) -> list[int] | None:
-    """Digests of what the weight that the layer multiplies by was packed from; None where it is not packed."""
+    """Recorded digests of what the layer's packed weight was made from, part by part; None where it is not packed."""
     return getattr(getattr(layer, "cpu_linear", None), "packed_from", None)
 
 
 def parts_of(layer: torch.nn.Module, whole: Tensor) -> Sequence[Tensor]:
-    """The checkpoint's tensors that a layer holds as one."""
+    """The rows of a layer's tensor that are the checkpoint's: one part, or several in a fused layer."""
     if isinstance(layer, VocabParallelEmbedding):
         return [whole[: layer.shard_indices.num_org_elements]]  # the vocabulary is padded
     sizes = getattr(layer, "output_partition_sizes", None)
@@ -114,7 +114,7 @@ def parts_of(layer: torch.nn.Module, whole: Tensor) -> Sequence[Tensor]:
 
 
 def read_by_product(module: LinearBase | VocabParallelEmbedding, columns: int, dtype: torch.dtype) -> Tensor:
-    """The weight that the layer's product is made with, exactly, whatever form it is packed in.
+    """The weight that the layer multiplies by, exactly, whatever form it is packed in.
 
     Every output of a one-hot input is one weight plus zeros.
     """

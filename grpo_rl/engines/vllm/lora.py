@@ -20,11 +20,11 @@ from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, Row
 from grpo_rl.engines.fingerprint import fingerprint
 
 RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
-"""Sizes of vLLM's slots for adapters; the rest of a slot is zero."""
+"""Ranks of vLLM's adapter slots; what an adapter leaves of its slot is zero."""
 _ID = 1
 
 
-def adapter_settings(rank: int, targets: Sequence[str], dtype: torch.dtype, on_gpu: bool) -> dict[str, Any]:
+def adapter_arguments(rank: int, targets: Sequence[str], dtype: torch.dtype, on_gpu: bool) -> dict[str, Any]:
     """Further arguments of `vllm.LLM`: one slot for one adapter of these layers.
 
     Raises:
@@ -40,12 +40,12 @@ def adapter_settings(rank: int, targets: Sequence[str], dtype: torch.dtype, on_g
 
 
 def adapter_request(version: int) -> LoRARequest:
-    """What a prompt is sent with to be answered by the adapter.
+    """The part of a request that asks vLLM to apply the adapter.
 
-    The prefix cache keeps keys and values by this name, so those of an earlier adapter are never found under it.
+    The prefix cache keeps keys and values by its name, so those of an earlier adapter are never found under it.
     """
     name = f"policy-{version}"
-    # vLLM reads an adapter from its path where it has none in memory. There is nothing at this one: it would fail.
+    # Without an adapter in memory vLLM would read one from this path, where there is nothing, and fail.
     return LoRARequest(name, _ID, f"/in-memory/{name}")
 
 
@@ -76,7 +76,7 @@ def held_factor_fingerprint(model_runner: Any, module: torch.nn.Module, part: st
 
     Args:
         part: ``A`` or ``B``.
-        index: which of a fused layer's parts.
+        index: number of the part of a fused layer.
 
     Raises:
         LookupError: the layer holds no adapter.
@@ -101,5 +101,5 @@ def held_factor_fingerprint(model_runner: Any, module: torch.nn.Module, part: st
 
 
 def without_adapter(module: torch.nn.Module) -> torch.nn.Module:
-    """The layer itself, where vLLM has put another around it."""
+    """The layer itself, also where vLLM has wrapped it for adapters."""
     return module.base_layer if isinstance(module, BaseLayerWithLoRA) else module  # pyright: ignore[reportReturnType]

@@ -17,20 +17,20 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 
 
 class OneStream(WeightSource):
-    """What is sent now, as vLLM's own transfers read it: shapes first, then tensors.
+    """One push's weights, as vLLM's own transfers read them: shapes first, then tensors.
 
     Args:
-        shapes: of all tensors, in the order in which they will come.
-        dtype: of all of them.
+        shapes: of all tensors, in the order in which they are sent.
+        dtype: of all tensors.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> None:
         self._metadata = [ParamMeta(name, dtype, tuple(shape)) for name, shape in shapes.items()]
         self.weights: Iterator[tuple[str, Tensor]] = iter(())
-        """What the next pass yields."""
+        """Tensors that the next pass yields."""
 
     def metadata(self) -> list[ParamMeta]:
-        """See vLLM's."""
+        """Names, types and shapes of all tensors, before any is sent."""
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -44,8 +44,8 @@ def native_trainer(
 
     Args:
         backend: ``nccl`` or ``ipc``.
-        client: that this process, which has all weights or gathers them, tells the engines through.
-        settings: of the transfer: ``master_address``, ``master_port`` and ``world_size`` for ``nccl``.
+        client: the way to tell the engines; this process has all weights or gathers them.
+        settings: settings of the transfer: ``master_address``, ``master_port`` and ``world_size`` for ``nccl``.
 
     Raises:
         ValueError: there is no such transfer.

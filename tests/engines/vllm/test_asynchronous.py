@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from grpo_rl.engines.base import AbortedError, EngineDeadError, Sampling
 from grpo_rl.testing import left_if_killed, save_tiny_model
 from grpo_rl.weights.push import WeightSync
+from grpo_rl.weights.remote import LoopControl
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
 from grpo_rl.weights.sources import MergedAdapters
-from grpo_rl.weights.transport import LoopControl
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
@@ -185,13 +185,13 @@ def test_an_engine_that_hangs_is_killed_before_whoever_closes_it_gives_up():
 
 
 def test_what_fails_while_an_update_is_given_up_is_not_kept_quiet():
-    from grpo_rl.engines.vllm.asynchronous import SharedMemoryReceiver
+    from grpo_rl.engines.vllm.worker import WorkerExtension
 
     class Transfer:
         def abandon(self):
             raise AttributeError("'LinearBase' object has no attribute 'weight'")
 
-    worker = SharedMemoryReceiver()
+    worker = WorkerExtension()
     worker.weight_transfer_engine = Transfer()
     with pytest.raises(AttributeError, match="LinearBase"):
         worker.abandon_weight_update()
@@ -225,7 +225,8 @@ def test_a_prompt_that_leaves_no_room_is_refused(served):
 
 def test_adapters_alone_are_pushed_in_the_middle_of_an_answer(folders):
     pytest.importorskip("peft")
-    from grpo_rl.policies.lora import LoRA, target_names
+    from grpo_rl.policies.loading import target_names
+    from grpo_rl.policies.lora import LoRA
     from grpo_rl.policies.policy import TrainPolicy
 
     lora = LoRA(rank=4, alpha=8, targets=["q_proj", "v_proj", "down_proj"])

@@ -35,12 +35,12 @@ def test_a_closed_engine_leaves_no_layer_behind(tmp_path, monkeypatch):
 
 def test_adapters_in_fp32_are_refused_where_gpu_kernels_do_not_take_them():
     pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm.lora import adapter_settings
+    from grpo_rl.engines.vllm.lora import adapter_arguments
 
     for dtype, on_gpu in ((torch.float32, False), (torch.bfloat16, True)):
-        assert adapter_settings(4, ["q_proj"], dtype, on_gpu)["max_lora_rank"] == 8
+        assert adapter_arguments(4, ["q_proj"], dtype, on_gpu)["max_lora_rank"] == 8
     with pytest.raises(ValueError, match="push=adapter with torch.float32: on a GPU .* train_model.dtype=bfloat16"):
-        adapter_settings(4, ["q_proj"], torch.float32, on_gpu=True)
+        adapter_arguments(4, ["q_proj"], torch.float32, on_gpu=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
@@ -68,7 +68,7 @@ def test_on_cpu_a_short_prompt_is_not_computed_for_every_answer_and_norms_are_ke
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
 def test_on_cpu_the_cache_has_room_for_the_longest_answers_and_no_more(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm.cpu import CACHE_BYTES, cpu_settings
+    from grpo_rl.engines.vllm.cpu import CACHE_BYTES, cpu_arguments
     from grpo_rl.engines.vllm.engine import VLLMEngine
 
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
@@ -81,7 +81,7 @@ def test_on_cpu_the_cache_has_room_for_the_longest_answers_and_no_more(tmp_path,
     finally:
         engine.close()
     assert CACHE_BYTES == CPU_CACHE_GIB * 2**30
-    assert cpu_settings(folder, torch.bfloat16, 1 << 20, 256, 1)["kv_cache_memory_bytes"] == CACHE_BYTES
+    assert cpu_arguments(folder, torch.bfloat16, 1 << 20, 256, 1)["kv_cache_memory_bytes"] == CACHE_BYTES
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")

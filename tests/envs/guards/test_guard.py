@@ -18,7 +18,6 @@ from grpo_rl.envs.base import Reward, ScoreError, ScoreGuard, Task, Unjudgeable
 from grpo_rl.envs.countdown import Countdown
 from grpo_rl.envs.guards import guard as guard_module
 from grpo_rl.envs.guards import watchdog
-from grpo_rl.settings import config as config_package
 
 ODD = {"nothing": None, "text": "12", "big": [Reward({"good": 10**400})] * 2, "more": [Reward({"good": 1e39})] * 2,
        "unnamed": [Reward(None), Reward({"good": [1.0]})]}  # fmt: skip
@@ -253,7 +252,7 @@ def test_a_call_is_watched_as_long_as_the_setting_says_whatever_the_size_of_the_
         end = close = staticmethod(lambda: None)
 
     monkeypatch.setattr(guard_module, "Watch", Watch)
-    config = OmegaConf.load(Path(config_package.__file__).parent / "grpo.yaml")
+    config = OmegaConf.load(Path(__file__).parents[3] / "config" / "grpo.yaml")
     for size in (1, 8, 64):
         ScoreGuard(task, config.env.score_timeout_s).score({}, ["fine"] * size, "row 0")
     assert set(watched) == {60 + guard_module.FROZEN_S}

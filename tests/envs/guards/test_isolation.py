@@ -116,7 +116,7 @@ def test_what_is_raised_by_who_is_told_of_a_result_shifts_no_later_result(act, p
     with IsolatedCalls(act, workers=1, deadline_s=0.5) as calls:
         for arguments in ([("double", 2), ("sleep", 1.0), ("double", 4)], [("double", n) for n in range(20)]):
             with pytest.raises(type(problem)):
-                calls.map(arguments, told=told)
+                calls.map(arguments, on_result=told)
             assert calls.map([("double", n) for n in range(5, 9)]) == [10, 12, 14, 16]
 
 

@@ -14,7 +14,7 @@ VERDICTS = {("7", "7"): True, ("7", "8"): False, ("?", "7"): None}
 @pytest.fixture
 def verifier(monkeypatch):
     fake = SimpleNamespace(verify=lambda gold, response: VERDICTS[gold, response])
-    monkeypatch.setitem(sys.modules, "grpo_rl.envs.math", fake)
+    monkeypatch.setitem(sys.modules, "grpo_rl.envs.grading.verification", fake)
 
 
 def test_a_right_answer_earns_one_and_a_wrong_one_nothing(verifier):

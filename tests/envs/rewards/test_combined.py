@@ -164,7 +164,7 @@ def test_a_task_of_several_turns_stays_one():
         (Guess, {"length": {"correct": "length"}}, "length is no other part"),
         (Guess, {"accuracy": 1.0}, "needs gold answers, and Guess has none"),
         (Guess, {"soft_overlong_punishment": {"max_len": 9, "cache": 3}}, "counts tokens; .*unit=characters"),
-        (GuessAgain, {"length": {"correct": "hit"}}, "compares the answers of a group, and GuessAgain is scored one"),
+        (GuessAgain, {"length": {"correct": "hit"}}, "compares the responses of a group; GuessAgain is scored one"),
     ],
 )
 def test_what_a_task_cannot_offer_is_named(task, config, message):

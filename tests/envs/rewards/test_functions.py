@@ -109,9 +109,9 @@ def test_numbers_may_come_in_any_form(result):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ([1.0], r"returned 1 numbers for 2 answers; it must return one for each"),
-        ([1.0, 2.0, 3.0], r"returned 3 numbers for 2 answers"),
-        ([], r"returned 0 numbers for 2 answers"),
+        ([1.0], r"returned 1 numbers for 2 responses; it must return one for each"),
+        ([1.0, 2.0, 3.0], r"returned 3 numbers for 2 responses"),
+        ([], r"returned 0 numbers for 2 responses"),
         (1.0, r"returned 1\.0; it must return a list of numbers"),
         (None, r"returned None; it must return a list"),
         ("12", r"returned '12'; it must return a list"),

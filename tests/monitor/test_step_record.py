@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from grpo_rl.losses.grpo import LOSSES, METRIC_SUMS
-from grpo_rl.monitor.meter import StepMeter
+from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.training.optimizer import StepResult
 
 
@@ -19,50 +19,50 @@ def micro_batch(log_prob, trainable, **sums):
 
 
 def test_means_are_over_tokens_and_losses_over_optimizer_steps():
-    meter = StepMeter()
-    meter.add_losses(*micro_batch([-1.0], [True], tokens=1.0, entropy=3.0, loss_objective=1.0))
-    meter.add_losses(*micro_batch([-1.0] * 3, [True] * 3, tokens=3.0, entropy=1.0, loss_objective=2.0))
-    meter.add_step(StepResult(grad_norm=2.0, lr=0.1, skipped=False))
-    meter.add_losses(*micro_batch([-1.0] * 4, [True] * 4, tokens=4.0, entropy=4.0, loss_objective=3.0))
-    meter.add_step(StepResult(grad_norm=4.0, lr=0.2, skipped=False))
-    metrics = meter.metrics(sampled_tokens=0, step_s=1.0)
+    record = StepRecord()
+    record.add(*micro_batch([-1.0], [True], tokens=1.0, entropy=3.0, loss_objective=1.0))
+    record.add(*micro_batch([-1.0] * 3, [True] * 3, tokens=3.0, entropy=1.0, loss_objective=2.0))
+    record.add_result(StepResult(grad_norm=2.0, lr=0.1, skipped=False))
+    record.add(*micro_batch([-1.0] * 4, [True] * 4, tokens=4.0, entropy=4.0, loss_objective=3.0))
+    record.add_result(StepResult(grad_norm=4.0, lr=0.2, skipped=False))
+    metrics = record.metrics(sampled_tokens=0, step_s=1.0)
     assert metrics["entropy"] == (3 + 1 + 4) / (1 + 3 + 4)
     assert metrics["loss/objective"] == metrics["loss/total"] == (1 + 2 + 3) / 2
     assert (metrics["grad_norm"], metrics["lr"]) == (3.0, 0.2)
 
 
 def test_what_a_loss_doesnt_have_is_not_logged():
-    meter = StepMeter()
-    meter.add_losses(*micro_batch([-1.0], [True], tokens=1.0))
-    names = meter.metrics(sampled_tokens=0, step_s=1.0).keys()
+    record = StepRecord()
+    record.add(*micro_batch([-1.0], [True], tokens=1.0))
+    names = record.metrics(sampled_tokens=0, step_s=1.0).keys()
     assert not names & {"kl/ref", "clip/dual_fraction"} and not any(name.startswith("correction/") for name in names)
 
 
 def test_correction_weights_are_told_by_mean_share_at_a_bound_and_effective_sample_size():
     # Weights 2, 2, 1, 0: mean 5/4, three of four at a bound, and 5^2 / (4 * 9) of the tokens' worth.
-    meter = StepMeter()
-    meter.add_losses(
+    record = StepRecord()
+    record.add(
         *micro_batch([-1.0] * 2, [True] * 2, tokens=2.0, correction=4.0, correction_squared=8.0, corrected=2)
     )
-    meter.add_losses(
+    record.add(
         *micro_batch([-1.0] * 2, [True] * 2, tokens=2.0, correction=1.0, correction_squared=1.0, corrected=1)
     )
-    metrics = meter.metrics(sampled_tokens=0, step_s=1.0)
+    metrics = record.metrics(sampled_tokens=0, step_s=1.0)
     assert (metrics["correction/mean"], metrics["correction/bounded_fraction"]) == (1.25, 0.75)
     assert metrics["correction/ess"] == pytest.approx(25 / 36)
 
 
 def test_a_step_without_a_trained_token_has_metrics():
-    meter = StepMeter()
-    meter.add_losses(*micro_batch([-1.0], [False], tokens=0.0))
-    assert meter.metrics(sampled_tokens=0, step_s=1.0)["loss/total"] == 0.0
+    record = StepRecord()
+    record.add(*micro_batch([-1.0], [False], tokens=0.0))
+    assert record.metrics(sampled_tokens=0, step_s=1.0)["loss/total"] == 0.0
 
 
 def test_a_phase_that_runs_twice_has_the_time_of_both():
-    meter = StepMeter()
+    record = StepRecord()
     for seconds in (1.0, 2.0):
-        meter.add_phase("train", seconds)
-    meter.add_phase("sample", 4.0)
-    metrics = meter.metrics(sampled_tokens=40, step_s=10.0)
+        record.add_phase("train", seconds)
+    record.add_phase("sample", 4.0)
+    metrics = record.metrics(sampled_tokens=40, step_s=10.0)
     assert (metrics["time/train_s"], metrics["time/sample_s"], metrics["time/other_s"]) == (3.0, 4.0, 3.0)
     assert metrics["throughput/sample_tokens_per_s"] == pytest.approx(10.0)

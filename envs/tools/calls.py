@@ -1,4 +1,4 @@
-"""Tool calls out of a model's text, and the messages that answer them. Nothing here is evaluated as code.
+"""Tool calls in a model's text, and the messages that reply to them. Nothing here is evaluated as code.
 
 A call can be written in two forms, and both are read whichever the prompt shows:
 
@@ -18,13 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_rl.envs.grading.tags import last_answer
-from grpo_rl.envs.task import Messages, check_weights
-
-FORMS = ("line", "json")
-ROLES = ("tool", "user")
+from grpo_rl.envs.task import Messages
 
 MAX_CALLS = 4
-"""Calls that one message of the policy gets answers to."""
+"""Calls of one message that are run; the others get an error."""
 MAX_ARGUMENT_CHARS = 500
 MAX_JSON_CHARS = 2000
 """Of what is between the tags: JSON may need several signs to write one."""
@@ -34,13 +31,13 @@ _SHOWN_CHARS = 40
 
 @dataclass(frozen=True)
 class Tool:
-    """Something that a model can call with one text, and that answers with one.
+    """Something that a model can call with one text, and that returns one.
 
     Args:
         name: of lower-case letters and underscores.
         argument: its argument's name, in the ``json`` form.
         example: an argument that makes sense, for prompts and error messages.
-        run: gives the answer. What is wrong with an argument it says in its answer, from `Error: ` on.
+        run: gives the result. What is wrong with an argument stands in it too, from `Error: ` on.
     """
 
     name: str
@@ -137,43 +134,6 @@ def answer_calls(text: str, tools: Sequence[Tool], role: str) -> Messages | None
         return None
     results = [call.tool.run(call.argument) if call.tool else call.error for call in calls]
     return [{"role": role, "content": text} for text in (results if role == "tool" else ["\n".join(results)])]
-
-
-def check_settings(form: str, tool_role: str, weights: Mapping[str, float]) -> None:
-    """Raises ValueError unless a tool task's settings make sense."""
-    if form not in FORMS:
-        raise ValueError(f"env.form={form}; a call is written as {' or '.join(FORMS)}")
-    if tool_role not in ROLES:
-        raise ValueError(f"env.tool_role={tool_role}; results come in the role {' or '.join(ROLES)}")
-    check_weights(weights)
-
-
-def opening(
-    tool: Tool, form: str, role: str, system_prompt: str | None, examples: Sequence[Mapping[str, str]]
-) -> Messages:
-    """The messages before a question: the system prompt, and examples as earlier turns.
-
-    Args:
-        system_prompt: ``{call}`` in it becomes the tool's example as a call; None or an empty text leaves it out.
-        examples: ``question``, ``call``, ``result`` and ``answer``.
-
-    Raises:
-        ValueError: an example lacks a key.
-    """
-    messages: Messages = []
-    if system_prompt:
-        messages.append({"role": "system", "content": system_prompt.replace("{call}", tool.written(form))})
-    for index, example in enumerate(examples or ()):
-        for key in ("question", "call", "result", "answer"):
-            if not isinstance(example.get(key), str):
-                raise ValueError(f"env.examples[{index}] has no text {key}; its keys are {list(example)}")
-        messages += [
-            {"role": "user", "content": example["question"]},
-            {"role": "assistant", "content": tool.written(form, example["call"])},
-            {"role": role, "content": example["result"]},
-            {"role": "assistant", "content": f"<answer>{example['answer']}</answer>"},
-        ]
-    return messages
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""Problems that are made by a program, the same on every machine."""

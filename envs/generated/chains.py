@@ -1,0 +1,53 @@
+"""Chains of operations on numbers too large for the head, each with its solution."""
+
+from __future__ import annotations
+
+import random
+
+from grpo_rl.envs.quickstart import solution
+
+_WORDS = {"+": "add {}", "-": "subtract {}", "*": "multiply by {}", "/": "divide by {}"}
+
+
+def problems(count: int, seed: int = 0) -> list[dict]:
+    """``count`` chains of two to four steps on numbers too large for the head, no question twice; all values whole.
+
+    >>> print(problems(1)[0]["answer"])
+    964 - 141 = 823
+    823 - 623 = 200
+    200 - 100 = 100
+    #### 100
+    """
+    rng = random.Random(seed)
+    found: dict[str, dict] = {}
+    while len(found) < count:
+        numbers, operators = _chain(rng)
+        *steps, last = [_WORDS[sign].format(number) for sign, number in zip(operators, numbers[1:], strict=True)]
+        question = f"Start with {numbers[0]}, {', '.join(steps)}, then {last}. What is the result?"
+        found.setdefault(question, {"question": question, "answer": solution(tuple(numbers), operators)})
+    return list(found.values())
+
+
+def _chain(rng: random.Random) -> tuple[list[int], str]:
+    """Numbers, and the operators that take them one after the other."""
+    value = rng.randint(100, 999)
+    numbers, operators = [value], ""
+    for _ in range(rng.randint(2, 4)):
+        divisors = [number for number in range(2, 100) if value % number == 0]
+        signs = "+" + "-" * (value >= 200) + "*" * (value < 10**6) + "/" * bool(divisors and value >= 1000)
+        sign = rng.choice(signs)
+        if sign == "+":
+            number = rng.randint(100, 9999)
+            value += number
+        elif sign == "-":
+            number = rng.randint(100, value - 100)
+            value -= number
+        elif sign == "*":
+            number = rng.randint(12, 99)
+            value *= number
+        else:
+            number = rng.choice(divisors)
+            value //= number
+        numbers.append(number)
+        operators += sign
+    return numbers, operators

@@ -1,0 +1,112 @@
+"""Countdown's puzzles, each with a solution: endless, and held out by their numbers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from fractions import Fraction
+from random import Random
+from typing import Any
+
+SPLITS = ("train", "test")
+HELD_OUT_SHARE = 10  # One in so many sets of numbers is held out.
+MAX_TRIES = 100_000
+
+_LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2}
+_COMPOUND_ON_THE_RIGHT = {"+": 1, "-": 2, "*": 2, "/": 3}  # the weakest operand that needs no brackets there
+
+
+class Puzzles(Sequence[dict]):
+    """``count`` puzzles with a solution, each made when it is asked for: row i depends on the settings and i alone.
+
+    Which sets of numbers are held out is fixed for good, by a checksum of the numbers: no training puzzle has the
+    numbers of a held-out one, whatever seeds and counts. Rows of one split may repeat.
+
+    Args:
+        count: length.
+        split: ``train`` or ``test``.
+        sizes: how many numbers a puzzle has; one of these at random.
+        max_number: numbers are 1 to this.
+        max_target: targets are 1 to this.
+        seed: of all rows.
+
+    Raises:
+        ValueError: a setting makes no sense.
+
+    >>> Puzzles(1000)[7] == Puzzles(2000)[7], sorted(Puzzles(1000)[7])
+    (True, ['numbers', 'solution', 'target'])
+    """
+
+    def __init__(
+        self,
+        count: int,
+        split: str = "train",
+        *,
+        sizes: Sequence[int] = (3, 4),
+        max_number: int = 99,
+        max_target: int = 100,
+        seed: int = 0,
+    ) -> None:
+        if count < 1:
+            raise ValueError(f"count={count}; there must be at least 1 puzzle")
+        if split not in SPLITS:
+            raise ValueError(f"countdown has no split {split!r}; it has {' and '.join(SPLITS)}")
+        if not sizes or not all(2 <= size <= 10 for size in sizes):
+            raise ValueError(f"sizes={list(sizes)}; a puzzle has 2 to 10 numbers")
+        if max_number < 10 or max_target < 10:
+            raise ValueError(f"max_number={max_number}, max_target={max_target}; below 10 there are too few puzzles")
+        self._count, self._split, self._sizes = count, split, tuple(sizes)
+        self._max_number, self._max_target, self._seed = max_number, max_target, seed
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        if not -self._count <= index < self._count:
+            raise IndexError(f"puzzle {index} of {self._count}")
+        return self._puzzle(Random(f"{self._seed}/{self._split}/{index % self._count}"))
+
+    def _puzzle(self, rng: Random) -> dict:
+        for _ in range(MAX_TRIES):
+            numbers = [rng.randint(1, self._max_number) for _ in range(rng.choice(self._sizes))]
+            if is_held_out(numbers) == (self._split == "test"):
+                target, solution = _combined(numbers, rng)
+                if target.denominator == 1 and 1 <= target <= self._max_target:
+                    return {"numbers": numbers, "target": int(target), "solution": solution}
+        raise ValueError(
+            f"no puzzle found in {MAX_TRIES} tries: of {list(self._sizes)} numbers up to {self._max_number}, hardly "
+            f"any reach a target up to {self._max_target}; lower max_number or raise max_target"
+        )
+
+
+def is_held_out(numbers: Sequence[int]) -> bool:
+    """Whether puzzles with these numbers, in any order, are for testing only."""
+    return zlib.crc32(repr(sorted(numbers)).encode()) % HELD_OUT_SHARE == 0
+
+
+def _combined(numbers: Sequence[int], rng: Random) -> tuple[Fraction, str]:
+    """All numbers put together in a random way: the value, and the expression.
+
+    Steps are those of pencil and paper, without fractions and negative numbers.
+    """
+    operands = [(Fraction(number), str(number), 3) for number in numbers]
+    while len(operands) > 1:
+        left, right = (operands.pop(rng.randrange(len(operands))) for _ in range(2))
+        if left[0] < right[0]:
+            left, right = right, left
+        divides = right[0] and left[0] % right[0] == 0
+        sign = rng.choice("+-*/" if divides else "+-*")
+        operands.append((_COMPUTE[sign](left[0], right[0]), _written(left, sign, right), _LEVEL[sign]))
+    value, expression, _ = operands[0]
+    return value, expression
+
+
+_COMPUTE = {"+": Fraction.__add__, "-": Fraction.__sub__, "*": Fraction.__mul__, "/": Fraction.__truediv__}
+
+
+def _written(left: tuple[Fraction, str, int], sign: str, right: tuple[Fraction, str, int]) -> str:
+    before = left[1] if left[2] >= _LEVEL[sign] else f"({left[1]})"
+    after = right[1] if right[2] >= _COMPOUND_ON_THE_RIGHT[sign] else f"({right[1]})"
+    return f"{before} {sign} {after}"

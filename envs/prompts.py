@@ -1,0 +1,162 @@
+"""PromptSource: a task's rows as tokenised prompts, in shuffled epochs, with a position that can be stored."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from grpo_rl.envs.chat import encode_prompts
+from grpo_rl.envs.task import Task
+
+_CHECK_BATCH = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One use of a dataset row: what a group of responses is sampled from, under an id that is unique in the run."""
+
+    group_id: int
+    row: int
+    query: str
+    ids: Int[Tensor, " P"]
+
+
+class PromptSource:
+    """The prompts of a task, each row once an epoch, in the order of the epoch's seeded shuffle.
+
+    Args:
+        task: gives the prompts.
+        tokenizer: of the policy.
+        max_tokens: the longest prompt that leaves room for a response; None does not check.
+        long_prompt: what to do with longer ones: ``error``, or ``skip``, which counts them in :attr:`too_long`.
+        seed: of the shuffles.
+
+    Raises:
+        ValueError: there are no rows, or a limit or choice makes no sense.
+    """
+
+    def __init__(
+        self, task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None, long_prompt: str, seed: int
+    ) -> None:
+        if not len(task.rows):
+            raise ValueError(f"{type(task).__name__} has no rows; give a dataset with at least one")
+        if long_prompt not in ("error", "skip"):
+            raise ValueError(f"env.long_prompt={long_prompt}; choose error or skip")
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(
+                f"{max_tokens} tokens are left for a prompt; raise inference_model.max_model_len "
+                "or lower sampling.max_new_tokens"
+            )
+        self._task, self._tokenizer = task, tokenizer
+        self._max_tokens, self._long_prompt = max_tokens, long_prompt
+        self.too_long: set[int] = set()
+        """Rows found too long and left out."""
+        self._next_group_id = 0
+        self.start_epoch(seed, 0)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts, each tokenised once.
+
+        Raises:
+            ValueError: a prompt is too long and ``long_prompt`` is ``error``, or every prompt is too long.
+        """
+        prompts: list[Prompt] = []
+        while missing := count - len(prompts):
+            rows = [row for row in self._next_rows(missing) if row not in self.too_long]
+            for row, query, ids in self._encoded(rows):
+                if self._fits(row, len(ids)):
+                    prompts.append(Prompt(self._next_group_id, row, query, torch.tensor(ids, dtype=torch.long)))
+                    self._next_group_id += 1
+        return prompts
+
+    def check(self) -> None:
+        """Tokenises every row, to find those that are too long.
+
+        Raises:
+            ValueError: see :meth:`take`.
+        """
+        if self._max_tokens is None:
+            return
+        for start in range(0, len(self._task.rows), _CHECK_BATCH):
+            for row, _, ids in self._encoded(range(start, min(start + _CHECK_BATCH, len(self._task.rows)))):
+                self._fits(row, len(ids))
+
+    def start_epoch(self, seed: int, epoch: int) -> None:
+        """Shuffles the rows anew; group ids go on, as they are unique in the run."""
+        self._seed, self._epoch, self._cursor = seed, epoch, 0
+        # Seeding with both numbers apart: with their sum, seed 0's second epoch would be seed 1's first.
+        self._order = random.Random(f"{seed}/{epoch}").sample(range(len(self._task.rows)), len(self._task.rows))
+
+    def state(self) -> dict[str, int]:
+        """The position in the data, as JSON-able numbers."""
+        return {
+            "rows": len(self._task.rows),
+            "digest": self._digest,
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "cursor": self._cursor,
+            "next_group_id": self._next_group_id,
+        }
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Goes to a position in the data.
+
+        Raises:
+            ValueError: it is a position in other data.
+        """
+        if (state["rows"], state["digest"]) != (len(self._task.rows), self._digest):
+            raise ValueError(
+                f"the data position is from other data: {state['rows']} rows then, {len(self._task.rows)} now, or the "
+                "same number with other content; resume with the same data"
+            )
+        self.start_epoch(state["seed"], state["epoch"])
+        self._cursor, self._next_group_id = state["cursor"], state["next_group_id"]
+
+    @cached_property
+    def _digest(self) -> int:
+        """A checksum of all rows in their order: a position means something in the same data only."""
+        return zlib.crc32("\n".join(repr(row) for row in self._task.rows).encode())
+
+    def _next_rows(self, count: int) -> list[int]:
+        rows = []
+        for _ in range(count):
+            if self._cursor == len(self._order):
+                self.start_epoch(self._seed, self._epoch + 1)
+            rows.append(self._order[self._cursor])
+            self._cursor += 1
+        return rows
+
+    def _encoded(self, rows: Sequence[int]) -> list[tuple[int, str, list[int]]]:
+        """(row, question, ids) of each row, tokenised in one call."""
+        if not rows:
+            return []
+        messages = [self._task.prompt(self._task.rows[row]) for row in rows]
+        return [
+            (row, message[-1]["content"], ids)
+            for row, message, ids in zip(rows, messages, encode_prompts(self._tokenizer, messages), strict=True)
+        ]
+
+    def _fits(self, row: int, tokens: int) -> bool:
+        if self._max_tokens is None or tokens <= self._max_tokens:
+            return True
+        if self._long_prompt == "error":
+            raise ValueError(
+                f"the prompt of row {row} has {tokens} tokens, {self._max_tokens} fit; raise "
+                "inference_model.max_model_len, lower sampling.max_new_tokens, or leave such rows out with "
+                "env.long_prompt=skip"
+            )
+        self.too_long.add(row)
+        if len(self.too_long) == len(self._task.rows):
+            raise ValueError(
+                f"all {len(self._task.rows)} prompts are longer than {self._max_tokens} tokens (row {row} has "
+                f"{tokens}); raise inference_model.max_model_len or lower sampling.max_new_tokens"
+            )
+        return False

@@ -1,0 +1,79 @@
+"""TaskSpec: a task and the loader of its rows, and the environment that both make. Without torch until it is called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_rl.envs.task import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpo_rl.envs.base import LLMEnv
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """A task and the loader of its rows; called like an environment's class, it makes the environment.
+
+    Args:
+        task: makes the task of its rows, and of its settings as keywords.
+        load_rows: gives the rows of a path and a split; see the task's module.
+        row_settings: names of the settings that ``load_rows`` takes as keywords.
+        generated: values of ``path`` that are no files, and have both splits.
+        takes_reward: whether ``reward`` is a setting of the task; otherwise it holds several of them.
+        beside: a setting of the task that names other data; where it is None, it is ``path``.
+    """
+
+    task: Callable[..., Task]
+    load_rows: Callable[..., Sequence[dict]]
+    row_settings: tuple[str, ...] = ()
+    generated: tuple[str, ...] = ()
+    takes_reward: bool = False
+    beside: str | None = None
+
+    def __call__(
+        self,
+        num_envs: int,
+        repeats: int,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        path: str | Path | None = None,
+        split: str = "train",
+        **settings: Any,
+    ) -> LLMEnv:
+        """The task as a TorchRL environment.
+
+        Args:
+            num_envs: prompts in flight.
+            repeats: responses to each, the group size G.
+            tokenizer: of the policy.
+            path: see the task's ``load_rows``.
+            split: see the task's ``load_rows``.
+            settings: those of :class:`~grpo_rl.envs.base.LLMEnv`, such as ``seed``; all others are the task's, with
+                its weights in ``reward``, as in the config's ``env``.
+        """
+        from grpo_rl.envs.base import LLMEnv  # brings torch, which a worker that scores need not wait for
+
+        shared = inspect.signature(LLMEnv.__init__).parameters.keys() & settings.keys()
+        own = {name: value for name, value in settings.items() if name not in shared}
+        task = self.make_task(path, split, **own)
+        return LLMEnv(task, tokenizer, num_envs, repeats, **{name: settings[name] for name in shared})
+
+    def make_task(self, path: str | Path | None = None, split: str = "train", **settings: Any) -> Task:
+        """The task of the rows at ``path``."""
+        rows = self.rows(path, split, settings)
+        own = {name: value for name, value in settings.items() if name not in self.row_settings}
+        if self.beside:
+            own[self.beside] = own.get(self.beside) or path
+        if not self.takes_reward:
+            own |= own.pop("reward", None) or {}
+        return self.task(rows, **own)
+
+    def rows(self, path: str | Path | None, split: str, settings: Mapping[str, Any]) -> Sequence[dict]:
+        """The rows at ``path``, loaded with those of ``settings`` that are the loader's."""
+        return self.load_rows(path, split, **{name: settings[name] for name in self.row_settings if name in settings})

@@ -1,0 +1,136 @@
+"""What samples in processes of its own, while others train."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_rl.build.site import Site
+from grpo_rl.build.sync import make_has_no_signal
+from grpo_rl.build.transfer import check_transfer, make_transport
+from grpo_rl.cluster.engine_actors import launch
+from grpo_rl.cluster.fleet import Fleet
+from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember, LoopThread
+from grpo_rl.cluster.nodes import this_address
+from grpo_rl.collectors.asynchronous import AsyncCollector
+from grpo_rl.collectors.base import Collector
+from grpo_rl.collectors.broadcast import BroadcastCollector
+from grpo_rl.distributed.ranks import Ranks
+from grpo_rl.engines.base import AsyncEngine, Sampling
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.policies.hub import resolve_model
+from grpo_rl.policies.loading import target_names
+from grpo_rl.settings.derived import adapters
+from grpo_rl.settings.schema import Settings
+from grpo_rl.weights.null import NullTransport
+from grpo_rl.weights.push import WeightSync
+
+
+def make_engine(
+    settings: Settings, model_folder: Path, site: Site, ranks: Ranks | None = None
+) -> FleetEngine | NullTransport:
+    """The engines of the plan, each in an actor of its own, as one.
+
+    Args:
+        ranks: of which only rank 0 has them.
+    """
+    lora, dtype = adapters(settings), settings.train_model.dtype
+    beside = bool(lora.rank) and lora.push == "adapter"
+    if ranks and ranks.rank:
+        return NullTransport(getattr(torch, dtype), takes_adapters=beside)
+    model, on_gpu = settings.inference_model, site.devices.inference[0].type == "cuda"
+    settings = {
+        "tensor_parallel_size": site.devices.tensor_parallel_size,
+        "gpu_memory_utilization": model.gpu_memory_utilization,
+        "enforce_eager": model.enforce_eager,
+        "dtype": dtype,
+        "adapter_rank": lora.rank if beside else 0,
+        "adapter_targets": target_names(model_folder, lora) if beside else (),
+        "deadline_s": model.deadline_s,
+        "transfer": check_transfer(settings, site.devices),
+        "keep_cache": model.keep_cache,
+    }
+
+    # An actor has a working directory of its own; what is no folder here is fetched where the engine is.
+    name_or_path = settings.model.name
+    if Path(name_or_path).is_dir():
+        name_or_path = str(Path(name_or_path).resolve())
+
+    async def start(number: int) -> FleetMember:
+        name, seed = f"engine {number}", settings.train.seed + number
+        make = functools.partial(
+            start_vllm,
+            name_or_path,
+            model.max_model_len,
+            cpus=site.engine_cpus,
+            on_loopback=settings.ray.address is None,
+            seed=seed,
+            name=name,
+            **settings,
+        )
+        gpus = site.devices.tensor_parallel_size if on_gpu else 0
+        engine = await launch(name, make, site.place, site.trainers + number, site.engine_cpus, gpus)
+        if settings["transfer"] == "shared_memory" and engine.node != this_address():
+            await engine.close()
+            raise ValueError(
+                f"{engine.name} is not on this machine ({this_address()}), which is as far as "
+                "inference_model.transfer=shared_memory reaches; use nccl on GPUs, or engines on the trainer's node"
+            )
+        return engine
+
+    loop = LoopThread()
+    fleet = Fleet(start, site.devices.replicas, model.max_restarts)
+    try:
+        loop.run(fleet.start())
+        return FleetEngine(fleet, loop, functools.partial(make_transport, settings, model_folder, site.devices))
+    except BaseException:
+        loop.run(fleet.close())
+        loop.close()
+        raise
+
+
+def start_vllm(model: str, max_model_len: int, cpus: int, on_loopback: bool, **settings: Any) -> AsyncEngine:
+    """vLLM in a process under this one; called in the engine's actor.
+
+    Args:
+        on_loopback: its processes listen for one another on the loopback interface alone.
+    """
+    if on_loopback:
+        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise the one that the machine's name leads to
+    # Read by vLLM and OpenMP when the process starts. vLLM's own choice of cores is all of them.
+    os.environ["OMP_NUM_THREADS"] = str(cpus)
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    module = importlib.import_module("grpo_rl.engines.vllm.asynchronous")
+    return module.AsyncVLLMEngine(resolve_model(model), max_model_len, **settings)
+
+
+def make_collector(
+    settings: Settings, env: LLMEnv, engine: FleetEngine | NullTransport, weights: WeightSync, collected: int
+) -> Collector:
+    """The collector of the run, which samples while others train.
+
+    Args:
+        weights: says when a step is over, and how other ranks wait for rank zero.
+        collected: responses that the run has already.
+    """
+    train, mine = settings.train, None
+    if not isinstance(engine, NullTransport):
+        mine = AsyncCollector(
+            env,
+            engine,
+            Sampling(**settings.sampling),
+            train.total_dialog_turns,
+            weights,
+            train.max_staleness,
+            collected,
+            drops_zero_variance=train.max_refills > 0,
+            has_no_signal=make_has_no_signal(settings),
+        )
+    return BroadcastCollector(mine, weights.on_rank_zero, collected)

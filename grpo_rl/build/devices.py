@@ -1,0 +1,82 @@
+"""Which devices train, score the reference and sample, and the processes that train."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoConfig
+
+from grpo_rl.policies.loading import check_model
+from grpo_rl.settings.derived import adapters
+from grpo_rl.settings.devices import Devices, allocate
+from grpo_rl.settings.schema import Settings
+
+if TYPE_CHECKING:
+    from grpo_rl.distributed.ranks import Ranks
+
+
+def plan_devices(settings: Settings, model_folder: Path) -> Devices:
+    """The device plan, as far as this script can carry it out: it trains on one device, with one engine in its process.
+
+    Raises:
+        ValueError: the plan does not fit the machine or the model, or asks for more than this script does; the
+            engine is not installed; or the model can't be trained, see `grpo_rl.policies.loading.check_model`.
+    """
+    if settings.inference_model.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            "vLLM is not installed; install the extra `vllm` (CUDA) or `cpu`, or set "
+            "inference_model.engine=transformers"
+        )
+    config = AutoConfig.from_pretrained(model_folder).get_text_config()
+    devices = allocate(settings, num_attention_heads=config.num_attention_heads)
+    if len(devices.train) > 1 and settings.train_model.parallel is None:
+        raise ValueError(
+            f"{len(devices.train)} training devices and one process; set train_model.parallel=fsdp (or ddp) and start "
+            f"torchrun --nproc-per-node {len(devices.train)}, or train_model.num_devices=1"
+        )
+    if settings.train_model.parallel and settings.inference_model.engine == "vllm":
+        raise ValueError(
+            "vLLM in this process would take the trainer's process group for its own; with train_model.parallel set "
+            "inference_model.engine=transformers, or run sota/grpo_async.py, where engines have processes of their own"
+        )
+    if devices.replicas > 1:
+        raise ValueError(
+            f"{len(devices.inference)} inference devices with tensor_parallel_size={devices.tensor_parallel_size} are "
+            f"{devices.replicas} engines; this script runs one: leave tensor_parallel_size null or ask for fewer"
+        )
+    # vLLM in this process takes the first GPUs that are visible, whatever a plan says.
+    first = tuple(torch.device("cuda", i) for i in range(len(devices.inference)))
+    if settings.inference_model.engine == "vllm" and devices.inference[0].type == "cuda" and devices.inference != first:
+        raise ValueError(
+            f"the plan is {devices}, but vLLM in the training process samples on the first GPUs; give it those: "
+            f"inference_model.devices={[d.index for d in first]} train_model.devices=[{len(first)}]"
+        )
+    check_model(model_folder, adapters(settings))
+    return devices
+
+
+def make_ranks(settings: Settings, devices: Devices) -> Ranks | None:
+    """The processes that train together, of which torchrun started this one; None where one trains alone.
+
+    Raises:
+        ValueError: torchrun did not, or it started more or fewer than there are devices to train on.
+    """
+    train = settings.train_model
+    if train.parallel is None:
+        return None
+    from grpo_rl.distributed.ranks import Ranks  # brings much of torch.distributed along
+
+    # Devices are those of this machine; other nodes have their own, and as many.
+    started, on_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), devices.train[0].type == "cuda"
+    if on_gpu and started and started != len(devices.train):
+        raise ValueError(
+            f"{started} processes were started on this node and {len(devices.train)} of its devices train; set "
+            f"train_model.num_devices={started}"
+        )
+    device = devices.train[int(os.environ.get("LOCAL_RANK", 0))] if on_gpu else devices.train[0]
+    placement = {"fp32_masters": settings.train.mixed_precision, "cpu_offload": train.cpu_offload}
+    return Ranks.join(train.parallel, device, timeout_s=train.timeout_s, **placement)

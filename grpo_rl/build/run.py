@@ -1,0 +1,205 @@
+"""A run, built from its settings: everything that both scripts have before their loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_rl.build import devices, sync, training
+from grpo_rl.build.environment import eval_rows, make_env
+from grpo_rl.collectors.base import Collector
+from grpo_rl.diagnosis.mismatch import Mismatch
+from grpo_rl.engines.base import Sampling
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.perf.roofline import StepLimit
+from grpo_rl.policies.hub import load_tokenizer, resolve_model, weight_files
+from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.run.diagnosis import RunDiagnosis
+from grpo_rl.run.folder import Room, RunFolder
+from grpo_rl.run.held_out import HeldOut
+from grpo_rl.run.interrupt import Interrupt
+from grpo_rl.run.logs import RunLogs
+from grpo_rl.run.parts import Parts
+from grpo_rl.run.run import Run, RunOptions
+from grpo_rl.run.saving import CheckpointSaver
+from grpo_rl.run.step_metrics import StepMetrics
+from grpo_rl.settings import derived
+from grpo_rl.settings.devices import Devices
+from grpo_rl.settings.schema import Settings
+from grpo_rl.weights.push import WeightSync
+
+if TYPE_CHECKING:
+    from grpo_rl.distributed.ranks import Ranks
+
+BYTES_PER_PARAMETER = 12
+"""Of a checkpoint: fp32 weights and AdamW's two moments."""
+
+
+@contextmanager
+def sync_run(settings: Settings, folder: str | Path) -> Iterator[Run]:
+    """A run that samples and trains in turns, in this process or in those that torchrun started.
+
+    Raises:
+        ValueError: the settings do not fit this machine, the model or the data; before anything expensive starts.
+    """
+    model = resolve_model(settings.model.name)
+    plan = devices.plan_devices(settings, model)
+    with build_run(
+        settings,
+        folder,
+        model,
+        plan,
+        lambda: devices.make_ranks(settings, plan),
+        lambda ranks: sync.make_engine(settings, model, plan, ranks),
+        lambda *parts: sync.make_collector(settings, *parts),
+    ) as run:
+        yield run
+
+
+@contextmanager
+def build_run(
+    settings: Settings,
+    own_folder: str | Path,
+    model: Path,
+    plan: Devices,
+    make_ranks: Callable[[], Ranks | None],
+    make_engine: Callable[[Ranks | None], Any],
+    make_collector: Callable[[LLMEnv, Any, WeightSync, int], Collector],
+) -> Iterator[Run]:
+    """A run of the parts that all settings have and those that the arguments make.
+
+    Args:
+        own_folder: of a new run.
+        model: folder of the model that training begins with.
+        plan: which devices do what.
+        make_engine: from the ranks; of which rank zero has the engine, and others what stands in for it.
+        make_collector: from environment, engine, weights and the number of responses collected before.
+    """
+    # What can be wrong with data and settings is found before the folder is taken and a model is loaded.
+    tokenizer = load_tokenizer(model, settings.model.chat_template)
+    env = make_env(settings, tokenizer)
+    loss, buffer = training.make_loss(settings), training.make_buffer(settings)
+    advantages = training.make_advantages(settings, env.task.reward_parts)
+    rows = eval_rows(settings, env)
+    with ExitStack() as stack:
+        ranks = make_ranks()
+        if ranks:
+            stack.callback(ranks.close)
+        folder = stack.enter_context(_open_folder(settings, own_folder, model, ranks))
+        logs = stack.enter_context(_open_logs(settings, folder, env, loss))
+        interrupt = stack.enter_context(Interrupt(logs.note))
+
+        policy = training.make_policy(settings, model, plan, ranks)
+        reference = training.make_reference(settings, model, plan, policy)
+        optimizer = training.make_optimizer(settings, policy, ranks)
+        stack.callback(optimizer.close)
+        # Measured, once per machine, while no engine holds the machine's memory yet.
+        roofline = None if ranks else _roofline(settings, policy, plan)
+        engine = make_engine(ranks)
+        stack.callback(engine.close)
+        weights = WeightSync(policy.model, engine, ranks=ranks)
+        collector = make_collector(env, engine, weights, folder.collected)
+        stack.callback(collector.close)
+
+        parts = Parts(
+            env,
+            tokenizer,
+            policy,
+            reference,
+            optimizer,
+            engine,
+            weights,
+            collector,
+            training.make_schedules(settings, loss, advantages, reference, policy),
+            loss,
+            advantages,
+            buffer,
+            Mismatch(settings.mismatch.bound, max_staleness=derived.max_staleness(settings)),
+            derived.micro_batching(settings),
+            derived.needs_old_log_probs(settings),
+        )
+        with Run(
+            folder,
+            logs,
+            parts,
+            RunDiagnosis(parts, Sampling(**settings.sampling), alone=ranks is None),
+            CheckpointSaver(folder, parts, settings.train.keep_checkpoints, ranks),
+            HeldOut(env, rows, settings.sampling.max_new_tokens, folder.eval_before, folder.eval_after),
+            StepMetrics(roofline, resamples=settings.train.max_refills > 0),
+            interrupt,
+            _options(settings),
+        ) as run:
+            yield run
+
+
+@contextmanager
+def _open_folder(settings: Settings, own: str | Path, model: Path, ranks: Ranks | None) -> Iterator[RunFolder]:
+    model_bytes = sum(path.stat().st_size for path in weight_files(model))
+    # Checkpoints of adapters are small beside the model.
+    parameters = 0 if settings.train_model.lora.rank else model_bytes / 2
+    reference = {"never": 0, "average": 4}.get(settings.ref_model.refresh, 2)  # bytes of a parameter, when renewed
+    room = Room(
+        1 + settings.train.keep_checkpoints,  # one more while the next is written
+        parameters * (BYTES_PER_PARAMETER + reference),
+        model_bytes,
+    )
+    with RunFolder(
+        own,
+        settings.resume,
+        settings.as_json(),
+        settings.as_text(),
+        room,
+        settings.train.checkpoint_frequency,
+        settings.train.total_dialog_turns,
+        ranks,
+    ) as folder:
+        yield folder
+
+
+@contextmanager
+def _open_logs(settings: Settings, folder: RunFolder, env: LLMEnv, loss: Any) -> Iterator[RunLogs]:
+    folder.prepare()
+    with RunLogs(
+        folder.path,
+        settings.logger,
+        folder.config,
+        derived.total_steps(settings),
+        folder.step,
+        folder.resumes,
+        loss if settings.train.lineage else None,
+        folder.rank_zero,
+    ) as logs:
+        for note in folder.notes:
+            logs.note(note)
+        env.guard.tell_in(folder.path, logs.note)
+        if env.skipped:
+            logs.note(f"{env.skipped} of {len(env.task.rows)} prompts are too long and left out")
+        yield logs
+
+
+def _roofline(settings: Settings, policy: TrainPolicy, plan: Devices) -> StepLimit:
+    batching, lora = derived.micro_batching(settings), settings.train_model.lora
+    return StepLimit(
+        policy.model,
+        settings.train.epochs,
+        batching.skip_zero_advantage,
+        batching.mask_truncated,
+        len(plan.inference),
+        pushes_adapters=bool(lora.rank) and lora.push == "adapter",
+    )
+
+
+def _options(settings: Settings) -> RunOptions:
+    train = settings.train
+    return RunOptions(
+        train.total_dialog_turns,
+        train.checkpoint_frequency,
+        settings.evaluate.frequency,
+        train.seed,
+        settings.model.name,
+        settings.train_model.lora.export,
+        "wait" if settings.mode == "async" else "sample",
+        settings.inference_model.sleep,
+    )

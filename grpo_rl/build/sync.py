@@ -1,0 +1,89 @@
+"""What samples in the training process, in turns with training."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from grpo_rl.collectors.base import Collector
+from grpo_rl.collectors.broadcast import BroadcastCollector
+from grpo_rl.collectors.groups import has_zero_variance
+from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.data.group import Group
+from grpo_rl.engines.base import Engine, Sampler, Sampling
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.policies.loading import target_names
+from grpo_rl.settings.derived import adapters
+from grpo_rl.settings.devices import Devices
+from grpo_rl.settings.schema import Settings
+from grpo_rl.weights.null import NullTransport
+from grpo_rl.weights.push import WeightSync
+
+if TYPE_CHECKING:
+    from grpo_rl.distributed.ranks import Ranks
+
+
+def make_engine(
+    settings: Settings, model_folder: Path, devices: Devices, ranks: Ranks | None = None
+) -> Engine | NullTransport:
+    """The inference engine of ``inference_model.engine``.
+
+    Args:
+        ranks: of which only rank zero has one.
+    """
+    model = settings.inference_model
+    dtype = settings.train_model.dtype
+    if ranks and ranks.rank:
+        return NullTransport(getattr(torch, dtype), takes_adapters=False)
+    if model.engine == "transformers":
+        from grpo_rl.engines.transformers import TransformersEngine
+
+        return TransformersEngine(model_folder, model.max_model_len, dtype=dtype, device=devices.inference[0])
+    lora = adapters(settings)
+    beside = bool(lora.rank) and lora.push == "adapter"
+    # What vLLM imports keeps the frames that it was imported from, and frames keep their callers with all variables:
+    # this run's model would outlive the run. A thread's stack has nothing to keep.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        module = thread.submit(importlib.import_module, "grpo_rl.engines.vllm.engine").result()
+    return module.VLLMEngine(
+        model_folder,
+        model.max_model_len,
+        seed=settings.train.seed,
+        tensor_parallel_size=devices.tensor_parallel_size,
+        gpu_memory_utilization=model.gpu_memory_utilization,
+        enforce_eager=model.enforce_eager,
+        dtype=dtype,
+        adapter_rank=lora.rank if beside else 0,
+        adapter_targets=target_names(model_folder, lora) if beside else (),
+    )
+
+
+def make_collector(
+    settings: Settings, env: LLMEnv, engine: Sampler | NullTransport, weights: WeightSync, collected: int
+) -> Collector:
+    """The collector of the run, which has ``collected`` responses already."""
+    train, own = settings.train, None
+    if not isinstance(engine, NullTransport):
+        own = SyncCollector(
+            env,
+            engine,
+            Sampling(**settings.sampling),
+            train.total_dialog_turns,
+            collected,
+            train.max_refills,
+            make_has_no_signal(settings),
+        )
+    return BroadcastCollector(own, weights.on_rank_zero, collected)
+
+
+def make_has_no_signal(settings: Settings) -> Callable[[Group], bool]:
+    """Which groups have zero variance, by rewards as they become advantages."""
+    clip = math.inf if settings.train.reward_clip is None else settings.train.reward_clip
+    return functools.partial(has_zero_variance, clip=clip, by_part=settings.loss.advantage == "multi_reward")

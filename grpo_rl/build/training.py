@@ -1,0 +1,176 @@
+"""What trains: policy, reference, optimizer, loss, advantages, buffer and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoTokenizer
+
+from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.data.buffer import GroupBuffer
+from grpo_rl.distributed.ranks import agreed
+from grpo_rl.envs.task import check_weights
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.hub import check_finite, resolve_model
+from grpo_rl.policies.loading import skeleton
+from grpo_rl.policies.lora import has_adapters
+from grpo_rl.policies.policy import Peers, ReferencePolicy, TrainPolicy
+from grpo_rl.settings import derived
+from grpo_rl.settings.devices import Devices
+from grpo_rl.settings.schema import Settings
+from grpo_rl.training.optimizer import PolicyOptimizer
+from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
+
+if TYPE_CHECKING:
+    from grpo_rl.distributed.ranks import Ranks
+
+
+def make_policy(settings: Settings, model_folder: Path, devices: Devices, ranks: Ranks | None = None) -> TrainPolicy:
+    """The policy that learns.
+
+    Args:
+        ranks: the processes that train it together.
+
+    Raises:
+        ValueError: its weights are not finite, or it can't be trained.
+    """
+    _check_finite(model_folder, ranks)
+    return TrainPolicy.load(
+        model_folder,
+        getattr(torch, settings.train_model.dtype),
+        devices.train[0],
+        settings.sampling.temperature,
+        settings.train_model.gradient_checkpointing,
+        settings.train_model.compile,
+        derived.adapters(settings),
+        settings.train_model.quantization,
+        ranks,
+    )
+
+
+def make_reference(
+    settings: Settings, model_folder: Path, devices: Devices, policy: TrainPolicy | None = None
+) -> ReferencePolicy | None:
+    """The frozen reference; None where nothing reads it.
+
+    Args:
+        policy: one that learns by adapters is its own reference without them: nothing more is loaded. The processes
+            that train it share the reference likewise.
+
+    Raises:
+        ValueError: ``ref_model.name`` is a model that can't judge the policy's tokens, or can't become its copy.
+    """
+    if not settings.policy.kl_coef:
+        return None
+    peers = policy.peers if policy else None
+    if policy and has_adapters(policy.model):
+        reference = ReferencePolicy(policy.model, settings.sampling.temperature)
+        reference.peers = peers
+        return reference
+    dtype = getattr(torch, settings.train_model.dtype)
+    folder = agreed(peers, lambda: resolve_model(settings.ref_model.name)) if settings.ref_model.name else model_folder
+    if folder != model_folder:
+        _check_finite(folder, peers)
+        agreed(peers, lambda: _check_reference(folder, model_folder, settings))
+    return ReferencePolicy.load(folder, dtype, devices.ref[0], settings.sampling.temperature, peers=peers)
+
+
+def _check_finite(folder: Path, peers: Peers | None) -> None:
+    """Refuses weights that are not finite, on all ranks alike; rank zero reads its own machine's copy for all."""
+    agreed(peers, lambda: None if peers and peers.rank else check_finite(folder))
+
+
+def _check_reference(folder: Path, model_folder: Path, settings: Settings) -> None:
+    vocabularies = [AutoTokenizer.from_pretrained(model).get_vocab() for model in (folder, model_folder)]
+    if vocabularies[0] != vocabularies[1]:
+        raise ValueError(
+            f"ref_model.name={settings.ref_model.name} has another vocabulary than {settings.model.name}: what it says "
+            "of the policy's tokens would mean nothing; choose a model of the same family"
+        )
+    shapes = [
+        {name: weight.shape for name, weight in skeleton(model).named_parameters()} for model in (folder, model_folder)
+    ]
+    if settings.ref_model.refresh != "never" and shapes[0] != shapes[1]:
+        raise ValueError(
+            f"ref_model.refresh={settings.ref_model.refresh} renews the reference from the policy, and "
+            f"{settings.ref_model.name} has other weights than {settings.model.name}; set ref_model.refresh=never, or "
+            "leave ref_model.name at null"
+        )
+
+
+def make_loss(settings: Settings) -> GRPOLoss:
+    """The loss of ``loss`` and ``policy``."""
+    return GRPOLoss(**derived.loss_terms(settings))
+
+
+def make_optimizer(settings: Settings, policy: TrainPolicy, ranks: Ranks | None = None) -> PolicyOptimizer:
+    """The optimizer of ``optimizer.name`` over the policy.
+
+    Args:
+        ranks: the processes that train it together.
+    """
+    return PolicyOptimizer(
+        policy.model,
+        **settings.optimizer,
+        total_steps=derived.optimizer_steps(settings),
+        mixed_precision=settings.train.mixed_precision,
+        max_bad_steps=settings.train.max_bad_steps,
+        ranks=ranks,
+    )
+
+
+def make_buffer(settings: Settings) -> GroupBuffer:
+    """The buffer of one collection."""
+    return GroupBuffer(settings.env.num_envs, settings.train.optim_batch_size // settings.env.repeats)
+
+
+def make_advantages(settings: Settings, reward_parts: Sequence[str] = ()) -> AdvantageEstimator:
+    """The estimator that turns rewards into advantages.
+
+    Args:
+        reward_parts: of the task.
+
+    Raises:
+        ValueError: ``loss`` has settings that give no advantage, or weighs parts that the reward doesn't have.
+    """
+    weights = dict(settings.loss.reward_weights)
+    if unknown := weights.keys() - set(reward_parts):
+        raise ValueError(
+            f"loss.reward_weights weighs {', '.join(sorted(unknown))}, and the parts of the reward are "
+            f"{', '.join(reward_parts)}"
+        )
+    check_weights(weights, "loss.reward_weights")
+    if weights and settings.loss.advantage != "multi_reward":
+        raise ValueError(
+            f"loss.reward_weights are read by loss.advantage=multi_reward, not by {settings.loss.advantage}; the "
+            "weights of the reward's sum are those of env.reward and env.rewards"
+        )
+    return AdvantageEstimator(
+        settings.loss.advantage,
+        settings.loss.advantage_clip,
+        weights,
+        kl_coef=derived.kl_in_reward(settings),
+        kl=settings.loss.kl,
+        reward_clip=settings.train.reward_clip,
+    )
+
+
+def make_schedules(
+    settings: Settings,
+    loss: GRPOLoss,
+    advantages: AdvantageEstimator,
+    reference: ReferencePolicy | None,
+    policy: TrainPolicy,
+) -> Schedules:
+    """What changes in the course of the run."""
+    return Schedules(
+        derived.group_sizes(settings),
+        AdaptiveKL(settings.policy.kl_coef, settings.policy.target_kl),
+        RefreshRule(settings.ref_model.refresh, settings.ref_model.refresh_steps, settings.ref_model.decay),
+        loss if settings.loss.kl_in == "loss" else advantages,
+        reference,
+        policy,
+    )

@@ -1,0 +1,45 @@
+"""What every collector offers the training loop: the groups of one step after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from grpo_rl.data.group import Group
+
+
+class Collector(Protocol):
+    """Hands out the groups of one training step after the other."""
+
+    collected: int
+    """Responses sampled so far."""
+
+    sample_s: float
+    """Seconds that the last collection was waited for."""
+
+    sampled: list[Group]
+    """All groups of the last collection that had rewards, zero-variance groups that were left out included."""
+
+    def collect(self, group_size: int) -> list[Group]:
+        """The groups of the next step, of ``group_size`` responses each; none where all are sampled."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Where the collection stands, data position included, for a checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from :meth:`state`."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What became of all groups so far."""
+        ...
+
+    def events(self) -> list[str]:
+        """What has happened since the last call that the user should be told."""
+        ...
+
+    def close(self) -> None:
+        """Ends what is being sampled; engines stay."""
+        ...

@@ -1,0 +1,65 @@
+"""Groups from what was sampled and how it was rewarded, the same for every collector."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from grpo_rl.data.group import Group
+from grpo_rl.engines.base import Samples
+from grpo_rl.envs.base import Failure, Prompt, Reward
+
+
+def group_of_samples(prompt: Prompt, samples: Samples) -> Group:
+    """The responses to one prompt as a group, not yet rewarded."""
+    return Group(
+        group_id=prompt.group_id,
+        row=prompt.row,
+        prompt_ids=prompt.ids,
+        response_ids=samples.response_ids,
+        log_probs=samples.log_probs,
+        versions=samples.versions,
+        trainable=torch.ones_like(samples.response_ids, dtype=torch.bool),
+        offsets=samples.offsets,
+        rewards=torch.zeros(len(samples.offsets) - 1),
+        truncated=samples.truncated,
+    )
+
+
+def rewarded(group: Group, results: Sequence[Reward | Failure]) -> Group | None:
+    """The group with its rewards, without the responses that have none; None where fewer than two are left.
+
+    >>> from grpo_rl.testing import random_group
+    >>> right, wrong = Reward({"right": 1.0}), Reward({"right": 0.0})
+    >>> group = rewarded(random_group(lengths=[1, 2, 3]), [right, Failure("timeout", "…"), wrong])
+    >>> group.lengths.tolist(), group.rewards.tolist()
+    ([1, 3], [1.0, 0.0])
+    """
+    rewards = [result for result in results if isinstance(result, Reward)]
+    if len(rewards) < 2:
+        return None
+    if len(rewards) < group.size:
+        group = group.with_only([g for g, result in enumerate(results) if isinstance(result, Reward)])
+    measures = dict.fromkeys(name for reward in rewards for name in reward.measures)
+    return group.with_rewards(
+        _numbers(reward.total for reward in rewards),
+        {name: _numbers(reward.parts[name] for reward in rewards) for name in rewards[0].parts},
+        {name: _numbers(reward.measures.get(name, math.nan) for reward in rewards) for name in measures},
+    )
+
+
+def has_zero_variance(group: Group, clip: float = math.inf, by_part: bool = False) -> bool:
+    """Whether all responses have the same reward, and so no advantage over each other.
+
+    Args:
+        clip: rewards are compared within plus and minus this.
+        by_part: each part of the reward is compared, not their sum.
+    """
+    rewards = torch.stack(list(group.reward_parts.values())) if by_part else group.rewards.clamp(-clip, clip)[None]
+    return bool((rewards == rewards[:, :1]).all())
+
+
+def _numbers(values: Iterable[float]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.float32)

@@ -1,0 +1,135 @@
+"""How the groups of an optimizer step are split into micro-batches, and shared out among training processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from grpo_rl.data.group import Group
+from grpo_rl.losses.aggregate import Aggregation
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How an optimizer step's groups are split into micro-batches, and how their tokens are weighted in the loss.
+
+    Args:
+        max_tokens: tokens of a micro-batch, prompts counted once.
+        count: exactly this many micro-batches in each process instead.
+        aggregate: how tokens are weighted in the loss, see `grpo_rl.losses.aggregate.token_weights`.
+        skip_zero_advantage: leave out zero-variance groups. They still count in the step's mean; without a KL and an
+            entropy term their gradient is zero, so scoring them would be wasted work.
+        normalizer: the constant of ``aggregate="constant"``.
+        mask_truncated: leave responses that reached the length limit out of the loss.
+        top_entropy_fraction: only this share of the step's trained tokens, those of highest entropy, carries the policy
+            gradient; KL and entropy terms apply to all.
+        on_policy: this is the only optimizer step on these groups, so the log-probabilities computed now are also those
+            before the update, and no group needs ``old_log_probs``.
+    """
+
+    max_tokens: int
+    count: int | None = None
+    aggregate: Aggregation = "sequence_mean"
+    skip_zero_advantage: bool = False
+    normalizer: int | float | None = None
+    mask_truncated: bool = False
+    top_entropy_fraction: float = 1.0
+    on_policy: bool = False
+
+
+@runtime_checkable
+class RankInfo(Protocol):
+    """One of several training processes: its rank, their number, and whether all must run equally many forwards."""
+
+    rank: int
+    size: int
+    in_step: bool
+
+
+def groups_to_score(groups: Sequence[Group], skip_zero_advantage: bool, mask_truncated: bool = False) -> list[Group]:
+    """The groups that training computes: those with a trained token and, if asked for, a non-zero advantage.
+
+    Args:
+        groups: with advantages, unless all are wanted.
+        skip_zero_advantage: leave out zero-variance groups.
+        mask_truncated: responses that reached the length limit are not trained on.
+    """
+    return [
+        group
+        for group in groups
+        if group.trained_tokens(mask_truncated).any() and (not skip_zero_advantage or bool(group.advantages.any()))
+    ]
+
+
+def micro_batches(groups: Sequence[Group], max_tokens: int, count: int | None = None) -> list[list[Group]]:
+    """The groups split into micro-batches of balanced cost, each within ``max_tokens`` where its groups allow it.
+
+    The largest group goes first, into the lightest micro-batch (Graham's LPT rule). A group larger than the budget has
+    a micro-batch of its own.
+
+    Args:
+        max_tokens: tokens computed at a time, prompts counted once.
+        count: exactly this many micro-batches instead.
+
+    Raises:
+        ValueError: there are fewer groups than micro-batches.
+
+    >>> from grpo_rl.testing import random_group
+    >>> groups = [random_group(prompt=2, lengths=[n], group_id=n) for n in (8, 3, 4)]
+    >>> [[g.group_id for g in micro] for micro in micro_batches(groups, max_tokens=12)]
+    [[8], [4, 3]]
+    """
+    if count is not None and count > len(groups):
+        raise ValueError(f"gradient_accumulation_steps={count} micro-batches cannot be made of {len(groups)} groups")
+    total = sum(group.num_tokens for group in groups)
+    size = count or max(1, -(-total // max_tokens))
+    ordered = sorted(groups, key=lambda group: group.num_tokens, reverse=True)
+    while True:
+        bins: list[list[Group]] = [[] for _ in range(min(size, len(groups)))]
+        loads = [0] * len(bins)
+        for group in ordered:
+            lightest = loads.index(min(loads))
+            bins[lightest].append(group)
+            loads[lightest] += group.num_tokens
+        fits = all(load <= max_tokens or len(b) == 1 for b, load in zip(bins, loads, strict=True))
+        if fits or count is not None:
+            return bins
+        size += 1
+
+
+def micro_batches_of(
+    rank: RankInfo | None, groups: Sequence[Group], max_tokens: int, count: int | None = None
+) -> tuple[list[list[Group]], int]:
+    """This process's micro-batches of the groups, and how many of them it owns.
+
+    Every process computes the same split and takes every ``size``-th micro-batch, so loads are balanced. Where all
+    processes must run the same number of forwards, those with fewer score the smallest group again, with zero weight.
+
+    Args:
+        rank: which of the processes this is; None for a single process.
+        max_tokens: tokens of a micro-batch.
+        count: exactly this many micro-batches in each process instead, as far as there are groups.
+
+    Three groups for two processes:
+
+    >>> from types import SimpleNamespace
+    >>> from grpo_rl.testing import random_group
+    >>> groups = [random_group(prompt=2, lengths=[n], group_id=n) for n in (8, 3, 4)]
+    >>> for rank in range(2):
+    ...     micros, owned = micro_batches_of(SimpleNamespace(rank=rank, size=2, in_step=True), groups, max_tokens=10)
+    ...     print([[g.group_id for g in micro] for micro in micros], owned)
+    [[8], [3]] 2
+    [[4], [3]] 1
+    """
+    if not groups:
+        return [], 0
+    if rank is None:
+        micros = micro_batches(groups, max_tokens, count and min(count, len(groups)))
+        return micros, len(micros)
+    each = count or -(-len(micro_batches(groups, max_tokens)) // rank.size)
+    micros = micro_batches(groups, max_tokens, min(each * rank.size, len(groups)))
+    owned = micros[rank.rank :: rank.size]
+    longest = -(-len(micros) // rank.size)
+    smallest = min(groups, key=lambda group: group.num_tokens)
+    return owned + [[smallest]] * (longest - len(owned) if rank.in_step else 0), len(owned)

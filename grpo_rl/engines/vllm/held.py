@@ -1,0 +1,128 @@
+"""Proof of delivery inside vLLM: fingerprints of what its layers compute with, by the checkpoint's names.
+
+On a CPU vLLM multiplies by packed copies of its weights, which it offers no way to read. There are two answers: a
+digest, taken of what a weight was packed from when it was packed (`grpo_rl.engines.vllm.cpu.record_packing`); and a
+fingerprint of the weight itself, read exactly by a product with an identity matrix, which takes far longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import SupportsInt, cast
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from grpo_rl.engines.fingerprint import digest, fingerprint, same_or_none
+from grpo_rl.engines.vllm.cpu import packed_from, packed_heads, parts_of, read_by_product
+from grpo_rl.engines.vllm.lora import without_adapter
+
+
+def held_digest(model: torch.nn.Module, name: str, dtype: torch.dtype) -> int:
+    """Digest of the weight that the model computes with; of a packed one the digest recorded when it was packed.
+
+    One worker has to hold all of it.
+
+    Raises:
+        LookupError: the model holds no such weight that can be read.
+    """
+    path, _, kind = name.rpartition(".")
+    module, index = module_of(model, path)
+    module = without_adapter(module)
+    packed, tensor = packed_from(module), getattr(module, kind)
+    if packed and kind == "weight" and not isinstance(module, VocabParallelEmbedding):
+        return packed[index]
+    if not tensor.numel():
+        raise LookupError(f"vLLM holds no {name} that can be read")
+    held = digest(parts_of(module, tensor.to(dtype))[index])
+    if isinstance(module, VocabParallelEmbedding):
+        # What is looked up is one thing, what a head on CPU multiplies by another: both have to be what was sent.
+        heads = [head for head in packed_heads(model) if head.weight.data_ptr() == module.weight.data_ptr()]
+        return same_or_none(held, *(made[0] for head in heads if (made := packed_from(head))))
+    return held
+
+
+def shard_fingerprint(
+    model: torch.nn.Module,
+    name: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    last_read: dict[tuple[str, str], Tensor],
+    fingerprint: Callable[..., SupportsInt] = fingerprint,
+) -> SupportsInt:
+    """This worker's share of the fingerprint of the weight that the model computes with.
+
+    Args:
+        last_read: the tensor that the call before has read, as a fused layer serves several names; updated.
+        fingerprint: computes fingerprints, now or later.
+
+    Returns:
+        A number that adds up over workers; 0 where another worker counts it.
+
+    Raises:
+        LookupError: the model has no place for the name, or one of another shape.
+    """
+    path, _, kind = name.rpartition(".")
+    module, index = module_of(model, path)
+    module = without_adapter(module)
+    key = (str(id(module)), kind)
+    if key not in last_read:
+        last_read.clear()
+        last_read[key] = _read(module, kind, dtype)
+    whole = last_read[key]
+    rank = getattr(module, "tp_rank", 0)
+    if isinstance(module, VocabParallelEmbedding):
+        # The vocabulary is padded, and split by rows.
+        first, rows = module.shard_indices.org_vocab_start_index, module.shard_indices.num_org_elements
+        # What is looked up is one thing, what a head on CPU multiplies by another: both have to be what was sent.
+        heads = (head for head in packed_heads(model) if head.weight.data_ptr() == module.weight.data_ptr())
+        forms = [whole, *(read_by_product(head, whole.shape[1], dtype) for head in heads)]
+        marks = [fingerprint(form[:rows], row_start=first) for form in forms]
+        return same_or_none(*map(int, marks)) if len(marks) > 1 else marks[0]
+    if isinstance(module, RowParallelLinear):
+        if kind == "bias":
+            return fingerprint(whole) if rank == 0 else 0
+        return fingerprint(whole, column_start=rank * whole.shape[1])
+    if isinstance(module, LinearBase) and hasattr(module, "output_partition_sizes"):
+        sizes = module.output_partition_sizes
+        rows = whole.split(list(sizes))[index]
+        if isinstance(module, QKVParallelLinear) and index > 0:
+            # With fewer key-value heads than workers, several workers hold the same head; the first one counts it.
+            rank, copy = divmod(rank, module.num_kv_head_replicas)
+            if copy:
+                return 0
+        return fingerprint(rows, row_start=rank * sizes[index])
+    # Anything else is replicated: the first worker counts it.
+    if tuple(whole.shape) != tuple(shape):
+        raise LookupError(f"{name}: vLLM holds {tuple(whole.shape)} of {tuple(shape)} in {type(module).__name__}")
+    return fingerprint(whole) if torch.distributed.get_rank() == 0 else 0
+
+
+def module_of(model: torch.nn.Module, path: str) -> tuple[torch.nn.Module, int]:
+    """The module that holds a checkpoint's module, and which of its fused parts that is.
+
+    Raises:
+        LookupError: there is none.
+    """
+    parent, _, leaf = path.rpartition(".")
+    for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
+        if leaf in parts:
+            leaf, index = fused, parts.index(leaf)
+            break
+    else:
+        index = 0
+    try:
+        return model.get_submodule(f"{parent}.{leaf}" if parent else leaf), index
+    except AttributeError as error:
+        raise LookupError(f"vLLM's {type(model).__name__} has no module for the checkpoint's {path!r}") from error
+
+
+def _read(module: torch.nn.Module, kind: str, dtype: torch.dtype) -> Tensor:
+    """The tensor that the module computes with."""
+    tensor = getattr(module, kind)
+    if tensor.numel() or kind != "weight":
+        return tensor.to(dtype)
+    # On CPU the weight has gone into a packed form that only a product can read.
+    return read_by_product(cast(LinearBase, module), cast(int, module.input_size_per_partition), dtype)

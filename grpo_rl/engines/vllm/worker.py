@@ -1,0 +1,86 @@
+"""What we add to vLLM's workers: to take weights by their checkpoint names, and to say what they hold.
+
+vLLM mixes the class into its worker by its name, in each of its processes; so what has to be registered there before a
+model is built is registered when this is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, SupportsInt
+
+import torch
+from torch import Tensor
+
+import grpo_rl.engines.vllm.environment  # noqa: F401
+
+# isort: split
+from grpo_rl.engines.base import ADAPTER_NAME
+from grpo_rl.engines.fingerprint import batch_on, fingerprint
+from grpo_rl.engines.vllm.cpu import offer_norms, record_packing, refresh_heads
+from grpo_rl.engines.vllm.held import held_digest, module_of, shard_fingerprint
+from grpo_rl.engines.vllm.in_place import is_plain, write_in_place
+from grpo_rl.engines.vllm.lora import held_factor_fingerprint, hold_adapter
+from grpo_rl.engines.vllm.shared_transfer import register
+
+register()  # the entry point does it too, where the package is installed and VLLM_PLUGINS does not leave it out
+record_packing()
+if not torch.cuda.is_available():
+    offer_norms()
+
+
+class WorkerExtension:
+    """Methods of vLLM's workers, called by `collective_rpc`; arguments are plain, as they travel between processes."""
+
+    model_runner: Any  # the worker's
+    _loaded: torch.nn.Module | None = None
+    """The model, once vLLM has loaded weights into it, where the next can be written over them."""
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+
+    def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads the weights in place; those that do not come stay."""
+        model = self.model_runner.get_model()
+        if model is self._loaded:  # what vLLM has loaded once, and the proof has found in its place, is written there
+            write_in_place(model, weights)
+            return
+        self.model_runner.reload_weights(weights_iterator=iter(weights))
+        refresh_heads(model)
+        self._loaded = model if is_plain(model) else None
+
+    def receive_adapter(self, factors: dict[str, Tensor]) -> None:
+        """Puts the adapter in the place of the one before."""
+        hold_adapter(self.model_runner, factors)
+
+    def hold_received_adapter(self) -> None:
+        """Puts an adapter that came with the last update in the place of the one before."""
+        if adapter := self.weight_transfer_engine.adapter:
+            hold_adapter(self.model_runner, adapter)
+            self.weight_transfer_engine.adapter = {}
+
+    def abandon_weight_update(self) -> None:
+        """Gives up the update under way, so that another can begin."""
+        self._weight_update_active = False
+        if hasattr(self.weight_transfer_engine, "abandon"):  # vLLM's own transfers have nothing to give up
+            self.weight_transfer_engine.abandon()
+
+    def held_fingerprints(self, shapes: dict[str, list[int]], dtype: str, as_digests: bool) -> dict[str, int]:
+        """This worker's share of the fingerprint of each checkpoint tensor, 0 where another worker counts it.
+
+        Args:
+            as_digests: of all but adapters give digests, which need not be read back (`grpo_rl.engines.vllm.held`).
+        """
+        model, held_as = self.model_runner.get_model(), getattr(torch, dtype)
+        last_read: dict[tuple[str, str], Tensor] = {}
+        shares: dict[str, SupportsInt] = {}
+        batch = batch_on(next(model.parameters()).device)
+        for name, shape in shapes.items():
+            if factor := ADAPTER_NAME.fullmatch(name):
+                module, index = module_of(model, factor["layer"])
+                shares[name] = held_factor_fingerprint(self.model_runner, module, factor["part"], index)
+            elif as_digests:
+                shares[name] = held_digest(model, name, held_as)
+            else:
+                of = batch.add if batch else fingerprint
+                shares[name] = shard_fingerprint(model, name, torch.Size(shape), held_as, last_read, of)
+        return {name: int(share) for name, share in shares.items()}

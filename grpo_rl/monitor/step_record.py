@@ -1,0 +1,121 @@
+"""StepRecord: what one step adds up, from sampling to the push."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from tensordict import TensorDictBase
+
+from grpo_rl.data.group import Group
+from grpo_rl.distributed.ranks import Ranks
+from grpo_rl.losses.grpo import LOSSES
+from grpo_rl.monitor.metrics import peak_gib, time_metrics
+from grpo_rl.training.optimizer import StepResult
+
+Observer = Callable[[TensorDictBase, TensorDictBase, Sequence[Group]], None]
+"""Called with each micro-batch: what `GRPOLoss` was given, what it returned, and the optimizer step's groups."""
+
+
+class StepRecord:
+    """Losses and tokens of each optimizer step of a collection, and seconds by phase; the clock starts with the object.
+
+    Args:
+        ranks: the processes that train together. Each adds the micro-batches that it scored; :meth:`complete` adds
+            those of all ranks, in rank order, so that all have the same sums.
+        observers: called with each micro-batch as it is added.
+    """
+
+    def __init__(self, ranks: Ranks | None = None, observers: Sequence[Observer] = ()) -> None:
+        self._ranks, self._observers = ranks, observers
+        self._started = time.perf_counter()
+        self.phases_s: dict[str, float] = {}
+        self._sums: dict[str, float] = defaultdict(float)
+        self._results: list[StepResult] = []
+        self._trained_tokens = 0
+        self.begin(())
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Starts an optimizer step on these groups."""
+        self.groups = groups
+        self.loss_is_finite = True
+        self._kl_sum = self._kl_tokens = 0.0
+        self._pending: list[tuple[TensorDictBase, TensorDictBase]] = []
+
+    def add(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
+        """Adds a micro-batch: what `GRPOLoss` was given, and what it returned."""
+        if self._ranks is None:
+            self._add(tokens, losses)
+        # With FSDP a rank that has nothing left goes on in step with tokens that are trained on elsewhere.
+        elif tokens["trainable"].any():
+            self._pending.append((tokens.detach().cpu(), losses.detach().cpu()))
+
+    def complete(self) -> None:
+        """Adds the micro-batches of all ranks; called by all of them, before the optimizer step."""
+        for of_rank in self._ranks.gather(self._pending) if self._ranks else ():
+            for tokens, losses in of_rank:
+                self._add(tokens, losses)
+
+    def _add(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
+        for name, value in losses.items():
+            self._sums[name] += value.item()
+        self._trained_tokens += len(tokens)
+        self._kl_sum += losses["kl_sampler"].item()
+        self._kl_tokens += losses["tokens"].item()
+        self.loss_is_finite &= all(bool(losses[name].isfinite()) for name in LOSSES)
+        for observe in self._observers:
+            observe(tokens, losses, self.groups)
+
+    @property
+    def kl_sampler(self) -> float:
+        """KL to the sampler, in nats a token, over the present optimizer step."""
+        return self._kl_sum / self._kl_tokens if self._kl_tokens else 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._started
+
+    def add_phase(self, name: str, seconds: float) -> None:
+        """Adds to the seconds of a phase: sample, score, train, sync."""
+        self.phases_s[name] = self.phases_s.get(name, 0.0) + seconds
+
+    def add_result(self, result: StepResult) -> None:
+        """Adds what an optimizer step came to."""
+        self._results.append(result)
+
+    def metrics(self, sampled_tokens: int, step_s: float) -> dict[str, float]:
+        """The metrics of a step that sampled so many tokens and took so many seconds."""
+        steps = max(len(self._results), 1)
+        metrics = {name.replace("_", "/"): self._sums[name] / steps for name in LOSSES}
+        metrics["loss/total"] = sum(metrics.values())
+        if tokens := self._sums["tokens"]:
+            metrics |= {
+                "kl/sampler": self._sums["kl_sampler"] / tokens,
+                "entropy": self._sums["entropy"] / tokens,
+                "clip/low_fraction": self._sums["clip_low"] / tokens,
+                "clip/high_fraction": self._sums["clip_high"] / tokens,
+                # Kish's effective sample size, as a fraction of the tokens.
+                "ess": self._sums["ratio"] ** 2 / (self._sums["ratio_squared"] * tokens),
+            }
+            # Without a reference, a dual clip or a correction there is nothing to tell, not even 0.
+            if "kl_ref" in self._sums:
+                metrics["kl/ref"] = self._sums["kl_ref"] / tokens
+            if "clip_dual" in self._sums:
+                metrics["clip/dual_fraction"] = self._sums["clip_dual"] / tokens
+            if "correction" in self._sums:
+                squared = self._sums["correction_squared"] * tokens
+                metrics |= {
+                    "correction/mean": self._sums["correction"] / tokens,
+                    "correction/bounded_fraction": self._sums["corrected"] / tokens,
+                    "correction/ess": self._sums["correction"] ** 2 / squared if squared else 0.0,
+                }
+        if self._results:
+            metrics |= {
+                "grad_norm": sum(r.grad_norm for r in self._results) / steps,
+                "lr": self._results[-1].lr,
+                "train/optimizer_steps": len(self._results),
+            }
+        metrics |= time_metrics(self.phases_s, step_s, sampled_tokens, self._trained_tokens)
+        return metrics | {"memory/peak_gib": peak_gib()}

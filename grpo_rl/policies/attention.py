@@ -1,0 +1,120 @@
+"""Shared-prefix attention: a group's prompt is computed once, and each response attends to it and to itself.
+
+Registered with transformers under :data:`ATTENTION_NAME`; FlexAttention on CUDA, batched products on CPU.
+Letters: T tokens of the micro-batch, N response tokens, H query heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from grpo_rl.policies.attention_cpu import Rules, TwoPartAttention
+from grpo_rl.policies.attention_flex import PaddedLayout, flex_in_layer, flex_shared_prefix, whole_blocks
+from grpo_rl.policies.mode import check_no_noise, switch_off_noise
+from grpo_rl.policies.packing import Layout, Packed
+from grpo_rl.policies.supported import LAYOUT, not_understood, windows_in_masks
+
+ATTENTION_NAME = "grpo_rl_shared_prefix"
+"""The name under which transformers models find :func:`dispatch` (``config._attn_implementation``)."""
+MASK_WINDOW = "grpo_rl_mask_window"
+"""Attribute of an attention module whose sliding window transformers puts into the mask and passes in no other way."""
+
+WINDOWS = "grpo_rl_windows"
+"""Attribute of a model whose layers are compiled on CUDA: the sliding windows of its layers, None for full attention."""
+
+
+def use_shared_prefix(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its attention switched to shared prefixes, and its noise off (`switch_off_noise`).
+
+    Raises:
+        ValueError: the model would be scored wrongly, or keeps an attention of its own.
+    """
+    windows = windows_in_masks(model)
+    model.set_attn_implementation(ATTENTION_NAME)
+    assert model.config._attn_implementation == ATTENTION_NAME, model.config._attn_implementation
+    for name, window in windows.items():
+        setattr(model.get_submodule(name), MASK_WINDOW, window)
+    return switch_off_noise(model)
+
+
+def forward_hidden(model: PreTrainedModel, packed: Packed) -> Float[Tensor, "N E"]:
+    """Hidden states (after the final norm) that predict each response token.
+
+    Raises:
+        ValueError: the model's attention was not set by :func:`use_shared_prefix`, or its mode was changed since.
+    """
+    if model.config._attn_implementation != ATTENTION_NAME:
+        raise ValueError("call use_shared_prefix(model) first: its attention does not know shared prefixes")
+    check_no_noise(model)
+    ids, positions, layout = packed.input_ids, packed.position_ids, packed.layout
+    if windows := getattr(model, WINDOWS, None):
+        tokens = whole_blocks(len(ids))
+        ids, positions = (pad(x, (0, tokens - len(x))) for x in (ids, positions))
+        layout = PaddedLayout.of(layout, tokens, windows, ids.device)
+    hidden = model.base_model(
+        input_ids=ids[None],
+        position_ids=positions[None],
+        use_cache=False,
+        **{LAYOUT: layout},
+    ).last_hidden_state[0]
+    return hidden[packed.predict_index]
+
+
+@no_type_check  # traced: the tests' run-time type checks can't be
+def dispatch(module, query, key, value, attention_mask, **keywords):
+    """The attention that transformers calls; in a layer that is compiled on CUDA it is part of the layer's graph."""
+    layout = keywords[LAYOUT]
+    if not isinstance(layout, PaddedLayout):
+        return attention(module, query, key, value, attention_mask, **keywords)
+    window = keywords.get("sliding_window") or getattr(module, MASK_WINDOW, None)
+    scale = keywords.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out = flex_in_layer(query, key, value, layout, scale, window, keywords.get("softcap"))
+    return out.transpose(1, 2), None
+
+
+@torch.compiler.disable
+def attention(
+    module: torch.nn.Module,
+    query: Float[Tensor, "1 H T D"],
+    key: Float[Tensor, "1 K T D"],
+    value: Float[Tensor, "1 K T D"],
+    attention_mask: object,
+    *,
+    prefix_layout: Layout,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **keywords: object,
+) -> tuple[Float[Tensor, "1 T H D"], None]:
+    """Attention of a flat micro-batch with shared prompts, with the signature of transformers' attention functions.
+
+    Raises:
+        ValueError: a layer asks for something that this attention does not support; `windows_in_masks` finds such
+            layers before.
+    """
+    unknown = not_understood(keywords)
+    if dropout or unknown or attention_mask is not None or query.shape[-1] != value.shape[-1]:
+        raise ValueError(
+            f"{type(module).__name__} asks for {', '.join(unknown) or 'dropout, a mask or values of another size'}, "
+            "which shared-prefix attention does not support"
+        )
+    sliding_window = sliding_window or getattr(module, MASK_WINDOW, None)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if query.device.type == "cuda":
+        out = flex_shared_prefix(query, key, value, prefix_layout, scale, sliding_window, softcap)
+        return out.transpose(1, 2), None
+    # [1, heads, T, D] in shape, but laid out by token: this way nothing is copied.
+    by_token = (x[0].transpose(0, 1) for x in (query, key, value))
+    return TwoPartAttention.apply(*by_token, prefix_layout, Rules(scale, sliding_window, softcap))[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, dispatch)

@@ -1,0 +1,86 @@
+"""A model from a local folder: with its weights, quantised weights, or only names and shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+from grpo_rl.policies.lora import LoRA, Quantization, last_names, targeted
+from grpo_rl.policies.supported import refuse_unsupported
+
+
+def check_model(folder: str | Path, lora: LoRA | None = None) -> None:
+    """Checks that `TrainPolicy.load` can train the folder's model, without reading its weights.
+
+    Args:
+        lora: adapters that are trained instead of the model, if their rank is more than 0.
+
+    Raises:
+        ValueError: the model would be scored wrongly, or the adapters' targets do not fit it.
+    """
+    model = skeleton(folder)
+    refuse_unsupported(model)
+    if lora and lora.rank:
+        targeted(model, lora.targets)
+
+
+def skeleton(folder: str | Path) -> PreTrainedModel:
+    """The folder's model on the meta device: names and shapes without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
+def target_names(folder: str | Path, lora: LoRA) -> list[str]:
+    """Last names of the layers that the adapters target in the folder's model, without reading its weights.
+
+    Raises:
+        ValueError: a target selects none; lists the choices.
+    """
+    return last_names(targeted(skeleton(folder), lora.targets))
+
+
+def load_whole(folder: str | Path, **settings: Any) -> PreTrainedModel:
+    """The folder's model with all of its weights; transformers alone would fill missing ones with random numbers.
+
+    Args:
+        settings: arguments of ``from_pretrained``.
+
+    Raises:
+        ValueError: the folder lacks weights; names them.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(
+            f"{folder} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}{more}; they would be random "
+            "numbers: fetch or copy the model again"
+        )
+    return model
+
+
+def load_quantized(
+    folder: str | Path, quantization: Quantization, dtype: torch.dtype, device: torch.device | str
+) -> PreTrainedModel:
+    """The folder's model with its linear layers, except for the head, in 4 or 8 bits, other weights in ``dtype``.
+
+    Source of nf4 and of quantised scales: QLoRA, https://arxiv.org/abs/2305.14314, section 3; of int8 (whose inputs
+    are rounded to 8 bits too): LLM.int8(), https://arxiv.org/abs/2208.07339.
+
+    Raises:
+        ValueError: the folder lacks weights.
+    """
+    settings = (
+        BitsAndBytesConfig(load_in_8bit=True)
+        if quantization == "int8"
+        else BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quantization,
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_use_double_quant=True,
+        )
+    )
+    return load_whole(folder, dtype=dtype, quantization_config=settings, device_map={"": torch.device(device)})

@@ -1,0 +1,194 @@
+"""Which folder a run writes to, locked against other processes, and what the run goes on from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from grpo_rl.distributed.sharded_checkpoint import ABANDONED
+from grpo_rl.monitor.completions import COMPLETIONS_FOLDER
+from grpo_rl.monitor.lineage import ANSWERS, TOKENS
+from grpo_rl.monitor.metrics import METRICS_FILE
+from grpo_rl.monitor.report import CONFIG, SUMMARY, read_summary
+from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock, in_use
+from grpo_rl.storage import checkpoint_file
+from grpo_rl.training import checkpoint
+from grpo_rl.training.checkpoint import CHECKPOINTS
+
+MODEL = "model"
+
+
+@dataclass
+class Claim:
+    """A run's folder, locked, and how the run starts there.
+
+    Args:
+        folder: that the run writes to.
+        lock: held until the run ends.
+        resume: the checkpoint, or the folder that has one, to go on from; None: from the beginning.
+        inside: the checkpoint is one of the run that wrote to this folder.
+        again: from the beginning in a folder whose run was cut off before its first checkpoint; its logs are set aside.
+        over: the run in the folder is finished, and has no checkpoint any more to go on from.
+        notes: what to tell.
+    """
+
+    folder: Path
+    lock: FolderLock
+    resume: Path | None = None
+    inside: bool = False
+    again: bool = False
+    over: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def claim(own: Path, resume: str | None, outputs: Path, config: str, frequency: int) -> Claim:
+    """The folder that a run writes to, which from now on no other process can.
+
+    ``auto`` is the newest run of this config under ``outputs`` that has a checkpoint; where there is none, a new one. A
+    run that another process is at is passed over for the newest one that was cut off, and never for a new or a
+    finished one.
+
+    Args:
+        own: the folder for a new run.
+        resume: a checkpoint, the folder of a run, ``auto``, or None for a new run.
+        config: of the run that starts, as JSON.
+        frequency: steps between its checkpoints, 0 for none before the end.
+
+    Raises:
+        ValueError: another process writes there, it can't be written, or its checkpoints are gone; says what to do.
+    """
+    if resume == "auto":
+        return _newest(own, outputs, config)
+    if resume is None:
+        return Claim(own, _locked(own))
+    place = Path(resume).absolute()  # a link keeps its place in the run's folder, wherever it leads
+    if place.is_file():
+        inside = place.parent.name == CHECKPOINTS
+        folder = place.parent.parent if inside else own
+        return Claim(folder, _locked(folder), place, inside=inside)
+    if checkpoint.checkpoints(place) and not checkpoint.checkpoints(place / CHECKPOINTS):
+        inside = place.name == CHECKPOINTS
+        folder = place.parent if inside else own
+        return Claim(folder, _locked(folder), place, inside=inside)
+    is_run = any((place / name).exists() for name in (CHECKPOINTS, METRICS_FILE, LOCK))
+    if not is_run and place.resolve() != own.resolve():
+        return Claim(own, _locked(own), place)  # which `checkpoint.restore` refuses
+    place = Path(resume)
+    lock = _locked(place)
+    try:
+        return _in_folder(place, lock, is_run, frequency)
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> Claim:
+    """How a run starts in a folder of its own: from a checkpoint, from the beginning, or not at all.
+
+    Raises:
+        ValueError: a run was there, longer than one that was cut off before its first checkpoint.
+    """
+    if checkpoint.checkpoints(place / CHECKPOINTS):
+        return Claim(place, lock, place, inside=True)
+    if is_finished(place):
+        note = f"The run in {place} is finished, and nothing is left to do; without a checkpoint it can't be prolonged"
+        return Claim(place, lock, over=True, notes=[note])
+    last = checkpoint.last_logged(place)
+    # The step that a checkpoint follows is logged before it.
+    if (frequency and last > frequency) or (place / SUMMARY).exists():
+        raise ValueError(
+            f"the run in {place} got to step {last}, and its checkpoints are gone, so it can't go on; put them back "
+            f"into {place / CHECKPOINTS}, or set another hydra.run.dir"
+        )
+    notes = [f"The run in {place} was cut off before its first checkpoint, and begins again"] * is_run
+    return Claim(place, lock, again=True, notes=notes)
+
+
+def set_logs_aside(folder: Path) -> None:
+    """Renames what a run logged before its first checkpoint to ``.abandoned``, in the place of what was set aside
+    before."""
+    for name in (COMPLETIONS_FOLDER, TOKENS, ANSWERS, METRICS_FILE):
+        path = folder / name
+        aside = path.with_name(f"{name}{ABANDONED}")
+        if path.is_dir():
+            shutil.rmtree(aside, ignore_errors=True)
+        if path.exists():
+            path.rename(aside)
+
+
+def _newest(own: Path, outputs: Path, config: str) -> Claim:
+    """The newest run of this config under ``outputs`` that has a checkpoint and no other process is at; or a new one.
+
+    Raises:
+        ValueError: all that there is of this config is being written.
+    """
+    notes: list[str] = []
+    live: list[FolderInUseError] = []
+    for run in _runs(outputs):
+        try:
+            busy, other = in_use(run), _differs(run, config)
+            if other:
+                notes += [f"Passed over by resume=auto: {run} is of another config. {other}"] * (not notes)
+            elif busy:
+                live.append(busy)
+            elif checkpoint.checkpoints(run / CHECKPOINTS) and not (live and is_finished(run)):
+                told = [f"Passed over by resume=auto: {error}" for error in live]
+                return Claim(run, FolderLock(run), run, inside=True, notes=told)
+        except FolderInUseError as error:  # in this moment
+            live.append(error)
+        except OSError as error:
+            notes.append(f"Passed over by resume=auto: {run} can't be used ({error.strerror})")
+    if live:
+        raise ValueError(f"resume=auto finds no other run of this config that was cut off, and {live[0]}")
+    return Claim(own, _locked(own), notes=notes)
+
+
+def _runs(outputs: Path) -> list[Path]:
+    """Folders that hold checkpoints or a lock, that with the newest first."""
+    newest: dict[Path, float] = {}
+    for path in outputs.glob(f"**/{CHECKPOINTS}/checkpoint_*.pt"):
+        with suppress(OSError):  # gone since
+            run = path.parent.parent
+            newest[run] = max(newest.get(run, 0.0), path.stat().st_mtime)
+    for path in outputs.glob(f"**/{LOCK}"):  # of runs that have no checkpoint yet: another process may be at them
+        with suppress(OSError):
+            newest.setdefault(path.parent, path.stat().st_mtime)
+    return sorted(newest, key=lambda run: newest[run], reverse=True)
+
+
+def _differs(run: Path, config: str) -> str | None:
+    """What is different in the config of a run; None where nothing is that matters, or where it says none."""
+    saved = None
+    for path in reversed(checkpoint.checkpoints(run / CHECKPOINTS)):
+        with suppress(ValueError, KeyError, TypeError):
+            saved = checkpoint_file.read(path)["config"]
+            break
+    try:
+        if saved is None and (run / CONFIG).exists():
+            saved = json.dumps(yaml.safe_load((run / CONFIG).read_text()))
+        if saved is not None:
+            checkpoint.check_config(saved, config)
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        return str(error)
+    return None
+
+
+def _locked(folder: Path) -> FolderLock:
+    try:
+        return FolderLock(folder)
+    except OSError as error:
+        raise ValueError(f"the run can't write to {folder} ({error.strerror}); set hydra.run.dir") from error
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in the folder has come to its end: all parts of it are there, but for the report perhaps.
+
+    Raises:
+        ValueError: its summary can't be read.
+    """
+    return bool(read_summary(folder).get("finished")) and (folder / MODEL).is_dir()

@@ -1,0 +1,82 @@
+"""The model that a run leaves, and that of a checkpoint, as ``from_pretrained`` reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_rl.distributed.ranks import Ranks, gathered
+from grpo_rl.distributed.sharded_checkpoint import export_model
+from grpo_rl.policies.hub import load_tokenizer, resolve_model, writing_model
+from grpo_rl.policies.lora import has_adapters
+from grpo_rl.storage.whole_file import whole_folder
+from grpo_rl.training import checkpoint
+from grpo_rl.weights.sources import export_merged, source_of
+
+
+def export(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    adapters: str = "merged",
+    ranks: Ranks | None = None,
+) -> None:
+    """Writes the model for ``from_pretrained``, whole or not at all; our attention's name must not travel with it.
+
+    Args:
+        adapters: what to do with a model's adapters: ``merged`` into its weights, which takes the host a copy of them,
+            or the ``adapter`` alone, as peft saves it.
+        ranks: the processes that hold the model together, all of which call this; rank 0 writes.
+
+    Raises:
+        OSError: the disk is full or read-only; names the folder.
+    """
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        weights = {}
+        if ranks and ranks.in_step:
+            weights = gathered(source_of(model, takes_adapters=False).moving(), ranks.rank)
+        if ranks and ranks.rank:
+            return
+        with whole_folder(folder) as partial, writing_model(partial):
+            if weights:
+                export_model(weights, model.config, partial, model.config.dtype, model.generation_config)
+            elif has_adapters(model) and adapters == "merged":
+                export_merged(model, partial)
+            else:
+                model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+    finally:
+        model.set_attn_implementation(attention)
+
+
+def export_checkpoint(path: Path, folder: Path) -> None:
+    """Writes the model of a checkpoint, sharded or not, as a run does at its end; one process does it, on the CPU.
+
+    Raises:
+        ValueError: it is no checkpoint, or one of adapters; the folder holds something; the model that training began
+            with, whose config and tokenizer go along, is not there.
+        OSError: the disk is full or read-only; what was written until then is removed.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already and not empty; give another folder")
+    state = checkpoint.load(path)
+    masters, cfg = state["optimizer"]["masters"], json.loads(state["config"])
+    if any(".lora_" in name for name in masters):
+        raise ValueError(f"{path} is of adapters, without the model under them; the run's own folder model/ has both")
+    source = resolve_model(cfg["model"]["name"])
+    config, of_sampling = AutoConfig.from_pretrained(source), None
+    if (source / "generation_config.json").is_file():
+        of_sampling = GenerationConfig.from_pretrained(source)
+    tokenizer = load_tokenizer(source, cfg["model"]["chat_template"])
+    try:
+        with whole_folder(folder) as partial, writing_model(partial):
+            export_model(masters, config, partial, getattr(torch, cfg["train_model"]["dtype"]), of_sampling)
+            tokenizer.save_pretrained(partial)
+    except OSError as error:
+        remedy = "free some space or give another folder"
+        raise OSError(error.errno, f"{error.strerror or error}; {remedy}", error.filename) from error

@@ -1,0 +1,70 @@
+"""HeldOut: held-out rewards before, during and after training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_rl.engines.base import Sampler, Sampling
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.run.summary import write_evaluation
+from grpo_rl.training.evaluate import Evaluation, evaluate, paired_gain
+
+
+class HeldOut:
+    """Evaluates held-out rows greedily, and remembers the first and the last evaluation.
+
+    Args:
+        env: gives prompts and scores responses.
+        rows: none turn evaluation off.
+        max_new_tokens: of a response.
+        before: rewards of the evaluation before training, where a resumed run has it.
+        last: step and rewards of the newest evaluation, where a resumed run has it.
+    """
+
+    def __init__(
+        self,
+        env: LLMEnv,
+        rows: Sequence[dict[str, Any]],
+        max_new_tokens: int,
+        before: Sequence[float] = (),
+        last: tuple[int, Sequence[float]] | None = None,
+    ) -> None:
+        self._env, self.rows = env, list(rows)
+        self._sampling = Sampling(temperature=0.0, max_new_tokens=max_new_tokens)
+        self.before = list(before)
+        self.evaluated_at, self.after = (last[0], list(last[1])) if last else (None, [])
+
+    def evaluate(self, step: int, engine: Sampler, on_rank_zero: Callable[[Callable[[], Any]], Any]) -> Evaluation:
+        """Evaluates after a step; after step 0 it is the evaluation before training.
+
+        Args:
+            on_rank_zero: does work on rank zero for all ranks, see `grpo_rl.weights.push.WeightSync.on_rank_zero`.
+        """
+        evaluation = on_rank_zero(lambda: evaluate(self._env, engine, self.rows, self._sampling))
+        self.evaluated_at, self.after = step, evaluation.rewards
+        if step == 0:
+            self.before = evaluation.rewards
+        return evaluation
+
+    def keep(self, folder: Path, step: int) -> None:
+        """Writes the rewards of an evaluation after this step, once its metrics are logged: a killed run has both."""
+        if self.evaluated_at == step:
+            write_evaluation(folder, step, self.after)
+
+    def summary(self, step: int) -> dict[str, object]:
+        """Held-out reward before and after ``step``, with the paired gain and its 95 % interval, as far as known."""
+        if not self.before:
+            return {}
+        summary: dict[str, object] = {"eval_before": float(np.nanmean(self.before))}
+        if self.evaluated_at == step > 0:
+            gain = paired_gain(self.before, self.after)
+            summary |= {
+                "eval_after": float(np.nanmean(self.after)),
+                "eval_gain": gain.mean,
+                "eval_gain_ci95": gain.ci95,
+            }
+        return summary

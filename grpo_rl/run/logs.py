@@ -1,0 +1,118 @@
+"""RunLogs: everything that a run logs to, opened and closed together."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.panel import Panel
+
+from grpo_rl.data.group import Group
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.monitor.completions import CompletionsLog, completion_rows
+from grpo_rl.monitor.lineage import LineageLog
+from grpo_rl.monitor.metrics import MetricsLog, read_metrics
+from grpo_rl.monitor.progress import Progress
+from grpo_rl.monitor.step_record import Observer
+from grpo_rl.monitor.wandb import WandbLog
+from grpo_rl.monitor.watch import RewardWatch
+
+
+class LoggerSettings(Protocol):
+    """The config's section ``logger``."""
+
+    backend: str
+    mode: str
+    project: str
+    name: str | None
+    completions: bool
+
+
+class RunLogs:
+    """The terminal view, ``metrics.jsonl``, completions, lineage and W&B of a run; used as a context manager.
+
+    Args:
+        folder: of the run, prepared.
+        logger: the config's section.
+        config: the whole config as JSON.
+        total_steps: of the run.
+        step: that the run resumes behind.
+        resumes: there are metrics from before, whose warnings are not told again.
+        loss: gives each token's terms to the lineage; None stores none.
+        rank_zero: only rank zero writes more than metrics and shows anything.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        logger: LoggerSettings,
+        config: str,
+        total_steps: int,
+        step: int = 0,
+        resumes: bool = False,
+        loss: GRPOLoss | None = None,
+        rank_zero: bool = True,
+    ) -> None:
+        self.folder = folder
+        self.metrics = MetricsLog(folder)
+        self.completions = CompletionsLog(folder) if logger.completions and rank_zero else None
+        self.lineage = LineageLog(folder, config, loss) if loss and rank_zero else None
+        self._watch = RewardWatch.over(read_metrics(folder)) if resumes else RewardWatch()
+        self.wandb = None
+        if logger.backend == "wandb" and rank_zero:
+            self.wandb = WandbLog(
+                folder, json.loads(config), project=logger.project, name=logger.name, mode=logger.mode
+            )
+        self.progress = Progress(total_steps, None if rank_zero else Console(quiet=True), first_step=step)
+        self.last_words: Panel | None = None
+        """Shown when all else is closed, unless an error ends the run."""
+
+    def __enter__(self) -> RunLogs:
+        self.started = time.perf_counter()
+        self.progress.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.wandb:
+            self.wandb.close(exit_code=int(kind is not None))
+        self.progress.__exit__()
+        if self.last_words and kind is None:
+            self.progress.console.print(self.last_words)
+
+    @property
+    def observers(self) -> list[Observer]:
+        """What is told of each micro-batch."""
+        return [lambda tokens, losses, _: self.lineage.add(tokens, losses)] if self.lineage else []
+
+    def note(self, text: str) -> None:
+        """Shows a line to the user."""
+        self.progress.note(text)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs numbers of a step, and warns where they show something that nobody wanted."""
+        self.metrics.log(step, metrics)
+        for warning in self._watch.update({"step": step, **metrics}):
+            self.note(f"Warning. {warning}")
+        if self.wandb:
+            self.wandb.log(step, metrics)
+
+    def has(self, step: int, name: str) -> bool:
+        """Whether a number of a step is in ``metrics.jsonl`` already."""
+        return any(row["step"] == step and name in row for row in read_metrics(self.folder))
+
+    def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], env: LLMEnv) -> None:
+        """Logs a training step: its numbers, and its groups as text."""
+        self.log(step, metrics)
+        if self.completions or self.wandb:
+            rows = completion_rows(groups, env.decode, env.gold)
+            if self.completions:
+                self.completions.log(step, rows)
+            if self.wandb:
+                self.wandb.table(step, rows)
+        response = env.decode(groups[0].responses[0])
+        self.progress.update(step, metrics, sample=f"{env.query(groups[0].row)}\n{response}")

@@ -1,0 +1,92 @@
+"""Parts: what a run trains with, and the state of it that a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDictBase
+from transformers import PreTrainedTokenizerBase
+
+from grpo_rl.collectors.base import Collector
+from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.data.batching import MicroBatching
+from grpo_rl.data.buffer import GroupBuffer
+from grpo_rl.data.group import Group
+from grpo_rl.diagnosis.mismatch import Mismatch
+from grpo_rl.engines.base import Sampler
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
+from grpo_rl.training import checkpoint
+from grpo_rl.training.optimizer import PolicyOptimizer
+from grpo_rl.training.schedules import Schedules
+from grpo_rl.weights.push import WeightSync
+
+
+@dataclass
+class Parts:
+    """What a run trains with.
+
+    Args:
+        reference: None where no KL term reads it.
+        sampling: how training responses are sampled.
+        micro_batching: how an optimizer step's groups are split and weighted.
+        needs_old_log_probs: whether the policy scores each collection before it trains on it.
+    """
+
+    env: LLMEnv
+    tokenizer: PreTrainedTokenizerBase
+    policy: TrainPolicy
+    reference: ReferencePolicy | None
+    optimizer: PolicyOptimizer
+    engine: Sampler
+    weights: WeightSync
+    collector: Collector
+    schedules: Schedules
+    loss: GRPOLoss
+    compute_advantages: AdvantageEstimator
+    buffer: GroupBuffer
+    mismatch: Mismatch
+    micro_batching: MicroBatching
+    needs_old_log_probs: bool
+
+    def begin(self, state: Mapping[str, Any] | None, seed: int) -> None:
+        """Goes back to a checkpoint's state, or begins with the seed; :meth:`begin_collecting` follows the first push.
+
+        Raises:
+            ValueError: the checkpoint's adapters were trained on another base.
+        """
+        self._collected = None
+        if state is None:
+            # After the parts are built: what building them draws is not the run's.
+            checkpoint.seed_rng(seed)
+            return
+        self.weights.check_base(state["base"])  # a checkpoint of adapters does not hold what they were trained on
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedules.restore(state["schedules"])
+        self.weights.restore(state["version"])
+        checkpoint.set_rng_state(state["rng"])
+        self._collected = state["collector"]
+
+    def begin_collecting(self) -> None:
+        """Puts the collector back to where the checkpoint left it."""
+        if self._collected:
+            self.collector.restore(self._collected)
+            self._collected = None
+
+    def observe(self, tokens: TensorDictBase, _losses: TensorDictBase, groups: Sequence[Group]) -> None:
+        """Compares sampler and trainer on a micro-batch."""
+        self.mismatch.add(tokens, groups, self.weights.version)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the parts."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "schedules": self.schedules.state(),
+            "collector": self.collector.state(),
+            "version": self.weights.version,
+            "base": self.weights.base_fingerprints(),
+            "rng": checkpoint.rng_state(),
+        }

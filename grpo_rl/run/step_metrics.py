@@ -1,0 +1,50 @@
+"""The numbers of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from grpo_rl.data.batching import groups_to_score
+from grpo_rl.data.group import Group
+from grpo_rl.monitor.metrics import reward_metrics
+from grpo_rl.monitor.step_record import StepRecord
+from grpo_rl.perf.roofline import StepLimit
+from grpo_rl.run.parts import Parts
+
+
+class StepMetrics:
+    """Numbers of a step, from the run's parts, the step's groups with advantages, and its record.
+
+    Args:
+        roofline: what the step would take at this machine's best; None where several processes train.
+        resamples: dynamic sampling leaves groups out, so that what was sampled has a reward of its own.
+    """
+
+    def __init__(self, roofline: StepLimit | None, resamples: bool) -> None:
+        self._roofline, self._resamples = roofline, resamples
+
+    def __call__(self, parts: Parts, groups: Sequence[Group], record: StepRecord) -> dict[str, float]:
+        """The step's metrics, by name."""
+        step_s, sampled = record.elapsed_s, parts.collector.sampled
+        # The push that ended the step has already raised the version.
+        sampled_under = parts.weights.version - 1
+        metrics = (
+            reward_metrics(groups, sampled_under)
+            | record.metrics(sum(int(group.trainable.sum()) for group in sampled), step_s)
+            | {"policy_version": sampled_under, "optimizer/skipped_steps": parts.optimizer.bad_steps}
+        )
+        batching = parts.micro_batching
+        scored = groups_to_score(groups, batching.skip_zero_advantage, batching.mask_truncated)
+        metrics["train/skipped_groups"] = len(groups) - len(scored)
+        # Of the whole run so far, held-out responses too: rare as they are, a step's own would hardly ever show.
+        failed, _ = parts.env.guard.failures()
+        metrics |= {f"failed/{kind}": count for kind, count in failed.items()}
+        metrics |= parts.collector.metrics()
+        if self._resamples:
+            metrics["reward/sampled_mean"] = float(torch.cat([group.rewards for group in sampled]).mean())
+        metrics |= parts.mismatch.metrics()
+        if self._roofline:
+            metrics |= self._roofline.metrics(groups, record.phases_s, step_s)
+        return metrics

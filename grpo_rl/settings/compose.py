@@ -1,0 +1,90 @@
+"""A config as Hydra composes it: from the project's files and a command line's overrides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from grpo_rl.settings.schema import check_keys
+from grpo_rl.settings.tasks import TASKS
+
+FOLDER = (Path(__file__).resolve().parents[1] / "config").resolve()
+GROUPS = ("env", "loss", "experiment")
+"""Config groups: chosen by name (``loss=grpo``), not keys of their own."""
+
+
+def check_overrides(arguments: Sequence[str], dataset: str | None = None) -> None:
+    """Checks the command line's overrides by name, since Hydra's own message suggests no nearest key.
+
+    Args:
+        dataset: the task; None: keys of any task will do.
+
+    Raises:
+        ValueError: an unknown key.
+    """
+    names = []
+    for word in arguments:
+        if "=" not in word or word.startswith(("-", "~")):
+            continue
+        try:
+            name = OverridesParser.create().parse_override(word).key_or_group
+        except HydraException:
+            continue  # Hydra explains these itself
+        # A slash, or Hydra's own section, is a group: `hydra/launcher=...`.
+        if "/" not in name and name.split(".")[0] != "hydra" and name not in GROUPS:
+            names.append(name)
+    check_keys(names, dataset)
+
+
+def dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
+    """The task that a command line chooses, by its overrides or its config; None where it can't be told from them.
+
+    >>> dataset_of(["env=ifeval", "optimizer.lr=1"], "grpo_gsm8k"), dataset_of([], "grpo_gsm8k")
+    ('ifeval', 'gsm8k')
+    >>> dataset_of(["env=ifeval,gsm8k"], "grpo_gsm8k"), dataset_of(["--config-name", "mine"], "grpo_gsm8k")
+    (None, None)
+    >>> dataset_of(["--config-name=grpo_math"], "grpo_gsm8k"), dataset_of(["+experiment=mine"], "grpo_gsm8k")
+    ('math', None)
+    """
+    name = config_name.removeprefix("grpo_")
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        option, _, value = word.partition("=")
+        if option in ("--config-name", "-cn"):
+            name = (value or following).removeprefix("grpo_")
+        if option.lstrip("+") == "experiment":
+            return None  # it may choose a task
+    for word in arguments:
+        if word.startswith("env="):
+            name = word.removeprefix("env=")
+    return name if name in TASKS else None
+
+
+def choosing_configs(arguments: Sequence[str]) -> list[str]:
+    """The arguments with a task named by its config: it brings its own keys.
+
+    >>> choosing_configs(["env.dataset=math", "optimizer.lr=1"])
+    ['env=math', 'optimizer.lr=1']
+    """
+    return [re.sub(r"^\+{0,2}env\.dataset=", "env=", word) for word in arguments]
+
+
+def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """The config that a script would get from these arguments; not checked beyond the names of its keys.
+
+    Raises:
+        ValueError: an unknown key.
+        HydraException: an unknown config, or an override that Hydra can't read.
+
+    >>> compose_config("grpo_gsm8k", ["env.dataset=countdown", "env.repeats=16"]).env.repeats
+    16
+    """
+    words = choosing_configs(overrides)
+    check_overrides(words, dataset_of(words, config_name))
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        return compose(config_name, overrides=words)

@@ -1,0 +1,102 @@
+"""Every number that follows from settings: steps, group sizes, micro-batches, and what parts are built with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_rl.data.batching import MicroBatching
+from grpo_rl.policies.lora import LoRA
+from grpo_rl.settings.sections import Sections
+from grpo_rl.training.schedules import GroupSizes
+
+
+def group_sizes(settings: Sections) -> GroupSizes:
+    """The group size of each step.
+
+    Raises:
+        ValueError: one is less than 2.
+    """
+    return GroupSizes(settings.env.repeats, settings.train.repeats_schedule)
+
+
+def total_steps(settings: Sections) -> int:
+    """Collections of the whole run: ``total_dialog_turns`` responses, ``num_envs`` groups at a time, rounded up.
+
+    Dynamic sampling takes responses from later collections: then this is an upper bound.
+    """
+    return group_sizes(settings).steps_for(settings.train.total_dialog_turns, settings.env.num_envs)
+
+
+def optimizer_steps(settings: Sections) -> int:
+    """Optimizer steps of the whole run."""
+    per_collection = settings.env.num_envs * settings.env.repeats // settings.train.optim_batch_size
+    return total_steps(settings) * per_collection * settings.train.epochs
+
+
+def steps_once(settings: Sections) -> bool:
+    """Whether each collection gives one optimizer step, so that no token is trained on after the weights have moved."""
+    train = settings.train
+    return train.epochs == 1 and settings.env.num_envs * settings.env.repeats <= train.optim_batch_size
+
+
+def needs_old_log_probs(settings: Sections) -> bool:
+    """Whether the policy scores each collection before it trains on it, which costs one more forward pass.
+
+    A correction needs its log-probs, and so does a KL in the reward; the choice of tokens by their entropy needs
+    entropies. For a correction alone, a collection of one optimizer step has them when it is trained on. A stored
+    lineage has them so that any loss can be replayed.
+    """
+    loss = settings.loss
+    return (
+        ((loss.correction != "none" or settings.train.lineage) and not steps_once(settings))
+        or (loss.kl_in == "reward" and settings.policy.kl_coef > 0)
+        or loss.top_entropy_fraction < 1
+    )
+
+
+def kl_in_loss(settings: Sections) -> float:
+    """Weight of the KL as a term of the loss."""
+    return settings.policy.kl_coef if settings.loss.kl_in == "loss" else 0.0
+
+
+def kl_in_reward(settings: Sections) -> float:
+    """Weight of the KL that is subtracted from rewards."""
+    return settings.policy.kl_coef if settings.loss.kl_in == "reward" else 0.0
+
+
+def micro_batching(settings: Sections) -> MicroBatching:
+    """How an optimizer step's groups are split and weighted."""
+    loss = settings.loss
+    return MicroBatching(
+        max_tokens=settings.train.micro_batch_tokens,
+        count=settings.train.gradient_accumulation_steps,
+        aggregate=loss.aggregate,
+        # With a KL or entropy term every group has a gradient.
+        skip_zero_advantage=not (kl_in_loss(settings) or settings.policy.entropy_coef),
+        normalizer=settings.sampling.max_new_tokens if loss.normalizer is None else loss.normalizer,
+        mask_truncated=loss.mask_truncated,
+        top_entropy_fraction=loss.top_entropy_fraction,
+        on_policy=steps_once(settings),
+    )
+
+
+def max_staleness(settings: Sections) -> int:
+    """How many policy versions old a token may be when it is trained on; 0 where sampling and training take turns."""
+    return settings.train.max_staleness if settings.mode == "async" else 0
+
+
+def loss_terms(settings: Sections) -> dict[str, Any]:
+    """What `grpo_rl.losses.grpo.GRPOLoss` is built with."""
+    names = ("surrogate", "ratio", "clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg", "kl")
+    corrections = ("correction", "correction_level", "correction_low", "correction_high")
+    terms = {name: settings.loss[name] for name in names + corrections}
+    return terms | {"kl_coef": kl_in_loss(settings), "entropy_coef": settings.policy.entropy_coef}
+
+
+def adapters(settings: Sections) -> LoRA:
+    """The adapters of ``train_model.lora``, of rank 0 where there are none.
+
+    Raises:
+        ValueError: a setting is out of range, or peft is not installed.
+    """
+    return LoRA(**settings.train_model.lora, seed=settings.train.seed)

@@ -1,0 +1,155 @@
+"""The settings of the models: which they are, on which devices, how they train and how they sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from grpo_rl.policies.lora import Quantization
+from grpo_rl.settings.declaration import Section, setting
+from grpo_rl.training.schedules import Refresh
+
+
+@dataclass(frozen=True)
+class Model(Section):
+    """The policy's model."""
+
+    name: str = setting(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "a local folder, a hub name, or the default, which comes with the package",
+    )
+    chat_template: str | None = setting(None, "a Jinja text that replaces the model's own template")
+
+
+@dataclass(frozen=True)
+class LoRASection(Section):
+    """Low-rank adapters are trained instead of the model (needs the extra `lora`)."""
+
+    rank: int | None = setting(
+        0, "of the adapters; 0: none. With adapters use about ten times the learning rate", at_least=0
+    )
+    alpha: float = setting(32, "the adapters' product is scaled by alpha / rank", more_than=0)
+    dropout: float = setting(
+        0.0,
+        "of the adapters' inputs, in training; with more than 0 the ratios of fresh weights scatter around 1",
+        at_least=0,
+        less_than=1,
+    )
+    targets: str | tuple[str, ...] = setting(
+        "all-linear",
+        "all linear layers but the head, or a list of names: [q_proj, v_proj]. A mixture of experts needs a list: its "
+        "experts get no adapters and stay as they are",
+    )
+    push: Literal["merged", "adapter"] = setting(
+        "merged", "what the engine gets: merged weights, or the adapter beside its own weights (vLLM only)"
+    )
+    export: Literal["merged", "adapter"] = setting(
+        "merged", "what the run writes at its end: a merged model, or an adapter folder for peft"
+    )
+
+
+@dataclass(frozen=True)
+class TrainModel(Section):
+    """The model in training: dropout, layerdrop and router noise of its own config are off."""
+
+    num_devices: int | None = setting(None, "how many devices train; null: one, or the CPU", at_least=1)
+    devices: tuple[int, ...] | None = setting(None, "or which, as a list of indices")
+    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of weights and activations")
+    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass, to save memory")
+    parallel: Literal["fsdp", "ddp"] | None = setting(
+        None, "several processes train: fsdp: each holds a part of every weight | ddp: each holds all of them"
+    )
+    timeout_s: float = setting(
+        1800, "with either: the longest that one process waits for another, in sampling and evaluation too", at_least=1
+    )
+    cpu_offload: bool = setting(False, "with fsdp: weights, gradients and optimizer state stay in the CPU's memory")
+    compile: bool | None = setting(
+        None, "layers on a GPU, norms and MLPs on a CPU as fused kernels; null: where there is a compiler"
+    )
+    lora: LoRASection = field(default_factory=LoRASection)
+    quantization: Quantization | None = setting(
+        None, "of the frozen weights under adapters; int8 on a CPU only (bitsandbytes, the extra `qlora`)"
+    )
+
+
+@dataclass(frozen=True)
+class RefModel(Section):
+    """The frozen reference, which the KL is measured to."""
+
+    num_devices: int | None = setting(
+        None, "its devices; only with policy.kl_coef > 0; null: it shares the training device", at_least=1
+    )
+    devices: tuple[int, ...] | None = setting(None, "or which, as a list of indices")
+    name: str | None = setting(None, "its model, a folder or a hub name; null: model.name")
+    refresh: Refresh = setting(
+        "never",
+        "when it becomes a copy of the policy: never | steps: every so many | plateau: when the reward of so many "
+        "steps is no higher than that of as many before | average: it moves a little in every step",
+    )
+    refresh_steps: int = setting(100, "the number of steps of `steps` and `plateau`", at_least=1)
+    decay: float = setting(0.99, "with `average`: the share of itself that it keeps", at_least=0, less_than=1)
+
+
+@dataclass(frozen=True)
+class InferenceModel(Section):
+    """The engine that samples; in mode=async num_devices / tensor_parallel_size of them, each in its own process."""
+
+    num_devices: int | None = setting(None, "devices of the engine; null: it shares the training device", at_least=1)
+    devices: tuple[int, ...] | None = setting(None, "or which, as a list of indices")
+    engine: Literal["vllm", "transformers"] = setting(
+        "vllm", "transformers samples where vLLM can't be installed; slow"
+    )
+    tensor_parallel_size: int | None = setting(
+        None, "GPUs of one engine; null: all inference devices, in mode=async one", at_least=1
+    )
+    gpu_memory_utilization: float = setting(0.5, "share of a GPU's memory that vLLM takes", more_than=0, at_most=1)
+    max_model_len: int = setting(1024, "prompt + response, in tokens", at_least=1)
+    enforce_eager: bool | None = setting(
+        None, "null: CUDA graphs on a GPU, no graphs on a CPU; true: no graphs; false compiles too: a slow start"
+    )
+    sleep: bool = setting(
+        False,
+        "on GPUs that train too: while the policy trains the engine frees their memory",
+        mode="sync",
+        because="in mode=async engines have devices of their own",
+    )
+    max_restarts: int = setting(
+        3,
+        "an engine that dies is replaced so often, and its groups are sampled again; 0: the run stops",
+        at_least=0,
+        mode="async",
+    )
+    deadline_s: float = setting(
+        120, "seconds that an engine may take for its longest step, and for taking weights", at_least=1, mode="async"
+    )
+    transfer: Literal["shared_memory", "nccl"] | None = setting(
+        None, "how weights travel; null: shared_memory on a CPU, nccl between GPUs", mode="async"
+    )
+    keep_cache: bool = setting(
+        False,
+        "true: responses that continue across a push keep the keys and values that older weights computed",
+        mode="async",
+    )
+
+
+@dataclass(frozen=True)
+class SamplingSection(Section):
+    """How responses are sampled in training."""
+
+    temperature: float = setting(
+        1.0,
+        "of the sampled distribution, whose log-probs are trained on",
+        more_than=0,
+        at_most=2,
+        because="greedy responses to one prompt are all equal",
+    )
+    top_p: float = setting(
+        1.0,
+        "1: the whole distribution, as importance weights need it",
+        at_least=1,
+        at_most=1,
+        because="responses would come from a truncated distribution: no importance weight brings back the tokens that "
+        "are cut off, and fresh ratios would start at the mass kept, not at 1. A lower sampling.temperature sharpens "
+        "responses and stays exact (docs/troubleshooting.md)",
+    )
+    max_new_tokens: int = setting(256, "longest response, in tokens; of a conversation: longest turn", at_least=1)

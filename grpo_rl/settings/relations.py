@@ -1,0 +1,138 @@
+"""What several settings have to fulfil together; what one has to by itself is in its declaration."""
+
+from __future__ import annotations
+
+from grpo_rl.data.advantages import check_advantage
+from grpo_rl.envs.rewards.registry import read_parts
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.lora import check_quantization
+from grpo_rl.settings.declaration import plain, select
+from grpo_rl.settings.derived import adapters, group_sizes, kl_in_reward, loss_terms
+from grpo_rl.settings.models import LoRASection
+from grpo_rl.settings.sections import Sections, declarations
+from grpo_rl.training.schedules import AdaptiveKL
+
+
+def check_relations(settings: Sections) -> None:
+    """Refuses settings that do not go together; `grpo_rl.settings.misfits` has those that do not divide.
+
+    Raises:
+        ValueError: what is wrong, with the numbers, and what to change.
+    """
+    read_parts(settings.env.rewards)
+    _check_data(settings)
+    _check_mode(settings)
+    _check_lora(settings)
+    _check_parallel(settings)
+    _check_loss(settings)
+    _check_reference(settings)
+
+
+def _check_data(settings: Sections) -> None:
+    context, response = settings.inference_model.max_model_len, settings.sampling.max_new_tokens
+    if context <= response:
+        raise ValueError(
+            f"inference_model.max_model_len={context} leaves no room for a prompt beside "
+            f"sampling.max_new_tokens={response}"
+        )
+    if settings.env.dataset == "search_qa" and settings.env.eval_path and not settings.env.task["corpus"]:
+        raise ValueError("env.eval_path needs env.corpus: the documents beside env.path do not answer its questions")
+    if settings.evaluate.rows == 1:
+        raise ValueError("evaluate.rows is 1; use 0, or at least 2: one row gives no interval")
+
+
+def _check_mode(settings: Sections) -> None:
+    own, script = ("async", "sota/grpo.py") if settings.mode == "async" else ("sync", "sota/grpo_async.py")
+    for key, setting in declarations(settings.env.dataset).items():
+        if setting.mode not in (None, own) and (value := select(settings, key)) != setting.default:
+            because = f": {setting.because}" if setting.because else ""
+            raise ValueError(f"{key}={plain(value)} is of mode={setting.mode}{because}; run {script}")
+    if own == "sync":
+        return
+    if settings.ray.address is None and (settings.ray.nodes or 1) > 1:
+        raise ValueError(
+            f"ray.nodes={settings.ray.nodes} needs a cluster; set ray.address (auto where this is part of it)"
+        )
+    if settings.inference_model.engine != "vllm":
+        raise ValueError(
+            f"mode=async samples with inference_model.engine=vllm, not {settings.inference_model.engine}; use mode=sync"
+        )
+
+
+def _check_lora(settings: Sections) -> None:
+    lora, train = adapters(settings), settings.train_model
+    check_quantization(train.quantization, lora, train.compile)
+    if not lora.rank:
+        unused = LoRASection(rank=train.lora.rank)
+        if idle := [name for name, value in train.lora.items() if value != unused[name]]:
+            value = plain(train.lora[idle[0]])
+            raise ValueError(f"train_model.lora.{idle[0]}={value} without adapters; set train_model.lora.rank")
+        return
+    if lora.push == "adapter" and settings.inference_model.engine != "vllm":
+        raise ValueError(
+            f"train_model.lora.push=adapter needs inference_model.engine=vllm, not {settings.inference_model.engine}, "
+            "which takes weights alone; use merged"
+        )
+    if settings.policy.kl_coef and _reference_has_devices(settings):
+        raise ValueError(
+            "with train_model.lora the reference is the policy without its adapters, on the policy's device; leave "
+            "ref_model.num_devices and ref_model.devices at null"
+        )
+
+
+def _reference_has_devices(settings: Sections) -> bool:
+    return settings.ref_model.num_devices is not None or settings.ref_model.devices is not None
+
+
+def _check_parallel(settings: Sections) -> None:
+    train = settings.train_model
+    if train.parallel is not None and _reference_has_devices(settings):
+        raise ValueError(
+            f"ref_model.num_devices or ref_model.devices with train_model.parallel={train.parallel}: each trainer "
+            "scores the reference on its own device; leave both at null"
+        )
+    if train.cpu_offload and train.parallel != "fsdp":
+        raise ValueError(
+            f"train_model.cpu_offload=true with train_model.parallel={train.parallel}; only fsdp fetches weights "
+            "from there: set train_model.parallel=fsdp"
+        )
+    if train.quantization and train.parallel == "fsdp":
+        raise ValueError(
+            f"train_model.quantization={train.quantization} with train_model.parallel=fsdp: a base in so few bits is "
+            "not sharded here; use ddp, where each process holds all of it"
+        )
+    if train.lora.export == "adapter" and train.parallel == "fsdp":
+        raise ValueError(
+            "train_model.lora.export=adapter with train_model.parallel=fsdp: sharded adapters are written merged only; "
+            "set train_model.lora.export=merged, or use ddp"
+        )
+
+
+def _check_loss(settings: Sections) -> None:
+    loss = settings.loss
+    masks_tokens = loss.correction == "mask" and loss.correction_level == "token"
+    if loss.ratio == "sequence" and (masks_tokens or loss.top_entropy_fraction < 1):
+        raise ValueError(
+            "loss.ratio=sequence gives all tokens of a response one gradient, so that loss.top_entropy_fraction and a "
+            "loss.correction=mask by token would leave none of them out; use loss.ratio=sequence_token"
+        )
+    if loss.normalizer is not None and loss.aggregate != "constant":
+        raise ValueError(
+            f"loss.normalizer is {loss.normalizer}, and loss.aggregate={loss.aggregate} reads none: use null"
+        )
+    GRPOLoss(**loss_terms(settings))
+    group_sizes(settings)
+    check_advantage(loss.advantage, loss.advantage_clip, kl_in_reward(settings), loss.kl)
+
+
+def _check_reference(settings: Sections) -> None:
+    reference, policy = settings.ref_model, settings.policy
+    AdaptiveKL(policy.kl_coef, policy.target_kl)
+    other = reference.refresh != "never" or reference.name is not None
+    if other and not policy.kl_coef:
+        raise ValueError("ref_model.refresh and ref_model.name are of the KL term's reference; set policy.kl_coef")
+    if other and settings.train_model.lora.rank:
+        raise ValueError(
+            "with train_model.lora the reference is the policy without its adapters; leave ref_model.name at null and "
+            "ref_model.refresh at never"
+        )

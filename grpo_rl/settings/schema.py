@@ -1,0 +1,171 @@
+"""The settings of a run: read from a config, checked, and written as text and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_rl.settings.declaration import Section, build, leaves, plain, select
+from grpo_rl.settings.misfits import misfits
+from grpo_rl.settings.relations import check_relations
+from grpo_rl.settings.sections import Env, Sections, declarations
+from grpo_rl.settings.tasks import TASKS
+from grpo_rl.training.checkpoint import REMOVED
+
+ABSENT = object()
+UNSET = "???"
+"""What OmegaConf has in the place of a value that has to be given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Sections):
+    """All settings of a run, which go together; each section has its keys as attributes, and is a mapping of them."""
+
+    @classmethod
+    def read(cls, cfg: DictConfig | Mapping[str, Any], divides: bool = True) -> Settings:
+        """The settings of a config.
+
+        Args:
+            divides: whether its batches have to divide; see `grpo_rl.settings.misfits`.
+
+        Raises:
+            ValueError: a key, a type or a value is wrong, or several do not go together, and what to change.
+        """
+        try:
+            values: Any = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
+        except OmegaConfBaseException as error:
+            raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
+        settings = cls._checked(values)
+        check_relations(settings)
+        for misfit in misfits(settings) if divides else ():
+            raise misfit
+        return settings
+
+    @classmethod
+    def restored(cls, values: Mapping[str, Any]) -> Settings:
+        """The settings that a stored run had, whether or not this machine could run them.
+
+        A setting that was added since has its default.
+
+        Raises:
+            ValueError: the run had a setting that exists no more, at another value than what the code does now.
+        """
+        names = leaves(values)
+        for key in names:
+            if key in REMOVED and select(values, key) != REMOVED[key]:
+                raise ValueError(f"the run had {key}={select(values, key)}, which is no setting any more")
+        stored = {key: setting.default for key, setting in declarations(values["env"]["dataset"]).items()}
+        stored |= {key: select(values, key) for key in names if key not in REMOVED}
+        return cls._checked(nested({key: value for key, value in stored.items() if value is not dataclasses.MISSING}))
+
+    @classmethod
+    def _checked(cls, values: Mapping[str, Any]) -> Settings:
+        dataset = select(values, "env.dataset")
+        if wrong := declarations(None)["env.dataset"].wrong_value("env.dataset", dataset):
+            raise ValueError(wrong)
+        known, names = declarations(dataset), leaves(values)
+        check_keys(names, dataset)
+        missing = sorted(key for key in known if select(values, key, ABSENT) is ABSENT)
+        if missing and all(key.startswith("loss.") for key in missing):
+            raise ValueError(
+                f"the loss lacks {', '.join(missing)}; build its file on another: `defaults: [grpo, _self_]`"
+            )
+        if missing:
+            raise ValueError(
+                f"the config lacks {', '.join(missing)}; build it on grpo_gsm8k by `defaults: [grpo_gsm8k]`"
+            )
+        if unset := sorted(key for key in known if select(values, key) == UNSET):
+            raise ValueError(f"{', '.join(unset)} must be set: {dataset} can't do without")
+        for wrong in (
+            [setting.wrong_type(key, select(values, key)) for key, setting in known.items()],
+            [setting.wrong_value(key, select(values, key)) for key, setting in known.items()],
+        ):
+            if told := [line for line in wrong if line]:
+                raise ValueError("\n".join(told))
+        env = values["env"]
+        task = {name: value for name, value in env.items() if name in TASKS[dataset].__dataclass_fields__}
+        return build(cls, values, env=build(Env, env, task=task))
+
+    def with_values(self, changes: Mapping[str, Any]) -> Settings:
+        """The same with other values at some dotted names; not checked.
+
+        >>> from grpo_rl.settings.compose import compose_config
+        >>> Settings.read(compose_config("grpo_gsm8k", [])).with_values({"env.repeats": 4}).env.repeats
+        4
+        """
+        changed = self
+        for key, value in changes.items():
+            changed = _with_value(changed, key.split("."), value)
+        return changed
+
+    def as_json(self) -> str:
+        """What a checkpoint stores."""
+        return json.dumps(plain(self), sort_keys=True)
+
+    def as_text(self) -> str:
+        """What people read: YAML."""
+        return OmegaConf.to_yaml(OmegaConf.create(plain(self)))
+
+
+def _with_value(section: Any, names: list[str], value: Any) -> Any:
+    inner = _with_value(section[names[0]], names[1:], value) if names[1:] else value
+    if isinstance(section, Env) and names[0] in section.task:
+        return dataclasses.replace(section, task={**section.task, names[0]: inner})
+    return (
+        dataclasses.replace(section, **{names[0]: inner})
+        if isinstance(section, Section)
+        else {**section, names[0]: inner}
+    )
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted names as a nested mapping.
+
+    >>> nested({"env.repeats": 8, "env.num_envs": 4, "mode": None})
+    {'env': {'repeats': 8, 'num_envs': 4}, 'mode': None}
+    """
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return tree
+
+
+def check_keys(names: Iterable[str], dataset: str | None = None) -> None:
+    """Refuses keys that nothing reads.
+
+    Args:
+        dataset: the task; None: keys of any task will do.
+
+    Raises:
+        ValueError: names each unknown key and the nearest known one.
+
+    >>> check_keys(["optimizer.lrr"])
+    Traceback (most recent call last):
+    ...
+    ValueError: unknown config key optimizer.lrr; did you mean optimizer.lr?
+    """
+    known = declarations(dataset)
+    sections = {key.rsplit(".", i)[0] for key in known for i in range(1, key.count(".") + 1)}
+    free = tuple(f"{key}." for key, setting in known.items() if setting.free)
+    unknown = [name for name in names if name not in known and name not in sections and not name.startswith(free)]
+    if unknown:
+        raise ValueError("\n".join(f"unknown config key {name}{_nearest(name, known)}" for name in unknown))
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    # The right name in the wrong section is the likeliest slip of all.
+    leaf = name.rsplit(".", 1)[-1]
+    same_leaf = sorted(key for key in known if key.rsplit(".", 1)[-1] == leaf)
+    best = same_leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {' or '.join(best)}?" if best else "; `--cfg job` prints every key"

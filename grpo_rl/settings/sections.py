@@ -1,0 +1,283 @@
+"""Every setting that all tasks share, declared once; its meaning is the comment beside it in ``config/``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from grpo_rl.data.advantages import Kind as Advantage
+from grpo_rl.losses.aggregate import Aggregation
+from grpo_rl.losses.correction import Correction, Level
+from grpo_rl.losses.kl import KL
+from grpo_rl.losses.surrogate import Ratio, Surrogate
+from grpo_rl.settings.declaration import REQUIRED, Section, declared, setting
+from grpo_rl.settings.models import InferenceModel, Model, RefModel, SamplingSection, TrainModel
+from grpo_rl.settings.tasks import TASKS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Env(Section):
+    """The task, and how its prompts are sampled and its responses scored."""
+
+    dataset: str = setting(REQUIRED, "the task: " + " | ".join(TASKS), choices=tuple(TASKS))
+    path: str | None = setting(None, "local data instead of the hub's")
+    eval_path: str | None = setting(
+        None, "local held-out data; null: the hub's held-out split (no evaluation where `path` is set)"
+    )
+    num_envs: int = setting(4, "prompts in flight: prompts per collection", at_least=1)
+    repeats: int = setting(
+        8, "group size G: responses per prompt", at_least=2, because="a group of one response has no advantage"
+    )
+    long_prompt: Literal["error", "skip"] = setting(
+        "error",
+        "a prompt that leaves no room in max_model_len: `error` names its row, `skip` counts it",
+    )
+    max_turns: int = setting(
+        4, "the policy's turns in one conversation, for tasks that reply (calculator, search_qa)", at_least=1
+    )
+    score_timeout_s: float = setting(
+        60, "seconds for one call of the scorer, of a response or of a whole group, and for a tool's reply", more_than=0
+    )
+    max_failed_fraction: float = setting(
+        0.1, "share of all responses whose scorers may fail or hang; with more the run stops", at_least=0, at_most=1
+    )
+    isolated: bool | None = setting(
+        None,
+        "true: score in processes of their own, which can be killed; false: reward functions given by name are called "
+        "in this process; null: only they get a process. math's comparisons and gsm8k's patterns always do",
+    )
+    rewards: Mapping[str, Any] = setting(
+        {}, "added to the task's own: a weight by name, or a mapping of weight and settings (docs/tasks.md)"
+    )
+    task: Mapping[str, Any] = field(default_factory=dict)
+    """The task's own settings, as plain values; as a mapping a section has them beside its own."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self.task[key] if key in self.task else super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*(name for name in self.__dataclass_fields__ if name != "task"), *self.task])
+
+
+@dataclass(frozen=True)
+class Train(Section):
+    """The run and its steps."""
+
+    total_dialog_turns: int = setting(100_000, "responses sampled in the whole run", at_least=1)
+    optim_batch_size: int = setting(
+        32, "responses per optimizer step; prompts per optimizer step = optim_batch_size / env.repeats", at_least=1
+    )
+    micro_batch_tokens: int = setting(8192, "tokens per forward/backward (prompts once + responses)", at_least=1)
+    gradient_accumulation_steps: int | None = setting(
+        None, "instead: exactly this many micro-batches per optimizer step", at_least=1
+    )
+    epochs: int = setting(1, "passes over each collection", at_least=1)
+    max_staleness: int = setting(
+        2, "how many policy versions old a token may be when it is trained on", at_least=0, mode="async"
+    )
+    max_refills: int = setting(
+        0,
+        "dynamic sampling: zero-variance groups are replaced, sampling at most so many times more (in mode=async as "
+        "often as needed); 0: they stay. total_dialog_turns counts all that was sampled, so the run has fewer steps",
+        at_least=0,
+    )
+    repeats_schedule: tuple[tuple[int, int], ...] = setting(
+        (),
+        "other group sizes: [[100, 4]]: from step 100 on 4 responses per prompt; prompts per step stay as many",
+        mode="sync",
+        because="groups of several steps are in flight in mode=async",
+    )
+    reward_clip: float | None = setting(
+        None, "rewards are clipped to plus and minus this before they become advantages", more_than=0
+    )
+    mixed_precision: bool = setting(True, "fp32 master weights under a bfloat16 model")
+    checkpoint_frequency: int = setting(20, "steps between checkpoints; 0: only at the end", at_least=0)
+    keep_checkpoints: int = setting(2, "older ones are removed; 0 keeps all", at_least=0)
+    lineage: bool = setting(
+        False, "store every token's history, for `grpo-rl replay`; 13 to 25 bytes a token (docs/lineage.md)"
+    )
+    max_bad_steps: int = setting(5, "non-finite steps in a row before the run stops with a diagnosis", at_least=1)
+    seed: int = setting(0, "of the order of prompts, the sampled tokens, dropout and the adapters' start")
+
+
+@dataclass(frozen=True)
+class Optimizer(Section):
+    """The optimizer and its learning rate."""
+
+    name: Literal["adamw", "sgd"] = setting("adamw", "the optimizer")
+    lr: float = setting(1e-5, "learning rate", at_least=0)
+    weight_decay: float = setting(0.0, "of all parameters alike", at_least=0)
+    betas: tuple[float, ...] = setting((0.9, 0.95), "of adamw")
+    warmup_steps: int = setting(4, "optimizer steps in which the learning rate rises to lr", at_least=0)
+    schedule: Literal["constant", "linear", "cosine"] = setting(
+        "constant", "decay over the optimizer steps of the run, as many as without max_refills"
+    )
+    min_lr_fraction: float = setting(0.0, "share of lr at which the decay ends", at_least=0, at_most=1)
+    clip_grad_norm: float = setting(1.0, "largest norm of the gradient", more_than=0)
+
+
+@dataclass(frozen=True)
+class Policy(Section):
+    """The terms of the loss beside the surrogate."""
+
+    kl_coef: float = setting(
+        0.0, "weight of the KL to the frozen reference (loss.kl); 0 loads no reference", at_least=0
+    )
+    target_kl: float | None = setting(
+        None,
+        "nats per token near which the KL to the reference is held, by changing its weight from kl_coef on",
+        at_least=0,
+    )
+    stop_kl: float | None = setting(
+        None, "nats per token of KL to the sampler beyond which a collection is not trained on further", more_than=0
+    )
+    entropy_coef: float = setting(0.0, "weight of the entropy bonus", at_least=0)
+
+
+@dataclass(frozen=True)
+class MismatchSection(Section):
+    """The sampler's log-probs against the trainer's, of every trained token (docs/troubleshooting.md)."""
+
+    bound: float | None = setting(
+        0.2,
+        "mean |difference| on fresh weights, in nats, that stops the run: as large as clipping allows; null: no bound",
+        at_least=0,
+    )
+
+
+@dataclass(frozen=True)
+class Evaluate(Section):
+    """Evaluation on held-out data."""
+
+    rows: int = setting(0, "held-out rows evaluated before and after training, greedily; 0: none", at_least=0)
+    frequency: int = setting(0, "also every so many steps; 0: only before and after", at_least=0)
+
+
+@dataclass(frozen=True)
+class Logger(Section):
+    """Where metrics go; metrics.jsonl is always written."""
+
+    backend: Literal["wandb", "none"] = setting("none", "wandb | none: an experiment tracker")
+    mode: Literal["online", "offline"] = setting("online", "for wandb; offline: to be uploaded later")
+    project: str = setting("grpo_rl", "the run's project in wandb")
+    name: str | None = setting(None, "the run's name in wandb")
+    completions: bool = setting(True, "write every response to completions.parquet")
+
+
+@dataclass(frozen=True)
+class Ray(Section):
+    """The cluster of mode=async."""
+
+    address: str | None = setting(
+        None, "`auto` where this machine is part of it, or host:port; null: this machine alone", mode="async"
+    )
+    nodes: int | None = setting(
+        None, "how many have to be there before anything starts; null: any number", at_least=1, mode="async"
+    )
+
+
+@dataclass(frozen=True)
+class Loss(Section):
+    """The loss of `policy` and this section; the other files of config/loss change some of it."""
+
+    surrogate: Surrogate = setting(
+        "clipped", "clipped: PPO's | cispo: a clipped weight, no gradient lost | sapo: a soft gate | plain: r A"
+    )
+    ratio: Ratio = setting(
+        "token",
+        "r of each token | sequence: its response's geometric mean, so that all its tokens share one gradient | "
+        "sequence_token: that value with the token's own gradient",
+    )
+    clip_low: float = setting(0.2, "r is clipped below at 1 - clip_low", at_least=0)
+    clip_high: float = setting(0.2, "and above at 1 + clip_high", at_least=0)
+    dual_clip: float | None = setting(
+        None, "for surrogate=clipped: a bad response's r counts up to this; null: however large", at_least=0
+    )
+    tau_pos: float = setting(1.0, "for surrogate=sapo: temperature of good responses", more_than=0)
+    tau_neg: float = setting(1.05, "and of bad ones", more_than=0)
+    aggregate: Aggregation = setting(
+        "sequence_mean",
+        "sequence_mean: each response weighs the same | token_mean: each token | prompt_mean: each prompt | constant: "
+        "a response's sum over `normalizer`, then the mean over responses",
+    )
+    normalizer: float | None = setting(
+        None, "for aggregate=constant; null: sampling.max_new_tokens, the most that one turn may have", more_than=0
+    )
+    advantage: Advantage = setting(
+        "zscore",
+        "zscore: (r - mean) / (std + 1e-4) | no_std: r - mean | leave_one_out: r - mean of the others | batch_std, "
+        "batch_zscore: std over the collection, of r or of r - mean | multi_reward: z-scores of the parts, summed, "
+        "over the std of the collection",
+    )
+    advantage_clip: float | None = setting(None, "largest advantage either way", more_than=0)
+    reward_weights: Mapping[str, float] = setting(
+        {}, "for advantage=multi_reward: of the parts of the reward, 1 where none is given"
+    )
+    kl: KL = setting(
+        "k3",
+        "k1: only in the reward | k2 | k3 | k3+: value of k3, gradient of k2 | k3_is: k3 weighted by importance, "
+        "unbiased off-policy too",
+    )
+    kl_in: Literal["loss", "reward"] = setting(
+        "loss", "loss | reward: a response's sum (k1, k2, k3; by the trainer's log-probs) is subtracted from its reward"
+    )
+    correction: Correction = setting(
+        "none",
+        "sampler against trainer, rho = pi_old(trainer) / pi_old(sampler). none: r is to the sampler and holds both | "
+        "truncate: a weight min(rho, high) | mask: rho, and 0 outside [low, high]",
+    )
+    correction_level: Level = setting("token", "rho of each token | sequence: the product over its response")
+    correction_low: float = setting(0.5, "the lower bound, low", at_least=0)
+    correction_high: float = setting(2.0, "the upper bound, high", at_least=0)
+    mask_truncated: bool = setting(False, "leave responses that met the length limit out of the loss")
+    top_entropy_fraction: float = setting(
+        1.0, "share of tokens, those of highest entropy, in the policy gradient", more_than=0, at_most=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sections(Section):
+    """All settings of a run, checked each by itself."""
+
+    mode: Literal["sync", "async"] | None = setting(
+        None,
+        "sync: sample, then train, in turns (sota/grpo.py) | async: at the same time (sota/grpo_async.py); null: the "
+        "script's",
+    )
+    env: Env
+    model: Model = field(default_factory=Model)
+    train_model: TrainModel = field(default_factory=TrainModel)
+    ref_model: RefModel = field(default_factory=RefModel)
+    inference_model: InferenceModel = field(default_factory=InferenceModel)
+    sampling: SamplingSection = field(default_factory=SamplingSection)
+    train: Train = field(default_factory=Train)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    policy: Policy = field(default_factory=Policy)
+    mismatch: MismatchSection = field(default_factory=MismatchSection)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    logger: Logger = field(default_factory=Logger)
+    ray: Ray = field(default_factory=Ray)
+    loss: Loss = field(default_factory=Loss)
+    resume: str | None = setting(
+        None,
+        "a checkpoint file | a run folder; one whose run has no checkpoint yet begins again | auto: where "
+        "hydra.run.dir is set, that folder, whatever it holds: nothing, a run that was cut off anywhere, or one that "
+        "is finished (then this ends at once, with exit code 0); where it is not, the newest run under outputs/ of "
+        "this config that has a checkpoint and that no other process works on, or a new one; where another process "
+        "works on the only one of this config, this start is refused (of a folder the newest checkpoint is taken that "
+        "is whole and has its metrics; the ones passed over are reported)",
+    )
+
+
+def declarations(dataset: str | None) -> dict[str, Any]:
+    """The declaration of every setting, by its dotted name.
+
+    Args:
+        dataset: the task; None: all tasks' settings.
+    """
+    tasks = [TASKS[dataset]] if dataset else list(TASKS.values())
+    found = dict(declared(Sections))
+    for task in tasks:
+        found |= declared(task, "env.")
+    return found

@@ -1,0 +1,183 @@
+"""The settings of each task, which stand in the config's ``env`` beside those that all tasks share.
+
+Their defaults are those of the environment's class; ``config/env/`` repeats them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from grpo_rl.settings.declaration import REQUIRED, RewardSource, Section, setting
+
+Examples = tuple[Mapping[str, Any], ...]
+SYSTEM_PROMPT = "the system message; null: none"
+FORM = "of %s in the prompt: line (%s) | json (<tool_call>…</tool_call>)"
+TOOL_ROLE = "role of results: tool | user, for chat templates that know no tool role"
+
+
+def required(meaning: str, **constraints: Any) -> Any:
+    """A setting without a default in the schema."""
+    return setting(REQUIRED, meaning, **constraints)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSM8KReward(Section):
+    """Parts of the reward."""
+
+    correctness: float = required(
+        'weight: the final number (<answer>, ####, \\boxed, "the answer is", else the last) is the gold one'
+    )
+    reasoning_format: float = required("weight: the response matches reasoning_pattern")
+    answer_format: float = required("weight: the response matches answer_pattern")
+    reasoning_pattern: str = required("searched in the whole response")
+    answer_pattern: str = required("searched in the whole response")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSM8K(Section):
+    """GSM8K."""
+
+    system_prompt: str | None = required(SYSTEM_PROMPT)
+    examples: Examples = required("few-shot turns before the problem: a list of {question, answer}")
+    reward: GSM8KReward
+
+
+@dataclass(frozen=True, kw_only=True)
+class IFEvalReward(Section):
+    """Parts of the reward."""
+
+    strict: float = required("weight: the share of instructions that are followed")
+    all: float = required("weight: all of them are followed")
+    loose: float = required("weight: that share, with a greeting, a closing line or bold type forgiven")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IFEval(Section):
+    """IFEval."""
+
+    system_prompt: str | None = required(SYSTEM_PROMPT)
+    reward: IFEvalReward
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathReward(Section):
+    """Parts of the reward."""
+
+    correctness: float = required("weight: the boxed answer equals the gold answer")
+    answer_format: float = required("weight: there is a closed box")
+    deadline_s: float = required(
+        "seconds for one comparison; a response that takes longer is wrong, and logged as measure/timed_out",
+        more_than=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Math(Section):
+    """MATH."""
+
+    system_prompt: str | None = required(SYSTEM_PROMPT)
+    examples: Examples = required("few-shot turns before the problem: a list of {problem, solution}")
+    reward: MathReward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Puzzles(Section):
+    """Which puzzles are generated."""
+
+    sizes: tuple[int, ...] = required("how many numbers a puzzle has")
+    max_number: int = required("the largest number of a puzzle", at_least=1)
+    max_target: int = required("the largest target", at_least=1)
+    seed: int = required("of the generator")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountdownReward(Section):
+    """Parts of the reward."""
+
+    correctness: float = required("weight: the expression reaches the target by the rules")
+    answer_format: float = required("weight: there is an expression that has a value")
+    use_all: bool = required("true: each number has to be used once; false: at most once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Countdown(Section):
+    """Countdown."""
+
+    system_prompt: str | None = required(SYSTEM_PROMPT)
+    examples: Examples = required(
+        "turns before the puzzle: {numbers, target, response}; a small model that sees none writes no expression"
+    )
+    puzzles: Puzzles
+    reward: CountdownReward
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalculatorReward(Section):
+    """Parts of the reward."""
+
+    correctness: float = required("weight: the final number equals the gold number")
+    tool_use: float = required("weight: a result was calculated and used")
+    answer_format: float = required("weight: the last message ends on <answer>NUMBER</answer>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calculator(Section):
+    """Word problems with a calculator."""
+
+    form: Literal["line", "json"] = required(FORM % ("calls", "Calculator: 3*(4+5)"))
+    tool_role: Literal["tool", "user"] = required(TOOL_ROLE)
+    system_prompt: str | None = required("in which {call} becomes a call in that form; null: none")
+    examples: Examples = required("turns before the problem; a small model that sees none, or one, calls nothing")
+    reward: CalculatorReward
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchQAReward(Section):
+    """Parts of the reward."""
+
+    exact_match: float = required("weight: the final answer is the gold answer")
+    f1: float = required("weight: share of words in common with the gold answer")
+    supporting_recall: float = required("weight: share of the supporting documents that were shown")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchQA(Section):
+    """Questions with a search."""
+
+    corpus: str | None = required(
+        "documents: JSON (title -> sentences) or JSONL (title, text); null: those beside the questions"
+    )
+    held_out: float = required("share of `path` that is kept for evaluation", at_least=0, less_than=1)
+    results: int = required("documents that a search shows", at_least=1)
+    max_result_chars: int = required("characters of a document that a search shows", at_least=1)
+    form: Literal["line", "json"] = required(FORM % ("searches", "Search: Jane Austen"))
+    tool_role: Literal["tool", "user"] = required(TOOL_ROLE)
+    system_prompt: str | None = required("in which {call} becomes a search in that form; null: none")
+    examples: Examples = required("turns before the question")
+    reward: SearchQAReward
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptResponse(Section):
+    """Any prompts with any reward."""
+
+    reward: RewardSource | None = required(
+        "package.module:function, or a list of them, or weights by name; called in a process of its own (env.isolated)"
+    )
+    prompt_column: str = required("column of the prompts: texts, or lists of chat messages")
+    completion_column: str | None = required("column of the reference answer, for logs")
+    system_prompt: str | None = required(SYSTEM_PROMPT)
+
+
+TASKS: Mapping[str, type[Section]] = {
+    "gsm8k": GSM8K,
+    "ifeval": IFEval,
+    "math": Math,
+    "countdown": Countdown,
+    "calculator": Calculator,
+    "search_qa": SearchQA,
+    "prompt_response": PromptResponse,
+}
+"""The values of ``env.dataset``, each with its own settings."""

@@ -1,0 +1,113 @@
+"""NativeTransport: vLLM's own weight transfers between GPUs."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_rl.weights.remote import EngineControl, RemoteTransport
+from grpo_rl.weights.transport import Held, noting_shapes
+
+
+class NativeTransport(RemoteTransport):
+    """vLLM's own transfers between GPUs: NCCL between machines, CUDA IPC within one.
+
+    Not run yet: it was written from vLLM 0.32's interface on a machine without a GPU.
+
+    Args:
+        engines: built with ``transfer`` set to the same backend.
+        backend: ``nccl``, or ``ipc`` where an engine is on this process's own GPU.
+        shapes: of all tensors, in the order in which they are sent; those of the model's named parameters.
+        deadline_s: seconds that each call may take, and the transfer.
+        gpus_per_engine: of ``nccl``.
+        address: of this machine, where engines on others reach it.
+        device: the GPU that sends; None: the present one.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineControl],
+        backend: str,
+        shapes: Mapping[str, torch.Size],
+        deadline_s: float = 60.0,
+        gpus_per_engine: int = 1,
+        address: str = "127.0.0.1",
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(engines, deadline_s)
+        self._device = device
+        self._transfer = importlib.import_module("grpo_rl.engines.vllm.native_transfer")
+        self._source = self._transfer.OneStream(shapes, self.dtype)
+        self._backend, self._gpus, self._address = backend, gpus_per_engine, address
+        self._version = 0
+        self._trainer: Any = None
+        self._connected: list[EngineControl] = []
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
+        """See :meth:`Transport.send`.
+
+        Raises:
+            EngineDeadError: also where somebody replaces engines: the broadcast of which one is a part ends with it.
+        """
+        shapes: dict[str, torch.Size] = {}
+        self._source.weights = noting_shapes(weights, shapes)
+        self._version = version
+        if not self.engines:
+            for _ in self._source.weights:
+                pass  # of a sharded model every rank takes part in gathering them
+            return {}
+        # A broadcast to an engine that is gone never returns, and can't be interrupted: it is left behind.
+        sent: Future[None] = Future()
+        threading.Thread(target=self._send_into, args=(sent,), daemon=True).start()
+        self.wait({"the trainer": sent}, f"sending version {version}")
+        return self.said(shapes)
+
+    def _connect(self) -> None:
+        """Connects with the engines of this push, where they are others than those of the last one."""
+        if self._connected == self.engines:
+            return
+        if self._trainer:
+            self._trainer.shutdown()
+        settings: dict[str, Any] = {}
+        if self._backend == "nccl":
+            with socket.socket() as probe:
+                probe.bind(("", 0))
+                port = probe.getsockname()[1]
+            world = 1 + self._gpus * len(self.engines)
+            settings = {"master_address": self._address, "master_port": port, "world_size": world}
+        self._trainer = self._transfer.native_trainer(self._backend, self, self._source, settings)
+        self._connected = list(self.engines)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Connects each engine under the numbers of its own GPUs, behind the trainer's 0."""
+        calls = {}
+        for i, engine in enumerate(self.engines):
+            own = {"rank_offset": 1 + i * self._gpus} if "rank_offset" in init_info else {}
+            calls[engine.name] = engine.submit("init_weight_transfer_engine", init_info | own)
+        self.wait(calls, "connecting")
+
+    def _send_into(self, sent: Future[None]) -> None:
+        try:
+            if self._device:
+                torch.cuda.set_device(self._device)  # a thread begins with the first
+            self._connect()
+            self._trainer.send_weights()
+            sent.set_result(None)
+        except BaseException as error:
+            sent.set_exception(error)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Ends an update under the version that is being sent, which vLLM's trainers do not know."""
+        super().finish_weight_update(weight_version or str(self._version))
+
+    def close(self) -> None:
+        """Ends the connection."""
+        if self._trainer:
+            self._trainer.shutdown()

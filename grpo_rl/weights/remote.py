@@ -1,0 +1,181 @@
+"""RemoteTransport: engines in other processes get one call at once, under one deadline; what failed is named."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from grpo_rl.engines.base import AsyncEngine, EngineDeadError
+from grpo_rl.weights.transport import Held, WeightDeliveryError, proof
+
+READ_AT_ONCE = 16
+"""Tensors that an engine is asked to read back in one call, while it samples nothing."""
+
+
+class EngineControl(Protocol):
+    """An engine in another process or event loop, as a trainer speaks to it; over Ray, a handle's ``.remote``."""
+
+    name: str
+    dtype: torch.dtype
+    takes_adapters: bool
+    proves_bytes: bool
+    """Whether it proves weights by digests instead of fingerprints; adapters always by fingerprints."""
+
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        """Calls one of :class:`grpo_rl.engines.vllm.asynchronous.AsyncVLLMEngine`'s methods."""
+        ...
+
+
+class LoopControl:
+    """An engine on an event loop that runs in another thread of this process."""
+
+    def __init__(self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine, self._loop = engine, loop
+        self.name, self.dtype = engine.name, engine.dtype
+        self.takes_adapters, self.proves_bytes = engine.takes_adapters, engine.proves_bytes
+
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        """See :meth:`EngineControl.submit`."""
+        return asyncio.run_coroutine_threadsafe(getattr(self._engine, method)(*args), self._loop)
+
+
+class RemoteTransport(ABC):
+    """What transports to other processes share: calls to all engines at once, under one deadline.
+
+    Args:
+        engines: all of one dtype, with or without adapters.
+        deadline_s: seconds that each call may take.
+
+    Raises:
+        ValueError: there are none, or they differ.
+    """
+
+    def __init__(self, engines: Sequence[EngineControl], deadline_s: float = 60.0) -> None:
+        kinds = {(engine.dtype, engine.takes_adapters, engine.proves_bytes) for engine in engines}
+        if len(kinds) != 1:
+            raise ValueError(f"weights go to one or more engines of one kind; these are {len(engines)} of {kinds}")
+        ((self.dtype, self.takes_adapters, self.proves_bytes),) = kinds
+        self.engines: list[EngineControl] = list(engines)
+        self.deadline_s = deadline_s
+        self.on_new_engine: Callable[[], None] | None = None
+        self.on_lost: Callable[[EngineControl, EngineDeadError], None] | None = None
+        """Is told of an engine that died; without it that is an error. The others get what is sent all the same."""
+        self._served: list[EngineControl] = []
+        self._gone: set[str] = set()
+
+    def fingerprint(self, name: str, tensor: Tensor) -> int:
+        """See :meth:`Transport.fingerprint`."""
+        return proof(name, tensor, self.proves_bytes)
+
+    def submit(self, method: str, *args: Any) -> dict[str, Future[Any]]:
+        """The calls, under way, by the engines' names."""
+        return {engine.name: engine.submit(method, *args) for engine in self.engines}
+
+    def wait(self, calls: Mapping[str, Future[Any]], what: str) -> dict[str, Any]:
+        """What the calls return, by the engines' names; engines that are lost have none.
+
+        Raises:
+            EngineDeadError: an engine died, or did not answer within the deadline.
+            WeightDeliveryError: an engine refused.
+        """
+        end = time.monotonic() + self.deadline_s
+        results: dict[str, Any] = {}
+        while open_calls := {name: calls[name] for name in calls if name not in results and name not in self._gone}:
+            done, late = wait(open_calls.values(), max(0.0, end - time.monotonic()), FIRST_COMPLETED)
+            for name, call in open_calls.items():
+                error = call.exception() if call in done else None
+                if call in late and not done:
+                    call.cancel()
+                    self._lost(name, f"{name} did not answer within {self.deadline_s:g} s ({what})")
+                elif isinstance(error, EngineDeadError):
+                    self._lost(name, f"{error} ({what})")
+                elif error is not None:
+                    raise WeightDeliveryError(f"{name} failed at {what}: {error}") from error
+                elif call in done:
+                    results[name] = call.result()
+        return results
+
+    def _lost(self, name: str, why: str) -> None:
+        error = EngineDeadError(why)
+        engine = next((engine for engine in self.engines if engine.name == name), None)
+        if self.on_lost is None or engine is None:
+            raise error
+        self._gone.add(name)
+        self.engines.remove(engine)
+        self.on_lost(engine, error)
+
+    def call(self, method: str, *args: Any, what: str) -> dict[str, Any]:
+        """What :meth:`wait` returns of :meth:`submit`'s calls."""
+        return self.wait(self.submit(method, *args), what)
+
+    @abstractmethod
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
+        """See :meth:`Transport.send`."""
+
+    def said(self, shapes: Mapping[str, torch.Size]) -> dict[str, Held]:
+        """What each engine says that it has put into place, which takes less time than to read all of it back."""
+        plain = {name: list(shape) for name, shape in shapes.items()}
+        return self._with_versions(self.call("fingerprints", plain, what="the proof of delivery"))
+
+    def held(self, shapes: Mapping[str, torch.Size]) -> dict[str, Held]:
+        """See :meth:`Transport.held`; a few tensors a call, so that each call is a short one."""
+        plain = [(name, list(shape)) for name, shape in shapes.items()]
+        prints: dict[str, dict[str, int]] = {engine.name: {} for engine in self.engines}
+        for first in range(0, len(plain), READ_AT_ONCE):
+            some = dict(plain[first : first + READ_AT_ONCE])
+            for name, part in self.call("fingerprints", some, True, what="reading weights back").items():
+                prints[name] |= part
+        return self._with_versions(prints)
+
+    def _with_versions(self, prints: Mapping[str, Mapping[str, int]]) -> dict[str, Held]:
+        versions = self.call("weight_version", what="the proof of delivery")
+        return {name: Held(versions[name], prints[name]) for name in prints.keys() & versions.keys()}
+
+    @contextmanager
+    def paused(self, only_new: bool = False) -> Iterator[bool]:
+        """See :meth:`Transport.paused`."""
+        everyone, self._gone = self.engines, set()
+        self.engines = [engine for engine in everyone if not only_new or engine not in self._served]
+        try:
+            self.call("pause", what="a pause for new weights")
+            yield any(engine not in self._served for engine in self.engines)
+            self.call("resume", what="going on with new weights")
+            self._served = [engine for engine in everyone if engine in self._served or engine in self.engines]
+        finally:
+            self.engines = [engine for engine in everyone if engine.name not in self._gone]
+            self._served = [engine for engine in self._served if engine in self.engines]
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees what the transport holds."""
+
+    def abandon(self) -> None:
+        """Gives up an update on the engines that still answer."""
+        calls = self.submit("abandon_weight_update")
+        wait(calls.values(), timeout=min(self.deadline_s, 5.0))
+
+    # What vLLM's own trainers call; see vllm.distributed.weight_transfer.base.VLLMWeightSyncClient.
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Connects the engines with the trainer."""
+        self.call("init_weight_transfer_engine", init_info, what="connecting")
+
+    def start_weight_update(self) -> None:
+        """Begins an update."""
+        self.call("start_weight_update", what="the begin of an update")
+
+    def update_weights(self, update_info: Any) -> None:
+        """Has the engines take in a part of the weights."""
+        self.call("update_weights", update_info, what="a part of an update")
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Ends an update."""
+        self.call("finish_weight_update", weight_version, what="the end of an update")

@@ -1,0 +1,214 @@
+"""What vLLM's layers on a CPU compute with is what was sent, whichever way it came, and is read back as it is."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.fingerprint import digest
+from grpo_rl.weights.push import WeightDeliveryError, WeightSync
+from grpo_rl.weights.shared_memory import SharedMemoryTransport
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the weights of a GPU's engine are not packed")
+
+PROMPTS = [[5, 6, 7], [9, 8], list(range(10, 60))]
+GREEDY = Sampling(temperature=0.0, max_new_tokens=24, min_new_tokens=24)
+SIZES = dict(
+    vocab_size=200,  # padded to 256 by vLLM
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=128,
+    initializer_range=0.1,
+)
+MODELS = {
+    "tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "untied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+    "biased": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+}
+
+
+def save(kind, seed, folder):
+    torch.manual_seed(seed)
+    model = MODELS[kind]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))  # norms and biases differ from each other too
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+class Here:
+    """An engine of this process, and the receiving end of shared memory as its worker has it."""
+
+    name, dtype, takes_adapters, proves_bytes = "engine 0", torch.bfloat16, False, True
+
+    def __init__(self, folder):
+        from grpo_rl.engines.vllm.engine import VLLMEngine
+        from grpo_rl.engines.vllm.shared_transfer import SharedMemoryEngine
+
+        self.engine = VLLMEngine(folder, max_model_len=100)
+        self.llm = self.engine._llm
+        self.worker = self.llm.llm_engine.model_executor.driver_worker.worker
+        model = self.worker.model_runner.get_model()
+        self.receiver = SharedMemoryEngine(None, self.worker.vllm_config, torch.device("cpu"), model)
+
+    def submit(self, method, *args):
+        from vllm.config import set_current_vllm_config
+
+        call = Future()
+        try:
+            with set_current_vllm_config(self.worker.vllm_config):
+                call.set_result(getattr(self, method)(*args))
+        except Exception as error:
+            call.set_exception(error)
+        return call
+
+    def start_weight_update(self):
+        self.receiver.start_weight_update()
+
+    def update_weights(self, bucket):
+        self.receiver.update_weights(bucket)
+
+    def finish_weight_update(self, version):
+        self.receiver.finish_weight_update()
+        self.llm.reset_prefix_cache()
+        self.engine.version = int(version)
+
+    def abandon_weight_update(self):
+        self.receiver.abandon()
+
+    def fingerprints(self, shapes, read_back=False):
+        return self.worker.held_fingerprints(shapes, "bfloat16", not read_back)
+
+    def pause(self): ...
+    def resume(self): ...
+
+    def weight_version(self):
+        return self.engine.version
+
+    def answers(self):
+        return [(s.response_ids.tolist(), s.log_probs.tolist()) for s in self.engine.generate(PROMPTS, 1, GREEDY)]
+
+
+def answers_from_disk(folder):
+    engine = Here(folder)
+    try:
+        return engine.answers()
+    finally:
+        engine.engine.close()
+
+
+def push(engine, folder, version, bucket_bytes=1 << 14):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    transport = SharedMemoryTransport([engine], bucket_bytes)
+    try:
+        held = transport.send(((n, p.detach()) for n, p in model.named_parameters()), version)["engine 0"]
+        assert held.version == version
+        wrong = [n for n, p in model.named_parameters() if held.fingerprints[n] != transport.fingerprint(n, p)]
+        assert not wrong
+    finally:
+        transport.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["untied", "biased"])  # the latter tied
+def test_what_was_pushed_answers_as_what_was_loaded_from_disk(kind, tmp_path):
+    folders = [save(kind, seed, tmp_path / str(seed)) for seed in range(2)]
+    second = answers_from_disk(folders[1])
+    engine = Here(folders[0])
+    try:
+        first = engine.answers()
+        assert first != second
+        for version, (came, expected) in enumerate([(1, second), (0, first), (1, second)], start=1):
+            push(engine, folders[came], version, bucket_bytes=1 << (17 - 3 * version))  # the smallest cut tensors
+            assert engine.answers() == expected
+    finally:
+        engine.engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["untied", "biased"])  # the latter tied
+def test_in_one_process_the_first_push_is_read_by_products_and_later_ones_by_digests(kind, tmp_path, monkeypatch):
+    from grpo_rl.engines.vllm import held
+
+    folders = [save(kind, seed, tmp_path / str(seed)) for seed in range(2)]
+    weights = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict() for folder in folders]
+    second = answers_from_disk(folders[1])
+    here = Here(folders[0])
+    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.bfloat16)
+    products, by_product, runner = [], held.read_by_product, here.worker.model_runner
+    monkeypatch.setattr(held, "read_by_product", lambda *args: products.append(args) or by_product(*args))
+    try:
+        first, sync = here.answers(), WeightSync(model, here.engine)
+        for number, (came, expected) in enumerate([(1, second), (0, first), (1, second)], start=1):
+            products.clear()
+            model.load_state_dict(weights[came])
+            sync.push()
+            assert bool(products) == (number == 1) and here.answers() == expected
+        sync.verify()
+        assert products
+        layer = runner.get_model().model.layers[1].mlp.down_proj
+        product = layer.cpu_linear
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "cpu_linear", lambda x, weight, bias: 2 * product(x, weight, bias))
+            with pytest.raises(
+                WeightDeliveryError, match=r"1 of \d+ tensors differ .*\(model\.layers\.1\.mlp\.down_proj"
+            ):
+                sync.verify()
+        # A head that is right does not vouch for the table beside it, nor the other way round.
+        table = runner.get_model().model.embed_tokens.weight.data
+        table[0, 0] += 1
+        with pytest.raises(WeightDeliveryError, match=r"1 of \d+ tensors differ .*embed_tokens"):
+            sync.verify()
+        for name in ("model.layers.1.self_attn.v_proj.weight", "model.embed_tokens.weight", "model.norm.weight"):
+            with monkeypatch.context() as patch:
+                patch.setattr(here.engine, "update_weights", altering(name, here.engine.update_weights))
+                with pytest.raises(WeightDeliveryError, match=rf"1 of \d+ tensors differ .*\({name}\)"):
+                    sync.push()
+    finally:
+        here.engine.close()
+
+
+def altering(name, update):
+    """An engine's way of taking weights that flips the last bit of one number on the way."""
+
+    def altered(weights, version):
+        def flipped():
+            for n, tensor in weights:
+                tensor = tensor.detach().clone()
+                if n == name:
+                    tensor.view(-1)[7:8].view(torch.int16).bitwise_xor_(1)
+                yield n, tensor
+
+        update(flipped(), version)
+
+    return altered
+
+
+def test_a_layer_that_keeps_its_weight_beside_the_packed_one_answers_for_the_packed_one():
+    from vllm.model_executor.layers import utils
+    from vllm.platforms import current_platform
+
+    from grpo_rl.engines.vllm.cpu import record_packing
+    from grpo_rl.engines.vllm.held import held_digest
+
+    record_packing()
+
+    current_platform.import_kernels()
+    model = torch.nn.Sequential(torch.nn.Linear(96, 192, bias=False).bfloat16()).requires_grad_(False)
+    (layer,) = model
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    packed, x = digest(layer.weight), torch.randn(2, 96).bfloat16()
+    before = layer.cpu_linear(x, layer.weight, None)
+    layer.weight.add_(1)
+    assert torch.equal(layer.cpu_linear(x, layer.weight, None), before)
+    assert held_digest(model, "0.weight", torch.bfloat16) == packed != digest(layer.weight)
