@@ -27,7 +27,7 @@ MASK_WINDOW = "grpo_rl_mask_window"
 """Attribute of an attention module whose sliding window transformers puts into the mask and passes in no other way."""
 
 WINDOWS = "grpo_rl_windows"
-"""Attribute of a model whose layers are compiled on CUDA: the sliding windows of its layers, None for full attention."""
+"""Attribute of a model whose layers are compiled on CUDA: sliding windows of its layers, None for full attention."""
 
 
 def use_shared_prefix(model: PreTrainedModel) -> PreTrainedModel:

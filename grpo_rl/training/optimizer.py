@@ -325,7 +325,7 @@ def _embeddings(model: torch.nn.Module) -> list[Tensor]:
     """Weights of the embedding and the head, whose gradients `grpo_rl.policies` computes."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) or module is head]
-    return [module.weight for module in modules if module.weight.requires_grad]
+    return [module.get_parameter("weight") for module in modules if module.get_parameter("weight").requires_grad]
 
 
 def _move_grad_to(master: Tensor):
