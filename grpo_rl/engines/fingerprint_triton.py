@@ -1,6 +1,6 @@
 """Fingerprints of many tensors on CUDA in few kernels and one copy to the host, equal to those of `fingerprint`.
 
-All arithmetic is modulo 2^64, so the order of the sums does not matter. Triton's interpreter runs the same kernel on CPU
+All arithmetic is modulo 2^64, so the order of the sums is free. Triton's interpreter runs the same kernel on CPU
 tensors, where ``TRITON_INTERPRET=1`` is set before Triton is imported.
 Letters: n tensors, p programs; R rows and C columns of a program's tile, in words of 16 bits.
 """
