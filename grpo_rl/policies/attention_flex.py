@@ -211,6 +211,7 @@ def reach(spans: tuple[Span, ...], tokens: int, window: int | None) -> Int[Tenso
 
 def _ordered(blocks: Bool[Tensor, "I J"]) -> tuple[Int[Tensor, "1 1 I"], Int[Tensor, "1 1 I J"]]:
     """The number of set blocks in each row, and the blocks in order, set ones first."""
+    blocks = blocks.contiguous()  # argsort keeps strides, and the kernels read a row as contiguous
     count = blocks.sum(-1, dtype=torch.int32)
     order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
     return count[None, None], order[None, None]
