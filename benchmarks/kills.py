@@ -34,8 +34,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "sota" / "grpo.py"
-CLOCKS = ("time/", "throughput/", "memory/", "limit_", "seconds", "checkpoint")
-"""Beginnings of names whose values depend on the machine's mood, or on the folder."""
 STEPS = 3
 PATIENCE_S = 600
 """Seconds after which a start hangs."""
@@ -66,31 +64,11 @@ class Outcome:
 
 
 def overrides(folder: Path) -> list[str]:
-    """The overrides of a run of a few steps: six questions, a random model that is paid for digits."""
-    from grpo_rl.testing import save_tiny_model
+    """The overrides of a run of a few steps, which stores its lineage."""
+    from grpo_rl.testing import tiny_run
 
-    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [
-        f"model.name={save_tiny_model(folder / 'model')}",
-        f"env.path={folder / 'train.jsonl'}",
-        f"env.eval_path={folder / 'train.jsonl'}",
-        "env.system_prompt=null",
-        "env.num_envs=4",
-        "env.repeats=4",
-        "env.reward.reasoning_pattern='[0-9]'",
-        "train.optim_batch_size=16",
-        f"train.total_dialog_turns={STEPS * 16}",
-        "train.checkpoint_frequency=1",
-        "train.keep_checkpoints=2",
-        "train.micro_batch_tokens=64",
-        "train.lineage=true",
-        "inference_model.max_model_len=64",
-        "sampling.max_new_tokens=8",
-        "optimizer.lr=1e-2",
-        "evaluate.rows=4",
-        "inference_model.engine=transformers",
-    ]
+    few = ["train.optim_batch_size=16", f"train.total_dialog_turns={STEPS * 16}", "train.keep_checkpoints=2"]
+    return [*tiny_run(folder), *few, "train.lineage=true", "evaluate.rows=4"]
 
 
 def fork(arguments: list[str], folder: Path, kill_s: float | None = None, kill_at: int | None = None) -> Start:
@@ -182,11 +160,6 @@ def went_on(start: Start, newest: int | None) -> str | None:
     return None
 
 
-def without_clocks(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row's entries that a second run has, too."""
-    return {name: value for name, value in row.items() if not name.startswith(CLOCKS)}
-
-
 def same(a: Any, b: Any) -> bool:
     """Whether two trees of tensors, numbers and texts are equal to the last bit."""
     import torch
@@ -205,6 +178,7 @@ def differences(folder: Path, whole: Path) -> list[str]:
     import pyarrow.parquet as pq
 
     from grpo_rl.monitor.metrics import read_metrics
+    from grpo_rl.testing import without_clocks
     from grpo_rl.training.checkpoint import checkpoints, load
 
     def checkpoint(run: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import psutil
 
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.testing import left_if_killed, save_tiny_model
+from grpo_rl.testing import left_if_killed, tiny_run
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "GRPO_RL_KILLS"
@@ -83,24 +83,18 @@ class Started:
 
 def overrides(folder: Path, steps: int) -> list[str]:
     """The settings of a run of so many tiny steps, started in the folder."""
-    rows = "".join(f'{{"question": "{i}?", "answer": "so\\n#### {i}"}}\n' for i in range(6))
-    (folder / "train.jsonl").write_text(rows)
     return [
+        *tiny_run(folder),
         f"hydra.run.dir={folder / RUN}",
         "resume=auto",
-        f"model.name={save_tiny_model(folder / 'model')}",
-        f"env.path={folder / 'train.jsonl'}",
-        "env.system_prompt=null",
         f"env.num_envs={GROUPS}",
         f"env.repeats={REPEATS}",
-        "env.reward.reasoning_pattern='[0-9]'",
         f"train.optim_batch_size={GROUPS * REPEATS}",
         f"train.total_dialog_turns={steps * GROUPS * REPEATS}",
         "train.checkpoint_frequency=2",
-        "train.micro_batch_tokens=64",
-        "inference_model.max_model_len=64",
+        "train.keep_checkpoints=2",
+        "inference_model.engine=vllm",
         "inference_model.max_restarts=100",
-        "sampling.max_new_tokens=8",
     ]
 
 

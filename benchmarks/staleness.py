@@ -1,6 +1,6 @@
-"""What a bound on staleness costs and gives, in the twin: `python benchmarks/staleness.py` writes docs/staleness.svg.
+"""What a bound on staleness costs and gives, simulated: `python benchmarks/staleness.py` writes docs/staleness.svg.
 
-8 engines and a trainer, 64 prompts x 8 answers a step, lengths log-normal with a 99th percentile of 8 medians. The
+8 engines and a trainer, 64 prompts x 8 responses a step, lengths log-normal with a 99th percentile of 8 medians. The
 trainer is as fast as the engines sample a batch in turns (balanced), eight times as fast, or less than half as fast.
 Nothing here depends on the machine: time is simulated.
 """
@@ -15,11 +15,11 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from grpo_rl.planner.simulator import Outcome, Scenario, simulate
+from grpo_rl.planner.simulator import Outcome, SimulatorConfig, simulate
 
 OUT = Path(__file__).parents[1] / "docs" / "staleness.svg"
 BOUNDS = (0, 1, 2, 3, 4, 6, 8)
-BALANCED = Scenario(engines=8, train_tokens_per_s=5e3, steps=60)
+BALANCED = SimulatorConfig(engines=8, train_tokens_per_s=5e3, steps=60)
 TRAINERS = {"balanced": 5e3, "a fast trainer": 4e4, "a slow trainer": 2e3}
 
 
@@ -44,17 +44,17 @@ def main() -> None:
     figure, (gain, waiting) = plt.subplots(1, 2, figsize=(9, 3.2))
     for name, by_bound in found.items():
         turns = by_bound[0]
-        gains = [outcome.answers_per_s / turns.answers_per_s for outcome in by_bound.values()]
+        gains = [outcome.responses_per_s / turns.responses_per_s for outcome in by_bound.values()]
         gain.plot(BOUNDS, gains, marker="o", label=name)
         waiting.plot(BOUNDS, [outcome.waiting for outcome in by_bound.values()], marker="o", label=name)
         for bound, outcome in by_bound.items():
-            gained = outcome.answers_per_s / turns.answers_per_s
+            gained = outcome.responses_per_s / turns.responses_per_s
             print(
                 f"{name:15s} max_staleness={bound}: {gained:.2f} times taking turns (ideal of two phases "
                 f"{ideal(turns):.2f}), trainer waits {outcome.waiting:.1%}, engines idle {outcome.idle:.1%}, staleness "
                 f"{outcome.staleness_mean:.2f}, at most {outcome.staleness_max}"
             )
-    gain.set(title="answers a second, over taking turns", xlabel="train.max_staleness", ylim=(0, None))
+    gain.set(title="responses a second, over taking turns", xlabel="train.max_staleness", ylim=(0, None))
     waiting.set(title="share of time that the trainer waits", xlabel="train.max_staleness", ylim=(0, 1))
     gain.legend(frameon=False)
     for axes in (gain, waiting):

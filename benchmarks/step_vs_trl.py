@@ -104,7 +104,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     from grpo_rl.engines.base import Sampling
     from grpo_rl.envs.base import LLMEnv, Reward, Task
     from grpo_rl.perf.rates import measure_rates
-    from grpo_rl.perf.roofline import StepLimit
+    from grpo_rl.perf.roofline import StepRoofline
     from grpo_rl.policies.hub import load_tokenizer
     from grpo_rl.settings.compose import FOLDER
     from grpo_rl.settings.derived import micro_batching
@@ -164,7 +164,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
             weights.push()
             end = time.perf_counter()
             phases_s = {"sample": sampled - start, "train": trained - sampled, "sync": end - trained}
-            limit, beside = (StepLimit(policy.model, cfg.train.epochs, skips, rates=r) for r in (best, rates))
+            limit, beside = (StepRoofline(policy.model, cfg.train.epochs, skips, rates=r) for r in (best, rates))
             steps.done(
                 step_s=end - start,
                 **{f"{phase}_s": seconds for phase, seconds in phases_s.items()},

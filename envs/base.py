@@ -205,7 +205,7 @@ class LLMEnv(EnvBase):
         return StackedComposite(*[Composite(row)] * self.batch_size[0], dim=0)
 
     def fake_tensordict(self) -> TensorDictBase:
-        """Zeros in the form of one step of a rollout, stacked as ``reset`` and ``step`` stack their rows."""
+        """Zeros in the form of one step of a rollout; their rows are stacked as those of ``reset`` and ``step``."""
         return lazy_stack(list(super().fake_tensordict().unbind(0)))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: object) -> TensorDictBase:

@@ -1,4 +1,4 @@
-"""Countdown: reach a target from given numbers with + - * /; generated, endless, and judged exactly."""
+"""Countdown: a target is to be reached from given numbers with + - * /; generated, endless, and judged exactly."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class PromptResponse(Task):
 
         Raises:
             RewardFunctionError: a function raised, or returned something else than a number for each response.
-            TimeoutError: the named ones took too long together.
+            TimeoutError: the named ones took too long in all.
             WorkerDied: their process ended.
         """
         if not rows:
@@ -213,7 +213,7 @@ def _is_message(item: Mapping[str, Any]) -> bool:
 
 
 def _weighted(reward: Any) -> list[tuple[RewardName, float]]:
-    """Each reward function with its weight."""
+    """The reward functions, each with its weight."""
     if not reward:
         return []
     if isinstance(reward, Mapping):

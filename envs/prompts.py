@@ -135,7 +135,7 @@ class PromptSource:
         return rows
 
     def _encoded(self, rows: Sequence[int]) -> list[tuple[int, str, list[int]]]:
-        """(row, question, ids) of each row, tokenised in one call."""
+        """The row, question and ids of each prompt, tokenised in one call."""
         if not rows:
             return []
         messages = [self._task.prompt(self._task.rows[row]) for row in rows]

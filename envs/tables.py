@@ -88,7 +88,7 @@ def hub_data(path: str, split: str) -> Any:
         return load_dataset(name, *filter(None, [configuration]), split=split)
     except (ConnectionError, DatasetsError, HTTPError) as error:
         raise ValueError(
-            f"{name} can't be had from the hub ({error}); with a copy of it, set env.path=FILE.jsonl "
+            f"{path} can't be had from the hub ({error}); with a copy of it, set env.path=FILE.jsonl "
             "(and env.eval_path for the held-out rows)"
         ) from error
     except ValueError as error:

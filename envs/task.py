@@ -103,7 +103,7 @@ class Task(ABC):
         """
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> Sequence[Reward | Exception]:
-        """The reward of each response, or what its scorer raised: for scorers that are faster, or only work, together.
+        """The reward of each response, or what its scorer raised: for scorers that are better asked for a group.
 
         Args:
             rows: of each response. The responses to one prompt come in one call.

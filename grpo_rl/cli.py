@@ -20,24 +20,26 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from grpo_rl.planner.advice import at_once, divided, in_turns, remedies
+from grpo_rl.build.training import make_advantages, make_loss
+from grpo_rl.data.group import Group
+from grpo_rl.monitor.lineage_reader import read_step
+from grpo_rl.planner.advice import best_in_turns, best_overlapped, remedies, with_devices
 from grpo_rl.planner.batches import plan_batches
-from grpo_rl.planner.drawing import terminal
+from grpo_rl.planner.drawing import picture, svg
 from grpo_rl.planner.hardware import Cluster
 from grpo_rl.planner.plan import make_plan
-from grpo_rl.planner.question import Question, config_source
-from grpo_rl.planner.simulate import TAIL, simulate_plan
-from grpo_rl.planner.svg import svg
+from grpo_rl.planner.scenario import Scenario, config_source
+from grpo_rl.planner.simulation import TAIL, simulate_plan
 from grpo_rl.planner.table import plan_view, simulation_view
 from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE
 from grpo_rl.policies.hub import CONVERTED, DEFAULT_MODEL
 from grpo_rl.policies.loading import skeleton
-from grpo_rl.replay.lineage_reader import read_step
-from grpo_rl.replay.replay import replay
+from grpo_rl.replay.replay import Objective, replay
 from grpo_rl.replay.table import replay_view
 from grpo_rl.run.export import export_checkpoint
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.declaration import plain, select
+from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.cache import cache_folder
 
@@ -66,18 +68,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("grpo-rl", description="What belongs to training beside the training itself.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
+    response = "assumed length of a response (sampling.max_new_tokens)"
     batches = commands.add_parser(
         "batches",
-        help="draw how prompts, answers, optimizer steps and micro-batches fit together",
+        help="draw how prompts, responses, optimizer steps and micro-batches fit together",
         usage="grpo-rl batches [options] [overrides ...]",
-        description="Draws how prompts, answers, optimizer steps, micro-batches, epochs and devices fit together in a "
-        "config. Takes the overrides of `python sota/grpo.py`; loads no model and no data. Exit code 1: something "
+        description="Draws how prompts, responses, optimizer steps, micro-batches, epochs and devices fit together in "
+        "a config. Takes the overrides of `python sota/grpo.py`; loads no model and no data. Exit code 1: something "
         "does not divide, and the drawing shows where.",
     )
     batches.add_argument("--config-name", "-cn", default=CONFIG, help=f"the config to start from ({CONFIG})")
     batches.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture there")
     batches.add_argument("--prompt-tokens", type=int, metavar="N", help="assumed length of a prompt")
-    batches.add_argument("--answer-tokens", type=int, metavar="N", help="and of an answer (sampling.max_new_tokens)")
+    batches.add_argument("--response-tokens", "--answer-tokens", type=int, metavar="N", help=response)
     batches.add_argument("--gpus", type=int, metavar="N", help="plan for a machine with so many (those of this one)")
     batches.set_defaults(run_command=_batches)
 
@@ -93,13 +96,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--config-name", "-cn", default=CONFIG, help=f"the config to start from ({CONFIG})")
     plan.add_argument("--prompt-tokens", type=int, metavar="N", help="assumed length of a prompt in a step")
-    plan.add_argument("--answer-tokens", type=int, metavar="N", help="and of an answer (sampling.max_new_tokens)")
+    plan.add_argument("--response-tokens", "--answer-tokens", type=int, metavar="N", help=response)
     share = "of the devices' rates that %s reaches: limit_fraction/%s of a run of one process in mode=sync (%s)"
     for phase, default in (("train", TRAIN_SHARE), ("sample", SAMPLE_SHARE)):
         text = share % (f"{phase[:-1]}ing", phase, default)
         plan.add_argument(f"--{phase}-share", type=float, default=default, metavar="X", help=text)
-    plan.add_argument("--simulate", action="store_true", help="also run it in the twin, with answers of many lengths")
-    text = f"of the twin's lengths: the 99th percentile over the median ({TAIL:g})"
+    plan.add_argument("--simulate", action="store_true", help="also simulate it with responses of many lengths")
+    text = f"of the simulated lengths: the 99th percentile over the median ({TAIL:g})"
     plan.add_argument("--length-tail", type=float, default=TAIL, metavar="X", help=text)
     plan.set_defaults(run_command=_plan)
 
@@ -150,10 +153,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     settings = Settings.read(compose_config(options.config_name, overrides), divides=False)  # the drawing shows it
-    plan = plan_batches(settings, options.prompt_tokens, options.answer_tokens, options.gpus)
+    plan = plan_batches(settings, options.prompt_tokens, options.response_tokens, options.gpus)
     name = [] if options.config_name == CONFIG else [f"--config-name {options.config_name}"]
     title = " ".join(["grpo-rl batches", *name, *overrides])
-    Console(highlight=False).print(terminal(plan, title))
+    Console(highlight=False).print(picture(plan, title))
     if options.svg:
         options.svg.write_text(svg(plan, title))
     return int(bool(plan.misfits))
@@ -168,13 +171,12 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg.mode = own.get("mode") or ("async" if cluster.count > 1 else "sync")
     settings = Settings.read(cfg)
     model = skeleton(config_source(settings.model.name)).to(getattr(torch, settings.train_model.dtype))
-    lengths, shares = (options.prompt_tokens, options.answer_tokens), (options.train_share, options.sample_share)
-    asked = Question(settings, model, cluster, cfg.mode, *lengths, *shares)
-    question, chosen = divided(asked)
-    plan = make_plan(question)
+    lengths, shares = (options.prompt_tokens, options.response_tokens), (options.train_share, options.sample_share)
+    scenario, chosen = with_devices(Scenario(settings, model, cluster, *lengths, *shares))
+    plan = make_plan(scenario)
     name = [] if options.config_name == CONFIG else [f"--config-name {options.config_name}"]
     title = " ".join(["grpo-rl plan", *name, *overrides])
-    view = plan_view(plan, title, remedies(plan), at_once(question), in_turns(question), chosen)
+    view = plan_view(plan, title, remedies(plan), best_overlapped(scenario), best_in_turns(scenario), chosen)
     console = Console(highlight=False)
     console.print(view)
     if options.simulate and plan.fits:
@@ -209,7 +211,8 @@ def _export(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     stored = read_step(options.run, options.step)
     settings = Settings.restored(stored.config)
-    result = replay(stored, settings, _with_loss(settings, overrides), options.top)
+    run, other = _objective(settings), _objective(_with_loss(settings, overrides))
+    result = replay(stored, run, other, options.top)
     if options.json:
         print(json.dumps(result.summary() | {"overrides": list(overrides)}, indent=2))
         return 0
@@ -219,6 +222,20 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     view = replay_view(result, title, " ".join(overrides) or "replayed", _decoder(options.run, settings.model.name))
     Console(highlight=False).print(view)
     return 0
+
+
+def _objective(settings: Settings) -> Objective:
+    """What the loss of these settings makes of groups.
+
+    Raises:
+        ValueError: settings that don't go together.
+    """
+
+    def compute_advantages(groups: list[Group]) -> list[Group]:
+        return make_advantages(settings, list(groups[0].reward_parts))(groups)
+
+    batching, has_reference = micro_batching(settings), bool(settings.policy.kl_coef)
+    return Objective(make_loss(settings), compute_advantages, batching, has_reference, needs_old_log_probs(settings))
 
 
 def _with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:

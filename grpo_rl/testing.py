@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import os
+import runpy
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from tokenizers import Tokenizer
@@ -105,6 +111,62 @@ def save_tiny_model(folder: str | Path, seed: int = 0, hidden_size: int = 64) ->
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return Path(folder)
+
+
+def tiny_run(folder: str | Path) -> list[str]:
+    """The overrides of a run of seconds: six rows, and a random model that is rewarded for digits.
+
+    Four steps of four groups of four responses; later overrides win.
+
+    Args:
+        folder: where the rows and the model are written.
+    """
+    data, model = Path(folder, "train.jsonl"), save_tiny_model(Path(folder, "model"))
+    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"model.name={model}",
+        f"env.path={data}",
+        f"env.eval_path={data}",
+        "env.system_prompt=null",
+        "env.num_envs=4",
+        "env.repeats=4",
+        "env.reward.reasoning_pattern='[0-9]'",  # a random model meets this one now and then
+        "train.optim_batch_size=8",
+        "train.total_dialog_turns=64",
+        "train.checkpoint_frequency=1",
+        "train.keep_checkpoints=0",
+        "train.micro_batch_tokens=64",
+        "inference_model.engine=transformers",
+        "inference_model.max_model_len=64",
+        "sampling.max_new_tokens=8",
+        "optimizer.lr=1e-2",
+        "evaluate.rows=0",
+    ]
+
+
+def run_script(script: str | Path, overrides: Sequence[str], folder: str | Path, charts: bool = False) -> Path:
+    """Runs a script of sota/ in this process; the run's folder.
+
+    Args:
+        charts: in its report, which take a third of a tiny run's time.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "argv", [str(script), *overrides, f"hydra.run.dir={folder}"]))
+        if not charts:
+            stack.enter_context(mock.patch("grpo_rl.monitor.report.draw", return_value=None))
+        runpy.run_path(str(script), run_name="__main__")
+    return Path(folder)
+
+
+def without_clocks(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a row of metrics, or of a run's summary, that a second run has, too: no clocks, no memory.
+
+    >>> without_clocks({"loss/total": 0.5, "time/train_s": 3.0})
+    {'loss/total': 0.5}
+    """
+    clocks = ("time/", "throughput/", "memory/", "limit_", "seconds", "checkpoint")
+    return {name: value for name, value in row.items() if not name.startswith(clocks)}
 
 
 class KeepFp64(TorchFunctionMode):

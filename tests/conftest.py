@@ -29,6 +29,9 @@ def pytest_collection_modifyitems(items):
     # Files with slow tests first: processes that share the files out end at about the same time.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+    for item in items:
+        if {"tiny_run", "default_model"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.engine)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -57,3 +60,19 @@ def default_model() -> Path:
     from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
 
     return resolve_model(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory) -> list[str]:
+    """The overrides of a run of seconds: see `grpo_rl.testing.tiny_run`."""
+    from grpo_rl import testing
+
+    return testing.tiny_run(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory):
+    """A cache of the module's own: rates measured beside other tests are none for the user's runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_RL_CACHE", str(folder := tmp_path_factory.mktemp("cache")))
+        yield folder

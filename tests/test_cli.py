@@ -15,22 +15,22 @@ def test_batches_takes_the_overrides_of_the_script_wherever_they_stand(capsys, t
     picture = tmp_path / "batches.svg"
     assert main(["batches", "env.repeats=4", "--svg", str(picture), "train.optim_batch_size=16"]) == 0
     out = capsys.readouterr().out
-    assert "4 prompts x 4 answers = 16 answers a collection" in out
-    texts = {text.strip() for text in ET.parse(picture).getroot().itertext()}
-    assert "4 prompts x 4 answers = 16 answers a collection" in texts
+    assert "4 prompts x 4 responses = 16 responses a collection" in out
+    texts = {text.strip().replace("\xa0", " ") for text in ET.parse(picture).getroot().itertext()}
+    assert "4 prompts x 4 responses = 16 responses a collection" in texts
 
 
 def test_naming_a_task_chooses_its_config_as_in_the_script(capsys):
     assert main(["batches", "env.dataset=countdown"]) == 0
     assert main(["batches", "--config-name", "grpo_math", "+experiment=open_r1_math"]) == 0
-    assert "28 prompts x 16 answers = 448 answers a collection" in capsys.readouterr().out
+    assert "28 prompts x 16 responses = 448 responses a collection" in capsys.readouterr().out
 
 
 def test_a_config_folder_of_ones_own_is_searched_as_by_the_script(capsys, tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nenv:\n  num_envs: 12\n")
     assert main(["batches", f"hydra.searchpath=[file://{tmp_path}]", "+experiment=mine"]) == 0
-    assert "12 prompts x 8 answers" in capsys.readouterr().out
+    assert "12 prompts x 8 responses" in capsys.readouterr().out
 
 
 def test_batches_ends_with_one_where_something_does_not_divide(capsys):

@@ -103,7 +103,7 @@ def equal(gold: str, answer: str | None) -> bool | None:
 
 
 def _bare(latex: str) -> str:
-    r"""Without what nobody sees: spaces around it, and braces around all of it.
+    r"""The answer without what is not visible: spaces around it, and braces around all of it.
 
     >>> _bare(r" {\frac{1}{2}}\, "), _bare(r"{a}^{b}")
     ('\\frac{1}{2}', '{a}^{b}')
@@ -115,7 +115,7 @@ def _bare(latex: str) -> str:
 
 
 def _tidy(latex: str) -> str:
-    r"""Without a full stop at its end, and without spaces in its numbers.
+    r"""The answer without a full stop at its end, and without spaces in its numbers.
 
     >>> _tidy(r"1\,000."), _tidy(r"\left\{1, 2\right."), _tidy("1, 2, ...")
     ('1000', '\\left\\{1, 2\\right.', '1, 2, ...')
@@ -210,7 +210,7 @@ def _rational(side: Any) -> sympy.Rational | None:
 # The responses to one problem come in one call, and each needs the gold answer.
 @lru_cache(maxsize=256)
 def _parsed(latex: str) -> list[Any]:
-    """Its readings: a sympy expression where it is one, and always the text; none if nothing is left of it."""
+    """The readings of an answer: a sympy expression where it is one, and the text, unless nothing is left of it."""
     latex = _PERCENT.sub(lambda number: rf"\frac{{{number[1].replace(',', '')}}}{{100}}", latex)
     # The first match is all of it: any match would read `\frac{1}{2}` out of an answer that makes no sense.
     return parse(rf"\boxed{{{latex}}}", _TARGETS, extraction_mode="first_match", parsing_timeout=None)

@@ -64,7 +64,7 @@ def _tokens(expression: str) -> list[int | str] | None:
 
 
 class _Parser:
-    """Recursive descent: a sum is products between + and -, a product is factors between * and /.
+    """A parser by recursive descent: a sum is products between + and -, a product is factors between * and /.
 
     Raises:
         SyntaxError: the tokens are no expression.

@@ -127,5 +127,5 @@ def unboxed(gold: str) -> str:
 
 @lru_cache(maxsize=8)
 def _workers(deadline_s: float, process_id: int) -> IsolatedCalls:
-    """The same for all tasks of this process: a worker takes a second to start."""
+    """The workers of all tasks of this process: one takes a second to start."""
     return IsolatedCalls(equal, deadline_s=deadline_s)

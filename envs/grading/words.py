@@ -11,7 +11,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without ASCII punctuation, articles and spare spaces, as SQuAD and HotpotQA compare answers.
+    """The text in lower case, without ASCII punctuation, articles and spare spaces, as SQuAD and HotpotQA compare.
 
     Source: https://github.com/hotpotqa/hotpot/blob/master/hotpot_evaluate_v1.py
 

@@ -19,9 +19,9 @@ from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, last_said, pl
 
 Kind = Literal["error", "timeout", "invalid", "unjudgeable"]
 LARGEST = 3.4e38
-"""What a reward may be: training keeps it in fp32."""
+"""The largest reward: training keeps it in fp32."""
 FEW = 80
-"""Responses before which the fraction that failed says little; their number is taken for that of the first ones."""
+"""The least number of responses that the failed fraction is taken of: of fewer it says little."""
 LATER_S = 0.5
 """Seconds that a thread has beyond the deadline, so that a task that kills its own scorer can say so before."""
 FROZEN_S = LATER_S + 1.0
@@ -118,7 +118,7 @@ class ScoreGuard:
             return dict(self.failed), dict(self.examples)
 
     def tell_in(self, folder: Path, tell: Callable[[str], None]) -> None:
-        """Has ``tell`` told of failures from now on, and ``folder`` keep what froze this process."""
+        """Reports failures to ``tell`` from now on, and what froze this process in ``folder`` too."""
         self.tell = tell
         watchdog.tell_in(folder)
 

@@ -272,7 +272,7 @@ class _Worker:
 
 
 def serve(handle: int, parent: int) -> None:
-    """A worker's life: imports the function, then answers calls until its pipe is closed."""
+    """A worker's life: it imports the function, then makes calls until its pipe is closed."""
     if sys.platform == "linux":
         # Has the kernel kill this process with the thread that started it, also while it hangs and reads no pipe.
         pr_set_pdeathsig = 1

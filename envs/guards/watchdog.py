@@ -28,9 +28,9 @@ POLL_S = 0.25
 CONFIRM_S = 1.5
 """Seconds for which a deadline must have passed: a process that was stopped and goes on takes it back at once."""
 TOLD_WITHIN_S = CONFIRM_S + 2 * POLL_S
-"""Seconds after a watch's end within which it is told."""
+"""Seconds after a watch's end within which it is reported."""
 FILE = "frozen_scorer.txt"
-"""Where it is told in the run's folder."""
+"""The file in the run's folder that names what froze."""
 _STACK_S = 3.0  # in which the signal must have ended the process
 _HEADER = struct.Struct("dQI")  # when the watch ends, which it is, bytes of its message
 _MESSAGE, _FOLDER, _SIZE = 64, 4096, 8192  # where they begin in the page, and its end
@@ -72,7 +72,7 @@ class Watch:
 
 
 def tell_in(folder: Path) -> None:
-    """Has what froze told in this folder too."""
+    """Reports what froze in this folder too."""
     dog, name = _watchdog(), os.fsencode(folder.resolve())
     if len(name) < _SIZE - _FOLDER:
         with dog.lock:

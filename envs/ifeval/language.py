@@ -20,7 +20,7 @@ from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
 from langdetect.utils.ngram import NGram
 
 SEED = 0
-"""Of the draws; unseeded, langdetect judges the same short text now so, now so."""
+"""The seed of its draws; unseeded, langdetect judges the same short text now so, now so."""
 TRIALS = 7
 MAX_CHARACTERS = 10_000
 

@@ -14,7 +14,7 @@ HUB_NAME = "google/IFEval"
 SPLITS = ("train", "test")
 TEST_SHARE = 0.2
 SPLIT_SEED = 7
-"""With it, 105 of the 541 rows are held out, and each of the 25 types of instructions is among them at least twice."""
+"""The seed of the split, by which 105 of 541 rows are held out, two or more of each of the 25 types of instructions."""
 
 
 def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict]:

@@ -49,7 +49,7 @@ class WithRewards(Task):
 
     @property
     def scores_group(self) -> bool:
-        """Whether the task's responses are scored together, or an added reward compares those of a group."""
+        """Whether the task's responses are scored in one call, or an added reward compares those of a group."""
         return self.task.scores_group or any(part.known.whole_group for part in self._parts)
 
     def without_rows(self) -> WithRewards:
@@ -122,7 +122,7 @@ class WithRewards(Task):
         if name in self.task.reward_parts and not self.task.pays(name):
             raise ValueError(
                 f"env.rewards.{part.name} asks whether a response is right, and the weight of {name} is not above 0, "
-                f"so that nobody could tell; pay for it, or add env.rewards.accuracy"
+                f"so that it can't be told; pay for it, or add env.rewards.accuracy"
             )
         if name is None or name not in self.reward_parts or name == part.name:
             raise ValueError(
@@ -141,9 +141,7 @@ class WithRewards(Task):
         if "gold" in part.known.inputs and len(self.rows) and all(self.task.gold(row) is None for row in self.rows):
             raise ValueError(f"{where} needs gold answers, and {name} has none; leave {where} out")
         if part.known.whole_group and plays_turns(self.task):
-            raise ValueError(
-                f"{where} compares the responses of a group; {name} is scored one by one, so leave it out"
-            )
+            raise ValueError(f"{where} compares the responses of a group; {name} is scored one by one, so leave it out")
 
 
 class WithRewardsInTurns(WithRewards):

@@ -8,7 +8,7 @@ LENGTH = 20
 
 
 def reward_len(completion: Sequence[str], **columns: object) -> list[float]:
-    """Minus the distance of each completion's length from 20 characters.
+    """A reward of minus the distance of each completion's length from 20 characters.
 
     Source: TRL's GRPO quick start, https://huggingface.co/docs/trl/main/en/grpo_trainer.
 

@@ -13,11 +13,11 @@ from simpleeval import InvalidExpression, SimpleEval
 
 MAX_EXPRESSION_CHARS = 200
 MAX_DIGITS = 30
-"""Before the point of a result."""
+"""The most digits of a result before its point."""
 DECIMALS = 10
-"""Behind it."""
+"""The most digits of a result behind its point."""
 MAX_BITS = 1024
-"""Of each numerator and denominator on the way."""
+"""The most bits of a numerator or denominator on the way."""
 
 _SIGNS = frozenset("0123456789.eE+-*/() ")
 _SPELLINGS = str.maketrans(

@@ -24,7 +24,7 @@ MAX_CALLS = 4
 """Calls of one message that are run; the others get an error."""
 MAX_ARGUMENT_CHARS = 500
 MAX_JSON_CHARS = 2000
-"""Of what is between the tags: JSON may need several signs to write one."""
+"""The longest text between the tags: JSON may need several signs to write one."""
 
 _SHOWN_CHARS = 40
 

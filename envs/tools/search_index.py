@@ -25,7 +25,7 @@ HUB_SPLITS = {"train": "train", "test": "validation"}
 MAX_QUERY_WORDS = 64
 
 _FORMAT = 1
-"""Raise it when what is stored changes, so that caches are built anew."""
+"""The version of what is stored; raise it when that changes, so that caches are built anew."""
 _CHECKSUMS = "SHA256SUMS.json"
 
 

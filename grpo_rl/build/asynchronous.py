@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from grpo_rl.build.site import Site
+from grpo_rl.build.run import build_run
+from grpo_rl.build.site import Site, make_ranks
 from grpo_rl.build.sync import make_has_no_signal
 from grpo_rl.build.transfer import check_transfer, make_transport
 from grpo_rl.cluster.engine_actors import launch
@@ -25,10 +28,27 @@ from grpo_rl.engines.base import AsyncEngine, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.policies.hub import resolve_model
 from grpo_rl.policies.loading import target_names
+from grpo_rl.run.run import Run
 from grpo_rl.settings.derived import adapters
 from grpo_rl.settings.schema import Settings
 from grpo_rl.weights.null import NullTransport
 from grpo_rl.weights.push import WeightSync
+
+
+@contextmanager
+def async_run(settings: Settings, folder: str | Path, site: Site) -> Iterator[Run]:
+    """A run whose engines sample while it trains; see `grpo_rl.build.run.sync_run`."""
+    model = resolve_model(settings.model.name)
+    with build_run(
+        settings,
+        folder,
+        model,
+        site.devices,
+        lambda: make_ranks(settings, site),
+        lambda ranks: make_engine(settings, model, site, ranks),
+        lambda *parts: make_collector(settings, *parts),
+    ) as run:
+        yield run
 
 
 def make_engine(
@@ -37,14 +57,14 @@ def make_engine(
     """The engines of the plan, each in an actor of its own, as one.
 
     Args:
-        ranks: of which only rank 0 has them.
+        ranks: of which only rank zero has them.
     """
     lora, dtype = adapters(settings), settings.train_model.dtype
     beside = bool(lora.rank) and lora.push == "adapter"
     if ranks and ranks.rank:
         return NullTransport(getattr(torch, dtype), takes_adapters=beside)
     model, on_gpu = settings.inference_model, site.devices.inference[0].type == "cuda"
-    settings = {
+    options = {
         "tensor_parallel_size": site.devices.tensor_parallel_size,
         "gpu_memory_utilization": model.gpu_memory_utilization,
         "enforce_eager": model.enforce_eager,
@@ -71,11 +91,13 @@ def make_engine(
             on_loopback=settings.ray.address is None,
             seed=seed,
             name=name,
-            **settings,
+            **options,
         )
         gpus = site.devices.tensor_parallel_size if on_gpu else 0
-        engine = await launch(name, make, site.place, site.trainers + number, site.engine_cpus, gpus)
-        if settings["transfer"] == "shared_memory" and engine.node != this_address():
+        engine = await launch(
+            name, make, site.place, site.trainers + number, site.engine_cpus, gpus
+        )
+        if options["transfer"] == "shared_memory" and engine.node != this_address():
             await engine.close()
             raise ValueError(
                 f"{engine.name} is not on this machine ({this_address()}), which is as far as "

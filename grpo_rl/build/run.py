@@ -13,7 +13,7 @@ from grpo_rl.collectors.base import Collector
 from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.base import LLMEnv
-from grpo_rl.perf.roofline import StepLimit
+from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.policies.hub import load_tokenizer, resolve_model, weight_files
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.run.diagnosis import RunDiagnosis
@@ -130,6 +130,7 @@ def build_run(
             StepMetrics(roofline, resamples=settings.train.max_refills > 0),
             interrupt,
             _options(settings),
+            ranks,
         ) as run:
             yield run
 
@@ -179,9 +180,9 @@ def _open_logs(settings: Settings, folder: RunFolder, env: LLMEnv, loss: Any) ->
         yield logs
 
 
-def _roofline(settings: Settings, policy: TrainPolicy, plan: Devices) -> StepLimit:
+def _roofline(settings: Settings, policy: TrainPolicy, plan: Devices) -> StepRoofline:
     batching, lora = derived.micro_batching(settings), settings.train_model.lora
-    return StepLimit(
+    return StepRoofline(
         policy.model,
         settings.train.epochs,
         batching.skip_zero_advantage,

@@ -1,4 +1,4 @@
-"""Engines as Ray actors: placed by a placement group, spoken to like engines of this process, dead when Ray says so."""
+"""Engines as Ray actors: placed by a placement group, and called like engines of this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from grpo_rl.engines.base import AsyncEngine, EngineDeadError, EngineStartError, Samples, Sampling
 
 MOST_CALLS = 100_000
-"""At a time, to one engine: each conversation is one."""
+"""Calls to one engine at a time: each conversation is one."""
 CLOSE_S = 30.0
 """Seconds that an engine has to end by itself."""
 
@@ -32,7 +32,7 @@ class _EngineActor:
         self._engine = make()
 
     async def about(self) -> dict[str, Any]:
-        """What callers read off the engine."""
+        """The engine's attributes, which callers read."""
         names = ("dtype", "max_model_len", "takes_adapters", "proves_bytes", "version", "deadline_s")
         return {name: getattr(self._engine, name) for name in names} | {
             "node": ray.util.get_node_ip_address(), "pids": getattr(self._engine, "pids", []),

@@ -12,18 +12,18 @@ from grpo_rl.engines.base import EngineDeadError, EngineLostError, EngineStartEr
 
 
 class Closable(Protocol):
-    """What a fleet is of."""
+    """An engine, as far as a fleet knows it."""
 
     async def close(self) -> None:
-        """Ends it; may be called on a dead one."""
+        """Ends the engine; may be called on a dead one."""
         ...
 
 
 RETRY_S = 30.0
-"""Seconds until an engine for which there was no room is started once more."""
+"""Seconds until an engine for which there was no room is started again."""
 
 FIRST_RETRY_S = 2.0
-"""Seconds until an engine that died while it started is started once more; twice as many after each try."""
+"""Seconds until an engine that died while it started is started again; they double with each try."""
 
 E = TypeVar("E", bound=Closable)
 R = TypeVar("R")
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 @dataclass(eq=False)
 class _EngineSlot(Generic[E]):
-    """A slot for an engine, and what that has to do, in responses; a new engine has no weights yet."""
+    """A slot for an engine, whose load is counted in responses; a new engine has no weights yet."""
 
     number: int
     engine: E | None = None
@@ -68,7 +68,7 @@ class Fleet(Generic[E]):
         self.restarts = 0
         """Engines that were or are to be replaced, so far."""
         self.events: list[str] = []
-        """What became of engines; whoever reads it takes it out."""
+        """What became of engines; whoever reads the events takes them out."""
 
     async def start(self) -> None:
         """Launches all engines.
@@ -129,7 +129,7 @@ class Fleet(Generic[E]):
         return min(ready, key=lambda slot: (slot.load, slot.number))
 
     async def _changed(self) -> None:
-        """Returns when an engine has come, gone or got weights.
+        """Returns when an engine has joined, died or got weights.
 
         Raises:
             EngineDeadError: engines died too often.
@@ -178,7 +178,7 @@ class Fleet(Generic[E]):
                 await asyncio.sleep(RETRY_S)
 
     async def new_engine(self) -> None:
-        """Returns when an engine is there that has no weights yet.
+        """Returns when an engine has joined that has no weights yet.
 
         Raises:
             EngineDeadError: engines died too often.
@@ -187,7 +187,7 @@ class Fleet(Generic[E]):
             await self._changed()
 
     async def present(self) -> list[E]:
-        """The engines that are there, those without weights among them.
+        """The live engines, those without weights included.
 
         Raises:
             EngineDeadError: engines died too often.
@@ -217,7 +217,7 @@ class Fleet(Generic[E]):
             raise self._lost
 
     async def push(self, work: Callable[[E], Awaitable[R]], only_new: bool = False) -> list[R]:
-        """What ``work``, which gives an engine weights, returns of each; one that dies of it is replaced and left out.
+        """Gives each engine weights by ``work`` and returns its results; engines that die of it are replaced, left out.
 
         Args:
             only_new: only to those that have none.
@@ -241,7 +241,7 @@ class Fleet(Generic[E]):
         return [result for of_one in results for result in of_one]
 
     async def serve(self, awaited: Awaitable[R], push: Callable[[], Awaitable[object]]) -> R:
-        """What is waited for; meanwhile ``push`` gives weights to the engines that come, without which it may not come.
+        """Waits for a result; meanwhile ``push`` gives weights to engines that join, which the result may depend on.
 
         Raises:
             EngineDeadError: engines died too often.
@@ -271,6 +271,6 @@ class Fleet(Generic[E]):
 
 
 def _in_short(error: Exception) -> str:
-    """The error's first line, and its last one, in which a traceback ends on the cause."""
+    """The error's first line, and its last one, where a traceback names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join(dict.fromkeys(line.rstrip(".:") for line in (lines[0], lines[-1]))) if lines else repr(error)

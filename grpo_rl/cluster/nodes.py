@@ -95,7 +95,7 @@ def _init(address: str | None, gpus: Sequence[int], folder: str | None, settings
 
 @contextmanager
 def _private_folder() -> Iterator[str]:
-    """A new folder for Ray, which opens what it is given to everybody: it lies in one that only this user can enter.
+    """A new folder for Ray, inside one that only this user can enter: Ray opens the folder it is given to everybody.
 
     Raises:
         ValueError: no folder can be made under ``$RAY_TMPDIR``.
@@ -149,7 +149,7 @@ def _visible(gpus: Sequence[int]) -> Iterator[None]:
 
 
 def nodes() -> list[Node]:
-    """The nodes that Ray holds to be alive, by name."""
+    """The nodes that are alive according to Ray, by name."""
     alive = (node for node in ray.nodes() if node["Alive"])
     found = (Node(node["NodeManagerAddress"], node["NodeID"], dict(node["Resources"])) for node in alive)
     return sorted(found, key=lambda node: (node.name, node.id))
@@ -161,7 +161,7 @@ def this_address() -> str:
 
 
 def check_nodes(expected: int, deadline_s: float = 60.0) -> None:
-    """Has every node run something, all at once.
+    """Has every node run a task, all at once.
 
     Raises:
         ValueError: there are fewer nodes than expected, or one does not answer; names it.
@@ -195,7 +195,7 @@ def _hello() -> str:
 
 
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    """Where a task has to run that runs on one node alone."""
+    """Scheduling strategy of a task that has to run on this node."""
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from grpo_rl.collectors.base import Collector
 from grpo_rl.data.group import Group
-
-R = TypeVar("R")
-
-
-class OnRankZero(Protocol):
-    """Work that rank zero does for all ranks: `grpo_rl.weights.push.WeightSync.on_rank_zero`."""
-
-    def __call__(self, work: Callable[[], R]) -> R:
-        """What the work returns on rank zero, on every rank."""
-        ...
 
 
 class BroadcastCollector:
@@ -24,11 +14,14 @@ class BroadcastCollector:
 
     Args:
         collector: of rank zero; None on the others.
-        on_rank_zero: how they wait for it.
+        on_rank_zero: gives every rank what work returns on rank zero; a WeightSync's, so that the others take part in
+            deliveries while they wait.
         collected: responses sampled before, when a run is resumed.
     """
 
-    def __init__(self, collector: Collector | None, on_rank_zero: OnRankZero, collected: int) -> None:
+    def __init__(
+        self, collector: Collector | None, on_rank_zero: Callable[[Callable[[], Any]], Any], collected: int
+    ) -> None:
         self._collector, self._on_rank_zero = collector, on_rank_zero
         self.collected, self.sample_s = collected, 0.0
         self.sampled: list[Group] = []

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from jaxtyping import Shaped
+from tensordict import TensorDictBase
+from torch import Tensor
+
 from grpo_rl.data.group import Group
 from grpo_rl.losses.aggregate import Aggregation
 
@@ -133,3 +137,15 @@ def micro_batches_of(
     longest = -(-len(micros) // rank.size)
     smallest = min(groups, key=lambda group: group.num_tokens)
     return owned + [[smallest]] * (longest - len(owned) if rank.in_step else 0), len(owned)
+
+
+def by_group(tokens: TensorDictBase, values: Shaped[Tensor, "*K N"]) -> dict[int, Shaped[Tensor, "*K R"]]:
+    """Values of a micro-batch's N tokens on the CPU, by the id of the group whose R tokens they are of.
+
+    >>> from tensordict import TensorDict, TensorDictBase
+    >>> tokens = TensorDict(group_id=torch.tensor([7, 7, 2]), batch_size=[3])
+    >>> by_group(tokens, torch.tensor([0.5, 1.0, 2.0]))
+    {7: tensor([0.5000, 1.0000]), 2: tensor([2.])}
+    """
+    ids, sizes = tokens["group_id"].cpu().unique_consecutive(return_counts=True)
+    return dict(zip(ids.tolist(), values.detach().cpu().split(sizes.tolist(), dim=-1), strict=True))

@@ -1,4 +1,4 @@
-"""Why the sampler's log-probabilities are not the trainer's: each cause is tried by computation, the best is named.
+"""Causes of a mismatch of sampler and trainer: each is tried by computation, and the one that explains most is named.
 
 Letters: R response tokens of a group, V vocabulary.
 """
@@ -16,23 +16,21 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.nn.functional import linear
 
-from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.batching import micro_batches
 from grpo_rl.data.group import Group
-from grpo_rl.engines.base import Sampler, Sampling
-from grpo_rl.envs.base import Prompt
+from grpo_rl.engines.base import Sampler, Samples, Sampling
 from grpo_rl.policies.attention import forward_hidden
 from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 
-WORST_GROUPS, ANSWERS, TOKENS = 2, 4, 256
-"""Explanations are tried on so many groups, answers of each, and tokens where whole distributions are needed."""
+WORST_GROUPS, RESPONSES, TOKENS = 2, 4, 256
+"""Explanations are tried on so many groups, responses of each, and tokens where whole distributions are needed."""
 EXPLAINS = 0.7
 """An explanation leaves at most this share of the difference: by squares it accounts for half of it."""
 STANDARD_ERRORS, LEAST_TOKENS = 5.0, 16
-"""And what it takes away is so many of its standard errors, over so many tokens: of a handful chance explains a lot.
-The errors are over answers, as tokens of one answer are alike."""
+"""An explanation takes away so many of its standard errors, over so many tokens: of a handful chance explains a lot.
+The errors are over responses, as tokens of one response are alike."""
 CLOSEST_TEMPERATURE = 0.01
 """Temperatures nearer than this share are the same: rounding can prefer either."""
 TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98)
@@ -41,12 +39,12 @@ TOP_K = (1, 2, 3, 5, 8, 10, 15, 20, 30, 40, 50, 64, 80, 100, 128, 200, 256, 500)
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a mismatch comes from.
+    """What explains a mismatch.
 
     Args:
         name: ``failed_sync``, ``stale_weights``, ``shifted``, ``temperature``, ``swapped_groups``, ``truncation`` or
             ``unexplained``.
-        text: the same in words, with the numbers and what to do.
+        text: the cause in words, with the numbers and what to do.
         left: share of the difference that it leaves unexplained.
     """
 
@@ -56,15 +54,15 @@ class Explanation:
 
 
 @dataclass(frozen=True)
-class Scene:
+class DiagnosisContext:
     """What a diagnosis works with.
 
     Args:
         policy: the trainer's, with the weights that it scored the tokens with.
-        weights: what pushed them into the engine.
-        engine: that sampled.
+        weights: what pushed those weights into the engine.
+        engine: the engine that sampled.
         sampling: how it was asked to sample.
-        max_tokens: of a forward pass.
+        max_tokens: limit of a forward pass.
         describe: names a group to people, by its prompt.
         decode: ids to text.
     """
@@ -92,16 +90,16 @@ class Scored:
 
     @property
     def gap(self) -> float:
-        """Their mean, 0 where the policy chose nothing."""
+        """The mean of :attr:`gaps`, 0 where the policy chose nothing."""
         return self.gaps.mean().item() if len(self.gaps) else 0.0
 
-    def first_answers(self, count: int) -> Scored:
-        """The same without the answers that come later."""
+    def first_responses(self, count: int) -> Scored:
+        """The group with its first responses alone."""
         count = min(count, self.group.size)
         return Scored(self.group.with_only(range(count)), self.log_probs[: int(self.group.offsets[count])])
 
 
-def diagnose(scene: Scene, scored: Sequence[Scored], thorough: bool = True) -> Explanation:
+def diagnose(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool = True) -> Explanation:
     """The best explanation of why sampler and trainer differ on these groups; leaves the random state as it was.
 
     Whether the engine holds the trainer's weights is a fact, and comes first. Then what can be tried on the tokens at
@@ -111,40 +109,40 @@ def diagnose(scene: Scene, scored: Sequence[Scored], thorough: bool = True) -> E
         scored: groups with the trainer's log-probabilities, under the weights that the engine was given last.
         thorough: samples anew, too, to see whether the engine agrees with the trainer now.
     """
-    scene.engine.wake()  # it may sleep while the policy trains
-    if fact := _failed_sync(scene):
+    context.engine.wake()  # it may sleep while the policy trains
+    if fact := _failed_sync(context):
         return fact
     with forked_random_state():  # dropout and sampling draw from it
-        return _best(scene, scored, thorough)
+        return _best(context, scored, thorough)
 
 
 def forked_random_state() -> AbstractContextManager[None]:
-    """Within it torch draws, on the CPU and on every GPU of this process, as if nobody would see it later."""
+    """A context in which torch draws from copies of its random states, on the CPU and every GPU of this process."""
     return torch.random.fork_rng(range(torch.cuda.device_count()))
 
 
-def _best(scene: Scene, scored: Sequence[Scored], thorough: bool) -> Explanation:
+def _best(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool) -> Explanation:
     worst = sorted((s for s in scored if len(s.gaps)), key=lambda s: -s.gap)
-    tried = [s.first_answers(ANSWERS) for s in worst[:WORST_GROUPS]]
+    tried = [s.first_responses(RESPONSES) for s in worst[:WORST_GROUPS]]
     # A shift asks nothing of the model: all groups can be looked at, beside the worst ones, where it may be alone.
     shifts = [_shifted(tried), _shifted(scored)]
-    found = [*shifts, _temperature(scene, tried), _swapped(scene, tried[0], scored), _truncation(scene, tried)]
+    found = [*shifts, _temperature(context, tried), _swapped(context, tried[0], scored), _truncation(context, tried)]
     explanations = [e for e in found if e and e.left <= EXPLAINS]
-    if thorough and (anew := _stale(scene, scored, tried)).left <= EXPLAINS:
-        # Answers that are sampled anew agree whatever was done to the old ones after the engine: what explains the
+    if thorough and (anew := _stale(context, scored, tried)).left <= EXPLAINS:
+        # Responses that are sampled anew agree whatever was done to the old ones after the engine: what explains the
         # tokens at hand nearly as well says more.
         explanations.append(replace(anew, left=3 * anew.left))
-    return min(explanations, key=lambda e: e.left, default=_unexplained(scene, worst[0]))
+    return min(explanations, key=lambda e: e.left, default=_unexplained(context, worst[0]))
 
 
-def score(scene: Scene, groups: Sequence[Group]) -> list[Scored]:
+def score(context: DiagnosisContext, groups: Sequence[Group]) -> list[Scored]:
     """The groups as the trainer scores them now.
 
-    With gradients switched on, although nobody wants them: kernels compiled for training are the ones that were used.
+    Gradients are switched on, although nobody wants them: kernels compiled for training are the ones that were used.
     """
     by_id: dict[int, Tensor] = {}
-    for micro in micro_batches(groups, scene.max_tokens):
-        pieces = scene.policy.score(micro)[0].detach().cpu().split([len(group.response_ids) for group in micro])
+    for micro in micro_batches(groups, context.max_tokens):
+        pieces = context.policy.score(micro)[0].detach().cpu().split([len(group.response_ids) for group in micro])
         by_id |= {id(group): piece for group, piece in zip(micro, pieces, strict=True)}
     return [Scored(group, by_id[id(group)]) for group in groups]
 
@@ -154,9 +152,9 @@ def all_gaps(scored: Iterable[Scored]) -> Float[Tensor, " C"]:
     return torch.cat([s.gaps for s in scored])
 
 
-def _failed_sync(scene: Scene) -> Explanation | None:
+def _failed_sync(context: DiagnosisContext) -> Explanation | None:
     try:
-        scene.weights.verify()
+        context.weights.verify()
     except WeightDeliveryError as error:
         return Explanation(
             "failed_sync",
@@ -185,25 +183,25 @@ def _shifted(tried: Sequence[Scored]) -> Explanation:
 
 
 def _beside(s: Scored, by: int) -> tuple[Tensor, Tensor, Tensor]:
-    """|sampler - trainer| of each token with itself, and with the one that stands ``by`` places on in its answer.
+    """|sampler - trainer| of each token with itself, and with the one that stands ``by`` places on in its response.
 
-    And how many such tokens each answer has.
+    Beside them: how many such tokens each response has.
     """
     group, place = s.group, torch.arange(len(s.log_probs))
-    answer, other = torch.repeat_interleave(group.lengths), (place + by).clamp(0, max(len(place) - 1, 0))
-    pairs = (other != place) & (answer[other] == answer) & group.trainable & group.trainable[other]
+    response, other = torch.repeat_interleave(group.lengths), (place + by).clamp(0, max(len(place) - 1, 0))
+    pairs = (other != place) & (response[other] == response) & group.trainable & group.trainable[other]
     same, beside = (group.log_probs - log_probs for log_probs in (s.log_probs, s.log_probs[other]))
-    return same.abs()[pairs], beside.abs()[pairs], answer[pairs].bincount()
+    return same.abs()[pairs], beside.abs()[pairs], response[pairs].bincount()
 
 
-def _temperature(scene: Scene, tried: Sequence[Scored]) -> Explanation | None:
+def _temperature(context: DiagnosisContext, tried: Sequence[Scored]) -> Explanation | None:
     """The temperature at which the trainer would have said what the sampler said."""
-    policy, asked, groups = scene.policy, scene.policy.temperature, [s.group for s in tried]
+    policy, asked, groups = context.policy, context.policy.temperature, [s.group for s in tried]
 
     def gaps_at(temperature: float) -> Tensor:
         policy.temperature = temperature
         try:
-            return all_gaps(score(scene, groups))
+            return all_gaps(score(context, groups))
         finally:
             policy.temperature = asked
 
@@ -222,36 +220,37 @@ def _temperature(scene: Scene, tried: Sequence[Scored]) -> Explanation | None:
     after = gaps_at(fitting)
     return Explanation(
         "temperature",
-        f"wrong temperature: the answers were sampled at about {fitting:.3g} and are scored at {asked:g} "
+        f"wrong temperature: the responses were sampled at about {fitting:.3g} and are scored at {asked:g} "
         f"({_from_to(before, after)}). Both must be sampling.temperature; look for one that the engine takes from "
         "elsewhere",
         _left(before, after, _sizes(tried)),
     )
 
 
-def _swapped(scene: Scene, worst: Scored, scored: Sequence[Scored]) -> Explanation | None:
-    """The prompt of another group that the answers of the worst one fit."""
+def _swapped(context: DiagnosisContext, worst: Scored, scored: Sequence[Scored]) -> Explanation | None:
+    """The prompt of another group that the responses of the worst one fit."""
     others = [s.group for s in scored if s.group.group_id != worst.group.group_id]
     if not others:
         return None
     tried = [replace(worst.group, group_id=other.group_id, prompt_ids=other.prompt_ids) for other in others]
-    best, fitting = min(zip(score(scene, tried), others, strict=True), key=lambda pair: pair[0].gap)
+    best, fitting = min(zip(score(context, tried), others, strict=True), key=lambda pair: pair[0].gap)
     return Explanation(
         "swapped_groups",
-        f"swapped groups: the answers of {scene.describe(worst.group)} fit the prompt of {scene.describe(fitting)} "
-        f"({_from_to(worst.gaps, best.gaps)}). Look at how answers find back to their prompts",
+        f"swapped groups: the responses of {context.describe(worst.group)} fit the prompt of "
+        f"{context.describe(fitting)} ({_from_to(worst.gaps, best.gaps)}). Look at how responses find back to "
+        "their prompts",
         _left(worst.gaps, best.gaps, _sizes([worst])),
     )
 
 
-def _truncation(scene: Scene, tried: Sequence[Scored]) -> Explanation | None:
+def _truncation(context: DiagnosisContext, tried: Sequence[Scored]) -> Explanation | None:
     """The top-p or top-k under which the kept part of the trainer's distribution is what the sampler drew from."""
     share = mass_kept(tried)
     if share > 0.99:
         return None
     masses, differences, sizes = [], [], []
     for s in tried:
-        ranked = ranked_mass(scene.policy, s.group)
+        ranked = ranked_mass(context.policy, s.group)
         chosen = s.group.trainable[: len(ranked)]
         masses.append(ranked[chosen])
         differences.append((s.group.log_probs - s.log_probs)[: len(ranked)][chosen])
@@ -276,7 +275,7 @@ def _truncation(scene: Scene, tried: Sequence[Scored]) -> Explanation | None:
 def mass_kept(scored: Iterable[Scored]) -> float:
     """Share of the trainer's distribution that the sampler could have drawn from, over the chosen tokens.
 
-    That is the mean of pi_trainer / pi_sampler, an importance ratio: its expectation is the trainer's mass on what the
+    It is the mean of pi_trainer / pi_sampler, an importance ratio: its expectation is the trainer's mass on what the
     sampler can give, whatever else differs. Rounding leaves it at 1, top-p=0.9 takes it to 0.9 or a little more.
     """
     ratios = torch.cat([(s.log_probs - s.group.log_probs)[s.group.trainable] for s in scored]).double().exp()
@@ -285,7 +284,7 @@ def mass_kept(scored: Iterable[Scored]) -> float:
 
 @torch.no_grad()
 def ranked_mass(policy: TrainPolicy, group: Group) -> Float[Tensor, "R V"]:
-    """Mass of the likeliest token, of the two likeliest, and so on, at the first tokens of a group's answers."""
+    """Mass of the likeliest token, of the two likeliest, and so on, at the first tokens of a group's responses."""
     hidden = forward_hidden(policy.model, pack([group], policy.device))[:TOKENS]
     head = policy.model.get_output_embeddings()
     logits = linear(hidden, head.weight, head.bias).float()
@@ -294,45 +293,57 @@ def ranked_mass(policy: TrainPolicy, group: Group) -> Float[Tensor, "R V"]:
     return (logits / policy.temperature).softmax(-1).sort(descending=True).values.cumsum(-1).clamp(max=1).cpu()
 
 
-def _stale(scene: Scene, scored: Sequence[Scored], tried: Sequence[Scored]) -> Explanation:
-    """Answers sampled now agree with the trainer: those at hand came from other weights than they say."""
+def _stale(context: DiagnosisContext, scored: Sequence[Scored], tried: Sequence[Scored]) -> Explanation:
+    """Responses sampled now agree with the trainer: those at hand came from other weights than they say."""
     prompts = [s.group for s in tried]
-    samples = scene.engine.generate([g.prompt_ids.tolist() for g in prompts], ANSWERS, scene.sampling)
-    anew = [
-        group_of_samples(Prompt(group.group_id, group.row, "", group.prompt_ids), sample)
-        for group, sample in zip(prompts, samples, strict=True)
-    ]
-    # All groups at hand, not the worst: new answers are not chosen by how bad they are.
-    now, then = score(scene, anew), scored
+    samples = context.engine.generate([g.prompt_ids.tolist() for g in prompts], RESPONSES, context.sampling)
+    anew = [_resampled(group, sample) for group, sample in zip(prompts, samples, strict=True)]
+    # All groups at hand, not the worst: new responses are not chosen by how bad they are.
+    now, then = score(context, anew), scored
     return Explanation(
         "stale_weights",
-        "stale weights, or answers changed behind the engine: new answers agree with the trainer "
+        "stale weights, or responses changed behind the engine: new responses agree with the trainer "
         f"({all_gaps(now).mean():.3g} nats) and those at hand do not ({all_gaps(then).mean():.3g}), though they say "
-        f"version {scene.weights.version}. Look for groups that outlived a push, a prefix cache that was not dropped, "
-        "a version that is written after sampling, and whatever touches ids or log-probabilities after it",
+        f"version {context.weights.version}. Look for groups that outlived a push, a prefix cache that was not "
+        "dropped, a version that is written after sampling, and whatever touches ids or log-probabilities after it",
         _left(all_gaps(then), all_gaps(now), _sizes(then), _sizes(now)),
     )
 
 
-def _unexplained(scene: Scene, worst: Scored) -> Explanation:
+def _resampled(group: Group, samples: Samples) -> Group:
+    """The group's prompt with these responses."""
+    return Group(
+        group_id=group.group_id,
+        row=group.row,
+        prompt_ids=group.prompt_ids,
+        response_ids=samples.response_ids,
+        log_probs=samples.log_probs,
+        versions=samples.versions,
+        trainable=torch.ones_like(samples.response_ids, dtype=torch.bool),
+        offsets=samples.offsets,
+        rewards=torch.zeros(len(samples.offsets) - 1),
+    )
+
+
+def _unexplained(context: DiagnosisContext, worst: Scored) -> Explanation:
     group = worst.group
     gaps = torch.where(group.trainable, (worst.log_probs - group.log_probs).abs(), -1.0)
     token = int(gaps.argmax())
-    answer = int(torch.repeat_interleave(group.lengths)[token])
-    place = token - int(group.offsets[answer])
+    response = int(torch.repeat_interleave(group.lengths)[token])
+    place = token - int(group.offsets[response])
     return Explanation(
         "unexplained",
         "unexplained: no other temperature, no shift, no other prompt of the batch and no truncation takes it away. "
-        f"The worst is {scene.describe(group)}, {worst.gap:.3g} nats a token; in its answer {answer} token {place}, "
-        f"{scene.decode(group.response_ids[token : token + 1])!r}, has {group.log_probs[token]:.4g} by the sampler and "
-        f"{worst.log_probs[token]:.4g} by the trainer. Compare the two in float32 (train_model.dtype=float32): if the "
-        "difference goes away it is rounding, and mismatch.bound may be raised",
+        f"The worst is {context.describe(group)}, {worst.gap:.3g} nats a token; in its response {response} token "
+        f"{place}, {context.decode(group.response_ids[token : token + 1])!r}, has {group.log_probs[token]:.4g} by the "
+        f"sampler and {worst.log_probs[token]:.4g} by the trainer. Compare the two in float32 "
+        "(train_model.dtype=float32): if the difference goes away it is rounding, and mismatch.bound may be raised",
         1.0,
     )
 
 
 def _sizes(scored: Iterable[Scored]) -> Tensor:
-    """How many tokens the policy chose in each answer."""
+    """How many tokens the policy chose in each response."""
     return torch.cat([s.group.chosen_lengths for s in scored])
 
 
@@ -340,10 +351,10 @@ def _left(before: Tensor, after: Tensor, sizes: Tensor, new_sizes: Tensor | None
     """Share of the mean difference that an explanation leaves; 1 where what it takes away may be chance.
 
     Args:
-        sizes: tokens of each answer.
-        new_sizes: of those behind ``after``, where they are other answers; None: both are of the same tokens, in order.
+        sizes: tokens of each response.
+        new_sizes: tokens of each response behind ``after``, where it is of others; None: both are of the same tokens.
 
-    One odd answer of two is chance, sixteen tokens or not:
+    One odd response of two is chance, sixteen tokens or not:
 
     >>> before, odd = torch.tensor([0.9, 1.1] * 8), torch.tensor([2.0] * 8 + [0.1] * 8)
     >>> round(_left(before, before / 10, torch.tensor([8, 8])), 6), _left(odd, odd * 0 + 0.1, torch.tensor([8, 8]))
@@ -360,14 +371,14 @@ def _left(before: Tensor, after: Tensor, sizes: Tensor, new_sizes: Tensor | None
 
 
 def _standard_error(values: Tensor, sizes: Tensor) -> Tensor:
-    """Of the mean over tokens, where answers are independent of each other and their tokens are not; NaN of one.
+    """Standard error of the mean over tokens, where responses are independent and their tokens are not; NaN of one.
 
     >>> round(_standard_error(torch.tensor([1.0, 1.0, 3.0, 3.0]), torch.tensor([2, 2])).item(), 6)  # that of [1, 3]
     1.0
     """
     off = values.new_zeros(len(sizes)).index_add(0, torch.repeat_interleave(sizes), values - values.mean())
-    answers = sizes.count_nonzero()
-    return off.norm() / len(values) * (answers / (answers - 1)).sqrt()
+    responses = sizes.count_nonzero()
+    return off.norm() / len(values) * (responses / (responses - 1)).sqrt()
 
 
 def _from_to(before: Tensor, after: Tensor) -> str:

@@ -16,20 +16,20 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from grpo_rl.data.batching import by_group
 from grpo_rl.data.group import Group
-from grpo_rl.diagnosis.causes import Explanation, Scene, Scored, all_gaps, diagnose, mass_kept
-from grpo_rl.training.micro_batches import by_group
+from grpo_rl.diagnosis.causes import DiagnosisContext, Explanation, Scored, all_gaps, diagnose, mass_kept
 
 JUMP = 2.0
-"""Times the run's own floor at which a mismatch is looked into; what is looked into and can't be named is no alarm."""
+"""A mismatch of so many times the run's own floor is looked into; what then can't be named is no alarm."""
 WINDOW = 20
-"""Steps whose median is the floor; what was looked into begins a new one."""
+"""The floor is the median of so many steps; what was looked into begins a new one."""
 NEGLIGIBLE = 1e-5
-"""Nats that are nothing: fp32 rounds log-probabilities by a tenth of that, and ratios change by a thousandth of a %."""
+"""A mismatch in nats that is never looked into: ten times what fp32 rounds; it moves ratios by a thousandth of a %."""
 
 
 class MismatchError(RuntimeError):
-    """The sampler's log-probabilities are not those of the weights that are trained."""
+    """An error: the sampler's log-probabilities are not those of the weights that are trained."""
 
 
 class Mismatch:
@@ -39,7 +39,7 @@ class Mismatch:
     - The first steps of a run are looked into whatever the numbers are, since nothing is known of this machine's
       rounding yet; later ones where the difference doubles, or is above the bound.
     - A fault that has a name stops the run, however small. What has none stops it above the bound, and so does a
-      difference of which it is only known that new answers don't have it, which is told below.
+      difference of which it is only known that new responses don't have it, which is told below.
 
     Args:
         bound: mean |difference| on fresh weights that stops the run, in nats; None: nothing stops it, faults are told.
@@ -62,7 +62,7 @@ class Mismatch:
         self.begin()
 
     def begin(self) -> None:
-        """A collection has been sampled, and no optimizer step was taken since the push."""
+        """Begins a collection: no optimizer step was taken since the push."""
         self._fresh: list[Scored] = []
         self._stale: dict[int, list[Tensor]] = defaultdict(list)
         self._moved = self._judged = False
@@ -73,8 +73,8 @@ class Mismatch:
 
         Args:
             tokens: what the loss was given.
-            groups: of the optimizer step, those of the micro-batch among them.
-            version: of the weights that the engine was given last.
+            groups: all groups of the optimizer step.
+            version: the policy version that the engine was given last.
         """
         by_id = {group.group_id: group for group in groups}
         for group_id, piece in by_group(tokens, tokens["log_prob"].float()).items():
@@ -88,14 +88,14 @@ class Mismatch:
                     self._stale[age].append(tokens_of_age.gaps)
 
     def weights_moved(self) -> None:
-        """An optimizer step was taken."""
+        """Notes that an optimizer step was taken."""
         self._moved = True
 
-    def judge(self, scene: Scene | None) -> str | None:
-        """Looks into the step where there is reason to, before its first optimizer step; what is to be told.
+    def judge(self, context: DiagnosisContext | None) -> str | None:
+        """The warning of a step, if any; a step is looked into where there is reason to, before its first update.
 
         Args:
-            scene: None where several processes train, which can't sample and score alone: then only the bound counts.
+            context: None where several processes train, which can't sample and score alone: then only the bound counts.
 
         Log-probabilities that are not finite are left to the optimizer step, which finds out where they come from.
 
@@ -130,8 +130,8 @@ class Mismatch:
             return None
         self._looked_at += len(gaps)
         found = Explanation("unexplained", "several processes train, and none can look into it alone. Train in one")
-        if scene:
-            found = diagnose(scene, self._fresh, thorough=over or mean > JUMP * floor)
+        if context:
+            found = diagnose(context, self._fresh, thorough=over or mean > JUMP * floor)
         self._history = deque([mean], maxlen=WINDOW)
         if found.name == "unexplained" and not over:
             return None
@@ -148,7 +148,7 @@ class Mismatch:
         return f"{what}{found.text}."
 
     def metrics(self) -> dict[str, float]:
-        """Of the step so far.
+        """The metrics of the step so far.
 
         ``mismatch/mean`` and ``mismatch/max`` of fresh weights, in nats; ``mismatch/mass_kept``, what the sampler could
         draw from, there too; ``mismatch/stale_2`` of tokens that were sampled two versions ago, ``mismatch/stale_0`` of

@@ -1,4 +1,4 @@
-"""Where a NaN or an infinity comes from: the first tensor, layer, group and prompt, found by doing the step again.
+"""The origin of a NaN or an infinity: the first tensor, layer, group and prompt, found by doing the step again.
 
 A healthy step pays nothing for it: only after a step whose loss or gradient was not finite are the forward and backward
 pass repeated, on the weights of that step, one group at a time and with every module watched.
@@ -26,11 +26,11 @@ from grpo_rl.training.micro_batches import scored_micro_batches, step_totals
 from grpo_rl.training.optimizer import PolicyOptimizer
 
 COMPUTED = ("log_prob", "entropy")
-"""What the policy adds to a group's tokens; all else was there before."""
+"""Entries that the policy adds to a group's tokens; all else was there before."""
 
 
 @torch.enable_grad()
-def first_nonfinite(
+def locate_nonfinite(
     policy: TrainPolicy,
     loss: GRPOLoss,
     optimizer: PolicyOptimizer,
@@ -38,10 +38,10 @@ def first_nonfinite(
     batching: MicroBatching,
     describe: Callable[[Group], str],
 ) -> str:
-    """Says in a sentence what is not finite first. The gradients summed so far are lost.
+    """A sentence that says what is not finite first. The gradients summed so far are lost.
 
     Args:
-        batch: groups of the optimizer step.
+        batch: the groups of the optimizer step.
         batching: how the step was split and weighted.
         describe: names a group to people, by its prompt.
     """
@@ -90,7 +90,7 @@ def _in_group(
         losses["loss"].backward()
         if bad := optimizer.nonfinite_gradients():
             if "forward" in seen:
-                where = f"the output of {seen['forward']}, at a token that no answer depends on,"
+                where = f"the output of {seen['forward']}, at a token that no response depends on,"
             else:
                 where = f"the gradient of {seen.get('backward', 'a weight')}"
             return f"the loss is finite, and {where} is the first that is not; {bad[0]} is one of {len(bad)} tensors"
@@ -106,8 +106,9 @@ def _place(tokens: TensorDictBase, names: Sequence[str], group: Group) -> str | 
         bad = tokens["trainable"].cpu() & ~values.isfinite()
         if bad.any():
             token = int(bad.nonzero()[0])
-            answer = int(torch.repeat_interleave(group.lengths)[token])
-            return f"{name} of token {token - int(group.offsets[answer])} of answer {answer} is {values[token].item()}"
+            response = int(torch.repeat_interleave(group.lengths)[token])
+            place = f"token {token - int(group.offsets[response])} of response {response}"
+            return f"{name} of {place} is {values[token].item()}"
     return None
 
 
@@ -121,7 +122,7 @@ def _extremes(tokens: TensorDictBase) -> str:
 
 @contextmanager
 def _watched(model: torch.nn.Module) -> Iterator[dict[str, str]]:
-    """Names of the modules whose output (``forward``) and whose gradient (``backward``) were the first to be broken."""
+    """A dict that gets the names of the modules whose output (``forward``) and gradient (``backward``) first broke."""
     seen: dict[str, str] = {}
 
     def look(name: str, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:

@@ -254,7 +254,7 @@ def agreed(ranks: Gathers | None, work: Callable[[], X]) -> X:
 
 
 def gathered(weights: Iterable[tuple[str, Tensor]], rank: int) -> dict[str, Tensor]:
-    """The named weights, whole, on rank zero's CPU, gathered one at a time; other ranks join in and get nothing."""
+    """The named weights, whole, gathered one at a time, on the CPU of rank zero; other ranks join in and get none."""
     state = {}
     for name, weight in weights:
         tensor = whole(weight.detach())

@@ -268,66 +268,30 @@ class AsyncEngine(Protocol):
 
 
 class EngineFleet(Protocol):
-    """Several engines that live on an event loop of their own: each call goes to one; dead engines are replaced."""
+    """Engines on an event loop in another thread; dead ones are replaced. EngineDeadError: they died too often."""
 
     replaced: int
     """Engines that were or are to be replaced, so far."""
 
     async def call(self, work: Callable[[AsyncEngine], Awaitable[R]], responses: int) -> R:
-        """What ``work`` returns of the engine with the least to do.
-
-        Args:
-            responses: how much is added to that.
+        """What ``work``, which samples so many responses, returns of the engine with the least to do.
 
         Raises:
             EngineLostError: the engine died; a new call goes to another.
-            EngineDeadError: engines died too often.
         """
         ...
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """What a short piece of work on the fleet's loop returns; called from another thread."""
+        """What a short piece of work on the fleet's loop returns."""
         ...
 
     def wait(self, work: Coroutine[Any, Any, R]) -> R:
-        """As :meth:`run`, for work that samples: engines that join in the meantime are given weights.
-
-        Raises:
-            EngineDeadError: engines died too often.
-        """
+        """As :meth:`run`, for work that samples: engines that join in the meantime are given weights."""
         ...
 
     def events(self) -> list[str]:
         """What became of engines since the last call."""
         ...
-
-
-class StepByGenerate:
-    """Implements :meth:`Engine.submit` and :meth:`Engine.step` for an engine that can only sample whole batches."""
-
-    generate: Callable[..., list[Samples]]
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, tuple[Sequence[int], Sampling]] = {}
-
-    def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """See :meth:`Engine.submit`."""
-        self._waiting[request] = (prompt, sampling)
-
-    def step(self) -> list[tuple[int, Samples]]:
-        """See :meth:`Engine.step`."""
-        finished: list[tuple[int, Samples]] = []
-        while self._waiting:
-            # A call has one `Sampling`: prompts that share the first one's.
-            sampling = next(iter(self._waiting.values()))[1]
-            batch = [request for request, (_, s) in self._waiting.items() if s == sampling]
-            prompts = [self._waiting.pop(request)[0] for request in batch]
-            finished += zip(batch, self.generate(prompts, 1, sampling), strict=True)
-        return finished
-
-    def abort(self) -> None:
-        """See :meth:`Engine.abort`."""
-        self._waiting.clear()
 
 
 def check_request(prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, max_model_len: int) -> None:

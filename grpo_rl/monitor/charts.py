@@ -84,42 +84,42 @@ def charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
     # In synchronous training every token is fresh, and a chart of zeros would only take room.
     stale = ["staleness/mean", "staleness/max"] if any(row.get("staleness/max", 0) > 0 for row in rows) else []
     return [
-        Chart("Reward", {"reward/mean": "mean reward"}, "Mean reward of the answers sampled for training."),
+        Chart("Reward", {"reward/mean": "mean reward"}, "Mean reward of the responses sampled for training."),
         Chart(
             "Held-out reward",
             {"eval/reward": "held-out"},
-            "Greedy answers to problems that are never trained on.",
+            "Greedy responses to problems that are never trained on.",
             markers=True,
         ),
         Chart(
             "Reward parts",
             {name: name.removeprefix("reward/") for name in parts},
-            "What the reward is made of, as means over answers.",
+            "What the reward is made of, as means over responses.",
         ),
         Chart(
             "Spread of the reward",
             {f"reward_distribution/total/p{p}": f"{p} % earn less" for p in (90, 50, 10)},
-            "Quantiles over the answers of a step.",
+            "Quantiles over the responses of a step.",
         ),
         Chart(
             "Measured beside the reward",
             {name: name.removeprefix("measure/") for name in names if name.startswith("measure/")},
-            "What the task logs and does not pay for, as means over answers.",
+            "What the task logs and does not pay for, as means over responses.",
         ),
         Chart(
             "Groups without signal",
             {"reward/zero_std_fraction": "zero spread"},
-            "Groups whose answers were all rewarded alike; they teach nothing.",
+            "Zero-variance groups, whose responses all have the same reward; they teach nothing.",
             floor=0,
             percent=True,
         ),
         Chart(
-            "Answer length", {"response/mean_length": "mean", "response/max_length": "longest"}, "In tokens.", floor=0
+            "Response length", {"response/mean_length": "mean", "response/max_length": "longest"}, "In tokens.", floor=0
         ),
         Chart(
-            "Cut-off and repetitive answers",
+            "Cut-off and repetitive responses",
             {"response/truncated_fraction": "truncated", "response/repetition": "repeated 4-grams"},
-            "Answers that met the length limit, and the share of an answer that it said before.",
+            "Responses that met the length limit, and the share of a response that it said before.",
             floor=0,
             percent=True,
         ),
@@ -174,7 +174,7 @@ def charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
             stacked=True,
         ),
         Chart(
-            "Share of the machine's limit",
+            "Share of the machine's roofline",
             {"limit_fraction": "whole step"} | {f"limit_fraction/{phase}": phase for phase in LIMITED_PHASES},
             "Time that the machine would need at its measured best, over the time taken.",
             floor=0,

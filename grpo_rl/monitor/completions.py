@@ -1,4 +1,4 @@
-"""Every answer of a run, as a Parquet dataset: a folder with one part a step.
+"""Every response of a run, as a Parquet dataset: a folder with one part a step.
 
 ``pandas.read_parquet("completions.parquet")`` reads the whole folder. A part appears under its name only once it is
 complete, so a run that is killed loses at most the step it was in, and resuming deletes whole parts.
@@ -48,13 +48,13 @@ _ESCAPE = re.compile(
 def completion_rows(
     groups: Sequence[Group], decode: Callable[[Sequence[int]], str], answer: Callable[[int], object] = lambda row: None
 ) -> list[dict[str, Any]]:
-    """One dict an answer, with the columns of the Parquet parts but ``step``.
+    """One dict a response, with the columns of the Parquet parts but ``step``.
 
     Args:
-        decode: ids -> text, used on prompts and on answers.
+        decode: ids -> text, used on prompts and on responses.
         answer: index of a dataset row -> its gold answer, or None where the task has none.
 
-    ``policy_version`` is that of the answer's first token: the oldest weights that had a part in it.
+    ``policy_version`` is that of the response's first token: the oldest weights that had a part in it.
 
     >>> from grpo_rl.testing import random_group
     >>> rows = completion_rows([random_group(lengths=[1, 2], rewards=[0.0, 2.0])], lambda ids: f"{len(ids)} ids")
@@ -98,7 +98,7 @@ class CompletionsLog:
         Raises:
             OSError: the disk is full or read-only; names the file.
         """
-        # A measure may have no meaning for the answers of some groups.
+        # A measure may have no meaning for the responses of some groups.
         parts = list(dict.fromkeys(name for row in rows for name in row if name.startswith(("reward_", "measure_"))))
         # Without a schema a column that is all null in one step would get a type that other parts disagree with.
         schema = pa.schema([*_BEFORE_PARTS, *((name, pa.float32()) for name in parts), *_AFTER_PARTS])
@@ -131,7 +131,7 @@ def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
         return pq.read_table(path).to_pylist()
     # Where a file is cut or damaged decides which of them it is.
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} can't be read ({error}); remove it to do without its answers") from error
+        raise ValueError(f"{path} can't be read ({error}); remove it to do without its responses") from error
 
 
 def printable(text: str) -> str:

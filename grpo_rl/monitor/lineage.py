@@ -1,8 +1,8 @@
-"""Where every trained token came from and what the loss made of it, as Parquet files, two a step.
+"""The lineage of every trained token, where it came from and what the loss made of it, as two Parquet files a step.
 
 ``lineage/step_000012.parquet`` has a row for each response token and epoch, ``lineage_answers/step_000012.parquet`` one
-for each answer. ``pandas.read_parquet("lineage")`` reads a whole run; a file appears under its name only once it is
-complete. Groups that were not scored, as their answers were all rewarded alike, are there with null in the trainer's
+for each response. ``pandas.read_parquet("lineage")`` reads a whole run; a file appears under its name only once it is
+complete. Zero-variance groups, which were not scored, are there with null in the trainer's
 columns.
 """
 
@@ -22,18 +22,17 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from grpo_rl.data.batching import by_group
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss, clipped_at_all
 from grpo_rl.storage.whole_file import replacing
-from grpo_rl.training.micro_batches import by_group
-from grpo_rl.training.optimizer import StepResult
 
-TOKENS, ANSWERS = "lineage", "lineage_answers"
-"""Folders in that of the run."""
+TOKENS, RESPONSES = "lineage", "lineage_answers"
+"""Folders inside the run's folder: a row a token, and a row a response."""
 MASK_REASONS = ("tool", "truncated", "zero_advantage_group", "low_entropy", "correction")
-"""Why a token is left out of the policy gradient; the first that applies."""
+"""Reasons to leave a token out of the policy gradient; the first that applies is stored."""
 KEY = b"grpo_rl"
-"""Of a token file's metadata: JSON with the step, the run's config and the recorded losses of each optimizer step."""
+"""Key in a token file's metadata: JSON with step, config, and the recorded losses of each optimizer step."""
 
 PLACE = {
     "step": pa.int32(),
@@ -63,16 +62,16 @@ FILE = re.compile(r"step_(\d+)\.parquet")
 
 @dataclass
 class _Step:
-    """An optimizer step: its groups, which epoch each is in, and what the loss was given and returned."""
+    """An optimizer step: its groups, the epoch of each, and what the loss was given and returned."""
 
     groups: Sequence[Group]
     epochs: dict[int, int]
     scored: dict[int, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
-    told: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LOSSES, 0.0))
+    recorded: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LOSSES, 0.0))
 
 
 class LineageLog:
-    """Takes notes while a collection is trained on, and writes them when the step is over.
+    """Records what a collection is trained on, and writes it when the step is over.
 
     Args:
         run_dir: the run's folder.
@@ -86,7 +85,7 @@ class LineageLog:
         self._visits: dict[int, int] = defaultdict(int)
 
     def begin(self, groups: Sequence[Group]) -> None:
-        """An optimizer step on these groups begins."""
+        """Begins an optimizer step on these groups."""
         epochs = {group.group_id: self._visits[group.group_id] for group in groups}
         for group in groups:
             self._visits[group.group_id] += 1
@@ -106,11 +105,11 @@ class LineageLog:
             for group_id, piece in by_group(tokens, values).items():
                 step.scored[group_id][name] = piece
         for name in LOSSES:
-            step.told[name] += losses[name].item()
+            step.recorded[name] += losses[name].item()
 
-    def end(self, result: StepResult) -> None:
-        """The optimizer step is over."""
-        self._steps[-1].told |= {"grad_norm": result.grad_norm, "lr": result.lr, "skipped": result.skipped}
+    def end(self, grad_norm: float, lr: float, skipped: bool) -> None:
+        """Ends the optimizer step, with what the optimizer returned."""
+        self._steps[-1].recorded |= {"grad_norm": grad_norm, "lr": lr, "skipped": skipped}
 
     def write(self, step: int, groups: Sequence[Group] | None, kl_coef: float) -> None:
         """Writes the step's files.
@@ -133,18 +132,18 @@ class LineageLog:
         for group in groups:
             if group.group_id not in self._visits:
                 tables.append(_token_rows(group, {"step": step, "epoch": None, "optimizer_step": None}, None, masked))
-        told = [trained.told | {"groups": list(trained.epochs)} for trained in self._steps]
-        about = {"step": step, "config": config, "optimizer_steps": told}
+        recorded = [trained.recorded | {"groups": list(trained.epochs)} for trained in self._steps]
+        about = {"step": step, "config": config, "optimizer_steps": recorded}
         table = pa.concat_tables(tables).combine_chunks().unify_dictionaries()
-        # The answers first: whoever finds the tokens finds both.
-        _write(self._run_dir / ANSWERS, step, _answer_rows(step, groups))
+        # The responses first: whoever finds the tokens finds both.
+        _write(self._run_dir / RESPONSES, step, _response_rows(step, groups))
         _write(self._run_dir / TOKENS, step, table.replace_schema_metadata({KEY: json.dumps(about)}))
         self._steps, self._visits = [], defaultdict(int)
 
 
 def truncate(run_dir: str | Path, step: int) -> None:
     """Drops the files after ``step`` and what a killed run left half written."""
-    for folder in (Path(run_dir) / TOKENS, Path(run_dir) / ANSWERS):
+    for folder in (Path(run_dir) / TOKENS, Path(run_dir) / RESPONSES):
         for path in folder.glob("*"):
             match = FILE.fullmatch(path.name)
             if path.name.startswith(".step_") or (match and int(match[1]) > step):
@@ -159,16 +158,16 @@ def stored_steps(run_dir: str | Path) -> list[int]:
 def _token_rows(
     group: Group, place: Mapping[str, int | None], scored: Mapping[str, Tensor] | None, mask_truncated: bool
 ) -> pa.Table:
-    """Rows of a group's tokens in one optimizer step, or in none."""
+    """The rows of a group's tokens in one optimizer step, or in none."""
     count, chosen = len(group.response_ids), group.trainable.numpy()
     trained = group.trained_tokens(mask_truncated).numpy()
-    answer = torch.repeat_interleave(group.lengths)
+    response = torch.repeat_interleave(group.lengths)
     columns: dict[str, object] = {name: np.full(count, value) for name, value in place.items() if value is not None}
     columns |= {
         "group_id": np.full(count, group.group_id),
-        "answer": answer.numpy(),
+        "answer": response.numpy(),
         "row": np.full(count, group.row),
-        "position": (torch.arange(count) - group.offsets[:-1][answer]).numpy(),
+        "position": (torch.arange(count) - group.offsets[:-1][response]).numpy(),
         "token_id": group.response_ids.numpy(),
         "turn": turns(group).numpy(),
         "policy_version": group.versions.numpy(),
@@ -185,7 +184,7 @@ def _token_rows(
         masks |= dict.fromkeys(("ratio", "correction", "clipped"), ~trained)
         no_weight = (scored["corrected"] & (scored["correction"] == 0)).numpy()
         reason[trained & no_weight & (reason < 0)] = MASK_REASONS.index("correction")
-        low = (scored["advantage"] == 0) & (group.advantages[answer] != 0)
+        low = (scored["advantage"] == 0) & (group.advantages[response] != 0)
         reason[trained & low.numpy()] = MASK_REASONS.index("low_entropy")
     reason[~trained] = MASK_REASONS.index("truncated")
     reason[~chosen] = MASK_REASONS.index("tool")
@@ -201,7 +200,7 @@ def _token_rows(
 
 
 def turns(group: Group) -> Tensor:
-    """The policy's turn of each response token, from 0 in each answer; a reply belongs to the turn that it answers.
+    """The policy's turn of each response token, from 0 in each response; a reply belongs to the turn that it responses.
 
     >>> from dataclasses import replace
     >>> from grpo_rl.testing import random_group
@@ -209,17 +208,17 @@ def turns(group: Group) -> Tensor:
     >>> turns(group).tolist()
     [0, 0, 0, 1, 0, 0]
     """
-    answer = torch.repeat_interleave(group.lengths)
-    before = torch.cat([torch.zeros(1, dtype=torch.bool), group.trainable[:-1]])[: len(answer)]
+    response = torch.repeat_interleave(group.lengths)
+    before = torch.cat([torch.zeros(1, dtype=torch.bool), group.trainable[:-1]])[: len(response)]
     first = torch.zeros_like(group.trainable)
     first[group.offsets[:-1][group.lengths > 0]] = True
     started = (group.trainable & (~before | first)).cumsum(0)
     earlier = torch.cat([torch.zeros(1, dtype=torch.long), started])[group.offsets[:-1]]
-    return (started - earlier[answer] - 1).clamp(min=0)
+    return (started - earlier[response] - 1).clamp(min=0)
 
 
-def _answer_rows(step: int, groups: Sequence[Group]) -> pa.Table:
-    """A row an answer; the prompt's ids stand beside the first one of each group."""
+def _response_rows(step: int, groups: Sequence[Group]) -> pa.Table:
+    """A row a response; the prompt's ids stand beside the first one of each group."""
     rows = []
     for group in groups:
         for g in range(group.size):

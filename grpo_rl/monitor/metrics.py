@@ -1,7 +1,7 @@
 """The numbers of a run: how they are computed from groups, and the file they are kept in.
 
-Every mean is over answers or over response tokens that the policy chose, never over padding: groups are ragged, so
-there is none. Letters: G answers of a group, R response tokens of a group.
+Every mean is over responses or over response tokens that the policy chose, never over padding: groups are ragged, so
+there is none. Letters: G responses of a group, R response tokens of a group.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ REWARD_STATISTICS = frozenset({"mean", "std", "zero_std_fraction"})
 
 
 def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[str, float]:
-    """Reward, response, advantage and staleness metrics of the answers in ``groups``, each answer weighing the same.
+    """Reward, response, advantage and staleness metrics of ``groups``, each response weighing the same.
 
-    ``reward_distribution/<part>/p10`` and so on are quantiles over answers, ``response/length_correlation`` is between
-    an answer's length and its reward inside groups, left out where either is the same in all of them.
-    ``reward/std`` is the population's, over all answers. ``reward/zero_std_fraction`` counts the groups whose answers
-    were all rewarded alike: they have no advantage to learn from. Advantage metrics are left out while a group has no
-    advantages yet, staleness metrics while ``version`` is not given.
+    ``reward_distribution/<part>/p10`` and so on are quantiles over responses, ``response/length_correlation`` is of
+    length and reward inside groups, left out where either is the same in all of them.
+    ``reward/std`` is the population's, over all responses. ``reward/zero_std_fraction`` is the share of
+    zero-variance groups: their responses all have the same reward. Advantage metrics are left out
+    while a group has no advantages yet, staleness metrics while ``version`` is not given.
 
     Args:
         version: the trainer's policy version; a token's staleness is how many versions ago it was sampled.
@@ -81,9 +81,9 @@ def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[
 
 
 def repetition(groups: Sequence[Group], n: int = 4) -> float:
-    """Share of an answer's n-grams of tokens that it had before, averaged over answers; only what the policy chose.
+    """Share of a response's n-grams of tokens that it had before, averaged over responses; only what the policy chose.
 
-    An answer of fewer than ``n`` tokens repeats nothing.
+    A response of fewer than ``n`` tokens repeats nothing.
 
     Of the five 2-grams of "a b a b a b", two are new, (a b) and (b a), and three repeated.
 

@@ -26,7 +26,7 @@ from grpo_rl.monitor.metrics import REWARD_STATISTICS
 BLOCKS = "▁▂▃▄▅▆▇█"
 SAMPLE_LINES = 5
 ETA_STEPS = 20
-"""The ETA goes by the mean of this many last steps, so that it follows answers that grow or shrink."""
+"""The ETA goes by the mean of this many last steps, so that it follows responses that grow or shrink."""
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
@@ -108,12 +108,12 @@ class Progress:
             self._last = self._clock()  # what came before the first step is no step's time
 
     def _start_live(self) -> None:
-        # With the first news, not before: engines print while they start, which would leave torn copies of the view.
+        # With the first update, not before: engines print while they start, which would leave torn copies of the view.
         if self._live and not self._live.is_started:
             self._live.start()
 
     def update(self, step: int, metrics: Mapping[str, float], sample: str = "") -> None:
-        """Takes the metrics of a finished step and one of its answers; ``eval/*`` may come along or alone."""
+        """Takes the metrics of a finished step and one of its responses; ``eval/*`` may come along or alone."""
         metrics = {name: float(value) for name, value in metrics.items()}
         if "eval/reward" in metrics:
             self._held_out.append(metrics["eval/reward"])
@@ -177,7 +177,8 @@ class Progress:
         if self._held_out:
             values = [self._held_out[0], self._held_out[-1]] if len(self._held_out) > 1 else self._held_out
             body.add_row("held-out", Text(" → ".join(f"{value:.3f}" for value in values)))
-        for label, pairs in (("policy", _health(metrics)), ("answers", _lengths(metrics)), ("speed", _rates(metrics))):
+        facts = {"policy": _health(metrics), "responses": _lengths(metrics), "speed": _rates(metrics)}
+        for label, pairs in facts.items():
             if pairs:
                 body.add_row(label, _pairs(pairs))
 
@@ -277,7 +278,7 @@ def _rates(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     labels = {"throughput/sample_tokens_per_s": "sampling", "throughput/train_tokens_per_s": "training"}
     pairs = [(label, f"{metrics[name]:,.0f} tokens/s") for name, label in labels.items() if name in metrics]
     if "limit_fraction" in metrics:
-        pairs.append(("of limit", f"{metrics['limit_fraction']:.0%}"))
+        pairs.append(("roofline", f"{metrics['limit_fraction']:.0%}"))
     return pairs
 
 

@@ -1,4 +1,4 @@
-"""``report.html`` of a run: what it gained, its curves, answers early and late, its config. One file, no network.
+"""``report.html`` of a run: what it gained, its curves, responses early and late, its config. One file, no network.
 
 ``python -m grpo_rl.monitor.report RUN_DIR`` writes it again from what the run folder holds.
 """
@@ -102,7 +102,7 @@ def headline(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) ->
 
 
 def phase_times(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    """What a step took and its floor, then the same of each phase: medians, in seconds; empty without limits.
+    """What a step took and its floor, then the same of each phase: medians, in seconds; empty without rooflines.
 
     ``length`` is a phase's part of the step, ``share`` the floor's part of the phase: None where there is no floor.
 
@@ -181,7 +181,7 @@ def _tiles(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> l
     if summary.get("eval_gain") is not None and summary.get("eval_gain_ci95"):
         low, high = summary["eval_gain_ci95"]
         tone = "good" if low > 0 else "bad" if high < 0 else "unsure"
-        tile("Held-out reward", f"{summary['eval_before']:.3f} → {summary['eval_after']:.3f}", "greedy answers")
+        tile("Held-out reward", f"{summary['eval_before']:.3f} → {summary['eval_after']:.3f}", "greedy responses")
         tile("Gain", f"{summary['eval_gain']:+.3f}", f"95 %: {low:+.3f} to {high:+.3f}", tone)
     training = [row for row in rows if "reward/mean" in row]
     if training:
@@ -192,12 +192,12 @@ def _tiles(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> l
         if rates:
             tile(label, number(rates[len(rates) // 2]), "tokens/s (median)")
     if fractions := [row["limit_fraction"] for row in rows if "limit_fraction" in row]:
-        tile("Of the machine's limit", f"{statistics.median(fractions):.0%}", "of a step's time (median)")
+        tile("Of the machine's roofline", f"{statistics.median(fractions):.0%}", "of a step's time (median)")
     return tiles
 
 
 def _samples(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Answers of the first and the last step that has any, and what can't be read of them."""
+    """Responses of the first and the last step that has any, and what can't be read of them."""
     samples, unread = [], []
     for step in sorted({*logged_steps(run_dir)[:1], *logged_steps(run_dir)[-1:]}):
         try:
@@ -208,7 +208,7 @@ def _samples(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _samples_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first answer of the first groups of a step: a choice by reward would flatter or slander the policy."""
+    """The first response of the first groups of a step: a choice by reward would flatter or slander the policy."""
     first_of_group: dict[int, dict[str, Any]] = {}
     for row in rows:
         first_of_group.setdefault(row["group_id"], row)

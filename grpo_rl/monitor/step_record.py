@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from tensordict import TensorDictBase
 
@@ -12,7 +13,14 @@ from grpo_rl.data.group import Group
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.losses.grpo import LOSSES
 from grpo_rl.monitor.metrics import peak_gib, time_metrics
-from grpo_rl.training.optimizer import StepResult
+
+
+class StepResult(Protocol):
+    """What an optimizer step came to: `grpo_rl.training.optimizer.StepResult`."""
+
+    grad_norm: float
+    lr: float
+
 
 Observer = Callable[[TensorDictBase, TensorDictBase, Sequence[Group]], None]
 """Called with each micro-batch: what `GRPOLoss` was given, what it returned, and the optimizer step's groups."""

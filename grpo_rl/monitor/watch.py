@@ -20,14 +20,14 @@ class RewardWatch:
     """Reads a run's metrics, line by line, and warns once of each kind of trouble.
 
     - ``held_out``: the training reward rose while the held-out reward fell.
-    - ``length``: answers grew longer, and in their groups the longer ones earn more.
-    - ``repetition``: answers repeat themselves far more than at first.
+    - ``length``: responses grew longer, and in their groups the longer ones earn more.
+    - ``repetition``: responses repeat themselves far more than at first.
 
     >>> watch = RewardWatch()
     >>> for step in range(1, 41):
     ...     for warning in watch.update({"step": step, "reward/mean": step / 40, "response/repetition": step / 50}):
     ...         print(warning)
-    Step 20: answers repeat themselves: 31 % of their 4-grams were there before, 11 % in the first 10 steps. ...
+    Step 20: responses repeat themselves: 31 % of their 4-grams were there before, 11 % in the first 10 steps. ...
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class RewardWatch:
         return (
             f"held-out reward fell from {best['eval/reward']:.3f} (step {int(best['step'])}) to "
             f"{now['eval/reward']:.3f} while the training reward rose from {before:.3f} to {after:.3f}: the policy "
-            "learns what pays and not what is asked, or the training problems by heart. Read answers in "
+            "learns what pays and not what is asked, or the training problems by heart. Read responses in "
             "completions.parquet, and go back to that step's checkpoint"
         )
 
@@ -82,9 +82,9 @@ class RewardWatch:
         if after < LONGER * before or correlation < BY_LENGTH:
             return None
         return (
-            f"answers grew from {before:.0f} to {after:.0f} tokens, and inside a group the longer ones earn more "
-            f"(correlation {correlation:.2f}): length may be what the reward pays for. Read answers in "
-            "completions.parquet; env.rewards.soft_overlong_punishment takes from answers that are too long"
+            f"responses grew from {before:.0f} to {after:.0f} tokens, and inside a group the longer ones earn more "
+            f"(correlation {correlation:.2f}): length may be what the reward pays for. Read responses in "
+            "completions.parquet; env.rewards.soft_overlong_punishment takes from responses that are too long"
         )
 
     def _repetition(self) -> str | None:
@@ -95,9 +95,9 @@ class RewardWatch:
         if after < REPEATED or after < before + MORE_REPEATED:
             return None
         return (
-            f"answers repeat themselves: {100 * after:.0f} % of their 4-grams were there before, {100 * before:.0f} % "
-            f"in the first {WINDOW} steps. Read answers in completions.parquet; env.rewards.repetition_penalty takes "
-            "from them"
+            f"responses repeat themselves: {100 * after:.0f} % of their 4-grams were there before, "
+            f"{100 * before:.0f} % in the first {WINDOW} steps. Read responses in completions.parquet; "
+            "env.rewards.repetition_penalty takes from them"
         )
 
     def _ends(self, *names: str) -> tuple[Sequence[Mapping[str, float]], Sequence[Mapping[str, float]]]:

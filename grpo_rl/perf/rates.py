@@ -1,4 +1,4 @@
-"""What this machine does at its best: matrix products and memory, measured once and remembered."""
+"""Rates of this machine at its best, in matrix products and memory, measured once and remembered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROBE_BYTES = 2**29
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does at its best.
+    """The rates of a machine at its best.
 
     Args:
         gemm_flops_per_s: floating-point operations a second in a large matrix product.

@@ -1,15 +1,15 @@
-r"""What a step would take at this machine's measured best: the floor behind ``limit_fraction``.
+r"""Roofline of a step: what it would take at this machine's measured best, the floor behind ``limit_fraction``.
 
 A floor counts the matrix products of a step, those of causal attention included, and the weights that have to come from
 memory. It leaves out what should be small beside them (element-wise work, the optimizer, rewards), and counts every
-response token in full, though an answer's last one need not be fed back: with answers of a few dozen tokens and more,
+response token in full, though a response's last one need not be fed back: with responses of a few dozen tokens,
 the fraction is below 1 even where nothing is wasted. The counts are those of dense models: an expert that a token does
 not visit would be counted as work. What adapters add to products and reads is left out, being small beside the weights
 that they adapt. Source of the counts: PaLM, appendix B, https://arxiv.org/abs/2204.02311, but with the keys that a
 token sees rather than all.
 
 Letters: N parameters of the trunk, H hidden size, V vocabulary, A query heads times their size; P prompt tokens of a
-group, R its response tokens, of all answers together; K keys that tokens see, summed over tokens and layers.
+group, R its response tokens, of all responses together; K keys that tokens see, summed over tokens and layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from grpo_rl.perf.rates import Rates, machine_rates
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What of a model a floor depends on.
+    """The numbers of a model that a floor depends on.
 
     Args:
         trunk: N, parameters but for those of the embedding and the head.
@@ -39,7 +39,7 @@ class ModelSizes:
         attention: A, query heads times their size.
         decode_bytes: weights that each decoding step reads: trunk and head, not the embedding's table.
         pushed_bytes: what every push sends: all weights, tied ones once, or adapters alone.
-        windows: of each layer, how many positions back a token sees, its own included; None: all.
+        windows: for each layer how many positions back a token sees, its own included; None: all.
         trained: share of the weights that have a gradient: a frozen one's is not computed.
     """
 
@@ -80,7 +80,7 @@ class ModelSizes:
         )
 
     def keys_seen(self, start: int, end: int) -> int:
-        """By the tokens of a sequence from position ``start`` up to ``end``, in all layers.
+        """The keys that the tokens of a sequence see from position ``start`` up to ``end``, in all layers.
 
         >>> sizes = ModelSizes(1, 1, 1, attention=1, decode_bytes=1, pushed_bytes=1, windows=(None, 2))
         >>> sizes.keys_seen(0, 3), sizes.keys_seen(2, 3)  # 1 + 2 + 3 and 1 + 2 + 2; 3 and 2
@@ -104,21 +104,21 @@ def floors_s(
     mask_truncated: bool = False,
     inference_devices: int = 1,
 ) -> dict[str, float]:
-    r"""Least seconds of each phase of the step that samples these groups and trains on them.
+    r"""The least seconds of each phase of the step that samples these groups and trains on them.
 
     - ``sample``: $2NP + 4AK$ for the prompts, what they begin with in common computed once, then $2(N + HV)R + 4AK$ for
-      the responses or, where that takes longer, reading the weights once for every token of the longest answer;
+      the responses or, where that takes longer, reading the weights once for every token of the longest response;
     - ``score``: $2N(P + R) + 2HVR + 4AK$ where a reference has scored them, else 0;
     - ``train``: three times as much in each epoch, twice where weights are frozen;
     - ``sync``: what is pushed read once and written once.
 
     Args:
-        skip_zero_advantage: groups whose answers were rewarded alike are not trained on.
-        mask_truncated: nor answers that met the length limit; a group of such alone is not computed.
-        inference_devices: that sample side by side, each as fast as ``rates`` says.
+        skip_zero_advantage: zero-variance groups are not trained on.
+        mask_truncated: responses that met the length limit are not trained on; a group of such alone is not computed.
+        inference_devices: devices that sample side by side, each as fast as ``rates`` says.
 
     4 prompt and 3 + 2 response tokens, attention left aside. Sampling: 2·100·4 = 800 operations for the prompt;
-    2·140·5 = 1400 for the answers take 1.4 s, less than the 12 s of reading 280 bytes 3 times. Training:
+    2·140·5 = 1400 for the responses take 1.4 s, less than the 12 s of reading 280 bytes 3 times. Training:
     6·100·9 + 6·40·5 = 6600 operations.
 
     >>> from grpo_rl.testing import random_group
@@ -144,12 +144,12 @@ def floors_s(
     longest = max((int(group.chosen_lengths.max()) for group in groups), default=0)
     read_s = longest * sizes.decode_bytes / rates.bytes_per_s
     scored = [group for group in groups if group.ref_log_probs is not None]
-    annotated = [group for group in groups if group.old_log_probs is not None]
+    with_old = [group for group in groups if group.old_log_probs is not None]
     trained = groups_to_score(groups, skip_zero_advantage, mask_truncated)
     flops_per_s = rates.gemm_flops_per_s
     return {
         "sample": (prefill / flops_per_s + max(decode / flops_per_s, read_s)) / inference_devices,
-        "score": (forward(scored) + forward(annotated)) / flops_per_s,
+        "score": (forward(scored) + forward(with_old)) / flops_per_s,
         # The backward multiplies twice for each product of the forward: for the input's gradient and the weight's.
         "train": (2 + sizes.trained) * epochs * forward(trained) / flops_per_s,
         "sync": 2 * sizes.pushed_bytes / rates.bytes_per_s,
@@ -157,7 +157,7 @@ def floors_s(
 
 
 def _numel(parameter: Tensor) -> int:
-    """Numbers that the parameter stands for: those of 4 bits lie two in a byte."""
+    """The count of numbers that a parameter stands for: those of 4 bits lie two in a byte."""
     state = getattr(parameter, "quant_state", None)
     return state.shape.numel() if state else parameter.numel()
 
@@ -166,7 +166,7 @@ def of_distinct_tokens(prompts: Sequence[Int[Tensor, " P"]], work: Callable[[int
     """Work of an engine with a prefix cache: what prompts begin with in common is computed once.
 
     Args:
-        work: of a prompt's first so many tokens.
+        work: the work of a prompt's first so many tokens.
 
     >>> from torch import tensor
     >>> of_distinct_tokens([tensor([1, 2, 3]), tensor([1, 2, 4, 5]), tensor([1, 2, 3])], work=lambda tokens: tokens)
@@ -183,7 +183,7 @@ def _shared(a: Int[Tensor, " A"], b: Int[Tensor, " B"]) -> int:
     return int((a[:length] == b[:length]).cumprod(0).sum())
 
 
-def limit_metrics(floors: Mapping[str, float], phases_s: Mapping[str, float], step_s: float) -> dict[str, float]:
+def roofline_metrics(floors: Mapping[str, float], phases_s: Mapping[str, float], step_s: float) -> dict[str, float]:
     """``limit_fraction``, the step's floor over the time it took, and the same of each phase that had work to do.
 
     Args:
@@ -191,7 +191,7 @@ def limit_metrics(floors: Mapping[str, float], phases_s: Mapping[str, float], st
         phases_s: seconds that the phases took.
         step_s: seconds of the whole step, what lies between the phases included.
 
-    >>> limit_metrics({"sample": 1.0, "score": 0.0, "train": 3.0}, {"sample": 2.0, "score": 0.1, "train": 4.0}, 8.0)
+    >>> roofline_metrics({"sample": 1.0, "score": 0.0, "train": 3.0}, {"sample": 2.0, "score": 0.1, "train": 4.0}, 8.0)
     {'limit_fraction': 0.5, 'limit_fraction/sample': 0.5, 'limit_fraction/train': 0.75}
     """
     return {"limit_fraction": sum(floors.values()) / step_s} | {
@@ -201,20 +201,18 @@ def limit_metrics(floors: Mapping[str, float], phases_s: Mapping[str, float], st
     }
 
 
-class StepLimit:
-    """The limit metrics of a run's steps on this machine.
+class StepRoofline:
+    """The roofline metrics of a run's steps on this machine.
 
     Measures the machine's rates where they are not known yet. A step that is faster than its floor shows that they were
     measured on a busy machine: they are then measured once more, and the higher are kept.
 
     Args:
-        model: that is trained; the engine samples with the same weights in the same dtype.
+        model: the one that is trained; the engine samples with the same weights in the same dtype.
         epochs: passes over each collection.
-        skip_zero_advantage: groups whose answers were rewarded alike are not trained on.
-        mask_truncated: nor answers that met the length limit; a group of such alone is not computed.
-        inference_devices: that sample side by side.
-        pushes_adapters: they alone travel, see :meth:`ModelSizes.of`.
-        rates: to go by instead, whatever a step shows; a benchmark measures its own.
+        skip_zero_advantage, mask_truncated, inference_devices: see :func:`floors_s`.
+        pushes_adapters: adapters alone travel, see :meth:`ModelSizes.of`.
+        rates: the rates to go by, whatever a step shows; a benchmark measures its own.
     """
 
     def __init__(
@@ -239,8 +237,8 @@ class StepLimit:
         self._measured_again = rates is not None
 
     def metrics(self, groups: Sequence[Group], phases_s: Mapping[str, float], step_s: float) -> dict[str, float]:
-        """:func:`limit_metrics` of a step that sampled these groups and trained on them."""
-        metrics = limit_metrics(floors_s(groups, self.sizes, self.rates, **self._work), phases_s, step_s)
+        """:func:`roofline_metrics` of a step that sampled these groups and trained on them."""
+        metrics = roofline_metrics(floors_s(groups, self.sizes, self.rates, **self._work), phases_s, step_s)
         # Once a run: a model that fits into the caches can be faster than memory, however often that is measured.
         if max(metrics.values()) > 1 and not self._measured_again:
             self._measured_again = True
@@ -248,5 +246,5 @@ class StepLimit:
                 self.rates = machine_rates(self._dtype, self._device, again=True)
             except torch.OutOfMemoryError:
                 return metrics  # the engine holds what there is; a metric is no reason to end a run
-            metrics = limit_metrics(floors_s(groups, self.sizes, self.rates, **self._work), phases_s, step_s)
+            metrics = roofline_metrics(floors_s(groups, self.sizes, self.rates, **self._work), phases_s, step_s)
         return metrics

@@ -11,6 +11,7 @@ number in the dtype that is computed in.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,37 +27,37 @@ from grpo_rl.policies.supported import refuse_unsupported
 Kind = Literal["cuda", "cpu"]
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 QUANTIZED_BYTES = {"nf4": 0.5 + 0.127 / 8, "fp4": 0.5 + 0.127 / 8, "int8": 1.0}
-"""Of a number: 4 bits and, with quantised scales, 0.127 more (QLoRA, https://arxiv.org/abs/2305.14314, section 3)."""
+"""Bytes of a weight: 4 bits and 0.127 more of quantised scales (QLoRA, https://arxiv.org/abs/2305.14314, section 3)."""
 VLLM_BATCH_TOKENS = 16384
-"""That vLLM computes at a time, and so tries out at its start, on a GPU of 70 GiB or more; on others half of them."""
+"""vLLM's default `max_num_batched_tokens` on a GPU of 70 GiB or more, which its start-up profiling uses; else half."""
 VLLM_SEQUENCES = 256
-"""Answers that an engine computes at the same time, see `grpo_rl.engines.vllm.engine.VLLMEngine`."""
+"""Responses that an engine computes at the same time, see `grpo_rl.engines.vllm.engine.VLLMEngine`."""
 CPU_CACHE_GIB = 2
-"""KV cache of vLLM on a CPU at most, see `grpo_rl.engines.vllm.cpu`; no share counts there."""
+"""The largest KV cache of vLLM on a CPU, where no share of the memory counts; see `grpo_rl.engines.vllm.cpu`."""
 VLLM_BLOCK = 16
-"""Tokens of a block of vLLM's KV cache."""
+"""Tokens in a block of vLLM's KV cache."""
+
+
+# A plan tries many settings on one model, whose layers are run for this without weights.
+_refuse_unsupported = functools.lru_cache(maxsize=1)(refuse_unsupported)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model its memory depends on.
+    """The numbers of a model that memory depends on.
 
     Args:
-        sizes: that a step's operations are counted from, in the dtype that is computed in.
+        sizes: what a step's operations are counted from, in the dtype that is computed in.
         itemsize: w.
-        parameters: of all weights, tied ones once.
+        parameters: all weights, tied ones once.
         layer: L.
         largest: parameters of a layer's largest tensor.
-        layers: their number.
         intermediate: I.
-        heads: query heads.
-        kv_heads: key-value heads.
-        head_dim: size of each.
-        norms: widths of a layer's norms, summed.
-        head_norms: likewise of those of queries and keys, whose output no product reads.
+        norms: sum of the widths of a layer's norms.
+        head_norms: the same of the norms of queries and keys, whose output no product reads.
         tied: the head has the embedding's weight.
         positions: tokens that the model was made for.
-        adapters: parameters of the adapters that alone are trained; 0: none.
+        adapters: parameters of the adapters, which alone are trained; 0: none.
     """
 
     sizes: ModelSizes
@@ -91,7 +92,7 @@ class Shape:
         Raises:
             ValueError: see :meth:`load`.
         """
-        refuse_unsupported(model)
+        _refuse_unsupported(model)
         config = model.config.get_text_config()
         if experts := [name for name in EXPERTS if (getattr(config, name, None) or 1) > 1]:
             raise ValueError(f"{type(model).__name__} has experts ({experts[0]}); plans are of dense models")
@@ -125,6 +126,10 @@ class Shape:
             adapters=adapters,
         )
 
+    def can_split_keys(self, size: int) -> bool:
+        """Whether so many devices can have equal parts of the key-value heads, each of them split or repeated."""
+        return self.kv_heads % size == 0 or size % self.kv_heads == 0
+
     @property
     def root(self) -> int:
         """Parameters outside the layers: embedding, last norm, head."""
@@ -136,7 +141,7 @@ class Shape:
         return self.sizes.vocab * self.sizes.hidden
 
     def kept_per_token(self, fused: bool, kind: Kind) -> int:
-        """Bytes that a layer keeps for its backward pass, of each token.
+        """Bytes of each token that a layer keeps for its backward pass.
 
         A norm keeps its input in fp32, the normalised numbers and its output, which is the next products' input; the
         attention queries, keys, values, its output (on CUDA laid out twice) and a log-sum-exp a head; the MLP both
@@ -150,20 +155,20 @@ class Shape:
 
     @property
     def working_per_token(self) -> int:
-        """Bytes beside these in the middle of an MLP's backward pass: two gradients of the stream, three of its own."""
+        """Bytes of each token amid an MLP's backward pass: two gradients of the stream, three of its own."""
         return self.itemsize * (2 * self.sizes.hidden + 3 * self.intermediate)
 
 
 @dataclass(frozen=True)
 class Training:
-    """What of a config the trainer's memory depends on.
+    """The settings that the trainer's memory depends on.
 
     Args:
         masters: fp32 copies are stepped in the place of the weights.
-        moments: numbers that the optimizer keeps of each trained one: 2 of AdamW, 0 of SGD.
+        moments: numbers that the optimizer keeps of each parameter: 2 in AdamW, 0 in SGD.
         checkpointing: only the input of each layer is kept, and its forward pass repeated.
         fused: norms and MLPs are compiled.
-        frozen_bytes: of each frozen weight under adapters.
+        frozen_bytes: bytes of each frozen weight under adapters.
     """
 
     masters: bool = True
@@ -175,7 +180,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one device at one moment, by what they are.
+    """The bytes of one device at one moment, by what they are.
 
     >>> Footprint("a layer's backward pass", {"weights": 3.0, "activations": 2.0}).total
     5.0
@@ -186,7 +191,7 @@ class Footprint:
 
     @property
     def total(self) -> float:
-        """Their sum."""
+        """The sum of the parts."""
         return sum(self.parts.values())
 
 
@@ -208,14 +213,19 @@ def kept_state(shape: Shape, training: Training, ranks: int) -> dict[str, float]
     }
 
 
-def training_footprint(shape: Shape, training: Training, ranks: int, tokens: int, kind: Kind = "cuda") -> Footprint:
-    """The highest moment of a training device, in any micro-batch of a step but the first.
+def training_footprint(
+    shape: Shape, training: Training, ranks: int, tokens: int, kind: Kind = "cuda", offloaded: bool = False
+) -> Footprint:
+    """The peak of a training device, in any micro-batch of a step but the first.
 
     Args:
         ranks: devices that the model is sharded over.
         tokens: T; all are taken to be scored, of which prompts are not.
+        offloaded: the trainer's state is in the host's memory.
     """
-    return max(training_moments(shape, training, ranks, tokens, kind), key=lambda moment: moment.total)
+    state = dict.fromkeys(kept_state(shape, training, ranks), 0.0) if offloaded else {}
+    moments = training_moments(shape, training, ranks, tokens, kind)
+    return max((Footprint(m.moment, m.parts | state) for m in moments), key=lambda moment: moment.total)
 
 
 def training_moments(shape: Shape, training: Training, ranks: int, tokens: int, kind: Kind = "cuda") -> list[Footprint]:
@@ -269,43 +279,23 @@ def logits_tile(shape: Shape, tokens: int, kind: Kind) -> float:
     return 3 * 4 * min(CPU_TILE[0], tokens) * min(CPU_TILE[1], shape.sizes.vocab)
 
 
-def reference_footprint(
-    shape: Shape, ranks: int, tokens: int, kind: Kind = "cuda", averages: bool = False
-) -> Footprint:
-    """The bytes of a device of a reference that has devices of its own, sharded over them.
-
-    Args:
-        averages: it also keeps fp32 averages of the policy.
-    """
+def reference_activations(shape: Shape, tokens: int, kind: Kind = "cuda") -> dict[str, float]:
+    """Bytes that a reference on a device of its own needs beside its weights."""
     w, hidden = shape.itemsize, shape.sizes.hidden
-    gathered = w * (shape.root + 2 * shape.layer) if ranks > 1 else 0.0
     # The widest place of a layer: the stream, a norm in fp32, and three vectors of the MLP.
     working = (2 * w + 8) * hidden + 3 * w * shape.intermediate
-    return Footprint(
-        "scoring",
-        {
-            "weights": reference_weights(shape, ranks, averages),
-            "gathered weights": gathered,
-            "activations": tokens * working,
-            "logits": logits_tile(shape, tokens, kind),
-        },
-    )
-
-
-def reference_weights(shape: Shape, ranks: int, averages: bool = False) -> float:
-    """Bytes that a reference keeps on each of its devices."""
-    return shape.parameters * (shape.itemsize + (4 if averages else 0)) / ranks
+    return {"activations": tokens * working, "logits": logits_tile(shape, tokens, kind)}
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What of a device an engine takes, and what it can hold in it.
+    """The bytes of an engine on each of its devices, and what they hold.
 
     Args:
-        budget: bytes that it may take.
-        weights: bytes of its share of the weights.
-        work: bytes of the largest batch that it tries out at its start.
-        kv_per_token: bytes that each token keeps on a device.
+        budget: all that it may take.
+        weights: its share of the weights.
+        work: the largest batch that it tries out at its start.
+        kv_per_token: keys and values of each token.
     """
 
     budget: float
@@ -327,7 +317,7 @@ class EngineMemory:
 def engine_memory(
     shape: Shape, tensor_parallel_size: int, memory: float, utilization: float, kind: Kind = "cuda"
 ) -> EngineMemory:
-    """What vLLM does with a device's memory.
+    """The division that vLLM makes of a device's memory.
 
     Each of ``tensor_parallel_size`` devices has an equal part of the weights, and of the key-value heads one at least.
 
@@ -337,7 +327,7 @@ def engine_memory(
     """
     size, w = tensor_parallel_size, shape.itemsize
     batch = VLLM_BATCH_TOKENS if memory >= 70 * 2**30 else VLLM_BATCH_TOKENS // 2
-    # Of each token both factors of the MLP and their product, and a few of the stream; of each answer fp32 logits.
+    # Of each token both factors of the MLP and their product, and a few of the stream; of each response fp32 logits.
     stream = 4 * w * shape.sizes.hidden + 3 * w * shape.intermediate / size
     logits = 4 * 4 * VLLM_SEQUENCES * shape.sizes.vocab
     weights, work = w * shape.parameters / size, batch * stream + logits

@@ -1,47 +1,79 @@
-"""What a config needs of a cluster, before anything is loaded: memory by role and device, and seconds by phase.
+"""Plan: what a scenario needs before anything is loaded, as memory by role and device and seconds by phase.
 
-Bytes are counted in `grpo_rl.planner.memory`, seconds in `grpo_rl.planner.time`; `grpo_rl.planner.advice` divides
-devices and says what to change where something does not fit.
+`grpo_rl.planner.memory` counts bytes, `grpo_rl.planner.time` seconds; `grpo_rl.planner.advice` compares layouts and
+says what to change where one does not fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from grpo_rl.planner.hardware import GIB
-from grpo_rl.planner.memory import EngineMemory, reference_footprint, reference_weights
-from grpo_rl.planner.question import Question
-from grpo_rl.settings.devices import Devices, allocate
+from grpo_rl.planner.memory import EngineMemory, reference_activations
+from grpo_rl.planner.scenario import Scenario
+from grpo_rl.planner.time import sample_s, score_s, sync_s, train_s
+from grpo_rl.settings.devices import allocate
 
 USABLE = 0.95
-"""Of a device's memory: the rest is CUDA's own, NCCL's buffers, and what lies between blocks."""
+"""Share of a device's memory; the rest is CUDA's own, NCCL's buffers, and what lies between blocks."""
 TOKEN_STEP = 256
 """Micro-batches are planned in multiples of so many tokens."""
 MOST_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How many devices do what.
+
+    Args:
+        train: devices that train.
+        ref: devices of the reference alone; 0: it shares the trainer's, or there is none.
+        inference: devices that sample.
+        engine_size: devices of an engine.
+        colocated: the devices that sample are those that train, in turns.
+    """
+
+    train: int
+    ref: int
+    inference: int
+    engine_size: int
+    colocated: bool = False
+
+    @property
+    def engines(self) -> int:
+        """The number of engines."""
+        return self.inference // self.engine_size
+
+    @property
+    def total(self) -> int:
+        """The number of devices in use."""
+        return self.train + self.ref + (0 if self.colocated else self.inference)
+
+    def __str__(self) -> str:
+        return f"all {self.train}" if self.colocated else f"train {self.train}, inference {self.inference}"
+
+
+@dataclass(frozen=True)
 class Role:
-    """One device of a role.
+    """What one device of a role holds.
 
     Args:
         name: train, ref or inference.
-        devices: how many there are.
-        parts: bytes, by what they are.
-        usable: bytes that the device has for it.
-        moment: at which it holds them.
+        parts: bytes by what they are.
+        usable: bytes that the device has for them.
+        moment: when it holds them.
     """
 
     name: str
-    devices: int
     parts: Mapping[str, float]
     usable: float
     moment: str
 
     @property
     def needed(self) -> float:
-        """Bytes."""
+        """The sum of the parts."""
         return sum(self.parts.values())
 
     @property
@@ -52,25 +84,19 @@ class Role:
 
 @dataclass(frozen=True)
 class Plan:
-    """What comes of a question.
+    """A scenario on a layout.
 
     Args:
-        devices: of each role.
-        roles: memory of each that has devices of its own; the others are in the parts of those whose they share.
-        engine: the engine's memory.
-        tokens: of the largest micro-batch.
-        largest_tokens: that a micro-batch could have; 0: none.
-        largest_len: prompt and answer that the engine could hold.
-        seconds: of each phase.
+        held: bytes of what shares the trainer's devices while it trains.
+        roles: memory of each role that has devices of its own; other roles are in the parts of those they share with.
+        seconds: of each phase of a step.
     """
 
-    question: Question
-    devices: Devices
+    scenario: Scenario
+    layout: Layout
+    held: Mapping[str, float]
     roles: tuple[Role, ...]
     engine: EngineMemory
-    tokens: int
-    largest_tokens: int
-    largest_len: int
     seconds: Mapping[str, float]
 
     @property
@@ -80,96 +106,107 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every role does."""
+        """Whether every role fits."""
         return not self.missing
-
-    @property
-    def refused(self) -> str:
-        """Why no script runs it, and what to do; empty where one does."""
-        cfg = self.question.cfg
-        if self.question.mode == "async" or cfg.inference_model.engine != "vllm":
-            return ""
-        if len(self.devices.train) > 1:
-            return "with mode=sync vLLM is in the process of one trainer, and here are several; use mode=async"
-        if self.devices.replicas > 1:
-            return f"with mode=sync there is one engine, and here are {self.devices.replicas}; use mode=async"
-        return ""
 
     @property
     def step_s(self) -> float:
         """Seconds of a step: phases in turns, or sampling beside all others."""
-        sample, rest = self.seconds["sample"], sum(s for phase, s in self.seconds.items() if phase != "sample")
-        return max(sample, rest) if self.question.mode == "async" else sample + rest
+        if not self.scenario.overlaps:
+            return sum(self.seconds.values())
+        return max(self.seconds["sample"], sum(s for phase, s in self.seconds.items() if phase != "sample"))
+
+    @cached_property
+    def largest_tokens(self) -> int:
+        """The largest multiple of :data:`TOKEN_STEP` that a micro-batch could have; 0: none fits."""
+        usable = self.roles[0].usable - sum(self.held.values())
+        low, high = 0, MOST_TOKENS // TOKEN_STEP
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.scenario.trainer(self.layout.train, middle * TOKEN_STEP).total <= usable
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low * TOKEN_STEP
+
+    @property
+    def largest_len(self) -> int:
+        """Tokens of the longest prompt and response that the engine could hold."""
+        return min(self.engine.tokens, self.scenario.shape.positions)
+
+    @property
+    def refused(self) -> str:
+        """Why no script runs it, and what to do; empty where one does."""
+        if self.scenario.overlaps or self.scenario.settings.inference_model.engine != "vllm":
+            return ""
+        if self.layout.train > 1:
+            return "with mode=sync vLLM is in the process of one trainer, and here are several; use mode=async"
+        if self.layout.engines > 1:
+            return f"with mode=sync there is one engine, and here are {self.layout.engines}; use mode=async"
+        return ""
+
+    @property
+    def overrides(self) -> dict[str, object]:
+        """The settings that ask for this layout."""
+        layout, settings = self.layout, self.scenario.settings
+        sampling = {"inference_model.num_devices": layout.inference}
+        if layout.colocated:
+            sampling = {"mode": "sync", "inference_model.sleep": True}
+        return {
+            "train_model.num_devices": layout.train,
+            **sampling,
+            "inference_model.tensor_parallel_size": layout.engine_size,
+            "inference_model.gpu_memory_utilization": settings.inference_model.gpu_memory_utilization,
+        }
 
 
-def make_plan(question: Question) -> Plan:
-    """The plan of a config as it is, with the devices that it asks for.
+def make_plan(scenario: Scenario) -> Plan:
+    """The plan of a scenario with the devices that its config asks for.
 
     Raises:
         ValueError: the devices are not there, or can't be divided like that; several trainers, and a reference on a
             device of its own; the batches' lengths do not fit.
     """
-    cfg, shape, device = question.cfg, question.shape, question.cluster.device
-    devices = allocate(cfg, question.mode, question.visible, shape.heads)
+    shape = scenario.shape
+    devices = allocate(scenario.settings, scenario.settings.mode, scenario.visible, shape.heads)
     size, ranks = devices.tensor_parallel_size, len(devices.train)
-    if shape.kv_heads % size and size % shape.kv_heads:
+    if not shape.can_split_keys(size):
         raise ValueError(
             f"inference_model.tensor_parallel_size={size}: {shape.kv_heads} key-value heads can be neither split nor "
             f"repeated {size} ways; use a divisor or a multiple of {shape.kv_heads}"
         )
-    usable, engine = USABLE * device.memory, question.engine(size)
-    averages = cfg.ref_model.refresh == "average"
-    ref_shares = question.reference_apart and devices.ref == devices.train
-    if question.reference_apart and not ref_shares and ranks > 1:
+    ref = len(devices.ref) if scenario.has_reference and devices.ref != devices.train else 0
+    if ref and ranks > 1:
         raise ValueError(
             f"ref_model asks for devices of its own beside {ranks} that train, each of which scores the reference "
             "itself; leave ref_model.num_devices and ref_model.devices null, or train on one"
         )
-    over = ranks if question.sharded(ranks) else 1
-    beside = {"reference": reference_weights(shape, over, averages)} if ref_shares else {}
-    stays = 0.0  # beside an engine that samples
-    if devices.colocated and question.sleeps:
-        stays = sum(beside.values()) + question.kept(ranks)
-    elif devices.colocated:
-        beside["vLLM"] = engine.budget
-
-    def trainer(tokens: int) -> Role:
-        footprint = question.trainer(ranks, tokens)
-        return Role("train", ranks, footprint.parts | beside, usable, footprint.moment)
-
-    tokens = question.tokens(ranks)
-    roles = [trainer(tokens)]
-    if question.reference_apart and not ref_shares:
-        footprint = reference_footprint(shape, 1, tokens, device.kind, averages)
-        roles.append(Role("ref", len(devices.ref), footprint.parts, usable, footprint.moment))
-    roles.append(_inference(question, devices, engine, usable - stays))
-    return Plan(
-        question,
-        devices,
-        tuple(roles),
-        engine,
-        tokens,
-        _largest(lambda tokens: trainer(tokens).missing_gib == 0),
-        min(engine.tokens, shape.positions),
-        question.seconds(ranks, ranks if ref_shares else 1, devices.replicas, size, devices.colocated),
-    )
+    return plan_layout(scenario, Layout(ranks, ref, len(devices.inference), size, devices.colocated))
 
 
-def _inference(question: Question, devices: Devices, engine: EngineMemory, usable: float) -> Role:
-    """The engine's device: its cache has to hold one answer of the greatest length, and is as large as its budget."""
-    least = question.cfg.inference_model.max_model_len * engine.kv_per_token
+def plan_layout(scenario: Scenario, layout: Layout) -> Plan:
+    """The plan of a scenario on this layout, whatever devices its config asks for."""
+    shape, device, ranks = scenario.shape, scenario.cluster.device, layout.train
+    usable, engine = USABLE * device.memory, scenario.engine(layout.engine_size)
+    held = {} if layout.ref else {"reference": scenario.reference_bytes(ranks)}
+    beside_engine = 0.0  # what stays on the engine's devices while it samples
+    if layout.colocated and scenario.engine_sleeps:
+        beside_engine = sum(held.values()) + scenario.kept(ranks)
+    elif layout.colocated:
+        held["vLLM"] = engine.budget
+    tokens = scenario.micro_batch_tokens(ranks)
+    peak = scenario.trainer(ranks, tokens)
+    roles = [Role("train", peak.parts | held, usable, peak.moment)]
+    if layout.ref:
+        parts = {"weights": scenario.reference_bytes(1)} | reference_activations(shape, tokens, device.kind)
+        roles.append(Role("ref", parts, usable, "scoring"))
+    # The cache has to hold one response of the greatest length, and is as large as the engine's budget allows.
+    least = scenario.settings.inference_model.max_model_len * engine.kv_per_token
     parts = {"weights": engine.weights, "largest batch": engine.work, "KV cache": max(engine.cache, least)}
-    return Role("inference", len(devices.inference), parts, min(engine.budget, usable), "sampling")
-
-
-def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest multiple of :data:`TOKEN_STEP` that fits; 0: none does.
-
-    >>> _largest(lambda tokens: tokens <= 1000), _largest(lambda tokens: False)
-    (768, 0)
-    """
-    low, high = 0, MOST_TOKENS // TOKEN_STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * TOKEN_STEP) else (low, middle - 1)
-    return low * TOKEN_STEP
+    roles.append(Role("inference", parts, min(engine.budget, usable - beside_engine), "sampling"))
+    work, sharded = scenario.work, scenario.shards(ranks) > 1
+    seconds = {
+        "sample": sample_s(shape, engine, work, device, layout.engines, layout.engine_size),
+        "score": score_s(shape, work, device, ranks, sharded),
+        "train": train_s(shape, scenario.training, work, device, ranks, sharded),
+        "sync": sync_s(shape, device, layout.total),
+    }
+    return Plan(scenario, layout, held, tuple(roles), engine, seconds)

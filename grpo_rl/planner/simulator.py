@@ -1,8 +1,8 @@
-"""The digital twin: the asynchronous loop over simulated engines, in simulated time.
+"""Simulator: the asynchronous loop over simulated engines, in simulated time.
 
-Staleness manager, rollout scheduler and fleet are those of a real run; an engine is a rate at which answers grow, the
-trainer a number of tokens a second. What comes out is how long each side waits, how old answers get, and what that
-depends on: the split of devices, the bound on staleness, the lengths of answers, the deaths of engines.
+Staleness manager, rollout scheduler and fleet are those of a real run; an engine is a rate at which responses grow, the
+trainer a number of tokens a second. The outcome is how long each side waits and how old responses get, which depends on
+the split of devices, the bound on staleness, the lengths of responses and the deaths of engines.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from scipy.optimize import brentq
+
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.collectors.rollout_scheduler import RolloutScheduler
 from grpo_rl.collectors.staleness import StalenessManager
@@ -28,10 +30,10 @@ Z99 = 2.3263478740408408
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Lengths of answers, in tokens.
+    """Log-normal lengths of responses, in tokens.
 
     Args:
-        median: half of the answers are shorter.
+        median: half of the responses are shorter.
         p99_over_median: 1 in 100 is longer than this many medians; 1: all are alike.
         limit: none is longer.
 
@@ -54,7 +56,7 @@ class LogNormal:
 
     @classmethod
     def of_mean(cls, mean: float, p99_over_median: float, limit: float) -> LogNormal:
-        """Lengths whose mean is that, cut off at the limit.
+        """The lengths with this mean, cut off at the limit.
 
         Raises:
             ValueError: a number is out of range, or the mean is not below the limit.
@@ -64,22 +66,17 @@ class LogNormal:
         (67.3, 100.0)
         """
         if not 1 <= mean < limit:
-            raise ValueError(
-                f"a mean length of {mean:g} with none longer than {limit:g}; the mean has to be below that"
-            )
-        low, high = 1.0, mean
+            raise ValueError(f"a mean length of {mean:g} with none longer than {limit:g}; the mean has to be less")
+        high = mean
         while cls(high, p99_over_median, limit).mean < mean:  # the cut costs so much that the median is above the mean
-            low, high = high, 2 * high
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if cls(middle, p99_over_median, limit).mean < mean else (low, middle)
-        return cls(high, p99_over_median, limit)
+            high *= 2
+        return cls(brentq(lambda m: cls(m, p99_over_median, limit).mean - mean, 1.0, high), p99_over_median, limit)
 
     @property
     def mean(self) -> float:
-        r"""Of the lengths as they are cut off: $m e^{\sigma^2/2} \Phi(z - \sigma) + L (1 - \Phi(z))$.
+        r"""The mean of the lengths as they are cut off: $m e^{\sigma^2/2} \Phi(z - \sigma) + L (1 - \Phi(z))$.
 
-        With the median m, the limit L, $\sigma = \ln(\mathrm{p99} / m) / z_{99}$ and $z = \ln(L / m) / \sigma$.
+        Here m is the median, L the limit, $\sigma = \ln(\mathrm{p99} / m) / z_{99}$ and $z = \ln(L / m) / \sigma$.
         """
         sigma = math.log(self.p99_over_median) / Z99
         if not sigma:
@@ -96,33 +93,33 @@ class LogNormal:
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """What is simulated. Times are in seconds.
+class SimulatorConfig:
+    """The loop that is simulated. Times are in seconds.
 
     Args:
         engines: how many sample.
-        slots: answers that an engine computes at a time; more wait.
+        slots: responses that an engine computes at a time; more wait.
         token_s: time of a decoding step, whatever it computes.
-        token_s_per_answer: and what each answer in it adds.
-        lengths: draws the length of an answer.
-        group_size: answers to a prompt.
+        token_s_per_response: what each response in a decoding step adds to its time.
+        lengths: draws the length of a response.
+        group_size: responses to a prompt.
         groups_per_step: prompts of a training step.
-        train_tokens_per_s: of the whole trainer group, answers' tokens.
-        push_s: a weight push, in which engines stand still and keep what they are at.
+        train_tokens_per_s: response tokens that all trainers together train on in a second.
+        push_s: time of a weight push, in which engines stand still and keep what they are at.
         max_staleness: the bound, in versions; 0 samples and trains in turns.
         steps: training steps that count.
         margin: steps before them, and groups for as many after them, that do not: neither the rush at the beginning nor
             the lull at the end is measured.
         deaths: times at which an engine dies, and its number.
-        launch_s: until another has taken its place.
-        max_restarts: how often, at one place.
-        seed: of the lengths.
+        launch_s: time until a new engine is ready in its place.
+        max_restarts: how often an engine may be replaced.
+        seed: the seed of the lengths.
     """
 
     engines: int = 8
     slots: int = 256
     token_s: float = 0.01
-    token_s_per_answer: float = 5e-5
+    token_s_per_response: float = 5e-5
     lengths: Callable[[random.Random], int] = LogNormal(median=512, p99_over_median=8)
     group_size: int = 8
     groups_per_step: int = 64
@@ -142,23 +139,23 @@ class Outcome:
     """What a simulation gave; fractions are of its time.
 
     Args:
-        seconds: simulated, from the first sample, or the end of the margin, to the end of the last push.
-        answers: trained on.
-        waiting: fraction in which the trainer waited for answers.
-        training: and in which it trained.
+        seconds: simulated time, from the first sample, or the end of the margin, to the end of the last push.
+        responses: how many were trained on.
+        waiting: fraction in which the trainer waited for responses.
+        training: fraction in which it trained.
         idle: fraction in which an engine had nothing to sample, or was dead, mean over engines.
-        staleness_max: versions between the oldest token of an answer and the version that was trained on it.
-        staleness_mean: mean of the same over answers.
+        staleness_max: versions between the oldest token of a response and the version that was trained on it.
+        staleness_mean: mean of the same over responses.
         started: groups, each counted once however often it was sampled.
-        trained: of these.
-        dropped: and these, by reason.
-        left: in flight at the end.
+        trained: groups that were trained on.
+        dropped: groups that were dropped, by reason.
+        left: groups in flight at the end.
         resampled: how often a group was sampled again.
         restarts: engines replaced.
     """
 
     seconds: float
-    answers: int
+    responses: int
     waiting: float
     training: float
     idle: float
@@ -172,84 +169,82 @@ class Outcome:
     restarts: int
 
     @property
-    def answers_per_s(self) -> float:
-        """Answers trained on in a second."""
-        return self.answers / self.seconds
+    def responses_per_s(self) -> float:
+        """Responses trained on in a second."""
+        return self.responses / self.seconds
 
 
-def simulate(scenario: Scenario) -> Outcome:
-    """Runs the asynchronous loop in simulated time.
+def simulate(config: SimulatorConfig) -> Outcome:
+    """The outcome of the asynchronous loop in simulated time.
 
     Raises:
         EngineDeadError: engines died too often.
 
-    With answers of one length and equal phases, overlapping them doubles what sampling and training in turns gives:
+    With responses of one length and equal phases, overlapping them doubles what taking turns gives:
 
     >>> from dataclasses import replace
-    >>> even = Scenario(engines=1, slots=8, lengths=LogNormal(100), group_size=4, groups_per_step=2, token_s=0.01,
-    ...                 token_s_per_answer=0.0, train_tokens_per_s=800.0, push_s=0.0, steps=50)
+    >>> even = SimulatorConfig(engines=1, slots=8, lengths=LogNormal(100), group_size=4, groups_per_step=2,
+    ...                        token_s=0.01, token_s_per_response=0.0, train_tokens_per_s=800.0, push_s=0.0, steps=50)
     >>> both, turns = simulate(even), simulate(replace(even, max_staleness=0))
-    >>> round(both.answers_per_s / turns.answers_per_s, 1), turns.waiting
+    >>> round(both.responses_per_s / turns.responses_per_s, 1), turns.waiting
     (2.0, 0.5)
     """
-    return virtual_time.run(_simulate(scenario))
+    return virtual_time.run(_simulate(config))
 
 
 @dataclass
-class _Answers:
-    """A group's answers: their tokens, and the version under which the first of them was begun."""
+class _Group:
+    """A sampled group: its tokens, and the version under which its first response was begun."""
 
     tokens: int
     version: int
 
 
-async def _simulate(scenario: Scenario) -> Outcome:
-    loop, rng = asyncio.get_running_loop(), random.Random(scenario.seed)
+async def _simulate(config: SimulatorConfig) -> Outcome:
+    loop, rng = asyncio.get_running_loop(), random.Random(config.seed)
     engines: dict[int, SimulatedEngine] = {}
     replaced_idle_s = 0.0
-    staleness = StalenessManager(scenario.groups_per_step, scenario.max_staleness)
+    staleness = StalenessManager(config.groups_per_step, config.max_staleness)
 
     async def launch(number: int) -> SimulatedEngine:
         nonlocal replaced_idle_s
         if number in engines:
-            await asyncio.sleep(scenario.launch_s)
+            await asyncio.sleep(config.launch_s)
             replaced_idle_s += engines[number].idle_s()  # dead until now
-        engines[number] = SimulatedEngine(number, scenario)
+        engines[number] = SimulatedEngine(number, config)
         return engines[number]
 
     def idle_s() -> float:
         return replaced_idle_s + sum(engine.idle_s() for engine in engines.values())
 
-    fleet = Fleet(launch, scenario.engines, scenario.max_restarts)
+    fleet = Fleet(launch, config.engines, config.max_restarts)
     lengths = (
-        [scenario.lengths(rng) for _ in range(scenario.group_size)]
-        for _ in range(scenario.groups_per_step * (scenario.steps + 2 * scenario.margin))
+        [config.lengths(rng) for _ in range(config.group_size)]
+        for _ in range(config.groups_per_step * (config.steps + 2 * config.margin))
     )
     scheduler = RolloutScheduler(
-        staleness,
-        lambda: next(lengths, None),
-        lambda group: fleet.call(lambda e: e.group(group), len(group)),
+        staleness, lambda: next(lengths, None), lambda group: fleet.call(lambda e: e.group(group), len(group))
     )
 
-    async def push(only_new: bool = False) -> None:
-        version = staleness.version if only_new else staleness.version + 1
-        await fleet.push(lambda engine: engine.update(version), only_new)
+    async def push(new_engines: bool = False) -> None:
+        version = staleness.version if new_engines else staleness.version + 1
+        await fleet.push(lambda engine: engine.update(version), new_engines)
 
     await fleet.start()
-    await push(only_new=True)
-    deaths = [loop.call_later(at, lambda i=number: engines[i].die()) for at, number in scenario.deaths]
+    await push(new_engines=True)
+    deaths = [loop.call_later(at, lambda i=number: engines[i].die()) for at, number in config.deaths]
     start = waited = trained_s = idle_before = 0.0
-    answers, stale = 0, []
-    for step in range(-scenario.margin, scenario.steps):
+    responses, stale = 0, []
+    for step in range(-config.margin, config.steps):
         if step <= 0:
-            start, waited, trained_s, answers, stale = loop.time(), 0.0, 0.0, 0, []
+            start, waited, trained_s, responses, stale = loop.time(), 0.0, 0.0, 0, []
             idle_before = idle_s()
         asked = loop.time()
-        groups = await fleet.serve(scheduler.batch(), lambda: push(only_new=True))
+        groups = await fleet.serve(scheduler.batch(), lambda: push(new_engines=True))
         waited += loop.time() - asked
         stale += [staleness.version - group.version for group in groups]
-        answers += len(groups) * scenario.group_size
-        train_s = sum(group.tokens for group in groups) / scenario.train_tokens_per_s
+        responses += len(groups) * config.group_size
+        train_s = sum(group.tokens for group in groups) / config.train_tokens_per_s
         await asyncio.sleep(train_s)
         trained_s += train_s
         await push()
@@ -258,12 +253,12 @@ async def _simulate(scenario: Scenario) -> Outcome:
     for death in deaths:
         death.cancel()
     staleness.check()
-    idle = (idle_s() - idle_before) / (seconds * scenario.engines)
+    idle = (idle_s() - idle_before) / (seconds * config.engines)
     await scheduler.close()
     await fleet.close()
     return Outcome(
         seconds=seconds,
-        answers=answers,
+        responses=responses,
         waiting=waited / seconds,
         training=trained_s / seconds,
         idle=idle,
@@ -280,24 +275,24 @@ async def _simulate(scenario: Scenario) -> Outcome:
 
 @dataclass(eq=False)
 class _Unfinished:
-    """A group that is being sampled: answers that are not complete, and what tells that all are."""
+    """A group that is being sampled: how many responses are not complete, and a future for when all are."""
 
-    answers: int
+    left: int
     complete: asyncio.Future[None]
 
 
 class SimulatedEngine:
-    """Continuous batching: all answers in its slots grow alike, the slower the more there are.
+    """An engine with continuous batching: all responses in its slots grow alike, the slower the more there are.
 
     Args:
         number: its place in the fleet.
-        scenario: its rates.
+        config: its rates.
     """
 
-    def __init__(self, number: int, scenario: Scenario) -> None:
+    def __init__(self, number: int, config: SimulatorConfig) -> None:
         self.number, self.version = number, 0
-        self._scenario, self._loop = scenario, asyncio.get_running_loop()
-        # An answer ends when the engine's progress, in tokens, has come to its first number; its second tells it from
+        self._config, self._loop = config, asyncio.get_running_loop()
+        # A response ends when the engine's progress, in tokens, has come to its first number; its second tells it from
         # others that end there.
         self._growing: list[tuple[float, int, _Unfinished]] = []
         self._waiting: deque[tuple[int, _Unfinished]] = deque()
@@ -306,8 +301,8 @@ class SimulatedEngine:
         self._paused, self._dead = False, False
         self._timer: asyncio.TimerHandle | None = None
 
-    async def group(self, lengths: Sequence[int]) -> _Answers:
-        """Samples answers of these lengths.
+    async def group(self, lengths: Sequence[int]) -> _Group:
+        """Samples responses of these lengths.
 
         Raises:
             EngineDeadError: it is dead, or dies meanwhile.
@@ -316,27 +311,27 @@ class SimulatedEngine:
         if self._dead:
             raise EngineDeadError(f"engine {self.number} is dead")
         group = _Unfinished(len(lengths), self._loop.create_future())
-        self._go_on()
+        self._advance()
         self._waiting.extend((length, group) for length in lengths)
         self._settle()
         await group.complete
-        return _Answers(sum(lengths), version)
+        return _Group(sum(lengths), version)
 
     async def update(self, version: int) -> None:
-        """Stands still for the time of a push; answers go on under the new version."""
+        """Stands still for the time of a push; responses go on under the new version."""
         if self._dead:
             raise EngineDeadError(f"engine {self.number} is dead")
-        self._go_on()
+        self._advance()
         self._paused = True
         self._settle()
-        await asyncio.sleep(self._scenario.push_s)
-        self._go_on()
+        await asyncio.sleep(self._config.push_s)
+        self._advance()
         self._paused, self.version = False, version
         self._settle()
 
     def die(self) -> None:
-        """What it was sampling is lost."""
-        self._go_on()
+        """Loses what it was sampling."""
+        self._advance()
         self._dead = True
         for group in [group for _, _, group in self._growing] + [group for _, group in self._waiting]:
             if not group.complete.done():
@@ -345,20 +340,20 @@ class SimulatedEngine:
         self._settle()
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """Frees nothing: there is nothing."""
 
     def idle_s(self) -> float:
-        """Seconds in which it had nothing to sample, or was dead."""
-        self._go_on()
+        """The seconds in which it had nothing to sample, or was dead."""
+        self._advance()
         return self._idle_s
 
     def _rate(self) -> float:
-        """Tokens that each answer grows by in a second."""
+        """The tokens that each response grows by in a second."""
         if self._paused or not self._growing:
             return 0.0
-        return 1 / (self._scenario.token_s + self._scenario.token_s_per_answer * len(self._growing))
+        return 1 / (self._config.token_s + self._config.token_s_per_response * len(self._growing))
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Brings the progress up to now; to be called before anything changes."""
         now = self._loop.time()
         self._progress += self._rate() * (now - self._since)
@@ -367,8 +362,8 @@ class SimulatedEngine:
         self._since = now
 
     def _settle(self) -> None:
-        """Fills the slots, and waits for the answer that ends next."""
-        while self._waiting and len(self._growing) < self._scenario.slots:
+        """Fills the slots, and waits for the response that ends next."""
+        while self._waiting and len(self._growing) < self._config.slots:
             length, group = self._waiting.popleft()
             self._count += 1
             heapq.heappush(self._growing, (self._progress + length, self._count, group))
@@ -379,11 +374,11 @@ class SimulatedEngine:
             self._timer = self._loop.call_later((self._growing[0][0] - self._progress) / rate, self._on_end)
 
     def _on_end(self) -> None:
-        self._go_on()
+        self._advance()
         self._progress = max(self._progress, self._growing[0][0])  # not a rounding away from it
         while self._growing and self._growing[0][0] <= self._progress:
             group = heapq.heappop(self._growing)[2]
-            group.answers -= 1
-            if not group.answers and not group.complete.done():
+            group.left -= 1
+            if not group.left and not group.complete.done():
                 group.complete.set_result(None)
         self._settle()

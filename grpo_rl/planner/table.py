@@ -9,65 +9,68 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from grpo_rl.planner.advice import Split, written
+from grpo_rl.planner.advice import written
 from grpo_rl.planner.hardware import GIB
 from grpo_rl.planner.memory import VLLM_SEQUENCES
 from grpo_rl.planner.plan import Plan
-from grpo_rl.planner.simulate import Simulated, Simulation
+from grpo_rl.planner.simulation import Simulated, Simulation
 
 
 def plan_view(
     plan: Plan,
     title: str,
     advice: Mapping[str, Sequence[str]],
-    parallel: Split | None,
-    turns: Split | None,
-    chosen: Sequence[str] = (),
+    overlapped: Plan | None,
+    in_turns: Plan | None,
+    chosen: str = "",
 ) -> RenderableType:
-    """Devices, memory by role, seconds by phase, and what else would do.
+    """Devices, memory by role, seconds by phase, and what to do where something does not fit.
 
     Args:
-        advice: of :func:`grpo_rl.planner.advice.remedies`.
-        parallel: the best split with sampling beside training; None: there is none.
-        turns: the best with both in turns.
-        chosen: settings that were not in the config.
+        advice: the overrides of `grpo_rl.planner.advice.remedies`.
+        overlapped: the best plan with sampling beside training; None: there is none.
+        in_turns: the best plan with both in turns.
+        chosen: overrides that were not in the config.
     """
-    shape, question = plan.question.shape, plan.question
+    scenario, shape, b = plan.scenario, plan.scenario.shape, plan.scenario.batches
     adapters = f", of which {shape.adapters / 1e6:,.1f} M in adapters are trained" if shape.adapters else ""
-    model = f"{question.cfg.model.name}: {shape.parameters / 1e9:,.2f} billion parameters{adapters}"
+    model = f"{scenario.settings.model.name}: {shape.parameters / 1e9:,.2f} billion parameters{adapters}"
+    step = f"{b.responses:,} responses of {b.response_tokens:,} tokens to prompts of {b.prompt_tokens:,}"
+    how = "at once" if scenario.overlaps else "in turns"
     parts: list[RenderableType] = [
         Text(title, style="bold"),
         Text(),
         _line("Model", f"{model}, {shape.layers} layers"),
-        _line("Cluster", str(question.cluster)),
+        _line("Cluster", str(scenario.cluster)),
         _line("Devices", _devices(plan)),
         Text(),
         _memory(plan),
         Text(),
         *_room(plan),
         Text(),
-        *_time(plan, parallel, turns),
-        Text(),
+        _line("Step", step),
+        _line("", f"{phases(plan.seconds)}; {how} {_seconds(plan.step_s)}"),
     ]
-    for role, gib in plan.missing.items():
-        moment = next(r.moment for r in plan.roles if r.name == role)
-        parts.append(Text(f"Does not fit: {role} lacks {gib:,.1f} GiB on each device ({moment}).", style="bold red"))
-        if role == "train" and len(plan.devices.train) == question.most_ranks < question.cluster.count:
-            parts.append(
-                Text(
-                    f"No more than {question.most_ranks} can train, as a step has so many groups of answers; for more: "
-                    "env.num_envs, and with it train.optim_batch_size."
-                )
-            )
-        settings = advice.get(role, ())
-        parts.append(Text("Would fit:" if settings else "No single setting or pair of them makes it fit."))
-        parts += [Text(f"  {setting}") for setting in settings]
+    if scenario.cluster.count > 1:
+        asleep = "best in turns, the engine asleep while it trains (no script does): "
+        parts += [_line("", f"best at once: {_best(overlapped)}"), _line("", asleep + _best(in_turns))]
+    parts.append(Text())
+    for role in plan.roles:
+        if role.missing_gib:
+            lacks = f"{role.name} lacks {role.missing_gib:,.1f} GiB on each device ({role.moment})"
+            parts.append(Text(f"Does not fit: {lacks}.", style="bold red"))
+            if role.name == "train" and plan.layout.train == scenario.most_ranks < scenario.cluster.count:
+                few = f"No more than {scenario.most_ranks} can train, as a step has so many groups of responses; "
+                parts.append(Text(f"{few}for more: env.num_envs, and with it train.optim_batch_size."))
+            overrides = advice.get(role.name, ())
+            parts.append(Text("Would fit:" if overrides else "No single setting or pair of them makes it fit."))
+            parts += [Text(f"  {override}") for override in overrides]
     if plan.fits:
         parts.append(Text("Fits.", style="bold green"))
     if plan.refused:
         parts.append(Text(f"No script runs it: {plan.refused}.", style="bold red"))
     if chosen:
-        parts.append(Text(f"With {' '.join(chosen)}"))
+        parts.append(Text(f"With {chosen}"))
     return Group(*parts)
 
 
@@ -76,16 +79,15 @@ def _line(label: str, text: str) -> Text:
 
 
 def _devices(plan: Plan) -> str:
-    devices, train = plan.devices, len(plan.devices.train)
-    how = f" ({'fsdp' if plan.question.sharded(train) else 'ddp'})" if train > 1 else ""
-    engines = f"{devices.replicas} engine" + ("s" if devices.replicas > 1 else "")
-    engines += f" of {devices.tensor_parallel_size}" if devices.tensor_parallel_size > 1 else ""
-    said = [f"train {train}{how}"]
-    if plan.question.reference_apart:
-        said.append("reference beside it" if devices.ref == devices.train else f"reference {len(devices.ref)}")
-    beside = "on the same" if devices.colocated else f"{len(devices.inference)}"
-    said.append(f"inference {beside}, {engines}")
-    return ", ".join(said) + f"; {plan.question.mode}"
+    layout, ranks = plan.layout, plan.layout.train
+    how = f" ({'fsdp' if plan.scenario.shards(ranks) > 1 else 'ddp'})" if ranks > 1 else ""
+    said = f"train {ranks}{how}, "
+    if plan.scenario.has_reference:
+        said += f"reference {layout.ref}, " if layout.ref else "reference beside it, "
+    said += f"inference {'on the same' if layout.colocated else layout.inference}, "
+    said += f"{layout.engines} engine" + "s" * (layout.engines > 1)
+    said += f" of {layout.engine_size}" * (layout.engine_size > 1)
+    return f"{said}; {plan.scenario.settings.mode}"
 
 
 def _memory(plan: Plan) -> Table:
@@ -94,85 +96,37 @@ def _memory(plan: Plan) -> Table:
     for role in plan.roles:
         table.add_column(role.name, justify="right")
     for name in dict.fromkeys(name for role in plan.roles for name, size in role.parts.items() if size):
-        table.add_row(f"  {name}", *(_gib(role.parts.get(name, 0.0)) for role in plan.roles))
+        sizes = (role.parts.get(name, 0.0) for role in plan.roles)
+        table.add_row(f"  {name}", *(f"{size / GIB:,.2f}" if size else "" for size in sizes))
     table.add_row("needed", *(f"{role.needed / GIB:,.2f}" for role in plan.roles))
     table.add_row("usable", *(f"{role.usable / GIB:,.2f}" for role in plan.roles))
     return table
 
 
-def _gib(size: float) -> str:
-    """
-    >>> _gib(0.0), _gib(3 * 2**20), _gib(3 * 2**30)
-    ('', '0.00', '3.00')
-    """
-    return f"{size / GIB:,.2f}" if size else ""
-
-
 def _room(plan: Plan) -> list[Text]:
-    question, cfg = plan.question, plan.question.cfg
-    train = next(role for role in plan.roles if role.name == "train")
-    longest = question.longest_group
-    said = f"train is fullest in {train.moment}, with {plan.tokens:,} tokens; "
+    scenario, settings, train = plan.scenario, plan.scenario.settings, plan.roles[0]
+    tokens, longest = scenario.micro_batch_tokens(plan.layout.train), scenario.longest_group
+    said = f"train is fullest in {train.moment}, with {tokens:,} tokens; "
     said += f"largest train.micro_batch_tokens {plan.largest_tokens:,}"
-    if longest > cfg.train.micro_batch_tokens and not plan.question.batches.accumulation:
+    if longest > settings.train.micro_batch_tokens and not scenario.batches.accumulation:
         said += f" (a group at its longest has {longest:,}, and is never split)"
-    answers = plan.engine.tokens // cfg.inference_model.max_model_len
-    engine = f"an engine's cache holds {plan.engine.tokens:,} tokens, {min(answers, VLLM_SEQUENCES):,} answers of "
-    engine += f"{cfg.inference_model.max_model_len:,}; largest max_model_len {plan.largest_len:,}"
-    return [_line("Room", said), _line("", engine)]
+    context = settings.inference_model.max_model_len
+    responses = min(plan.engine.tokens // context, VLLM_SEQUENCES)
+    engine = f"an engine's cache holds {plan.engine.tokens:,} tokens, {responses:,} responses of "
+    return [_line("Room", said), _line("", f"{engine}{context:,}; largest max_model_len {plan.largest_len:,}")]
 
 
-def _time(plan: Plan, parallel: Split | None, turns: Split | None) -> list[Text]:
-    b = plan.question.batches
-    lines = [_line("Step", f"{b.answers:,} answers of {b.answer_tokens:,} tokens to prompts of {b.prompt_tokens:,}")]
-    how = "at once" if plan.question.mode == "async" else "in turns"
-    lines.append(_line("", f"{phases(plan.seconds)}; {how} {_seconds(plan.step_s)}"))
-    if plan.question.cluster.count > 1:
-        for split, what in (
-            (parallel, "at once"),
-            (turns, "in turns, the engine asleep while it trains (no script does)"),
-        ):
-            lines.append(_line("", f"best {what}: {_split(split)}"))
-    return lines
-
-
-def simulation_view(simulation: Simulation) -> RenderableType:
-    """Splits in the twin, and which is best."""
-    lengths, planned = simulation.lengths, simulation.planned
-    said = f"lengths of answers: half under {lengths.median:,.0f} tokens, 1 in 100 over "
-    said += (
-        f"{min(lengths.median * lengths.p99_over_median, lengths.limit):,.0f}, none over {lengths.limit:,.0f}, mean "
-    )
-    said += f"{lengths.mean:,.0f}"
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    for name in ("s a step", "answers/s", "trainer waits", "engines idle", "staleness"):
-        table.add_column(name, justify="right")
-    for simulated in simulation.all:
-        outcome = simulated.outcome
-        stale = f"{outcome.staleness_mean:.1f}, at most {outcome.staleness_max}" if simulated.max_staleness else "0"
-        waits = f"{outcome.waiting:.0%}" if simulated.split.inference else ""
-        numbers = (f"{simulated.step_s:,.1f}", f"{outcome.answers_per_s:,.1f}", waits, f"{simulated.idle:.0%}", stale)
-        table.add_row(f"  {_name(simulated)}", *numbers)
-    parts: list[RenderableType] = [Text(), _line("Twin", said), table]
-    if planned is not simulation.turns:
-        gain = f"at once is {simulation.gain:.2f} times as fast as in turns on the same devices; two phases of these "
-        gain += f"lengths, overlapped, would be {simulation.ideal:.2f} times"
-        parts.append(_line("", gain))
-    if len(simulation.all) > 1:
-        settings = written(simulation.best_settings)
-        parts.append(_line("", f"best: {_name(simulation.best)} ({settings})"))
-    return Group(*parts)
-
-
-def _name(simulated: Simulated) -> str:
-    split = simulated.split
-    where = f"train {split.train}, inference {split.inference}" if split.inference else f"all {split.train}"
-    return f"{where}, {f'max_staleness={simulated.max_staleness}' if simulated.max_staleness else 'in turns'}"
+def _best(plan: Plan | None) -> str:
+    if plan is None:
+        return "nothing fits"
+    share = plan.scenario.settings.inference_model.gpu_memory_utilization
+    engines = f"engines of {plan.layout.engine_size} in {share:.0%} of the memory"
+    return f"{_seconds(plan.step_s)} a step with {plan.layout}, {engines} ({phases(plan.seconds)})"
 
 
 def phases(seconds: Mapping[str, float]) -> str:
-    """
+    """The phases that take time.
+
     >>> phases({"sample": math.inf, "score": 0.0, "train": 2.25})
     'sample never ends, train 2.2 s'
     """
@@ -183,9 +137,31 @@ def _seconds(s: float) -> str:
     return "never ends" if math.isinf(s) else f"{s:,.1f} s"
 
 
-def _split(split: Split | None) -> str:
-    if split is None:
-        return "nothing fits"
-    where = f"train {split.train}, inference {split.inference}" if split.inference else f"all {split.train}"
-    engines = f"engines of {split.size} in {split.utilization:.0%} of the memory"
-    return f"{split.step_s:,.1f} s a step with {where}, {engines} ({phases(split.seconds)})"
+def simulation_view(simulation: Simulation) -> RenderableType:
+    """The layouts that were simulated, and which is best."""
+    lengths = simulation.lengths
+    p99 = min(lengths.median * lengths.p99_over_median, lengths.limit)
+    said = f"half of the responses under {lengths.median:,.0f} tokens, 1 in 100 over {p99:,.0f}, none over "
+    said += f"{lengths.limit:,.0f}, mean {lengths.mean:,.0f}"
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for name in ("s a step", "responses/s", "trainer waits", "engines idle", "staleness"):
+        table.add_column(name, justify="right")
+    for simulated in simulation.all:
+        outcome = simulated.outcome
+        stale = f"{outcome.staleness_mean:.1f}, at most {outcome.staleness_max}" if simulated.max_staleness else "0"
+        waits = "" if simulated.plan.layout.colocated else f"{outcome.waiting:.0%}"
+        numbers = (f"{simulated.step_s:,.1f}", f"{outcome.responses_per_s:,.1f}", waits, f"{simulated.idle:.0%}", stale)
+        table.add_row(f"  {_name(simulated)}", *numbers)
+    parts: list[RenderableType] = [Text(), _line("Lengths", said), table]
+    if simulation.planned is not simulation.turns:
+        gain = f"at once is {simulation.gain:.2f} times as fast as in turns on the same devices; two phases of these "
+        parts.append(_line("", f"{gain}lengths, overlapped, would be {simulation.ideal:.2f} times"))
+    if len(simulation.all) > 1:
+        parts.append(_line("", f"best: {_name(simulation.best)} ({written(simulation.best_overrides)})"))
+    return Group(*parts)
+
+
+def _name(simulated: Simulated) -> str:
+    bound = simulated.max_staleness
+    return f"{simulated.plan.layout}, {f'max_staleness={bound}' if bound else 'in turns'}"

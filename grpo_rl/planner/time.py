@@ -10,22 +10,19 @@ import functools
 import math
 from dataclasses import dataclass
 
-import torch
-
 from grpo_rl.data.batching import micro_batches
 from grpo_rl.data.group import Group
 from grpo_rl.perf.rates import Rates
 from grpo_rl.perf.roofline import floors_s
-from grpo_rl.planner.batches import BatchPlan
+from grpo_rl.planner.batches import BatchPlan, assumed_group
 from grpo_rl.planner.hardware import Device
 from grpo_rl.planner.memory import VLLM_SEQUENCES, EngineMemory, Shape, Training, kept_state
 
 TRAIN_SHARE = 0.4
-"""Of the rate in matrix products: 38 to 43 % were reached with Llama 3 405B on 8,192 and 16,384 H100 (table 4 of
-https://arxiv.org/abs/2407.21783). A run of one process in mode=sync says its own as
-``limit_fraction/train``."""
+"""Share of the rate in matrix products: 38 to 43 % were reached with Llama 3 405B on 8,192 and 16,384 H100 (table 4 of
+https://arxiv.org/abs/2407.21783). A run of one process in mode=sync logs its own as ``limit_fraction/train``."""
 SAMPLE_SHARE = 0.5
-"""Of both rates, an assumption; a run of one process in mode=sync says its own as ``limit_fraction/sample``."""
+"""Share of both rates, an assumption; a run of one process in mode=sync logs its own as ``limit_fraction/sample``."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +30,9 @@ class Work:
     """What a step computes, all groups alike.
 
     Args:
-        batches: numbers of a collection and of its optimizer steps.
-        train_share: of a device's rates that training and scoring reach.
-        sample_share: and that sampling reaches.
+        batches: the numbers of a collection and of its optimizer steps.
+        train_share: share of a device's rates that training and scoring reach.
+        sample_share: share of them that sampling reaches.
     """
 
     batches: BatchPlan
@@ -47,30 +44,10 @@ class Work:
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name.replace('_', '-')} is {getattr(self, name)}; it is more than 0 and at most 1")
 
-    def groups(self, count: int, reference: bool = False, annotated: bool = False) -> list[Group]:
+    def groups(self, count: int, reference: bool = False) -> list[Group]:
         """So many groups of a collection; no two prompts begin alike."""
         b = self.batches
-        return [_group(i, b.prompt_tokens, b.answer_tokens, b.group_size, reference, annotated) for i in range(count)]
-
-
-@functools.cache
-def _group(number: int, prompt: int, answer: int, size: int, reference: bool, annotated: bool) -> Group:
-    def tokens(dtype: torch.dtype) -> torch.Tensor:
-        return torch.ones((), dtype=dtype).expand(size * answer)
-
-    return Group(
-        group_id=number,
-        row=number,
-        prompt_ids=torch.full((prompt,), number),
-        response_ids=tokens(torch.long),
-        log_probs=tokens(torch.float32),
-        versions=tokens(torch.long),
-        trainable=tokens(torch.bool),
-        offsets=torch.arange(size + 1) * answer,
-        rewards=torch.zeros(size),
-        ref_log_probs=tokens(torch.float32) if reference else None,
-        old_log_probs=tokens(torch.float32) if annotated else None,
-    )
+        return [assumed_group(b.prompt_tokens, b.response_tokens, b.group_size, i, reference) for i in range(count)]
 
 
 @functools.lru_cache(maxsize=4096)  # the search for a split asks again and again
@@ -101,46 +78,38 @@ def train_s(shape: Shape, training: Training, work: Work, device: Device, ranks:
 
 
 @functools.lru_cache(maxsize=4096)
-def score_s(shape: Shape, work: Work, device: Device, ranks: int, ref_ranks: int, sharded: bool) -> float:
-    """Seconds of the forward passes before training: the reference's on its devices, then the policy's own."""
-    b, seconds = work.batches, 0.0
-    for asked, devices in ((b.has_reference, ref_ranks), (b.annotates, ranks)):
-        if asked:
-            groups = work.groups(math.ceil(b.prompts / devices), reference=True)
-            compute = floors_s(groups, shape.sizes, device.rates(work.train_share))["score"]
-            gathered = len(micro_batches(groups, b.max_tokens)) * shape.itemsize * shape.parameters if sharded else 0
-            seconds += max(compute, gathered * (devices - 1) / devices / device.link_bytes_per_s(devices))
-    return seconds
+def score_s(shape: Shape, work: Work, device: Device, ranks: int, sharded: bool) -> float:
+    """Seconds of the forward passes before training, the reference's and the policy's own, on so many devices."""
+    b = work.batches
+    groups = work.groups(math.ceil(b.prompts / ranks), reference=True)
+    compute = floors_s(groups, shape.sizes, device.rates(work.train_share))["score"]
+    gathered = len(micro_batches(groups, b.max_tokens)) * shape.itemsize * shape.parameters if sharded else 0
+    travel = gathered * (ranks - 1) / ranks / device.link_bytes_per_s(ranks)
+    return (b.has_reference + b.needs_old_log_probs) * max(compute, travel)
 
 
 @functools.lru_cache(maxsize=4096)
-def sample_s(shape: Shape, engine: EngineMemory, work: Work, device: Device, replicas: int, size: int) -> float:
+def sample_s(shape: Shape, engine: EngineMemory, work: Work, device: Device, engines: int, size: int) -> float:
     """Seconds of sampling a collection on so many engines of ``size`` devices; infinite where none fits.
 
-    An engine's answers run in waves of as many as its KV cache holds, and each wave reads the weights once for every
+    An engine's responses run in waves of as many as its KV cache holds, and each wave reads the weights once for every
     token. Keys and values are read beside that, as attention's kernels do nothing else.
     """
     b = work.batches
-    groups = math.ceil(b.prompts / replicas)
-    answers = groups * b.group_size
-    at_once = min(answers, VLLM_SEQUENCES, engine.tokens // (b.prompt_tokens + b.answer_tokens))
+    groups = math.ceil(b.prompts / engines)
+    responses = groups * b.group_size
+    at_once = min(responses, VLLM_SEQUENCES, engine.tokens // (b.prompt_tokens + b.response_tokens))
     if at_once < 1:
         return math.inf
-    waves = math.ceil(answers / at_once)
+    waves = math.ceil(responses / at_once)
     one = device.rates(work.sample_share)
     rates = Rates(size * one.gemm_flops_per_s, size * one.bytes_per_s)
     computed = waves * floors_s(work.groups(math.ceil(groups / waves)), shape.sizes, rates)["sample"]
-    keys = answers * shape.sizes.keys_seen(b.prompt_tokens, b.prompt_tokens + b.answer_tokens)
+    keys = responses * shape.sizes.keys_seen(b.prompt_tokens, b.prompt_tokens + b.response_tokens)
     return computed + keys * engine.kv_per_token / shape.layers / one.bytes_per_s
 
 
-def sync_s(shape: Shape, device: Device, ranks: int, inference: int) -> float:
-    """Seconds of a push: all weights read and written, and sent where the engines have devices of their own.
-
-    Args:
-        inference: devices of the engines; 0: they share the trainers'.
-    """
+def sync_s(shape: Shape, device: Device, devices: int) -> float:
+    """Seconds of a push: all weights read and written and, where there are several devices, sent between them."""
     floor = floors_s([], shape.sizes, device.rates())["sync"]
-    devices = ranks + inference
-    sent = 0.0 if devices == 1 else shape.sizes.pushed_bytes / device.link_bytes_per_s(devices)
-    return max(floor, sent)
+    return floor if devices == 1 else max(floor, shape.sizes.pushed_bytes / device.link_bytes_per_s(devices))

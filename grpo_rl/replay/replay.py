@@ -1,46 +1,63 @@
 """A stored step under another loss, without a model: each token's gradient as it was, and as it would have been.
 
-The training code itself runs again, over a policy that repeats what the trainer said. In the first optimizer step of a
-collection that is what the other loss would have seen; before later ones it would have moved the weights elsewhere, and
-what is compared are two losses at the same weights.
+The training code itself runs again, over a policy that repeats what the trainer computed. In the first optimizer step
+of a collection that is what the other loss would have seen; before later ones it would have moved the weights
+elsewhere, and what is compared are two losses at the same weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_rl.build.training import make_advantages, make_loss
-from grpo_rl.data.batching import groups_to_score
+from grpo_rl.data.batching import MicroBatching, by_group, groups_to_score
 from grpo_rl.data.group import Group
-from grpo_rl.losses.grpo import LOSSES, clipped_at_all
+from grpo_rl.losses.grpo import LOSSES, GRPOLoss, clipped_at_all
+from grpo_rl.monitor.lineage_reader import StoredStep, StoredUpdate
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.replay.lineage_reader import StoredStep, StoredUpdate
-from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
-from grpo_rl.settings.sections import Sections
-from grpo_rl.training.micro_batches import by_group, scored_micro_batches, step_totals
+from grpo_rl.training.micro_batches import scored_micro_batches, step_totals
 from grpo_rl.training.optimizer import StepResult
 
 _METRICS = ("loss/", "clip/", "kl/", "correction/", "ess", "entropy")
 """Beginnings of the metrics of a step that depend on its tokens and its loss alone."""
 _COLUMNS = ("gradient", "advantage", "ratio", "clipped", "trained")
+_CONTEXT = 8
+"""Ids that are shown before a token."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a config makes of scored groups.
+
+    Args:
+        compute_advantages: groups -> groups with advantages.
+        batching: the settings of `scored_micro_batches`.
+        needs_reference: it reads the reference's log-probabilities.
+        needs_old_log_probs: it reads what the policy said before the update.
+    """
+
+    loss: GRPOLoss
+    compute_advantages: Callable[[list[Group]], list[Group]]
+    batching: MicroBatching
+    needs_reference: bool
+    needs_old_log_probs: bool
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a loss makes of a stored step. Letter: T response tokens of all its optimizer steps, one after the other.
+    """What an objective makes of a stored step. Letter: T response tokens of all its optimizer steps, in order.
 
     Args:
         metrics: named and computed as in metrics.jsonl.
-        losses: of each optimizer step.
+        losses: the loss of each optimizer step.
         columns: ``gradient`` of the optimizer step's loss by each token's log-probability, ``advantage``, ``ratio``,
             and whether it was ``clipped`` and ``trained`` on at all; [T] each, 0 on groups that are not scored.
-        not_scored: groups that this loss would have scored, and the run didn't.
+        not_scored: the number of groups that this objective would have scored, and the run didn't.
     """
 
     metrics: dict[str, float]
@@ -73,7 +90,7 @@ class Replay:
         recorded_gap: largest difference between a recorded loss of an optimizer step and the same loss now; what is
             more than rounding says that the code has changed since.
         changed_fraction: share of trained tokens whose gradient differs by more than 1e-5 of itself.
-        cosine: of the two gradients by the tokens' log-probabilities; None where one is zero.
+        cosine: similarity of the two gradients by the tokens' log-probabilities; None where one is zero.
         tokens: those whose gradients differ the most.
     """
 
@@ -87,89 +104,79 @@ class Replay:
 
     def summary(self) -> dict:
         """The replay as plain numbers, for JSON."""
-
-        def told(outcome: Outcome) -> dict:
-            return outcome.metrics | {"not_scored_groups": outcome.not_scored}
-
-        tokens = [asdict(token) for token in self.tokens]
         names = ("step", "recorded_gap", "changed_fraction", "cosine")
-        summary = {name: getattr(self, name) for name in names}
-        return summary | {"run": told(self.run), "other": told(self.other), "tokens": tokens}
+        summary = {name: getattr(self, name) for name in names} | {"tokens": [asdict(token) for token in self.tokens]}
+        for name, outcome in (("run", self.run), ("other", self.other)):
+            summary[name] = outcome.metrics | {"not_scored_groups": outcome.not_scored}
+        return summary
 
 
-def replay(stored: StoredStep, run_cfg: Sections, other_cfg: Sections, top: int = 10) -> Replay:
-    """The step under the run's own loss and under another.
+def replay(stored: StoredStep, run: Objective, other: Objective, top: int = 10) -> Replay:
+    """The step under the run's own objective and under another.
 
     Args:
-        run_cfg: the run's config.
-        other_cfg: the same with another loss.
         top: how many of the tokens whose gradients differ the most.
 
     Raises:
-        ValueError: the other loss needs what the run did not compute.
+        ValueError: the other objective needs what the run did not compute.
     """
-    run, other = recompute(stored, run_cfg), recompute(stored, other_cfg)
-    recorded = [sum(update.told[name] for name in LOSSES) for update in stored.updates]
-    ours, theirs = run.columns["gradient"].double(), other.columns["gradient"].double()
+    first, second = recompute(stored, run), recompute(stored, other)
+    recorded = [sum(update.recorded[name] for name in LOSSES) for update in stored.updates]
+    ours, theirs = first.columns["gradient"].double(), second.columns["gradient"].double()
     difference = (theirs - ours).abs()
-    trained = (run.columns["trained"] + other.columns["trained"]).bool()
+    trained = (first.columns["trained"] + second.columns["trained"]).bool()
     changed = (difference > 1e-5 * torch.maximum(ours.abs(), theirs.abs()))[trained]
     norms = ours.norm() * theirs.norm()
     largest = [i for i in difference.argsort(descending=True)[:top].tolist() if difference[i] > 0]
     return Replay(
         step=stored.step,
-        run=run,
-        other=other,
-        recorded_gap=max((abs(a - b) for a, b in zip(recorded, run.losses, strict=True)), default=0.0),
+        run=first,
+        other=second,
+        recorded_gap=max((abs(a - b) for a, b in zip(recorded, first.losses, strict=True)), default=0.0),
         changed_fraction=changed.double().mean().item() if len(changed) else 0.0,
         cosine=(ours @ theirs / norms).item() if norms else None,
-        tokens=_tokens(stored, largest, run, other),
+        tokens=_tokens(stored, largest, first, second),
     )
 
 
-def recompute(stored: StoredStep, cfg: Sections) -> Outcome:
-    """What the loss of a config makes of a stored step.
+def recompute(stored: StoredStep, objective: Objective) -> Outcome:
+    """What an objective makes of a stored step.
 
     Raises:
         ValueError: it needs what the run did not compute.
     """
-    settings = micro_batching(cfg)
-    groups = _with_what_is_known(stored, settings.on_policy)
-    _check(groups, cfg)
-    compute_advantages = make_advantages(cfg, list(groups[0].reward_parts))
-    by_id, loss, record = {group.group_id: group for group in compute_advantages(groups)}, make_loss(cfg), StepRecord()
+    batching, loss, record = objective.batching, objective.loss, StepRecord()
+    groups = _with_old_log_probs(stored) if batching.on_policy else stored.groups
+    _check(groups, objective)
+    by_id = {group.group_id: group for group in objective.compute_advantages(groups)}
     losses, pieces, not_scored = [], [], 0
     for update in stored.updates:
         batch, total = [by_id[i] for i in update.groups], 0.0
-        told = {group.group_id: torch.zeros(len(_COLUMNS), len(group.response_ids)) for group in batch}
-        not_scored += sum(
-            group.group_id not in update.scored
-            for group in groups_to_score(batch, settings.skip_zero_advantage, settings.mask_truncated)
-        )
+        columns = {group.group_id: torch.zeros(len(_COLUMNS), len(group.response_ids)) for group in batch}
+        to_score = groups_to_score(batch, batching.skip_zero_advantage, batching.mask_truncated)
+        not_scored += sum(group.group_id not in update.scored for group in to_score)
         # Those that were not scored count in the means all the same.
-        totals = step_totals(batch, settings.mask_truncated, settings.top_entropy_fraction)
+        totals = step_totals(batch, batching.mask_truncated, batching.top_entropy_fraction)
         known = [group for group in batch if group.group_id in update.scored]
-        for tokens in scored_micro_batches(_Remembered(update), known, settings, totals):
+        for tokens in scored_micro_batches(_StoredPolicy(update), known, batching, totals):
             out = loss(tokens)
-            loss_of_micro = out["loss"]
-            loss_of_micro.backward()
-            total += loss_of_micro.item()
+            out["loss"].backward()
+            total += out["loss"].item()
             record.add(tokens, out)
             with torch.no_grad():
                 terms = loss.terms(tokens)
-            columns = (tokens["log_prob"].grad, tokens["advantage"], terms["ratio"], clipped_at_all(terms))
-            columns = (*columns, tokens["trainable"])
-            told |= by_group(tokens, torch.stack([column.float() for column in columns]))
+            values = (tokens["log_prob"].grad, tokens["advantage"], terms["ratio"], clipped_at_all(terms))
+            columns |= by_group(tokens, torch.stack([x.float() for x in (*values, tokens["trainable"])]))
         record.add_result(StepResult(grad_norm=0.0, lr=0.0, skipped=False))
         losses.append(total)
-        pieces += [told[i] for i in update.groups]
+        pieces += [columns[i] for i in update.groups]
     flat = torch.cat([torch.zeros(len(_COLUMNS), 0), *pieces], dim=1)
     metrics = {name: x for name, x in record.metrics(0, 0.0).items() if name.startswith(_METRICS)}
     return Outcome(metrics, losses, dict(zip(_COLUMNS, flat, strict=True)), not_scored)
 
 
-class _Remembered(TrainPolicy):
-    """Says of groups what the trainer said when it trained on them."""
+class _StoredPolicy(TrainPolicy):
+    """A policy that repeats what the trainer said of groups when it trained on them."""
 
     def __init__(self, update: StoredUpdate) -> None:
         self._update = update
@@ -180,10 +187,8 @@ class _Remembered(TrainPolicy):
         return torch.cat(log_probs).requires_grad_(), torch.cat(entropies)
 
 
-def _with_what_is_known(stored: StoredStep, on_policy: bool) -> list[Group]:
-    """The groups; where each was trained on once, what the trainer said then is also what it said before."""
-    if not on_policy:
-        return stored.groups
+def _with_old_log_probs(stored: StoredStep) -> list[Group]:
+    """The groups, each trained on once: what the trainer said then is also what it said before."""
     scored = {i: values for update in stored.updates for i, values in update.scored.items()}
     return [
         group.with_old_log_probs(*scored[group.group_id])
@@ -193,19 +198,19 @@ def _with_what_is_known(stored: StoredStep, on_policy: bool) -> list[Group]:
     ]
 
 
-def _check(groups: Sequence[Group], cfg: Sections) -> None:
-    """Refuses a loss that reads what is not stored, in words of the run rather than of a class."""
-    if cfg.policy.kl_coef and any(group.ref_log_probs is None for group in groups):
+def _check(groups: Sequence[Group], objective: Objective) -> None:
+    """Refuses an objective that reads what is not stored, in words of the run rather than of a class."""
+    if objective.needs_reference and any(group.ref_log_probs is None for group in groups):
         raise ValueError(
-            f"policy.kl_coef={cfg.policy.kl_coef} needs the reference's log-probabilities, and this run had no "
-            "reference; train with policy.kl_coef above 0, or replay with 0"
+            "policy.kl_coef above 0 needs the reference's log-probabilities, and this run had no reference; train with "
+            "policy.kl_coef above 0, or replay with 0"
         )
     lacking = sum(group.old_log_probs is None for group in groups)
-    if needs_old_log_probs(cfg) and lacking:
+    if objective.needs_old_log_probs and lacking:
         raise ValueError(
-            f"loss.correction={cfg.loss.correction}, loss.kl_in={cfg.loss.kl_in} and loss.top_entropy_fraction="
-            f"{cfg.loss.top_entropy_fraction} need what the trainer said before the update, which this run did not "
-            f"compute for {lacking} of {len(groups)} groups; train with these settings to have it stored"
+            "loss.correction, loss.kl_in=reward or loss.top_entropy_fraction need what the trainer said before the "
+            f"update, which this run did not compute for {lacking} of {len(groups)} groups; train with these settings "
+            "to have it stored"
         )
 
 
@@ -219,22 +224,19 @@ def _tokens(stored: StoredStep, places: Sequence[int], run: Outcome, other: Outc
         at = int(torch.searchsorted(ends, place, right=True))
         number, group = spans[at]
         offset = place - int(ends[at]) + len(group.response_ids)
-        answer = int(torch.searchsorted(group.offsets, offset, right=True)) - 1
-        start = int(group.offsets[answer])
-        pairs = {
-            name: (run.columns[name][place].item(), other.columns[name][place].item())
-            for name in ("advantage", "ratio", "gradient")
-        }
+        response = int(torch.searchsorted(group.offsets, offset, right=True)) - 1
+        start = int(group.offsets[response])
+        ids, pairs = group.response_ids, ("advantage", "ratio", "gradient")
         tokens.append(
             Token(
-                optimizer_step=number,
-                group_id=group.group_id,
-                row=group.row,
-                answer=answer,
+                number,
+                group.group_id,
+                group.row,
+                response,
                 position=offset - start,
-                token_id=int(group.response_ids[offset]),
-                before=group.response_ids[max(start, offset - 8) : offset].tolist(),
-                **pairs,
+                token_id=int(ids[offset]),
+                before=ids[max(start, offset - _CONTEXT) : offset].tolist(),
+                **{name: (run.columns[name][place].item(), other.columns[name][place].item()) for name in pairs},
             )
         )
     return tokens

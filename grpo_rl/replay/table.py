@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_rl.monitor.completions import printable
-from grpo_rl.replay.replay import Outcome, Replay, Token
+from grpo_rl.replay.replay import Replay, Token
 
 Decoder = Callable[[Sequence[int]], str]
 """ids -> text."""
@@ -33,7 +33,7 @@ def replay_view(result: Replay, title: str, other: str, decode: Decoder | None) 
     """Both losses side by side, and the tokens that they treat most differently.
 
     Args:
-        other: what the other loss is called.
+        other: the name of the other loss.
         decode: None: ids are shown.
     """
     gradients = [outcome.columns["gradient"] for outcome in (result.run, result.other)]
@@ -60,7 +60,7 @@ def replay_view(result: Replay, title: str, other: str, decode: Decoder | None) 
 
 
 def _notes(result: Replay) -> list[str]:
-    """What takes away from the comparison."""
+    """What limits the comparison."""
     notes = []
     scale = max([abs(loss) for loss in result.run.losses] + [1e-3])
     if not result.recorded_gap <= 1e-4 * scale:
@@ -69,18 +69,15 @@ def _notes(result: Replay) -> list[str]:
         )
     for outcome in (result.run, result.other):
         if outcome.not_scored:
-            notes.append(f"{_groups(outcome)} not scored in the run, and missing here; they still count in the means.")
+            groups = "1 group was" if outcome.not_scored == 1 else f"{outcome.not_scored} groups were"
+            notes.append(f"{groups} not scored in the run, and missing here; they still count in the means.")
     return notes
-
-
-def _groups(outcome: Outcome) -> str:
-    return "1 group was" if outcome.not_scored == 1 else f"{outcome.not_scored} groups were"
 
 
 def _tokens(tokens: Sequence[Token], decode: Decoder | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.title, table.title_justify = "Tokens that differ the most", "left"
-    for name in ("row", "answer", "position"):
+    for name in ("row", "response", "position"):
         table.add_column(name, justify="right")
     table.add_column("token", overflow="fold", ratio=1)
     for name in ("advantage", "ratio", "gradient"):
@@ -100,7 +97,7 @@ def _shown(decode: Decoder | None, ids: Sequence[int]) -> str:
 
 
 def _pair(pair: tuple[float, float]) -> str:
-    """One number, or two where they differ.
+    """The pair as one number, or two where they differ.
 
     >>> _pair((0.5, 0.5)), _pair((0.5, -1.0))
     ('0.5', '0.5 → -1')

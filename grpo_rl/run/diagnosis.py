@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_rl.data.group import Group
-from grpo_rl.diagnosis.causes import Scene
+from grpo_rl.diagnosis.causes import DiagnosisContext
 from grpo_rl.diagnosis.mismatch import MismatchError
-from grpo_rl.diagnosis.nonfinite import first_nonfinite
+from grpo_rl.diagnosis.nonfinite import locate_nonfinite
 from grpo_rl.engines.base import Sampling
 from grpo_rl.monitor.completions import printable
 from grpo_rl.run.parts import Parts
@@ -41,7 +41,7 @@ class RunDiagnosis:
             MismatchError: a fault was found, or the difference is above the bound.
         """
         parts = self.parts
-        context = Scene(
+        context = DiagnosisContext(
             parts.policy,
             parts.weights,
             parts.engine,
@@ -55,7 +55,9 @@ class RunDiagnosis:
     def locate_nonfinite(self, groups: Sequence[Group]) -> str:
         """Which group of the optimizer step is not finite first, and where in the model."""
         parts = self.parts
-        return first_nonfinite(parts.policy, parts.loss, parts.optimizer, groups, parts.micro_batching, self._describe)
+        return locate_nonfinite(
+            parts.policy, parts.loss, parts.optimizer, groups, parts.micro_batching, self._describe
+        )
 
     def _describe(self, group: Group) -> str:
         prompt = " ".join(printable(self.parts.env.query(group.row)).split())

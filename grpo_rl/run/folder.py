@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 import tempfile
 from contextlib import ExitStack
@@ -16,7 +14,7 @@ from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
 from grpo_rl.monitor.report import CONFIG, OVERRIDES, SUMMARY
 from grpo_rl.run.claim import claim, is_finished, set_logs_aside
-from grpo_rl.run.summary import EVALUATION, REPORT, write_report_or_say
+from grpo_rl.run.summary import EVALUATION, REPORT, read_evaluation, write_report_or_say
 from grpo_rl.settings.config import RunIsOver
 from grpo_rl.storage.whole_file import write_whole
 from grpo_rl.training import checkpoint
@@ -101,7 +99,8 @@ class RunFolder:
 
     def _open(self, resume: str | None, room: Room, frequency: int) -> None:
         # Started a second apart, ranks may have been given different folders; and one of them locks it for all.
-        found = agreed(self._ranks, lambda: self._claim(resume, frequency) if self.rank_zero else None)
+        nothing = (self._own, None, False, False)
+        found = agreed(self._ranks, lambda: self._claim(resume, frequency) if self.rank_zero else nothing)
         found = self._ranks.broadcast(found) if self._ranks else found
         self.shared, resume, self.inside, over = found
         if over:
@@ -169,13 +168,6 @@ class RunFolder:
 
         Then the report is written where there is none, and the user is told.
         """
-        rewards = None
-        try:
-            stored = json.loads((self.path / EVALUATION).read_text())
-            if stored["step"] == self.step:
-                rewards = [math.nan if reward is None else float(reward) for reward in stored["rewards"]]
-        except (OSError, ValueError, TypeError, KeyError):
-            pass  # there is none, or none that can be read: it is done again
         over = self.collected >= self._total and is_finished(self.path)
         if over:
             if not (self.path / REPORT).exists():
@@ -184,7 +176,7 @@ class RunFolder:
                 f"The run in {self.path} is finished after {self.step} steps, and nothing is left to do; to go on, "
                 f"raise train.total_dialog_turns above {self.collected} (with optimizer.schedule=constant)"
             )
-        return rewards, over
+        return read_evaluation(self.path, self.step), over
 
     @property
     def resumes(self) -> bool:

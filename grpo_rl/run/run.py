@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_rl.data.group import Group
+from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.run.diagnosis import DIAGNOSED, RunDiagnosis
@@ -59,6 +60,7 @@ class Run:
         held_out: evaluates.
         step_metrics: the numbers of a step, from the parts, its groups and its record.
         interrupt: whether the user asked to stop.
+        ranks: the processes that train together, each with a run of its own and the same numbers.
     """
 
     def __init__(
@@ -72,11 +74,12 @@ class Run:
         step_metrics: Callable[[Parts, Sequence[Group], StepRecord], dict[str, float]],
         interrupt: Interrupt,
         options: RunOptions,
+        ranks: Ranks | None = None,
     ) -> None:
         self.folder, self.logs, self.parts, self.options = folder, logs, parts, options
         self._diagnosis, self._saver, self._held_out = diagnosis, saver, held_out
         self._step_metrics, self._interrupt = step_metrics, interrupt
-        self._ranks = parts.policy.peers
+        self._ranks = ranks
         self.step, self.collected = folder.step, folder.collected
         self._training = False
         parts.begin(folder.restored[1] if folder.restored else None, options.seed)
@@ -168,7 +171,7 @@ class Run:
             self.parts.mismatch.weights_moved()
         self.record.add_result(result)
         if self.logs.lineage:
-            self.logs.lineage.end(result)
+            self.logs.lineage.end(result.grad_norm, result.lr, result.skipped)
 
     def finish_step(self, groups: Sequence[Group]) -> None:
         """Logs the step, evaluates and saves where it is time to.

@@ -10,7 +10,7 @@ from grpo_rl.data.batching import groups_to_score
 from grpo_rl.data.group import Group
 from grpo_rl.monitor.metrics import reward_metrics
 from grpo_rl.monitor.step_record import StepRecord
-from grpo_rl.perf.roofline import StepLimit
+from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.run.parts import Parts
 
 
@@ -22,7 +22,7 @@ class StepMetrics:
         resamples: dynamic sampling leaves groups out, so that what was sampled has a reward of its own.
     """
 
-    def __init__(self, roofline: StepLimit | None, resamples: bool) -> None:
+    def __init__(self, roofline: StepRoofline | None, resamples: bool) -> None:
         self._roofline, self._resamples = roofline, resamples
 
     def __call__(self, parts: Parts, groups: Sequence[Group], record: StepRecord) -> dict[str, float]:

@@ -24,6 +24,17 @@ def write_evaluation(folder: Path, step: int, rewards: Sequence[float]) -> None:
     write_whole(folder / EVALUATION, json.dumps({"step": step, "rewards": rows}, allow_nan=False) + "\n")
 
 
+def read_evaluation(folder: Path, step: int) -> list[float] | None:
+    """The held-out rewards of a step, if they were stored and can be read."""
+    try:
+        stored = json.loads((folder / EVALUATION).read_text())
+        if stored["step"] == step:
+            return [math.nan if reward is None else float(reward) for reward in stored["rewards"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    return None
+
+
 def write_report_or_say(folder: Path, say: Callable[[str], None]) -> Path | None:
     """The report's path; None where it can't be written, which is said: all else of the run is there."""
     try:

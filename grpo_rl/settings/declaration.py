@@ -129,11 +129,10 @@ class Setting:
         """
         if self.at_least is not None and self.at_least == self.at_most:
             return f"{self.at_least:g}"
-        lower = [f"at least {self.at_least:g}"] * (self.at_least is not None)
-        lower += [f"more than {self.more_than:g}"] * (self.more_than is not None)
-        upper = [f"at most {self.at_most:g}"] * (self.at_most is not None)
-        upper += [f"less than {self.less_than:g}"] * (self.less_than is not None)
-        return " and ".join(lower + upper) if upper or self.at_least is None else f"{self.at_least:g} or more"
+        lower = {"at least": self.at_least, "more than": self.more_than}
+        upper = {"at most": self.at_most, "less than": self.less_than}
+        ends = [f"{words} {bound:g}" for words, bound in (lower | upper).items() if bound is not None]
+        return f"{self.at_least:g} or more" if ends == [f"at least {self.at_least}"] else " and ".join(ends)
 
     def wrong_type(self, key: str, value: Any) -> str | None:
         """What is wrong with the type of a plain value; None: nothing."""

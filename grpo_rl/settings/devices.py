@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from grpo_rl.settings.sections import Sections
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Devices:
 
 
 def allocate(
-    cfg: Any,
+    cfg: Sections,
     mode: str = "sync",
     visible: int | None = None,
     num_attention_heads: int | None = None,
@@ -68,7 +69,7 @@ def allocate(
     trains, is then a device with cores of its own; an engine is one such device.
 
     Args:
-        cfg: the run's config, or any object with these attributes.
+        cfg: the run's settings.
         mode: ``sync`` or ``async``.
         visible: number of GPUs to plan for; by default those of this machine.
         num_attention_heads: of the model, where known: tensor parallelism has to divide it.
@@ -137,17 +138,13 @@ class _Role:
         return f"{self.name}_model"
 
     @classmethod
-    def read(cls, cfg: Any, name: str) -> _Role:
+    def read(cls, cfg: Sections, name: str) -> _Role:
         section = getattr(cfg, f"{name}_model")
         count, indices = section.num_devices, section.devices
-        if count is not None and (not _is_whole(count) or count < 1):
-            raise ValueError(f"{name}_model.num_devices={count!r}; it is a whole number from 1, or null")
         if indices is None:
             return cls(name, count, None)
-        if isinstance(indices, str) or not isinstance(indices, Iterable):
-            raise ValueError(f"{name}_model.devices={indices!r}; it is a list of GPU indices such as [0, 1], or null")
         indices = list(indices)
-        if not indices or any(not _is_whole(index) or index < 0 for index in indices):
+        if not indices or any(index < 0 for index in indices):
             raise ValueError(f"{name}_model.devices={indices}; it is a list of GPU indices such as [0, 1], or null")
         if len(set(indices)) != len(indices):
             raise ValueError(f"{name}_model.devices={indices} names a GPU twice")
@@ -157,10 +154,6 @@ class _Role:
                 "give one of the two"
             )
         return cls(name, len(indices), tuple(indices))
-
-
-def _is_whole(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def _devices(count: int) -> str:
@@ -287,8 +280,6 @@ def _remedy(roles: list[_Role], mode: str) -> str:
 def _tensor_parallel_size(asked: int | None, devices: int, num_attention_heads: int | None) -> int:
     size = devices if asked is None else asked
     meaning = "null, all inference devices: " if asked is None else ""
-    if not _is_whole(size) or size < 1:
-        raise ValueError(f"inference_model.tensor_parallel_size={size!r}; it is a whole number from 1, or null")
     if devices % size:
         raise ValueError(
             f"inference_model.tensor_parallel_size={size} does not divide the {_devices(devices)} of inference; "

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_rl.settings.declaration import Section, build, leaves, plain, select
+from grpo_rl.settings.declaration import Section, Setting, build, leaves, plain, select
 from grpo_rl.settings.misfits import misfits
 from grpo_rl.settings.relations import check_relations
 from grpo_rl.settings.sections import Env, Sections, declarations
@@ -83,11 +83,8 @@ class Settings(Sections):
             )
         if unset := sorted(key for key in known if select(values, key) == UNSET):
             raise ValueError(f"{', '.join(unset)} must be set: {dataset} can't do without")
-        for wrong in (
-            [setting.wrong_type(key, select(values, key)) for key, setting in known.items()],
-            [setting.wrong_value(key, select(values, key)) for key, setting in known.items()],
-        ):
-            if told := [line for line in wrong if line]:
+        for wrong in (Setting.wrong_type, Setting.wrong_value):  # a bound is no question to text
+            if told := [line for key, setting in known.items() if (line := wrong(setting, key, select(values, key)))]:
                 raise ValueError("\n".join(told))
         env = values["env"]
         task = {name: value for name, value in env.items() if name in TASKS[dataset].__dataclass_fields__}

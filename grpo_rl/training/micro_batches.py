@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from jaxtyping import Bool, Float, Shaped
-from tensordict import TensorDict, TensorDictBase
+from jaxtyping import Bool, Float
+from tensordict import TensorDict
 from torch import Tensor
 
 from grpo_rl.data.batching import MicroBatching, groups_to_score, micro_batches_of
@@ -140,15 +140,3 @@ def training_tensordict(
         entries["advantage"] = entries["advantage"].masked_fill(low, 0.0)
     device = log_prob.device
     return TensorDict({name: value.to(device) for name, value in entries.items()}, batch_size=[len(log_prob)])
-
-
-def by_group(tokens: TensorDictBase, values: Shaped[Tensor, "*K N"]) -> dict[int, Shaped[Tensor, "*K R"]]:
-    """Values of a micro-batch's N tokens on the CPU, by the id of the group whose R tokens they are of.
-
-    >>> from tensordict import TensorDict, TensorDictBase
-    >>> tokens = TensorDict(group_id=torch.tensor([7, 7, 2]), batch_size=[3])
-    >>> by_group(tokens, torch.tensor([0.5, 1.0, 2.0]))
-    {7: tensor([0.5000, 1.0000]), 2: tensor([2.])}
-    """
-    ids, sizes = tokens["group_id"].cpu().unique_consecutive(return_counts=True)
-    return dict(zip(ids.tolist(), values.detach().cpu().split(sizes.tolist(), dim=-1), strict=True))

@@ -4,43 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from grpo_rl.data.advantages import AdvantageEstimator
+    from grpo_rl.losses.grpo import GRPOLoss
+    from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 
 Refresh = Literal["never", "steps", "plateau", "average"]
 
 MAX_KL_ERROR = 0.2
 """Clip of the relative error of one step, as in Ziegler et al.: single steps are noisy."""
-
-
-class HasKL(Protocol):
-    """The loss, or the advantage estimator."""
-
-    kl_coef: float
-
-
-class HasModel(Protocol):
-    """The policy."""
-
-    model: Any
-
-
-class Refreshable(Protocol):
-    """The reference."""
-
-    def refresh(self, model: torch.nn.Module, decay: float) -> None:
-        """Becomes ``decay`` times itself plus ``1 - decay`` times the model."""
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """The weights."""
-        ...
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restores the weights."""
-        ...
 
 
 class AdaptiveKL:
@@ -211,9 +185,9 @@ class Schedules:
         sizes: GroupSizes,
         kl: AdaptiveKL,
         refresh: RefreshRule,
-        terms: HasKL,
-        reference: Refreshable | None = None,
-        policy: HasModel | None = None,
+        terms: GRPOLoss | AdvantageEstimator,
+        reference: ReferencePolicy | None = None,
+        policy: TrainPolicy | None = None,
     ) -> None:
         if refresh.when != "never" and reference is None:
             raise ValueError(f"ref_model.refresh={refresh.when} needs the reference of a KL term; set policy.kl_coef")

@@ -70,7 +70,7 @@ class NativeTransport(RemoteTransport):
         return self.said(shapes)
 
     def _connect(self) -> None:
-        """Connects with the engines of this push, where they are others than those of the last one."""
+        """Connects with the engines of this push, unless they are those of the last one."""
         if self._connected == self.engines:
             return
         if self._trainer:
@@ -86,7 +86,7 @@ class NativeTransport(RemoteTransport):
         self._connected = list(self.engines)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Connects each engine under the numbers of its own GPUs, behind the trainer's 0."""
+        """Connects each engine under the ranks of its own GPUs; the trainer has rank 0."""
         calls = {}
         for i, engine in enumerate(self.engines):
             own = {"rank_offset": 1 + i * self._gpus} if "rank_offset" in init_info else {}

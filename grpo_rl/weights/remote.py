@@ -1,4 +1,4 @@
-"""RemoteTransport: engines in other processes get one call at once, under one deadline; what failed is named."""
+"""RemoteTransport: calls to engines in other processes, all at once, under one deadline; what failed is named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READ_AT_ONCE = 16
 
 
 class EngineControl(Protocol):
-    """An engine in another process or event loop, as a trainer speaks to it; over Ray, a handle's ``.remote``."""
+    """An engine in another process or on another event loop, as a trainer calls it."""
 
     name: str
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class RemoteTransport(ABC):
         return proof(name, tensor, self.proves_bytes)
 
     def submit(self, method: str, *args: Any) -> dict[str, Future[Any]]:
-        """The calls, under way, by the engines' names."""
+        """Starts a call to each engine; the pending calls, by the engines' names."""
         return {engine.name: engine.submit(method, *args) for engine in self.engines}
 
     def wait(self, calls: Mapping[str, Future[Any]], what: str) -> dict[str, Any]:

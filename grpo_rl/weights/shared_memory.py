@@ -173,7 +173,7 @@ class SharedMemory:
         self._bytes[start : start + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
 
     def close(self) -> None:
-        """Lets go of it; engines that have it mapped keep it until they get another or end."""
+        """Frees it; engines that have it mapped keep it until they map another or end."""
         if self._bytes is not None:
             self._bytes = None
             os.close(self._file)

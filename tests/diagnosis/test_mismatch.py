@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
-import runpy
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +18,14 @@ from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis import mismatch
-from grpo_rl.diagnosis.causes import Scene, Scored, diagnose, forked_random_state, mass_kept, score
+from grpo_rl.diagnosis.causes import DiagnosisContext, Scored, diagnose, forked_random_state, mass_kept, score
 from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import random_group, run_script, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.weights.push import WeightSync
@@ -82,7 +79,7 @@ class Training:
         self.optimizer = PolicyOptimizer(self.policy.model, lr=lr)
         self.sampling = Sampling(sampled_at or temperature, top_p, max_new_tokens)
         self.mismatch = Mismatch(**settings)
-        self.scene = Scene(
+        self.context = DiagnosisContext(
             self.policy, self.weights, self.engine, self.sampling, 4096, lambda g: f"group {g.group_id}", repr
         )
         self._fault, self._pushes, self._prompts, self._size = fault, pushes, prompts, group_size
@@ -105,7 +102,7 @@ class Training:
                 losses = loss(tokens)
                 losses["loss"].backward()
                 self.mismatch.add(tokens, batch, self.weights.version)
-            self.warning = self.mismatch.judge(self.scene)
+            self.warning = self.mismatch.judge(self.context)
             self.optimizer.step()
             self.mismatch.weights_moved()
         self.steps += 1
@@ -115,9 +112,9 @@ class Training:
 
 
 def shifted(groups):
-    """Each token has the log-probability of the one before it in its answer."""
-    answers = ([x.roll(1) for x in g.log_probs.split(g.lengths.tolist())] for g in groups)
-    return [replace(g, log_probs=torch.cat(pieces)) for g, pieces in zip(groups, answers, strict=True)]
+    """Each token has the log-probability of the one before it in its response."""
+    responses = ([x.roll(1) for x in g.log_probs.split(g.lengths.tolist())] for g in groups)
+    return [replace(g, log_probs=torch.cat(pieces)) for g, pieces in zip(groups, responses, strict=True)]
 
 
 def swapped(groups):
@@ -223,9 +220,9 @@ def test_a_thorough_look_that_samples_anew_leaves_the_random_state_alone(model):
     for tokens in scored_micro_batches(noisy.policy, groups, MicroBatching(4096)):
         noisy.mismatch.add(tokens, groups, noisy.weights.version)
     with pytest.raises(
-        MismatchError, match="than mismatch.bound=0.2: stale weights, or answers changed behind the engine"
+        MismatchError, match="than mismatch.bound=0.2: stale weights, or responses changed behind the engine"
     ):
-        noisy.mismatch.judge(noisy.scene)
+        noisy.mismatch.judge(noisy.context)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -258,7 +255,7 @@ def test_what_has_no_explanation_stops_the_run_above_the_bound_only_and_names_th
         return [*groups[:2], replace(groups[2], log_probs=log_probs), *groups[3:]]
 
     loud = Training(model, "float32", fault=one_token, bound=0.2)
-    with pytest.raises(MismatchError, match=r"than mismatch\.bound=0\.2: unexplained: .* group 2, .* answer 0 token 5"):
+    with pytest.raises(MismatchError, match=r"mismatch\.bound=0\.2: unexplained: .* group 2, .* response 0 token 5"):
         loud.step()
 
 
@@ -298,8 +295,8 @@ def one_odd_group(extra):
 
 
 def test_a_difference_that_one_odd_group_doubles_stops_nothing(model):
-    # 15 groups at 0.01 nats and one at 0.2: 0.022, and new answers to its prompt agree. By tokens, that is 5 standard
-    # errors and more; by answers it is 3.
+    # 15 groups at 0.01 nats and one at 0.2: 0.022, and new responses to its prompt agree. By tokens, that is 5 standard
+    # errors and more; by responses it is 3.
     training = Training(
         model, "float32", prompts=16, max_new_tokens=8, fault=one_odd_group(lambda: training.steps == 2)
     )
@@ -308,16 +305,16 @@ def test_a_difference_that_one_odd_group_doubles_stops_nothing(model):
     assert training.warning is None
 
 
-def test_answers_that_only_new_ones_contradict_are_told_below_the_bound_and_stop_above_it(model):
+def test_responses_that_only_new_ones_contradict_are_told_below_the_bound_and_stop_above_it(model):
     def changed(size):
         training = Training(model, "float32", fault=lambda groups: noise(size(training.steps))(groups))
         training.step(), training.step()
         return training
 
     told = changed(lambda step: 0.1 * step)  # a mean of 0.08 nats
-    assert "stale weights, or answers changed behind the engine: new answers agree" in told.warning
+    assert "stale weights, or responses changed behind the engine: new responses agree" in told.warning
     assert told.mismatch.metrics()["mismatch/stale_weights"] == 1
-    with pytest.raises(MismatchError, match="0.2: stale weights, or answers changed behind the engine"):
+    with pytest.raises(MismatchError, match="0.2: stale weights, or responses changed behind the engine"):
         changed(lambda step: 0.5 * step)
 
 
@@ -399,12 +396,12 @@ def test_on_a_real_model_in_bf16_rounding_is_no_fault_and_small_faults_are_named
         weights = WeightSync(policy.model, engine)
         weights.push()
         asked = Sampling(temperature=0.9, max_new_tokens=24)
-        scene = Scene(policy, weights, engine, asked, 8192, lambda g: f"group {g.group_id}", repr)
+        context = DiagnosisContext(policy, weights, engine, asked, 8192, lambda g: f"group {g.group_id}", repr)
 
         def cause(sampling, fault=lambda groups: groups):
             samples = engine.generate(prompts, 4, sampling)
             groups = fault(groups_of(samples, [torch.tensor(prompt) for prompt in prompts]))
-            return diagnose(scene, score(scene, groups), thorough=fault is not shifted).name
+            return diagnose(context, score(context, groups), thorough=fault is not shifted).name
 
         assert cause(asked) == "unexplained"  # 0.035 nats, by nothing but rounding
         assert cause(replace(asked, temperature=1.0)) == "temperature"
@@ -414,34 +411,14 @@ def test_on_a_real_model_in_bf16_rounding_is_no_fault_and_small_faults_are_named
 
 
 @pytest.fixture(scope="module")
-def tiny(model, tmp_path_factory):
-    """Overrides for a run of the main script in seconds."""
-    path = tmp_path_factory.mktemp("data") / "train.jsonl"
-    path.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"so\n#### {i}"}) + "\n" for i in range(6)))
-    return [
-        f"model.name={model}",
-        f"env.path={path}",
-        "env.system_prompt=null",
-        "env.num_envs=4",
-        "env.repeats=4",
-        "env.reward.reasoning_pattern='[0-9]'",
-        "train.optim_batch_size=8",
-        "train.total_dialog_turns=48",
-        "train.checkpoint_frequency=0",
-        "inference_model.engine=transformers",
-        "inference_model.max_model_len=64",
-        "sampling.max_new_tokens=8",
-        "optimizer.lr=1e-2",
-        "optimizer.warmup_steps=0",
-        "evaluate.rows=0",
-    ]
+def tiny(model, tiny_run):
+    few = ["train.total_dialog_turns=48", "train.checkpoint_frequency=0", "train.micro_batch_tokens=8192"]
+    return [*tiny_run, f"model.name={model}", *few, "optimizer.warmup_steps=0"]
 
 
 def run(overrides, folder, monkeypatch):
     monkeypatch.setenv("GRPO_RL_CACHE", str(folder / "cache"))
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={folder / 'run'}"])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
-    return folder / "run"
+    return run_script(SCRIPT, overrides, folder / "run")
 
 
 def test_at_learning_rate_0_every_step_shows_numerics_alone(tiny, model, tmp_path, monkeypatch):
@@ -478,4 +455,4 @@ def test_without_a_bound_the_script_tells_and_goes_on(tiny, tmp_path, monkeypatc
     rows = read_metrics(folder)
     assert len(rows) == 3 and rows[0]["mismatch/temperature"] == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert said.count("wrong temperature: the answers were sampled at about 0.8") == 1
+    assert said.count("wrong temperature: the responses were sampled at about 0.8") == 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import runpy
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +12,14 @@ import torch
 from transformers import AutoTokenizer
 
 from grpo_rl.data.batching import MicroBatching
-from grpo_rl.diagnosis.nonfinite import first_nonfinite
+from grpo_rl.diagnosis.nonfinite import locate_nonfinite
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.lineage import stored_steps
+from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.replay.lineage_reader import read_step
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import random_group, run_script, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import NonFiniteError, PolicyOptimizer
 
@@ -54,7 +52,7 @@ class Step:
         self.batch = batch_of(self.policy)
 
     def explain(self):
-        return first_nonfinite(
+        return locate_nonfinite(
             self.policy, GRPOLoss(), self.optimizer, self.batch, BATCHING, lambda g: f"group {g.group_id}"
         )
 
@@ -91,23 +89,23 @@ def test_the_layer_group_and_token_of_a_forward_pass_are_named(model, dtype, val
     step.plant("model.layers.0.mlp.down_proj", lambda out, marked: out.masked_fill(marked, value))
     trouble = step.take().trouble
     assert "the gradient is not finite, first seen in model.embed_tokens.weight" in trouble
-    assert "It comes from group 2: log_prob of token 0 of answer 0 is nan" in trouble
+    assert "It comes from group 2: log_prob of token 0 of response 0 is nan" in trouble
     assert "it first appears in the output of model.layers.0.mlp.down_proj." in trouble
     assert all(x.isfinite().all() for x in step.policy.model.parameters())
 
 
 def test_what_no_log_probability_shows_is_found_in_the_layer_all_the_same(model):
     step = Step(model)
-    # Behind the last attention the second token of a prompt has no way to an answer, but to the gradient it has.
+    # Behind the last attention the second token of a prompt has no way to a response, but to the gradient it has.
     step.plant("model.layers.1.mlp.down_proj", lambda out, marked: out.masked_fill(marked, math.nan))
-    found = "group 2: the loss is finite, and the output of model.layers.1.mlp.down_proj, at a token that no answer"
+    found = "group 2: the loss is finite, and the output of model.layers.1.mlp.down_proj, at a token that no response"
     assert found in step.take().trouble
 
 
 def test_inside_compiled_modules_too(model):
     step = Step(model, torch.bfloat16, compile=True)
     step.plant("model.layers.0.mlp.act_fn", lambda out, marked: out.masked_fill(marked, math.nan))
-    assert "group 2: log_prob of token 0 of answer 0 is nan" in (found := step.explain())
+    assert "group 2: log_prob of token 0 of response 0 is nan" in (found := step.explain())
     assert found.endswith("in the output of model.layers.0.mlp.act_fn.")
 
 
@@ -144,8 +142,8 @@ def test_each_group_is_looked_at_with_the_weights_of_the_whole_step(model):
             weights.append(tokens["weight"].sum().item())
             return super().forward(tokens)
 
-    first_nonfinite(step.policy, Watched(), step.optimizer, step.batch, BATCHING, str)
-    assert weights == pytest.approx([1 / 3] * 3)  # three groups of equally many answers, whose weights sum to 1
+    locate_nonfinite(step.policy, Watched(), step.optimizer, step.batch, BATCHING, str)
+    assert weights == pytest.approx([1 / 3] * 3)  # three groups of equally many responses, whose weights sum to 1
 
 
 def test_where_the_gradient_alone_is_not_finite_the_layer_is_that_nearest_to_the_loss(model):
@@ -162,9 +160,9 @@ def test_where_the_gradient_alone_is_not_finite_the_layer_is_that_nearest_to_the
 def test_a_number_that_was_wrong_before_it_was_scored_is_named_by_its_own_name(model):
     step = Step(model)
     log_probs = step.batch[1].log_probs.clone()
-    log_probs[4] = math.nan  # answers of 3 and 4 tokens: the second token of the second
+    log_probs[4] = math.nan  # responses of 3 and 4 tokens: the second token of the second
     step.batch[1] = replace(step.batch[1], log_probs=log_probs)
-    found = "group 1: sampler_log_prob of token 1 of answer 1 is nan, which was not finite before it was scored"
+    found = "group 1: sampler_log_prob of token 1 of response 1 is nan, which was not finite before it was scored"
     assert found in step.take().trouble
 
 
@@ -194,7 +192,9 @@ def test_where_no_group_has_it_alone_that_is_said_and_no_trace_is_left(model):
 
 
 @pytest.mark.parametrize("whose", ["sampler_log_prob", "log_prob"])
-def test_the_script_names_the_question_at_once_and_stops_where_it_goes_on(model, whose, tmp_path, monkeypatch, capsys):
+def test_the_script_names_the_question_at_once_and_stops_where_it_goes_on(
+    model, tiny_run, whose, tmp_path, monkeypatch, capsys
+):
     rows = [{"question": f"How much is {i} + {i}?", "answer": f"#### {2 * i}"} for i in range(4)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     generate = TransformersEngine.generate
@@ -220,16 +220,13 @@ def test_the_script_names_the_question_at_once_and_stops_where_it_goes_on(model,
         monkeypatch.setattr(TransformersEngine, "generate", broken_sampler)
     monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
     overrides = [
-        f"model.name={model}", f"env.path={tmp_path / 'train.jsonl'}", "env.system_prompt=null", "env.repeats=4",
-        "env.num_envs=4", "env.reward.reasoning_pattern='[0-9]'", "train.optim_batch_size=16", "evaluate.rows=0",
-        "train.total_dialog_turns=160", "train.max_bad_steps=2", "inference_model.engine=transformers",
-        "inference_model.max_model_len=64", "sampling.max_new_tokens=8", "policy.entropy_coef=0.01",
-        "train.lineage=true",
+        *tiny_run, f"model.name={model}", f"env.path={tmp_path / 'train.jsonl'}", "train.optim_batch_size=16",
+        "train.total_dialog_turns=160", "train.max_bad_steps=2", "policy.entropy_coef=0.01", "train.lineage=true",
+        "train.micro_batch_tokens=8192",
     ]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={tmp_path / 'run'}"])
     message = rf"2 steps in a row: .*row 3, 'How much is 3 \+ 3\?'\): {whose} of token 0"
     with pytest.raises(NonFiniteError, match=message):
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        run_script(SCRIPT, overrides, tmp_path / "run")
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("An optimizer step of step 1 is left out: ") == 1 and "How much is 3 + 3?" in said
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]

@@ -119,7 +119,7 @@ def test_prompts_that_leave_no_room_are_refused(engine):
 
 
 def test_several_greedy_answers_are_refused(engine):
-    with pytest.raises(ValueError, match="2 greedy answers"):
+    with pytest.raises(ValueError, match="2 greedy responses"):
         engine.generate([[5]], n=2, sampling=Sampling(temperature=0.0))
 
 

@@ -1,10 +1,13 @@
-"""A real tokenizer that needs no file: one token a byte, an end token, and a chat template."""
+"""Fixtures of the tasks' tests: a tokenizer that needs no file, and a search index of their own."""
 
 from __future__ import annotations
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from grpo_rl.envs import search_qa
+from grpo_rl.envs.tools.search_index import load_corpus
 
 CHAT_TEMPLATE = (
     "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
@@ -14,6 +17,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
+    """A real tokenizer: one token a byte, an end token, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({byte: index for index, byte in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -21,3 +25,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder of search indexes, empty at first."""
+    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "bm25"
+
+
+@pytest.fixture
+def hotpotqa(real_data):
+    """Questions of HotpotQA, and the documents to search."""
+    return search_qa.load_rows(real_data / "hotpotqa" / "hotpotqa_train.json"), load_corpus(
+        real_data / "hotpotqa" / "hotpotqa_train_corpus.json"
+    )

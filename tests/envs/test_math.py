@@ -2,187 +2,20 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
-import threading
-import time
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torchrl.envs.utils import check_env_specs
 
 from grpo_rl.data import keys
 from grpo_rl.envs.base import ScoreGuard, Unjudgeable
 from grpo_rl.envs.grading import verification
 from grpo_rl.envs.grading.boxed import equal
-from grpo_rl.envs.grading.tags import last_boxed
 from grpo_rl.envs.grading.verification import MAX_CHARS, verify
 from grpo_rl.envs.guards.isolation import WorkerDied
 from grpo_rl.envs.math import Math, MathEnv, load_rows
 
 ROW = {"problem": "What is 1/4 + 1/4?", "answer": r"\frac{1}{2}"}
-
-EQUIVALENT = [
-    # fractions and decimals
-    (r"\frac{1}{2}", "1/2"), (r"\frac12", r"\dfrac{2}{4}"), (r"\frac{1}{2}", "0.5"), (r"-\frac{3}{4}", r"\frac{-3}{4}"),
-    (r"\frac{-6}{8}", "-0.75"), ("2.5", r"\frac{5}{2}"), (r"1\frac{4}{5}", r"\frac{9}{5}"), ("0.25", ".25"),
-    ("3", "3.0"), (r"\frac{1}{3}", "0.333333"), (r"\frac{270}7", r"\frac{270}{7}"), ("0.5", "0.50"),
-    # percents
-    (r"25\%", r"\frac{1}{4}"), (r"50\%", "0.5"), (r"10\%", r"10 \%"), (r"12.5\%", "0.125"),
-    # thousands, money, units
-    (r"10,\!080", "10080"), ("58,500", "58500"), (r"11,\! 111,\! 111,\! 100", "11111111100"),
-    (r"\$32,\!348", "32348"), (r"\$18.90", "18.9"), (r"15\mbox{ cm}^2", "15"), (r"5.4 \text{ cents}", "5.4"),
-    ("12", r"12\text{ miles}"), (r"90^\circ", "90"), (r"90^\circ", r"90^{\circ}"),
-    # surds, pi, powers
-    (r"\sqrt{8}", r"2\sqrt{2}"), (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"), (r"11\sqrt2", r"11 \sqrt{2}"),
-    (r"3\sqrt{13}", r"\sqrt{117}"), (r"1+2\sqrt{3}", r"2\sqrt{3}+1"), (r"288 \pi", r"288\cdot\pi"),
-    (r"-\frac{\pi}{6}", r"-\pi/6"), ("2^{10}", "1024"), ("10^{-2}", "0.01"),
-    # expressions and equations
-    ("p - q", "-q + p"), ("x^3+3x-6", "3x + x^3 - 6"), ("(a+5)(b+2)", "ab+2a+5b+10"), ("2k+2", "2(k+1)"),
-    ("x=5", "5"), ("y = 2x + 3", "y=3+2x"), ("6 - 5i", "-5i + 6"), ("x > 3", "3 < x"),
-    # tuples, intervals, sets
-    ("(6,31,-1)", "(6, 31, -1)"), (r"\left( 3, \frac{\pi}{2} \right)", r"(3, \pi/2)"), (r"(\frac12, 2)", "(0.5, 2)"),
-    ("(3,4]", r"\left(3, 4\right]"), (r"(-\infty, 2) \cup (3, \infty)", r"(3,\infty)\cup(-\infty,2)"),
-    ("[0,1/2]", r"\left[0,\frac{1}{2}\right]"), (r"x \in [-2,7]", "[-2,7]"), ("1,-2", "-2,1"), (r"3, 5, 7",
-    r"\{7,5,3\}"),
-    (r"\{1,2\}", r"\{2, 1\}"), (r"1 \pm \sqrt{19}", r"1+\sqrt{19}, 1-\sqrt{19}"),
-    # matrices
-    (r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}", r"\begin{pmatrix} -\frac13 \\ \frac23 \end{pmatrix}"),
-    (r"\begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix}", r"\begin{bmatrix}-1&0\\0&-1\end{bmatrix}"),
-    # words, bases
-    (r"\text{Evelyn}", "Evelyn"), (r"\text{(C)}", "C"), (r"\text{even}", r"\textbf{even}"), ("52_8", "52_{8}"),
-]  # fmt: skip
-
-DIFFERENT = [
-    # fractions and decimals
-    (r"\frac{1}{2}", "2"), (r"\frac{1}{2}", r"\frac{1}{3}"), (r"\frac{1}{3}", "0.33"), (r"\frac{2}{3}", "0.67"),
-    (r"\frac{14}{3}", r"\frac{3}{14}"), (r"1\frac{4}{5}", r"\frac{4}{5}"), ("2.5", "25"), ("0.25", "0.2"), ("3", "3.1"),
-    ("7", "77"), ("100", "10"), ("0", "1"), (r"\frac{3}{56}", r"\frac{3}{65}"), ("0.125", r"\frac{1}{80}"),
-    # signs
-    ("5", "-5"), (r"-\frac{3}{4}", r"\frac{3}{4}"), ("-2", "2"), (r"-\sqrt{3}", r"\sqrt{3}"),
-    # percents
-    (r"25\%", r"2.5\%"), (r"50\%", "5"), (r"\frac{1}{4}", r"4\%"), ("0.28", "28"),
-    # thousands, money, units
-    ("10,080", "10.08"), ("58,500", "58,501"), (r"\$36", r"\$3.6"), (r"15\mbox{ cm}^2", "225"), (r"90^\circ", "80"),
-    # surds, pi, powers
-    (r"\sqrt{8}", r"4\sqrt{2}"), (r"3\sqrt{13}", r"13\sqrt{3}"), (r"\sqrt{51}", "51"), (r"\sqrt{5}", "2.2"),
-    ("\\pi", "3.14"), (r"288 \pi", "288"), (r"-\frac{\pi}{6}", r"\frac{\pi}{6}"), ("2^{10}", "20"), ("10^{-2}", "-100"),
-    # expressions and equations
-    ("p - q", "q - p"), ("x^3+3x-6", "x^3+3x+6"), ("2k+2", "2k+1"), ("5r^5", "5r^4"), ("x=5", "x=6"), ("x=5", "-5"),
-    ("y = 2x + 3", "y = 3x + 2"), ("6 - 5i", "6 + 5i"), ("x > 3", "x < 3"), (r"x \ge 3", "x > 3"), ("2k", "2n"),
-    # tuples, intervals, sets
-    ("(6,31,-1)", "(31,6,-1)"), ("(-2,1)", "(1,-2)"), ("(1,2)", "(1,2,3)"), ("(3,4]", "[3,4]"), ("(3,4]", "(3,4)"),
-    ("(2,\\infty)", "(-\\infty,2)"), (r"(0,9) \cup (9,36)", "(0,36)"), ("1,-2", "1"), ("1,-2", "1,2"),
-    (r"\{1,2\}", r"\{1,2,3\}"),
-    # matrices
-    (r"\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix}", r"\begin{pmatrix} -7 \\ 5 \\ 16 \end{pmatrix}"),
-    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}"),
-    # words, bases
-    (r"\text{Evelyn}", r"\text{Navin}"), (r"\text{(C)}", "B"), (r"\text{even}", r"\text{odd}"), ("52_8", "52_9"),
-    ("52_8", "52"),
-]  # fmt: skip
-
-
-def test_the_tables_have_60_pairs_each_and_no_pair_twice():
-    assert len(set(EQUIVALENT)) == 60 and len(set(DIFFERENT)) >= 60
-
-
-@pytest.mark.parametrize(("gold", "answer"), EQUIVALENT)
-def test_an_equivalent_answer_is_right(gold, answer):
-    assert verify(gold, rf"Therefore it is $\boxed{{{answer}}}$.") is True
-    assert verify(rf"Thus, $\boxed{{{gold}}}.$", rf"\[\boxed{{{answer}}}\]") is True
-
-
-@pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
-def test_a_different_answer_is_wrong(gold, answer):
-    assert verify(gold, rf"Therefore it is $\boxed{{{answer}}}$.") is False
-
-
-def test_a_percent_sign_may_be_left_out_where_the_gold_answer_is_a_whole_number():
-    assert verify("10", r"\boxed{10\%}") and verify("1,200", r"\boxed{1,200.0\%}") is not None
-    assert verify("0.5", r"\boxed{0.5\%}") is False and verify("0.28", r"\boxed{28\%}") is True
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [r"1\,000", "1000.", r"1{,}000", r"1\ 000", "1~000", r"1\;000.", "1,000.", r"{1000}.", "1000 .", r"x = 1\,000."],
-)
-def test_spaces_in_a_number_and_a_full_stop_behind_it_are_no_part_of_it(answer):
-    assert equal("1000", answer) is True
-    assert equal(answer, "1000") is True
-    assert equal("1001", answer) is False and equal("1", answer) is False and equal("0", answer) is False
-
-
-def test_a_full_stop_behind_any_answer_is_no_part_of_it():
-    assert equal(r"\frac{1}{2}", r"\frac{1}{2}.") and equal(r"\text{even}", r"\text{even}.")
-    assert equal("(1, 2)", "(1,2).")
-    assert equal("1000", "100.0") is False and equal("5", ".5") is False
-
-
-@pytest.mark.parametrize("answer", ["1=72", "72=1", "x=1=72", "1=x=72", "1==72", "2 + 2 = 72", "1.0=72"])
-def test_an_equation_of_two_different_numbers_is_wrong(answer):
-    assert equal("72", answer) is False
-    assert equal("1", answer) is False
-    assert equal("72, 73", f"{answer}, 73") is False
-
-
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [
-        ("7", "111_2=7"), ("13", "1101_2 = 13"), ("3.14", r"\frac{22}{7}=3.14"), ("0.333", r"\frac{1}{3}=0.333"),
-        ("0.66", r"\frac{2}{3}=0.66"), ("1.41", r"\sqrt{2}=1.41"), ("3.14", r"\pi=3.14"),
-        ("50\\%", r"\frac{1}{2}=50\%"),
-        (r"\frac{1}{2}", r"\frac{1}{2}=50\%"), ("1", r"7 \equiv 1"), ("3", "1 + 2 = 3.0"),
-    ],
-)  # fmt: skip
-def test_an_equation_of_one_number_written_in_two_ways_answers_with_its_right_side(gold, answer):
-    assert equal(gold, answer) is True
-
-
-def test_an_equation_whose_sides_differ_by_more_than_rounding_is_wrong():
-    assert equal("0.5", r"\frac{1}{3}=0.5") is False
-    assert equal("0.34", r"\frac{1}{4}=0.34") is False
-
-
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [("(3, 140)", r"(3,\,140)"), (r"\{5,120\}", r"\{5,\ 120\}"), ("[2,100]", r"[2,\;100]"), ("3, 140", r"3,\:140")],
-)
-def test_a_space_behind_a_comma_is_between_the_elements_of_a_list(gold, answer):
-    assert equal(gold, answer) is True
-    assert equal("3140", answer) is False
-
-
-@pytest.mark.parametrize("answer", ["x=72", r"\text{Total} = 72", "71+1=72", "72.0=72", "x=70+2=72", r"f(2) = 72"])
-def test_an_equation_answers_with_its_right_side(answer):
-    assert equal("72", answer) is True
-    assert equal("71", answer) is False
-
-
-EXPANSIONS = [
-    "(x+y+z+w+a+b)^{19}", "(x+y+z+w+a+b)^9", "{(x+y+z+w+a+b)}^{{9}}", "(x+y+z+w+a)^{(9)}", "(x+y+z+w+a)^{4+5}",
-    r"\left(a+b+c+d\right)^{\frac{9}{1}}", "((a+b+c)^{4}+(c+d)^{3})^3", "(a-b-c)^{-9}(d+e)^{9}",
-    "(a+b+c)^{9},(d+e)^9",
-    r"\frac{(a+b+c+d)^8}{(a+e)^9}", r"(a+b)(c+d)(e+f)(g+h)(k+l)(m+n)(p+q)", r"((a+b+c)^{12})",
-    r"\{(a+b+c)^9+(d+e+f)^9\}^2",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("answer", EXPANSIONS)
-def test_what_expands_to_many_terms_is_wrong_before_it_is_expanded(answer):
-    equal("72", "x+1")  # the gold answer is parsed, math-verify imported
-    start = time.process_time()
-    assert equal("72", answer) is False
-    assert time.process_time() - start < 0.1  # the first takes sympy 5 s and more
-
-
-def test_what_expands_to_few_terms_is_compared():
-    assert equal("x^5 + 5x^4 + 10x^3 + 10x^2 + 5x + 1", "(x+1)^5") is True
-    assert equal("(x-1)(x-2)(x-3)(x-4)(x-5)(x-6)", "(x-6)(x-5)(x-4)(x-3)(x-2)(x-1)") is True
-    assert equal("(x+y+z+w+a+b)^{19}", "(b+x+y+z+w+a)^{19}") is True  # the gold answer is written so itself
 
 
 class Impatient:
@@ -271,78 +104,12 @@ def test_all_500_gold_solutions_verify(real_data):
     assert [pair for pair, reward in zip(pairs, rewards, strict=True) if reward.total != 0.1] == []
 
 
-BOXES = [
-    (r"\boxed{5}", "5"), (r"is $\boxed{ 5 }$.", "5"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\fbox{5}", "5"),
-    (r"\boxed {5}", "5"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
-    (r"\boxed{a \\ b}", r"a \\ b"), ("\\boxed{1\n}", "1"), (r"\boxed{}", ""),
-    # the last one counts
-    (r"\boxed{5} and \boxed{6}", "6"), (r"\boxed{\boxed{5}}", "5"), (r"\boxed{5} \fbox{6}", "6"),
-    (r"\boxed{5}, in the form \boxed", "5"), (r"\boxed{5} \boxedblue{6}", "5"),
-    # none
-    ("5", None), ("", None), (r"\boxed", None), (r"\boxed 5", None), (r"\boxed{5", None), (r"\boxed{5} \boxed{6", None),
-    (r"boxed{5}", None), (r"\boxed{\frac{1}{2}", None), (r"\boxed{5\}", None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "inside"), BOXES)
-def test_the_last_box_is_found_with_its_own_braces(text, inside):
-    assert last_boxed(text) == inside
-
-
-@pytest.mark.parametrize("piece", ["\\boxed{", "\\boxed", "\\boxed ", "{", "}", "\\", "\\boxed{1}", "\\boxed{{", " "])
-def test_a_megabyte_of_anything_is_searched_in_time_linear_in_it(piece):
-    text = piece * (1_000_000 // len(piece))
-    start = time.process_time()
-    last_boxed(text), last_boxed("\\boxed{" + text), last_boxed(text + "\\boxed{1}")
-    assert time.process_time() - start < 5
-
-
-def test_only_the_last_box_of_a_response_counts():
-    assert verify("5", r"\boxed{5} is too low, so \boxed{6}") is False
-    assert verify("5", r"\boxed{6} is too high, so \boxed{5}") is True
-    assert verify("5", r"\boxed{5} or \boxed{6") is False
-    assert verify("1,2", r"\boxed{1} and \boxed{2}") is False
-    assert verify("5", "the answer is 5") is False
-    assert verify("5", "") is False
-
-
 def test_a_gold_answer_that_cannot_be_parsed_judges_nobody():
     for gold in ("", "  ", r"\boxed{}", "9" * (MAX_CHARS + 1)):
         assert verify(gold, r"\boxed{5}") is None
         assert verify(gold, "no box") is None
     with pytest.raises(Unjudgeable, match="gold answer '' can't be parsed"):
         Math([]).score({"problem": "?", "solution": "I don't know."}, r"\boxed{5}")
-
-
-def test_an_answer_that_is_too_long_is_wrong():
-    right = "5" + "+0" * ((MAX_CHARS - 1) // 2)
-    assert verify("5", rf"\boxed{{{right[:99]}}}") is True
-    assert verify("5", rf"\boxed{{{right + '+0' * 9}}}") is False
-
-
-def test_nothing_but_a_part_that_makes_sense_does_not_make_an_answer_right():
-    assert verify(r"\frac{1}{2}", r"\boxed{\frac{1}{2} (( \frac{7}{8} ^^ }") is False
-
-
-@settings(max_examples=200)
-@given(
-    gold=st.integers(-(10**12) + 1, 10**12 - 1),
-    other=st.integers(-(10**12) + 1, 10**12 - 1),
-    near=st.integers(-2, 2),
-)
-def test_integers_that_are_compared_as_texts_are_so_judged_by_math_verify_too(gold, other, near):
-    for answer in (gold, other, gold + near):
-        if abs(answer) < 10**12:
-            expected = verify(str(gold), rf"\boxed{{{answer}}}")
-            assert expected is (gold == answer) and equal(str(gold), str(answer)) is expected
-
-
-def test_it_works_off_the_main_thread():
-    verdicts = []
-    thread = threading.Thread(target=lambda: verdicts.append(verify(r"\frac{1}{2}", r"\boxed{0.5}")))
-    thread.start()
-    thread.join()
-    assert verdicts == [True]
 
 
 def test_a_comparison_that_does_not_end_is_a_wrong_answer_and_spares_the_others():
@@ -450,15 +217,6 @@ def test_a_broken_row_is_named(file, row, message):
 def test_an_unknown_split_is_named():
     with pytest.raises(ValueError, match="no split 'validation'; it has train and test"):
         load_rows(None, "validation")
-
-
-def test_a_hub_that_cannot_be_reached_says_to_use_a_file(tmp_path):
-    code = "from grpo_rl.envs.math import load_rows\ntry: load_rows()\nexcept ValueError as error: print(error)"
-    # In a process of its own: the libraries read these settings when they are imported.
-    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    result = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=120)
-    assert "DigitalLearningGmbH/MATH-lighteval can't be had from the hub" in result.stdout, result.stderr
-    assert "env.path=FILE" in result.stdout
 
 
 def test_the_environment_scores_what_a_policy_samples(file, tokenizer):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
-import runpy
-import sys
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -20,7 +17,7 @@ from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.settings.compose import FOLDER, check_overrides
 from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import save_tiny_model
+from grpo_rl.testing import run_script
 
 PRESETS = sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml"))
 
@@ -122,7 +119,7 @@ def test_groups_without_advantage_are_skipped_where_the_loss_has_nothing_else(ov
         (["loss.clip_low=1.5"], "loss.clip_low is 1.5"),
         (["loss.clip_high=wide"], "loss.clip_high is 'wide'; it must be a number"),
         (["loss.dual_clip=1.0"], "use at least 1.2"),
-        (["loss.tau_pos=0"], "both must be more than 0"),
+        (["loss.tau_pos=0"], "loss.tau_pos is 0; it must be more than 0"),
         (["loss.correction_high=0.9"], "a weight of 1 must lie between them"),
         (["loss.top_entropy_fraction=0"], "more than 0 and at most 1"),
         (["loss.top_entropy_fraction=20"], "more than 0 and at most 1"),
@@ -150,21 +147,10 @@ def test_weights_of_parts_are_checked_against_the_tasks():
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """Overrides for a run of one collection and four optimizer steps: a random model that is paid for digits."""
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "train.jsonl").write_text(
-        "".join(json.dumps({"question": f"{i}?", "answer": "#### 1"}) + "\n" for i in (1, 2))
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPO_RL_CACHE", str(folder))
-        yield [
-            f"model.name={save_tiny_model(folder / 'model')}", f"env.path={folder / 'train.jsonl'}",
-            "env.system_prompt=null", "env.num_envs=4", "env.repeats=4", "env.reward.reasoning_pattern='[0-9]'",
-            "train.optim_batch_size=8", "train.total_dialog_turns=16", "train.epochs=2", "train.micro_batch_tokens=64",
-            "inference_model.engine=transformers", "inference_model.max_model_len=64", "sampling.max_new_tokens=8",
-            "optimizer.lr=1e-3", "policy.kl_coef=0.05",
-        ]  # fmt: skip
+def tiny(tiny_run, own_cache):
+    """One collection and four optimizer steps."""
+    few = ["train.total_dialog_turns=16", "train.epochs=2", "optimizer.lr=1e-3", "policy.kl_coef=0.05"]
+    return [*tiny_run, *few, "train.checkpoint_frequency=0"]
 
 
 @pytest.mark.slow
@@ -182,10 +168,7 @@ def tiny(tmp_path_factory):
     ids=" ".join,
 )
 def test_the_script_trains_under_it(tiny, overrides, tmp_path, monkeypatch):
-    script = FOLDER.parent / "sota" / "grpo.py"
-    monkeypatch.setattr(sys, "argv", [str(script), *tiny, *overrides, f"hydra.run.dir={tmp_path}"])
-    runpy.run_path(str(script), run_name="__main__")
-    (metrics,) = read_metrics(tmp_path)
+    (metrics,) = read_metrics(run_script(FOLDER.parent / "sota" / "grpo.py", [*tiny, *overrides], tmp_path))
     assert metrics["grad_norm"] > 0 and metrics["optimizer/skipped_steps"] == 0
     assert metrics["kl/ref"] > 0 and (metrics["loss/kl"] == 0) == (overrides[0] == "loss=rloo")
     corrected = overrides[0] in ("loss=gspo", "loss=icepop")

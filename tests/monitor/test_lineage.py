@@ -15,12 +15,11 @@ import torch
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.monitor.lineage import ANSWERS, KEY, TOKENS, LineageLog, stored_steps, truncate
+from grpo_rl.monitor.lineage import KEY, RESPONSES, TOKENS, LineageLog, stored_steps, truncate
+from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.replay.lineage_reader import read_step
 from grpo_rl.testing import random_group
 from grpo_rl.training.micro_batches import scored_micro_batches
-from grpo_rl.training.optimizer import StepResult
 
 
 class Said(TrainPolicy):
@@ -49,7 +48,7 @@ def log_step(run_dir, groups, updates=None, loss=None, step=1, shift=0.0, **sett
         log.begin(batch)
         for tokens in scored_micro_batches(Said(shift), batch, batching):
             log.add(tokens, loss(tokens))
-        log.end(StepResult(grad_norm=1.5, lr=0.1, skipped=False))
+        log.end(grad_norm=1.5, lr=0.1, skipped=False)
     log.write(step, groups, kl_coef=0.0)
     return pd.read_parquet(run_dir / TOKENS / f"step_{step:06d}.parquet")
 
@@ -155,16 +154,16 @@ def test_of_a_step_that_was_cut_short_what_optimizer_steps_took_is_stored(tmp_pa
     assert [group.group_id for group in stored.groups] == [0, 1] and len(stored.updates) == 3
 
 
-def test_a_measure_that_no_answer_of_the_first_step_has_is_there_as_the_page_reads_them(tmp_path):
+def test_a_measure_that_no_response_of_the_first_step_has_is_there_as_the_page_reads_them(tmp_path):
     code = (Path(__file__).parents[2] / "docs" / "lineage.md").read_text().split("```python\n")[1].split("```")[0]
     group = group_of(0, [1, 1], [1, -1])
     log_step(tmp_path, [group], step=1)
     log_step(tmp_path, [replace(group, measures={"words": torch.tensor([3.0, 4.0])})], step=2)
     names: dict = {"run": tmp_path}
     exec(compile(code, "docs/lineage.md", "exec"), names)  # our own page, not data
-    answers = names["answers"]
-    assert answers["step"].tolist() == [1, 1, 2, 2]
-    assert answers["measure_words"].fillna(-1).tolist() == [-1, -1, 3, 4]
+    responses = names["responses"]
+    assert responses["step"].tolist() == [1, 1, 2, 2]
+    assert responses["measure_words"].fillna(-1).tolist() == [-1, -1, 3, 4]
 
 
 def test_a_group_that_no_optimizer_step_took_is_stored_too(tmp_path):
@@ -184,10 +183,10 @@ def test_the_loss_of_each_optimizer_step_and_the_settings_are_in_the_metadata(tm
     assert [(t["loss_objective"], t["grad_norm"], t["lr"]) for t in told] == [(0.0, 1.5, 0.1)] * 2  # -(1 - 1) / 2
 
 
-def test_answers_have_a_row_each_and_the_prompt_stands_once_a_group(tmp_path):
+def test_responses_have_a_row_each_and_the_prompt_stands_once_a_group(tmp_path):
     group = group_of(0, [2, 0], [1, -1], truncated=torch.tensor([True, False]))
     log_step(tmp_path, [group])
-    rows = pd.read_parquet(tmp_path / ANSWERS / "step_000001.parquet")
+    rows = pd.read_parquet(tmp_path / RESPONSES / "step_000001.parquet")
     assert rows[["answer", "tokens", "truncated", "reward", "reward_correct", "reward_form"]].values.tolist() == [
         [0, 2, True, 1.0, 1.0, 0.0],
         [1, 0, False, -1.0, -1.0, 0.0],

@@ -111,7 +111,7 @@ def test_the_live_view_shows_what_a_person_watches_for():
         "cut off 12%",
         "612 tokens/s",
         "1,930 tokens/s",
-        "of limit 48%",
+        "roofline 48%",
         "She has 7 apples.",
     ):
         assert text in frame, text

@@ -155,8 +155,8 @@ def test_a_whole_run_is_told_on_one_page(tmp_path):
         "Reward",
         "Held-out reward",
         "Reward parts",
-        "Answer length",
-        "Cut-off and repetitive answers",
+        "Response length",
+        "Cut-off and repetitive responses",
         "Entropy",
         "KL divergence",
         "Clipped tokens",
@@ -164,7 +164,7 @@ def test_a_whole_run_is_told_on_one_page(tmp_path):
         "Sampler against trainer",
         "Throughput",
         "Time of a step",
-        "Share of the machine's limit",
+        "Share of the machine's roofline",
     ):
         assert ("aria-label", f"{title} by step") in page.attributes, title
     assert "Step 1 " in page.text and "Step 40 " in page.text
@@ -197,7 +197,7 @@ def test_a_run_killed_at_its_first_step_has_a_report(tmp_path):
     page = page_of(make_run(tmp_path, steps=1, evaluated=False))
     assert "One step was logged, with a training reward of" in page.text
     assert "up to step 1" in page.text and "Held-out reward by step" not in str(page.attributes)
-    assert "Answers" in page.text and "early and late" not in page.text
+    assert "Responses" in page.text and "early and late" not in page.text
 
 
 def test_an_empty_folder_has_a_report(tmp_path):
@@ -213,7 +213,7 @@ def test_completions_that_cannot_be_read_are_left_out_and_named(tmp_path):
         parts[-1].write_bytes(damaged)
         page = write_report(tmp_path).read_text()
         assert f"{parts[-1].name} can&#39;t be read" in page and "are left out" in page
-        assert "Answers, early and late" not in page and "<h2>Answers</h2>" in page  # the first step's are there
+        assert "Responses, early and late" not in page and "<h2>Responses</h2>" in page  # the first step's are there
 
 
 def test_a_summary_that_is_none_is_named_with_the_remedy(tmp_path):
@@ -282,17 +282,17 @@ def test_a_step_is_set_against_the_machines_limit_phase_by_phase(tmp_path):
             },
         )
     page = page_of(tmp_path)
-    assert "step 12 s, limit 6 s: 50 %" in page.text
-    assert "sample 4 s, limit 2 s: 50 %" in page.text and "train 7 s, limit 4 s: 57 %" in page.text
+    assert "step 12 s, roofline 6 s: 50 %" in page.text
+    assert "sample 4 s, roofline 2 s: 50 %" in page.text and "train 7 s, roofline 4 s: 57 %" in page.text
     assert "other 1 s" in page.text and "score" not in page.text.partition("A step against")[2]
     assert ("style", "width: 33.3%") in page.attributes  # 4 of 12 s
-    assert "Of the machine's limit 50%" in page.text
+    assert "Of the machine's roofline 50%" in page.text
 
 
 def test_a_floor_above_the_time_taken_stays_within_its_bar(tmp_path):
     MetricsLog(tmp_path).log(1, {"time/train_s": 1.0, "limit_fraction": 2.5, "limit_fraction/train": 2.5})
     page = page_of(tmp_path)
-    assert "train 1 s, limit 2.5 s: 250 %" in page.text
+    assert "train 1 s, roofline 2.5 s: 250 %" in page.text
     assert {value for name, value in page.attributes if value.startswith("width: ")} == {"width: 100.0%"}
 
 

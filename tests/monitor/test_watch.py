@@ -60,4 +60,4 @@ def test_answers_that_grow_because_length_pays(length, correlation, found):
 def test_each_warning_is_told_once_and_names_its_step():
     watch = RewardWatch()
     told = [text for row in rows(40, response__repetition=lambda step: 0.02 * step) for text in watch.update(row)]
-    assert len(told) == 1 and told[0].startswith("Step 20: answers repeat themselves: 31 % of")
+    assert len(told) == 1 and told[0].startswith("Step 20: responses repeat themselves: 31 % of")

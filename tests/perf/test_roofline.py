@@ -9,9 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from grpo_rl.perf import roofline as limit
+from grpo_rl.perf import roofline
 from grpo_rl.perf.rates import Rates
-from grpo_rl.perf.roofline import ModelSizes, StepLimit, floors_s, limit_metrics, of_distinct_tokens
+from grpo_rl.perf.roofline import ModelSizes, StepRoofline, floors_s, of_distinct_tokens, roofline_metrics
 from grpo_rl.policies.loading import load_quantized
 from grpo_rl.policies.lora import LoRA, add_adapters
 from grpo_rl.testing import random_group, save_tiny_model
@@ -47,7 +47,7 @@ def test_adapters_are_left_out_but_where_they_alone_are_pushed_and_a_frozen_trun
     assert merged == replace(plain, trained=0.0)
     # 2 bytes each, in 2 layers: A is 3·8, B is 8·3.
     assert beside == replace(merged, pushed_bytes=2 * 2 * (3 * 8 + 8 * 3))
-    step = StepLimit(model, pushes_adapters=True, rates=UNIT)
+    step = StepRoofline(model, pushes_adapters=True, rates=UNIT)
     assert step.sizes == beside
     assert floors_s([random_group(prompt=4, lengths=[3, 2])], replace(SIZES, trained=0.0), UNIT)["train"] == (
         4 * 100 * 9 + 4 * 40 * 5
@@ -155,13 +155,13 @@ def test_what_prompts_begin_with_in_common_is_computed_once():
 
 def test_phases_that_had_nothing_to_do_or_did_not_run_have_no_fraction():
     floors = {"sample": 1.0, "score": 0.0, "train": 2.0, "sync": 1.0}
-    metrics = limit_metrics(floors, {"score": 0.1, "train": 8.0}, 16.0)
+    metrics = roofline_metrics(floors, {"score": 0.1, "train": 8.0}, 16.0)
     assert metrics == {"limit_fraction": 0.25, "limit_fraction/train": 0.25}
 
 
 def test_rates_that_are_given_stay_and_nothing_is_measured(tiny, monkeypatch):
-    monkeypatch.setattr(limit, "machine_rates", None)
-    step = StepLimit(tiny, rates=Rates(1e6, 1e6))
+    monkeypatch.setattr(roofline, "machine_rates", None)
+    step = StepRoofline(tiny, rates=Rates(1e6, 1e6))
     needs = sum(floors_s([random_group()], step.sizes, Rates(1e6, 1e6)).values())
     assert step.metrics([random_group()], {}, needs / 4) == {"limit_fraction": pytest.approx(4.0)}
 
@@ -178,8 +178,8 @@ def test_a_step_that_beats_its_floor_has_the_machine_measured_again_once(tiny, m
         asked.append((dtype, device.type, again))
         return Rates(1e6, 1e6) if not again else Rates(1e9, 1e9)
 
-    monkeypatch.setattr(limit, "machine_rates", rates)
-    step = StepLimit(tiny)
+    monkeypatch.setattr(roofline, "machine_rates", rates)
+    step = StepRoofline(tiny)
     groups = [random_group()]
     needs = sum(floors_s(groups, step.sizes, Rates(1e9, 1e9)).values())
     # 10 times what the machine needs at its best: a hundredth of what the first measurement says.
@@ -191,8 +191,8 @@ def test_a_step_that_beats_its_floor_has_the_machine_measured_again_once(tiny, m
 
 
 def test_a_step_within_the_limit_is_not_followed_by_a_measurement(tiny, monkeypatch):
-    monkeypatch.setattr(limit, "machine_rates", lambda dtype, device: Rates(1e9, 1e9))  # knows no `again`
-    step = StepLimit(tiny)
+    monkeypatch.setattr(roofline, "machine_rates", lambda dtype, device: Rates(1e9, 1e9))  # knows no `again`
+    step = StepRoofline(tiny)
     floors = floors_s([random_group()], step.sizes, step.rates)
     slow = {phase: 4 * floor for phase, floor in floors.items() if floor}
     metrics = step.metrics([random_group()], slow, 8 * sum(floors.values()))

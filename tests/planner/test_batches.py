@@ -11,8 +11,7 @@ from rich.console import Console
 
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.planner.batches import plan_batches
-from grpo_rl.planner.drawing import COLUMNS, terminal
-from grpo_rl.planner.svg import svg
+from grpo_rl.planner.drawing import COLUMNS, picture, svg
 from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.misfits import Misfit, misfits
 from grpo_rl.settings.schema import Settings
@@ -27,7 +26,7 @@ def config(*overrides):
 
 def drawn(plan, width=80):
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(terminal(plan, "a title"))
+    console.print(picture(plan, "a title"))
     return console.export_text()
 
 
@@ -39,16 +38,16 @@ def test_the_default_config_is_told_in_its_numbers():
     # 4 prompts x 8 answers; a group is 128 + 8 x 256 = 2176 tokens, so 8192 hold three of the step's four groups, and
     # balanced micro-batches hold two each. 100,000 / 32 = 3125.
     plan = plan_of()
-    assert (plan.answers, plan.batches, plan.batch_groups, plan.group_tokens) == (32, 1, 4, 2176)
+    assert (plan.responses, plan.batches, plan.batch_groups, plan.group_tokens) == (32, 1, 4, 2176)
     assert plan.micro_batches == (2, 2)
     assert (plan.collections, plan.optimizer_steps) == (3125, 3125)
     text = " ".join(drawn(plan).split())
     for sentence in (
-        "4 prompts x 8 answers = 32 answers a collection",
-        "1 optimizer step of 32 answers (4 groups)",
+        "4 prompts x 8 responses = 32 responses a collection",
+        "1 optimizer step of 32 responses (4 groups)",
         "about 2 micro-batches a step; a prompt is computed once",
-        "3,125 collections, 3,125 optimizer steps, 100,000 answers",
-        "8,704 tokens a step; with the prompt beside each answer, 12,288",
+        "3,125 collections, 3,125 optimizer steps, 100,000 responses",
+        "8,704 tokens a step; with the prompt beside each response, 12,288",
         "sample 32 → step 1 → push weights",
     ):
         assert sentence in text
@@ -61,20 +60,20 @@ def test_epochs_rounding_and_a_given_number_of_micro_batches_are_told():
     # 64 answers a collection: 2 collections for 100 answers, each with 2 steps of 32 answers in each of 2 epochs.
     assert (plan.collections, plan.optimizer_steps, plan.micro_batches) == (2, 8, (1, 1, 1, 1))
     text = " ".join(drawn(plan).split())
-    assert "2 optimizer steps of 32 answers (4 groups), in each of 2 epochs" in text
-    assert "2 collections, 8 optimizer steps, 128 answers (100 rounded up)" in text
+    assert "2 optimizer steps of 32 responses (4 groups), in each of 2 epochs" in text
+    assert "2 collections, 8 optimizer steps, 128 responses (100 rounded up)" in text
     assert "exactly 4 micro-batches" in text and "sample 64 → steps 1 to 2 → steps 3 to 4 → push weights" in text
 
 
 def test_group_sizes_that_change_are_counted_in_and_told():
     # 4 prompts: 9 collections of 4 x 8 answers, 10 of 4 x 4, then 4 x 16: 288 + 160 of 1000 are 552 short, 9 more.
     plan = plan_of("train.repeats_schedule=[[10,4],[20,16],[500,2]]", "train.total_dialog_turns=1000")
-    assert (plan.collections, plan.all_answers, plan.optimizer_steps) == (28, 288 + 160 + 9 * 64, 28)
+    assert (plan.collections, plan.all_responses, plan.optimizer_steps) == (28, 288 + 160 + 9 * 64, 28)
     assert plan.sizes == ((1, 8), (10, 4), (20, 16))  # the run ends before the last
     text = " ".join(drawn(plan).split())
-    assert "32 answers a collection; group size changes to 4 at step 10, to 16 at step 20" in text
+    assert "32 responses a collection; group size changes to 4 at step 10, to 16 at step 20" in text
     assert "train.repeats_schedule=[[10,4],[20,16]]" in text
-    assert "28 collections, 28 optimizer steps, 1,024 answers (1,000 rounded up)" in text
+    assert "28 collections, 28 optimizer steps, 1,024 responses (1,000 rounded up)" in text
     ET.fromstring(svg(plan, "a title"))
 
 
@@ -82,12 +81,12 @@ def test_the_largest_group_of_the_run_has_to_fit_into_a_micro_batch():
     # 128 + 32 x 256 = 8320 tokens, and 8192 are allowed.
     plan = plan_of("train.repeats_schedule=[[10,32]]")
     assert plan.over_budget and not plan_of("train.repeats_schedule=[[10,31]]").over_budget
-    assert "32 answers take 8,320 tokens, more than train.micro_batch_tokens" in " ".join(drawn(plan).split())
+    assert "32 responses take 8,320 tokens, more than train.micro_batch_tokens" in " ".join(drawn(plan).split())
 
 
 def test_with_refills_the_numbers_of_the_run_are_bounds():
     text = " ".join(drawn(plan_of("train.max_refills=2")).split())
-    assert "at most 3,125 collections, 3,125 optimizer steps: 100,000 answers or a few more" in text
+    assert "at most 3,125 collections, 3,125 optimizer steps: 100,000 responses or a few more" in text
     assert "train.max_refills=2" in text and "sample 32 or more → step 1" in text
 
 
@@ -103,7 +102,7 @@ def test_the_plan_is_what_the_buffer_hands_out():
     buffer.extend([random_group(lengths=[1] * 4, group_id=i) for i in range(12)])
     batches = list(buffer.batches(plan.epochs))
     assert len(batches) == plan.optimizer_steps / plan.collections == 9
-    assert {sum(group.size for group in batch) for batch in batches} == {plan.batch_answers}
+    assert {sum(group.size for group in batch) for batch in batches} == {plan.batch_responses}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -182,8 +181,8 @@ def test_a_group_that_takes_more_than_a_micro_batch_may_is_said():
 
 
 def test_lengths_can_be_given_and_must_fit_into_the_context():
-    assert plan_of(prompt_tokens=10, answer_tokens=20).group_tokens == 170
-    with pytest.raises(ValueError, match="a prompt of 1000 tokens and an answer of 256 do not fit into .*=1024"):
+    assert plan_of(prompt_tokens=10, response_tokens=20).group_tokens == 170
+    with pytest.raises(ValueError, match="a prompt of 1000 tokens and a response of 256 do not fit into .*=1024"):
         plan_of(prompt_tokens=1000)
 
 

@@ -13,19 +13,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
 from grpo_rl.cli import main
-from grpo_rl.planner.advice import at_once, divided, in_turns, remedies
+from grpo_rl.planner.advice import best_in_turns, best_overlapped, remedies, with_devices
 from grpo_rl.planner.hardware import GIB, Cluster, Device
 from grpo_rl.planner.memory import (
     Shape,
     Training,
     engine_memory,
     kept_state,
-    reference_footprint,
     training_footprint,
     training_moments,
 )
-from grpo_rl.planner.plan import make_plan
-from grpo_rl.planner.question import Question
+from grpo_rl.planner.plan import Layout, make_plan, plan_layout
+from grpo_rl.planner.scenario import Scenario
 from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
 from grpo_rl.policies.compiled import can_compile, compile_pointwise
 from grpo_rl.policies.loading import skeleton
@@ -52,9 +51,9 @@ def shape(model):
     return Shape.of(model)
 
 
-def question(model, cluster, *overrides, mode="async", **lengths):
-    cfg = Settings.read(compose_config("grpo_gsm8k", [f"model.name={LLAMA_70B}", *overrides]))
-    return Question(cfg, model, Cluster.parse(cluster), mode, **lengths)
+def scenario_of(model, cluster, *overrides, mode="async", **lengths):
+    words = [f"model.name={LLAMA_70B}", f"mode={mode}", *overrides]
+    return Scenario(Settings.read(compose_config("grpo_gsm8k", words)), model, Cluster.parse(cluster), **lengths)
 
 
 LARGE = (
@@ -182,64 +181,66 @@ def test_more_ranks_tokens_and_precision_move_the_peak_as_they_should(shape):
     assert peak(ranks=64) - peak(ranks=128) == pytest.approx(PARAMETERS * 16 / 128)
 
 
-def test_a_reference_apart_holds_bf16_weights_and_no_gradients(shape):
-    parts = reference_footprint(shape, 8, 4096).parts
-    assert parts["weights"] == 2 * PARAMETERS / 8
-    assert reference_footprint(shape, 8, 4096, averages=True).parts["weights"] == 6 * PARAMETERS / 8
+def test_a_reference_apart_holds_bf16_weights_and_no_gradients(model):
+    scenario = scenario_of(model, "16xH100", "policy.kl_coef=0.1", "ref_model.num_devices=1")
+    assert scenario.reference_bytes(8) == 2 * PARAMETERS / 8
+    assert scenario.with_overrides({"ref_model.refresh": "average"}).reference_bytes(8) == 6 * PARAMETERS / 8
+    parts = next(role.parts for role in make_plan(with_devices(scenario)[0]).roles if role.name == "ref")
+    assert parts["weights"] == 2 * PARAMETERS
     assert not {"gradients", "optimizer", "fp32 masters"} & parts.keys()
 
 
 def test_the_largest_micro_batch_fits_and_one_step_more_does_not(model):
-    plan = make_plan(divided(question(model, "64xH100", *LARGE))[0])
-    ranks, usable = len(plan.devices.train), plan.roles[0].usable
+    plan = make_plan(with_devices(scenario_of(model, "64xH100", *LARGE))[0])
+    ranks, usable = plan.layout.train, plan.roles[0].usable
     assert plan.fits
-    assert plan.question.trainer(ranks, plan.largest_tokens).total <= usable
-    assert plan.question.trainer(ranks, plan.largest_tokens + 256).total > usable
+    assert plan.scenario.trainer(ranks, plan.largest_tokens).total <= usable
+    assert plan.scenario.trainer(ranks, plan.largest_tokens + 256).total > usable
 
 
 def test_the_split_with_the_shortest_step_is_found(model):
-    asked = question(model, "64xH100", *LARGE, "inference_model.gpu_memory_utilization=0.9")
-    best = at_once(asked)
-    assert best and best.train + best.inference == 64 and not best.missing_gib
-    for train in (best.train - best.size, best.train + best.size):
-        settings = best.settings | {"train_model.num_devices": train, "inference_model.num_devices": 64 - train}
-        other = make_plan(asked.having(settings))
+    asked = scenario_of(model, "64xH100", *LARGE, "inference_model.gpu_memory_utilization=0.9")
+    best = best_overlapped(asked)
+    assert best and best.layout.train + best.layout.inference == 64 and best.fits
+    for train in (best.layout.train - best.layout.engine_size, best.layout.train + best.layout.engine_size):
+        settings = best.overrides | {"train_model.num_devices": train, "inference_model.num_devices": 64 - train}
+        other = make_plan(asked.with_overrides(settings))
         assert not other.fits or other.step_s >= best.step_s / 1.01
     sample, rest = best.seconds["sample"], sum(s for phase, s in best.seconds.items() if phase != "sample")
     assert best.step_s == max(sample, rest)
 
 
 def test_in_turns_a_step_takes_the_sum_of_its_phases(model):
-    split = in_turns(question(model, "64xH100", *LARGE))
-    assert split and split.train == 64 and not split.inference
-    assert split.step_s == sum(split.seconds.values())
+    plan = best_in_turns(scenario_of(model, "64xH100", *LARGE))
+    assert plan and plan.layout.train == plan.layout.inference == 64 and plan.layout.colocated
+    assert plan.step_s == sum(plan.seconds.values())
 
 
 def test_an_engine_that_sleeps_has_what_the_trainer_leaves_between_steps_and_the_trainer_all(model):
     device = "1xMine,memory_gib=1700,tflops=900,memory_gb_s=3000,link_gb_s=1,network_gb_s=1"
     overrides = [*LARGE, "inference_model.gpu_memory_utilization=0.17", "policy.kl_coef=0.1"]
-    awake = make_plan(question(model, device, *overrides, mode="sync"))
-    asleep = make_plan(question(model, device, *overrides, "inference_model.sleep=true", mode="sync"))
+    awake = make_plan(scenario_of(model, device, *overrides, mode="sync"))
+    asleep = make_plan(scenario_of(model, device, *overrides, "inference_model.sleep=true", mode="sync"))
     assert awake.roles[0].needed - asleep.roles[0].needed == pytest.approx(0.17 * 1700 * GIB)
     assert awake.missing.keys() == {"train"} and asleep.fits
     # 18 bytes a parameter, and the reference's 2, stay while it samples: 0.95 * 1700 GiB less 1314 GiB are 301.
-    more = make_plan(asleep.question.having({"inference_model.gpu_memory_utilization": 0.5}))
+    more = make_plan(asleep.scenario.with_overrides({"inference_model.gpu_memory_utilization": 0.5}))
     assert more.missing == {"inference": pytest.approx((0.5 - 0.95) * 1700 + 20 * PARAMETERS / GIB)}
     assert "inference_model.gpu_memory_utilization=0.15" in remedies(more)["inference"]
     assert "inference_model.sleep=true" in remedies(awake)["train"]
 
 
 def test_in_turns_on_several_devices_is_planned_asleep_and_marked_as_what_no_script_does(model, capsys, monkeypatch):
-    asked = question(model, "64xH100", *LARGE, mode="sync")
-    turned, (written,) = divided(asked)
+    asked = scenario_of(model, "64xH100", *LARGE, mode="sync")
+    turned, written = with_devices(asked)
     plan = make_plan(turned)
-    split = in_turns(asked)
+    best = best_in_turns(asked)
     assert plan.fits and "mode=sync inference_model.sleep=true" in written
-    assert split and plan.step_s == pytest.approx(split.step_s)
+    assert best and plan.step_s == pytest.approx(best.step_s)
     assert "several; use mode=async" in plan.refused
     engines = ["train_model.num_devices=1", "inference_model.num_devices=4", "inference_model.tensor_parallel_size=2"]
-    assert "here are 2; use mode=async" in make_plan(question(model, "8xH100", *engines, mode="sync")).refused
-    assert not make_plan(question(model, "8xH100", *engines[:2], mode="sync")).refused
+    assert "here are 2; use mode=async" in make_plan(scenario_of(model, "8xH100", *engines, mode="sync")).refused
+    assert not make_plan(scenario_of(model, "8xH100", *engines[:2], mode="sync")).refused
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["plan", f"model.name={LLAMA_70B}", "cluster=64xH100", "mode=sync", *LARGE]) == 1
     assert "No script runs it: with mode=sync" in capsys.readouterr().out
@@ -247,20 +248,20 @@ def test_in_turns_on_several_devices_is_planned_asleep_and_marked_as_what_no_scr
 
 def test_a_reference_on_a_device_of_its_own_is_planned_beside_one_trainer(model):
     device = "16xMine,memory_gib=4000,tflops=900,memory_gb_s=3000,link_gb_s=400,network_gb_s=50"
-    own = question(model, device, "policy.kl_coef=0.1", "ref_model.num_devices=1")
-    plan = make_plan(divided(own)[0])
-    assert len(plan.devices.train) == len(plan.devices.ref) == 1
+    own = scenario_of(model, device, "policy.kl_coef=0.1", "ref_model.num_devices=1")
+    plan = make_plan(with_devices(own)[0])
+    assert plan.layout.train == plan.layout.ref == 1
     # Without, several train, and each scores the reference.
-    plan = make_plan(divided(question(model, device, "policy.kl_coef=0.1"))[0])
-    assert len(plan.devices.train) > 1 and plan.devices.ref == plan.devices.train
+    plan = make_plan(with_devices(scenario_of(model, device, "policy.kl_coef=0.1"))[0])
+    assert plan.layout.train > 1 and plan.layout.ref == 0 and plan.roles[0].parts["reference"]
 
 
 def test_a_push_takes_as_long_as_the_way_between_trainers_and_engines(model):
-    asked = question(model, "16xH100")
+    asked = scenario_of(model, "16xH100")
 
     # 2 bytes a parameter, at 450 GB/s in a node of 8 and at 50 GB/s beyond it.
     def push(ranks, inference):
-        return asked.seconds(ranks, 1, inference or ranks, 1, colocated=not inference)["sync"]
+        return plan_layout(asked, Layout(ranks, 0, inference or ranks, 1, colocated=not inference)).seconds["sync"]
 
     assert push(4, 4) == push(8, 0) == pytest.approx(max(2 * PARAMETERS / 450e9, push(1, 0)))
     assert push(8, 8) == push(4, 5) == push(9, 0) == pytest.approx(2 * PARAMETERS / 50e9)
@@ -270,23 +271,23 @@ def test_seconds_of_training_are_operations_over_rates(model):
     device = "64xMine,memory_gib=80,tflops=1000,memory_gb_s=1e9,link_gb_s=1e9,network_gb_s=1e9"
     overrides = [*LARGE, "train_model.num_devices=32", "inference_model.num_devices=32",
                  "inference_model.tensor_parallel_size=8", "train_model.gradient_checkpointing=false"]  # fmt: skip
-    asked = question(model, device, *overrides, prompt_tokens=256, answer_tokens=1024)
+    asked = scenario_of(model, device, *overrides, prompt_tokens=256, response_tokens=1024)
     plan = make_plan(asked)
     # Two groups of 256 + 16 * 1024 tokens on each of 32 ranks, 6 operations a parameter of the layers, the last norm
-    # and, of answers, the head; attention: 12 a query's number and key that it sees, in 80 layers.
-    prompt, answers = 256, 16 * 1024
+    # and, of responses, the head; attention: 12 a query's number and key that it sees, in 80 layers.
+    prompt, responses = 256, 16 * 1024
     trunk = PARAMETERS - 2 * TABLE
     keys = 80 * (256 * 257 // 2 + 16 * sum(range(257, 1281)))
-    operations = 2 * (6 * trunk * (prompt + answers) + 6 * TABLE * answers + 12 * 8192 * keys)
+    operations = 2 * (6 * trunk * (prompt + responses) + 6 * TABLE * responses + 12 * 8192 * keys)
     assert plan.seconds["train"] == pytest.approx(operations / (0.4 * 1e15), rel=1e-3)
 
 
 def test_a_slow_network_is_what_training_waits_for(model):
     overrides = [*LARGE, "train_model.num_devices=32", "inference_model.num_devices=32",
                  "inference_model.tensor_parallel_size=8"]  # fmt: skip
-    plan = make_plan(question(model, "64xH100,network_gb_s=1", *overrides))
+    plan = make_plan(scenario_of(model, "64xH100,network_gb_s=1", *overrides))
     # Two micro-batches: gathered in bf16 twice, reduced in fp32, 31 parts of 32 from elsewhere.
-    state = 2 * sum(kept_state(plan.question.shape, Training(), 32).values()) / 3350e9
+    state = 2 * sum(kept_state(plan.scenario.shape, Training(), 32).values()) / 3350e9
     assert plan.seconds["train"] == pytest.approx(2 * 8 * PARAMETERS * 31 / 32 / 1e9 + state)
 
 
@@ -294,10 +295,10 @@ def test_what_lacks_memory_is_told_with_settings_that_were_tried(model):
     overrides = [*LARGE, "train_model.gradient_checkpointing=false", "train_model.num_devices=40",
                  "inference_model.num_devices=24", "inference_model.tensor_parallel_size=8",
                  "inference_model.gpu_memory_utilization=0.9"]  # fmt: skip
-    plan = make_plan(question(model, "64xH100", *overrides))
+    plan = make_plan(scenario_of(model, "64xH100", *overrides))
     assert set(plan.missing) == {"train"}
     assert plan.missing["train"] == pytest.approx(
-        (plan.question.trainer(40, plan.tokens).total - 0.95 * 79.6 * GIB) / GIB
+        (plan.scenario.trainer(40, plan.scenario.micro_batch_tokens(40)).total - 0.95 * 79.6 * GIB) / GIB
     )
     settings = remedies(plan)["train"]
     assert "train_model.gradient_checkpointing=true" in settings
@@ -305,13 +306,13 @@ def test_what_lacks_memory_is_told_with_settings_that_were_tried(model):
         changes = dict(setting.split("=", 1) for setting in written.split())
         changed = {key: json.loads(value) for key, value in changes.items()}
         if "cluster" not in changed:
-            assert "train" not in make_plan(plan.question.having(changed)).missing, written
+            assert "train" not in make_plan(plan.scenario.with_overrides(changed)).missing, written
 
 
 def test_an_engine_that_is_too_small_is_told_a_larger_one(model):
     overrides = [*LARGE, "train_model.num_devices=40", "inference_model.num_devices=24",
                  "inference_model.tensor_parallel_size=1", "inference_model.gpu_memory_utilization=0.9"]  # fmt: skip
-    plan = make_plan(question(model, "64xH100", *overrides))
+    plan = make_plan(scenario_of(model, "64xH100", *overrides))
     # 141.1 GB of weights, the largest batch and a cache for 1280 tokens in 0.9 * 79.6 GiB.
     engine = plan.engine
     lacks = engine.weights + engine.work + 1280 * 8 * 40960 - 0.9 * 79.6 * GIB
@@ -362,7 +363,7 @@ def test_between_nodes_the_network_is_the_narrow_place():
         (["cluster=4xH100", "model.name=/no/such/folder"], "unknown model '/no/such/folder'"),
     ],
 )  # fmt: skip
-def test_a_wrong_question_is_told_in_one_line_at_once(words, message, capsys, monkeypatch):
+def test_a_wrong_scenario_is_told_in_one_line_best_overlapped(words, message, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["plan", f"model.name={LLAMA_70B}", *words]) == 2
     error = capsys.readouterr().err.strip()
@@ -426,20 +427,20 @@ def test_a_planned_recipe_fits_the_cluster_that_it_names(recipe, cluster, tmp_pa
             config = dict(zip(SHAPE, numbers, strict=True))
             Qwen2Config(**config, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
             assert Shape.load(str(folder), torch.bfloat16).parameters == parameters
-    cfg = Settings.read(compose_config("grpo_gsm8k", [f"+experiment={recipe}", f"model.name={folder}"]))
-    asked = Question(cfg, skeleton(folder).bfloat16(), Cluster.parse(cluster), "sync" if "1_5b" in recipe else "async")
+    mode = "sync" if "1_5b" in recipe else "async"
+    cfg = compose_config("grpo_gsm8k", [f"+experiment={recipe}", f"model.name={folder}", f"mode={mode}"])
+    asked = Scenario(cfg := Settings.read(cfg), skeleton(folder).bfloat16(), Cluster.parse(cluster))
     plan = make_plan(asked)
     assert plan.fits, plan.missing
     assert plan.largest_tokens >= cfg.train.micro_batch_tokens
-    used = {*plan.devices.train, *plan.devices.ref, *plan.devices.inference}
-    assert len(used) == asked.cluster.count
+    assert plan.layout.total == asked.cluster.count
     assert not plan.refused
     text = (FOLDER / "experiment" / f"{recipe}.yaml").read_text()
     assert cluster in text
     (command,) = re.findall("^# Run: (.*)$", text, re.MULTILINE)
     *start, script, override = command.split()
     assert override == f"+experiment={recipe}"
-    ranks, is_async = len(plan.devices.train), asked.mode == "async"
+    ranks, is_async = plan.layout.train, asked.overlaps
     if asked.cluster.count > 8:
         assert is_async and [*start, script] == [
             "sbatch",
@@ -467,8 +468,8 @@ def test_the_page_on_plans_shows_what_the_command_prints(capsys, monkeypatch):
 
 def test_without_gpus_everything_shares_the_cpu(model):
     cpu = Cluster(1, Device("CPU", 24, 0.8, 70, 70, 70, 1, "cpu"))
-    cfg = Settings.read(compose_config("grpo_gsm8k", []))
-    plan = make_plan(Question(cfg, model, cpu, "sync"))
-    assert plan.devices.colocated and not math.isinf(plan.missing["train"])
+    settings = Settings.read(compose_config("grpo_gsm8k", ["mode=sync"]))
+    plan = make_plan(Scenario(settings, model, cpu))
+    assert plan.layout.colocated and not math.isinf(plan.missing["train"])
     # vLLM's cache is 2 GiB there, whatever the share of a GPU's memory.
     assert plan.engine.cache == pytest.approx(2 * GIB)

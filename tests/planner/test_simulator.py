@@ -1,4 +1,4 @@
-"""The twin's engines grow answers as a hand computes, and the asynchronous loop over them holds what it promises."""
+"""The simulator's engines grow responses as a hand computes, and the loop over them holds what it promises."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 
 from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.planner import virtual_time
-from grpo_rl.planner.simulator import LogNormal, Scenario, SimulatedEngine, simulate
+from grpo_rl.planner.simulator import LogNormal, SimulatedEngine, SimulatorConfig, simulate
 
-SLOW = Scenario(slots=2, token_s=1.0, token_s_per_answer=1.0, push_s=7.0)
-LONG_TAIL = Scenario(engines=8, max_staleness=2, train_tokens_per_s=5e3, steps=40)
+SLOW = SimulatorConfig(slots=2, token_s=1.0, token_s_per_response=1.0, push_s=7.0)
+LONG_TAIL = SimulatorConfig(engines=8, max_staleness=2, train_tokens_per_s=5e3, steps=40)
 """8 engines and a trainer that takes about as long for a batch as they do; 1 answer in 100 is 8 times the median."""
 
 
-def ends(scenario, *groups, act=None):
+def ends(config, *groups, act=None):
     """When each group of answers is complete."""
 
     async def main():
         loop = asyncio.get_running_loop()
-        engine = SimulatedEngine(0, scenario)
+        engine = SimulatedEngine(0, config)
 
         async def end(lengths):
-            answers = await engine.group(lengths)
-            return round(loop.time(), 6), answers.version
+            group = await engine.group(lengths)
+            return round(loop.time(), 6), group.version
 
         tasks = [asyncio.create_task(end(lengths)) for lengths in groups]
         if act:
@@ -76,15 +76,15 @@ def test_with_a_long_tail_the_trainer_hardly_waits_and_both_phases_overlap():
     both, turns = simulate(LONG_TAIL), simulate(replace(LONG_TAIL, max_staleness=0))
     sample_s, train_s = turns.waiting * turns.seconds, turns.training * turns.seconds
     ideal = (sample_s + train_s) / max(sample_s, train_s)
-    gain = both.answers_per_s / turns.answers_per_s
+    gain = both.responses_per_s / turns.responses_per_s
     assert both.waiting <= 0.1 and both.staleness_max <= 2
     assert gain >= 1.7 and gain >= 0.9 * ideal
 
 
 def test_what_a_hand_computes_for_taking_turns():
     # One group of 4 x 100 tokens a step on one engine: 100 tokens at 0.01 + 4 x 0.01 s, then 400 tokens at 100/s.
-    even = Scenario(
-        engines=1, slots=8, token_s=0.01, token_s_per_answer=0.01, lengths=LogNormal(100), group_size=4,
+    even = SimulatorConfig(
+        engines=1, slots=8, token_s=0.01, token_s_per_response=0.01, lengths=LogNormal(100), group_size=4,
         groups_per_step=1, train_tokens_per_s=100.0, push_s=1.0, max_staleness=0, steps=3,
     )  # fmt: skip
     outcome = simulate(even)
@@ -98,12 +98,12 @@ def test_an_engine_idles_until_another_has_taken_its_place(margin):
     # As before, a step is 5 s of sampling, 4 s of training and 1 s of a push. The engine dies after 2 s of the second
     # step; 5 s later another is there, takes weights for 1 s, and samples the group anew: 38 s, of which 5 + 2 + 5 + 5
     # are sampling.
-    scenario = Scenario(
-        engines=1, slots=8, token_s=0.01, token_s_per_answer=0.01, lengths=LogNormal(100), group_size=4,
+    config = SimulatorConfig(
+        engines=1, slots=8, token_s=0.01, token_s_per_response=0.01, lengths=LogNormal(100), group_size=4,
         groups_per_step=1, train_tokens_per_s=100.0, push_s=1.0, max_staleness=0, steps=3, launch_s=5.0,
         deaths=[(12.0 + 10 * margin, 0)], margin=margin,
     )  # fmt: skip
-    outcome = simulate(scenario)
+    outcome = simulate(config)
     assert outcome.seconds == pytest.approx(38) and outcome.restarts == 1
     assert outcome.idle == pytest.approx(21 / 38)
 
@@ -117,20 +117,20 @@ def test_an_engine_idles_until_another_has_taken_its_place(margin):
     seed=st.integers(0, 100),
 )
 def test_whatever_dies_every_group_is_trained_on_once_and_none_is_too_old(engines, bound, tail, deaths, seed):
-    scenario = Scenario(
+    config = SimulatorConfig(
         engines=engines, slots=8, lengths=LogNormal(100, tail), group_size=2, groups_per_step=4, steps=6,
         train_tokens_per_s=500.0, max_staleness=bound, launch_s=5.0, max_restarts=9, seed=seed,
         deaths=[(at, number % engines) for at, number in deaths],
     )  # fmt: skip
-    outcome = simulate(scenario)
+    outcome = simulate(config)
     assert outcome.trained == outcome.started == 24 and outcome.left == 0 and not outcome.dropped
     assert outcome.staleness_max <= bound and 0 <= outcome.idle <= 1
 
 
 def test_an_engine_that_dies_too_often_ends_the_run_by_name():
-    scenario = replace(LONG_TAIL, engines=1, deaths=[(10.0 + 70 * i, 0) for i in range(9)], max_restarts=2)
+    config = replace(LONG_TAIL, engines=1, deaths=[(10.0 + 70 * i, 0) for i in range(9)], max_restarts=2)
     with pytest.raises(EngineDeadError, match="slot 0 has lost 3"):
-        simulate(scenario)
+        simulate(config)
 
 
 @pytest.mark.parametrize("settings", [{"median": 0}, {"median": 9, "p99_over_median": 0.5}, {"median": 9, "limit": 0}])

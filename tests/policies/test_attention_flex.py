@@ -19,7 +19,7 @@ from grpo_rl.testing import random_group
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
-# Prompt length and answer lengths of each group: one-token prompts, empty answers, answers longer than a block.
+# Prompt length and response lengths of each group: one-token prompts, empty responses, responses longer than a block.
 SHAPES = [(5, [3, 0, 130]), (1, [4, 7]), (140, [1, 60, 1]), (3, [0, 0]), (30, [40])]
 CPU = torch.device("cpu")
 
@@ -29,16 +29,16 @@ def layout_of(shapes) -> Layout:
 
 
 def who_sees_whom(spans: tuple[Span, ...], window: int | None) -> torch.Tensor:
-    """The rule: same group, prompt or own answer, not later, not too far back."""
-    tokens = []  # group, answer (-1 in the prompt), position
+    """The rule: same group, prompt or own response, not later, not too far back."""
+    tokens = []  # group, response (-1 in the prompt), position
     for group, span in enumerate(spans):
         prompt = span.prompt_end - span.start
         tokens += [(group, -1, i) for i in range(prompt)]
-        for answer, (start, end) in enumerate(zip(span.edges, span.edges[1:], strict=False)):
-            tokens += [(group, answer, prompt + i) for i in range(end - start)]
-    group, answer, position = torch.tensor(tokens).T
+        for response, (start, end) in enumerate(zip(span.edges, span.edges[1:], strict=False)):
+            tokens += [(group, response, prompt + i) for i in range(end - start)]
+    group, response, position = torch.tensor(tokens).T
     mask = group[:, None] == group
-    mask &= (answer == -1) | (answer[:, None] == answer)
+    mask &= (response == -1) | (response[:, None] == response)
     back = position[:, None] - position
     mask &= back >= 0
     return mask if window is None else mask & (back < window)
@@ -100,7 +100,7 @@ def test_blocks_are_those_that_somebody_sees_and_only_full_ones_go_unmasked(wind
 
 
 def test_some_blocks_are_full_and_most_are_skipped():
-    """A prompt of 4 blocks, 4 answers of a block each: an answer sees 4 blocks whole and half of its own. Twice."""
+    """A prompt of 4 blocks, 4 responses of a block each: a response sees 4 blocks whole and half of its own. Twice."""
     blocks = block_mask(layout_of([(4 * BLOCK, [BLOCK] * 4)] * 2).spans, 16 * BLOCK, None, CPU)
     assert blocks.full_kv_num_blocks.flatten().tolist() == [0, 1, 2, 3, 4, 4, 4, 4] * 2
     assert blocks.kv_num_blocks.flatten().tolist() == [1] * 16

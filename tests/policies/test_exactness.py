@@ -1,6 +1,6 @@
 """Scores of packed groups equal transformers' own padded forward, in value and gradient, for every family of models.
 
-The plain road knows nothing of groups: a right-padded batch, each answer behind its own copy of the prompt, eager
+The plain road knows nothing of groups: a right-padded batch, each response behind its own copy of the prompt, eager
 attention with the masks that transformers makes, full logits.
 """
 
@@ -122,7 +122,7 @@ def groups_of(shapes: Sequence[tuple[int, Sequence[int]]], seed: int = 0, vocab:
 
 
 RAGGED = [(5, [3, 2, 0, 3, 1]), (1, [4, 7]), (9, [1, 1, 1]), (3, [0, 0]), (2, [17, 33, 20]), (20, [6, 16])]
-"""Equal and unequal lengths, empty and one-token answers, a one-token prompt, answers longer than every window."""
+"""Equal and unequal lengths, empty and one-token responses, a one-token prompt, responses longer than every window."""
 
 
 def plain_road(
@@ -251,7 +251,7 @@ def test_any_ragged_groups_split_in_any_way_are_scored_like_the_plain_road(famil
     ],
     ids=["full", "narrow-window", "wide-window", "capped-alternating"],
 )
-def test_prompts_and_answers_of_hundreds_of_tokens_are_scored_like_the_plain_road(family, overrides):
+def test_prompts_and_responses_of_hundreds_of_tokens_are_scored_like_the_plain_road(family, overrides):
     """Long enough that queries, keys and heads are computed in several blocks."""
     model = fp64_model.__wrapped__(family, **overrides)
     assert_scored_like_the_plain_road(model, groups_of([(300, [290, 3, 270]), (2, [310])]))
@@ -265,7 +265,7 @@ def test_a_tools_tokens_are_read_but_not_trained_on(family, max_tokens):
     model = fp64_model(family)
     groups = groups_of([(6, [9, 5]), (1, [12, 5]), (11, [6, 5]), (3, [7, 2])], seed=11)
     log_prob, entropy = plain_road(model, groups, temperature=0.8)
-    # Each answer trains 2, 4 or 8 tokens and the step has 8 answers: weights that fp32 holds exactly.
+    # Each response trains 2, 4 or 8 tokens and the step has 8 responses: weights that fp32 holds exactly.
     tool = {12: slice(3, 7), 9: slice(2, 7), 7: slice(1, 4), 6: slice(2, 4), 5: slice(0, 3), 2: slice(0, 0)}
     torch.manual_seed(0)
     written, loss, start = [], 0.0, 0

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedModel
 
-from grpo_rl.build import parts as build
+from grpo_rl.build import devices as build
 from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.supported import refuse_unsupported
@@ -36,12 +36,12 @@ def fp64_llama() -> PreTrainedModel:
 
 
 def random_groups(seed: int) -> list:
-    """Ragged groups: equal and unequal lengths, empty answers, one-token answers, one-token prompts."""
+    """Ragged groups: equal and unequal lengths, empty responses, one-token responses, one-token prompts."""
     shapes = [(5, [3, 2, 0, 3, 1]), (1, [4, 7]), (9, [1, 1, 1]), (3, [0, 0]), (2, [17, 33, 20])]
     return [random_group(p, lengths, VOCAB, group_id=i, seed=seed + i) for i, (p, lengths) in enumerate(shapes)]
 
 
-def test_an_answer_sees_neither_its_siblings_nor_another_group():
+def test_a_response_sees_neither_its_siblings_nor_another_group():
     groups = random_groups(seed=7)
     policy = TrainPolicy(fp64_llama())
     before = policy.score(groups)[0].split([len(g.response_ids) for g in groups])
@@ -52,7 +52,7 @@ def test_an_answer_sees_neither_its_siblings_nor_another_group():
         torch.testing.assert_close(before[g], after[g], rtol=0, atol=1e-12)
     group = groups[0]
     ids = group.response_ids.clone()
-    ids[: group.offsets[1]] = (ids[: group.offsets[1]] + 1) % VOCAB  # another first answer
+    ids[: group.offsets[1]] = (ids[: group.offsets[1]] + 1) % VOCAB  # another first response
     alone = policy.score([replace(group, response_ids=ids)])[0]
     first = int(group.offsets[1])
     torch.testing.assert_close(alone[first:], before[0][first:], rtol=0, atol=1e-12)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,21 +13,21 @@ import pandas as pd
 import pytest
 import torch
 
-from grpo_rl.cli import _with_loss, main
+from grpo_rl.cli import _objective, _with_loss, main
 from grpo_rl.diagnosis.mismatch import MismatchError
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.monitor.lineage import TOKENS, stored_steps
+from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.replay.lineage_reader import read_step
 from grpo_rl.replay.replay import recompute
 from grpo_rl.settings.compose import FOLDER
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import save_tiny_model
+from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
-CLOCK = ("time/", "throughput/", "memory/", "limit_")
+pytestmark = pytest.mark.usefixtures("own_cache")
 EVERYTHING = [
     "train.epochs=2", "policy.kl_coef=0.1", "policy.entropy_coef=0.01", "loss.correction=truncate",
     "loss.correction_high=1.0", "loss.top_entropy_fraction=0.5", "loss.clip_high=0.01",
@@ -38,37 +36,11 @@ EVERYTHING = [
 """Every part of the loss at work."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPO_RL_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """Overrides for a run of two steps with two optimizer steps each, whose weights move fast."""
-    folder = tmp_path_factory.mktemp("tiny")
-    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [
-        f"model.name={save_tiny_model(folder / 'model')}",
-        f"env.path={folder / 'train.jsonl'}",
-        "env.system_prompt=null",
-        "env.num_envs=4",
-        "env.repeats=4",
-        "env.reward.reasoning_pattern='[0-9]'",  # a random model meets this one now and then
-        "train.optim_batch_size=8",
-        "train.total_dialog_turns=32",
-        "train.checkpoint_frequency=1",
-        "train.micro_batch_tokens=64",
-        "train.lineage=true",
-        "inference_model.engine=transformers",
-        "inference_model.max_model_len=64",
-        "sampling.max_new_tokens=8",
-        "optimizer.lr=1e-2",
-        "optimizer.warmup_steps=0",
-    ]
+def tiny(tiny_run):
+    """Two steps with two optimizer steps each, whose weights move fast."""
+    few = ["train.total_dialog_turns=32", "train.keep_checkpoints=2", "train.lineage=true"]
+    return [*tiny_run, *few, "optimizer.warmup_steps=0"]
 
 
 def run(overrides, folder):
@@ -81,9 +53,8 @@ def run(overrides, folder):
         return forward(self, tokens)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={folder}"])
         patch.setattr(GRPOLoss, "forward", watched)
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        run_script(SCRIPT, overrides, folder)
     return seen
 
 
@@ -114,7 +85,7 @@ def test_under_its_own_loss_a_replay_is_what_was_trained(trained):
     seen = iter(seen)
     for step in stored_steps(folder):
         stored = read_step(folder, step)
-        outcome = recompute(stored, Settings.restored(stored.config))
+        outcome = recompute(stored, _objective(Settings.restored(stored.config)))
         gradients, lengths = outcome.columns["gradient"], {g.group_id: len(g.response_ids) for g in stored.groups}
         pieces = gradients.split([lengths[i] for update in stored.updates for i in update.groups])
         for update in stored.updates:
@@ -126,7 +97,7 @@ def test_under_its_own_loss_a_replay_is_what_was_trained(trained):
                 for i in ids.unique().tolist():
                     assert torch.equal(mine[i], gradient[ids == i])
                     left.remove(i)
-        told = [sum(update.told[name] for name in LOSSES) for update in stored.updates]
+        told = [sum(update.recorded[name] for name in LOSSES) for update in stored.updates]
         assert outcome.losses == pytest.approx(told, abs=1e-7)
         for name, value in outcome.metrics.items():
             assert value == pytest.approx(logged[step - 1][name], abs=1e-6), name
@@ -145,7 +116,7 @@ def test_a_plain_token_mean_without_a_std_has_the_gradient_that_a_hand_computes(
     stored = read_step(plain, 2)
     other = {"loss.surrogate": "plain", "loss.aggregate": "token_mean", "loss.advantage": "no_std"}
     settings = Settings.restored(stored.config).with_values(other)
-    gradient = recompute(stored, settings).columns["gradient"].numpy()
+    gradient = recompute(stored, _objective(settings)).columns["gradient"].numpy()
     rows = pd.read_parquet(plain / TOKENS / "step_000002.parquet")
     answers = pd.read_parquet(plain / "lineage_answers" / "step_000002.parquet")
     mean = answers.groupby("group_id")["reward"].transform("mean")
@@ -282,7 +253,7 @@ def test_what_the_page_on_lineage_shows_runs(plain, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict = {"run": plain}
     exec(compile(code, "docs/lineage.md", "exec"), names)  # our own page, not data
-    assert names["why"].sum() == len(names["tokens"]) and len(names["answers"]) == 32
+    assert names["why"].sum() == len(names["tokens"]) and len(names["responses"]) == 32
     commands = re.findall(r"^grpo-rl (replay) \S+ 12 (.*)$", page, re.MULTILINE)
     assert len(commands) == 2
     for name, rest in commands:
@@ -305,6 +276,6 @@ def test_storing_the_lineage_changes_nothing_in_a_run(plain, tiny, tmp_path):
     assert not (tmp_path / "run" / TOKENS).exists()
 
     def numbers(folder):
-        return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in read_metrics(folder)]
+        return [without_clocks(row) for row in read_metrics(folder)]
 
     assert numbers(tmp_path / "run") == numbers(plain)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -15,7 +14,6 @@ import pytest
 
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.testing import save_tiny_model
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm")
@@ -28,29 +26,10 @@ PATIENCE_S = 400
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """Overrides for a short run: six questions, a random model that is paid for digits, four groups of four a step."""
-    folder = tmp_path_factory.mktemp("tiny")
-    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [
-        f"model.name={save_tiny_model(folder / 'model')}",
-        f"env.path={folder / 'train.jsonl'}",
-        f"env.eval_path={folder / 'train.jsonl'}",
-        "env.system_prompt=null",
-        "env.num_envs=4",
-        "env.repeats=4",
-        "env.reward.reasoning_pattern='[0-9]'",
-        "train.optim_batch_size=16",
-        f"train.total_dialog_turns={STEPS * 16}",
-        "train.checkpoint_frequency=1",
-        "train.keep_checkpoints=0",
-        "train.micro_batch_tokens=64",
-        "inference_model.max_model_len=64",
-        "sampling.max_new_tokens=8",
-        "optimizer.lr=1e-2",
-        "evaluate.rows=4",
-    ]
+def tiny(tiny_run):
+    """A short run on vLLM, of four groups of four a step."""
+    sizes = ["train.optim_batch_size=16", f"train.total_dialog_turns={STEPS * 16}"]
+    return [*tiny_run, *sizes, "inference_model.engine=vllm", "evaluate.rows=4"]
 
 
 def start(overrides, folder, **environment):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import runpy
@@ -11,13 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pandas as pd
 import pytest
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.engines.transformers import TransformersEngine
@@ -26,68 +27,30 @@ from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.monitor.report import write_report
 from grpo_rl.run.claim import claim
+from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.lock import FolderLock
-from grpo_rl.run.run import Run
-from grpo_rl.testing import save_tiny_model
+from grpo_rl.run.saving import CheckpointSaver
+from grpo_rl.run.summary import read_evaluation, write_evaluation
+from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
-CLOCK = ("time/", "throughput/", "memory/", "limit_")
-"""Metrics that depend on the machine's mood."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """A cache of this module's own: rates measured beside other tests are none for the user's runs."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPO_RL_CACHE", str(folder))
-        yield folder
+run = functools.partial(run_script, SCRIPT)
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """Overrides for a run of a few seconds: six questions, a random model that is paid for digits."""
-    folder = tmp_path_factory.mktemp("tiny")
-    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [
-        f"model.name={save_tiny_model(folder / 'model')}",
-        f"env.path={folder / 'train.jsonl'}",
-        f"env.eval_path={folder / 'train.jsonl'}",
-        "env.system_prompt=null",
-        "env.num_envs=4",
-        "env.repeats=4",
-        "env.reward.reasoning_pattern='[0-9]'",  # a random model meets this one now and then
-        "train.optim_batch_size=8",
-        "train.total_dialog_turns=64",
-        "train.checkpoint_frequency=1",
-        "train.keep_checkpoints=0",
-        "train.micro_batch_tokens=64",
-        "inference_model.engine=transformers",
-        "inference_model.max_model_len=64",
-        "sampling.max_new_tokens=8",
-        "optimizer.lr=1e-2",
-        "evaluate.rows=4",
-    ]
-
-
-def run(overrides, folder, monkeypatch):
-    """Runs the script in this process; its folder."""
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={folder}"])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
-    return folder
+def tiny(tiny_run):
+    return [*tiny_run, "evaluate.rows=4"]
 
 
 def comparable(folder):
-    rows = read_metrics(folder)
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows]
+    return [without_clocks(row) for row in read_metrics(folder)]
 
 
 @pytest.fixture(scope="module")
 def finished(tiny, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        return run(tiny, tmp_path_factory.mktemp("whole") / "run", patch)
+    return run(tiny, tmp_path_factory.mktemp("whole") / "run", charts=True)
 
 
 def test_a_run_leaves_all_its_files(finished):
@@ -134,8 +97,8 @@ def test_the_exported_model_loads_in_transformers_and_has_moved(finished, tiny):
     assert all(moved)
 
 
-def test_a_step_is_set_against_what_the_machine_does_at_its_best(finished, cache):
-    rates = json.loads((cache / "rates.json").read_text())
+def test_a_step_is_set_against_what_the_machine_does_at_its_best(finished, own_cache):
+    rates = json.loads((own_cache / "rates.json").read_text())
     assert len(rates) == 1 and "bfloat16" in next(iter(rates))  # measured in the first run, known to the others
     for row in read_metrics(finished)[1:5]:
         # A model of 100,000 parameters keeps no machine busy.
@@ -143,7 +106,7 @@ def test_a_step_is_set_against_what_the_machine_does_at_its_best(finished, cache
         parts = [row[f"limit_fraction/{name}"] * row[f"time/{name}_s"] for name in ("sample", "train", "sync")]
         step_s = sum(seconds for name, seconds in row.items() if name.startswith("time/"))
         assert sum(parts) == pytest.approx(row["limit_fraction"] * step_s, rel=1e-2)
-    assert "A step against the machine's limit" in (finished / "report.html").read_text().replace("&#39;", "'")
+    assert "A step against the machine's roofline" in (finished / "report.html").read_text().replace("&#39;", "'")
 
 
 def test_groups_that_taught_nothing_are_counted_where_they_are_skipped(finished):
@@ -152,12 +115,12 @@ def test_groups_that_taught_nothing_are_counted_where_they_are_skipped(finished)
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, tmp_path, monkeypatch, step):
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, tmp_path, step):
     cut = tmp_path / "cut"
     shutil.copytree(finished, cut)
     start = checkpoints(cut / "checkpoints")[step - 1]  # later ones are there too, and must not be mixed in
     torch.manual_seed(12345)  # whatever happened since
-    run([*tiny, f"resume={start}"], tmp_path / "unused", monkeypatch)
+    run([*tiny, f"resume={start}"], tmp_path / "unused")
     assert comparable(cut) == comparable(finished)
     ours, theirs = (load(checkpoints(f / "checkpoints")[-1])["optimizer"]["masters"] for f in (cut, finished))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -166,17 +129,17 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, 
     pd.testing.assert_frame_equal(a, b)
 
 
-def test_a_checkpoint_of_another_config_is_refused(finished, tiny, tmp_path, monkeypatch):
+def test_a_checkpoint_of_another_config_is_refused(finished, tiny, tmp_path):
     with pytest.raises(SystemExit, match=r"optimizer\.lr: 0\.01 in the checkpoint, 0\.5 here"):
-        run([*tiny, "optimizer.lr=0.5", f"resume={finished}"], tmp_path, monkeypatch)
+        run([*tiny, "optimizer.lr=0.5", f"resume={finished}"], tmp_path)
 
 
-def test_epochs_kl_entropy_and_accumulation_all_run(tiny, tmp_path, monkeypatch):
+def test_epochs_kl_entropy_and_accumulation_all_run(tiny, tmp_path):
     folder = run(
         [*tiny, "train.epochs=2", "policy.kl_coef=0.1", "policy.entropy_coef=0.01", "evaluate.rows=0",
          "train.gradient_accumulation_steps=2", "loss.aggregate=token_mean", "loss.advantage=leave_one_out",
          "train.total_dialog_turns=32", "train_model.gradient_checkpointing=true", "optimizer.schedule=cosine"],
-        tmp_path / "run", monkeypatch,
+        tmp_path / "run",
     )  # fmt: skip
     first, second = read_metrics(folder)
     assert first["limit_fraction/score"] > 0
@@ -211,20 +174,20 @@ def test_bad_input_is_told_in_one_line_before_a_model_is_loaded(tiny, tmp_path, 
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
     with pytest.raises(SystemExit, match=message):
-        run([*tiny, override], tmp_path / "run", monkeypatch)
+        run([*tiny, override], tmp_path / "run")
 
 
-def test_rows_without_their_columns_are_refused(tiny, tmp_path, monkeypatch):
+def test_rows_without_their_columns_are_refused(tiny, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "1?", "answer": "#### 1"}\n{"prompt": "2?"}\n')
     with pytest.raises(SystemExit, match="question"):
-        run([*tiny, f"env.path={path}"], tmp_path / "run", monkeypatch)
+        run([*tiny, f"env.path={path}"], tmp_path / "run")
 
 
 def test_a_folder_that_cannot_be_written_and_a_full_disk_are_refused(tiny, finished, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
     with pytest.raises(SystemExit, match="GiB free"):
-        run(tiny, tmp_path / "run", monkeypatch)
+        run(tiny, tmp_path / "run")
 
 
 def started(overrides, folder):
@@ -263,7 +226,7 @@ def test_ctrl_c_twice_stops_now(tiny, tmp_path, monkeypatch):
 
     monkeypatch.setattr(TransformersEngine, "generate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run([*tiny, "train.checkpoint_frequency=0"], tmp_path / "run", monkeypatch)
+        run([*tiny, "train.checkpoint_frequency=0"], tmp_path / "run")
     assert goes_on_after_the_first == [True]
     assert read_metrics(tmp_path / "run")[-1]["step"] == 1 and not checkpoints(tmp_path / "run" / "checkpoints")
 
@@ -277,7 +240,7 @@ def test_answers_whose_scorer_fails_are_left_out_counted_and_told(tiny, tmp_path
         return reward(task, row, response, formats)
 
     monkeypatch.setattr(GSM8K, "_reward", fails_now_and_then)
-    folder = run([*tiny, "env.max_failed_fraction=1.0"], tmp_path / "run", monkeypatch)
+    folder = run([*tiny, "env.max_failed_fraction=1.0"], tmp_path / "run")
     counts = [row["failed/error"] for row in read_metrics(folder) if "failed/error" in row]
     assert counts == sorted(counts) and counts[-1] > 0
     said = " ".join(capsys.readouterr().out.split())
@@ -287,24 +250,24 @@ def test_answers_whose_scorer_fails_are_left_out_counted_and_told(tiny, tmp_path
     assert f'"failed_error": {int(counts[-1])}' in json.dumps(saved)
 
 
-def test_a_folder_that_holds_a_run_is_not_written_into(tiny, finished, monkeypatch):
+def test_a_folder_that_holds_a_run_is_not_written_into(tiny, finished):
     with pytest.raises(SystemExit, match="already holds a run"):
-        run(tiny, finished, monkeypatch)
+        run(tiny, finished)
 
 
-def test_a_held_out_prompt_that_is_too_long_is_found_before_a_model_is_loaded(tiny, tmp_path, monkeypatch):
+def test_a_held_out_prompt_that_is_too_long_is_found_before_a_model_is_loaded(tiny, tmp_path):
     path = tmp_path / "held_out.jsonl"
     path.write_text(
         '{"question": "1?", "answer": "#### 1"}\n' * 2 + f'{{"question": "{"9" * 99}", "answer": "#### 9"}}\n'
     )
     with pytest.raises(SystemExit, match="held-out row 2 has a prompt of 101 tokens, 56 fit"):
-        run([*tiny, f"env.eval_path={path}", "evaluate.rows=3"], tmp_path / "run", monkeypatch)
+        run([*tiny, f"env.eval_path={path}", "evaluate.rows=3"], tmp_path / "run")
 
 
-def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tiny, finished, tmp_path, monkeypatch):
-    again = run(tiny, tmp_path / "again", monkeypatch)
+def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tiny, finished, tmp_path):
+    again = run(tiny, tmp_path / "again")
     assert comparable(again) == comparable(finished)
-    other = run([*tiny, "train.seed=1"], tmp_path / "other", monkeypatch)
+    other = run([*tiny, "train.seed=1"], tmp_path / "other")
     assert comparable(other)[1:] != comparable(finished)[1:]
 
 
@@ -327,8 +290,7 @@ def outcome(folder):
     weights = (folder / "model" / "model.safetensors").read_bytes()
     names = sorted(path.name for path in folder.iterdir() if not path.name.endswith(".log"))
     left = (json.loads((folder / "evaluation.json").read_text()), names, [part.name for part in parts])
-    clocks = ("seconds", "checkpoint")
-    return comparable(folder), {k: v for k, v in summary.items() if k not in clocks}, weights, left
+    return comparable(folder), without_clocks(summary), weights, left
 
 
 def test_a_run_killed_at_any_point_of_its_end_is_completed_and_nothing_of_it_is_there_twice(
@@ -338,21 +300,21 @@ def test_a_run_killed_at_any_point_of_its_end_is_completed_and_nothing_of_it_is_
     shutil.rmtree(cut / "model")
     start = checkpoints(cut / "checkpoints")[2]  # one step before the end
     for point in (
-        "grpo_rl.run.run.evaluate",
+        "grpo_rl.run.held_out.evaluate",
         "grpo_rl.monitor.metrics.MetricsLog.log",
-        "grpo_rl.run.run.Run._keep_evaluation",
-        "grpo_rl.run.run.export",
+        "grpo_rl.run.held_out.write_evaluation",
+        "grpo_rl.run.ending.export",
         "grpo_rl.storage.whole_file._take_place",
-        "grpo_rl.run.run.Run._write_summary",
-        "grpo_rl.run.run.write_report",
+        "grpo_rl.run.ending.write_summary",
+        "grpo_rl.run.summary.write_report",
     ):
         with monkeypatch.context() as patch:
             patch.setattr(point, killed)
             with pytest.raises(Killed):
-                run([*tiny, f"resume={start}"], tmp_path / "unused", patch)
+                run([*tiny, f"resume={start}"], tmp_path / "unused")
         assert not (cut / "report.html").exists()
         start = cut
-    run([*tiny, f"resume={cut}"], tmp_path / "unused", monkeypatch)
+    run([*tiny, f"resume={cut}"], tmp_path / "unused")
     assert outcome(cut) == outcome(finished)
 
 
@@ -362,12 +324,12 @@ def test_a_finished_run_says_so_without_a_model_and_can_be_prolonged(tiny, finis
     (longer / "report.html").unlink()  # killed before it
     with monkeypatch.context() as patch:
         patch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
-        run([*tiny, f"resume={longer}"], tmp_path / "unused", patch)
+        run([*tiny, f"resume={longer}"], tmp_path / "unused")
         assert "is finished after 4 steps, and nothing is left to do" in capsys.readouterr().out
         assert (longer / "report.html").exists()
-        run([*tiny, "resume=auto"], longer, patch)
+        run([*tiny, "resume=auto"], longer)
         assert outcome(longer) == outcome(finished)
-    run([*tiny, f"resume={longer}", "train.total_dialog_turns=80"], tmp_path / "unused", monkeypatch)
+    run([*tiny, f"resume={longer}", "train.total_dialog_turns=80"], tmp_path / "unused")
     assert json.loads((longer / "summary.json").read_text())["steps"] == 5
     assert [row["step"] for row in read_metrics(longer)] == [0, 1, 2, 3, 4, 4, 5, 5]
 
@@ -377,7 +339,7 @@ def test_a_report_that_fails_makes_no_failure_of_a_finished_run(tiny, tmp_path, 
         raise KeyError("group_id")
 
     monkeypatch.setattr("grpo_rl.monitor.report.read_step", broken)
-    folder = run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0"], tmp_path / "run", monkeypatch)
+    folder = run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0"], tmp_path / "run")
     said = " ".join(capsys.readouterr().out.split())
     assert "The report can't be written (KeyError: 'group_id'); all else is there" in said
     assert f"python -m grpo_rl.monitor.report {folder}" in said
@@ -386,15 +348,15 @@ def test_a_report_that_fails_makes_no_failure_of_a_finished_run(tiny, tmp_path, 
 
 def test_a_fixed_command_goes_on_from_wherever_it_was_cut_off(tiny, tmp_path, monkeypatch, capsys):
     """Before anything is logged, before the first checkpoint, after one: `hydra.run.dir=X resume=auto` each time."""
-    whole = run([*tiny, "train.total_dialog_turns=32"], tmp_path / "whole", monkeypatch)
+    whole = run([*tiny, "train.total_dialog_turns=32"], tmp_path / "whole")
     command, folder = [*tiny, "train.total_dialog_turns=32", "resume=auto"], tmp_path / "run"
-    for point in ("attach", "save_checkpoint", "finish"):
+    for point in ("parts.Parts.begin", "run.Run.save_checkpoint", "run.Run.finish"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"grpo_rl.run.run.Run.{point}", killed)
+            patch.setattr(f"grpo_rl.run.{point}", killed)
             with pytest.raises(Killed):
-                run(command, folder, patch)
+                run(command, folder)
     assert capsys.readouterr().out.count("cut off before its first checkpoint, and begins again") == 2
-    run(command, folder, monkeypatch)
+    run(command, folder)
     assert comparable(folder) == comparable(whole)
     ours, theirs = (load(checkpoints(f / "checkpoints")[-1])["optimizer"]["masters"] for f in (folder, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -409,23 +371,23 @@ def test_a_second_start_in_the_folder_of_a_live_run_is_refused_by_name(tiny, fin
     told = f"is being written by process {os.getpid()} on .* since .*; wait for it, or set another hydra.run.dir"
     for resume in ("null", "auto", str(live), str(checkpoints(live / "checkpoints")[1])):
         with pytest.raises(SystemExit, match=told):
-            run([*tiny, f"resume={resume}"], live, monkeypatch)
+            run([*tiny, f"resume={resume}"], live)
     # Without a folder of its own: neither a live run is taken, nor a finished one beside it, nor is a new one begun.
     shutil.copytree(finished, older := tmp_path / "outputs" / "older")
     for path in checkpoints(older / "checkpoints"):
         os.utime(path, (1, 1))
     with pytest.raises(SystemExit, match=f"no other run of this config that was cut off, and .*live {told}"):
-        run([*tiny, "resume=auto"], "outputs/${now:%H-%M-%S}", monkeypatch)
+        run([*tiny, "resume=auto"], "outputs/${now:%H-%M-%S}")
     assert len(list((tmp_path / "outputs").glob("*/metrics.jsonl"))) == 2
     lock.close()
     assert comparable(live) == comparable(finished)
 
 
-def test_a_refused_start_changes_nothing_of_the_config_that_the_live_run_shows(tiny, finished, tmp_path, monkeypatch):
+def test_a_refused_start_changes_nothing_of_the_config_that_the_live_run_shows(tiny, finished, tmp_path):
     shutil.copytree(finished, live := tmp_path / "live")
     lock = FolderLock(live)
     with pytest.raises(SystemExit, match="is being written"):
-        run([*tiny, "optimizer.lr=0.7654321", "resume=auto"], live, monkeypatch)
+        run([*tiny, "optimizer.lr=0.7654321", "resume=auto"], live)
     assert "0.7654321" in (live / ".hydra" / "config.yaml").read_text()  # Hydra writes it before anyone could refuse
     lock.close()
     page = write_report(live).read_text()
@@ -436,24 +398,22 @@ def test_a_finished_run_without_its_checkpoints_is_left_as_it_is(tiny, finished,
     shutil.copytree(finished, bare := tmp_path / "bare")
     shutil.rmtree(bare / "checkpoints")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
-    run([*tiny, "resume=auto"], bare, monkeypatch)
+    run([*tiny, "resume=auto"], bare)
     assert "is finished, and nothing is left to do" in capsys.readouterr().out
     assert outcome(bare)[:3] == outcome(finished)[:3]
     shutil.rmtree(bare / "model")
     with pytest.raises(SystemExit, match="got to step 4, and its checkpoints are gone"):
-        run([*tiny, "resume=auto"], bare, monkeypatch)
+        run([*tiny, "resume=auto"], bare)
     assert comparable(bare) == comparable(finished)
 
 
-def test_an_evaluation_with_a_response_that_has_no_reward_is_kept_as_json(tmp_path):
-    run = Run.__new__(Run)
-    run.folder, run.step, run._evaluated_at, run._eval_after, run.collected = tmp_path, 3, 3, [0.5, float("nan")], 0
-    run.cfg = OmegaConf.create({"train": {"total_dialog_turns": 8}})
-    run._keep_evaluation()
+def test_an_evaluation_with_a_response_that_has_no_reward_is_kept_as_json_and_read_back(tmp_path):
+    write_evaluation(tmp_path, 3, [0.5, float("nan")])
     stored = json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail)
     assert stored == {"step": 3, "rewards": [0.5, None]}
-    evaluated, _ = run._end_of_before()
-    assert evaluated[0] == 0.5 and evaluated[1] != evaluated[1]
+    rewards = read_evaluation(tmp_path, 3)
+    assert rewards[0] == 0.5 and rewards[1] != rewards[1]
+    assert read_evaluation(tmp_path, 4) is None and read_evaluation(tmp_path / "none", 3) is None
 
 
 def test_auto_passes_over_a_live_run_for_one_that_was_cut_off(finished, tmp_path):
@@ -490,7 +450,7 @@ def test_rubbish_in_a_runs_files_is_named_when_it_is_resumed(
     (damaged / file).write_bytes(content)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
     with pytest.raises(SystemExit, match=message):
-        run([*tiny, f"resume={damaged}"], tmp_path / "unused", monkeypatch)
+        run([*tiny, f"resume={damaged}"], tmp_path / "unused")
 
 
 def test_what_fails_after_the_start_keeps_its_traceback(tiny, tmp_path, monkeypatch):
@@ -502,37 +462,56 @@ def test_what_fails_after_the_start_keeps_its_traceback(tiny, tmp_path, monkeypa
     monkeypatch.setattr(GroupBuffer, "extend", broken)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(RuntimeError, match="failed after step 0: a bug of ours"):
-        run(tiny, tmp_path / "run", monkeypatch)
+        run(tiny, tmp_path / "run")
+
+
+def sections(section, prefix=""):
+    """The beginning of the keys of each section."""
+    from grpo_rl.settings.declaration import Section
+
+    found = {section: prefix}
+    for name, hint in typing.get_type_hints(section).items():
+        if isinstance(hint, type) and issubclass(hint, Section):
+            found |= sections(hint, f"{prefix}{name}.")
+    return found
 
 
 def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
     """Recorded at the access itself, after the checks, which read keys only to refuse their values."""
-    from omegaconf import DictConfig
+    from grpo_rl.settings.declaration import Section, declared
+    from grpo_rl.settings.schema import Settings
+    from grpo_rl.settings.sections import Sections
 
-    import grpo_rl.settings.config as config
+    known, read, checked = declared(Sections), set(), Settings.read
 
-    known, read = config.known_keys("gsm8k"), set()
-    get, check = DictConfig._get_impl, config.check
+    def recorded(section, name):
+        if name in type(section).__dataclass_fields__:
+            read.add((type(section), name))
+        return object.__getattribute__(section, name)
 
-    def recording_get(self, key, *args, **kwargs):
-        read.add(self._get_full_key(key))
-        return get(self, key, *args, **kwargs)
+    def unrecorded(function):
+        def call(*args):
+            before = set(read)
+            result = function(*args)
+            read.intersection_update(before)
+            return result
 
-    def check_then_record(cfg):
-        check(cfg)
-        read.clear()
+        return call
 
-    monkeypatch.setattr(DictConfig, "_get_impl", recording_get)
-    monkeypatch.setattr(config, "check", check_then_record)
+    monkeypatch.setattr(Section, "__getattribute__", recorded)
+    monkeypatch.setattr(Settings, "read", unrecorded(checked))
+    for name in ("as_json", "as_text"):
+        monkeypatch.setattr(Settings, name, unrecorded(getattr(Settings, name)))
     overrides = [*tiny, "logger.backend=wandb", "logger.mode=offline", "train.total_dialog_turns=16"]
     overrides.append("policy.kl_coef=0.1")  # without a reference nobody asks for its name
-    run(overrides, tmp_path / "run", monkeypatch)
+    run(overrides, tmp_path / "run")
     # These are vLLM's; `build.make_engine` hands them on by name.
     of_vllm = {"inference_model.gpu_memory_utilization", "inference_model.enforce_eager"}
     of_several_processes = {"train_model.cpu_offload", "train_model.timeout_s"}  # tests/distributed/test_ranks.py
-    of_async = set(config.ONLY_ASYNC)
-    assert known - read == of_vllm | of_several_processes | of_async
-    texts = "".join((SCRIPT.parent.parent / "grpo_rl" / name).read_text() for name in ("build/site.py", "run/run.py"))
+    of_async = {key for key, setting in known.items() if setting.mode == "async"}
+    names = {f"{prefix}{name}" for section, prefix in sections(Settings).items() for s, name in read if s is section}
+    assert known.keys() - names == of_vllm | of_several_processes | of_async
+    texts = "".join(path.read_text() for path in (SCRIPT.parent.parent / "grpo_rl").glob("[br]u*/*.py"))  # build, run
     unread = [key for key in of_async | of_several_processes if f".{key.rpartition('.')[2]}" not in texts]
     assert not unread
 
@@ -543,7 +522,7 @@ def test_a_missing_vllm_is_told_before_a_model_is_loaded(tiny, tmp_path, monkeyp
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
     with pytest.raises(SystemExit, match="vLLM is not installed; install the extra"):
-        run([*tiny, "inference_model.engine=vllm"], tmp_path / "run", monkeypatch)
+        run([*tiny, "inference_model.engine=vllm"], tmp_path / "run")
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "completions.parquet/part-00000001.parquet", "summary.json"])
@@ -562,7 +541,7 @@ def test_a_full_disk_is_told_in_one_line_with_the_file_and_the_way_on(tiny, tmp_
     if file.endswith("parquet"):
         monkeypatch.setattr("pyarrow.parquet.write_table", no_room_for_parquet)
     with pytest.raises(SystemExit) as stopped:
-        run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0"], tmp_path / "run", monkeypatch)
+        run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0"], tmp_path / "run")
     told = f"error: can't write to {tmp_path / 'run' / file}: {full.strerror}; free some space or set hydra.run.dir."
     assert str(stopped.value).startswith(told)
     assert str(stopped.value).endswith(f". Go on with: resume={tmp_path / 'run'}")
@@ -574,12 +553,12 @@ def test_a_disk_that_became_read_only_is_told_in_one_line(tiny, tmp_path, monkey
 
     monkeypatch.setattr("grpo_rl.monitor.metrics.MetricsLog.log", fail)
     with pytest.raises(SystemExit, match=r"error: can't write to metrics\.jsonl: Read-only.*set hydra\.run\.dir"):
-        run(tiny, tmp_path / "run", monkeypatch)
+        run(tiny, tmp_path / "run")
 
 
-def test_a_malformed_override_is_told_in_one_line(tiny, tmp_path, monkeypatch):
+def test_a_malformed_override_is_told_in_one_line(tiny, tmp_path):
     with pytest.raises(SystemExit, match="error: "):
-        run([*tiny, "optimizer.lr=[1"], tmp_path / "run", monkeypatch)
+        run([*tiny, "optimizer.lr=[1"], tmp_path / "run")
 
 
 def test_an_engine_that_sleeps_while_the_policy_trains_samples_the_same(tiny, tmp_path, monkeypatch):
@@ -592,29 +571,23 @@ def test_an_engine_that_sleeps_while_the_policy_trains_samples_the_same(tiny, tm
             method(engine)
 
         monkeypatch.setattr(TransformersEngine, name, counted)
-    awake = run([*tiny, "train.total_dialog_turns=32"], tmp_path / "awake", monkeypatch)
+    awake = run([*tiny, "train.total_dialog_turns=32"], tmp_path / "awake")
     assert counts["sleep"] == 0
-    asleep = run([*tiny, "train.total_dialog_turns=32", "inference_model.sleep=true"], tmp_path / "asleep", monkeypatch)
+    asleep = run([*tiny, "train.total_dialog_turns=32", "inference_model.sleep=true"], tmp_path / "asleep")
     assert counts["sleep"] == 2 and counts["wake"] >= 3, "once a step, and awake for every push"
-    rows = [
-        [{name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in read_metrics(folder)]
-        for folder in (awake, asleep)
-    ]
-    assert rows[0] == rows[1]
+    assert comparable(awake) == comparable(asleep)
 
 
-def test_a_run_whose_newest_checkpoint_is_torn_goes_on_with_the_one_before(
-    finished, tiny, tmp_path, monkeypatch, capsys
-):
+def test_a_run_whose_newest_checkpoint_is_torn_goes_on_with_the_one_before(finished, tiny, tmp_path, capsys):
     folder = shutil.copytree(finished, tmp_path / "run")
     torn = folder / "checkpoints" / "checkpoint_000004.pt"
     torn.write_bytes(torn.read_bytes()[:-1000])
-    run([*tiny, f"resume={folder}"], tmp_path / "unused", monkeypatch)
+    run([*tiny, f"resume={folder}"], tmp_path / "unused")
     assert f"passed over: {torn}" in capsys.readouterr().err
     assert comparable(folder) == comparable(finished)
     assert (folder / "checkpoints" / "checkpoint_000004.abandoned").exists() and load(torn)["step"] == 4
     with pytest.raises(SystemExit, match=r"can't be read .*good one beside it is .*checkpoint_000004\.pt"):
-        run([*tiny, f"resume={torn.with_suffix('.abandoned')}"], tmp_path / "unused", monkeypatch)
+        run([*tiny, f"resume={torn.with_suffix('.abandoned')}"], tmp_path / "unused")
 
 
 def test_what_a_run_has_logged_is_on_the_disk_before_a_checkpoint_appears(tiny, tmp_path, monkeypatch):
@@ -637,7 +610,7 @@ def test_what_a_run_has_logged_is_on_the_disk_before_a_checkpoint_appears(tiny, 
     monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(os, "replace", appear)
     few = ["train.total_dialog_turns=32", "train.lineage=true", "evaluate.rows=0"]
-    run([*tiny, *few], folder, monkeypatch)
+    run([*tiny, *few], folder)
     assert appeared == ["checkpoint_000001.pt", "checkpoint_000002.pt"]
 
 
@@ -650,7 +623,7 @@ def test_weights_that_are_not_finite_are_told_before_an_engine_starts(tiny, tmp_
     monkeypatch.setattr(TransformersEngine, "__init__", lambda *_, **__: pytest.fail("the engine started"))
     name = r"model\.layers\.1\.mlp\.up_proj\.weight"
     with pytest.raises(SystemExit, match=rf"error: .*model\.safetensors holds numbers that are not finite, in {name}"):
-        run([*tiny, f"model.name={folder}"], tmp_path / "run", monkeypatch)
+        run([*tiny, f"model.name={folder}"], tmp_path / "run")
 
 
 class RankZero:
@@ -674,10 +647,10 @@ class RankZero:
 
 @pytest.mark.parametrize("what", ["a live run", "a full disk", "an unreadable end", "logs that can't be synced"])
 def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path, monkeypatch, what):
-    """One that waited for rank 0, which has stopped, would wait for ever."""
+    """One that waited for rank zero, which has stopped, would wait for ever."""
     shutil.copytree(finished, folder := tmp_path / "run")
     state = load(checkpoints(folder / "checkpoints")[-1])
-    cfg, ranks = OmegaConf.create(json.loads(state["config"]) | {"resume": str(folder)}), RankZero()
+    config, ranks = state["config"], RankZero()
 
     def fail(*_, **__):
         raise OSError(errno.EIO, "Input/output error")
@@ -692,15 +665,9 @@ def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path
     monkeypatch.setattr("grpo_rl.training.checkpoint.sync_logs", fail)
     monkeypatch.setattr("grpo_rl.training.checkpoint.load_shards", lambda path, state, ranks: state)
     with pytest.raises((ValueError, OSError)) as error:
-        started = Run(cfg, None, folder, model_bytes=1000, ranks=ranks)
-        assert what.startswith("logs")
-        started.step, started._started = 5, 0.0
-        for name in ("_optimizer", "_schedules", "_collector", "_weights", "progress"):
-            setattr(started, name, MagicMock())
-        try:
-            started.save_checkpoint()
-        finally:
-            started._stack.close()
+        with RunFolder(folder, str(folder), config, "", Room(3, 1000, 1000), 1, 64, ranks) as opened:
+            assert what.startswith("logs")
+            CheckpointSaver(opened, MagicMock(), keep=0, ranks=ranks).save(5, 80, 0.0, [])
     assert ranks.told[-1] is error.value
     if lock:
         lock.close()

@@ -1,19 +1,32 @@
-"""Config: unknown keys are refused, wrong numbers are told before anything starts (test_run: every key is read)."""
+"""Config: unknown keys and wrong values are refused before anything starts; config/ says what code reads."""
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import re
+import typing
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from grpo_rl.build.parts import ENVS
+from grpo_rl.diagnosis.mismatch import Mismatch
+from grpo_rl.engines.base import Sampling
+from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.registry import task_spec
 from grpo_rl.envs.rewards.registry import read_parts
-from grpo_rl.settings.config import FOLDER, check, check_keys, check_overrides, default_values
+from grpo_rl.policies.lora import LoRA
+from grpo_rl.settings.compose import FOLDER, check_overrides
+from grpo_rl.settings.declaration import leaves, plain, select
+from grpo_rl.settings.schema import Settings, check_keys
+from grpo_rl.settings.sections import Sections, declarations
+from grpo_rl.settings.tasks import GSM8K, TASKS
+from grpo_rl.training.optimizer import PolicyOptimizer
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def config(*overrides):
@@ -24,12 +37,12 @@ def config(*overrides):
 @pytest.mark.parametrize("experiment", sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml")))
 def test_every_experiment_passes_the_checks(experiment):
     cfg = config(f"+experiment={experiment}")
-    check(cfg)
+    Settings.read(cfg)
     read_parts(cfg.env.rewards)  # each by its name, with settings that it has
 
 
 def test_the_default_passes_the_checks_and_open_r1s_distill_recipe_is_its_math_recipe_but_for_what_it_says():
-    check(config())
+    Settings.read(config())
     math, distill = (config(f"+experiment=open_r1_{name}") for name in ("math", "distill"))
     assert (math.env.dataset, math.train.optim_batch_size, math.env.repeats) == ("math", 448, 16)
     assert (math.optimizer.lr, math.policy.kl_coef, math.sampling.temperature) == (2e-5, 0.04, 0.9)
@@ -72,7 +85,7 @@ def test_an_unknown_key_from_a_file_is_refused_too():
     OmegaConf.set_struct(cfg, False)
     cfg.train.gradient_clip = 1
     with pytest.raises(ValueError, match=r"train\.gradient_clip"):
-        check(cfg)
+        Settings.read(cfg)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +93,8 @@ def test_an_unknown_key_from_a_file_is_refused_too():
     [
         (["env.repeats=1"], "env.repeats is 1"),
         (["env.repeats=8", "train.optim_batch_size=20"], "multiple of env.repeats=8.*train.optim_batch_size=16 or 32"),
-        (["env.num_envs=3", "train.optim_batch_size=16"], "3 x 8 = 24 answers"),
-        (["train.total_dialog_turns=8"], "less than one collection, 32 answers"),
+        (["env.num_envs=3", "train.optim_batch_size=16"], "3 x 8 = 24 responses"),
+        (["train.total_dialog_turns=8"], "less than one collection, 32 responses"),
         (["inference_model.max_model_len=256"], "leaves no room"),
         (["inference_model.engine=vlm"], "did you mean vllm"),
         (["env.dataset=gsm9k"], "did you mean gsm8k"),
@@ -96,7 +109,7 @@ def test_an_unknown_key_from_a_file_is_refused_too():
 )
 def test_wrong_numbers_are_told_with_the_remedy(overrides, message):
     with pytest.raises(ValueError, match=message):
-        check(config(*overrides))
+        Settings.read(config(*overrides))
 
 
 # By hand, from what config/ says beside each key: those whose default is null, or does not say all.
@@ -104,7 +117,7 @@ BY_HAND = {
     "true or false": "env.isolated train_model.compile",
     "a whole number": """train_model.num_devices ref_model.num_devices inference_model.num_devices ray.nodes
         inference_model.tensor_parallel_size train.gradient_accumulation_steps""",
-    "a number": """env.score_timeout_s inference_model.start_s inference_model.deadline_s loss.advantage_clip
+    "a number": """env.score_timeout_s inference_model.deadline_s loss.advantage_clip
         loss.dual_clip loss.normalizer policy.stop_kl policy.target_kl train.reward_clip train_model.lora.alpha
         train_model.timeout_s""",
     "text": """mode resume env.path env.eval_path env.corpus env.system_prompt env.completion_column logger.name
@@ -126,19 +139,28 @@ def expected_kind(key, default):
     return by_hand[0] if by_hand else BY_DEFAULT[type(default)]
 
 
-@pytest.mark.parametrize("dataset", sorted(ENVS))
+def values_of(dataset):
+    """Every key of the shared config, the default loss and the task's config, with its value there."""
+    shared = OmegaConf.to_container(OmegaConf.load(FOLDER / "grpo.yaml"), resolve=False)
+    values = {key: value for key, value in shared.items() if key not in ("defaults", "hydra")}
+    values["loss"] = OmegaConf.to_container(OmegaConf.load(FOLDER / "loss" / "grpo.yaml"))
+    values["env"] |= OmegaConf.to_container(OmegaConf.load(FOLDER / "env" / f"{dataset}.yaml"))
+    return {key: select(values, key) for key in leaves(values)}
+
+
+@pytest.mark.parametrize("dataset", sorted(TASKS))
 def test_a_value_of_a_wrong_type_is_refused_by_name_at_every_key(dataset):
     """All keys at once are given a value that none of their kind takes, and each is named with it."""
     reward = ["env.reward=grpo_rl.envs.rewards.examples:x"] * (dataset == "prompt_response")
     cfg = config(f"env={dataset}", *reward)
     OmegaConf.set_struct(cfg, False)
-    keys = default_values(dataset).keys() - {"env.dataset"}  # which is told by the names that it can be
+    keys = values_of(dataset).keys() - {"env.dataset"}  # which is told by the names that it can be
     for value in ("fast", 0.5, True, ["x"]):
         wrong = copy.deepcopy(cfg)
         for key in keys:
             OmegaConf.update(wrong, key, value, merge=False)
         with pytest.raises(ValueError) as error:
-            check(wrong)
+            Settings.read(wrong)
         told = {line.split(" is ")[0]: line.split(" must be ")[1] for line in str(error.value).splitlines()}
         assert all(line.split(" is ")[1].startswith(f"{value!r}; it") for line in str(error.value).splitlines())
         accepted = {
@@ -146,7 +168,7 @@ def test_a_value_of_a_wrong_type_is_refused_by_name_at_every_key(dataset):
             0.5: {"a number"},
             True: {"true or false"},
         }.get(value if not isinstance(value, list) else None, {"text or a list of names", "text, a list or a mapping"})
-        kinds = {key: expected_kind(key, default) for key, default in default_values(dataset).items()}
+        kinds = {key: expected_kind(key, default) for key, default in values_of(dataset).items()}
         assert told.keys() == {key for key in keys if kinds[key] not in accepted}
         assert all(text.split("; quoted")[0].removesuffix(", or null") == kinds[key] for key, text in told.items())
 
@@ -175,12 +197,12 @@ def test_a_value_of_a_wrong_type_is_refused_by_name_at_every_key(dataset):
 )
 def test_a_wrong_type_is_told_with_the_value_and_what_it_must_be(override, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        check(config(override))
+        Settings.read(config(override))
 
 
 def test_several_wrong_types_are_told_at_once():
     with pytest.raises(ValueError) as error:
-        check(config("optimizer.lr=fast", "env.repeats=2.5"))
+        Settings.read(config("optimizer.lr=fast", "env.repeats=2.5"))
     assert str(error.value).count("it must be") == 2
 
 
@@ -190,10 +212,10 @@ def test_several_wrong_types_are_told_at_once():
     + ["env.score_timeout_s=2.5", "logger.name=\"'7'\"", "train_model.devices=null", "model.chat_template=x"],
 )
 def test_values_of_the_right_type_are_let_through(override):
-    check(config(override))
+    Settings.read(config(override))
 
 
-@pytest.mark.parametrize("dataset", sorted(ENVS))
+@pytest.mark.parametrize("dataset", sorted(TASKS))
 def test_each_tasks_config_has_exactly_the_settings_that_its_environment_takes(dataset):
     """And with the values that they have by default, so that a script and the command line do the same."""
     pytest.importorskip({"math": "math_verify"}.get(dataset, "torch"))
@@ -216,12 +238,12 @@ def test_each_tasks_config_has_exactly_the_settings_that_its_environment_takes(d
 
 def test_naming_a_task_chooses_its_config():
     cfg = config("env=ifeval")
-    check(cfg)
+    Settings.read(cfg)
     assert cfg.env.dataset == "ifeval" and "loose" in cfg.env.reward and "reasoning_pattern" not in cfg.env.reward
     with pytest.raises(ValueError, match=r"env\.reward\.correctness"):
         check_overrides(["env.reward.correctness=1"], "ifeval")
     with pytest.raises(ValueError, match=r"env\.reward must be set"):
-        check(config("env=prompt_response"))
+        Settings.read(config("env=prompt_response"))
 
 
 @pytest.mark.parametrize(
@@ -229,23 +251,95 @@ def test_naming_a_task_chooses_its_config():
     [
         (["train.max_staleness=1"], "train.max_staleness=1 is of mode=async; run sota/grpo_async.py"),
         (["ray.address=auto"], "ray.address=auto is of mode=async"),
-        (["mode=asink"], "mode is 'asink'; it can be sync, async; did you mean async?"),
+        (["mode=asink"], "mode is 'asink'; it can be sync, async, or null; did you mean async?"),
         (["mode=async", "train.max_staleness=-1"], "train.max_staleness is -1; it must be 0 or more"),
         (["mode=async", "inference_model.engine=transformers"], "mode=async samples with inference_model.engine=vllm"),
         (["mode=async", "inference_model.transfer=tcp"], "inference_model.transfer is 'tcp'; it can be shared_memory"),
-        (
-            ["mode=async", "inference_model.transfer=nccl", "inference_model.push_changes=true"],
-            "push_changes=true with",
-        ),
         (["mode=async", "ray.nodes=2"], "ray.nodes=2 needs a cluster; set ray.address"),
-        (["mode=async", "train.repeats_schedule=[[1,4]]"], "train.repeats_schedule is of mode=sync"),
+        (["mode=async", "train.repeats_schedule=[[1,4]]"], "train.repeats_schedule=[[1, 4]] is of mode=sync"),
         (["mode=async", "inference_model.keep_cache=1"], "inference_model.keep_cache is 1; it must be true or false"),
     ],
 )
 def test_what_is_of_the_other_mode_or_out_of_range_is_refused(overrides, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        check(config(*overrides))
+        Settings.read(config(*overrides))
 
 
 def test_async_mode_passes_the_checks():
-    check(config("mode=async", "train.max_staleness=0", "ray.address=auto", "ray.nodes=2"))
+    Settings.read(config("mode=async", "train.max_staleness=0", "ray.address=auto", "ray.nodes=2"))
+
+
+def test_a_value_out_of_range_is_told_with_the_range_and_several_at_once():
+    with pytest.raises(ValueError) as error:
+        Settings.read(config("policy.stop_kl=0", "sampling.temperature=3", "loss.tau_pos=0", "optimizer.name=adam"))
+    assert str(error.value).splitlines() == [
+        "sampling.temperature is 3; it must be more than 0 and at most 2: greedy responses to one prompt are all equal",
+        "optimizer.name is 'adam'; it can be adamw, sgd; did you mean adamw?",
+        "policy.stop_kl is 0; it must be more than 0, or null",
+        "loss.tau_pos is 0; it must be more than 0",
+    ]
+
+
+def comments(path):
+    """The comment beside each key of a config file, by its dotted name; a comment goes on in lines of its own."""
+    found, stack, key = {}, [], None
+    for line in path.read_text().splitlines():
+        if match := re.fullmatch(r"( *)(\w+):(?: .*?)?(?: +# (.*))?", line):
+            stack = [*stack[: len(match[1]) // 2], match[2]]
+            key = ".".join(stack)
+            found[key] = match[3] or ""
+        elif key and (match := re.fullmatch(r" {20,}# (.*)", line)):
+            found[key] += f" {match[1]}"
+    return found
+
+
+def test_the_comments_and_defaults_of_the_config_files_are_those_of_the_declarations():
+    shared, loss = comments(FOLDER / "grpo.yaml"), comments(FOLDER / "loss" / "grpo.yaml")
+    told = shared | {f"loss.{key}": comment for key, comment in loss.items()}
+    for dataset in TASKS:
+        own, values = comments(FOLDER / "env" / f"{dataset}.yaml"), values_of(dataset)
+        for key, setting in declarations(dataset).items():
+            in_task = key.removeprefix("env.") in own and key != "env.dataset"
+            assert (own[key.removeprefix("env.")] if in_task else told[key]) == setting.comment, key
+            if not in_task and key != "env.dataset":
+                assert values[key] == plain(setting.default), key
+
+
+def test_each_section_is_told_by_its_first_line():
+    shared = comments(FOLDER / "grpo.yaml")
+    hints = typing.get_type_hints(Sections)
+    for name in set(hints) & set(shared) - {"mode", "resume"}:
+        assert f"{shared[name]}." == hints[name].__doc__.splitlines()[0], name
+
+
+# Parts that take a whole section as keyword arguments.
+WHOLE = {"sampling": Sampling, "optimizer": PolicyOptimizer, "train_model.lora": LoRA, "mismatch": Mismatch}
+
+
+def test_each_setting_is_read_by_code():
+    """By its name as an attribute or a key in the code outside settings/, or as an argument of a part."""
+    sources = [path for folder in ("grpo_rl", "sota") for path in (ROOT / folder).rglob("*.py")]
+    names = set()
+    for path in sources:
+        if path.parent.name != "settings" or path.stem in ("derived", "relations", "devices"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names |= {node.attr} if isinstance(node, ast.Attribute) else set()
+                names |= {str(node.value)} if isinstance(node, ast.Constant) else set()
+    of_env = inspect.signature(LLMEnv.__init__).parameters
+    of_parts = {f"{name}.{key}" for name, part in WHOLE.items() for key in inspect.signature(part).parameters}
+    for key in declarations("gsm8k"):
+        name = key.rpartition(".")[2]
+        if key.startswith("env.") and key.removeprefix("env.").partition(".")[0] in GSM8K.__dataclass_fields__:
+            continue  # the environment's constructor takes it: tested above
+        assert name in names or key in of_parts or (key.startswith("env.") and name in of_env), key
+
+
+def test_a_stored_config_of_an_older_version_is_read_where_it_computes_the_same():
+    values = plain(Settings.read(config()))
+    del values["train"]["max_bad_steps"]
+    values["train"]["reward_scale"] = 1.0
+    values["inference_model"]["start_s"] = 600
+    assert Settings.restored(values) == Settings.read(config())
+    values["train"]["reward_scale"] = 2.0
+    with pytest.raises(ValueError, match=r"the run had train\.reward_scale=2\.0, which is no setting any more"):
+        Settings.restored(values)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,49 +9,24 @@ import torch
 from transformers import AutoTokenizer
 
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.testing import save_tiny_model
+from grpo_rl.testing import run_script, save_tiny_model, without_clocks
 from grpo_rl.training.checkpoint import checkpoints
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
-CLOCK = ("time/", "throughput/", "memory/", "limit_")
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """Overrides for steps of 4 x 4 answers, two optimizer steps each, by a random model that is paid for digits."""
-    folder = tmp_path_factory.mktemp("tiny")
-    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [
-        f"model.name={save_tiny_model(folder / 'model')}",
-        f"env.path={folder / 'train.jsonl'}",
-        "env.system_prompt=null",
-        "env.num_envs=4",
-        "env.repeats=4",
-        "env.reward.reasoning_pattern='[0-9]'",
-        "train.optim_batch_size=8",
-        "train.total_dialog_turns=64",
-        "train.checkpoint_frequency=1",
-        "train.keep_checkpoints=0",
-        "inference_model.engine=transformers",
-        "inference_model.max_model_len=64",
-        "sampling.max_new_tokens=8",
-        "optimizer.lr=1e-2",
-        "optimizer.warmup_steps=0",
-    ]
+def tiny(tiny_run):
+    return [*tiny_run, "train.micro_batch_tokens=8192", "optimizer.warmup_steps=0"]
 
 
-def run(overrides, folder, monkeypatch):
-    """The metrics of a run of the script in this process, without what the clock says."""
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={folder}"])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in read_metrics(folder)]
+def run(overrides, folder):
+    return [without_clocks(row) for row in read_metrics(run_script(SCRIPT, overrides, folder))]
 
 
 EVERYTHING = [
     "policy.kl_coef=0.1",
     "policy.target_kl=0.001",
-    "policy.kl_gain=0.5",
     "ref_model.refresh=average",
     "ref_model.decay=0.9",
     "train.repeats_schedule=[[2,8],[3,2]]",
@@ -68,8 +40,7 @@ EVERYTHING = [
 @pytest.fixture(scope="module")
 def whole(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        return folder, run([*tiny, *EVERYTHING], folder, patch)
+    return folder, run([*tiny, *EVERYTHING], folder)
 
 
 def test_the_coefficient_moves_by_the_logged_kl(whole):
@@ -77,7 +48,7 @@ def test_the_coefficient_moves_by_the_logged_kl(whole):
     assert rows[0]["kl/coef"] == 0.1 and len(rows) > 2
     for before, after in zip(rows, rows[1:], strict=False):
         error = max(-0.2, min(0.2, before["kl/ref"] / 0.001 - 1))
-        assert after["kl/coef"] == pytest.approx(before["kl/coef"] * (1 + 0.5 * error))
+        assert after["kl/coef"] == pytest.approx(before["kl/coef"] * (1 + 0.1 * error))
 
 
 def test_an_averaged_reference_follows_in_every_step(whole):
@@ -113,64 +84,64 @@ def test_what_dynamic_sampling_left_out_is_counted(whole):
 
 
 @pytest.mark.slow
-def test_the_weight_of_a_kl_in_the_reward_moves_and_resumes_exactly(tiny, tmp_path, monkeypatch):
+def test_the_weight_of_a_kl_in_the_reward_moves_and_resumes_exactly(tiny, tmp_path):
     settings = [
         *tiny, "loss=rloo", "policy.kl_coef=0.1", "policy.target_kl=0.001", "ref_model.refresh=steps",
         "ref_model.refresh_steps=1",
     ]  # fmt: skip
-    rows = run(settings, tmp_path / "whole", monkeypatch)
+    rows = run(settings, tmp_path / "whole")
     assert [row["reference/refreshes"] for row in rows] == [1, 2, 3, 4]
     coefficients = [row["kl/coef"] for row in rows]
     assert len(set(coefficients)) == 4
     (tmp_path / "copied.pt").write_bytes((tmp_path / "whole/checkpoints/checkpoint_000002.pt").read_bytes())
-    resumed = run([*settings, f"resume={tmp_path / 'copied.pt'}"], tmp_path / "resumed", monkeypatch)
+    resumed = run([*settings, f"resume={tmp_path / 'copied.pt'}"], tmp_path / "resumed")
     for ours, theirs in zip(resumed, rows[2:], strict=True):
         assert {k: (v, theirs[k]) for k, v in ours.items() if v != theirs[k]} == {}
     # It is charged: another weight in the second step gives other advantages, and so another gradient.
-    fixed = run([*settings, "policy.target_kl=null"], tmp_path / "fixed", monkeypatch)
+    fixed = run([*settings, "policy.target_kl=null"], tmp_path / "fixed")
     assert fixed[0]["grad_norm"] == rows[0]["grad_norm"] and fixed[1]["grad_norm"] != rows[1]["grad_norm"]
 
 
-def test_all_of_it_resumes_exactly(whole, tiny, tmp_path, monkeypatch):
+def test_all_of_it_resumes_exactly(whole, tiny, tmp_path):
     folder, rows = whole
     checkpoint = folder / "checkpoints" / "checkpoint_000002.pt"
     copy = tmp_path / "copied.pt"
     copy.write_bytes(checkpoint.read_bytes())
-    resumed = run([*tiny, *EVERYTHING, f"resume={copy}"], tmp_path / "resumed", monkeypatch)
+    resumed = run([*tiny, *EVERYTHING, f"resume={copy}"], tmp_path / "resumed")
     assert [row["step"] for row in resumed] == [row["step"] for row in rows[2:]]
     for ours, theirs in zip(resumed, rows[2:], strict=True):
         assert {k: (v, theirs[k]) for k, v in ours.items() if v != theirs[k]} == {}
 
 
 @pytest.mark.slow
-def test_a_collection_is_left_when_the_policy_is_too_far_from_the_sampler(tiny, tmp_path, monkeypatch):
+def test_a_collection_is_left_when_the_policy_is_too_far_from_the_sampler(tiny, tmp_path):
     few = [*tiny, "train.epochs=4", "train.total_dialog_turns=32", "policy.kl_coef=0.01", "train_model.dtype=float32"]
-    free = run(few, tmp_path / "free", monkeypatch)
-    held = run([*few, "policy.stop_kl=1e-6"], tmp_path / "held", monkeypatch)
+    free = run(few, tmp_path / "free")
+    held = run([*few, "policy.stop_kl=1e-6"], tmp_path / "held")
     assert [row["train/optimizer_steps"] for row in free] == [8, 8]
     # The first is on the sampler's own weights, the second sees what the first has moved.
     assert [row["train/optimizer_steps"] for row in held] == [2, 2]
 
 
-def test_the_reference_may_be_another_model(tiny, tmp_path, monkeypatch):
+def test_the_reference_may_be_another_model(tiny, tmp_path):
     other = save_tiny_model(tmp_path / "other", seed=1)
     settings = [*tiny, "policy.kl_coef=0.1", "train.total_dialog_turns=16", "optimizer.lr=0"]
-    same = run(settings, tmp_path / "same", monkeypatch)
-    far = run([*settings, f"ref_model.name={other}"], tmp_path / "far", monkeypatch)
+    same = run(settings, tmp_path / "same")
+    far = run([*settings, f"ref_model.name={other}"], tmp_path / "far")
     assert far[0]["kl/ref"] > 0.1 and same[0]["kl/ref"] < 1e-3
 
 
-def test_a_reference_that_cannot_judge_or_copy_the_policy_is_refused(tiny, tmp_path, monkeypatch):
+def test_a_reference_that_cannot_judge_or_copy_the_policy_is_refused(tiny, tmp_path):
     wider = save_tiny_model(tmp_path / "wider", hidden_size=128)
     settings = [*tiny, "policy.kl_coef=0.1", "train.total_dialog_turns=16"]
     with pytest.raises(SystemExit, match=r"ref_model\.refresh=steps renews the reference .* has other weights"):
-        run([*settings, f"ref_model.name={wider}", "ref_model.refresh=steps"], tmp_path / "run", monkeypatch)
-    run([*settings, f"ref_model.name={wider}"], tmp_path / "kept", monkeypatch)  # as it stays what it is
+        run([*settings, f"ref_model.name={wider}", "ref_model.refresh=steps"], tmp_path / "run")
+    run([*settings, f"ref_model.name={wider}"], tmp_path / "kept")  # as it stays what it is
     tokenizer = AutoTokenizer.from_pretrained(wider)
     tokenizer.add_tokens("another")
     tokenizer.save_pretrained(wider)
     with pytest.raises(SystemExit, match=r"has another vocabulary than .*choose a model of the same family"):
-        run([*settings, f"ref_model.name={wider}"], tmp_path / "again", monkeypatch)
+        run([*settings, f"ref_model.name={wider}"], tmp_path / "again")
 
 
 @pytest.mark.parametrize(
@@ -178,10 +149,10 @@ def test_a_reference_that_cannot_judge_or_copy_the_policy_is_refused(tiny, tmp_p
     [
         (["policy.target_kl=0.1"], r"policy\.target_kl=0\.1 with policy\.kl_coef=0\.0; both must be more than 0"),
         (["ref_model.refresh=steps"], r"ref_model\.refresh and ref_model\.name are of the KL term's reference"),
-        (["policy.kl_coef=0.1", "ref_model.refresh=often"], r"ref_model\.refresh=often; choose one of never, steps"),
+        (["policy.kl_coef=0.1", "ref_model.refresh=often"], r"ref_model\.refresh is 'often'; it can be never, steps"),
         (["train.repeats_schedule=[[3,1]]"], r"train\.repeats_schedule has a group size of 1 from step 3 on"),
         (["policy.stop_kl=0"], r"policy\.stop_kl is 0; it must be more than 0, or null"),
-        (["train.reward_clip=0"], r"train\.reward_clip is 0; use more than 0"),
+        (["train.reward_clip=0"], r"train\.reward_clip is 0; it must be more than 0, or null"),
         (["train.max_refills=-1"], r"train\.max_refills is -1"),
         (["train.repeats_schedule=null"], r"train\.repeats_schedule is None; it must be a list of pairs"),
         (["policy.target_kl=high"], r"policy\.target_kl is 'high'; it must be a number, or null"),
@@ -197,6 +168,6 @@ def test_a_reference_that_cannot_judge_or_copy_the_policy_is_refused(tiny, tmp_p
         (["train_model.lora.alpha=64"], r"train_model\.lora\.alpha=64 without adapters"),
     ],
 )
-def test_a_recipe_that_makes_no_sense_is_refused_at_once(tiny, overrides, message, tmp_path, monkeypatch):
+def test_a_recipe_that_makes_no_sense_is_refused_at_once(tiny, overrides, message, tmp_path):
     with pytest.raises(SystemExit, match=message):
-        run([*tiny, *overrides], tmp_path / "run", monkeypatch)
+        run([*tiny, *overrides], tmp_path / "run")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import runpy
+import functools
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,48 +11,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.testing import save_tiny_model
+from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
 
 pytest.importorskip("peft")
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
-CLOCK = ("time/", "throughput/", "memory/", "limit_")
+run = functools.partial(run_script, SCRIPT)
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """Overrides for a run of a few seconds with adapters, held to their base, and with dropout."""
-    folder = tmp_path_factory.mktemp("tiny")
-    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(6)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [
-        f"model.name={save_tiny_model(folder / 'model')}",
-        f"env.path={folder / 'train.jsonl'}",
-        "env.system_prompt=null",
-        "env.num_envs=4",
-        "env.repeats=4",
-        "env.reward.reasoning_pattern='[0-9]'",
-        "train.optim_batch_size=8",
-        "train.total_dialog_turns=48",
-        "train.checkpoint_frequency=1",
-        "train.keep_checkpoints=0",
-        "train_model.lora.rank=4",
-        "train_model.lora.targets=[q_proj,up_proj,down_proj]",
-        "train_model.lora.dropout=0.1",
-        "policy.kl_coef=0.1",
-        "inference_model.engine=transformers",
-        "inference_model.max_model_len=64",
-        "sampling.max_new_tokens=8",
-        "optimizer.lr=1e-2",
-    ]
-
-
-def run(overrides, folder, monkeypatch):
-    """Runs the script in this process; its folder."""
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *overrides, f"hydra.run.dir={folder}"])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
-    return folder
+def tiny(tiny_run):
+    """A run with adapters, held to their base, and with dropout."""
+    adapters = ["train_model.lora.rank=4", "train_model.lora.targets=[q_proj,up_proj,down_proj]"]
+    held = ["train_model.lora.dropout=0.1", "policy.kl_coef=0.1", "train.total_dialog_turns=48"]
+    return [*tiny_run, *adapters, *held, "train.micro_batch_tokens=8192"]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +37,7 @@ def finished(tiny, tmp_path_factory):
         patch.setattr(
             AutoModelForCausalLM, "from_pretrained", lambda *a, **kw: loaded.append(a) or from_pretrained(*a, **kw)
         )
-        return run(tiny, tmp_path_factory.mktemp("whole") / "run", patch), len(loaded)
+        return run(tiny, tmp_path_factory.mktemp("whole") / "run"), len(loaded)
 
 
 def test_the_base_is_loaded_for_policy_and_engine_and_no_third_time_for_the_reference(finished):
@@ -89,18 +60,16 @@ def test_checkpoints_hold_adapters_alone_and_the_run_leaves_a_whole_model_that_h
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, tmp_path, monkeypatch, step):
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, tmp_path, step):
     whole, _ = finished
     cut = tmp_path / "cut"
     shutil.copytree(whole, cut)
     torch.manual_seed(12345)  # whatever happened since
     start = checkpoints(cut / "checkpoints")[step - 1]
-    run([*tiny, f"resume={start}"], tmp_path / "unused", monkeypatch)
+    run([*tiny, f"resume={start}"], tmp_path / "unused")
     ours, theirs = (load(checkpoints(f / "checkpoints")[-1])["optimizer"]["masters"] for f in (cut, whole))
     assert theirs.keys() == ours.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    timeless = [
-        [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in read_metrics(f)] for f in (cut, whole)
-    ]
+    timeless = [[without_clocks(row) for row in read_metrics(f)] for f in (cut, whole)]
     assert timeless[0] == timeless[1]
 
 
@@ -126,22 +95,22 @@ def test_bad_settings_are_told_in_one_line_before_a_model_is_loaded(tiny, tmp_pa
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
     with pytest.raises(SystemExit, match=message):
-        run([*tiny, *overrides], tmp_path / "run", monkeypatch)
+        run([*tiny, *overrides], tmp_path / "run")
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
-def test_a_run_on_a_quantised_base_trains_and_exports_plain_weights(tiny, tmp_path, monkeypatch, quantization):
+def test_a_run_on_a_quantised_base_trains_and_exports_plain_weights(tiny, tmp_path, quantization):
     pytest.importorskip("bitsandbytes")
     # Two collections: weights are pushed again after they were computed with.
     overrides = [f"train_model.quantization={quantization}", "train.total_dialog_turns=32"]
-    folder = run([*tiny, *overrides], tmp_path / "run", monkeypatch)
+    folder = run([*tiny, *overrides], tmp_path / "run")
     steps = read_metrics(folder)
     assert len(steps) == 2 and all(step["grad_norm"] > 0 for step in steps)
     trained = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert all(parameter.dtype == torch.bfloat16 for parameter in trained.parameters())
 
 
-def test_adapters_are_not_resumed_on_another_base(finished, tiny, tmp_path, monkeypatch):
+def test_adapters_are_not_resumed_on_another_base(finished, tiny, tmp_path):
     whole, _ = finished
     changed, model = tmp_path / "run", Path(tiny[0].split("=")[1])
     shutil.copytree(whole, changed)
@@ -152,6 +121,6 @@ def test_adapters_are_not_resumed_on_another_base(finished, tiny, tmp_path, monk
             other.model.norm.weight[3] += 1
         other.save_pretrained(model)
         with pytest.raises(SystemExit, match=r"another base: 1 of 20 tensors .*model\.norm\.weight"):
-            run([*tiny, f"resume={checkpoints(changed / 'checkpoints')[1]}"], tmp_path / "unused", monkeypatch)
+            run([*tiny, f"resume={checkpoints(changed / 'checkpoints')[1]}"], tmp_path / "unused")
     finally:
         (model / "model.safetensors").write_bytes(kept)

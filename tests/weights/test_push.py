@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
 import pytest
 import torch
 
 from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.weights.null import NullTransport
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
+from grpo_rl.weights.transport import InProcess
 
 
 @pytest.fixture
@@ -19,6 +24,62 @@ def test_versions_rise_by_one_with_every_push(model):
     engine = ScriptedEngine(lambda prompt, g: [])
     sync = WeightSync(model, engine, version=4)
     assert [sync.push(), sync.push()] == [5, 6] and engine.version == 6
+
+
+def test_listeners_hear_of_a_version_once_it_is_proven_and_a_checkpoint_is_gone_back_to(model):
+    class Stops(ScriptedEngine):
+        def update_weights(self, weights, version):
+            if version == 3:
+                raise OSError("no room")
+            super().update_weights(weights, version)
+
+    heard = []
+    sync = WeightSync(model, Stops(lambda prompt, g: []))
+    sync.subscribe(heard.append)
+    assert [sync.push(), sync.push()] == heard == [1, 2]
+    with pytest.raises(OSError, match="no room"):
+        sync.push()
+    assert heard == [1, 2]
+    sync.restore(2)
+    assert sync.push() == 2 == sync.version and heard == [1, 2, 2]
+
+
+def test_a_rank_that_waits_for_rank_zero_takes_part_in_deliveries_to_engines_that_join(model):
+    class Ranks:
+        def __init__(self, rank):
+            self.rank = rank
+
+        def broadcast(self, first):
+            if self.rank == 0:
+                said.put(first)
+                return first
+            return said.get(timeout=10)
+
+    class Gathers(NullTransport):
+        def send(self, weights, version):
+            gathered.append((version, [name for name, _ in weights]))
+            return {}
+
+    def other_rank():
+        sync = WeightSync(model, Gathers(torch.bfloat16, takes_adapters=False), ranks=Ranks(1))
+        sync.push()
+        return sync.on_rank_zero(lambda: pytest.fail("this is rank zero's work"))
+
+    said, gathered = SimpleQueue(), []
+    transport = InProcess(engine := ScriptedEngine(lambda prompt, g: []))
+    sync = WeightSync(model, transport, ranks=Ranks(0))
+
+    def work():
+        engine.weights.clear()
+        transport.on_new_engine()
+        return "groups"
+
+    with ThreadPoolExecutor() as threads:
+        other = threads.submit(other_rank)
+        sync.push()
+        assert sync.on_rank_zero(work) == other.result(10) == "groups"
+    names = [name for name, _ in model.named_parameters()]
+    assert gathered == [(1, names), (1, names)] and list(engine.weights) == names and sync.version == 1
 
 
 def test_an_engine_that_keeps_the_old_weights_is_found_out(model):

@@ -49,7 +49,7 @@ class Reads:
     def update_weights(self, bucket):
         memory = torch.from_file(bucket["path"], shared=True, size=bucket["size"], dtype=torch.uint8)
         self.largest = max(self.largest, bucket["size"])
-        for name, dtype, shape, start, first, count, _ in bucket["tensors"]:
+        for name, dtype, shape, start, first, count in bucket["tensors"]:
             values = memory[start : start + 2 * count].view(getattr(torch, dtype))
             if first == 0:
                 self.engine.weights[name] = torch.zeros(shape, dtype=values.dtype)
@@ -253,11 +253,11 @@ class Receives:
 )
 def test_an_update_that_ends_too_early_is_refused_and_says_what_is_missing(count, names, message):
     with pytest.raises(RuntimeError, match=message):
-        Receives().update([["w", "bfloat16", [8, 4], 64, 0, count, None]], names)
+        Receives().update([["w", "bfloat16", [8, 4], 64, 0, count]], names)
 
 
 def test_an_update_of_everything_and_one_of_nothing_are_whole():
-    Receives().update([["w", "bfloat16", [8, 4], 64, 0, 32, None]], ["w"])
+    Receives().update([["w", "bfloat16", [8, 4], 64, 0, 32]], ["w"])
     Receives().update([], [])
 
 
@@ -371,7 +371,7 @@ def test_vllm_holds_what_was_sent_through_buckets_that_cut_its_layers(served, fo
 
 
 @pytest.mark.slow
-def test_a_corrupted_byte_is_found_on_that_push_and_the_tensor_named(served, folder, road):
+def test_a_corrupted_byte_is_found_on_that_push_and_the_tensor_named(served, folder, pushed):
     def flip(memory, bucket):
         for name, _, _, start, *_ in bucket["tensors"]:
             if name == BIASED:

@@ -115,21 +115,21 @@ class AsyncVLLMEngine:
     async def generate(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
         """See :meth:`grpo_rl.engines.base.AsyncEngine.generate`."""
         check_request([prompt], n, sampling, self.max_model_len)
-        answer = asyncio.ensure_future(self._answer(request_id, prompt, n, sampling))
+        response = asyncio.ensure_future(self._sample(request_id, prompt, n, sampling))
         try:
             # A long response may take longer than the deadline; meanwhile the process has to pass health checks.
-            while not (await asyncio.wait({answer}, timeout=self.deadline_s))[0]:
+            while not (await asyncio.wait({response}, timeout=self.deadline_s))[0]:
                 await self.check_health()
-            output = answer.result()
+            output = response.result()
         except CoreDeadError as error:
-            raise self._dead(f"answering {request_id}") from error
+            raise self._dead(f"sampling {request_id}") from error
         finally:
-            answer.cancel()
+            response.cancel()
         if any(part.finish_reason == "abort" for part in output.outputs):
             raise AbortedError(f"{request_id} was aborted on {self.name}")
         return samples_with_versions(output)
 
-    async def _answer(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> RequestOutput:
+    async def _sample(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> RequestOutput:
         request: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         if self._keep_cache:
             # Not the version: requests made in a pause are computed by weights of a version that is yet to come.

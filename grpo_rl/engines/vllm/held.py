@@ -1,6 +1,6 @@
 """Proof of delivery inside vLLM: fingerprints of what its layers compute with, by the checkpoint's names.
 
-On a CPU vLLM multiplies by packed copies of its weights, which it offers no way to read. There are two answers: a
+On a CPU vLLM multiplies by packed copies of its weights, which it offers no way to read. There are two proofs: a
 digest, taken of what a weight was packed from when it was packed (`grpo_rl.engines.vllm.cpu.record_packing`); and a
 fingerprint of the weight itself, read exactly by a product with an identity matrix, which takes far longer.
 """

@@ -1,4 +1,4 @@
-"""A step of a run as its lineage holds it: groups and optimizer steps, read back from Parquet."""
+"""Lineage read back: the groups and optimizer steps of a stored step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.data.group import Group
-from grpo_rl.monitor.lineage import ANSWERS, KEY, OF_GROUP, TOKENS, stored_steps
+from grpo_rl.monitor.lineage import KEY, OF_GROUP, RESPONSES, TOKENS, stored_steps
 
 _READ = ("token_id", "policy_version", "trainable", "log_prob", "entropy", *OF_GROUP)
 
@@ -26,13 +26,13 @@ class StoredUpdate:
 
     Args:
         groups: ids of its groups.
-        scored: of each that was scored, the trainer's log-probabilities and entropies, [R].
-        told: what the loss returned, by name, and what the optimizer did.
+        scored: the trainer's log-probabilities and entropies, [R], of each group that was scored.
+        recorded: what the loss returned, by name, and what the optimizer did.
     """
 
     groups: list[int]
     scored: dict[int, tuple[Tensor, Tensor]]
-    told: dict[str, float]
+    recorded: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,23 @@ class StoredStep:
 
 
 def read_step(run_dir: str | Path, step: int) -> StoredStep:
-    """What was stored of a step.
+    """The step as it was stored.
 
     Raises:
-        ValueError: nothing was, with the steps that there are.
+        ValueError: it was not stored; names the steps that were.
     """
     if step not in (steps := stored_steps(run_dir)):
         have = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none; train with train.lineage=true"
         raise ValueError(f"{run_dir} has no lineage of step {step}: {have}")
-    table, answers = (
-        pq.read_table(Path(run_dir) / folder / f"step_{step:06d}.parquet") for folder in (TOKENS, ANSWERS)
+    table, responses = (
+        pq.read_table(Path(run_dir) / folder / f"step_{step:06d}.parquet") for folder in (TOKENS, RESPONSES)
     )
     about = json.loads(table.schema.metadata[KEY])
     valid = {name: torch.from_numpy(table[name].is_valid().to_numpy()) for name in _READ}
     columns = {name: torch.from_numpy(table[name].to_numpy().copy()) for name in _READ}
     spans = _spans(table)
     by_group: dict[int, list[dict]] = defaultdict(list)
-    for row in answers.to_pylist():
+    for row in responses.to_pylist():
         by_group[row["group_id"]].append(row)
     groups = []
     for group_id, rows in by_group.items():
@@ -71,17 +71,17 @@ def read_step(run_dir: str | Path, step: int) -> StoredStep:
             _group(rows, *({name: column[span] for name, column in part.items()} for part in (columns, valid)))
         )
     updates = []
-    for number, told in enumerate(about["optimizer_steps"]):
-        ids = told.pop("groups")
+    for number, recorded in enumerate(about["optimizer_steps"]):
+        ids = recorded.pop("groups")
         found = {i: spans.get((number, i), slice(0, 0)) for i in ids}
         found = {i: at for i, at in found.items() if valid["log_prob"][at].all()}
         scored = {i: (columns["log_prob"][at], columns["entropy"][at]) for i, at in found.items()}
-        updates.append(StoredUpdate(ids, scored, told))
+        updates.append(StoredUpdate(ids, scored, recorded))
     return StoredStep(about["step"], about["config"], groups, updates)
 
 
 def _spans(table: pa.Table) -> dict[tuple[int, int], slice]:
-    """Where the rows of each group in each optimizer step are (-1: in none); they stand together, in their order."""
+    """The rows of each group in each optimizer step (-1: in none); they stand together, in their order."""
     owners = np.stack([table["optimizer_step"].fill_null(-1).to_numpy(), table["group_id"].to_numpy()])
     starts = np.flatnonzero(np.diff(owners, axis=1, prepend=-2).any(0)).tolist()
     ends = [*starts[1:], owners.shape[1]]
@@ -89,7 +89,7 @@ def _spans(table: pa.Table) -> dict[tuple[int, int], slice]:
 
 
 def _group(rows: Sequence[Mapping], tokens: Mapping[str, Tensor], valid: Mapping[str, Tensor]) -> Group:
-    """The group whose answers and tokens these are; null is what is not valid, NaN is a number that was computed."""
+    """The group whose responses and tokens these are; null is what is not valid, NaN is a number that was computed."""
 
     def named(prefix: str) -> dict[str, Tensor]:
         names = [name for name in rows[0] if name.startswith(prefix) and rows[0][name] is not None]
@@ -98,7 +98,7 @@ def _group(rows: Sequence[Mapping], tokens: Mapping[str, Tensor], valid: Mapping
     def known(name: str) -> Tensor | None:
         return tokens[name] if len(tokens[name]) and valid[name].all() else None
 
-    annotated = known("old_entropy") is not None
+    scored_before = known("old_entropy") is not None
     return Group(
         group_id=rows[0]["group_id"],
         row=rows[0]["row"],
@@ -115,6 +115,6 @@ def _group(rows: Sequence[Mapping], tokens: Mapping[str, Tensor], valid: Mapping
         advantages=None if rows[0]["advantage"] is None else torch.tensor([row["advantage"] for row in rows]),
         ref_log_probs=known("ref_log_prob"),
         # Written together; without entropies the column only repeats what the trainer said in the optimizer step.
-        old_log_probs=known("old_log_prob") if annotated else None,
+        old_log_probs=known("old_log_prob") if scored_before else None,
         old_entropies=known("old_entropy"),
     )

@@ -1,4 +1,4 @@
-"""`grpo-rl plan --simulate`: answers alike take the plan's own seconds in the twin, and a tail what a hand expects."""
+"""`grpo-rl plan --simulate`: responses alike take the plan's own seconds, and a tail what a hand expects."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from grpo_rl.cli import main
 from grpo_rl.planner.advice import neighbours
 from grpo_rl.planner.hardware import Cluster
 from grpo_rl.planner.plan import make_plan
-from grpo_rl.planner.question import Question
-from grpo_rl.planner.simulate import answer_lengths, engine_rates, simulate_plan
-from grpo_rl.planner.simulator import LogNormal, Scenario, simulate
+from grpo_rl.planner.scenario import Scenario
+from grpo_rl.planner.simulation import engine_rates, response_lengths, simulate_plan
+from grpo_rl.planner.simulator import LogNormal, SimulatorConfig, simulate
 from grpo_rl.policies.loading import skeleton
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
@@ -29,29 +29,30 @@ def model():
     return skeleton(LLAMA_70B).bfloat16()
 
 
-def question(model, *overrides, mode="async", answer_tokens=None):
-    cfg = compose_config("grpo_gsm8k", [f"model.name={LLAMA_70B}", "+experiment=plan_70b_64gpus", *overrides])
-    return Question(Settings.read(cfg), model, Cluster.parse("64xH100"), mode, answer_tokens=answer_tokens)
+def scenario_of(model, *overrides, mode="async", response_tokens=None):
+    words = [f"model.name={LLAMA_70B}", f"mode={mode}", "+experiment=plan_70b_64gpus", *overrides]
+    settings = Settings.read(compose_config("grpo_gsm8k", words))
+    return Scenario(settings, model, Cluster.parse("64xH100"), response_tokens=response_tokens)
 
 
 @pytest.fixture(scope="module")
 def simulation(model):
-    return simulate_plan(make_plan(question(model)))
+    return simulate_plan(make_plan(scenario_of(model)))
 
 
 def test_answers_that_are_alike_take_as_long_as_the_plan_says(model):
-    plan = make_plan(question(model))
+    plan = make_plan(scenario_of(model))
     turns = simulate_plan(plan, tail=1).turns
     seconds = {phase: share * turns.step_s for phase, share in
                (("sample", turns.outcome.waiting), ("train", turns.outcome.training))}  # fmt: skip
-    # The fullest engine has 14 of 80 groups, which the plan counts for all; the twin draws its line through 16.
+    # The fullest engine has 14 of 80 groups, which the plan counts for all; the simulator draws its line through 16.
     assert seconds["sample"] == pytest.approx(plan.seconds["sample"], rel=0.05)
     assert seconds["train"] == pytest.approx(plan.seconds["train"] + plan.seconds["score"])
     assert turns.step_s == pytest.approx(sum(seconds.values()) + plan.seconds["sync"])
 
 
 def test_answers_that_are_alike_overlap_as_two_phases_can(model):
-    plan = make_plan(question(model))
+    plan = make_plan(scenario_of(model))
     found = simulate_plan(plan, tail=1)
     sample, train = (plan.seconds[phase] for phase in ("sample", "train"))
     ideal = (sample + train) / max(sample, train)
@@ -66,42 +67,37 @@ def test_with_a_long_tail_sampling_at_once_waits_no_more_and_holds_its_bound(sim
     assert planned.waiting <= 0.1 and planned.staleness_max <= 2 and turns.staleness_max == 0
     assert simulation.gain >= max(1.7, 0.9 * simulation.ideal)
     # The longest of 1,280 answers is cut at 1,024 tokens: in turns every batch waits for it, whatever the others are.
-    slots, token_s, _ = engine_rates(simulation_question(simulation), simulation.planned.split)
+    slots, token_s, _ = engine_rates(simulation.planned.plan)
     assert slots == 256 and turns.waiting * simulation.turns.step_s >= 1024 * token_s
-
-
-def simulation_question(simulation):
-    return question(skeleton(LLAMA_70B).bfloat16(), answer_tokens=round(simulation.lengths.mean))
 
 
 def test_the_split_that_is_called_best_is_the_fastest_within_a_percent(simulation):
     assert simulation.colocated
-    can_run = [simulated for simulated in simulation.all if simulated.split.inference]  # no script has all in turns
+    can_run = [simulated for simulated in simulation.all if not simulated.plan.layout.colocated]
     times = [simulated.step_s for simulated in can_run]
     assert simulation.best in can_run and min(times) <= simulation.best.step_s <= 1.01 * min(times)
-    assert len({(s.split.train, s.split.inference, s.max_staleness) for s in simulation.all}) == len(times) + 1
+    assert len({(s.plan.layout, s.max_staleness) for s in simulation.all}) == len(times) + 1
     bound = simulation.best.max_staleness
-    assert list(simulation.best_settings.items())[:2] == [("mode", "async"), ("train.max_staleness", bound)]
+    assert list(simulation.best_overrides.items())[:2] == [("mode", "async"), ("train.max_staleness", bound)]
 
 
 def test_neighbours_use_all_devices_and_fit(model):
-    asked = question(model)
-    plan = make_plan(asked)
-    own = simulate_plan(plan, tail=1).planned.split
-    near = neighbours(asked, own)
-    assert near == sorted(near, key=lambda split: split.train) and own.train not in [split.train for split in near]
-    assert all(split.train + split.inference == 64 and split.size == 4 and not split.missing_gib for split in near)
-    assert {abs(split.train - own.train) for split in near} >= {4, 8}  # a sixteenth and an eighth of 64
+    own = make_plan(scenario_of(model))
+    near = [plan.layout for plan in neighbours(own) if plan.fits]
+    train = own.layout.train
+    assert near == sorted(near, key=lambda layout: layout.train) and train not in [layout.train for layout in near]
+    assert all(layout.train + layout.inference == 64 and layout.engine_size == 4 for layout in near)
+    assert {abs(layout.train - train) for layout in near} >= {4, 8}  # a sixteenth and an eighth of 64
 
 
 @pytest.mark.parametrize(("mode", "bound"), [("sync", 2), ("async", 0)])
 def test_in_turns_nothing_is_simulated_at_once(model, mode, bound):
-    plan = make_plan(question(model, f"train.max_staleness={bound}", mode=mode))
+    plan = make_plan(scenario_of(model, f"train.max_staleness={bound}", mode=mode))
     found = simulate_plan(plan)
     assert found.planned is found.turns is found.best and not found.others
     assert all(simulated.max_staleness == 0 for simulated in found.all)
-    assert found.best_settings["mode"] == mode
-    assert found.best_settings.get("train.max_staleness") == (0 if mode == "async" else None)
+    assert found.best_overrides["mode"] == mode
+    assert found.best_overrides.get("train.max_staleness") == (0 if mode == "async" else None)
 
 
 @pytest.mark.parametrize(("tail", "limit"), [(1, 500), (8, float("inf")), (8, 1000), (30, 400)])
@@ -114,24 +110,24 @@ def test_the_mean_of_lengths_is_that_of_what_is_drawn(tail, limit):
 
 def test_lengths_are_those_that_are_asked_for(model):
     # Without a mean, the 99th percentile is the longest that there may be.
-    assert answer_lengths(question(model), 8) == LogNormal(128, 8, 1024)
-    assert answer_lengths(question(model, answer_tokens=300), 8).mean == pytest.approx(300)
+    assert response_lengths(scenario_of(model), 8) == LogNormal(128, 8, 1024)
+    assert response_lengths(scenario_of(model, response_tokens=300), 8).mean == pytest.approx(300)
     with pytest.raises(ValueError, match="--length-tail is 0.5"):
-        answer_lengths(question(model), 0.5)
-    with pytest.raises(ValueError, match=r"--answer-tokens=1024 as the mean .*max_new_tokens=1024"):
-        answer_lengths(question(model, answer_tokens=1024), 8)
+        response_lengths(scenario_of(model), 0.5)
+    with pytest.raises(ValueError, match=r"--response-tokens=1024 as the mean .*max_new_tokens=1024"):
+        response_lengths(scenario_of(model, response_tokens=1024), 8)
 
 
 def test_a_margin_leaves_out_the_rush_at_the_start_and_nothing_else():
     # Answers alike, one engine, phases of 4 s and 8 s: at first the trainer waits for a batch, and never again.
-    even = Scenario(engines=1, slots=8, lengths=LogNormal(100), group_size=4, groups_per_step=1, token_s=0.04,
-                    token_s_per_answer=0.0, train_tokens_per_s=50.0, push_s=0.0, steps=10)  # fmt: skip
+    even = SimulatorConfig(engines=1, slots=8, lengths=LogNormal(100), group_size=4, groups_per_step=1, token_s=0.04,
+                    token_s_per_response=0.0, train_tokens_per_s=50.0, push_s=0.0, steps=10)  # fmt: skip
     with_start, without = simulate(even), simulate(replace(even, margin=3))
     assert with_start.seconds == pytest.approx(4 + 10 * 8) and without.seconds == pytest.approx(10 * 8)
-    assert without.waiting == 0 and without.answers == with_start.answers == 40
+    assert without.waiting == 0 and without.responses == with_start.responses == 40
 
 
-def test_the_command_prints_the_twin_below_the_plan(capsys, monkeypatch):
+def test_the_command_prints_the_simulation_below_the_plan(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     words = [f"model.name={LLAMA_70B}", "+experiment=plan_70b_64gpus", "cluster=64xH100"]
     assert main(["plan", "--simulate", *words, "train.max_staleness=1"]) == 0
@@ -139,7 +135,7 @@ def test_the_command_prints_the_twin_below_the_plan(capsys, monkeypatch):
     assert re.search(r"train 40, inference 24, max_staleness=1 +\d", out) and "all 64, in turns" in out
     assert re.search(r"best: .*\(mode=async train\.max_staleness=1 train_model\.num_devices=\d+", out)
     assert main(["plan", *words]) == 0
-    assert "Twin" not in capsys.readouterr().out
+    assert "Lengths" not in capsys.readouterr().out
 
 
 def test_one_device_samples_and_trains_in_turns(capsys, monkeypatch):
@@ -150,14 +146,14 @@ def test_one_device_samples_and_trains_in_turns(capsys, monkeypatch):
     ]
     assert main(["plan", "--simulate", *words]) == 0
     out = capsys.readouterr().out
-    assert "all 1, in turns" in out and "best:" not in out.partition("Twin")[2]
+    assert "all 1, in turns" in out and "best:" not in out.partition("Lengths")[2]
 
 
-def test_the_page_on_staleness_says_what_the_twin_gives():
+def test_the_page_on_staleness_says_what_the_simulator_gives():
     # benchmarks/staleness.py's balanced scenario: "1 gives 1.8 times, and 2 gives 2.1 times", waiting less than 2 %.
-    balanced = Scenario(engines=8, train_tokens_per_s=5e3, steps=60)
+    balanced = SimulatorConfig(engines=8, train_tokens_per_s=5e3, steps=60)
     turns, one, two = (simulate(replace(balanced, max_staleness=bound)) for bound in (0, 1, 2))
-    gains = [round(outcome.answers_per_s / turns.answers_per_s, 1) for outcome in (one, two)]
+    gains = [round(outcome.responses_per_s / turns.responses_per_s, 1) for outcome in (one, two)]
     assert gains == [1.8, 2.1] and two.waiting < 0.02
     page = (Path(__file__).parents[2] / "docs" / "async.md").read_text()
     assert "1.8 times" in page and "2.1 times" in page

@@ -1,0 +1,195 @@
+"""Scenario: a config on a cluster, and what both memory and time depend on."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from transformers import AutoConfig, PreTrainedModel
+
+from grpo_rl.planner.batches import BatchPlan, plan_batches
+from grpo_rl.planner.hardware import Cluster
+from grpo_rl.planner.memory import (
+    QUANTIZED_BYTES,
+    EngineMemory,
+    Footprint,
+    Shape,
+    Training,
+    engine_memory,
+    kept_state,
+    training_footprint,
+)
+from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE, Work
+from grpo_rl.policies.compiled import can_compile
+from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
+from grpo_rl.policies.lora import LoRA
+from grpo_rl.settings.schema import Settings
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A config on a cluster, with assumed lengths and rates.
+
+    Args:
+        settings: the run's; ``mode`` says whether sampling and training take turns (``sync``) or overlap (``async``).
+        model: a skeleton of its model, without weights.
+        prompt_tokens: assumed length of every prompt, see `grpo_rl.planner.batches.plan_batches`.
+        response_tokens: assumed length of every response; memory is planned for the longest.
+        train_share: share of the devices' rates that training reaches.
+        sample_share: share of them that sampling reaches.
+    """
+
+    settings: Settings
+    model: PreTrainedModel
+    cluster: Cluster
+    prompt_tokens: int | None = None
+    response_tokens: int | None = None
+    train_share: float = TRAIN_SHARE
+    sample_share: float = SAMPLE_SHARE
+
+    def with_overrides(self, overrides: Mapping[str, object]) -> Scenario:
+        """The scenario with other values of some settings; ``cluster`` stands for the number of its devices."""
+        values, cluster = dict(overrides), self.cluster
+        if (count := values.pop("cluster", None)) is not None:
+            cluster = replace(cluster, count=int(str(count)))
+        return replace(self, settings=self.settings.with_values(values), cluster=cluster)
+
+    @property
+    def visible(self) -> int:
+        """The number of GPUs."""
+        return self.cluster.count if self.cluster.device.kind == "cuda" else 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether sampling and training go on at the same time."""
+        return self.settings.mode == "async"
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The model's shape, with the config's adapters."""
+        lora = self.settings.train_model.lora
+        targets = lora.targets if isinstance(lora.targets, str) else tuple(lora.targets)
+        return _shape(self.model, lora.rank, targets)
+
+    @cached_property
+    def batches(self) -> BatchPlan:
+        """The numbers of the run's batches."""
+        return plan_batches(self.settings, self.prompt_tokens, self.response_tokens, self.visible)
+
+    @cached_property
+    def work(self) -> Work:
+        """What a step computes."""
+        return Work(self.batches, self.train_share, self.sample_share)
+
+    @cached_property
+    def training(self) -> Training:
+        """What the trainer's memory depends on."""
+        train, compiles = self.settings.train_model, self.cluster.device.kind == "cuda" or can_compile("cpu")
+        return Training(
+            masters=self.settings.train.mixed_precision and train.dtype != "float32",
+            moments=2 if self.settings.optimizer.name == "adamw" else 0,
+            checkpointing=train.gradient_checkpointing,
+            fused=compiles and not train.quantization if train.compile is None else train.compile,
+            frozen_bytes=QUANTIZED_BYTES.get(train.quantization, self.shape.itemsize),
+        )
+
+    @property
+    def longest_group(self) -> int:
+        """Tokens of a group, which is never split, whose prompt and responses are as long as they can be."""
+        longest = self.settings.sampling.max_new_tokens
+        return self.settings.inference_model.max_model_len + (self.batches.largest - 1) * longest
+
+    @property
+    def most_ranks(self) -> int:
+        """The number of devices that can train: each needs a group of every optimizer step."""
+        return max(1, self.batches.batch_groups)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the reference has weights of its own: a policy with adapters is its own reference without them."""
+        return bool(self.settings.policy.kl_coef) and not self.shape.adapters
+
+    @property
+    def engine_sleeps(self) -> bool:
+        """Whether an engine on the trainer's devices frees their memory while it trains."""
+        return not self.overlaps and self.settings.inference_model.sleep and self.cluster.device.kind == "cuda"
+
+    def shards(self, ranks: int) -> int:
+        """The number of parts that the weights are divided into on so many training devices."""
+        return 1 if self.settings.train_model.parallel == "ddp" else ranks
+
+    def micro_batch_tokens(self, ranks: int) -> int:
+        """Tokens of the largest micro-batch that one of so many training devices can get."""
+        groups = max(1, math.ceil(self.batches.batch_groups / ranks))
+        if count := self.batches.accumulation:
+            return math.ceil(groups / min(count, groups)) * self.longest_group
+        return min(groups * self.longest_group, max(self.settings.train.micro_batch_tokens, self.longest_group))
+
+    def trainer(self, ranks: int, tokens: int) -> Footprint:
+        """The peak of one of so many training devices, with all of these tokens in a micro-batch."""
+        offloaded = self.settings.train_model.cpu_offload
+        return training_footprint(
+            self.shape, self.training, self.shards(ranks), tokens, self.cluster.device.kind, offloaded
+        )
+
+    def kept(self, ranks: int) -> float:
+        """Bytes that a training device keeps between steps."""
+        if self.settings.train_model.cpu_offload:
+            return 0.0
+        return sum(kept_state(self.shape, self.training, self.shards(ranks)).values())
+
+    def reference_bytes(self, ranks: int) -> float:
+        """Bytes of the reference's weights on each of so many devices that share them, with averages if it keeps some.
+
+        They are 0 where the reference has no weights of its own.
+        """
+        averages = 4 * (self.settings.ref_model.refresh == "average")
+        return self.has_reference * self.shape.parameters * (self.shape.itemsize + averages) / self.shards(ranks)
+
+    def engine(self, size: int) -> EngineMemory:
+        """Memory of each device of an engine that is spread over so many."""
+        device, utilization = self.cluster.device, self.settings.inference_model.gpu_memory_utilization
+        return engine_memory(self.shape, size, device.memory, utilization, device.kind)
+
+    def engine_sizes(self, devices: int) -> list[int]:
+        """Tensor-parallel sizes that divide so many devices and the model's heads, within a node."""
+        shape = self.shape
+        return [
+            size
+            for size in (2**i for i in range(min(devices, self.cluster.device.node).bit_length()))
+            if devices % size == 0 and shape.heads % size == 0 and shape.can_split_keys(size)
+        ]
+
+
+@functools.lru_cache(maxsize=4)  # scenarios differ in other settings by the hundred
+def _shape(model: PreTrainedModel, rank: int, targets: str | tuple[str, ...]) -> Shape:
+    return Shape.of(model, LoRA(rank=rank, targets=targets if isinstance(targets, str) else list(targets)))
+
+
+def config_source(name: str) -> str:
+    """Where a model's ``config.json`` is read from: a folder, which needs nothing else, or the hub.
+
+    Raises:
+        ValueError: it is not there, or can't be fetched.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model {name!r}: {folder} has no config.json")
+        return str(folder)
+    for offline in (True, False):  # what is here is not asked of the network
+        try:
+            AutoConfig.from_pretrained(name, local_files_only=offline)
+            return name
+        except (OSError, ValueError):
+            continue
+    if name == DEFAULT_MODEL:
+        return str(resolve_model(name))
+    raise ValueError(
+        f"unknown model {name!r}: there is no such folder, and its config.json could not be had from the hub; give a "
+        "folder with that file, connect to the hub, or accept the model's licence there"
+    )

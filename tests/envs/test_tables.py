@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from datasets import Dataset
+
+from grpo_rl.envs.prompt_response import load_rows
+
+CHAT = [{"role": "user", "content": "Say hi."}]
+TABLE = [
+    {"prompt": "Say hi.", "label": "2019-01-01", "count": 1},
+    {"prompt": "None", "label": "two\nlines, and a comma", "count": 2},
+]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".parquet", ".JSONL"])
+def test_a_file_of_each_format_is_read_as_it_was_written(tmp_path, ending):
+    path = tmp_path / f"rows{ending}"
+    if ending.lower() == ".jsonl":
+        path.write_text("\ufeff" + "\n\n".join(json.dumps(row) for row in TABLE), encoding="utf-8")
+    elif ending == ".json":
+        path.write_text(json.dumps(TABLE, indent=2), encoding="utf-8")
+    elif ending == ".csv":
+        Dataset.from_list(TABLE).to_csv(str(path))
+    else:
+        Dataset.from_list(TABLE).to_parquet(str(path))
+    assert load_rows(path) == TABLE
+
+
+def test_messages_and_lists_come_out_of_a_parquet_file(tmp_path):
+    rows = [{"prompt": CHAT, "tags": ["a", "b"]}, {"prompt": [{"role": "system", "content": "S"}, *CHAT], "tags": []}]
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    assert load_rows(tmp_path / "rows.parquet") == rows
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_columns_that_nobody_wants_are_left_out(tmp_path, ending):
+    path = tmp_path / f"rows{ending}"
+    data = Dataset.from_list(TABLE)
+    data.to_json(str(path)) if ending == ".jsonl" else data.to_parquet(str(path))
+    assert load_rows(path, columns=("prompt", "answer", "count")) == [
+        {"prompt": "Say hi.", "count": 1}, {"prompt": "None", "count": 2},
+    ]  # fmt: skip
+    # Where none of them is there, all stay, so that a message can tell what there is.
+    assert load_rows(path, columns=("question",)) == TABLE
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", b'{"prompt": "a"}\n{oops\n', r"rows\.jsonl, line 2 is not JSON"),
+        ("rows.jsonl", b"7\n", r"rows\.jsonl, line 1 is no object"),
+        ("rows.jsonl", b"[" * 100_000, r"rows\.jsonl is not JSON"),
+        ("rows.jsonl", b"", r"rows\.jsonl has no rows"),
+        ("rows.jsonl", b"\xff\xfe", r"rows\.jsonl can't be read"),
+        ("rows.json", b'[{"prompt": "a"}, 7]', r"rows\.json, row 1 is no object"),
+        ("rows.parquet", b"PAR1\xff\xfe", r"rows\.parquet can't be read"),
+        ("rows.csv", b'prompt,label\n"a,b\n', r"rows\.csv can't be read"),
+        ("rows.txt", b"Say hi.", r"rows\.txt is no file that ends in \.jsonl, \.json, \.csv, \.parquet"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_rows(tmp_path / name)
+
+
+def test_a_file_that_is_not_there_is_named_with_what_to_give(tmp_path):
+    for name in ("missing.jsonl", "missing.csv", "missing.parquet", "missing.json"):
+        with pytest.raises(ValueError, match=rf"env\.path=.*{name}"):
+            load_rows(tmp_path / name)
+    with pytest.raises(ValueError, match="is no file that ends in .jsonl, .json, .csv, .parquet"):
+        load_rows(tmp_path)
+    with pytest.raises(ValueError, match=r"env\.path=tldr is no file .*, and no hub name \(owner/name\)"):
+        load_rows("tldr")
+    with pytest.raises(ValueError, match=r"set env\.path to a JSONL, .* such as trl-lib/tldr"):
+        load_rows()
+
+
+def test_a_hub_that_cannot_be_reached_says_to_use_a_file(tmp_path):
+    code = """
+from grpo_rl.envs import gsm8k, ifeval, math, tables
+loads = [gsm8k.load_rows, ifeval.load_rows, math.load_rows]
+for load in [*loads, *(lambda name=name: tables.load_rows(name) for name in ("trl-lib/tldr", "openai/gsm8k:main"))]:
+    try:
+        load()
+    except ValueError as error:
+        print(error)
+"""
+    # In a process of its own: the libraries read these settings when they are imported.
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=120)
+    names = ["openai/gsm8k:main", "google/IFEval", "DigitalLearningGmbH/MATH-lighteval", "trl-lib/tldr"]
+    for name, message in zip([*names, "openai/gsm8k:main"], result.stdout.splitlines(), strict=True):
+        assert message.startswith(f"{name} can't be had from the hub"), result.stderr
+        assert "set env.path=FILE.jsonl" in message

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from grpo_rl.envs.tools import search_index
+from grpo_rl.envs.tools.search_index import Document, SearchIndex
+
+DOCUMENTS = [
+    Document("Jane Austen", "Jane Austen was an English novelist, born in Steventon."),
+    Document("Emma (novel)", "Emma is a novel by Jane Austen."),
+    Document("Steventon", "Steventon is a village in Hampshire, England."),
+    Document("Turandot", "Turandot is an opera by Giacomo Puccini."),
+]
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def bm25_by_hand(documents: list[Document], query: str) -> list[float]:
+    """Scores by the formula, idf = ln(1 + (N - n + 1/2) / (n + 1/2)), word by word."""
+    from bm25s.stopwords import STOPWORDS_EN
+
+    def words(text: str) -> list[str]:
+        return [word for word in re.findall(r"\w\w+", text.lower()) if word not in STOPWORDS_EN]
+
+    counts = [Counter(words(f"{title} {text}")) for title, text in documents]
+    mean_length = sum(count.total() for count in counts) / len(counts)
+    scores = [0.0] * len(documents)
+    for word in words(query):
+        having = sum(word in count for count in counts)
+        idf = math.log(1 + (len(documents) - having + 0.5) / (having + 0.5))
+        for index, count in enumerate(counts):
+            length = 1.5 * (1 - 0.75 + 0.75 * count.total() / mean_length)
+            scores[index] += idf * count[word] / (count[word] + length)
+    return scores
+
+
+def test_documents_are_ranked_by_the_formula(hotpotqa):
+    rows, documents = hotpotqa
+    index = SearchIndex(documents)
+    place = {document: at for at, document in enumerate(documents)}
+    for row in rows[:20]:
+        scores = bm25_by_hand(documents, row["question"])
+        found = [scores[place[document]] for document in index.search(row["question"], 10)]
+        assert found == pytest.approx(sorted(scores, reverse=True)[:10], rel=1e-4)
+
+
+def test_the_documents_that_answer_the_questions_are_found(hotpotqa):
+    rows, documents = hotpotqa
+    assert (len(rows), len(documents)) == (100, 994)
+    assert all(set(row["documents"]) <= {document.title for document in documents} for row in rows)
+    index = SearchIndex(documents)
+    recall = {}
+    for count in (2, 5, 10, 20):
+        found = [{document.title for document in index.search(row["question"], count)} for row in rows]
+        recall[count] = sum(
+            len(titles & set(row["documents"])) / len(row["documents"]) for titles, row in zip(found, rows, strict=True)
+        )
+    # In percent of 100 questions, by one search with the question itself: the second document of a chain often shares
+    # no rare word with the question. The corpus has 994 documents, so 2, 5, 10, 20 of them by chance are 0.2 to 2 %.
+    assert recall == pytest.approx({2: 60.0, 5: 76.0, 10: 88.0, 20: 94.5}, abs=0.01)
+
+
+def test_equal_scores_go_by_the_order_of_the_corpus():
+    documents = [Document(f"Document {number}", "river") for number in "abcdefghij" * 3]
+    titles = [document.title for document in SearchIndex(documents).search("river", 7)]
+    assert titles == [f"Document {number}" for number in "abcdefg"]
+
+
+def test_a_search_finds_no_more_than_there_is():
+    index = SearchIndex(DOCUMENTS)
+    assert [document.title for document in index.search("Jane Austen", 99)] == ["Jane Austen", "Emma (novel)"]
+    assert index.search("nothing of it", 3) == [] and index.search("", 3) == [] and index.search("the", 3) == []
+    assert len(index.search("Jane " * 100_000, 1)) == 1
+
+
+def test_documents_without_words_are_no_trouble():
+    documents = [Document("", ""), Document("!!", "??"), Document("River", ""), Document("", "a river")]
+    assert {document.title for document in SearchIndex(documents).search("river", 4)} == {"River", ""}
+    assert SearchIndex(documents).search("", 4) == []
+    with pytest.raises(ValueError, match="the corpus has 1 documents and no word"):
+        SearchIndex([Document("", "")])
+
+
+def test_several_threads_find_what_one_finds(hotpotqa):
+    rows, documents = hotpotqa
+    index, queries = SearchIndex(documents), [row["question"] for row in rows] * 3
+    alone = [index.search(query, 5) for query in queries]
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda query: index.search(query, 5), queries)) == alone
+
+
+# ---- the index on disk ----
+
+
+@pytest.fixture
+def built(monkeypatch) -> list[int]:
+    """Counts how often an index is built."""
+    times: list[int] = []
+    build = search_index._built_index
+
+    def counted(documents):
+        times.append(len(documents))
+        return build(documents)
+
+    monkeypatch.setattr(search_index, "_built_index", counted)
+    return times
+
+
+def index_folder(cache):
+    [folder] = [path for path in cache.iterdir() if path.is_dir()]
+    return folder
+
+
+def test_an_index_is_built_once(cache, built):
+    queries = ["Jane Austen", "village England", "opera"]
+    first = SearchIndex(DOCUMENTS)
+    again = SearchIndex(list(DOCUMENTS))
+    assert built == [4]
+    assert [again.search(query, 3) for query in queries] == [first.search(query, 3) for query in queries]
+    SearchIndex(DOCUMENTS[::-1])
+    SearchIndex([*DOCUMENTS[:3], Document("Turandot", "An opera.")])
+    assert built == [4, 4, 4] and len([path for path in cache.iterdir() if path.is_dir()]) == 3
+
+
+def test_other_processes_use_the_same_index(cache, built):
+    SearchIndex(DOCUMENTS)
+    before = {path.name: path.stat().st_mtime_ns for path in index_folder(cache).iterdir()}
+    code = (
+        "from grpo_rl.envs.tools.search_index import Document, SearchIndex\n"
+        f"documents = [Document(*pair) for pair in {[tuple(document) for document in DOCUMENTS]}]\n"
+        "print([document.title for document in SearchIndex(documents).search('opera', 1)])"
+    )
+    # Another seed of hashes: neither the digest nor the words' numbers may hang on it.
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "['Turandot']\n", done.stderr
+    assert {path.name: path.stat().st_mtime_ns for path in index_folder(cache).iterdir()} == before
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "empty", "list", "add"])
+def test_a_damaged_index_is_built_again(cache, built, damage):
+    expected = SearchIndex(DOCUMENTS).search("Jane Austen novel", 3)
+    folder = index_folder(cache)
+    for number, name in enumerate(sorted(path.name for path in folder.iterdir()), 2):
+        file = folder / name
+        content = file.read_bytes()
+        if damage == "flip":
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        elif damage == "cut":
+            file.write_bytes(content[: len(content) // 2])
+        elif damage == "remove":
+            file.unlink()
+        elif damage == "empty":
+            file.write_bytes(b"")
+        elif damage == "list":
+            (folder / search_index._CHECKSUMS).write_text("[]")
+        else:
+            (folder / "more.npy").write_bytes(b"more")
+        assert SearchIndex(DOCUMENTS).search("Jane Austen novel", 3) == expected
+        assert len(built) == number, name
+    assert [path.name for path in cache.iterdir() if path.name.startswith(".")] == []
+
+
+def test_nothing_pickled_is_loaded(cache, built, tmp_path):
+    SearchIndex(DOCUMENTS)
+    folder, loaded = index_folder(cache), tmp_path / "loaded"
+
+    class Payload:
+        def __reduce__(self):
+            return (os.mkdir, (str(loaded),))
+
+    np.save(folder / "data.csc.index.npy", np.array([Payload()], dtype=object), allow_pickle=True)
+    (folder / search_index._CHECKSUMS).write_text(json.dumps(search_index._checksums(folder)))
+    assert SearchIndex(DOCUMENTS).search("opera", 1) == [DOCUMENTS[3]]
+    assert len(built) == 2 and not loaded.exists()
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="the search index can't be kept, and is built at each start"):
+        index = SearchIndex(DOCUMENTS, cache=tmp_path / "file" / "folder")
+    assert index.search("opera", 1) == [DOCUMENTS[3]]
+
+
+def test_several_threads_build_one_index(cache, built):
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: SearchIndex(DOCUMENTS).search("opera", 1), range(8)))
+    assert found == [[DOCUMENTS[3]]] * 8 and built == [4]
+
+
+def test_searching_loads_no_numba_which_vllm_could_not_start_beside():
+    program = """
+import sys
+from grpo_rl.envs.tools.search_index import Document, SearchIndex
+assert SearchIndex([Document("Lilu", "A spirit."), Document("Gallu", "A demon.")]).search("demon", 1)
+assert not {"numba", "llvmlite", "jax"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
