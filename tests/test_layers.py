@@ -263,6 +263,7 @@ def test_a_planted_breach_is_caught(tmp_path, file, source, complaint):
     [
         (
             {"training/a.py": "import grpo_rl.monitor.b", "monitor/b.py": "from grpo_rl.training.c import X"},
+            "folders import each other in a circle: monitor -> training -> monitor",
         ),
         (
             {"data/a.py": "from grpo_rl.data import b", "data/b.py": "def f():\n    from .a import X"},
