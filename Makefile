@@ -59,7 +59,7 @@ types: $(DEV)
 pytest: export PYTHONDONTWRITEBYTECODE =
 pytest: $(DEV)
 	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not alone and not models" $(ARGS)
-	.venv/bin/python -m pytest -m alone $(ARGS)
+	.venv/bin/python -m pytest -m alone $$(grep -rl --include=*.py pytest.mark.alone tests) $(ARGS)
 
 quick-tests: export PYTHONDONTWRITEBYTECODE =
 quick-tests: $(DEV)

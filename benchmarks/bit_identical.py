@@ -1,4 +1,4 @@
-"""Does this tree compute what an earlier commit did, bit for bit? `python benchmarks/bit_identical.py --before REV`.
+"""Compares this tree with an earlier commit, bit for bit: `python benchmarks/bit_identical.py --before REV`.
 
 Both scripts run at the commit and in this tree, with the same overrides, seed, model, rows and number of threads
 (`OMP_NUM_THREADS`, 1 by default). Compared are, of each run:
@@ -114,7 +114,7 @@ def first_difference(a: Any, b: Any, where: str = "") -> str:
 
 
 def compare(before: Path, now: Path, views: Mapping[str, Callable[[Path], Any]]) -> list[str]:
-    """What of two finished runs differs, each with its first difference."""
+    """The parts in which two finished runs differ, each with its first difference."""
     wrong = []
     for name, view in views.items():
         left, right = view(before), view(now)

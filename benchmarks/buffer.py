@@ -1,10 +1,10 @@
-"""How many times faster the buffer is than TorchRL's on the same ragged answers: `python benchmarks/buffer.py`.
+"""Compares the speed of the buffer with TorchRL's on the same ragged responses: `python benchmarks/buffer.py`.
 
-One pass fills an empty buffer with 4,096 answers (512 groups of 8) and samples 256 of them once. Lengths are
+One pass fills an empty buffer with 4,096 responses (512 groups of 8) and samples 256 of them once. Lengths are
 log-normal with a median of 100 tokens and a 99th percentile of 8 times that; prompts have 100 tokens.
 
 - ours: `GroupBuffer.extend` takes 512 groups without advantages and computes them; `sample` gives 32 groups, that is
-  256 answers, with ids, log-probabilities, rewards and advantages.
+  256 responses, with ids, log-probabilities, rewards and advantages.
 - TorchRL: `ReplayBuffer(storage=LazyStackStorage(4096))` takes 4,096 ragged TensorDicts, and `sample` gives 256 of
   them, with the same. It is spared everything else: the TensorDicts are built beforehand and have their advantages
   already. Handing them over as a list or as a lazy stack, and drawing with or without replacement, are all arms; the
@@ -38,7 +38,7 @@ BAR = 10.0
 
 @dataclass(frozen=True)
 class Work:
-    """What one pass does."""
+    """The work of one pass."""
 
     groups: int = 512
     sampled_groups: int = 32
@@ -47,10 +47,10 @@ class Work:
     median: int = 100
     p99_over_median: float = 8.0
     passes: int = 20
-    """In a step; the step reports their median."""
+    """Passes in a step; the step reports their median."""
 
     @property
-    def answers(self) -> int:
+    def responses(self) -> int:
         return self.groups * self.repeats
 
     @property
@@ -92,7 +92,7 @@ def torchrl_arm(steps: harness.Steps, work: Work, as_stack: bool, replacement: b
     rows = [row for group in groups for row in group.to_tensordict().unbind(0)]
     data = lazy_stack(rows) if as_stack else rows
     buffer = ReplayBuffer(
-        storage=LazyStackStorage(work.answers),
+        storage=LazyStackStorage(work.responses),
         sampler=None if replacement else SamplerWithoutReplacement(),
         batch_size=work.sampled,
     )
@@ -114,7 +114,7 @@ def mc_advantage_arm(steps: harness.Steps, work: Work) -> None:
             row["next", "done"] = torch.ones(1, 1, dtype=torch.bool)
             rows.append(row)
     buffer = ReplayBuffer(
-        storage=LazyStackStorage(work.answers),
+        storage=LazyStackStorage(work.responses),
         transform=MCAdvantage(grpo_size=work.repeats, prompt_key=keys.GROUP_ID, trajectory_return="sum"),
         batch_size=work.sampled,
     )
@@ -176,8 +176,8 @@ def main() -> None:
     machine = harness.machine()
     fastest = min(peers, key=ratios.__getitem__)
     result = {
-        "shows": f"Filling an empty buffer with {work.answers} ragged answers and sampling {work.sampled} of them. "
-        f"Ours stores {work.groups} groups of {work.repeats} where TorchRL stores {work.answers} items: that is most "
+        "shows": f"Filling an empty buffer with {work.responses} ragged responses and sampling {work.sampled} of them. "
+        f"Ours stores {work.groups} groups of {work.repeats} where TorchRL stores {work.responses} items: that is most "
         "of the ratio. No tokens are copied on either side.",
         "peer": f"{fastest}, torchrl {machine['packages']['torchrl']}",
         "bars": [harness.bar("times faster than TorchRL's", ratios[fastest], at_least=BAR)],

@@ -1,7 +1,7 @@
-"""What a collection costs over raw `vllm.LLM.generate`: `python benchmarks/collector.py --data FILE`.
+"""Measures what a collection costs over raw `vllm.LLM.generate`: `python benchmarks/collector.py --data FILE`.
 
 Both arms live in one process and share one vLLM instance. They take turns over the same GSM8K prompts of the default
-model, with the same sampling and exactly as many new tokens an answer, each from an empty prefix cache:
+model, with the same sampling and exactly as many new tokens a response, each from an empty prefix cache:
 
 - raw: `LLM.generate` of prompts that are token ids already, with flat log-probabilities, as the training needs them.
   What it returns is left as it is.
@@ -33,7 +33,7 @@ BAR = 1.05
 
 @dataclass(frozen=True)
 class Shape:
-    """What one step samples."""
+    """The samples of one step."""
 
     prompts: int
     repeats: int
@@ -84,8 +84,8 @@ def make_arms(engine, tokenizer, task, shape: Shape) -> dict[str, Callable[[], d
         start = time.perf_counter()
         outputs = llm.generate(requests, params, use_tqdm=False)
         step_s = time.perf_counter() - start
-        lengths = {len(answer.token_ids) for output in outputs for answer in output.outputs}
-        assert lengths == {shape.response}, f"answers of {lengths} tokens: not the same work"
+        lengths = {len(response.token_ids) for output in outputs for response in output.outputs}
+        assert lengths == {shape.response}, f"responses of {lengths} tokens: not the same work"
         return {"step_s": step_s}
 
     def ours() -> dict[str, float]:
@@ -159,7 +159,7 @@ def main() -> None:
         }  # fmt: skip
         rows.append(
             {
-                "prompts x answers x tokens": shape.name,
+                "prompts x responses x tokens": shape.name,
                 "raw s": raw_s,
                 "collected s": ours["step_s"],
                 "times raw": ratio,
@@ -198,7 +198,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a local folder or a hub name")
     parser.add_argument("--max-model-len", type=harness.at_least_one, default=1024, help="of the engine, in tokens")
     parser.add_argument("--shapes", type=Shape.parse, nargs="+", default=[Shape(4, 8, 96), Shape(16, 8, 32)],
-                        metavar="PxGxN", help="prompts x answers to each x tokens of each answer")  # fmt: skip
+                        metavar="PxGxN", help="prompts x responses to each x tokens of each response")  # fmt: skip
     args = parser.parse_args()
     if args.data is None:
         parser.error("give --data FILE, or set GRPO_RL_DATA")

@@ -1,9 +1,9 @@
-"""Whether a conversation with a slow tool holds up others, and whether ids are kept: `python benchmarks/dialogs.py`.
+"""Shows whether a conversation with a slow tool holds up others, and ids are kept: `python benchmarks/dialogs.py`.
 
 The default model solves word problems with a calculator, a number of conversations at once, in vLLM. First all tools
 answer at once: that gives the time of a conversation. Then the tool of one is so slow that its conversation takes 20
 times as long; that one is played alone, and with all others. The figure is the ratio of these two times, and `others_s`
-when the others had ended: with a barrier after each turn, they would wait for the slow one at each. Answers are greedy.
+when the others had ended: with a barrier after each turn, they would wait for it at each. Sampling is greedy.
 
 Of every turn, the ids that vLLM was given are compared with the conversation as it is trained on, token for token.
 """
@@ -41,12 +41,12 @@ class SlowForOne(Calculator):
 
 @dataclass(eq=False)
 class Watched:
-    """An engine, and what goes in and out of it.
+    """An engine that records what goes in and out of it.
 
     Args:
         given: ids of each prompt that vLLM's scheduler was given, by conversation.
-        sampled: ids of each answer, by conversation.
-        ended_s: when each conversation had its last answer, after the start.
+        sampled: ids of each response, by conversation.
+        ended_s: when each conversation had its last response, after the start.
     """
 
     engine: Engine
@@ -69,11 +69,11 @@ class Watched:
         self.engine.submit(request, prompt, sampling)
 
     def step(self) -> list[tuple[int, Samples]]:
-        answered = self.engine.step()
-        for i, samples in answered:
+        finished = self.engine.step()
+        for i, samples in finished:
             self.sampled[i].append(samples.response_ids.tolist())
             self.ended_s[i] = time.perf_counter() - self._started
-        return answered
+        return finished
 
     def abort(self) -> None:
         self.engine.abort()

@@ -1,4 +1,4 @@
-"""What all benchmarks share: arms in processes of their own, rounds, medians, machine facts, and the headline.
+"""The common parts of all benchmarks: arms in processes of their own, rounds, medians, machine facts, and the headline.
 
 An arm is a function that is given a :class:`Steps` and does one unit of work each time it is asked:
 
@@ -138,7 +138,7 @@ def _serve(pipe: Connection, function: Callable[..., None], settings: tuple) -> 
 
 
 def rounds(arms: Mapping[str, Callable[[], Mapping[str, float]]], count: int, warmup: int = 1) -> dict[str, list[dict]]:
-    """What each step of each arm reported, over ``count`` rounds after ``warmup`` discarded ones.
+    """The reports of each step of each arm, over ``count`` rounds after ``warmup`` discarded ones.
 
     Each round runs every arm once, and begins with the next one, so that none always follows the same neighbour.
 
@@ -173,7 +173,7 @@ def summarize(reports: list[dict]) -> dict:
 
 
 def machine() -> dict:
-    """What the figures depend on: processor, cores, memory, versions, accelerator."""
+    """Facts that the figures depend on: processor, cores, memory, versions, accelerator."""
     packages = {}
     for name in PACKAGES:
         try:
@@ -208,7 +208,7 @@ def require_quiet(force: bool) -> dict:
 
 
 def bar(what: str, figure: float, *, at_least: float | None = None, at_most: float | None = None) -> dict:
-    """A figure, what it should be, and whether it is: give one of the two limits.
+    """A figure, its limit, and whether it meets it: give one of the two limits.
 
     >>> bar("times faster", 1.5, at_least=2.0)
     {'what': 'times faster', 'figure': 1.5, 'at_least': 2.0, 'met': False}
@@ -285,7 +285,7 @@ def peak_above(work: Callable[[], object], device: str = "cpu") -> int:
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """Of the line through the points by least squares.
+    """The slope of the line through the points, by least squares.
 
     >>> slope([(1.0, 3.0), (2.0, 5.0), (3.0, 7.0)])
     2.0

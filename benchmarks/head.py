@@ -1,4 +1,4 @@
-"""How many times faster the head is than TRL's fused one: `python benchmarks/head.py`.
+"""Measures how many times faster the head is than TRL's fused one: `python benchmarks/head.py`.
 
 The head turns hidden states into log-probabilities and entropies of the sampled tokens, and their gradients into those
 of the hidden states and of the weight. Compared: `grpo_rl.policies.head`; the fused head that TRL 1.16's `GRPOTrainer`
@@ -38,12 +38,12 @@ NAME = "head"
 OURS, OURS_FP32, PEERS = "grpo_rl", "grpo_rl_fp32_gradient", ("trl_fused", "trl_fused_our_allocator")
 ENTROPY_COEF = 0.01
 TOLERANCE = 0.02
-"""Relative, of gradient norms."""
+"""Tolerance of gradient norms, relative."""
 FEW = 256
 """Tokens at which gradients are compared with fp64's."""
 
 Head = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-"""Of hidden [N, E], weight [V, E], ids [N], whether entropies count in the loss: log-probabilities and entropies."""
+"""A head: hidden [N, E], weight [V, E], ids [N], whether entropies count -> log-probabilities and entropies."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def forward_backward(
 
 
 def gradients_of(name: str) -> Callable[[Sequence[Tensor], bool], list[Tensor]]:
-    """What makes the gradients of an arm: of inputs, and whether entropies count in the loss."""
+    """The function that makes an arm's gradients, of inputs and whether entropies count in the loss."""
     dtype = torch.float32 if name == OURS_FP32 else None
     return functools.partial(forward_backward, HEADS[name](), weight_grad_dtype=dtype)
 

@@ -1,4 +1,4 @@
-"""Does a killed run go on as if nothing had been? `python benchmarks/kills.py --kills 100`.
+"""Kills runs, and checks that they go on as if nothing had happened: `python benchmarks/kills.py --kills 100`.
 
 Short runs of a tiny model are started by one fixed command, `hydra.run.dir=X resume=auto`, killed with SIGKILL, and
 started again until they are finished. Kill points are drawn from the duration of a run, and from the file operations
@@ -55,7 +55,7 @@ class Start:
 
 @dataclass
 class Outcome:
-    """What the kills did."""
+    """The outcome of the kills."""
 
     kills: int = 0
     starts: int = 0
@@ -149,7 +149,7 @@ def newest_step(folder: Path) -> int | None:
 
 
 def went_on(start: Start, newest: int | None) -> str | None:
-    """What is wrong with how a start began, in the folder whose newest checkpoint was of this step; None: nothing."""
+    """The fault in how a start began, in the folder whose newest checkpoint was of this step; None: nothing."""
     if "is finished after" in start.said:
         return None
     resumed = [int(step) for step in re.findall(r"Resumed after step (\d+)", start.said)]
@@ -174,7 +174,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def differences(folder: Path, whole: Path) -> list[str]:
-    """What of a finished run is not as in the undisturbed one."""
+    """The differences of a finished run from the undisturbed one."""
     import pyarrow.parquet as pq
 
     from grpo_rl.monitor.metrics import read_metrics

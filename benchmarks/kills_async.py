@@ -52,7 +52,7 @@ class Started:
     shared: set[str] = field(default_factory=set)
 
     def processes(self) -> list[psutil.Process]:
-        """What the script started and is alive, itself included."""
+        """The script's living processes, itself included."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -71,7 +71,7 @@ class Started:
                 continue
 
     def wait(self, until: Callable[[], bool], timeout_s: float) -> bool:
-        """Whether it came to that before the script ended and the time was over."""
+        """Waits; whether the condition came true before the script ended or the time was over."""
         end = time.monotonic() + timeout_s
         while not until():
             if self.process.poll() is not None or time.monotonic() > end:
@@ -113,7 +113,7 @@ def start(arguments: list[str], log: Path) -> Started:
 
 
 def killed(target: str, kills: int, steps: int, moments: random.Random, folder: Path) -> tuple[int, list[str]]:
-    """How often a run was killed before it was finished, at most ``kills`` times, and what was wrong with it.
+    """Kills a run at most ``kills`` times; the number of kills before it finished, and what was wrong with it.
 
     Args:
         target: ``driver``, or ``engine``.
@@ -171,7 +171,7 @@ def wait_for(started: Started) -> int:
 
 
 def trained(run: Path) -> list[dict]:
-    """What was logged of each step."""
+    """The logged row of each step."""
     return [row for row in read_metrics(run) if "groups/started" in row] if (run / "metrics.jsonl").exists() else []
 
 

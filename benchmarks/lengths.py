@@ -1,4 +1,4 @@
-"""Ragged answers: many short ones and a few long, log-normally distributed."""
+"""Ragged responses: many short ones and a few long, log-normally distributed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def log_normal_quantiles(count: int, median: int, p99_over_median: float, longes
 def dealt_lengths(
     groups: int, repeats: int, median: int, p99_over_median: float, longest: int = sys.maxsize
 ) -> list[list[int]]:
-    """Of the ``repeats`` answers in each group: the quantiles of all answers, so that a small batch too has the shape
-    of the distribution, dealt at random and each time alike.
+    """Lengths of each group's ``repeats`` responses: quantiles over all of them, so that a small batch has the shape
+    of the distribution, dealt at random, the same each time.
 
     >>> [sorted(row) for row in dealt_lengths(groups=1, repeats=3, median=50, p99_over_median=8.0)]
     [[21, 50, 119]]

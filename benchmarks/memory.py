@@ -1,14 +1,14 @@
-"""How peak memory grows with the vocabulary and with the answers, over what has to grow: `python benchmarks/memory.py`.
+"""How peak memory grows with the vocabulary and the responses, over what has to grow: `python benchmarks/memory.py`.
 
-One training forward and backward of a group of 8 equal answers, by a random Llama with SmolLM2's hidden size, tied
+One training forward and backward of a group of 8 equal responses, by a random Llama with SmolLM2's hidden size, tied
 embeddings and few layers, in bf16, without gradient checkpointing. Every point has a process of its own, which builds
 the model, makes a tiny step, and then says by how much its memory's peak rises in the first full-size step; the model's
 weights are added to that. So weights, gradients and what the step allocates are counted, and the optimizer's state in
 no arm: our fp32 master weights are there before the step, and no arm steps Adam. Swept: the vocabulary V, and the
-answers' tokens T.
+responses' tokens T.
 
 - ours: `TrainPolicy.score`, `GRPOLoss`, gradients summed in fp32 as our optimizer keeps them;
-- TRL: the real `GRPOTrainer`'s `_compute_loss` with its fused head, all answers in a forward;
+- TRL: the real `GRPOTrainer`'s `_compute_loss` with its fused head, all responses in a forward;
 - TorchRL: `GRPOLoss` over `TransformersWrapper`, without entropy and KL terms;
 - trunk: our model's layers alone, without head and loss.
 
@@ -36,20 +36,20 @@ import torch
 NAME = "memory"
 OURS, TRUNK = "grpo_rl", "trunk"
 HIDDEN, LAYERS = 576, 6
-PROMPT, ANSWERS = 64, 8
+PROMPT, RESPONSES = 64, 8
 VOCABS = (32768, 65536, 98304, 151936)
 TOKENS = (256, 1024, 2048, 4096)
 VOCAB, RESPONSE = 49152, 256
-"""Of the sweep over the other."""
+"""The value of each axis during the sweep over the other."""
 REPEATS = 3
 """Processes of each of our points, of which the median counts: where an allocator finds room is partly chance."""
 CHANCE = 0.03
 """By how much a slope still moves from call to call: points vary by some 10 MiB."""
 GRADIENT_BYTES = 4
-"""Of a parameter: bf16 gradients are summed in fp32."""
+"""Bytes of a parameter's gradient: bf16 gradients are summed in fp32."""
 
 Step = tuple[Callable[[list], None], Callable[[], object]]
-"""What makes the gradients of groups, and what lets go of them."""
+"""Two functions: one makes the gradients of groups, the other frees them."""
 
 
 def make_model(vocab: int):
@@ -71,11 +71,11 @@ def make_model(vocab: int):
 
 
 def make_groups(vocab: int, response: int) -> list:
-    """One group whose answers have ``response`` tokens in all, and advantages that are not zero."""
+    """One group whose responses have ``response`` tokens in all, and advantages that are not zero."""
     from grpo_rl.testing import random_group
 
-    group = random_group(PROMPT, [max(1, response // ANSWERS)] * ANSWERS, vocab)
-    return [group.with_advantages(torch.tensor([1.0, -1.0] * (ANSWERS // 2)))]
+    group = random_group(PROMPT, [max(1, response // RESPONSES)] * RESPONSES, vocab)
+    return [group.with_advantages(torch.tensor([1.0, -1.0] * (RESPONSES // 2)))]
 
 
 def make_tokenizer(folder: Path):
@@ -133,10 +133,10 @@ def trl_step(model, folder: Path) -> Step:
     import peers
 
     tokenizer = make_tokenizer(folder / "tokenizer")
-    trainer = peers.trl_trainer(model, tokenizer, ANSWERS, batch=ANSWERS, folder=folder)
+    trainer = peers.trl_trainer(model, tokenizer, RESPONSES, batch=RESPONSES, folder=folder)
 
     def step(groups: list) -> None:
-        peers.trl_backward(trainer, peers.trl_batches(groups, ANSWERS, tokenizer.pad_token_id))
+        peers.trl_backward(trainer, peers.trl_batches(groups, RESPONSES, tokenizer.pad_token_id))
 
     return step, model.zero_grad
 
@@ -161,7 +161,7 @@ def arm(steps: harness.Steps, name: str, vocab: int, response: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(vocab)
         step, let_go = STEPS[name](model, Path(folder))
-        step(make_groups(vocab, ANSWERS))
+        step(make_groups(vocab, RESPONSES))
         let_go()
         groups = make_groups(vocab, response)
         weights = sum(p.nbytes for p in model.parameters())
@@ -240,7 +240,7 @@ def main() -> None:
     words = {"V": "vocabulary", "T": "response tokens"}
     result = {
         "shows": "Peak memory of a training forward and backward, weights included, against the vocabulary and against "
-        "the answers' tokens; the figure is our larger slope over what has to grow. Counted are weights, gradients and "
+        "the responses' tokens; the figure is our larger slope over what has to grow. It counts weights, gradients and "
         "what the step allocates; the optimizer's state (our fp32 master weights, Adam's moments) is in no arm's peak.",
         "peer": ", ".join(f"{name} {version(name)}" for name in args.peers),
         "bars": [
@@ -266,7 +266,7 @@ def main() -> None:
             for axis, arms in series.items()
         ],
         "failed": failed,
-        "model": {"hidden": HIDDEN, "layers": LAYERS, "prompt": PROMPT, "answers": ANSWERS},
+        "model": {"hidden": HIDDEN, "layers": LAYERS, "prompt": PROMPT, "responses": RESPONSES},
         "swept": {"vocabs": args.vocabs, "at_response": args.response, "tokens": args.tokens, "at_vocab": args.vocab},
         "machine": harness.machine(),
         **load,
@@ -278,7 +278,7 @@ def parse() -> argparse.Namespace:
     parser = harness.arguments(__doc__, steps=None)
     number = harness.at_least_one
     parser.add_argument("--vocabs", type=number, nargs="+", default=list(VOCABS), help="to sweep")
-    parser.add_argument("--tokens", type=number, nargs="+", default=list(TOKENS), help="of all answers, to sweep")
+    parser.add_argument("--tokens", type=number, nargs="+", default=list(TOKENS), help="of all responses, to sweep")
     parser.add_argument("--vocab", type=number, default=VOCAB, help="while tokens are swept")
     parser.add_argument("--response", type=number, default=RESPONSE, help="tokens, while vocabularies are swept")
     parser.add_argument("--peers", nargs="*", choices=("trl", "torchrl"), default=["trl", "torchrl"])

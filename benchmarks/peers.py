@@ -1,4 +1,4 @@
-"""TRL and TorchRL, made to train on the same prebuilt groups as we do. Letters: B answers, T length of the longest."""
+"""TRL and TorchRL, made to train on the same prebuilt groups as we do. Letters: B responses, T the longest length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trl_trainer(
     """TRL's ``GRPOTrainer`` with bf16 weights and no gradient checkpointing, in training mode, ready for a loss.
 
     Args:
-        batch: answers of a forward.
+        batch: responses of a forward.
         folder: where it may write.
     """
     from datasets import Dataset
@@ -56,15 +56,15 @@ def trl_trainer(
 def trl_batches(groups: Sequence[Group], batch: int, pad_id: int) -> list[dict[str, Tensor]]:
     """The batches that TRL's ``_compute_loss`` is called with in one optimizer step.
 
-    As in its ``_prepare_inputs``: all answers of the step are padded to the longest, shuffled, and cut into batches.
+    As in its ``_prepare_inputs``: all responses of the step are padded to the longest, shuffled, and cut into batches.
 
     Raises:
-        ValueError: ``batch`` does not divide the answers.
+        ValueError: ``batch`` does not divide the responses.
     """
     prompts = [group.prompt_ids for group in groups for _ in range(group.size)]
     responses = [ids for group in groups for ids in group.responses]
     if len(responses) % batch:
-        raise ValueError(f"{len(responses)} answers can't be cut into batches of {batch}")
+        raise ValueError(f"{len(responses)} responses can't be cut into batches of {batch}")
     step = {
         "prompt_ids": _padded(prompts, pad_id, "left"),
         "prompt_mask": _padded([torch.ones_like(ids) for ids in prompts], 0, "left"),
@@ -93,7 +93,7 @@ def torchrl_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def torchrl_batch(groups: Sequence[Group]) -> TensorDictBase:
-    """The groups in TorchRL's layout, one entry an answer."""
+    """The groups in TorchRL's layout, one entry a response."""
     return lazy_stack([row for group in groups for row in group.to_tensordict().unbind(0)])
 
 

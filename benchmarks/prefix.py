@@ -1,15 +1,15 @@
-"""What computing a prompt once gains in training, of what it could gain: `python benchmarks/prefix.py`.
+"""Measures what computing a prompt once gains in training, of what it could gain: `python benchmarks/prefix.py`.
 
-Forward and backward of `TrainPolicy.score`, bf16, over one group of G answers with R tokens each to a prompt of P,
-against the same code on the same tokens in G groups of one answer, each with the prompt. Both are cut into
+Forward and backward of `TrainPolicy.score`, bf16, over one group of G responses with R tokens each to a prompt of P,
+against the same code on the same tokens in G groups of one response, each with the prompt. Both are cut into
 micro-batches by the same budget of tokens, training's default. Sharing computes P + GR tokens instead of G(P + R); the
 figure is the smallest speed-up over that ratio. It is below 1 where work does not depend on the trunk's tokens: the
 head sees GR tokens either way.
 
 The prompt's share: what a step takes more with the prompt than with a prompt of one token. It must not depend on G, for
-a prompt is computed once. But an answer's tokens attend to the prompt, and that attention does grow with G, with
-whatever implementation. So the share is taken with answers of a few tokens, whose attention to the prompt is about a
-hundredth of the prompt's own work, and compared between G = 16 and G = 1. The same difference with answers of full
+a prompt is computed once. But a response's tokens attend to the prompt, and that attention does grow with G, with
+whatever implementation. So the share is taken with responses of a few tokens, whose attention to the prompt is about a
+hundredth of the prompt's own work, and compared between G = 16 and G = 1. The same difference with responses of full
 length, that attention included, is recorded beside it, without a bar.
 """
 
@@ -35,21 +35,21 @@ from grpo_rl.testing import random_group
 NAME = "prefix"
 SPEEDUP_BAR, SHARE_BAR = 0.8, 1.1
 SHORT = 4
-"""Tokens of an answer, where the answers' attention to the prompt should not count."""
+"""Tokens of a response, where the responses' attention to the prompt should not count."""
 MANY = 16
-"""Answers, where the prompt's share is compared with that of one."""
+"""Responses, where the prompt's share is compared with that of one."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """P prompt tokens, R tokens of each answer, G answers."""
+    """P prompt tokens, R tokens of each response, G responses."""
 
     prompt: int
     response: int
-    answers: int
+    responses: int
 
     def __str__(self) -> str:
-        return f"{self.prompt}/{self.response}/{self.answers}"
+        return f"{self.prompt}/{self.response}/{self.responses}"
 
     @property
     def token_ratio(self) -> float:
@@ -58,15 +58,15 @@ class Shape:
         >>> Shape(128, 128, 8).token_ratio
         1.7777777777777777
         """
-        repeated = self.answers * (self.prompt + self.response)
-        return repeated / (self.prompt + self.answers * self.response)
+        repeated = self.responses * (self.prompt + self.response)
+        return repeated / (self.prompt + self.responses * self.response)
 
     def shared(self, vocab: int) -> list[Group]:
         """One group."""
-        return [random_group(self.prompt, [self.response] * self.answers, vocab)]
+        return [random_group(self.prompt, [self.response] * self.responses, vocab)]
 
     def repeated(self, vocab: int) -> list[Group]:
-        """The same tokens in groups of one answer.
+        """The same tokens in groups of one response.
 
         >>> [group.num_tokens for group in Shape(3, 2, 2).repeated(vocab=8)]
         [5, 5]
@@ -126,7 +126,7 @@ def speedups(run: Callable[[Sequence[Group]], dict[str, float]], shapes: Sequenc
 def prompt_share(
     run: Callable[[Sequence[Group]], dict[str, float]], prompt: int, response: int, vocab: int, steps: int
 ) -> dict:
-    """Seconds of the prompt in a step of one answer and of :data:`MANY`, and their ratio; medians over the rounds."""
+    """Seconds of the prompt in a step of one response and of :data:`MANY`, and their ratio; medians over the rounds."""
     shapes = [Shape(p, response, g) for g in (1, MANY) for p in (1, prompt)]
     results = harness.rounds({str(s): functools.partial(run, s.shared(vocab)) for s in shapes}, steps)
     times = {shape: [report["step_s"] for report in results[str(shape)]] for shape in shapes}
@@ -159,7 +159,7 @@ def main() -> None:
     figure = min(row["of the token ratio"] for row in rows)
     result = {
         "shows": "Training forward and backward with a group's prompt computed once, against the same code with the "
-        "prompt repeated for each answer; the figure is the speed-up over the ratio of tokens.",
+        "prompt repeated for each response; the figure is the speed-up over the ratio of tokens.",
         "peer": "the same code, prompt repeated",
         "bars": [
             *(
@@ -182,7 +182,7 @@ def main() -> None:
             }
         ],
         "prompt_share": share,
-        "prompt_share_with_the_answers_attention": with_attention,
+        "prompt_share_with_the_responses_attention": with_attention,
         "micro_batch_tokens": args.micro_batch_tokens,
         "model": args.model,
         "device": args.device,
@@ -198,10 +198,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a local folder or a hub name")
     parser.add_argument(
         "--shape", type=harness.at_least_one, nargs=3, action="append", metavar=("P", "R", "G"),
-        help="prompt tokens, response tokens, answers; may be repeated (default: three shapes)",
+        help="prompt tokens, response tokens, responses; may be repeated (default: three shapes)",
     )  # fmt: skip
     parser.add_argument("--share-prompt", type=harness.at_least_one, default=512, help="P of the prompt's share")
-    parser.add_argument("--share-response", type=harness.at_least_one, default=128, help="R of its full answers")
+    parser.add_argument("--share-response", type=harness.at_least_one, default=128, help="R of its full responses")
     parser.add_argument(
         "--micro-batch-tokens", type=harness.at_least_one, default=8192, help="of both arms, as in training"
     )

@@ -1,4 +1,4 @@
-"""What a weight push costs, in plain copies of the same bytes: `python benchmarks/push.py`.
+"""Measures the cost of a weight push in plain copies of the same bytes: `python benchmarks/push.py`.
 
 All weights of SmolLM2-135M in bfloat16 go from a trainer to vLLM on a CPU, in a process of its own and in this one. A
 push is all that `WeightSync.push` does: it pauses the engine, hands every tensor over, through shared memory bucket by
@@ -27,12 +27,12 @@ PUSH, IN_PROCESS, COPY = "push", "push in one process", "plain copy"
 
 @dataclass(frozen=True)
 class Work:
-    """What is pushed."""
+    """The weights that are pushed."""
 
     model: str = "HuggingFaceTB/SmolLM2-135M-Instruct"
     bucket_mib: int = 16
     copies: int = 5
-    """Plain copies in a step; the step reports their mean."""
+    """The number of plain copies in a step; the step reports their mean."""
 
 
 def load(work: Work) -> torch.nn.Module:

@@ -1,12 +1,12 @@
-"""How many times more tokens a second we train on than TRL, answers being ragged: `python benchmarks/ragged.py`.
+"""How many times more tokens a second we train on than TRL, responses being ragged: `python benchmarks/ragged.py`.
 
-Answers have log-normal lengths, 50 tokens at the median and 8 times that at the 99th percentile: the quantiles of that
+Responses have log-normal lengths, 50 tokens at the median, 8 times that at the 99th percentile: the quantiles of that
 distribution, so that a small batch has its shape, dealt to the prompts at random. Tensors are prebuilt; timed is one
 optimizer step's forward, loss and backward on the default model.
 
 - ours: `TrainPolicy.score`, `GRPOLoss` and backward over micro-batches as in training, gradients summed in fp32;
 - TRL: the real `GRPOTrainer`'s `_compute_loss` and backward, bf16 weights and gradients, no gradient checkpointing, on
-  the batch as its `_prepare_inputs` makes it: padded to the step's longest answer, shuffled, cut into batches. Several
+  the batch as its `_prepare_inputs` makes it: padded to the step's longest response, shuffled, cut in batches. Several
   sizes of these batches are tried, and the fastest is measured twice: with the allocator as TRL leaves it, and as we
   set it for training. The faster of these is the peer.
 
@@ -36,12 +36,12 @@ NAME = "ragged"
 OURS = "grpo_rl"
 BAR = 3.0
 TOLERANCE = 0.05
-"""Relative, of gradient norms of the two bf16 roads."""
+"""Tolerance of the gradient norms of the two bf16 computations, relative."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One optimizer step: ``prompts`` prompts, ``repeats`` answers to each.
+    """One optimizer step: ``prompts`` prompts, ``repeats`` responses to each.
 
     >>> work = Work("", prompts=2, repeats=2, prompt=1, median=50, p99_over_median=8.0, longest=99,
     ...             micro_batch_tokens=1)
@@ -60,12 +60,12 @@ class Work:
 
     @property
     def lengths(self) -> list[list[int]]:
-        """Of the answers to each prompt."""
+        """Lengths of the responses to each prompt."""
         return dealt_lengths(self.prompts, self.repeats, self.median, self.p99_over_median, self.longest)
 
 
 def make_groups(work: Work, vocab: int) -> list:
-    """Groups of random ids whose answers are alternately good and bad; the same in every arm."""
+    """Groups of random ids whose responses are alternately good and bad; the same in every arm."""
     from grpo_rl.testing import random_group
 
     advantages = torch.tensor([1.0 if g % 2 else -1.0 for g in range(work.repeats)])
@@ -97,7 +97,7 @@ def our_arm(steps: harness.Steps, work: Work) -> None:
 
 
 def trl_arm(steps: harness.Steps, work: Work, batch: int, our_allocator: bool = False) -> None:
-    """TRL's loss, with ``batch`` answers in a forward."""
+    """TRL's loss, with ``batch`` responses in a forward."""
     import peers
     from transformers import AutoTokenizer
 
@@ -154,14 +154,14 @@ def main() -> None:
     from grpo_rl.policies.hub import resolve_model
 
     tried: dict[str, float | str] = {}
-    answers = args.prompts * args.repeats
+    responses = args.prompts * args.repeats
     try:
         work = Work(
             str(resolve_model(args.model)), args.prompts, args.repeats, args.prompt, args.median,
             args.p99_over_median, args.longest, args.micro_batch_tokens,
         )  # fmt: skip
-        if not (batches := [batch for batch in args.trl_batch if answers % batch == 0]):
-            raise ValueError(f"none of --trl-batch {args.trl_batch} divides {answers} answers")
+        if not (batches := [batch for batch in args.trl_batch if responses % batch == 0]):
+            raise ValueError(f"none of --trl-batch {args.trl_batch} divides {responses} responses")
         batch = fastest_batch(work, batches, tried)
     except ValueError as error:
         sys.exit(f"error: {error}")
@@ -184,7 +184,7 @@ def main() -> None:
     peer = min(times.keys() - {OURS}, key=times.__getitem__)
     figure = times[peer] / times[OURS]
     result = {
-        "shows": "Training tokens a second on answers of very different lengths: no padding and the prompt once, "
+        "shows": "Training tokens a second on responses of very different lengths: no padding and the prompt once, "
         "against TRL's own loss on the padded batch.",
         "peer": f"{peer}, TRL {version('trl')}",
         "bars": [harness.bar("times TRL's response tokens a second", figure, at_least=BAR)],
@@ -201,7 +201,7 @@ def main() -> None:
         ],
         "arms": summary,
         "tried_alone_s": tried,
-        "tokens": {"response": tokens, "longest": max(lengths), "padded": answers * (work.prompt + max(lengths)),
+        "tokens": {"response": tokens, "longest": max(lengths), "padded": responses * (work.prompt + max(lengths)),
                    "ours": args.prompts * work.prompt + tokens},
         "lengths": work.lengths,
         "work": asdict(work) | {"model": args.model},
@@ -216,13 +216,13 @@ def parse() -> argparse.Namespace:
     number = harness.at_least_one
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a local folder or a hub name")
     parser.add_argument("--prompts", type=number, default=2, help="prompts of the step")
-    parser.add_argument("--repeats", type=number, default=8, help="answers to each")
+    parser.add_argument("--repeats", type=number, default=8, help="responses to each")
     parser.add_argument("--prompt", type=number, default=64, help="tokens of each prompt")
-    parser.add_argument("--median", type=number, default=50, help="tokens of the median answer")
+    parser.add_argument("--median", type=number, default=50, help="tokens of the median response")
     parser.add_argument("--p99-over-median", type=float, default=8.0, help="the 99th percentile over the median")
-    parser.add_argument("--longest", type=number, default=512, help="longer answers are cut to so many tokens")
+    parser.add_argument("--longest", type=number, default=512, help="longer responses are cut to so many tokens")
     parser.add_argument("--micro-batch-tokens", type=number, default=8192, help="ours, as in training")
-    parser.add_argument("--trl-batch", type=number, nargs="+", default=[4, 8, 16], help="answers a forward, to try")
+    parser.add_argument("--trl-batch", type=number, nargs="+", default=[4, 8, 16], help="responses a forward, to try")
     args = parser.parse_args()
     if args.p99_over_median <= 1:
         parser.error("--p99-over-median must be above 1")

@@ -26,7 +26,7 @@ scoring is a time, over the time it may take.
 
 
 def render(results: Sequence[Mapping]) -> dict[str, str]:
-    """Of these results, README.md and the plots, by file name."""
+    """README.md and the plots of these results, by file name."""
     results = sorted(results, key=lambda result: result["name"])
     files = {}
     sections = []
@@ -63,7 +63,7 @@ def section(result: Mapping, plot_files: Sequence[str]) -> str:
 
 
 def limit(bar: Mapping) -> str:
-    """What a figure should be.
+    """The limit of a figure, in words.
 
     >>> limit({"at_most": 0.25})
     'at most 0.25'
@@ -72,7 +72,7 @@ def limit(bar: Mapping) -> str:
 
 
 def in_short(result: Mapping) -> str:
-    """How many bars were reached.
+    """The number of bars that were reached, in words.
 
     >>> in_short({"bars": [{"met": True}, {"met": False}]})
     '1 of 2 reached'
@@ -110,7 +110,7 @@ def rows(result: Mapping) -> list[dict]:
 
 
 def plots(result: Mapping) -> list[Mapping]:
-    """What is drawn: the result's own plots, or its ratios."""
+    """The plots to draw: the result's own, or its ratios."""
     if "plots" in result:
         return list(result["plots"])
     if result.get("ratios"):

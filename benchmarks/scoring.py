@@ -1,9 +1,9 @@
-"""How long 4,096 answers take to be scored: `python benchmarks/scoring.py --data FOLDER`.
+"""Measures how long scoring 4,096 responses takes: `python benchmarks/scoring.py --data FOLDER`.
 
-Answers go the way that training's go: through `LLMEnv.guard`, under a deadline, eight to a row. Some are right, some
-wrong, some have no form at all; answers to one row differ, in mathematics by the expressions that are compared too,
+Responses are scored as in training: through `LLMEnv.guard`, under a deadline, eight to a row. Some are right, some
+wrong, some have no form at all; responses to one row differ, in mathematics by the expressions that are compared too,
 and the tool tasks' conversations have a call and its result. The headline is the slowest task's time over what it may
-take: 2 seconds, and 20 for mathematics, whose answers are parsed and compared as mathematics. FOLDER has the folders
+take: 2 seconds, and 20 for mathematics, whose responses are parsed and compared as mathematics. FOLDER has the folders
 gsm8k, ifeval, math500, hotpotqa and scitldr; countdown makes its own puzzles.
 """
 
@@ -24,14 +24,14 @@ import harness
 from grpo_rl.envs.base import Messages, Reward, ScoreGuard, Task
 
 NAME = "scoring"
-ANSWERS, REPEATS = 4096, 8
+RESPONSES, REPEATS = 4096, 8
 LIMITS_S = {"math": 20.0}
 LIMIT_S = 2.0
 PROSE = "Let us think about it step by step. First we look at what is given, then at what is asked. " * 6
 
 
 def variants(right: str, wrong: str) -> list[str]:
-    """Eight different answers to one row.
+    """Eight different responses to one row.
 
     >>> len(set(variants("1", "2")))
     8
@@ -40,12 +40,12 @@ def variants(right: str, wrong: str) -> list[str]:
     return [f"{PROSE[: 60 * i]}{text}" for i, text in enumerate(ends, 1)]
 
 
-Answers = Callable[[dict], list[Messages]]
-"""What is said behind a row's prompt, in each of eight conversations."""
+Responses = Callable[[dict], list[Messages]]
+"""The messages behind a row's prompt, in each of eight conversations."""
 
 
 def said(texts: Sequence[str]) -> list[Messages]:
-    """Conversations of one answer each."""
+    """Conversations of one response each."""
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
@@ -54,11 +54,11 @@ def said_after(task: Task, row: dict, call: str, texts: Sequence[str]) -> list[M
     asked = [{"role": "assistant", "content": call}]
     reply = task.reply(row, [*task.prompt(row), *asked])
     assert reply, call
-    return [[*asked, *reply, *answer] for answer in said(texts)]
+    return [[*asked, *reply, *response] for response in said(texts)]
 
 
 def expressions() -> Iterator[str]:
-    """Mathematics without end, no two alike."""
+    """Mathematical expressions without end, no two the same."""
     for n in itertools.count(2):
         yield from (
             rf"\frac{{{n}}}{{{n + 1}}}", f"{n}x^2 + {n + 3}x - 1", rf"{n}\sqrt{{2}} + 1", f"({n}, {2 * n})",
@@ -66,14 +66,14 @@ def expressions() -> Iterator[str]:
         )  # fmt: skip
 
 
-def gsm8k(data: Path) -> tuple[Task, Answers]:
+def gsm8k(data: Path) -> tuple[Task, Responses]:
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
 
     task = GSM8K(load_rows(str(data / "gsm8k" / "train.jsonl")))
     return task, lambda row: said(variants(f"<answer>{task.gold(row)}</answer>", "<answer>7</answer>"))
 
 
-def ifeval(data: Path) -> tuple[Task, Answers]:
+def ifeval(data: Path) -> tuple[Task, Responses]:
     from grpo_rl.envs.ifeval import IFEval, load_rows
 
     with (data / "ifeval" / "recorded_verdicts.jsonl").open(encoding="utf-8") as lines:
@@ -82,21 +82,21 @@ def ifeval(data: Path) -> tuple[Task, Answers]:
     return task, lambda row: said(list(itertools.islice(responses, REPEATS)))
 
 
-def math(data: Path) -> tuple[Task, Answers]:
+def math(data: Path) -> tuple[Task, Responses]:
     from grpo_rl.envs.math import Math, load_rows
 
     task = Math(load_rows(data / "math500" / "math500.json"))
     wrong = expressions()
 
-    def answers(row: dict) -> list[Messages]:
+    def responses(row: dict) -> list[Messages]:
         gold = task.gold(row)
         boxes = [rf"\boxed{{{text}}}" for text in (gold, rf"{gold}\,", f"{{{gold}}}", *itertools.islice(wrong, 4))]
         return said([f"{PROSE[: 60 * i]}{text}" for i, text in enumerate([*boxes, ""], 1)])
 
-    return task, answers
+    return task, responses
 
 
-def countdown(data: Path) -> tuple[Task, Answers]:
+def countdown(data: Path) -> tuple[Task, Responses]:
     from grpo_rl.envs.countdown import Countdown, load_rows
 
     rows = load_rows(None, "train")
@@ -104,19 +104,19 @@ def countdown(data: Path) -> tuple[Task, Answers]:
     return Countdown(rows), lambda row: said(variants(f"<answer>{row['solution']}</answer>", wrong))
 
 
-def calculator(data: Path) -> tuple[Task, Answers]:
+def calculator(data: Path) -> tuple[Task, Responses]:
     from grpo_rl.envs.calculator import Calculator, load_rows
 
     task = Calculator(load_rows("arithmetic"))
 
-    def answers(row: dict) -> list[Messages]:
+    def responses(row: dict) -> list[Messages]:
         right = f"<answer>{task.gold(row)}</answer>"
         return said_after(task, row, f"Calculator: {task.gold(row)} * 3 / 3", variants(right, "<answer>7</answer>"))
 
-    return task, answers
+    return task, responses
 
 
-def search_qa(data: Path) -> tuple[Task, Answers]:
+def search_qa(data: Path) -> tuple[Task, Responses]:
     from grpo_rl.envs.search_qa import SearchQA, load_rows
     from grpo_rl.envs.tools.search_index import SearchIndex, load_corpus
 
@@ -124,14 +124,14 @@ def search_qa(data: Path) -> tuple[Task, Answers]:
     index = SearchIndex(load_corpus(folder / "hotpotqa_train_corpus.json"))
     task = SearchQA(load_rows(folder / "hotpotqa_train.json"), index)
 
-    def answers(row: dict) -> list[Messages]:
+    def responses(row: dict) -> list[Messages]:
         texts = variants(f"<answer>{row['answer']}</answer>", "<answer>in the year of 1975</answer>")
         return said_after(task, row, f"Search: {row['question']}".replace("\n", " "), texts)
 
-    return task, answers
+    return task, responses
 
 
-def prompt_response(data: Path) -> tuple[Task, Answers]:
+def prompt_response(data: Path) -> tuple[Task, Responses]:
     from grpo_rl.envs.prompt_response import PromptResponse, load_rows
 
     rewards = [f"grpo_rl.envs.rewards.examples:{name}" for name in ("reward_len", "sentence_ending")]
@@ -143,16 +143,16 @@ def prompt_response(data: Path) -> tuple[Task, Answers]:
 TASKS = {f.__name__: f for f in (gsm8k, ifeval, math, countdown, calculator, search_qa, prompt_response)}
 
 
-def conversations(task: Task, answers: Answers) -> Iterator[tuple[dict, list[Messages]]]:
-    """A row and eight conversations about it, as many as make all answers."""
-    for i in range(ANSWERS // REPEATS):
+def conversations(task: Task, responses: Responses) -> Iterator[tuple[dict, list[Messages]]]:
+    """A row and eight conversations about it, as many as make all responses."""
+    for i in range(RESPONSES // REPEATS):
         row = task.rows[i % len(task.rows)]
         prompt = task.prompt(row)
-        yield row, [[*prompt, *messages] for messages in answers(row)]
+        yield row, [[*prompt, *messages] for messages in responses(row)]
 
 
 def scored_s(task: Task, work: Sequence[tuple[dict, list[Messages]]]) -> float:
-    """Seconds that scoring took; every answer must have got a reward."""
+    """Seconds that scoring took; every response must have got a reward."""
     guard = ScoreGuard(task, max_failed_fraction=0.0)
     start = time.perf_counter()
     results = [guard.score_dialogs(row, dialogs, "a row") for row, dialogs in work]
@@ -166,16 +166,16 @@ def main() -> None:
     load = harness.require_quiet(args.force)
     medians, bars = {}, []
     for name in args.tasks:
-        task, answers = TASKS[name](args.data)
-        work = list(conversations(task, answers))
+        task, responses = TASKS[name](args.data)
+        work = list(conversations(task, responses))
         scored_s(task, work[:8])  # warm-up: worker processes start
         medians[name] = statistics.median(scored_s(task, work) for _ in range(args.steps))
         limit = LIMITS_S.get(name, LIMIT_S)
-        print(f"{name}: {ANSWERS} answers in {medians[name]:.2f} s")
-        bars.append(harness.bar(f"seconds for {ANSWERS} answers of {name}", medians[name], at_most=limit))
+        print(f"{name}: {RESPONSES} responses in {medians[name]:.2f} s")
+        bars.append(harness.bar(f"seconds for {RESPONSES} responses of {name}", medians[name], at_most=limit))
     worst = max(medians[name] / LIMITS_S.get(name, LIMIT_S) for name in medians)
     result = {
-        "shows": f"Scoring {ANSWERS} answers of each task; the figure is the slowest task's time over its limit.",
+        "shows": f"Scoring {RESPONSES} responses of each task; the figure is the slowest task's time over its limit.",
         "bars": bars,
         "seconds": medians,
         "machine": harness.machine(),

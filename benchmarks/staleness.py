@@ -1,4 +1,4 @@
-"""What a bound on staleness costs and gives, simulated: `python benchmarks/staleness.py` writes docs/staleness.svg.
+"""Simulates what a bound on staleness costs and gains: `python benchmarks/staleness.py` writes docs/staleness.svg.
 
 8 engines and a trainer, 64 prompts x 8 responses a step, lengths log-normal with a 99th percentile of 8 medians. The
 trainer is as fast as the engines sample a batch in turns (balanced), eight times as fast, or less than half as fast.
@@ -24,7 +24,7 @@ TRAINERS = {"balanced": 5e3, "a fast trainer": 4e4, "a slow trainer": 2e3}
 
 
 def outcomes() -> dict[str, dict[int, Outcome]]:
-    """By trainer and bound."""
+    """Outcomes by trainer and bound."""
     return {
         name: {
             bound: simulate(replace(BALANCED, train_tokens_per_s=rate, max_staleness=bound)) for bound in BOUNDS

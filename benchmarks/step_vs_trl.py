@@ -1,7 +1,7 @@
 """How many times faster one GRPO step is than TRL's on the same work: `python benchmarks/step_vs_trl.py --data FILE`.
 
 A step is generation, training, and whatever it takes for the next generation to use the new weights. The work: the
-default model, 4 GSM8K prompts x 8 answers of exactly 96 tokens, one optimizer step over all of them, with rewards that
+default model, 4 GSM8K prompts x 8 responses of exactly 96 tokens, one optimizer step over all of them, rewards that
 alternate inside each group, so that no group can be skipped; `--prompt` lengthens the prompts. Both sides step fused
 AdamW at a clipped gradient norm of 1, with no KL term; ours runs at the project's default config, with fp32 master
 weights, and says what fraction of the machine's limit it reached (`grpo_rl.perf.roofline`).
@@ -47,12 +47,12 @@ NAME = "step_vs_trl"
 OURS = "grpo_rl"
 SPEED_BAR, LONG_PROMPT_SPEED_BAR, LIMIT_BAR = 3.5, 5.0, 0.5
 WARMUP_STEPS = 2
-"""Until compiled kernels, caches and the allocator's memory are as they stay."""
+"""Warm-up steps, until compiled kernels, caches and the allocator's memory have settled."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one step does: every prompt, as chat messages, gets ``repeats`` answers of ``response`` tokens."""
+    """The work of one step: every prompt, as chat messages, gets ``repeats`` responses of ``response`` tokens."""
 
     model: str
     prompts: tuple[list[dict[str, str]], ...]
@@ -61,13 +61,13 @@ class Work:
     response: int
 
     @property
-    def answers(self) -> int:
+    def responses(self) -> int:
         return len(self.prompts) * self.repeats
 
 
 @dataclass(frozen=True)
 class TRLSetting:
-    """A way to run TRL: dtype of the weights (fp32 under autocast), answers a forward, generation, allocator.
+    """A way to run TRL: dtype of the weights (fp32 under autocast), responses a forward, generation, allocator.
 
     >>> TRLSetting("fp32", 16).name, TRLSetting("bf16", 8, our_allocator=True).name
     ('trl_fp32_generate_batch16', 'trl_bf16_generate_batch8_our_allocator')
@@ -126,7 +126,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     settings = [
         f"env.num_envs={len(work.prompts)}",
         f"env.repeats={work.repeats}",
-        f"train.optim_batch_size={work.answers}",
+        f"train.optim_batch_size={work.responses}",
         f"sampling.max_new_tokens={work.response}",
         f"inference_model.max_model_len={max(work.prompt_tokens) + work.response}",
         *overrides,
@@ -191,7 +191,7 @@ def trl_arm(steps: harness.Steps, work: Work, setting: TRLSetting) -> None:
 
     def alternating(completion_ids: list[list[int]], **_: object) -> list[float]:
         lengths = {len(ids) for ids in completion_ids}
-        assert lengths == {work.response}, f"answers of {lengths} tokens, not {work.response}: not the same work"
+        assert lengths == {work.response}, f"responses of {lengths} tokens, not {work.response}: not the same work"
         return [float(i % 2) for i in range(len(completion_ids))]
 
     class TakeTurns(TrainerCallback):
@@ -214,7 +214,7 @@ def trl_arm(steps: harness.Steps, work: Work, setting: TRLSetting) -> None:
                 optim="adamw_torch_fused",
                 gradient_checkpointing=False,
                 per_device_train_batch_size=setting.batch,
-                gradient_accumulation_steps=work.answers // setting.batch,
+                gradient_accumulation_steps=work.responses // setting.batch,
                 num_generations=work.repeats,
                 max_completion_length=work.response,
                 generation_kwargs={minimum: work.response},
@@ -373,9 +373,9 @@ def main() -> None:
         work = make_work(args)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    batches = [batch for batch in args.trl_batch if work.answers % batch == 0]
+    batches = [batch for batch in args.trl_batch if work.responses % batch == 0]
     if not batches:
-        sys.exit(f"error: none of --trl-batch {args.trl_batch} divides {work.answers} answers")
+        sys.exit(f"error: none of --trl-batch {args.trl_batch} divides {work.responses} responses")
 
     try:
         settings, tried = explore(work, batches, args)
@@ -420,7 +420,7 @@ def main() -> None:
     tokens = " to ".join(map(str, sorted({min(work.prompt_tokens), max(work.prompt_tokens)})))
     result = {
         "shows": "One GRPO step, from generation to new weights in the engine: "
-        f"{len(work.prompts)} prompts of {tokens} tokens, {work.repeats} answers of {work.response} tokens to each.",
+        f"{len(work.prompts)} prompts of {tokens} tokens, {work.repeats} responses of {work.response} tokens to each.",
         "peer": f"{best.name}, TRL {version('trl')}",
         "bars": bars,
         "limits": limits,
@@ -447,8 +447,8 @@ def parser(description: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a local folder or a hub name")
     parser.add_argument("--prompts", type=number, default=4, help="prompts a step")
-    parser.add_argument("--repeats", type=number, default=8, help="answers to each, an even number")
-    parser.add_argument("--response", type=number, default=96, help="tokens of each answer")
+    parser.add_argument("--repeats", type=number, default=8, help="responses to each, an even number")
+    parser.add_argument("--response", type=number, default=96, help="tokens of each response")
     parser.add_argument("--prompt", type=number, default=None, help="lengthen prompts to so many tokens")
     parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="config overrides for our arm")
     return parser

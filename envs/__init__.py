@@ -1,1 +1,1 @@
-"""Tasks: what is asked, and what a response is worth."""
+"""Tasks: prompts, and the rewards of responses to them."""

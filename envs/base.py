@@ -210,7 +210,7 @@ class LLMEnv(EnvBase):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: object) -> TensorDictBase:
         if tensordict is not None and (mask := tensordict.get("_reset", None)) is not None and not mask.all():
-            raise ValueError("a part of the batch can't be reset alone: the responses of a group begin together")
+            raise ValueError("a part of the batch can't be reset alone: a group's responses begin at the same time")
         rows = []
         self._dialogs: list[Dialog] = []
         for prompt in self.next_prompts():

@@ -1,4 +1,4 @@
-"""Word problems with a calculator: the policy calls it in its text, reads the result, goes on, and answers."""
+"""Word problems with a calculator: the policy calls it in its text, reads the result, and states the answer."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Calculator(ToolTask):
         gsm8k.check_gold(rows)
 
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
-        """Whether the number is right, the calculator was of use, and the last message is in form.
+        """The reward: whether the number is right, the calculator helped, and the last message has the format.
 
         Raises:
             Unjudgeable: the row's answer has no number.
@@ -113,7 +113,7 @@ class Calculator(ToolTask):
         return gsm8k.gold_number(row)
 
     def _results(self, text: str, question: str) -> list[str]:
-        """What a message's calls found out: results that stand neither in the question nor in the call itself.
+        """The results of a message's calls that stand neither in the question nor in the call itself.
 
         Otherwise `1*1` would be of use wherever a 1 is written. Errors hold no number.
         """

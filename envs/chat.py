@@ -32,7 +32,7 @@ class Dialog:
 
     @property
     def text(self) -> str:
-        """What was said after the prompt: the policy's turns, and the replies between them."""
+        """The conversation after the prompt: the policy's turns, and the replies between them."""
         return "\n\n".join(message["content"] for message in self.messages[self._prompt_messages :])
 
     def say(self, text: str) -> None:
@@ -41,7 +41,7 @@ class Dialog:
         self.turns += 1
 
     def reply(self, task: Task, row: dict, max_turns: int) -> Messages | None:
-        """What the task replies; None where the conversation is over.
+        """The task's reply; None where the conversation is over.
 
         Raises:
             TypeError: it replies with something else than messages.

@@ -106,7 +106,7 @@ class Countdown(Task):
         return check(row["numbers"], row["target"], expression, use_all=self._use_all)
 
     def score(self, row: dict, response: str) -> Reward:
-        """Whether the expression is right, and whether it is one.
+        """The reward: whether the expression is right, and whether it can be evaluated at all.
 
         >>> row = {"numbers": [3, 7, 50], "target": 47}
         >>> Countdown([row]).score(row, "<think>50 is near.</think><answer>50 - 3</answer>").parts

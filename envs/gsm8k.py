@@ -96,7 +96,7 @@ class GSM8K(Task):
         return type(self).score is GSM8K.score
 
     def score(self, row: dict, response: str) -> Reward:
-        """Whether the final number is right, and the two formats.
+        """The reward: whether the final number is right, and the two formats.
 
         Raises:
             TimeoutError: the search for a pattern took too long.

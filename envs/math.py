@@ -15,7 +15,7 @@ HUB_SETS = {"train": ("DigitalLearningGmbH/MATH-lighteval", "train"), "test": ("
 """The hub's data set and its split, for each of ours; the 500 test problems are none of the training ones."""
 
 COLUMNS = ("problem", "answer", "solution")
-"""What is read of the data; some sets have whole conversations beside it."""
+"""The columns that are read of the data; some sets have whole conversations beside them."""
 
 SYSTEM_PROMPT = r"Reason step by step, and put the final answer within \boxed{}."
 
@@ -80,7 +80,7 @@ class Math(Task):
         return [*self._before, {"role": "user", "content": row["problem"]}]
 
     def score(self, row: dict, response: str) -> Reward:
-        r"""Whether the boxed answer is right, and whether there is one.
+        r"""The reward: whether the boxed answer is right, and whether there is one.
 
         A response whose comparison does not end in time, nor when nothing else is under way, is wrong, and has the
         measure ``timed_out``. One whose process was killed, as by a machine short of memory, has no reward.

@@ -124,7 +124,7 @@ def problems(count: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def files() -> dict[Path, str]:
-    """What the shipped files hold: path -> JSONL. The held-out problems are those after the training ones."""
+    """The contents of the shipped files: path -> JSONL. The held-out problems are those after the training ones."""
     rows = problems(TRAIN + TEST)
     splits = {"quickstart-train": rows[:TRAIN], "quickstart-test": rows[TRAIN:]}
     return {SHIPPED[name]: "".join(json.dumps(row) + "\n" for row in split) for name, split in splits.items()}

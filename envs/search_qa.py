@@ -116,7 +116,7 @@ class SearchQA(ToolTask):
         self._index = index or SearchIndex(load_corpus(corpus))
 
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
-        """How well the last message answers.
+        """The reward: how well the last message agrees with the gold answer.
 
         Raises:
             Unjudgeable: nothing is left of the gold answer when it is normalised, so that an empty answer would match.

@@ -97,7 +97,7 @@ def hub_data(path: str, split: str) -> Any:
 
 
 def line_rows(path: str | Path, wanted: str) -> Iterator[tuple[str, object]]:
-    """Where each row of a JSONL file stands, and the row.
+    """Each row of a JSONL file, with the place where it stands.
 
     Args:
         wanted: what the file should be, for messages.
@@ -110,7 +110,7 @@ def line_rows(path: str | Path, wanted: str) -> Iterator[tuple[str, object]]:
 
 
 def file_rows(path: str | Path, columns: str) -> Iterator[tuple[str, dict]]:
-    """Where each object stands, and the object: of a file with one object a line, or with one list of objects.
+    """Each object, with the place where it stands: of a file with one object a line, or with one list of objects.
 
     Args:
         columns: what an object must have, for messages.

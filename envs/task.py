@@ -23,7 +23,7 @@ RESERVED_PARTS = {
 
 @dataclass(frozen=True)
 class Reward:
-    """What one response is worth: named parts, already weighted, and their sum.
+    """The reward of one response: named parts, already weighted, and their sum.
 
     Args:
         parts: of the reward.
@@ -121,7 +121,7 @@ class Task(ABC):
         return self.score(row, last_said(messages))
 
     def reply(self, row: dict, messages: Messages) -> Messages | None:
-        """What the world says after the policy's last message; None ends the conversation, as single turns do.
+        """The environment's reply to the policy's last message; None ends the conversation, as single turns do.
 
         Several conversations are replied to at the same time, each in a thread.
         """
@@ -152,7 +152,7 @@ def opening(system_prompt: str | None, examples: Iterable[tuple[str, str]] = ())
 
 
 def last_said(messages: Messages) -> str:
-    """What the policy said last: a conversation that met a limit may end on a reply.
+    """The policy's last message: a conversation that met a limit may end on a reply.
 
     >>> last_said([{"role": "assistant", "content": "Calculator: 3*4"}, {"role": "tool", "content": "12"}])
     'Calculator: 3*4'

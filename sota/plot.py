@@ -27,7 +27,7 @@ def plot(out, runs):
         line = {"color": colours.setdefault(name, f"C{len(colours)}"), "linewidth": 1}
         train.plot([row["step"] for row in rows], [row["reward/mean"] for row in rows], label=label, **line)
         held_out.plot([0, 1], [summary["eval_before"], summary["eval_after"]], marker="o", **line)
-    train.set(title="reward of sampled answers", xlabel="step", ylabel="reward (at most 3)", ylim=(0, 3))
+    train.set(title="reward of sampled responses", xlabel="step", ylabel="reward (at most 3)", ylim=(0, 3))
     held_out.set(title="held out, greedy", xticks=[0, 1], xticklabels=["before", "after"], xlim=(-0.3, 1.3))
     train.legend(frameon=False)
     for axes in (train, held_out):

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures that all tests share."""
 
 from __future__ import annotations
 
@@ -25,10 +25,25 @@ hypothesis.settings.register_profile("project", deadline=None)
 hypothesis.settings.load_profile("project")
 
 
+LONGEST = [
+    "run/test_async.py",
+    "sota/test_slurm.py",
+    "diagnosis/test_mismatch.py",
+    "benchmarks/test_kills.py",
+    "distributed/test_ranks.py",
+    "weights/test_transport.py",
+    "weights/test_sources.py",
+    "run/test_run.py",
+    "planner/test_plan.py",
+]
+"""Files that take more than about half a minute, the longest first."""
+
+
 def pytest_collection_modifyitems(items):
-    # Files with slow tests first: processes that share the files out end at about the same time.
+    # Long files first, then others with slow tests: processes that share the files out end at about the same time.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    place = {Path(__file__).parent / name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST) + (item.path not in slow)))
     for item in items:
         if {"tiny_run", "default_model"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.engine)

@@ -1,14 +1,28 @@
-"""What docs/batches.md and docs/lineage.md show is what the commands print."""
+"""What the docs show is what commands print, and what they name exists."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import runpy
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pytest
+from omegaconf import OmegaConf
+
 from grpo_rl.cli import main
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "sota/README.md")),
+    *(page for page in sorted(DOCS.glob("*.md")) if page.name != "log.md"),  # which tells of what was there once
+]
+FILES, MISSING = (".py", ".md", ".json", ".jsonl", ".yaml", ".parquet"), object()
+FREE = ("env.reward.", "env.rewards.", "model.embed_tokens", "model.layers", "policy.model")
+"""Names of rewards, weights and attributes, which are no settings."""
+FOLDERS = "grpo_rl|envs|config|sota|docs|tests|tools|benchmarks"
 
 
 def texts(path):
@@ -39,3 +53,51 @@ def test_every_column_of_the_lineage_is_explained():
 
     named = set(re.findall(r"`([a-z_]+)`", (DOCS / "lineage.md").read_text()))
     assert {*SCHEMA.names, *MASK_REASONS} <= named
+
+
+def test_the_map_is_what_the_folders_say():
+    assert (DOCS / "map.md").read_text() == runpy.run_path(str(ROOT / "tools" / "map.py"))["page"]()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_that_a_page_names_are_there(page):
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+    missing = [link for link in links if not (page.parent / link).exists()]
+    paths = re.findall(rf"(?<![\w/=.-])((?:{FOLDERS})/[\w./-]*\w/?)", text)
+    assert not missing + [path for path in paths if not re.search("NAME|rhyme", path) and not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_classes_and_settings_that_a_page_names_exist(page):
+    text = page.read_text()
+    missing = [name for name in re.findall(r"\bgrpo_rl(?:\.\w+)+", text) if "NAME" not in name and not exists(name)]
+    cfg = OmegaConf.load(ROOT / "config" / "grpo.yaml")
+    cfg.loss = OmegaConf.load(ROOT / "config" / "loss" / "grpo.yaml")
+    tasks = [OmegaConf.load(path) for path in (ROOT / "config" / "env").glob("*.yaml")]
+    cfg.env = OmegaConf.merge(cfg.env, *({key: None for key in task} for task in tasks))
+    sections = "|".join(str(key) for key in cfg if OmegaConf.is_config(cfg[key]) and key != "hydra")
+    for key in re.findall(rf"(?<![\w./@])((?:{sections})(?:\.[a-z_]+)+)(?![\w/(])", text):
+        if (
+            not key.startswith(FREE)
+            and not key.endswith(FILES)
+            and OmegaConf.select(cfg, key, default=MISSING) is MISSING
+        ):
+            missing.append(key)
+    assert not missing
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module, or something in one."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[end:]:
+            if not hasattr(found, attribute):
+                return False
+            found = getattr(found, attribute)
+        return True
+    return False

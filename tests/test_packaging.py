@@ -27,7 +27,7 @@ def build(kind: str, source: Path, out: Path) -> Path:
 
 
 def run_with(folder: Path, code: str) -> str:
-    """What ``code`` prints where grpo_rl is installed in ``folder``, and nowhere else."""
+    """The output of ``code`` where grpo_rl is installed in ``folder``, and nowhere else."""
     libraries = sysconfig.get_path("purelib")
     # -S leaves out the .pth files of this environment, and with them its own editable install. The folder comes first:
     # a finder of that install has the same name as the one under test.

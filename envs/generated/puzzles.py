@@ -87,7 +87,7 @@ def is_held_out(numbers: Sequence[int]) -> bool:
 
 
 def _combined(numbers: Sequence[int], rng: Random) -> tuple[Fraction, str]:
-    """All numbers put together in a random way: the value, and the expression.
+    """All numbers combined in a random way: the value, and the expression.
 
     Steps are those of pencil and paper, without fractions and negative numbers.
     """

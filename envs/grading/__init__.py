@@ -1,1 +1,1 @@
-"""What a response says, read out of its text, and whether it is right; without torch."""
+"""Grading: extracts the answer that a response states from its text, and judges it; without torch."""

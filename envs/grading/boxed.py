@@ -1,4 +1,4 @@
-"""Whether a boxed answer equals another, by math-verify. Without torch, as workers load it."""
+"""Equality of boxed answers, by math-verify. Without torch, as workers load it."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _is_unbounded(latex: str) -> bool:
 def _expanded_terms(latex: str) -> int:
     r"""At least as many terms as ``latex`` has when its powers and products of sums are multiplied out.
 
-    A sum of n terms to the power k has $\binom{n+k-1}{k}$ of them, if no two are alike.
+    A sum of n terms to the power k has $\binom{n+k-1}{k}$ of them, if no two are the same.
 
     >>> _expanded_terms(r"(x+y+z)^{2} - \frac{a+b}{2}"), _expanded_terms("(x+y+z+w+a+b)^{19}")
     (8, 42504)
@@ -201,7 +201,7 @@ def _differ(reading: Any, tolerance: sympy.Rational) -> bool:
 
 
 def _rational(side: Any) -> sympy.Rational | None:
-    r"""What a sum, product or quotient of integers and decimals is worth; None for others, as for roots and ``\pi``."""
+    r"""The value of a sum, product or quotient of integers and decimals; None for others, as for roots and ``\pi``."""
     value = side.doit()
     number = sympy.Rational(str(value)) if isinstance(value, (sympy.Rational, sympy.Float)) else None
     return number if isinstance(number, sympy.Rational) else None  # not where it is NaN or infinite

@@ -1,4 +1,4 @@
-"""Whether an expression of given numbers reaches a target: computed in exact fractions, and never run as code."""
+"""Checks whether an expression of given numbers reaches a target, in exact fractions; it is never run as code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number that a response answers with, whatever its format."""
+"""The number that a response gives as its answer, whatever its format."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _first(text: str) -> Decimal | None:
 
 
 def _stated(text: str) -> int:
-    """Where what ``text`` states begins: behind the last sign of the equation that its first number is in."""
+    """Start of what ``text`` states: behind the last sign of the equation that its first number is in."""
     start = 0
     if "=" not in text:
         return start

@@ -1,4 +1,4 @@
-"""Which of a user's regular expressions are found in a text, searched where a search that backtracks can be killed.
+"""Searches texts for a user's regular expressions, in processes that can be killed where a search backtracks.
 
 Without torch, as workers load it.
 """
@@ -28,7 +28,7 @@ def found(
 
     Args:
         linear: patterns that take time linear in any text: they are searched here, which is faster.
-        budget_s: seconds for all texts together. Each search has its share of them, so that those that backtrack leave
+        budget_s: seconds for all texts in all. Each search has its share of them, so that those that backtrack leave
             time for the others.
 
     >>> found((r"^a", r"b$"), ["ab", "ba"])

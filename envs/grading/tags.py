@@ -1,4 +1,4 @@
-"""What stands between the tags of an answer: `<answer>…</answer>`, and LaTeX's boxes."""
+"""The text between the tags of an answer: `<answer>…</answer>`, and LaTeX's boxes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_answer(text: str) -> str | None:
-    """What is inside the last ``<answer>…</answer>``; None where there is none.
+    """The text inside the last ``<answer>…</answer>``; None where there is none.
 
     >>> last_answer("<answer>1</answer> or rather <answer> 2 </answer></answer>")
     '2'
@@ -21,7 +21,7 @@ def last_answer(text: str) -> str | None:
 
 
 def last_boxed(text: str, max_chars: int = sys.maxsize) -> str | None:
-    r"""What the last ``\boxed{…}`` or ``\fbox{…}`` of ``text`` holds; None if there is none, or the last isn't closed.
+    r"""The contents of the last ``\boxed{…}`` or ``\fbox{…}`` of ``text``; None if there is none, or it isn't closed.
 
     A box in a box is the later one, and one of more than ``max_chars`` is none. Takes time linear in the text, whatever
     the text.

@@ -1,4 +1,4 @@
-"""Whether responses equal gold answers as mathematics, by math-verify in killable processes. Without torch."""
+"""Compares responses with gold answers as mathematics, by math-verify in killable processes. Without torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,11}")
 
 
 class Verdict(NamedTuple):
-    """Whether a response equals the gold answer, None if the gold can't be parsed; and whether it took too long to say.
+    """A comparison's outcome: whether both are equal, None if the gold can't be parsed; and whether it timed out.
 
     Args:
         timed_out: the comparison ran out of time or memory through the response's doing, which so is wrong.
@@ -41,7 +41,7 @@ class _Unknown(RuntimeError):
 
 
 def verify(gold: str, response: str) -> bool | None:
-    r"""Whether ``response`` answers with ``gold``; None if the gold answer can't be parsed: nothing can be said then.
+    r"""Whether ``response`` gives ``gold`` as its answer; None if the gold answer can't be parsed.
 
     The judge is math-verify, https://github.com/huggingface/Math-Verify: answers that are equal as mathematics are
     equal, and decimals count to six places. What it is given:

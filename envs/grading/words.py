@@ -1,4 +1,4 @@
-"""How well a short answer agrees with the gold answer, word by word, as SQuAD and HotpotQA measure it."""
+"""Agreement of a short answer with the gold answer, word by word, as SQuAD and HotpotQA measure it."""
 
 from __future__ import annotations
 

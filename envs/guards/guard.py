@@ -62,7 +62,7 @@ class Scorer:
         self._task, self._deadline_s = task.without_rows(), deadline_s
 
     def __call__(self, method: str, *arguments: Any) -> Any:
-        """What the task's ``score``, ``score_many`` or ``score_dialog`` returns."""
+        """Calls the task's ``score``, ``score_many`` or ``score_dialog``, and returns its result."""
         self._task.ready(self._deadline_s)
         return getattr(self._task, method)(*arguments)
 
@@ -70,7 +70,7 @@ class Scorer:
 class ScoreGuard:
     """Scores responses so that one scorer's accident costs one response.
 
-    One rule for time: each call of the scorer has ``deadline_s``, whether it judges one response or a group together.
+    One rule for time: each call of the scorer has ``deadline_s``, whether it judges one response or a whole group.
     A scorer that takes longer is told of then, not when the step ends, by :attr:`tell`. What happens to it:
 
     - A call in a process of its own is killed: the task is ``isolated``, or gives its user's code to one.
@@ -108,7 +108,7 @@ class ScoreGuard:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What was judged and what failed so far, as JSON-able numbers."""
+        """Counts of what was judged and what failed so far, as JSON-able numbers."""
         with self._lock:
             return {"judged": self.judged, **{f"failed_{kind}": count for kind, count in self.failed.items()}}
 
@@ -140,13 +140,13 @@ class ScoreGuard:
         if not self._task.scores_group:
             return self._each("score", [(row, text) for text in responses], responses, where)
         rows = [row] * len(responses)
-        said = f"{len(responses)} responses together, the first was {responses[0][:EXCERPT]!r}" if responses else ""
-        [together] = self._results("score_many", [(rows, responses)], [said], where)
-        if not isinstance(together, (Exception, Sequence)) or isinstance(together, str):
-            together = TypeError(f"score_many returned {together!r:.80}, no list of rewards")
-        elif isinstance(together, Sequence) and len(together) != len(responses):
-            together = TypeError(f"score_many returned {len(together)} rewards for {len(responses)} responses")
-        results = [together] * len(responses) if isinstance(together, Exception) else together
+        said = f"{len(responses)} responses at once, the first was {responses[0][:EXCERPT]!r}" if responses else ""
+        [scored] = self._results("score_many", [(rows, responses)], [said], where)
+        if not isinstance(scored, (Exception, Sequence)) or isinstance(scored, str):
+            scored = TypeError(f"score_many returned {scored!r:.80}, no list of rewards")
+        elif isinstance(scored, Sequence) and len(scored) != len(responses):
+            scored = TypeError(f"score_many returned {len(scored)} rewards for {len(responses)} responses")
+        results = [scored] * len(responses) if isinstance(scored, Exception) else scored
         return self._checked(results, responses, where)
 
     def score_dialogs(self, row: dict, dialogs: Sequence[Messages], where: str) -> list[Reward | Failure]:
@@ -176,7 +176,7 @@ class ScoreGuard:
         where: str,
         name: Callable[[int, Any], None] | None = None,
     ) -> list[Any]:
-        """What each call of the task returned or raised.
+        """The result of each call of the task, or the exception that it raised.
 
         Args:
             said: what each call judges, for messages.
@@ -191,7 +191,7 @@ class ScoreGuard:
             return self._in_thread([_Call(function, *pair) for pair in zip(calls, said, strict=True)], frozen, name)
 
     def _in_thread(self, calls: Sequence[_Call], frozen: str, name: Callable[[int, Any], None] | None) -> list[Any]:
-        """What each call returned or raised; calls run one after the other, in a thread that may be left behind."""
+        """The result or exception of each call; calls run one after the other, in a thread that may be left behind."""
         results: list[Any] = []
         while len(results) < len(calls):
             done: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -240,7 +240,7 @@ class ScoreGuard:
         for failure in first.values():
             if failure.kind != "timeout":
                 self.tell(f"No reward ({failure.kind}), the first of its kind: {failure.message}")
-        # One of those that were late together; those that were late alone have been named.
+        # One of those that were late in one call; those that were late alone have been named.
         late = [failure for failure in failures if failure.kind == "timeout"]
         if late and not any(failure.message in self._late for failure in late):
             self._name(late[0])

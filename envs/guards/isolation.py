@@ -108,7 +108,7 @@ class IsolatedCalls:
         budget_s: float = math.inf,
         on_result: Callable[[int, Any], None] | None = None,
     ) -> list[Any]:
-        """What each call returned, in the order of ``arguments``, one tuple a call.
+        """The result of each call, in the order of ``arguments``, one tuple a call.
 
         Args:
             deadline_s: of each of these calls, where it is not the usual one.
@@ -247,7 +247,7 @@ class _Worker:
             raise RuntimeError(f"a worker process can't be started: {problem}")
 
     def result(self, deadline_s: float) -> Any:
-        """What the call under way returns or raises, the latter as an object.
+        """The result of the call under way, or the exception that it raised, as an object.
 
         Raises:
             TimeoutError: it takes too long.

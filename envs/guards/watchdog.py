@@ -59,7 +59,7 @@ class Watch:
                 self._dog.write()
 
     def end(self) -> None:
-        """The call has ended."""
+        """Ends the watch: the call has ended."""
         with self._dog.lock:
             if self._dog.watched.pop(self._key, None):
                 self._dog.write()

@@ -73,7 +73,7 @@ class IFEval(Task):
         return [*self._before, {"role": "user", "content": row["prompt"]}]
 
     def score(self, row: dict, response: str) -> Reward:
-        """What following the row's instructions earns.
+        """The reward for following the row's instructions.
 
         >>> row = {"key": 1, "prompt": "Greet us without commas, in less than 3 words.", "kwargs": [{}, {
         ...     "num_words": 3, "relation": "less than"}], "instruction_id_list": [

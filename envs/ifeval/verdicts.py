@@ -1,4 +1,4 @@
-"""Which of its instructions a response follows, strictly and loosely."""
+"""Judges which of its instructions a response follows, strictly and loosely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a mathematical answer equals the gold answer."""
+"""A reward for a mathematical answer that equals the gold answer."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def code_format(text: str, *, language: str = "python") -> float:
 
 
 def _answer(text: str, line_breaks: bool) -> str | None:
-    """What stands inside the answer's tags; None where the text is not in form."""
+    """The text inside the answer's tags; None where the text is not in form."""
     opening, between, closing = "<think>", _BETWEEN, "</answer>"
     if line_breaks:
         opening, between, closing = "<think>\n", _BETWEEN_LINES, "\n</answer>"

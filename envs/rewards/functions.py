@@ -120,7 +120,7 @@ class NamedFunctions:
         return type(self), self._arguments
 
     def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[list[float | Exception]]:
-        """What each function returned."""
+        """Calls each function and returns the results."""
         return [function(batch, count) for function in self._functions]
 
 

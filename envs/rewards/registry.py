@@ -48,7 +48,7 @@ REWARDS: dict[str, Known] = {
     "soft_overlong_punishment": Known(soft_overlong_punishment, ("length",), unit="tokens"),
     "code_format": Known(code_format),
 }
-"""What ``env.rewards`` can name."""
+"""The rewards that ``env.rewards`` can name."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What a policy can call in its text: how a call is written, a calculator's arithmetic, a search index."""
+"""Tools that a policy can call in its text: how a call is written, a calculator's arithmetic, a search index."""

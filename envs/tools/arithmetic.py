@@ -67,7 +67,7 @@ def has_operation(expression: str) -> bool:
 
 
 class _Unreadable(Exception):
-    """What is wrong with an expression, in words for the model."""
+    """An expression can't be computed; the message tells the model why."""
 
 
 def _normalised(expression: str) -> str:

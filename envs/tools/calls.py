@@ -109,9 +109,9 @@ def find_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
 
 
 def is_final(text: str, tools: Sequence[Tool]) -> bool:
-    """Whether the policy's message ends the conversation: it answers, or it calls nothing.
+    """Whether the policy's message ends the conversation: it states an answer, or it calls nothing.
 
-    Calls beside an answer are not run: whoever answers already has not waited for their results.
+    Calls beside an answer are not run: a policy that answers already has not waited for their results.
 
     >>> is_final("Search: Turandot\\n<answer>Puccini</answer>", [Tool("search", "query", "opera", str)])
     True
@@ -119,14 +119,14 @@ def is_final(text: str, tools: Sequence[Tool]) -> bool:
     return last_answer(text) is not None or not find_calls(text, tools)
 
 
-def answer_calls(text: str, tools: Sequence[Tool], role: str) -> Messages | None:
-    """What the tools say to the policy's message; None where it ends the conversation.
+def reply_to_calls(text: str, tools: Sequence[Tool], role: str) -> Messages | None:
+    """The tools' replies to the policy's message; None where it ends the conversation.
 
     Args:
         role: ``tool`` gives one message a call; ``user`` puts all results into one message, for chat templates without
             that role, which also want turns to alternate.
 
-    >>> answer_calls("Shout: hello", [Tool("shout", "text", "hi", str.upper)], "tool")
+    >>> reply_to_calls("Shout: hello", [Tool("shout", "text", "hi", str.upper)], "tool")
     [{'role': 'tool', 'content': 'HELLO'}]
     """
     calls = [] if last_answer(text) is not None else find_calls(text, tools)

@@ -1,4 +1,4 @@
-"""ToolTask: a task whose policy calls a tool in its text, reads the result, goes on, and answers."""
+"""ToolTask: a task whose policy calls a tool in its text, reads the result, goes on, and states the answer."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening
-from grpo_rl.envs.tools.calls import Tool, answer_calls, is_final
+from grpo_rl.envs.tools.calls import Tool, is_final, reply_to_calls
 
 FORMS = ("line", "json")
 ROLES = ("tool", "user")
 
 
 class ToolTask(Task):
-    """A task of several turns: the policy's calls are run and replied to, until it answers.
+    """A task of several turns: the policy's calls are run and replied to, until it states an answer.
 
     Args:
         rows: with a ``question``.
@@ -61,8 +61,8 @@ class ToolTask(Task):
         return [*self._before, {"role": "user", "content": row["question"]}]
 
     def reply(self, row: dict, messages: Messages) -> Messages | None:
-        """The results of the calls in the last message; None where it calls nothing, or answers."""
-        return answer_calls(messages[-1]["content"], self.tools, self.reply_role)
+        """The results of the calls in the last message; None where it calls nothing, or states an answer."""
+        return reply_to_calls(messages[-1]["content"], self.tools, self.reply_role)
 
     def score(self, row: dict, response: str) -> Reward:
         """The reward of a conversation of one message."""
@@ -73,7 +73,7 @@ class ToolTask(Task):
         """The reward of a conversation of several turns."""
 
     def _turns(self, messages: Messages) -> tuple[list[str], list[str], str]:
-        """What the policy said, what the task replied, and the policy's final message.
+        """The policy's messages, the task's replies, and the policy's final message.
 
         The examples in the prompt are no words of the policy. A conversation that was cut off at a call has no final
         message, though there are numbers in the call.

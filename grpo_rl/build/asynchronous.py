@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from grpo_rl.build.devices import make_ranks
 from grpo_rl.build.run import build_run
-from grpo_rl.build.site import Site, make_ranks
-from grpo_rl.build.sync import make_has_no_signal
-from grpo_rl.build.transfer import check_transfer, make_transport
+from grpo_rl.build.site import Site, check_transfer
+from grpo_rl.build.sync import make_has_no_signal, vllm_options
 from grpo_rl.cluster.engine_actors import launch
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember, LoopThread
@@ -27,50 +27,34 @@ from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import AsyncEngine, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.policies.hub import resolve_model
-from grpo_rl.policies.loading import target_names
+from grpo_rl.policies.loading import skeleton
 from grpo_rl.run.run import Run
-from grpo_rl.settings.derived import adapters
+from grpo_rl.settings.derived import pushes_adapters
+from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
+from grpo_rl.weights.native import NativeTransport
 from grpo_rl.weights.null import NullTransport
 from grpo_rl.weights.push import WeightSync
+from grpo_rl.weights.remote import RemoteTransport
+from grpo_rl.weights.shared_memory import SharedMemoryTransport
 
 
-@contextmanager
-def async_run(settings: Settings, folder: str | Path, site: Site) -> Iterator[Run]:
+def async_run(settings: Settings, folder: str | Path, site: Site) -> AbstractContextManager[Run]:
     """A run whose engines sample while it trains; see `grpo_rl.build.run.sync_run`."""
     model = resolve_model(settings.model.name)
-    with build_run(
-        settings,
-        folder,
-        model,
-        site.devices,
-        lambda: make_ranks(settings, site),
-        lambda ranks: make_engine(settings, model, site, ranks),
-        lambda *parts: make_collector(settings, *parts),
-    ) as run:
-        yield run
+    ranks = partial(make_ranks, settings, site.devices, site.meeting)
+    engine = partial(make_engine, settings, model, site)
+    return build_run(settings, folder, model, site.devices, ranks, engine, partial(make_collector, settings))
 
 
 def make_engine(
     settings: Settings, model_folder: Path, site: Site, ranks: Ranks | None = None
 ) -> FleetEngine | NullTransport:
-    """The engines of the plan, each in an actor of its own, as one.
-
-    Args:
-        ranks: of which only rank zero has them.
-    """
-    lora, dtype = adapters(settings), settings.train_model.dtype
-    beside = bool(lora.rank) and lora.push == "adapter"
+    """The engines of the plan, each in an actor of its own, as one; only rank zero has them."""
     if ranks and ranks.rank:
-        return NullTransport(getattr(torch, dtype), takes_adapters=beside)
+        return NullTransport(getattr(torch, settings.train_model.dtype), takes_adapters=pushes_adapters(settings))
     model, on_gpu = settings.inference_model, site.devices.inference[0].type == "cuda"
-    options = {
-        "tensor_parallel_size": site.devices.tensor_parallel_size,
-        "gpu_memory_utilization": model.gpu_memory_utilization,
-        "enforce_eager": model.enforce_eager,
-        "dtype": dtype,
-        "adapter_rank": lora.rank if beside else 0,
-        "adapter_targets": target_names(model_folder, lora) if beside else (),
+    options = vllm_options(settings, model_folder, site.devices) | {
         "deadline_s": model.deadline_s,
         "transfer": check_transfer(settings, site.devices),
         "keep_cache": model.keep_cache,
@@ -83,7 +67,7 @@ def make_engine(
 
     async def start(number: int) -> FleetMember:
         name, seed = f"engine {number}", settings.train.seed + number
-        make = functools.partial(
+        make = partial(
             start_vllm,
             name_or_path,
             model.max_model_len,
@@ -94,9 +78,7 @@ def make_engine(
             **options,
         )
         gpus = site.devices.tensor_parallel_size if on_gpu else 0
-        engine = await launch(
-            name, make, site.place, site.trainers + number, site.engine_cpus, gpus
-        )
+        engine = await launch(name, make, site.place, site.trainers + number, site.engine_cpus, gpus)
         if options["transfer"] == "shared_memory" and engine.node != this_address():
             await engine.close()
             raise ValueError(
@@ -109,20 +91,29 @@ def make_engine(
     fleet = Fleet(start, site.devices.replicas, model.max_restarts)
     try:
         loop.run(fleet.start())
-        return FleetEngine(fleet, loop, functools.partial(make_transport, settings, model_folder, site.devices))
+        return FleetEngine(fleet, loop, partial(make_transport, settings, model_folder, site.devices))
     except BaseException:
         loop.run(fleet.close())
         loop.close()
         raise
 
 
-def start_vllm(model: str, max_model_len: int, cpus: int, on_loopback: bool, **settings: Any) -> AsyncEngine:
-    """vLLM in a process under this one; called in the engine's actor.
+def make_transport(
+    settings: Settings, model_folder: Path, devices: Devices, engines: Sequence[FleetMember]
+) -> RemoteTransport:
+    """What brings weights to the engines: through shared memory on a CPU, over NCCL between GPUs."""
+    model = settings.inference_model
+    if check_transfer(settings, devices) == "shared_memory":
+        return SharedMemoryTransport(engines, deadline_s=model.deadline_s)
+    shapes = {name: weight.shape for name, weight in skeleton(model_folder).named_parameters()}
+    return NativeTransport(
+        engines, "nccl", shapes, model.deadline_s, devices.tensor_parallel_size, this_address(), devices.train[0]
+    )
 
-    Args:
-        on_loopback: its processes listen for one another on the loopback interface alone.
-    """
-    if on_loopback:
+
+def start_vllm(model: str, max_model_len: int, cpus: int, on_loopback: bool, **settings: Any) -> AsyncEngine:
+    """vLLM in a process under this one; called in the engine's actor."""
+    if on_loopback:  # the engine's processes listen for one another there alone
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise the one that the machine's name leads to
     # Read by vLLM and OpenMP when the process starts. vLLM's own choice of cores is all of them.
@@ -136,12 +127,7 @@ def start_vllm(model: str, max_model_len: int, cpus: int, on_loopback: bool, **s
 def make_collector(
     settings: Settings, env: LLMEnv, engine: FleetEngine | NullTransport, weights: WeightSync, collected: int
 ) -> Collector:
-    """The collector of the run, which samples while others train.
-
-    Args:
-        weights: says when a step is over, and how other ranks wait for rank zero.
-        collected: responses that the run has already.
-    """
+    """The collector of the run, which has ``collected`` responses already and samples while others train."""
     train, mine = settings.train, None
     if not isinstance(engine, NullTransport):
         mine = AsyncCollector(

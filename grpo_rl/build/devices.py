@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoConfig
 
+from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.policies.loading import check_model
 from grpo_rl.settings.derived import adapters
 from grpo_rl.settings.devices import Devices, allocate
 from grpo_rl.settings.schema import Settings
 
 if TYPE_CHECKING:
-    from grpo_rl.distributed.ranks import Ranks
+    from grpo_rl.cluster.trainer_actors import Meeting  # Ray, which sync mode does without
 
 
 def plan_devices(settings: Settings, model_folder: Path) -> Devices:
@@ -59,8 +60,11 @@ def plan_devices(settings: Settings, model_folder: Path) -> Devices:
     return devices
 
 
-def make_ranks(settings: Settings, devices: Devices) -> Ranks | None:
+def make_ranks(settings: Settings, devices: Devices, meeting: Meeting | None = None) -> Ranks | None:
     """The processes that train together, of which torchrun started this one; None where one trains alone.
+
+    Args:
+        meeting: where the processes meet, if they are actors.
 
     Raises:
         ValueError: torchrun did not, or it started more or fewer than there are devices to train on.
@@ -68,8 +72,10 @@ def make_ranks(settings: Settings, devices: Devices) -> Ranks | None:
     train = settings.train_model
     if train.parallel is None:
         return None
-    from grpo_rl.distributed.ranks import Ranks  # brings much of torch.distributed along
-
+    placement = {"fp32_masters": settings.train.mixed_precision, "cpu_offload": train.cpu_offload}
+    if meeting:
+        ranks = meeting.rank, meeting.size, meeting.store()
+        return Ranks.join(train.parallel, devices.train[0], *ranks, train.timeout_s, **placement)
     # Devices are those of this machine; other nodes have their own, and as many.
     started, on_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), devices.train[0].type == "cuda"
     if on_gpu and started and started != len(devices.train):
@@ -78,5 +84,4 @@ def make_ranks(settings: Settings, devices: Devices) -> Ranks | None:
             f"train_model.num_devices={started}"
         )
     device = devices.train[int(os.environ.get("LOCAL_RANK", 0))] if on_gpu else devices.train[0]
-    placement = {"fp32_masters": settings.train.mixed_precision, "cpu_offload": train.cpu_offload}
     return Ranks.join(train.parallel, device, timeout_s=train.timeout_s, **placement)

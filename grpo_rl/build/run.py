@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo_rl.build import devices, sync, training
 from grpo_rl.build.environment import eval_rows, make_env
 from grpo_rl.collectors.base import Collector
 from grpo_rl.diagnosis.mismatch import Mismatch
+from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.perf.roofline import StepRoofline
@@ -23,22 +25,17 @@ from grpo_rl.run.interrupt import Interrupt
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.parts import Parts
 from grpo_rl.run.run import Run, RunOptions
-from grpo_rl.run.saving import CheckpointSaver
 from grpo_rl.run.step_metrics import StepMetrics
 from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.weights.push import WeightSync
 
-if TYPE_CHECKING:
-    from grpo_rl.distributed.ranks import Ranks
-
 BYTES_PER_PARAMETER = 12
 """Of a checkpoint: fp32 weights and AdamW's two moments."""
 
 
-@contextmanager
-def sync_run(settings: Settings, folder: str | Path) -> Iterator[Run]:
+def sync_run(settings: Settings, folder: str | Path) -> AbstractContextManager[Run]:
     """A run that samples and trains in turns, in this process or in those that torchrun started.
 
     Raises:
@@ -46,16 +43,9 @@ def sync_run(settings: Settings, folder: str | Path) -> Iterator[Run]:
     """
     model = resolve_model(settings.model.name)
     plan = devices.plan_devices(settings, model)
-    with build_run(
-        settings,
-        folder,
-        model,
-        plan,
-        lambda: devices.make_ranks(settings, plan),
-        lambda ranks: sync.make_engine(settings, model, plan, ranks),
-        lambda *parts: sync.make_collector(settings, *parts),
-    ) as run:
-        yield run
+    make_ranks = partial(devices.make_ranks, settings, plan)
+    make_engine = partial(sync.make_engine, settings, model, plan)
+    return build_run(settings, folder, model, plan, make_ranks, make_engine, partial(sync.make_collector, settings))
 
 
 @contextmanager
@@ -71,9 +61,7 @@ def build_run(
     """A run of the parts that all settings have and those that the arguments make.
 
     Args:
-        own_folder: of a new run.
-        model: folder of the model that training begins with.
-        plan: which devices do what.
+        model: the folder of the model that training begins with.
         make_engine: from the ranks; of which rank zero has the engine, and others what stands in for it.
         make_collector: from environment, engine, weights and the number of responses collected before.
     """
@@ -116,18 +104,17 @@ def build_run(
             loss,
             advantages,
             buffer,
-            Mismatch(settings.mismatch.bound, max_staleness=derived.max_staleness(settings)),
             derived.micro_batching(settings),
             derived.needs_old_log_probs(settings),
         )
+        mismatch = Mismatch(settings.mismatch.bound, max_staleness=derived.max_staleness(settings))
         with Run(
             folder,
             logs,
             parts,
-            RunDiagnosis(parts, Sampling(**settings.sampling), alone=ranks is None),
-            CheckpointSaver(folder, parts, settings.train.keep_checkpoints, ranks),
+            RunDiagnosis(parts, mismatch, Sampling(**settings.sampling), alone=ranks is None),
             HeldOut(env, rows, settings.sampling.max_new_tokens, folder.eval_before, folder.eval_after),
-            StepMetrics(roofline, resamples=settings.train.max_refills > 0),
+            StepMetrics(mismatch, roofline, resamples=settings.train.max_refills > 0),
             interrupt,
             _options(settings),
             ranks,
@@ -135,8 +122,7 @@ def build_run(
             yield run
 
 
-@contextmanager
-def _open_folder(settings: Settings, own: str | Path, model: Path, ranks: Ranks | None) -> Iterator[RunFolder]:
+def _open_folder(settings: Settings, own: str | Path, model: Path, ranks: Ranks | None) -> RunFolder:
     model_bytes = sum(path.stat().st_size for path in weight_files(model))
     # Checkpoints of adapters are small beside the model.
     parameters = 0 if settings.train_model.lora.rank else model_bytes / 2
@@ -146,32 +132,18 @@ def _open_folder(settings: Settings, own: str | Path, model: Path, ranks: Ranks 
         parameters * (BYTES_PER_PARAMETER + reference),
         model_bytes,
     )
-    with RunFolder(
-        own,
-        settings.resume,
-        settings.as_json(),
-        settings.as_text(),
-        room,
-        settings.train.checkpoint_frequency,
-        settings.train.total_dialog_turns,
-        ranks,
-    ) as folder:
-        yield folder
+    config, text, train = settings.as_json(), settings.as_text(), settings.train
+    return RunFolder(
+        own, settings.resume, config, text, room, train.checkpoint_frequency, train.total_dialog_turns, ranks
+    )
 
 
 @contextmanager
 def _open_logs(settings: Settings, folder: RunFolder, env: LLMEnv, loss: Any) -> Iterator[RunLogs]:
     folder.prepare()
-    with RunLogs(
-        folder.path,
-        settings.logger,
-        folder.config,
-        derived.total_steps(settings),
-        folder.step,
-        folder.resumes,
-        loss if settings.train.lineage else None,
-        folder.rank_zero,
-    ) as logs:
+    steps, loss = derived.total_steps(settings), loss if settings.train.lineage else None
+    path, config, rank_zero = folder.path, folder.config, folder.rank_zero
+    with RunLogs(path, settings.logger, config, steps, folder.step, folder.resumes, loss, rank_zero) as logs:
         for note in folder.notes:
             logs.note(note)
         env.guard.tell_in(folder.path, logs.note)
@@ -181,14 +153,14 @@ def _open_logs(settings: Settings, folder: RunFolder, env: LLMEnv, loss: Any) ->
 
 
 def _roofline(settings: Settings, policy: TrainPolicy, plan: Devices) -> StepRoofline:
-    batching, lora = derived.micro_batching(settings), settings.train_model.lora
+    batching = derived.micro_batching(settings)
     return StepRoofline(
         policy.model,
         settings.train.epochs,
         batching.skip_zero_advantage,
         batching.mask_truncated,
         len(plan.inference),
-        pushes_adapters=bool(lora.rank) and lora.push == "adapter",
+        pushes_adapters=derived.pushes_adapters(settings),
     )
 
 
@@ -197,6 +169,7 @@ def _options(settings: Settings) -> RunOptions:
     return RunOptions(
         train.total_dialog_turns,
         train.checkpoint_frequency,
+        train.keep_checkpoints,
         settings.evaluate.frequency,
         train.seed,
         settings.model.name,

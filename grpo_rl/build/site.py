@@ -18,15 +18,12 @@ from tqdm import tqdm
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from grpo_rl.build import devices as build
-from grpo_rl.build.transfer import check_transfer
 from grpo_rl.cluster.nodes import Place, check_nodes, cluster, nodes, places, this_address
 from grpo_rl.cluster.trainer_actors import Meeting, run_trainers
-from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.policies.hub import resolve_model
 from grpo_rl.policies.loading import check_model
 from grpo_rl.settings.config import RunIsOver
-from grpo_rl.settings.derived import adapters
+from grpo_rl.settings.derived import adapters, pushes_adapters
 from grpo_rl.settings.devices import Devices, allocate
 from grpo_rl.settings.schema import Settings
 
@@ -164,19 +161,22 @@ def share_cores(devices: Devices, world: int) -> int:
     return share
 
 
-def make_ranks(settings: Settings, site: Site) -> Ranks | None:
-    """The processes that train together, started by torchrun or as actors; None where one trains alone.
+def check_transfer(settings: Settings, devices: Devices) -> str:
+    """How weights travel.
 
     Raises:
-        ValueError: as :func:`grpo_rl.build.devices.make_ranks`.
+        ValueError: NCCL can't carry what the settings would send.
     """
-    train = settings.train_model
-    if site.meeting is None:
-        return build.make_ranks(settings, site.devices)
-    if train.parallel is None:
-        return None
-    device = torch.device("cuda", 0) if site.devices.train[0].type == "cuda" else torch.device("cpu")
-    meeting = site.meeting
-    placement = {"fp32_masters": settings.train.mixed_precision, "cpu_offload": train.cpu_offload}
-    store, timeout_s = meeting.store(), train.timeout_s
-    return Ranks.join(train.parallel, device, meeting.rank, meeting.size, store, timeout_s, **placement)
+    on_gpu = devices.inference[0].type == "cuda"
+    transfer = settings.inference_model.transfer or ("nccl" if on_gpu else "shared_memory")
+    refused = {
+        "train_model.lora.push=adapter": pushes_adapters(settings),
+        "train_model.cpu_offload=true": settings.train_model.cpu_offload,
+    }
+    if transfer == "nccl" and (not on_gpu or (chosen := [name for name, is_set in refused.items() if is_set])):
+        what = f"{chosen[0]} with" if on_gpu else "no GPU is there for"
+        raise ValueError(
+            f"{what} inference_model.transfer={settings.inference_model.transfer}, which sends whole merged weights "
+            "from GPU to GPU by nccl; use inference_model.transfer=shared_memory, or leave the setting out"
+        )
+    return transfer

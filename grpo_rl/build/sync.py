@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -17,52 +17,47 @@ from grpo_rl.collectors.broadcast import BroadcastCollector
 from grpo_rl.collectors.groups import has_zero_variance
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.group import Group
+from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import Engine, Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.policies.loading import target_names
-from grpo_rl.settings.derived import adapters
+from grpo_rl.settings.derived import adapters, pushes_adapters
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.weights.null import NullTransport
 from grpo_rl.weights.push import WeightSync
 
-if TYPE_CHECKING:
-    from grpo_rl.distributed.ranks import Ranks
-
 
 def make_engine(
     settings: Settings, model_folder: Path, devices: Devices, ranks: Ranks | None = None
 ) -> Engine | NullTransport:
-    """The inference engine of ``inference_model.engine``.
-
-    Args:
-        ranks: of which only rank zero has one.
-    """
-    model = settings.inference_model
-    dtype = settings.train_model.dtype
+    """The inference engine of ``inference_model.engine``, which only rank zero has."""
+    model, dtype = settings.inference_model, settings.train_model.dtype
     if ranks and ranks.rank:
         return NullTransport(getattr(torch, dtype), takes_adapters=False)
     if model.engine == "transformers":
         from grpo_rl.engines.transformers import TransformersEngine
 
         return TransformersEngine(model_folder, model.max_model_len, dtype=dtype, device=devices.inference[0])
-    lora = adapters(settings)
-    beside = bool(lora.rank) and lora.push == "adapter"
     # What vLLM imports keeps the frames that it was imported from, and frames keep their callers with all variables:
     # this run's model would outlive the run. A thread's stack has nothing to keep.
     with ThreadPoolExecutor(max_workers=1) as thread:
         module = thread.submit(importlib.import_module, "grpo_rl.engines.vllm.engine").result()
-    return module.VLLMEngine(
-        model_folder,
-        model.max_model_len,
-        seed=settings.train.seed,
-        tensor_parallel_size=devices.tensor_parallel_size,
-        gpu_memory_utilization=model.gpu_memory_utilization,
-        enforce_eager=model.enforce_eager,
-        dtype=dtype,
-        adapter_rank=lora.rank if beside else 0,
-        adapter_targets=target_names(model_folder, lora) if beside else (),
-    )
+    options = vllm_options(settings, model_folder, devices)
+    return module.VLLMEngine(model_folder, model.max_model_len, seed=settings.train.seed, **options)
+
+
+def vllm_options(settings: Settings, model_folder: Path, devices: Devices) -> dict[str, Any]:
+    """The arguments that vLLM's engines of both modes take."""
+    model, lora, beside = settings.inference_model, adapters(settings), pushes_adapters(settings)
+    return {
+        "tensor_parallel_size": devices.tensor_parallel_size,
+        "gpu_memory_utilization": model.gpu_memory_utilization,
+        "enforce_eager": model.enforce_eager,
+        "dtype": settings.train_model.dtype,
+        "adapter_rank": lora.rank if beside else 0,
+        "adapter_targets": target_names(model_folder, lora) if beside else (),
+    }
 
 
 def make_collector(

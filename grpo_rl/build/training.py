@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoTokenizer
 
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.buffer import GroupBuffer
-from grpo_rl.distributed.ranks import agreed
+from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.envs.task import check_weights
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.hub import check_finite, resolve_model
@@ -24,15 +23,9 @@ from grpo_rl.settings.schema import Settings
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
 
-if TYPE_CHECKING:
-    from grpo_rl.distributed.ranks import Ranks
-
 
 def make_policy(settings: Settings, model_folder: Path, devices: Devices, ranks: Ranks | None = None) -> TrainPolicy:
     """The policy that learns.
-
-    Args:
-        ranks: the processes that train it together.
 
     Raises:
         ValueError: its weights are not finite, or it can't be trained.
@@ -107,11 +100,7 @@ def make_loss(settings: Settings) -> GRPOLoss:
 
 
 def make_optimizer(settings: Settings, policy: TrainPolicy, ranks: Ranks | None = None) -> PolicyOptimizer:
-    """The optimizer of ``optimizer.name`` over the policy.
-
-    Args:
-        ranks: the processes that train it together.
-    """
+    """The optimizer of ``optimizer.name`` over the policy."""
     return PolicyOptimizer(
         policy.model,
         **settings.optimizer,
@@ -128,10 +117,7 @@ def make_buffer(settings: Settings) -> GroupBuffer:
 
 
 def make_advantages(settings: Settings, reward_parts: Sequence[str] = ()) -> AdvantageEstimator:
-    """The estimator that turns rewards into advantages.
-
-    Args:
-        reward_parts: of the task.
+    """The estimator that turns rewards of these parts into advantages.
 
     Raises:
         ValueError: ``loss`` has settings that give no advantage, or weighs parts that the reward doesn't have.

@@ -1,4 +1,4 @@
-"""Whether a Ray cluster is fit for a run: all nodes are there, answer, have the same packages and see its folder."""
+"""Checks that a Ray cluster is fit for a run: all nodes respond, have the same packages and see its folder."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def examine(
 
 
 def _joined(expected: int | Sequence[str], deadline_s: float) -> list[dict]:
-    """What Ray says of each node, as soon as there are as many as expected."""
+    """Ray's entry for each node, as soon as there are as many as expected."""
     count = expected if isinstance(expected, int) else len(expected)
     end = time.monotonic() + deadline_s
     while True:

@@ -39,7 +39,7 @@ class _EngineActor:
         }  # fmt: skip
 
     async def call(self, method: str, *args: Any) -> Any:
-        """What the engine's method returns."""
+        """Calls the engine's method and returns its result."""
         return await getattr(self._engine, method)(*args)
 
 
@@ -154,7 +154,7 @@ class RayEngine:
 
 
 def _cause(error: RayTaskError) -> BaseException:
-    """What the engine raised, as it would be in this process."""
+    """The engine's exception, as it would be raised in this process."""
     return error.cause if isinstance(error.cause, BaseException) else error
 
 

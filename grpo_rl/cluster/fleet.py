@@ -20,7 +20,7 @@ class Closable(Protocol):
 
 
 RETRY_S = 30.0
-"""Seconds until an engine for which there was no room is started again."""
+"""Seconds until an engine for which the cluster had no resources is started again."""
 
 FIRST_RETRY_S = 2.0
 """Seconds until an engine that died while it started is started again; they double with each try."""
@@ -68,7 +68,7 @@ class Fleet(Generic[E]):
         self.restarts = 0
         """Engines that were or are to be replaced, so far."""
         self.events: list[str] = []
-        """What became of engines; whoever reads the events takes them out."""
+        """Messages about engines that were lost or replaced; reading them removes them."""
 
     async def start(self) -> None:
         """Launches all engines.
@@ -100,7 +100,7 @@ class Fleet(Generic[E]):
         self._change.set()
 
     async def call(self, work: Callable[[E], Awaitable[R]], responses: int = 1) -> R:
-        """What ``work`` returns of the ready engine that has the least to do.
+        """Runs ``work`` on the ready engine that has the least to do, and returns its result.
 
         Args:
             responses: how much is added to that.
@@ -154,7 +154,7 @@ class Fleet(Generic[E]):
             return
         self.restarts += 1
         slot.launching = True
-        self.events.append(f"{error}. It is replaced, and what it was answering is sampled again")
+        self.events.append(f"{error}. It is replaced, and its unfinished groups are sampled again")
         task = asyncio.create_task(self._relaunch(slot, engine))
         self._starts.add(task)
         task.add_done_callback(self._starts.discard)

@@ -51,11 +51,11 @@ class LoopThread:
         self._thread.start()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """What the coroutine will return, or raise."""
+        """Starts the coroutine; the future gets what it returns or raises."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns, or raises."""
+        """Runs the coroutine and returns its result; its errors are raised here."""
         return self.start(coroutine).result()
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class FleetEngine(StepByGenerate):
         """Does nothing: engines have devices of their own."""
 
     def wake(self) -> None:
-        """Does nothing: they never sleep."""
+        """Does nothing: the engines never sleep."""
 
     def close(self) -> None:
         """Ends all engines, and the loop."""

@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 Place = PlacementGroup
-"""Room for actors, in numbered bundles."""
+"""Resources reserved for actors, in numbered bundles."""
 CONNECT_S = 5.0
 """Seconds that the head of a cluster has to accept a connection."""
 
@@ -203,7 +203,7 @@ def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
 def places(
     bundles: Sequence[Mapping[str, float]], strategy: str = "PACK", deadline_s: float = 60.0
 ) -> Iterator[PlacementGroup]:
-    """Room for actors, each of whose bundles lies on one node; taken all at once, and given back at the end.
+    """Reserves resources for actors, each bundle on one node; taken all at once, and given back at the end.
 
     Args:
         bundles: resources that each actor needs, such as ``{"CPU": 1, "GPU": 2}``.

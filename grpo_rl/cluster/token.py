@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def ask_for_tokens() -> None:
-    """Sets what Ray reads."""
+    """Sets the environment variables that Ray reads."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     if os.environ["RAY_AUTH_MODE"] == "token" and not given and not (Path.home() / ".ray" / "auth_token").exists():

@@ -26,7 +26,7 @@ LAST_WORDS_S = 60.0
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of a training find each other.
+    """The rendezvous of a training's ranks.
 
     Args:
         rank: of this process.
@@ -41,7 +41,7 @@ class Meeting:
     port: int
 
     def store(self) -> dist.Store:
-        """What they meet by; blocks until it is there."""
+        """The store by which the ranks meet; blocks until rank zero has started it."""
         return dist.TCPStore(self.host, self.port, self.size, is_master=self.rank == 0)
 
 
@@ -50,14 +50,14 @@ class _Trainer:
     """A process that trains, perhaps on another machine."""
 
     def place(self) -> tuple[str, str, int, int]:
-        """Its node's address and id, its process, and a port that was free a moment ago."""
+        """The actor's node address and id, its process id, and a port that was free a moment ago."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), os.getpid(), port
 
     def run(self, work: Callable[[Meeting], Any], meeting: Meeting) -> Any:
-        """What the work returns; what a run says when it stops early comes as an error."""
+        """Does the work and returns its result; a run that stops early raises what it says."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which Ray blocks, as terminals send it to all
         try:
             return work(meeting)
@@ -74,7 +74,7 @@ class StoppedEarly(RuntimeError):
 def run_trainers(
     work: Callable[[Meeting], Any], count: int, place: PlacementGroup, num_cpus: float, num_gpus: float
 ) -> Any:
-    """What ``work`` returns on rank zero, which all ranks do side by side, each in a process of its own.
+    """Runs ``work`` on all ranks, each in a process of its own, and returns what it returns on rank zero.
 
     Ctrl-C is passed on to all of them, which finish their step; the second one ends them.
 
@@ -116,7 +116,7 @@ def run_trainers(
 
 
 def _check(run: Any, node: str, first: Any) -> None:
-    """Raises what ended the run of a rank: where rank zero stopped too and says why, that."""
+    """Raises the error that ended a rank's run; rank zero's reason to stop takes precedence."""
     try:
         ray.get(run)
     except RayActorError as error:
@@ -131,7 +131,7 @@ def _check(run: Any, node: str, first: Any) -> None:
 
 
 def _stop_of(run: Any) -> StoppedEarly | None:
-    """What the run said when it stopped, if that is how it ended."""
+    """The run's message when it stopped early; None where it ended otherwise."""
     try:
         ray.get(run, timeout=0)
     except RayTaskError as error:

@@ -26,7 +26,7 @@ class PolicyVersion(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights that engines hold."""
+        """The version of the weights that engines hold."""
         ...
 
     def subscribe(self, listener: Callable[[int], None]) -> None:
@@ -158,15 +158,15 @@ class AsyncCollector:
         self._engines.run(restore())
 
     def metrics(self) -> dict[str, float]:
-        """The account at the last collection: every group that was started is trained on, dropped or open."""
+        """Counts at the last collection: every group that was started is trained on, dropped or open."""
         return self._metrics
 
     def events(self) -> list[str]:
-        """What became of engines since the last call."""
+        """Messages about engines that were lost or replaced since the last call."""
         return self._engines.events()
 
     def close(self) -> None:
-        """Ends what is in flight; engines go on to live."""
+        """Cancels the groups in flight; the engines stay alive."""
         self._engines.run(self._scheduler.close())
         self._scorers.shutdown(wait=False, cancel_futures=True)
 

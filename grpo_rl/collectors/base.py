@@ -1,4 +1,4 @@
-"""What every collector offers the training loop: the groups of one step after the other."""
+"""Collector: the interface between every collector and the training loop, which asks for the groups of each step."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Collector(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What became of all groups so far."""
+        """Counts of all groups so far, by what became of them."""
         ...
 
     def events(self) -> list[str]:
-        """What has happened since the last call that the user should be told."""
+        """Messages for the user about what has happened since the last call."""
         ...
 
     def close(self) -> None:
-        """Ends what is being sampled; engines stay."""
+        """Ends the sampling that is under way; the engines stay alive."""
         ...

@@ -1,4 +1,4 @@
-"""Groups from what was sampled and how it was rewarded, the same for every collector."""
+"""Groups from samples and rewards, built the same way for every collector."""
 
 from __future__ import annotations
 

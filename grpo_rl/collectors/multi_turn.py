@@ -22,12 +22,12 @@ from grpo_rl.envs.chat import Dialog
 from grpo_rl.envs.guards.guard import in_thread
 
 IDLE_S = 0.05
-"""How long a look for finished replies takes while the engine has nothing to do."""
+"""Seconds that one wait for finished replies takes while the engine has nothing to do."""
 
 
 @dataclass(eq=False)
 class Trajectory:
-    """One conversation with what training has to know of each token behind the prompt.
+    """One conversation: its tokens behind the prompt, and for each what training needs to know of it.
 
     Args:
         row: of the data, which the conversation is about; ``where`` names it in messages.
@@ -154,7 +154,7 @@ class _Player:
 
 
 def turn_sampling(trajectory: Trajectory, sampling: Sampling, max_model_len: int) -> Sampling:
-    """How the next turn is sampled: as far as there is room for it."""
+    """Sampling settings of the next turn, shortened to the tokens that are left in the context."""
     limit = min(sampling.max_new_tokens, max_model_len - trajectory.num_tokens)
     return replace(sampling, max_new_tokens=limit, min_new_tokens=min(sampling.min_new_tokens, limit))
 

@@ -48,7 +48,7 @@ class RolloutScheduler(Generic[Prompt, Rollout]):
     ) -> None:
         self.staleness = staleness
         self.resampled = 0
-        """Groups sampled again so far, as an engine died under them."""
+        """Groups sampled again so far, because their engine died."""
         self._next_prompt, self._sample = next_prompt, sample
         self._no_prompt_left = False
         self._prompts: dict[int, Prompt] = {}
@@ -59,7 +59,7 @@ class RolloutScheduler(Generic[Prompt, Rollout]):
         self._change = asyncio.Event()
 
     def fill(self) -> None:
-        """Starts what may be started; called whenever there may be room."""
+        """Starts as many groups as the bound allows; called whenever that may have become more."""
         while not self._no_prompt_left and self.staleness.room() > 0:
             prompt = self._again.popleft() if self._again else self._next_prompt()
             if prompt is None:
@@ -114,7 +114,7 @@ class RolloutScheduler(Generic[Prompt, Rollout]):
         self._change.set()
 
     async def batch(self) -> list[Rollout]:
-        """The groups of the next step, as soon as the bound gives them free; fewer at the end, and then none.
+        """The groups of the next step, as soon as the bound releases them; fewer at the end, and then none.
 
         Raises:
             Exception: what ended the sampling of a group.
@@ -136,12 +136,12 @@ class RolloutScheduler(Generic[Prompt, Rollout]):
         return self._rollouts.pop(group.number)
 
     def advance(self, version: int) -> None:
-        """The step is over and engines hold this version: there is room again."""
+        """Ends the step: engines hold this version, and further groups may start."""
         self.staleness.advance(version)
         self.fill()
 
     async def close(self) -> None:
-        """Ends what is in flight."""
+        """Cancels the groups in flight."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class InFlightGroup:
-    """A group's place in the account, from its start until it is trained on or dropped.
+    """A group as the manager counts it, from its start until it is trained on or dropped.
 
     Args:
         number: in the order of starting.
@@ -34,7 +34,7 @@ class InFlightGroup:
 
 @dataclass
 class StalenessManager:
-    """The account of groups under the bound; it holds numbers, not groups, and never waits.
+    """Counts the groups under the bound; it holds numbers, not groups, and never waits.
 
     Args:
         groups_per_step: B.
@@ -74,12 +74,12 @@ class StalenessManager:
             )
 
     def room(self) -> int:
-        """How many groups may be started now."""
+        """The number of groups that may be started now."""
         held = len(self.open) + self._in_training
         return (self.max_staleness + 1) * self.groups_per_step - held
 
     def start(self) -> InFlightGroup:
-        """A new group, which is about to be sampled under the present version."""
+        """Registers and returns a new group, which is about to be sampled under the present version."""
         assert self.room() > 0, "no group may be started now"
         group = InFlightGroup(self.started, self.version)
         self.started += 1
@@ -87,22 +87,22 @@ class StalenessManager:
         return group
 
     def restart(self, group: InFlightGroup) -> None:
-        """The group's responses are lost, and it is sampled again; it has been started once all the same."""
+        """Registers that the group's responses are lost and it is sampled again; it still counts as started once."""
         self.open.remove(group)
         group.version, group.finished = self.version, False
         self.open.append(group)
 
     def finish(self, group: InFlightGroup) -> None:
-        """The group is complete and waits to be trained on."""
+        """Registers that the group is complete and waits to be trained on."""
         group.finished = True
 
     def drop(self, group: InFlightGroup, reason: str) -> None:
-        """The group will not be trained on."""
+        """Registers that the group will not be trained on."""
         self.open.remove(group)
         self.dropped[reason] += 1
 
     def take(self, last: bool = False) -> list[InFlightGroup] | None:
-        """The groups of the next step, those first whose turn comes first; None while it has to wait.
+        """The groups of the next step, in the order of their turns; None while the step has to wait.
 
         Args:
             last: no group will be started any more, so that fewer than B are a batch once all are finished.
@@ -128,11 +128,11 @@ class StalenessManager:
         return sum(group.version <= due and id(group) not in taken for group in self.open)
 
     def advance(self, version: int) -> None:
-        """The step is over: engines hold this version, and the groups that were trained on make room for others."""
+        """Ends the step: engines hold this version, and the groups that were trained on no longer count as open."""
         self.version = version
         self._in_training = 0
 
     def check(self) -> None:
-        """Every group that was started is open, trained on or dropped; none is twice."""
+        """Asserts that every group that was started is exactly one of open, trained on and dropped."""
         accounted = len(self.open) + self.trained + self.dropped.total()
         assert accounted == self.started, f"{self.started} groups were started, and {accounted} are accounted for"

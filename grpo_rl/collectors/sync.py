@@ -91,7 +91,7 @@ class SyncCollector:
         self.dropped_groups, self.filtered_groups = state["left_out"]
 
     def metrics(self) -> dict[str, float]:
-        """What was left out so far."""
+        """Counts of the groups that were left out so far."""
         metrics: dict[str, float] = {"failed/groups": self.dropped_groups} if self.dropped_groups else {}
         if self._max_resamples:
             metrics["sample/filtered_groups"] = self.filtered_groups
@@ -102,7 +102,7 @@ class SyncCollector:
         return []
 
     def close(self) -> None:
-        """Ends nothing: between two collections no group is in flight."""
+        """Does nothing: between two collections no group is in flight."""
 
     def _sample(self, count: int, group_size: int) -> list[Group]:
         """The groups of the next ``count`` prompts, those of fewer than two scored responses left out and counted."""

@@ -1,1 +1,1 @@
-"""What a step trains on: groups of responses, their advantages, the buffer, and the split into micro-batches."""
+"""The data of a training step: groups of responses, their advantages, the buffer, and the split into micro-batches."""

@@ -1,4 +1,4 @@
-"""How the groups of an optimizer step are split into micro-batches, and shared out among training processes."""
+"""Splits the groups of an optimizer step into micro-batches, and shares them out among training processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_rl.losses.aggregate import Aggregation
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How an optimizer step's groups are split into micro-batches, and how their tokens are weighted in the loss.
+    """Settings that split an optimizer step's groups into micro-batches, and weight their tokens in the loss.
 
     Args:
         max_tokens: tokens of a micro-batch, prompts counted once.

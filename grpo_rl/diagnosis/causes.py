@@ -44,7 +44,6 @@ class Explanation:
     Args:
         name: ``failed_sync``, ``stale_weights``, ``shifted``, ``temperature``, ``swapped_groups``, ``truncation`` or
             ``unexplained``.
-        text: the cause in words, with the numbers and what to do.
         left: share of the difference that it leaves unexplained.
     """
 
@@ -60,11 +59,7 @@ class DiagnosisContext:
     Args:
         policy: the trainer's, with the weights that it scored the tokens with.
         weights: what pushed those weights into the engine.
-        engine: the engine that sampled.
-        sampling: how it was asked to sample.
-        max_tokens: limit of a forward pass.
         describe: names a group to people, by its prompt.
-        decode: ids to text.
     """
 
     policy: TrainPolicy
@@ -351,7 +346,6 @@ def _left(before: Tensor, after: Tensor, sizes: Tensor, new_sizes: Tensor | None
     """Share of the mean difference that an explanation leaves; 1 where what it takes away may be chance.
 
     Args:
-        sizes: tokens of each response.
         new_sizes: tokens of each response behind ``after``, where it is of others; None: both are of the same tokens.
 
     One odd response of two is chance, sixteen tokens or not:

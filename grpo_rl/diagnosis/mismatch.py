@@ -45,8 +45,6 @@ class Mismatch:
         bound: mean |difference| on fresh weights that stops the run, in nats; None: nothing stops it, faults are told.
             At 0.2 the ratio of the typical token is where clipping begins before anything was learned; rounding in bf16
             gives 0.04 and less.
-        first_tokens: tokens of the first steps that are looked into.
-        max_staleness: versions that a token may be old.
 
     Raises:
         ValueError: the bound is no positive number.
@@ -72,8 +70,6 @@ class Mismatch:
         """Takes in a micro-batch.
 
         Args:
-            tokens: what the loss was given.
-            groups: all groups of the optimizer step.
             version: the policy version that the engine was given last.
         """
         by_id = {group.group_id: group for group in groups}

@@ -41,7 +41,6 @@ def locate_nonfinite(
     """A sentence that says what is not finite first. The gradients summed so far are lost.
 
     Args:
-        batch: the groups of the optimizer step.
         batching: how the step was split and weighted.
         describe: names a group to people, by its prompt.
     """

@@ -44,10 +44,10 @@ X = TypeVar("X")
 
 
 class Gathers(Protocol):
-    """What :func:`agreed` needs of ranks."""
+    """The part of :class:`Ranks` that :func:`agreed` needs."""
 
     def gather(self, mine: X) -> list[X]:
-        """What each rank gave."""
+        """The values that all ranks passed, in rank order."""
         ...
 
 
@@ -76,7 +76,7 @@ class Ranks:
         """Whether a forward or backward pass of one rank waits for those of the others."""
         self._mesh = init_device_mesh(self.device.type, (self.size,)) if self.in_step else None
         self.cpu_mesh = init_device_mesh("cpu", (self.size,)) if self.in_step else None
-        """What a checkpoint's tensors are spread over while they are read."""
+        """The device mesh over which a checkpoint's tensors are spread while they are read."""
 
     @classmethod
     def join(
@@ -125,13 +125,13 @@ class Ranks:
         self.any([False])
 
     def gather(self, mine: X) -> list[X]:
-        """What each rank gave, in their order."""
+        """The values that all ranks passed, in rank order."""
         everyones: list[Any] = [None] * self.size
         dist.all_gather_object(everyones, mine)
         return everyones
 
     def broadcast(self, first: X) -> X:
-        """What rank zero gave."""
+        """The value that rank zero passed."""
         box = [first]
         dist.broadcast_object_list(box, src=0)
         return box[0]
@@ -145,7 +145,7 @@ class Ranks:
         return total
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Which of the flags are set on some rank."""
+        """For each flag, whether it is set on any rank."""
         joint = torch.tensor([bool(flag) for flag in flags], dtype=torch.int32)
         dist.all_reduce(joint, dist.ReduceOp.MAX)
         return joint.bool().tolist()
@@ -220,7 +220,7 @@ def check_mode(mode: str) -> None:
 
 
 def _call(model: PreTrainedModel, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the function returns; FSDP has gathered the model's own weights before, and shards them after."""
+    """Calls the function and returns its result; FSDP gathers the model's own weights before and shards them after."""
     _sum_gradients_in_fp32(model)
     return function(*arguments)
 

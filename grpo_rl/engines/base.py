@@ -1,4 +1,4 @@
-"""What every inference engine offers: ids in, ids out, and weights that can be proven to have arrived.
+"""The interface of every inference engine: ids in, ids out, and weights that can be proven to have arrived.
 
 Letters: G responses to one prompt, R tokens of all of them.
 """
@@ -23,7 +23,7 @@ ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled.
+    """Settings of sampling.
 
     Args:
         temperature: logits are divided by it; 0 is greedy.
@@ -124,7 +124,7 @@ class Sampler(Protocol):
     """Samples responses to prompts: an engine, or a fleet of them."""
 
     version: int
-    """Policy version of the weights it holds."""
+    """Policy version of the weights that the engine holds."""
 
     dtype: torch.dtype
     """Type of the weights it holds; weights are rounded to it before they are sent."""
@@ -168,7 +168,7 @@ class Sampler(Protocol):
         ...
 
     def wake(self) -> None:
-        """Makes it ready again, with the weights it had."""
+        """Makes a sleeping engine ready again, with the weights that it had."""
         ...
 
 
@@ -212,10 +212,10 @@ class AsyncEngine(Protocol):
     """
 
     name: str
-    """Its name in messages."""
+    """The engine's name in messages."""
 
     version: int
-    """Policy version of the weights it holds."""
+    """Policy version of the weights that the engine holds."""
 
     dtype: torch.dtype
     max_model_len: int
@@ -251,7 +251,7 @@ class AsyncEngine(Protocol):
         ...
 
     async def check_health(self) -> None:
-        """Returns when the engine answers."""
+        """Returns once the engine has responded to a call."""
         ...
 
     async def sleep(self) -> None:
@@ -274,7 +274,7 @@ class EngineFleet(Protocol):
     """Engines that were or are to be replaced, so far."""
 
     async def call(self, work: Callable[[AsyncEngine], Awaitable[R]], responses: int) -> R:
-        """What ``work``, which samples so many responses, returns of the engine with the least to do.
+        """Runs ``work``, which samples so many responses, on the engine with the least to do, and returns its result.
 
         Raises:
             EngineLostError: the engine died; a new call goes to another.
@@ -282,15 +282,15 @@ class EngineFleet(Protocol):
         ...
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """What a short piece of work on the fleet's loop returns."""
+        """Runs a short piece of work on the fleet's loop and returns its result."""
         ...
 
     def wait(self, work: Coroutine[Any, Any, R]) -> R:
-        """As :meth:`run`, for work that samples: engines that join in the meantime are given weights."""
+        """Does as :meth:`run`, for work that samples: new engines are given weights in the meantime."""
         ...
 
     def events(self) -> list[str]:
-        """What became of engines since the last call."""
+        """Messages about engines that were lost or replaced since the last call."""
         ...
 
 

@@ -57,7 +57,7 @@ class ScriptedEngine(StepByGenerate):
         """Does nothing: there is nothing to free."""
 
     def wake(self) -> None:
-        """Does nothing: it never sleeps."""
+        """Does nothing: the engine never sleeps."""
 
     def close(self) -> None:
         """Drops the weights."""

@@ -1,4 +1,4 @@
-"""What both ends of a transfer through shared memory agree on; the trainer's is `grpo_rl.weights.shared_memory`."""
+"""The format of a transfer through shared memory; the trainer's end is `grpo_rl.weights.shared_memory`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def trainers_memory(path: str, size: int) -> Tensor:
 
 @dataclass
 class Part:
-    """Consecutive values of a tensor, as one bucket has them.
+    """Consecutive values of a tensor, as one bucket holds them.
 
     Args:
         values: flat, in the memory.
@@ -78,7 +78,7 @@ class Part:
 
     @property
     def is_last(self) -> bool:
-        """Whether the tensor ends with it."""
+        """Whether this is the tensor's last part."""
         return self.first + len(self.values) == self.shape.numel()
 
 

@@ -121,7 +121,7 @@ def check_aggregation(how: str, normalizer: int | float | None) -> None:
 
 
 def sum_over_response(values: Float[Tensor, " N"], response: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """At each token, the sum of ``values`` over its response.
+    """The sum of ``values`` over each token's response, at each token.
 
     Args:
         response: index of each token's response.

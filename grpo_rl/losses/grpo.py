@@ -241,5 +241,5 @@ def _entry(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
 
 
 def clipped_at_all(terms: TensorDictBase) -> Bool[Tensor, " N"]:
-    """Which tokens met a bound of the surrogate, by what `GRPOLoss.terms` says of them."""
+    """Mask of the tokens that met a bound of the surrogate, from what `GRPOLoss.terms` says of them."""
     return torch.stack([value for name, value in terms.items() if name.startswith("clip_")]).any(0)

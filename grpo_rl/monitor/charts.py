@@ -22,6 +22,8 @@ MAX_POINTS = 400
 LIMITED_PHASES = ("sample", "score", "train", "sync")
 """Phases of a step for which a floor is known."""
 
+LOSS = tuple(f"loss/{name}" for name in ("total", "objective", "kl", "entropy"))
+MISMATCH = {"mismatch/mean": "mean", "mismatch/max": "largest"}
 SMOOTH_FROM = 30
 """From this many points on a rolling mean is drawn over the raw series."""
 
@@ -40,10 +42,7 @@ class Chart:
 
     Args:
         series: metric name -> label. Series that the run did not log are left out.
-        help: one sentence that says how to read it.
         floor: the axis reaches down to at least here.
-        stacked: areas on top of each other, for parts of a whole.
-        percent: fractions are shown as percent.
         markers: each point is a mark, for the few points of an evaluation.
     """
 
@@ -80,107 +79,47 @@ def charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
     names = list(dict.fromkeys(name for row in rows for name in row))
 
     parts = [name for name in names if name.startswith("reward/") and name[7:] not in REWARD_STATISTICS]
-    phases = [name for name in names if name.startswith("time/")]
+    phases = {name: name[5:].removesuffix("_s") for name in names if name.startswith("time/")}
     # In synchronous training every token is fresh, and a chart of zeros would only take room.
     stale = ["staleness/mean", "staleness/max"] if any(row.get("staleness/max", 0) > 0 for row in rows) else []
+    spread = {f"reward_distribution/total/p{p}": f"{p} % earn less" for p in (90, 50, 10)}
+    measures = [name for name in names if name.startswith("measure/")]
+    odd = {"response/truncated_fraction": "truncated", "response/repetition": "repeated 4-grams"}
+    rates = {"throughput/sample_tokens_per_s": "sampling", "throughput/train_tokens_per_s": "training"}
+    clipped = {"clip/low_fraction": "below", "clip/high_fraction": "above"}
+    roofline = {"limit_fraction": "whole step"} | {f"limit_fraction/{phase}": phase for phase in LIMITED_PHASES}
+
+    def last(names: Sequence[str]) -> dict[str, str]:
+        return {name: name.partition("/")[2] for name in names}
+
+    def above_0(title: str, series: Mapping[str, str], help: str, stacked: bool = False) -> Chart:
+        return Chart(title, series, help, floor=0, stacked=stacked)
+
+    def shares(title: str, series: Mapping[str, str], help: str) -> Chart:
+        return Chart(title, series, help, floor=0, percent=True)
+
     return [
-        Chart("Reward", {"reward/mean": "mean reward"}, "Mean reward of the responses sampled for training."),
-        Chart(
-            "Held-out reward",
-            {"eval/reward": "held-out"},
-            "Greedy responses to problems that are never trained on.",
-            markers=True,
+        Chart("Reward", {"reward/mean": "mean reward"}, "Of the responses sampled for training."),
+        Chart("Held-out reward", {"eval/reward": "held-out"}, "Of problems never trained on; greedy.", markers=True),
+        Chart("Reward parts", last(parts), "What the reward is made of, as means over responses."),
+        Chart("Spread of the reward", spread, "Quantiles over the responses of a step."),
+        Chart("Measured beside the reward", last(measures), "What the task logs and does not pay for."),
+        shares("Groups without signal", {"reward/zero_std_fraction": "zero spread"}, "All responses earn the same."),
+        above_0("Response length", {"response/mean_length": "mean", "response/max_length": "longest"}, "In tokens."),
+        shares("Cut-off and repetitive responses", odd, "At the length limit; said before in the same response."),
+        above_0("Entropy", {"entropy": "entropy"}, "Nats a token. Near zero the policy stopped exploring."),
+        above_0("KL divergence", {"kl/ref": "to the reference", "kl/sampler": "to the sampler"}, "Nats a token."),
+        shares("Clipped tokens", clipped, "Their ratio left the clip range; few where a batch is trained on once."),
+        above_0("Gradient norm", {"grad_norm": "before clipping"}, "Spikes come before a run falls apart."),
+        Chart("Loss", last(LOSS), "Its value says little in policy gradients; its parts should stay in proportion."),
+        above_0("Sampler against trainer", MISMATCH, "Log-probabilities on the same weights: small gaps are rounding."),
+        above_0("Staleness", last(stale), "Versions between the weights that sampled a token and those trained."),
+        above_0("Throughput", rates, "Tokens per second."),
+        above_0("Time of a step", phases, "Seconds per phase, stacked.", stacked=True),
+        shares(
+            "Share of the machine's roofline", roofline, "Time at the machine's measured best, over the time taken."
         ),
-        Chart(
-            "Reward parts",
-            {name: name.removeprefix("reward/") for name in parts},
-            "What the reward is made of, as means over responses.",
-        ),
-        Chart(
-            "Spread of the reward",
-            {f"reward_distribution/total/p{p}": f"{p} % earn less" for p in (90, 50, 10)},
-            "Quantiles over the responses of a step.",
-        ),
-        Chart(
-            "Measured beside the reward",
-            {name: name.removeprefix("measure/") for name in names if name.startswith("measure/")},
-            "What the task logs and does not pay for, as means over responses.",
-        ),
-        Chart(
-            "Groups without signal",
-            {"reward/zero_std_fraction": "zero spread"},
-            "Zero-variance groups, whose responses all have the same reward; they teach nothing.",
-            floor=0,
-            percent=True,
-        ),
-        Chart(
-            "Response length", {"response/mean_length": "mean", "response/max_length": "longest"}, "In tokens.", floor=0
-        ),
-        Chart(
-            "Cut-off and repetitive responses",
-            {"response/truncated_fraction": "truncated", "response/repetition": "repeated 4-grams"},
-            "Responses that met the length limit, and the share of a response that it said before.",
-            floor=0,
-            percent=True,
-        ),
-        Chart(
-            "Entropy",
-            {"entropy": "entropy"},
-            "Per response token, in nats. A fall to zero means the policy stopped exploring.",
-            floor=0,
-        ),
-        Chart(
-            "KL divergence",
-            {"kl/ref": "to the reference", "kl/sampler": "to the sampler"},
-            "Per response token, in nats.",
-            floor=0,
-        ),
-        Chart(
-            "Clipped tokens",
-            {"clip/low_fraction": "below", "clip/high_fraction": "above"},
-            "Tokens whose ratio left the clip range; few where a batch is trained on once.",
-            floor=0,
-            percent=True,
-        ),
-        Chart("Gradient norm", {"grad_norm": "before clipping"}, "Spikes come before a run falls apart.", floor=0),
-        Chart(
-            "Loss",
-            {f"loss/{name}": name for name in ("total", "objective", "kl", "entropy")},
-            "Its value says little in policy gradients; its parts should stay in proportion.",
-        ),
-        Chart(
-            "Sampler against trainer",
-            {"mismatch/mean": "mean", "mismatch/max": "largest"},
-            "Gap in log-probability on the same weights: numeric noise when small, a bug when large.",
-            floor=0,
-        ),
-        Chart(
-            "Staleness",
-            {name: name.removeprefix("staleness/") for name in stale},
-            "Versions between the weights that sampled a token and those that train on it.",
-            floor=0,
-        ),
-        Chart(
-            "Throughput",
-            {"throughput/sample_tokens_per_s": "sampling", "throughput/train_tokens_per_s": "training"},
-            "Tokens per second.",
-            floor=0,
-        ),
-        Chart(
-            "Time of a step",
-            {name: name.removeprefix("time/").removesuffix("_s") for name in phases},
-            "Seconds per phase, stacked.",
-            floor=0,
-            stacked=True,
-        ),
-        Chart(
-            "Share of the machine's roofline",
-            {"limit_fraction": "whole step"} | {f"limit_fraction/{phase}": phase for phase in LIMITED_PHASES},
-            "Time that the machine would need at its measured best, over the time taken.",
-            floor=0,
-            percent=True,
-        ),
-        Chart("Learning rate", {"lr": "learning rate"}, "As scheduled.", floor=0),
+        above_0("Learning rate", {"lr": "learning rate"}, "As scheduled."),
     ]
 
 

@@ -74,9 +74,7 @@ class LineageLog:
     """Records what a collection is trained on, and writes it when the step is over.
 
     Args:
-        run_dir: the run's folder.
         config: the run's whole config, as JSON.
-        loss: gives each token's terms.
     """
 
     def __init__(self, run_dir: str | Path, config: str, loss: GRPOLoss) -> None:

@@ -25,7 +25,6 @@ class StoredUpdate:
     """An optimizer step as it was recorded.
 
     Args:
-        groups: ids of its groups.
         scored: the trainer's log-probabilities and entropies, [R], of each group that was scored.
         recorded: what the loss returned, by name, and what the optimizer did.
     """

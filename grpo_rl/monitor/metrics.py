@@ -131,7 +131,6 @@ def time_metrics(
     Args:
         phases_s: seconds of ``sample``, ``score``, ``train``, ``sync``, those that the step had; ``wait`` stands in the
             place of ``sample`` where sampling goes on during the whole step.
-        step_s: seconds of the whole step.
         sampled_tokens: response tokens that the engine produced.
         trained_tokens: response tokens that went through forward and backward.
 

@@ -60,10 +60,8 @@ class Progress:
     """Shows a run in the terminal; used as a context manager.
 
     Args:
-        total_steps: steps of the whole run.
         first_step: steps that were done before a resume; they count as progress, not for the ETA.
         console: where to print; the terminal by default. Without one, each step is one plain line.
-        clock: seconds, for tests.
     """
 
     def __init__(

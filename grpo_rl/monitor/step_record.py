@@ -32,7 +32,6 @@ class StepRecord:
     Args:
         ranks: the processes that train together. Each adds the micro-batches that it scored; :meth:`complete` adds
             those of all ranks, in rank order, so that all have the same sums.
-        observers: called with each micro-batch as it is added.
     """
 
     def __init__(self, ranks: Ranks | None = None, observers: Sequence[Observer] = ()) -> None:

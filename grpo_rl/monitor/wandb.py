@@ -20,7 +20,6 @@ class WandbLog:
 
     Args:
         run_dir: the run folder; the id is kept in its ``wandb_id``.
-        config: the whole config, as plain values.
         mode: ``online``, or ``offline`` to upload later with ``wandb sync``.
 
     Raises:

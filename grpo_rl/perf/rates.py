@@ -27,7 +27,6 @@ class Rates:
 
     Args:
         gemm_flops_per_s: floating-point operations a second in a large matrix product.
-        bytes_per_s: read from memory.
 
     Raises:
         ValueError: a rate is not a positive number.
@@ -65,11 +64,7 @@ def machine_rates(dtype: torch.dtype, device: torch.device | str = "cpu", again:
 
 
 def measure_rates(dtype: torch.dtype, device: torch.device | str = "cpu", seconds: float = 1.0) -> Rates:
-    """The rates of this machine: the best of all calls within about so many seconds, as a neighbour only slows down.
-
-    Args:
-        dtype: of the matrix product.
-    """
+    """The rates of this machine: the best of all calls within about so many seconds, as a neighbour only slows down."""
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
     sizes = (4096, 8192) if device.type == "cuda" else (512, 1024, 2048)

@@ -34,8 +34,6 @@ class ModelSizes:
 
     Args:
         trunk: N, parameters but for those of the embedding and the head.
-        hidden: H.
-        vocab: V.
         attention: A, query heads times their size.
         decode_bytes: weights that each decoding step reads: trunk and head, not the embedding's table.
         pushed_bytes: what every push sends: all weights, tied ones once, or adapters alone.
@@ -186,11 +184,6 @@ def _shared(a: Int[Tensor, " A"], b: Int[Tensor, " B"]) -> int:
 def roofline_metrics(floors: Mapping[str, float], phases_s: Mapping[str, float], step_s: float) -> dict[str, float]:
     """``limit_fraction``, the step's floor over the time it took, and the same of each phase that had work to do.
 
-    Args:
-        floors: from :func:`floors_s`.
-        phases_s: seconds that the phases took.
-        step_s: seconds of the whole step, what lies between the phases included.
-
     >>> roofline_metrics({"sample": 1.0, "score": 0.0, "train": 3.0}, {"sample": 2.0, "score": 0.1, "train": 4.0}, 8.0)
     {'limit_fraction': 0.5, 'limit_fraction/sample': 0.5, 'limit_fraction/train': 0.75}
     """
@@ -209,7 +202,6 @@ class StepRoofline:
 
     Args:
         model: the one that is trained; the engine samples with the same weights in the same dtype.
-        epochs: passes over each collection.
         skip_zero_advantage, mask_truncated, inference_devices: see :func:`floors_s`.
         pushes_adapters: adapters alone travel, see :meth:`ModelSizes.of`.
         rates: the rates to go by, whatever a step shows; a benchmark measures its own.

@@ -31,21 +31,10 @@ class BatchPlan:
         prompts: prompts of a collection, each with ``group_size`` responses: a group.
         sizes: pairs of a collection, from 1, and the group size from it on.
         max_resamples: how often a collection may be filled up, which makes the collections fewer.
-        batch_responses: responses of an optimizer step.
-        epochs: passes over each collection.
-        collections: collections of the whole run.
-        optimizer_steps: optimizer steps of the whole run.
         wanted: responses that the config asks for; whole collections may give more.
-        prompt_tokens: assumed length of every prompt.
-        response_tokens: assumed length of every response.
         max_tokens: limit of a micro-batch, where the number of micro-batches is not given.
         accumulation: the number of micro-batches that is asked for; None: as many as the tokens need.
         micro_batches: how many groups each micro-batch of an optimizer step has.
-        has_reference: a frozen reference scores every collection.
-        needs_old_log_probs: the policy scores every collection before it trains on it.
-        skips_zero_variance: zero-variance groups are not computed.
-        devices: the devices of each role.
-        misfits: what does not divide.
     """
 
     prompts: int

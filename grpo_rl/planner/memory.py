@@ -48,14 +48,9 @@ class Shape:
 
     Args:
         sizes: what a step's operations are counted from, in the dtype that is computed in.
-        itemsize: w.
-        parameters: all weights, tied ones once.
-        layer: L.
         largest: parameters of a layer's largest tensor.
-        intermediate: I.
         norms: sum of the widths of a layer's norms.
         head_norms: the same of the norms of queries and keys, whose output no product reads.
-        tied: the head has the embedding's weight.
         positions: tokens that the model was made for.
         adapters: parameters of the adapters, which alone are trained; 0: none.
     """
@@ -166,8 +161,6 @@ class Training:
     Args:
         masters: fp32 copies are stepped in the place of the weights.
         moments: numbers that the optimizer keeps of each parameter: 2 in AdamW, 0 in SGD.
-        checkpointing: only the input of each layer is kept, and its forward pass repeated.
-        fused: norms and MLPs are compiled.
         frozen_bytes: bytes of each frozen weight under adapters.
     """
 
@@ -219,7 +212,6 @@ def training_footprint(
     """The peak of a training device, in any micro-batch of a step but the first.
 
     Args:
-        ranks: devices that the model is sharded over.
         tokens: T; all are taken to be scored, of which prompts are not.
         offloaded: the trainer's state is in the host's memory.
     """
@@ -289,14 +281,7 @@ def reference_activations(shape: Shape, tokens: int, kind: Kind = "cuda") -> dic
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """The bytes of an engine on each of its devices, and what they hold.
-
-    Args:
-        budget: all that it may take.
-        weights: its share of the weights.
-        work: the largest batch that it tries out at its start.
-        kv_per_token: keys and values of each token.
-    """
+    """The bytes of an engine on each of its devices, and what they hold."""
 
     budget: float
     weights: float
@@ -322,7 +307,6 @@ def engine_memory(
     Each of ``tensor_parallel_size`` devices has an equal part of the weights, and of the key-value heads one at least.
 
     Args:
-        memory: bytes of the device.
         utilization: the share of it that vLLM may take; on a CPU :data:`CPU_CACHE_GIB` at most, and these are counted.
     """
     size, w = tensor_parallel_size, shape.itemsize

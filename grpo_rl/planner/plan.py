@@ -28,10 +28,7 @@ class Layout:
     """How many devices do what.
 
     Args:
-        train: devices that train.
         ref: devices of the reference alone; 0: it shares the trainer's, or there is none.
-        inference: devices that sample.
-        engine_size: devices of an engine.
         colocated: the devices that sample are those that train, in turns.
     """
 
@@ -57,14 +54,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Role:
-    """What one device of a role holds.
-
-    Args:
-        name: train, ref or inference.
-        parts: bytes by what they are.
-        usable: bytes that the device has for them.
-        moment: when it holds them.
-    """
+    """What one device of a role holds."""
 
     name: str
     parts: Mapping[str, float]
@@ -89,7 +79,6 @@ class Plan:
     Args:
         held: bytes of what shares the trainer's devices while it trains.
         roles: memory of each role that has devices of its own; other roles are in the parts of those they share with.
-        seconds: of each phase of a step.
     """
 
     scenario: Scenario

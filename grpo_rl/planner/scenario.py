@@ -36,7 +36,6 @@ class Scenario:
 
     Args:
         settings: the run's; ``mode`` says whether sampling and training take turns (``sync``) or overlap (``async``).
-        model: a skeleton of its model, without weights.
         prompt_tokens: assumed length of every prompt, see `grpo_rl.planner.batches.plan_batches`.
         response_tokens: assumed length of every response; memory is planned for the longest.
         train_share: share of the devices' rates that training reaches.

@@ -53,7 +53,6 @@ class Simulation:
     """The plan's layout and what else could be done with the devices.
 
     Args:
-        lengths: the distribution of the responses' lengths.
         planned: the plan as it is; in turns where nothing can go on at once.
         turns: the plan's layout, in turns.
         colocated: all devices sample, then all train; None: it does not fit.
@@ -119,9 +118,6 @@ def response_lengths(scenario: Scenario, tail: float = TAIL) -> LogNormal:
 
 def simulate_plan(plan: Plan, tail: float = TAIL) -> Simulation:
     """A plan that fits, simulated, beside what else could be done with its devices.
-
-    Args:
-        tail: the 99th percentile of the lengths over their median.
 
     Raises:
         ValueError: the lengths can't be had.

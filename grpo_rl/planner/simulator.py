@@ -97,13 +97,9 @@ class SimulatorConfig:
     """The loop that is simulated. Times are in seconds.
 
     Args:
-        engines: how many sample.
         slots: responses that an engine computes at a time; more wait.
         token_s: time of a decoding step, whatever it computes.
         token_s_per_response: what each response in a decoding step adds to its time.
-        lengths: draws the length of a response.
-        group_size: responses to a prompt.
-        groups_per_step: prompts of a training step.
         train_tokens_per_s: response tokens that all trainers together train on in a second.
         push_s: time of a weight push, in which engines stand still and keep what they are at.
         max_staleness: the bound, in versions; 0 samples and trains in turns.
@@ -112,8 +108,6 @@ class SimulatorConfig:
             the lull at the end is measured.
         deaths: times at which an engine dies, and its number.
         launch_s: time until a new engine is ready in its place.
-        max_restarts: how often an engine may be replaced.
-        seed: the seed of the lengths.
     """
 
     engines: int = 8
@@ -140,18 +134,10 @@ class Outcome:
 
     Args:
         seconds: simulated time, from the first sample, or the end of the margin, to the end of the last push.
-        responses: how many were trained on.
         waiting: fraction in which the trainer waited for responses.
         training: fraction in which it trained.
         idle: fraction in which an engine had nothing to sample, or was dead, mean over engines.
         staleness_max: versions between the oldest token of a response and the version that was trained on it.
-        staleness_mean: mean of the same over responses.
-        started: groups, each counted once however often it was sampled.
-        trained: groups that were trained on.
-        dropped: groups that were dropped, by reason.
-        left: groups in flight at the end.
-        resampled: how often a group was sampled again.
-        restarts: engines replaced.
     """
 
     seconds: float
@@ -282,12 +268,7 @@ class _Unfinished:
 
 
 class SimulatedEngine:
-    """An engine with continuous batching: all responses in its slots grow alike, the slower the more there are.
-
-    Args:
-        number: its place in the fleet.
-        config: its rates.
-    """
+    """An engine with continuous batching: all responses in its slots grow alike, the slower the more there are."""
 
     def __init__(self, number: int, config: SimulatorConfig) -> None:
         self.number, self.version = number, 0

@@ -27,9 +27,7 @@ def plan_view(
     """Devices, memory by role, seconds by phase, and what to do where something does not fit.
 
     Args:
-        advice: the overrides of `grpo_rl.planner.advice.remedies`.
-        overlapped: the best plan with sampling beside training; None: there is none.
-        in_turns: the best plan with both in turns.
+        advice: from `grpo_rl.planner.advice.remedies`.
         chosen: overrides that were not in the config.
     """
     scenario, shape, b = plan.scenario, plan.scenario.shape, plan.scenario.batches

@@ -30,7 +30,6 @@ class Work:
     """What a step computes, all groups alike.
 
     Args:
-        batches: the numbers of a collection and of its optimizer steps.
         train_share: share of a device's rates that training and scoring reach.
         sample_share: share of them that sampling reaches.
     """

@@ -34,7 +34,7 @@ MASKED = -1e30
 
 @dataclass(frozen=True)
 class Rules:
-    """How an attention layer computes its scores.
+    """The rules by which an attention layer computes its scores.
 
     Args:
         scale: factor on the products of queries and keys.

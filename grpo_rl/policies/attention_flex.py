@@ -183,7 +183,7 @@ def block_tables(spans: tuple[Span, ...], tokens: int, window: int | None, devic
 
 
 def reach(spans: tuple[Span, ...], tokens: int, window: int | None) -> Int[Tensor, "3 T"]:
-    """For each token, the start of its own range of keys (which ends with the token), start and end of its prompt's.
+    """Each token's ranges of keys: where its own range starts (it ends with the token), start and end of its prompt's.
 
     >>> from grpo_rl.policies.packing import Span
     >>> reach((Span(0, 3, (3, 5, 6)),), tokens=7, window=None)

@@ -19,7 +19,7 @@ from grpo_rl.data.group import Group
 
 @dataclass(frozen=True)
 class Span:
-    """Where one group lies in the flat micro-batch: prompt at [start, prompt_end), responses at [prompt_end, end)."""
+    """One group's place in the flat micro-batch: prompt at [start, prompt_end), responses at [prompt_end, end)."""
 
     start: int
     prompt_end: int
@@ -52,7 +52,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the groups of a micro-batch lie; built once, read by the attention of every layer."""
+    """The places of a micro-batch's groups; built once, read by the attention of every layer."""
 
     spans: tuple[Span, ...]
     cache: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)

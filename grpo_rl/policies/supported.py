@@ -1,4 +1,4 @@
-"""Which models are scored correctly with shared prompts; others are refused before their weights are read."""
+"""Refuses models that shared prompts would score incorrectly, before their weights are read."""
 
 from __future__ import annotations
 

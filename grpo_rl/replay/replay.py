@@ -35,10 +35,8 @@ class Objective:
     """What a config makes of scored groups.
 
     Args:
-        compute_advantages: groups -> groups with advantages.
         batching: the settings of `scored_micro_batches`.
         needs_reference: it reads the reference's log-probabilities.
-        needs_old_log_probs: it reads what the policy said before the update.
     """
 
     loss: GRPOLoss
@@ -54,7 +52,6 @@ class Outcome:
 
     Args:
         metrics: named and computed as in metrics.jsonl.
-        losses: the loss of each optimizer step.
         columns: ``gradient`` of the optimizer step's loss by each token's log-probability, ``advantage``, ``ratio``,
             and whether it was ``clipped`` and ``trained`` on at all; [T] each, 0 on groups that are not scored.
         not_scored: the number of groups that this objective would have scored, and the run didn't.
@@ -91,7 +88,6 @@ class Replay:
             more than rounding says that the code has changed since.
         changed_fraction: share of trained tokens whose gradient differs by more than 1e-5 of itself.
         cosine: similarity of the two gradients by the tokens' log-probabilities; None where one is zero.
-        tokens: those whose gradients differ the most.
     """
 
     step: int
@@ -113,9 +109,6 @@ class Replay:
 
 def replay(stored: StoredStep, run: Objective, other: Objective, top: int = 10) -> Replay:
     """The step under the run's own objective and under another.
-
-    Args:
-        top: how many of the tokens whose gradients differ the most.
 
     Raises:
         ValueError: the other objective needs what the run did not compute.

@@ -28,8 +28,6 @@ class Claim:
     """A run's folder, locked, and how the run starts there.
 
     Args:
-        folder: that the run writes to.
-        lock: held until the run ends.
         resume: the checkpoint, or the folder that has one, to go on from; None: from the beginning.
         inside: the checkpoint is one of the run that wrote to this folder.
         again: from the beginning in a folder whose run was cut off before its first checkpoint; its logs are set aside.
@@ -67,13 +65,10 @@ def claim(own: Path, resume: str | None, outputs: Path, config: str, frequency: 
     if resume is None:
         return Claim(own, _locked(own))
     place = Path(resume).absolute()  # a link keeps its place in the run's folder, wherever it leads
-    if place.is_file():
-        inside = place.parent.name == CHECKPOINTS
-        folder = place.parent.parent if inside else own
-        return Claim(folder, _locked(folder), place, inside=inside)
-    if checkpoint.checkpoints(place) and not checkpoint.checkpoints(place / CHECKPOINTS):
-        inside = place.name == CHECKPOINTS
-        folder = place.parent if inside else own
+    if place.is_file() or (checkpoint.checkpoints(place) and not checkpoint.checkpoints(place / CHECKPOINTS)):
+        holder = place.parent if place.is_file() else place
+        inside = holder.name == CHECKPOINTS
+        folder = holder.parent if inside else own
         return Claim(folder, _locked(folder), place, inside=inside)
     is_run = any((place / name).exists() for name in (CHECKPOINTS, METRICS_FILE, LOCK))
     if not is_run and place.resolve() != own.resolve():

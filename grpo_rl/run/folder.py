@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor import lineage
@@ -25,13 +27,7 @@ BEFORE_ALL = -1
 
 @dataclass(frozen=True)
 class Room:
-    """What a run needs on its disk.
-
-    Args:
-        checkpoints: kept at a time, the one that is being written included.
-        checkpoint_bytes: of one of them.
-        model_bytes: of the exported model.
-    """
+    """What a run needs on its disk: the checkpoints kept, that being written included, and the exported model."""
 
     checkpoints: int
     checkpoint_bytes: float
@@ -42,13 +38,11 @@ class RunFolder:
     """A run's folder, which no other process can write to until it is closed; used as a context manager.
 
     Args:
-        own: folder for a new run; a resumed run goes on in the folder of its checkpoint.
+        own: the folder of a new run; a resumed run goes on in the folder of its checkpoint.
         resume: a checkpoint, the folder of a run, ``auto``, or None for a new run.
         config: the whole config as JSON, which checkpoints are compared with.
         config_text: the same as YAML, for people.
-        room: what the run needs on the disk.
         checkpoint_frequency: steps between checkpoints, 0 for none before the end.
-        total_dialog_turns: responses of the whole run.
         ranks: the processes that train together. Rank zero's folder is the one that is kept; others write to a
             temporary folder that goes with them.
 
@@ -79,7 +73,7 @@ class RunFolder:
         self.eval_before: list[float] = []
         self.eval_after: tuple[int, list[float]] | None = None
         """Step and rewards of the evaluation that the run resumes behind, where it was stored."""
-        self._again = False
+        self._again, self._saved = False, None
         self._stack = ExitStack()
         try:
             self._open(resume, room, checkpoint_frequency)
@@ -113,6 +107,7 @@ class RunFolder:
             self.path = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         if self.restored:
             self._read(self.restored[1])
+            self._saved = (self.step, self.restored[0]) if self.inside else None  # it need not be written again
 
     def _claim(self, resume: str | None, frequency: int) -> tuple[Path, str | None, bool, bool]:
         """Takes the folder: where it is for all ranks, what it goes on with, whether that is of this folder's run, and
@@ -192,6 +187,14 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Where checkpoints are written, by all ranks."""
         return (self.shared if self._ranks else self.path) / checkpoint.CHECKPOINTS
+
+    def save(self, step: int, state: Callable[[], dict[str, Any]], keep: int) -> Path:
+        """The checkpoint of this step, written unless it is there; ``keep`` newest ones stay, 0 for all."""
+        if self._saved is None or self._saved[0] != step:
+            parts = state()
+            agreed(self._ranks, lambda: checkpoint.sync_logs(self.path))
+            self._saved = step, checkpoint.save(self.checkpoints, step, parts, keep, self._ranks)
+        return self._saved[1]
 
     def prepare(self) -> None:
         """Makes the folder what it was at the checkpoint, or what a new run begins with."""

@@ -18,9 +18,7 @@ class HeldOut:
     """Evaluates held-out rows greedily, and remembers the first and the last evaluation.
 
     Args:
-        env: gives prompts and scores responses.
         rows: none turn evaluation off.
-        max_new_tokens: of a response.
         before: rewards of the evaluation before training, where a resumed run has it.
         last: step and rewards of the newest evaluation, where a resumed run has it.
     """
@@ -39,11 +37,7 @@ class HeldOut:
         self.evaluated_at, self.after = (last[0], list(last[1])) if last else (None, [])
 
     def evaluate(self, step: int, engine: Sampler, on_rank_zero: Callable[[Callable[[], Any]], Any]) -> Evaluation:
-        """Evaluates after a step; after step 0 it is the evaluation before training.
-
-        Args:
-            on_rank_zero: does work on rank zero for all ranks, see `grpo_rl.weights.push.WeightSync.on_rank_zero`.
-        """
+        """Evaluates after a step, on rank zero for all ranks; after step 0 it is the evaluation before training."""
         evaluation = on_rank_zero(lambda: evaluate(self._env, engine, self.rows, self._sampling))
         self.evaluated_at, self.after = step, evaluation.rewards
         if step == 0:
@@ -59,12 +53,9 @@ class HeldOut:
         """Held-out reward before and after ``step``, with the paired gain and its 95 % interval, as far as known."""
         if not self.before:
             return {}
-        summary: dict[str, object] = {"eval_before": float(np.nanmean(self.before))}
-        if self.evaluated_at == step > 0:
-            gain = paired_gain(self.before, self.after)
-            summary |= {
-                "eval_after": float(np.nanmean(self.after)),
-                "eval_gain": gain.mean,
-                "eval_gain_ci95": gain.ci95,
-            }
-        return summary
+        before: dict[str, object] = {"eval_before": float(np.nanmean(self.before))}
+        if self.evaluated_at != step or step == 0:
+            return before
+        gain = paired_gain(self.before, self.after)
+        after = float(np.nanmean(self.after))
+        return before | {"eval_after": after, "eval_gain": gain.mean, "eval_gain_ci95": gain.ci95}

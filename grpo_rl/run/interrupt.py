@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from types import TracebackType
 
 
 class Interrupt:
     """Whether the user asked the run to stop; used as a context manager, which puts the old handler back.
 
     Outside the main thread nothing is handled: whoever owns that thread handles Ctrl-C.
-
-    Args:
-        say: shows a message to the user.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -33,6 +29,6 @@ class Interrupt:
             self._before = None
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)

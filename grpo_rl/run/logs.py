@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console
 from rich.panel import Panel
@@ -21,26 +20,14 @@ from grpo_rl.monitor.progress import Progress
 from grpo_rl.monitor.step_record import Observer
 from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.monitor.watch import RewardWatch
-
-
-class LoggerSettings(Protocol):
-    """The config's section ``logger``."""
-
-    backend: str
-    mode: str
-    project: str
-    name: str | None
-    completions: bool
+from grpo_rl.settings.sections import Logger
 
 
 class RunLogs:
     """The terminal view, ``metrics.jsonl``, completions, lineage and W&B of a run; used as a context manager.
 
     Args:
-        folder: of the run, prepared.
-        logger: the config's section.
         config: the whole config as JSON.
-        total_steps: of the run.
         step: that the run resumes behind.
         resumes: there are metrics from before, whose warnings are not told again.
         loss: gives each token's terms to the lineage; None stores none.
@@ -50,7 +37,7 @@ class RunLogs:
     def __init__(
         self,
         folder: Path,
-        logger: LoggerSettings,
+        logger: Logger,
         config: str,
         total_steps: int,
         step: int = 0,

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tensordict import TensorDictBase
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.collectors.base import Collector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
-from grpo_rl.data.group import Group
-from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.engines.base import Sampler
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.losses.grpo import GRPOLoss
@@ -31,7 +28,6 @@ class Parts:
 
     Args:
         reference: None where no KL term reads it.
-        sampling: how training responses are sampled.
         micro_batching: how an optimizer step's groups are split and weighted.
         needs_old_log_probs: whether the policy scores each collection before it trains on it.
     """
@@ -48,7 +44,6 @@ class Parts:
     loss: GRPOLoss
     compute_advantages: AdvantageEstimator
     buffer: GroupBuffer
-    mismatch: Mismatch
     micro_batching: MicroBatching
     needs_old_log_probs: bool
 
@@ -75,10 +70,6 @@ class Parts:
         if self._collected:
             self.collector.restore(self._collected)
             self._collected = None
-
-    def observe(self, tokens: TensorDictBase, _losses: TensorDictBase, groups: Sequence[Group]) -> None:
-        """Compares sampler and trainer on a micro-batch."""
-        self.mismatch.add(tokens, groups, self.weights.version)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of the parts."""

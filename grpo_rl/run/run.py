@@ -13,13 +13,12 @@ from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.run.diagnosis import DIAGNOSED, RunDiagnosis
-from grpo_rl.run.ending import end_run, write_end
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.interrupt import Interrupt
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.parts import Parts
-from grpo_rl.run.saving import CheckpointSaver
+from grpo_rl.run.summary import end_run, write_end
 from grpo_rl.training.optimizer import StepResult
 
 
@@ -28,11 +27,9 @@ class RunOptions:
     """Numbers and switches of a run's course.
 
     Args:
-        total_dialog_turns: responses to sample in all.
         checkpoint_frequency: steps between checkpoints; 0 for none before the end.
+        keep_checkpoints: newest ones that stay, 0 for all.
         evaluate_frequency: steps between evaluations; 0 for none between the first and the last.
-        seed: of the random state that training starts with.
-        model: its name, for the summary.
         export: what becomes of adapters: ``merged`` or ``adapter``.
         collecting: what the terminal view calls the time until groups are there: sample, or wait.
         engine_sleeps: the engine frees its memory until weights are pushed into it.
@@ -40,6 +37,7 @@ class RunOptions:
 
     total_dialog_turns: int
     checkpoint_frequency: int
+    keep_checkpoints: int
     evaluate_frequency: int
     seed: int
     model: str
@@ -53,13 +51,8 @@ class Run:
 
     Args:
         folder: of the run, with the checkpoint that it goes on from.
-        logs: where it logs to.
         parts: what it trains with; put back here to the checkpoint.
-        diagnosis: looks into steps whose numbers disagree.
-        saver: writes checkpoints.
-        held_out: evaluates.
         step_metrics: the numbers of a step, from the parts, its groups and its record.
-        interrupt: whether the user asked to stop.
         ranks: the processes that train together, each with a run of its own and the same numbers.
     """
 
@@ -69,7 +62,6 @@ class Run:
         logs: RunLogs,
         parts: Parts,
         diagnosis: RunDiagnosis,
-        saver: CheckpointSaver,
         held_out: HeldOut,
         step_metrics: Callable[[Parts, Sequence[Group], StepRecord], dict[str, float]],
         interrupt: Interrupt,
@@ -77,7 +69,7 @@ class Run:
         ranks: Ranks | None = None,
     ) -> None:
         self.folder, self.logs, self.parts, self.options = folder, logs, parts, options
-        self._diagnosis, self._saver, self._held_out = diagnosis, saver, held_out
+        self._diagnosis, self._held_out = diagnosis, held_out
         self._step_metrics, self._interrupt = step_metrics, interrupt
         self._ranks = ranks
         self.step, self.collected = folder.step, folder.collected
@@ -122,8 +114,8 @@ class Run:
         self._training = True
         parts.begin_collecting()
         while self.collected < total:
-            self.record = StepRecord(self._ranks, [parts.observe, *self.logs.observers])
-            parts.mismatch.begin()
+            self.record = StepRecord(self._ranks, [self._diagnosis.observe, *self.logs.observers])
+            self._diagnosis.mismatch.begin()
             self.logs.progress.phase(self.options.collecting)
             groups = parts.collector.collect(parts.schedules.group_size(self.step + 1))
             self.collected = parts.collector.collected
@@ -168,17 +160,13 @@ class Run:
         if result.trouble:
             self.logs.note(f"An optimizer step of step {self.step + 1} is left out: {result.trouble}")
         if not result.skipped:
-            self.parts.mismatch.weights_moved()
+            self._diagnosis.mismatch.weights_moved()
         self.record.add_result(result)
         if self.logs.lineage:
             self.logs.lineage.end(result.grad_norm, result.lr, result.skipped)
 
     def finish_step(self, groups: Sequence[Group]) -> None:
-        """Logs the step, evaluates and saves where it is time to.
-
-        Args:
-            groups: with advantages, as they were trained on.
-        """
+        """Logs the step with its groups as they were trained on, and evaluates and saves where it is time to."""
         self.step += 1
         parts = self.parts
         metrics = self._step_metrics(parts, groups, self.record)
@@ -210,7 +198,16 @@ class Run:
     def save_checkpoint(self) -> Path:
         """Writes a checkpoint of this moment, unless there is one."""
         self.logs.progress.phase("checkpoint")
-        return self._saver.save(self.step, self.collected, self.seconds, self._held_out.before)
+        return self.folder.save(self.step, self._state, self.options.keep_checkpoints)
+
+    def _state(self) -> dict[str, object]:
+        return {
+            "step": self.step,
+            "collected": self.collected,
+            "config": self.folder.config,
+            "eval_before": self._held_out.before,
+            "seconds": self.seconds,
+        } | self.parts.state()
 
     def finish(self) -> dict[str, object]:
         """Last checkpoint, evaluation, exported model, summary and report; shows where they are.

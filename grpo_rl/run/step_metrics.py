@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from grpo_rl.data.batching import groups_to_score
 from grpo_rl.data.group import Group
+from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.monitor.metrics import reward_metrics
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.run.parts import Parts
 
 
+@dataclass(frozen=True)
 class StepMetrics:
     """Numbers of a step, from the run's parts, the step's groups with advantages, and its record.
 
@@ -22,8 +25,9 @@ class StepMetrics:
         resamples: dynamic sampling leaves groups out, so that what was sampled has a reward of its own.
     """
 
-    def __init__(self, roofline: StepRoofline | None, resamples: bool) -> None:
-        self._roofline, self._resamples = roofline, resamples
+    mismatch: Mismatch
+    roofline: StepRoofline | None
+    resamples: bool
 
     def __call__(self, parts: Parts, groups: Sequence[Group], record: StepRecord) -> dict[str, float]:
         """The step's metrics, by name."""
@@ -42,9 +46,9 @@ class StepMetrics:
         failed, _ = parts.env.guard.failures()
         metrics |= {f"failed/{kind}": count for kind, count in failed.items()}
         metrics |= parts.collector.metrics()
-        if self._resamples:
+        if self.resamples:
             metrics["reward/sampled_mean"] = float(torch.cat([group.rewards for group in sampled]).mean())
-        metrics |= parts.mismatch.metrics()
-        if self._roofline:
-            metrics |= self._roofline.metrics(groups, record.phases_s, step_s)
+        metrics |= self.mismatch.metrics()
+        if self.roofline:
+            metrics |= self.roofline.metrics(groups, record.phases_s, step_s)
         return metrics

@@ -1,4 +1,4 @@
-"""What a run says at its end: ``summary.json``, ``evaluation.json`` and the report."""
+"""What a run leaves at its end: the exported model, ``summary.json``, ``evaluation.json`` and the report."""
 
 from __future__ import annotations
 
@@ -7,10 +7,30 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from grpo_rl.monitor.report import SUMMARY, write_report
+from grpo_rl.monitor.progress import summary_panel
+from grpo_rl.monitor.report import SUMMARY, versions, write_report
+from grpo_rl.run.claim import MODEL
+from grpo_rl.run.export import export
+from grpo_rl.run.logs import RunLogs
+from grpo_rl.run.parts import Parts
 from grpo_rl.storage.whole_file import write_whole
 
 EVALUATION, REPORT = "evaluation.json", "report.html"
+
+
+def end_run(logs: RunLogs, parts: Parts, summary: dict[str, object], checkpoint: Path, adapters: str) -> None:
+    """Exports the model, its adapters ``merged`` or as ``adapter``, writes summary and report, and shows them."""
+    model = logs.folder / MODEL
+    export(parts.policy.model, parts.tokenizer, model, adapters, parts.policy.peers)
+    report = write_end(logs, summary, checkpoint)
+    logs.last_words = summary_panel(summary, checkpoint=checkpoint, model=model, report=report)
+
+
+def write_end(logs: RunLogs, summary: dict[str, object], checkpoint: Path) -> Path | None:
+    """Writes the summary, completed in place, and the report; returns the report's path, None where it failed."""
+    summary |= {"versions": versions(), "checkpoint": str(checkpoint)}
+    write_summary(logs.folder, summary)
+    return write_report_or_say(logs.folder, logs.note)
 
 
 def write_summary(folder: Path, summary: Mapping[str, object]) -> None:
@@ -39,7 +59,7 @@ def write_report_or_say(folder: Path, say: Callable[[str], None]) -> Path | None
     """The report's path; None where it can't be written, which is said: all else of the run is there."""
     try:
         return write_report(folder)
-    except Exception as error:  # of whatever kind: it must not make a failure of a run that is not one
+    except Exception as error:  # a report that fails must not make a finished run fail
         say(
             f"Warning. The report can't be written ({type(error).__name__}: {error}); all else is there. Once that "
             f"is mended: python -m grpo_rl.monitor.report {folder}"

@@ -9,21 +9,23 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from grpo_rl.settings.schema import check_keys
+import grpo_rl.config
+from grpo_rl.settings.declaration import plain, select
+from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.tasks import TASKS
 
-FOLDER = (Path(__file__).resolve().parents[1] / "config").resolve()
+FOLDER = Path(grpo_rl.config.__path__[0]).resolve()
+DEFAULT_CONFIG = "grpo_gsm8k"
+OF_A_LOSS = ("policy.kl_coef", "policy.entropy_coef")
+"""Keys beside those of ``loss`` that a replay can change."""
 GROUPS = ("env", "loss", "experiment")
 """Config groups: chosen by name (``loss=grpo``), not keys of their own."""
 
 
 def check_overrides(arguments: Sequence[str], dataset: str | None = None) -> None:
     """Checks the command line's overrides by name, since Hydra's own message suggests no nearest key.
-
-    Args:
-        dataset: the task; None: keys of any task will do.
 
     Raises:
         ValueError: an unknown key.
@@ -88,3 +90,27 @@ def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
     check_overrides(words, dataset_of(words, config_name))
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
         return compose(config_name, overrides=words)
+
+
+def with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
+    """A run's settings with another loss.
+
+    Raises:
+        ValueError: an override that has no part in a loss, or settings that don't go together.
+        HydraException: an unknown preset, or an override that Hydra can't read.
+    """
+    keys = [word.lstrip("+").partition("=")[0] for word in overrides]
+    if others := [key for key in keys if key != "loss" and not key.startswith("loss.") and key not in OF_A_LOSS]:
+        raise ValueError(
+            f"{others[0]} has no part in the loss of responses that are there already; a replay takes loss=NAME, "
+            f"loss.KEY=VALUE, {' and '.join(OF_A_LOSS)}"
+        )
+    chosen, changed = compose_config(DEFAULT_CONFIG, overrides), OmegaConf.create(plain(settings))
+    for key in sorted(keys, key=len):  # a preset first, and single settings over it
+        OmegaConf.update(changed, key, OmegaConf.select(chosen, key), merge=False)
+    # The loss alone, in a config in which all else is in order: the run's own may ask for what this machine lacks.
+    checked = compose_config(DEFAULT_CONFIG, [])
+    for key in ("loss", *OF_A_LOSS):
+        OmegaConf.update(checked, key, OmegaConf.select(changed, key), merge=False)
+    loss = Settings.read(checked)
+    return settings.with_values({key: select(loss, key) for key in ("loss", *OF_A_LOSS)})

@@ -39,11 +39,7 @@ def _fixed_folder() -> str | None:
 def main(config_name: str, mode: str = "sync") -> Callable:
     """Decorator for a script's main function: Hydra's own, with our checks, and wrong input told in one line.
 
-    The config folder is the project's; ``hydra.searchpath`` adds others.
-
-    Args:
-        config_name: unless ``--config-name`` gives another.
-        mode: that the script is of; a config may name it, and no other.
+    ``config_name`` is what ``--config-name`` replaces; ``mode`` is the only one that a config may name.
     """
 
     def decorate(function: Callable[[Settings], object]) -> Callable[[], None]:
@@ -55,8 +51,8 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 if cfg.mode is None:
                     cfg.mode = mode
                 if cfg.mode != mode:
-                    script = {"sync": "sota/grpo.py", "async": "sota/grpo_async.py"}.get(cfg.mode)
-                    raise ValueError(f"this script is of mode={mode}" + (f"; run {script}" if script else ""))
+                    other = {"sync": "; run sota/grpo.py", "async": "; run sota/grpo_async.py"}.get(cfg.mode, "")
+                    raise ValueError(f"this script is of mode={mode}{other}")
                 if cfg.resume == "auto" and (folder := _fixed_folder()):
                     cfg.resume = folder
                 return function(Settings.read(cfg))

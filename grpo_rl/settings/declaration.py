@@ -7,10 +7,10 @@ import difflib
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 RewardSource = str | tuple[str, ...] | Mapping[str, Any]
 """A function by name, several of them, or weights by name."""
@@ -18,53 +18,39 @@ REQUIRED: Any = dataclasses.MISSING
 """The default of a setting that has none."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What values a type takes, in words and as a test of a plain value."""
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value, whose tuples are lists yet, is of a type; a whole number is a number, true is none.
 
-    words: str
-    fits: Callable[[Any], bool]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(fits, value))
+    >>> _fits([[1, 4]], tuple[tuple[int, int], ...]), _fits([[1]], tuple[tuple[int, int], ...]), _fits(True, int)
+    (True, False, False)
+    """
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    if get_origin(hint) is tuple:
+        item, rest = get_args(hint)
+        return isinstance(value, list) and all(_fits(part, item) for part in value) and (rest is ... or len(value) == 2)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, get_origin(hint) or hint) and (hint is bool or not isinstance(value, bool))
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, Mapping)
-
-
-TEXT = Kind("text", _is_text)
-WEIGHTS = Kind("a mapping", _is_mapping)
 KINDS = {
-    bool: Kind("true or false", lambda value: isinstance(value, bool)),
-    int: Kind("a whole number", _is_whole),
-    float: Kind("a number", _is_number),
-    str: TEXT,
-    Mapping[str, Any]: Kind("a mapping", _is_mapping),
-    Mapping[str, float]: WEIGHTS,
-    tuple[int, ...]: Kind("a list of whole numbers", _list_of(_is_whole)),
-    tuple[float, ...]: Kind("a list of numbers", _list_of(_is_number)),
-    tuple[tuple[int, int], ...]: Kind(
-        "a list of pairs of whole numbers", _list_of(lambda pair: _list_of(_is_whole)(pair) and len(pair) == 2)
-    ),
-    tuple[Mapping[str, Any], ...]: Kind("a list of mappings", _list_of(_is_mapping)),
-    str | tuple[str, ...]: Kind("text or a list of names", lambda value: _is_text(value) or _list_of(_is_text)(value)),
-    RewardSource: Kind("text, a list or a mapping", lambda value: isinstance(value, str | list | Mapping)),
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Mapping[str, Any]: "a mapping",
+    Mapping[str, float]: "a mapping",
+    tuple[int, ...]: "a list of whole numbers",
+    tuple[float, ...]: "a list of numbers",
+    tuple[tuple[int, int], ...]: "a list of pairs of whole numbers",
+    tuple[Mapping[str, Any], ...]: "a list of mappings",
+    str | tuple[str, ...]: "text or a list of names",
+    RewardSource: "text, a list or a mapping",
 }
-"""The types that a setting can have."""
+"""The types that a setting can have, in words."""
+BOUNDS = {"at_least": operator.ge, "more_than": operator.gt, "at_most": operator.le, "less_than": operator.lt}
+"""How a value compares to each bound that a setting can have."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +58,12 @@ class Setting:
     """The declaration of one setting.
 
     Args:
-        default: its value where nobody gives another; :data:`REQUIRED` where the config has to give it.
+        default: :data:`REQUIRED` where the config has to give a value.
         meaning: what it does; the comment beside it in ``config/``.
         choices: the values that it can have; empty: any of its type.
-        at_least: its lower bound.
-        more_than: its lower bound, which it may not reach.
-        at_most: its upper bound.
-        less_than: its upper bound, which it may not reach.
         because: why a value out of bounds would not do, and what to do instead.
         mode: the one mode that reads it; None: both.
-        kind: of its values.
-        null: whether it may be null.
+        kind: the type of its values other than null; a text where it has choices.
         free: whether it is a mapping whose keys are not declared here.
     """
 
@@ -95,7 +76,7 @@ class Setting:
     less_than: float | None = None
     because: str = ""
     mode: Literal["sync", "async"] | None = None
-    kind: Kind = TEXT
+    kind: Any = str
     null: bool = False
     free: bool = False
 
@@ -107,7 +88,7 @@ class Setting:
         null = NoneType in options
         if get_origin(rest) is Literal:
             return dataclasses.replace(self, choices=get_args(rest), null=null)
-        return dataclasses.replace(self, kind=KINDS[rest], null=null, free=free)
+        return dataclasses.replace(self, kind=rest, null=null, free=free)
 
     @property
     def comment(self) -> str:
@@ -129,23 +110,21 @@ class Setting:
         """
         if self.at_least is not None and self.at_least == self.at_most:
             return f"{self.at_least:g}"
-        lower = {"at least": self.at_least, "more than": self.more_than}
-        upper = {"at most": self.at_most, "less than": self.less_than}
-        ends = [f"{words} {bound:g}" for words, bound in (lower | upper).items() if bound is not None]
+        ends = [f"{name.replace('_', ' ')} {bound:g}" for name in BOUNDS if (bound := getattr(self, name)) is not None]
         return f"{self.at_least:g} or more" if ends == [f"at least {self.at_least}"] else " and ".join(ends)
 
     def wrong_type(self, key: str, value: Any) -> str | None:
         """What is wrong with the type of a plain value; None: nothing."""
-        if self.kind is WEIGHTS and _is_mapping(value):
-            weight = dataclasses.replace(self, kind=KINDS[float], null=False)
+        if self.kind == Mapping[str, float] and isinstance(value, Mapping):
+            weight = dataclasses.replace(self, kind=float, null=False)
             wrong = [weight.wrong_type(f"{key}.{name}", item) for name, item in value.items()]
             return "\n".join(filter(None, wrong)) or None
-        if self.kind.fits(value) or (value is None and self.null):
+        if _fits(value, self.kind) or (value is None and self.null):
             return None
-        told = f"{key} is {value!r}; it must be {self.kind.words}" + ", or null" * self.null
-        if self.kind is TEXT and _is_number(value):
+        told = f"{key} is {value!r}; it must be {KINDS[self.kind]}" + ", or null" * self.null
+        if self.kind is str and _fits(value, float):
             return f"{told}; quoted it is: {key}=\"'{value}'\""
-        is_number = self.kind is KINDS[float] and isinstance(value, float)
+        is_number = self.kind is float and isinstance(value, float)
         return told + "; neither infinity nor NaN is taken" * is_number
 
     def wrong_value(self, key: str, value: Any) -> str | None:
@@ -156,12 +135,8 @@ class Setting:
             close = difflib.get_close_matches(str(value), self.choices, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             return f"{key} is {value!r}; it can be {', '.join(self.choices)}" + ", or null" * self.null + hint
-        fits = (
-            (self.at_least is None or value >= self.at_least)
-            and (self.more_than is None or value > self.more_than)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.less_than is None or value < self.less_than)
-        )
+        bounds = {name: bound for name in BOUNDS if (bound := getattr(self, name)) is not None}
+        fits = all(BOUNDS[name](value, bound) for name, bound in bounds.items())
         reason = f": {self.because}" if self.because else ""
         return None if fits else f"{key} is {value}; it must be {self.bounds}" + ", or null" * self.null + reason
 
@@ -174,10 +149,14 @@ def setting(default: Any, meaning: str, **constraints: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Section(Mapping[str, Any]):
     """A section of a config: a frozen dataclass whose fields are settings or sections, and a mapping of them."""
 
     __dataclass_fields__: dict[str, dataclasses.Field]
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
     def __getitem__(self, key: str) -> Any:
         if key not in self.__dataclass_fields__:
@@ -207,11 +186,7 @@ S = TypeVar("S", bound=Section)
 
 
 def build(section: type[S], values: Mapping[str, Any], **more: Any) -> S:
-    """A section with these plain values, in which lists become tuples.
-
-    Args:
-        more: fields that are no settings.
-    """
+    """A section with these plain values, in which lists become tuples, and ``more`` fields that are no settings."""
     hints = get_type_hints(section)
     read = {
         name: build(hints[name], values[name])

@@ -100,3 +100,9 @@ def adapters(settings: Sections) -> LoRA:
         ValueError: a setting is out of range, or peft is not installed.
     """
     return LoRA(**settings.train_model.lora, seed=settings.train.seed)
+
+
+def pushes_adapters(settings: Sections) -> bool:
+    """Whether the engine gets the adapters alone, beside its own weights."""
+    lora = settings.train_model.lora
+    return bool(lora.rank) and lora.push == "adapter"

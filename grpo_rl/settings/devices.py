@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from grpo_rl.settings.misfits import divisors
 from grpo_rl.settings.sections import Sections
 
 log = logging.getLogger(__name__)
@@ -16,12 +17,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices of each role. Roles either share devices or have disjoint ones.
+    """Devices of each role, in the order of ranks. Roles either share devices or have disjoint ones.
 
     Args:
-        train: the trainer's ranks, in order.
-        ref: the frozen reference's; empty when there is no reference.
-        inference: the engine's, in order; each ``tensor_parallel_size`` of them in a row hold one copy of the model.
+        ref: empty when there is no reference.
+        inference: each ``tensor_parallel_size`` of them in a row hold one copy of the model.
     """
 
     train: tuple[torch.device, ...]
@@ -69,8 +69,6 @@ def allocate(
     trains, is then a device with cores of its own; an engine is one such device.
 
     Args:
-        cfg: the run's settings.
-        mode: ``sync`` or ``async``.
         visible: number of GPUs to plan for; by default those of this machine.
         num_attention_heads: of the model, where known: tensor parallelism has to divide it.
         cores: in async mode without GPUs, what is there for all of them.
@@ -98,29 +96,22 @@ def allocate(
                 f"{role.section}.devices={list(role.indices)}, but with ray.address Ray chooses among the GPUs of all "
                 f"nodes; set {role.section}.num_devices={len(role.indices)} and leave the list null"
             )
-    has_ref = cfg.policy.kl_coef > 0
-    if not has_ref:
+    if not cfg.policy.kl_coef > 0:
         asked = roles.pop(1)
         if asked.count is not None:
             raise ValueError(
                 f"{asked.section} asks for {_devices(asked.count)}, but with policy.kl_coef={cfg.policy.kl_coef} no "
                 f"reference is loaded; set policy.kl_coef above 0, or leave {asked.section} null"
             )
-    if visible == 0 and mode == "async":
-        plan = _split_cpu(roles, cores, world)
-        if cfg.inference_model.tensor_parallel_size not in (None, 1):
-            raise ValueError(
-                f"inference_model.tensor_parallel_size={cfg.inference_model.tensor_parallel_size}, but no GPU is "
-                "visible: on a CPU an engine is one process; leave it null"
-            )
-        return Devices(plan["train"], plan.get("ref", ()), plan["inference"], 1)
-    if visible == 0:
-        plan = _share_cpu(roles)
-    else:
-        plan = _give_out(roles, mode, visible)
+    plan = _give_out(roles, mode, visible) if visible else _on_cpu(roles, mode, cores, world)
     asked = cfg.inference_model.tensor_parallel_size
     if asked is None and mode == "async":
         asked = 1
+    if not visible and mode == "async" and asked != 1:
+        raise ValueError(
+            f"inference_model.tensor_parallel_size={asked}, but no GPU is visible: on a CPU an engine is one process; "
+            "leave it null"
+        )
     tensor_parallel_size = _tensor_parallel_size(asked, len(plan["inference"]), num_attention_heads)
     return Devices(plan["train"], plan.get("ref", ()), plan["inference"], tensor_parallel_size)
 
@@ -160,27 +151,18 @@ def _devices(count: int) -> str:
     return f"{count} device" + ("s" if count > 1 else "")
 
 
-def _share_cpu(roles: list[_Role]) -> dict[str, tuple[torch.device, ...]]:
+def _on_cpu(roles: list[_Role], mode: str, cores: int | None, world: int) -> dict[str, tuple[torch.device, ...]]:
+    """One device for all roles in sync mode; in async mode one for each process, all of which share the cores."""
     for role in roles:
+        remedy = f"leave it null, and set {role.section}.num_devices to split the CPU's cores"
+        remedy = "leave it null to use the CPU" if mode == "sync" else remedy
         if role.indices is not None:
-            raise ValueError(
-                f"{role.section}.devices={list(role.indices)}, but no GPU is visible; leave it null to use the CPU"
-            )
-        if role.count is not None and role.count > 1:
-            raise ValueError(
-                f"{role.section}.num_devices={role.count}, but no GPU is visible; leave it null to use the CPU"
-            )
-    _say_everything_shares_the_cpu()
-    return {role.name: (torch.device("cpu"),) for role in roles}
-
-
-def _split_cpu(roles: list[_Role], cores: int | None, world: int) -> dict[str, tuple[torch.device, ...]]:
-    for role in roles:
-        if role.indices is not None:
-            raise ValueError(
-                f"{role.section}.devices={list(role.indices)}, but no GPU is visible; leave it null, and set "
-                f"{role.section}.num_devices to split the CPU's cores"
-            )
+            raise ValueError(f"{role.section}.devices={list(role.indices)}, but no GPU is visible; {remedy}")
+        if mode == "sync" and (role.count or 1) > 1:
+            raise ValueError(f"{role.section}.num_devices={role.count}, but no GPU is visible; {remedy}")
+    if mode == "sync":
+        _say_everything_shares_the_cpu()
+        return {role.name: (torch.device("cpu"),) for role in roles}
     counts = {role.name: role.count or 1 for role in roles if role.name != "ref"}
     counts["train"] = max(counts["train"], world)
     total = sum(counts.values())
@@ -269,9 +251,9 @@ def _sum(counts: dict[str, int], unit: str = "GPU", units: str = "GPUs") -> str:
 def _remedy(roles: list[_Role], mode: str) -> str:
     """What to change when the groups need more than there is: the largest one, the last of equals."""
     role = max(reversed(roles), key=lambda role: role.count or 0)
-    key = "num_devices" if role.indices is None else "devices"
-    if role.count is not None and role.count > 1:
-        return f"lower {role.section}.num_devices" if key == "num_devices" else f"shorten {role.section}.devices"
+    verb, key = ("lower", "num_devices") if role.indices is None else ("shorten", "devices")
+    if (role.count or 0) > 1:
+        return f"{verb} {role.section}.{key}"
     if role.name == "inference" and mode == "async":
         return "use sync mode, where inference can share the training device"
     return f"leave {role.section}.{key} null to share the training device"
@@ -283,16 +265,12 @@ def _tensor_parallel_size(asked: int | None, devices: int, num_attention_heads: 
     if devices % size:
         raise ValueError(
             f"inference_model.tensor_parallel_size={size} does not divide the {_devices(devices)} of inference; "
-            f"use one of {_divisors(devices)}"
+            f"use one of {divisors(devices)}"
         )
     if num_attention_heads is not None and num_attention_heads % size:
-        fitting = [d for d in _divisors(devices) if num_attention_heads % d == 0]
+        fitting = [d for d in divisors(devices) if num_attention_heads % d == 0]
         raise ValueError(
             f"inference_model.tensor_parallel_size={size} ({meaning}{num_attention_heads} attention heads cannot be "
             f"split {size} ways); use one of {fitting}"
         )
     return size
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

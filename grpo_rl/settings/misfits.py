@@ -12,12 +12,7 @@ Where = Literal["cut", "left_over", "micro_batches", "run"]
 
 
 class Misfit(ValueError):
-    """A division of the config that does not come out.
-
-    Args:
-        what: does not fit, with the numbers.
-        where: in the picture it shows.
-        fits: nearest values that do, by key; each is a remedy by itself.
+    """A division of the config that does not come out; ``fits`` has the nearest values that do, each a remedy.
 
     >>> print(Misfit("16 in 3 halls", "cut", {"halls": [2, 4], "seats": [8]}))
     16 in 3 halls; use halls=2 or 4, or seats=8
@@ -39,10 +34,10 @@ def misfits(settings: Sections) -> list[Misfit]:
     train, prompts, size = settings.train, settings.env.num_envs, settings.env.repeats
     batch, turns, steps = train.optim_batch_size, train.total_dialog_turns, train.gradient_accumulation_steps
     collected, groups = prompts * size, max(1, batch // size)
-    batches = [size * divisor for divisor in _divisors(prompts)]
+    batches = [size * divisor for divisor in divisors(prompts)]
     found = []
     if batch % size:
-        sizes = [divisor for divisor in _divisors(batch) if divisor > 1 and prompts * divisor % batch == 0]
+        sizes = [divisor for divisor in divisors(batch) if divisor > 1 and prompts * divisor % batch == 0]
         found.append(
             Misfit(
                 f"train.optim_batch_size={batch} is not a multiple of env.repeats={size}: a group would be cut",
@@ -82,7 +77,8 @@ def misfits(settings: Sections) -> list[Misfit]:
     return found
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, in order."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 

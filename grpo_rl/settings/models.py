@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from grpo_rl.policies.lora import Quantization
@@ -10,7 +10,6 @@ from grpo_rl.settings.declaration import Section, setting
 from grpo_rl.training.schedules import Refresh
 
 
-@dataclass(frozen=True)
 class Model(Section):
     """The policy's model."""
 
@@ -21,7 +20,6 @@ class Model(Section):
     chat_template: str | None = setting(None, "a Jinja text that replaces the model's own template")
 
 
-@dataclass(frozen=True)
 class LoRASection(Section):
     """Low-rank adapters are trained instead of the model (needs the extra `lora`)."""
 
@@ -48,7 +46,6 @@ class LoRASection(Section):
     )
 
 
-@dataclass(frozen=True)
 class TrainModel(Section):
     """The model in training: dropout, layerdrop and router noise of its own config are off."""
 
@@ -72,7 +69,6 @@ class TrainModel(Section):
     )
 
 
-@dataclass(frozen=True)
 class RefModel(Section):
     """The frozen reference, which the KL is measured to."""
 
@@ -90,7 +86,6 @@ class RefModel(Section):
     decay: float = setting(0.99, "with `average`: the share of itself that it keeps", at_least=0, less_than=1)
 
 
-@dataclass(frozen=True)
 class InferenceModel(Section):
     """The engine that samples; in mode=async num_devices / tensor_parallel_size of them, each in its own process."""
 
@@ -132,7 +127,6 @@ class InferenceModel(Section):
     )
 
 
-@dataclass(frozen=True)
 class SamplingSection(Section):
     """How responses are sampled in training."""
 

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -24,16 +23,12 @@ UNSET = "???"
 """What OmegaConf has in the place of a value that has to be given."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Sections):
     """All settings of a run, which go together; each section has its keys as attributes, and is a mapping of them."""
 
     @classmethod
     def read(cls, cfg: DictConfig | Mapping[str, Any], divides: bool = True) -> Settings:
-        """The settings of a config.
-
-        Args:
-            divides: whether its batches have to divide; see `grpo_rl.settings.misfits`.
+        """The settings of a config, whose batches have to divide; see `grpo_rl.settings.misfits`.
 
         Raises:
             ValueError: a key, a type or a value is wrong, or several do not go together, and what to change.
@@ -72,15 +67,11 @@ class Settings(Sections):
             raise ValueError(wrong)
         known, names = declarations(dataset), leaves(values)
         check_keys(names, dataset)
-        missing = sorted(key for key in known if select(values, key, ABSENT) is ABSENT)
-        if missing and all(key.startswith("loss.") for key in missing):
-            raise ValueError(
-                f"the loss lacks {', '.join(missing)}; build its file on another: `defaults: [grpo, _self_]`"
-            )
-        if missing:
-            raise ValueError(
-                f"the config lacks {', '.join(missing)}; build it on grpo_gsm8k by `defaults: [grpo_gsm8k]`"
-            )
+        if missing := sorted(key for key in known if select(values, key, ABSENT) is ABSENT):
+            what, remedy = "the config", "build it on grpo_gsm8k by `defaults: [grpo_gsm8k]`"
+            if all(key.startswith("loss.") for key in missing):
+                what, remedy = "the loss", "build its file on another: `defaults: [grpo, _self_]`"
+            raise ValueError(f"{what} lacks {', '.join(missing)}; {remedy}")
         if unset := sorted(key for key in known if select(values, key) == UNSET):
             raise ValueError(f"{', '.join(unset)} must be set: {dataset} can't do without")
         for wrong in (Setting.wrong_type, Setting.wrong_value):  # a bound is no question to text
@@ -112,14 +103,11 @@ class Settings(Sections):
 
 
 def _with_value(section: Any, names: list[str], value: Any) -> Any:
-    inner = _with_value(section[names[0]], names[1:], value) if names[1:] else value
-    if isinstance(section, Env) and names[0] in section.task:
-        return dataclasses.replace(section, task={**section.task, names[0]: inner})
-    return (
-        dataclasses.replace(section, **{names[0]: inner})
-        if isinstance(section, Section)
-        else {**section, names[0]: inner}
-    )
+    name, *rest = names
+    inner = _with_value(section[name], rest, value) if rest else value
+    if isinstance(section, Env) and name in section.task:
+        return dataclasses.replace(section, task={**section.task, name: inner})
+    return dataclasses.replace(section, **{name: inner}) if isinstance(section, Section) else {**section, name: inner}
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,10 +127,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_keys(names: Iterable[str], dataset: str | None = None) -> None:
-    """Refuses keys that nothing reads.
-
-    Args:
-        dataset: the task; None: keys of any task will do.
+    """Refuses keys that nothing reads; without a dataset those of any task will do.
 
     Raises:
         ValueError: names each unknown key and the nearest known one.

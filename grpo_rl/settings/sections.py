@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from grpo_rl.data.advantages import Kind as Advantage
@@ -16,7 +16,6 @@ from grpo_rl.settings.models import InferenceModel, Model, RefModel, SamplingSec
 from grpo_rl.settings.tasks import TASKS
 
 
-@dataclass(frozen=True, kw_only=True)
 class Env(Section):
     """The task, and how its prompts are sampled and its responses scored."""
 
@@ -60,7 +59,6 @@ class Env(Section):
         return iter([*(name for name in self.__dataclass_fields__ if name != "task"), *self.task])
 
 
-@dataclass(frozen=True)
 class Train(Section):
     """The run and its steps."""
 
@@ -101,7 +99,6 @@ class Train(Section):
     seed: int = setting(0, "of the order of prompts, the sampled tokens, dropout and the adapters' start")
 
 
-@dataclass(frozen=True)
 class Optimizer(Section):
     """The optimizer and its learning rate."""
 
@@ -117,7 +114,6 @@ class Optimizer(Section):
     clip_grad_norm: float = setting(1.0, "largest norm of the gradient", more_than=0)
 
 
-@dataclass(frozen=True)
 class Policy(Section):
     """The terms of the loss beside the surrogate."""
 
@@ -135,7 +131,6 @@ class Policy(Section):
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", at_least=0)
 
 
-@dataclass(frozen=True)
 class MismatchSection(Section):
     """The sampler's log-probs against the trainer's, of every trained token (docs/troubleshooting.md)."""
 
@@ -146,7 +141,6 @@ class MismatchSection(Section):
     )
 
 
-@dataclass(frozen=True)
 class Evaluate(Section):
     """Evaluation on held-out data."""
 
@@ -154,7 +148,6 @@ class Evaluate(Section):
     frequency: int = setting(0, "also every so many steps; 0: only before and after", at_least=0)
 
 
-@dataclass(frozen=True)
 class Logger(Section):
     """Where metrics go; metrics.jsonl is always written."""
 
@@ -165,7 +158,6 @@ class Logger(Section):
     completions: bool = setting(True, "write every response to completions.parquet")
 
 
-@dataclass(frozen=True)
 class Ray(Section):
     """The cluster of mode=async."""
 
@@ -177,7 +169,6 @@ class Ray(Section):
     )
 
 
-@dataclass(frozen=True)
 class Loss(Section):
     """The loss of `policy` and this section; the other files of config/loss change some of it."""
 
@@ -236,7 +227,6 @@ class Loss(Section):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sections(Section):
     """All settings of a run, checked each by itself."""
 
@@ -271,13 +261,8 @@ class Sections(Section):
 
 
 def declarations(dataset: str | None) -> dict[str, Any]:
-    """The declaration of every setting, by its dotted name.
-
-    Args:
-        dataset: the task; None: all tasks' settings.
-    """
-    tasks = [TASKS[dataset]] if dataset else list(TASKS.values())
+    """The declaration of every setting, of one task or of all, by its dotted name."""
     found = dict(declared(Sections))
-    for task in tasks:
+    for task in [TASKS[dataset]] if dataset else TASKS.values():
         found |= declared(task, "env.")
     return found

@@ -1,4 +1,4 @@
-"""The settings of each task, which stand in the config's ``env`` beside those that all tasks share.
+"""The settings of each task, its reward included, which the config's ``env`` has beside those that all tasks share.
 
 Their defaults are those of the environment's class; ``config/env/`` repeats them.
 """
@@ -6,7 +6,6 @@ Their defaults are those of the environment's class; ``config/env/`` repeats the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_rl.settings.declaration import REQUIRED, RewardSource, Section, setting
@@ -22,10 +21,7 @@ def required(meaning: str, **constraints: Any) -> Any:
     return setting(REQUIRED, meaning, **constraints)
 
 
-@dataclass(frozen=True, kw_only=True)
 class GSM8KReward(Section):
-    """Parts of the reward."""
-
     correctness: float = required(
         'weight: the final number (<answer>, ####, \\boxed, "the answer is", else the last) is the gold one'
     )
@@ -35,36 +31,24 @@ class GSM8KReward(Section):
     answer_pattern: str = required("searched in the whole response")
 
 
-@dataclass(frozen=True, kw_only=True)
 class GSM8K(Section):
-    """GSM8K."""
-
     system_prompt: str | None = required(SYSTEM_PROMPT)
     examples: Examples = required("few-shot turns before the problem: a list of {question, answer}")
     reward: GSM8KReward
 
 
-@dataclass(frozen=True, kw_only=True)
 class IFEvalReward(Section):
-    """Parts of the reward."""
-
     strict: float = required("weight: the share of instructions that are followed")
     all: float = required("weight: all of them are followed")
     loose: float = required("weight: that share, with a greeting, a closing line or bold type forgiven")
 
 
-@dataclass(frozen=True, kw_only=True)
 class IFEval(Section):
-    """IFEval."""
-
     system_prompt: str | None = required(SYSTEM_PROMPT)
     reward: IFEvalReward
 
 
-@dataclass(frozen=True, kw_only=True)
 class MathReward(Section):
-    """Parts of the reward."""
-
     correctness: float = required("weight: the boxed answer equals the gold answer")
     answer_format: float = required("weight: there is a closed box")
     deadline_s: float = required(
@@ -73,38 +57,26 @@ class MathReward(Section):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Math(Section):
-    """MATH."""
-
     system_prompt: str | None = required(SYSTEM_PROMPT)
     examples: Examples = required("few-shot turns before the problem: a list of {problem, solution}")
     reward: MathReward
 
 
-@dataclass(frozen=True, kw_only=True)
 class Puzzles(Section):
-    """Which puzzles are generated."""
-
     sizes: tuple[int, ...] = required("how many numbers a puzzle has")
     max_number: int = required("the largest number of a puzzle", at_least=1)
     max_target: int = required("the largest target", at_least=1)
     seed: int = required("of the generator")
 
 
-@dataclass(frozen=True, kw_only=True)
 class CountdownReward(Section):
-    """Parts of the reward."""
-
     correctness: float = required("weight: the expression reaches the target by the rules")
     answer_format: float = required("weight: there is an expression that has a value")
     use_all: bool = required("true: each number has to be used once; false: at most once")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Countdown(Section):
-    """Countdown."""
-
     system_prompt: str | None = required(SYSTEM_PROMPT)
     examples: Examples = required(
         "turns before the puzzle: {numbers, target, response}; a small model that sees none writes no expression"
@@ -113,19 +85,13 @@ class Countdown(Section):
     reward: CountdownReward
 
 
-@dataclass(frozen=True, kw_only=True)
 class CalculatorReward(Section):
-    """Parts of the reward."""
-
     correctness: float = required("weight: the final number equals the gold number")
     tool_use: float = required("weight: a result was calculated and used")
     answer_format: float = required("weight: the last message ends on <answer>NUMBER</answer>")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Calculator(Section):
-    """Word problems with a calculator."""
-
     form: Literal["line", "json"] = required(FORM % ("calls", "Calculator: 3*(4+5)"))
     tool_role: Literal["tool", "user"] = required(TOOL_ROLE)
     system_prompt: str | None = required("in which {call} becomes a call in that form; null: none")
@@ -133,19 +99,13 @@ class Calculator(Section):
     reward: CalculatorReward
 
 
-@dataclass(frozen=True, kw_only=True)
 class SearchQAReward(Section):
-    """Parts of the reward."""
-
     exact_match: float = required("weight: the final answer is the gold answer")
     f1: float = required("weight: share of words in common with the gold answer")
     supporting_recall: float = required("weight: share of the supporting documents that were shown")
 
 
-@dataclass(frozen=True, kw_only=True)
 class SearchQA(Section):
-    """Questions with a search."""
-
     corpus: str | None = required(
         "documents: JSON (title -> sentences) or JSONL (title, text); null: those beside the questions"
     )
@@ -159,10 +119,7 @@ class SearchQA(Section):
     reward: SearchQAReward
 
 
-@dataclass(frozen=True, kw_only=True)
 class PromptResponse(Section):
-    """Any prompts with any reward."""
-
     reward: RewardSource | None = required(
         "package.module:function, or a list of them, or weights by name; called in a process of its own (env.isolated)"
     )

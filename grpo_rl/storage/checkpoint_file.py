@@ -67,7 +67,7 @@ class _Hashed:
         return len(piece)
 
     def flush(self) -> None:
-        """Nothing: the file is flushed when it is complete."""
+        """Does nothing: the file is flushed when it is complete."""
 
 
 def check(path: Path) -> str | None:
@@ -105,7 +105,7 @@ def check(path: Path) -> str | None:
 
 
 def read(path: Path) -> Any:
-    """What a file holds, its tensors on the disk until they are used. Tensors, numbers and text only: no code runs.
+    """A file's contents, its tensors on the disk until they are used. Tensors, numbers and text only: no code runs.
 
     Raises:
         ValueError: the file can't be read.

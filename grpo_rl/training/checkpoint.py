@@ -31,7 +31,7 @@ from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.whole_file import make_folder, sync
 
 CHECKPOINTS = "checkpoints"
-"""Their folder in that of the run."""
+"""The folder of checkpoints inside the run's folder."""
 PATTERN = "checkpoint_{step:06d}.pt"
 MAY_DIFFER = (
     "resume",
@@ -113,7 +113,7 @@ def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | 
     Args:
         keep: newest checkpoints that stay, 0 for all; older ones are removed once this one is safe on disk.
         ranks: the processes that hold the state together, all of which call this, with a folder that all of them see.
-            Sharded tensors go into ``checkpoint_<step>.shards`` beside the file; all else is that of rank 0.
+            Sharded tensors go into ``checkpoint_<step>.shards`` beside the file; all else is that of rank zero.
 
     Raises:
         OSError: the disk is full or read-only; the checkpoints before are untouched. All ranks raise it.
@@ -288,7 +288,7 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
     def look() -> tuple[list[Path], bool, float]:
         return _candidates(place), place.is_file(), math.inf if run is None else last_logged(run)
 
-    # Rank 0 looks: what others see of a shared disk may be older.
+    # Rank zero looks: what others see of a shared disk may be older.
     found = agreed(ranks, lambda: look() if rank_zero else ([], False, 0.0))
     paths, named, logged = ranks.broadcast(found) if ranks else found
     told = []

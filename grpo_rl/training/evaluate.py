@@ -18,15 +18,15 @@ from grpo_rl.envs.base import LLMEnv, Reward
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One answer to each held-out row, judged.
+    """One response to each held-out row, judged.
 
     Args:
         rewards: total reward of each row; NaN where its scorer failed.
         parts: mean of each named part of the reward.
         measures: mean of each number beside the reward, over the rows that have it.
-        completions: the answers as text.
-        lengths: tokens of each answer.
-        truncated: which answers met the length limit.
+        completions: the responses as text.
+        lengths: tokens of each response.
+        truncated: which responses met the length limit.
     """
 
     rewards: list[float]
@@ -56,16 +56,16 @@ class Evaluation:
 
 
 def evaluate(env: LLMEnv, engine: Sampler, rows: Sequence[dict[str, Any]], sampling: Sampling) -> Evaluation:
-    """Rewards of one answer to each row.
+    """Rewards of one response to each row.
 
-    With ``Sampling(temperature=0.0)`` answers are greedy, so that two evaluations differ by their weights alone and
+    With ``Sampling(temperature=0.0)`` responses are greedy, so that two evaluations differ by their weights alone and
     their rows pair up for :func:`paired_gain`.
 
     Args:
         env: prompts, replies and scores; the rows need not be its own.
 
     Raises:
-        ValueError: there is no row, or no answer could be judged.
+        ValueError: there is no row, or no response could be judged.
     """
     if not rows:
         raise ValueError("no row to evaluate; give a held-out file with rows (env.eval_path) or set evaluate.rows=0")
@@ -79,7 +79,7 @@ def evaluate(env: LLMEnv, engine: Sampler, rows: Sequence[dict[str, Any]], sampl
     results = [judge(env, [trajectory])[0] for trajectory in trajectories]
     judged = [result for result in results if isinstance(result, Reward)]
     if not judged:
-        raise ValueError(f"none of the {len(rows)} held-out answers could be judged; the last: {results[-1]}")
+        raise ValueError(f"none of the {len(rows)} held-out responses could be judged; the last: {results[-1]}")
     return Evaluation(
         rewards=[result.total if isinstance(result, Reward) else math.nan for result in results],
         parts=_means([reward.parts for reward in judged]),
@@ -159,21 +159,21 @@ def _bootstrap(difference: np.ndarray, method: str, seed: int) -> tuple[float, f
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of ``k`` answers is right: 1 - C(n - c, k) / C(n, k).
+    """Unbiased estimate of the chance that at least one of ``k`` responses is right: 1 - C(n - c, k) / C(n, k).
 
     Source: Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1. The obvious 1 - (1 - c/n)^k is too low.
 
     Raises:
         ValueError: unless 0 <= num_correct <= num_samples and 1 <= k <= num_samples.
 
-    Of 5 answers 2 are right; of the 10 ways to pick 3 of them, 1 has no right one:
+    Of 5 responses 2 are right; of the 10 ways to pick 3 of them, 1 has no right one:
 
     >>> pass_at_k(5, 2, 3)
     0.9
     """
     if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
         raise ValueError(
-            f"pass@{k} of {num_samples} answers with {num_correct} correct: "
-            "needs 0 <= correct <= answers and 1 <= k <= answers"
+            f"pass@{k} of {num_samples} responses with {num_correct} correct: "
+            "needs 0 <= correct <= responses and 1 <= k <= responses"
         )
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

@@ -301,7 +301,7 @@ def _total_norm(tensors: Sequence[Tensor]) -> float:
 
 
 def _finite(x: Tensor | None) -> bool:
-    """Whether a tensor, or this rank's part of a sharded one, is finite; None is."""
+    """Whether a tensor, or this rank's part of a sharded one, is finite; None counts as finite."""
     return x is None or bool(local(x).isfinite().all())
 
 

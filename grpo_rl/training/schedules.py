@@ -105,7 +105,7 @@ class GroupSizes:
 
 
 class RefreshRule:
-    """When the frozen reference is refreshed from the policy.
+    """The rule by which the frozen reference is refreshed from the policy.
 
     - ``never``: it keeps the weights that training started from.
     - ``steps``: it becomes a copy of the policy every ``steps`` steps.
@@ -210,7 +210,7 @@ class Schedules:
             return {}
         logged = {"kl/coef": self.kl_coef}  # that of the step itself
         self._terms.kl_coef = self._kl.update(metrics.get("kl/ref", math.nan))
-        # All sampled groups count: those that dynamic sampling keeps look alike however good the policy is.
+        # All sampled groups count: those that dynamic sampling keeps look much the same however good the policy is.
         if self._refresh.is_due(metrics.get("reward/sampled_mean", metrics["reward/mean"])):
             assert self._policy is not None
             self._reference.refresh(self._policy.model, self._refresh.decay)

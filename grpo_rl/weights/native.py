@@ -86,7 +86,7 @@ class NativeTransport(RemoteTransport):
         self._connected = list(self.engines)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Connects each engine under the ranks of its own GPUs; the trainer has rank 0."""
+        """Connects each engine under the ranks of its own GPUs; the trainer is rank zero."""
         calls = {}
         for i, engine in enumerate(self.engines):
             own = {"rank_offset": 1 + i * self._gpus} if "rank_offset" in init_info else {}

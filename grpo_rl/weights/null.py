@@ -1,4 +1,4 @@
-"""NullTransport: what a rank without an engine has for a transport."""
+"""NullTransport: the transport of a rank without an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_rl.weights.transport import Held
 
 
 class NullTransport:
-    """Sends to no engine, and takes part in gathering the sharded weights that rank zero sends.
+    """Sends nothing, and takes part in gathering the sharded weights that rank zero sends.
 
     Args:
         dtype: of the weights that the engines of rank zero hold.
@@ -26,7 +26,7 @@ class NullTransport:
         self.dtype, self.takes_adapters = dtype, takes_adapters
 
     def fingerprint(self, name: str, tensor: Tensor) -> int:
-        """Unused: this rank has no engine to compare with."""
+        """Unused: this rank has nothing to compare with."""
         return 0
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:

@@ -27,7 +27,7 @@ class Ranks(Protocol):
     rank: int
 
     def broadcast(self, first: R) -> R:
-        """What rank zero gave."""
+        """The value that rank zero passed."""
         ...
 
 
@@ -86,7 +86,7 @@ class WeightSync:
         return self._version
 
     def on_rank_zero(self, work: Callable[[], R]) -> R:
-        """What the work returns on rank zero, on every rank; others wait, and take part in deliveries meanwhile."""
+        """Does the work on rank zero and returns its result on every rank; others wait, and take part in deliveries."""
         if self._ranks is None:
             return work()
         if self._ranks.rank == 0:
@@ -113,7 +113,7 @@ class WeightSync:
     def _weights(
         self, frozen: bool, seen: dict[str, tuple[torch.Size, SupportsInt]], mark: Callable[[str, Tensor], SupportsInt]
     ) -> Iterator[tuple[str, Tensor]]:
-        """What is to be sent; the shape of what was taken, and what ``mark`` says of it, are put into ``seen``."""
+        """The tensors to send; the shape of each that is taken, and what ``mark`` says of it, are put into ``seen``."""
         weights = chain(self._source.frozen(), self._source.moving()) if frozen else self._source.moving()
         for name, tensor in weights:
             tensor = whole(tensor.to(self._transport.dtype))  # of a sharded one every rank asks for all
@@ -122,7 +122,7 @@ class WeightSync:
             del tensor  # before the next one is made
 
     def verify(self) -> None:
-        """Compares what the engines compute with, all of it read back, with what the trainer holds.
+        """Reads back all weights that the engines compute with, and compares them with the trainer's.
 
         A push believes an engine's note of what it has put into a form that only products read; this does not.
 

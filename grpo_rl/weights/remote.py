@@ -48,7 +48,7 @@ class LoopControl:
 
 
 class RemoteTransport(ABC):
-    """What transports to other processes share: calls to all engines at once, under one deadline.
+    """Base of the transports to other processes: calls to all engines at once, under one deadline.
 
     Args:
         engines: all of one dtype, with or without adapters.
@@ -67,7 +67,7 @@ class RemoteTransport(ABC):
         self.deadline_s = deadline_s
         self.on_new_engine: Callable[[], None] | None = None
         self.on_lost: Callable[[EngineControl, EngineDeadError], None] | None = None
-        """Is told of an engine that died; without it that is an error. The others get what is sent all the same."""
+        """Called with an engine that died; without it that is an error. The others get the weights all the same."""
         self._served: list[EngineControl] = []
         self._gone: set[str] = set()
 
@@ -80,7 +80,7 @@ class RemoteTransport(ABC):
         return {engine.name: engine.submit(method, *args) for engine in self.engines}
 
     def wait(self, calls: Mapping[str, Future[Any]], what: str) -> dict[str, Any]:
-        """What the calls return, by the engines' names; engines that are lost have none.
+        """Waits for the calls and returns their results, by the engines' names; engines that are lost have none.
 
         Raises:
             EngineDeadError: an engine died, or did not answer within the deadline.
@@ -113,7 +113,7 @@ class RemoteTransport(ABC):
         self.on_lost(engine, error)
 
     def call(self, method: str, *args: Any, what: str) -> dict[str, Any]:
-        """What :meth:`wait` returns of :meth:`submit`'s calls."""
+        """Submits a call to each engine, and waits: :meth:`submit`, then :meth:`wait`."""
         return self.wait(self.submit(method, *args), what)
 
     @abstractmethod
@@ -121,7 +121,7 @@ class RemoteTransport(ABC):
         """See :meth:`Transport.send`."""
 
     def said(self, shapes: Mapping[str, torch.Size]) -> dict[str, Held]:
-        """What each engine says that it has put into place, which takes less time than to read all of it back."""
+        """Fingerprints that each engine reports of the weights it has loaded; faster than reading all of them back."""
         plain = {name: list(shape) for name, shape in shapes.items()}
         return self._with_versions(self.call("fingerprints", plain, what="the proof of delivery"))
 
@@ -155,7 +155,7 @@ class RemoteTransport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Frees what the transport holds."""
+        """Frees the transport's resources."""
 
     def abandon(self) -> None:
         """Gives up an update on the engines that still answer."""

@@ -46,7 +46,7 @@ class SharedMemoryTransport(RemoteTransport):
     ) -> None:
         super().__init__(engines, deadline_s)
         self.sent_bytes = 0
-        """Of the tensors in the last push."""
+        """Bytes of the tensors in the last push."""
         self._memory = SharedMemory(bucket_bytes)
         self._under_way: list[tuple[int, dict[str, Future[Any]], str] | None] = [None, None]
 
@@ -136,7 +136,7 @@ class SharedMemoryTransport(RemoteTransport):
             self._ready(number)
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Frees the memory."""
         self._memory.close()
 
 
@@ -164,7 +164,7 @@ class SharedMemory:
         self._bytes: Tensor | None = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
 
     def start(self, number: int) -> int:
-        """Where the half that a bucket of this number lies in begins."""
+        """The offset of the half in which a bucket of this number lies."""
         return number % 2 * self.half
 
     def write(self, start: int, tensor: Tensor) -> None:

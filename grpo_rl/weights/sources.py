@@ -1,4 +1,4 @@
-"""What is pushed: a model's own weights, adapters merged into them, or adapters beside them.
+"""Sources of the weights that are pushed: a model's own, adapters merged into them, or adapters beside them.
 
 Letters: r rank, E inputs and F outputs of a linear layer.
 """
@@ -98,7 +98,7 @@ def export_merged(model: PreTrainedModel, folder: Path) -> None:
 
 
 def source_of(model: torch.nn.Module, takes_adapters: bool) -> WeightSource:
-    """What of a model an engine is to be sent.
+    """The source of the weights that an engine is to be sent.
 
     Raises:
         ValueError: the engine takes adapters, and the model has none.

@@ -1,4 +1,4 @@
-"""How weights get to engines: one interface, and the transport to an engine in this process."""
+"""Transports of weights to engines: the interface, and the transport to an engine in this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WeightDeliveryError(RuntimeError):
 
 @dataclass(frozen=True)
 class Held:
-    """What an engine says that it holds: the version, and fingerprints of what it computes with, or digests."""
+    """An engine's report of what it holds: the version, and fingerprints of what it computes with, or digests."""
 
     version: int
     fingerprints: Mapping[str, int]
@@ -36,10 +36,10 @@ class Transport(Protocol):
     takes_adapters: bool
 
     on_new_engine: Callable[[], None] | None
-    """Is called, by the thread that trains, where an engine joins that holds no weights: it sends them."""
+    """Called, by the thread that trains, when a new engine needs weights: it sends them."""
 
     def fingerprint(self, name: str, tensor: Tensor) -> SupportsInt:
-        """What :meth:`send` says of an engine that holds this tensor, which may be computed when it is asked for."""
+        """The number that :meth:`send` reports for an engine that holds this tensor; it may be computed later."""
         ...
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
@@ -119,7 +119,7 @@ def noting_shapes(weights: Iterable[tuple[str, Tensor]], shapes: dict[str, torch
 
 
 def proof(name: str, tensor: Tensor, by_bytes: bool) -> int:
-    """What an engine that holds the tensor proves it by: its fingerprint, or the digest of its bytes.
+    """The number by which an engine proves that it holds the tensor: its fingerprint, or the digest of its bytes.
 
     Args:
         by_bytes: engines answer with digests, except for adapters.

@@ -1,4 +1,4 @@
-"""What all benchmarks share: limits, memory, arms, the headline; and that `make bench` runs every script."""
+"""The common parts of all benchmarks: limits, memory, arms, the headline; and that `make bench` runs every script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That the benchmarks' arms get the same work, and that their figures are what they say."""
+"""Arms of the benchmarks get the same work, and their figures are what they say."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from grpo_rl.testing import random_group
 
 def test_the_token_ratio_is_counted_by_hand(script):
     shape = script("prefix").Shape
-    # 16 sequences of 1152 tokens, or 1024 tokens once and 16 answers of 128.
+    # 16 sequences of 1152 tokens, or 1024 tokens once and 16 responses of 128.
     assert shape(1024, 128, 16).token_ratio == 18432 / 3072
     assert shape(512, 128, 1).token_ratio == 1
 
 
 def test_a_repeated_prompt_means_the_same_tokens(script):
-    shape = script("prefix").Shape(prompt=5, response=3, answers=4)
+    shape = script("prefix").Shape(prompt=5, response=3, responses=4)
     (shared,), repeated = shape.shared(vocab=32), shape.repeated(vocab=32)
     assert torch.equal(torch.cat([group.response_ids for group in repeated]), shared.response_ids)
     assert all(torch.equal(group.prompt_ids, shared.prompt_ids) for group in repeated)
@@ -26,7 +26,7 @@ def test_a_repeated_prompt_means_the_same_tokens(script):
 
 
 def test_the_prompts_share_is_the_difference_that_the_prompt_makes(script):
-    # A step takes 2 s and 1 s a prompt token, once; an answer's token takes half a second.
+    # A step takes 2 s and 1 s a prompt token, once; a response's token takes half a second.
     def run(groups):
         (group,) = groups
         return {"step_s": 2.0 + len(group.prompt_ids) + 0.5 * len(group.response_ids)}
@@ -42,7 +42,7 @@ def test_ragged_lengths_have_the_median_and_the_tail_that_are_asked_for(script):
     assert max(script("lengths").log_normal_quantiles(1001, 50, 8.0, longest=300)) == 300
 
 
-def test_every_length_goes_to_one_answer(script):
+def test_every_length_goes_to_one_response(script):
     ragged = script("ragged")
     work = ragged.Work("", 3, 4, prompt=2, median=20, p99_over_median=8.0, longest=90, micro_batch_tokens=64)
     dealt = [length for row in work.lengths for length in row]
@@ -50,7 +50,7 @@ def test_every_length_goes_to_one_answer(script):
     assert [group.lengths.tolist() for group in ragged.make_groups(work, vocab=32)] == work.lengths
 
 
-def test_trl_gets_every_answer_once_padded_to_the_longest_of_the_step(script):
+def test_trl_gets_every_response_once_padded_to_the_longest_of_the_step(script):
     groups = [
         random_group(prompt=3, lengths=[1, 7], group_id=0).with_advantages(torch.tensor([1.0, -1.0])),
         random_group(prompt=4, lengths=[2, 4], group_id=1, seed=1).with_advantages(torch.tensor([2.0, -2.0])),
@@ -60,7 +60,7 @@ def test_trl_gets_every_answer_once_padded_to_the_longest_of_the_step(script):
     seen = {}
     for batch in batches:
         for prompt, prompt_mask, ids, mask, advantage in zip(*batch.values(), strict=True):
-            assert (ids[mask == 0] == 99).all() and mask.diff().le(0).all(), "answers are padded on the right"
+            assert (ids[mask == 0] == 99).all() and mask.diff().le(0).all(), "responses are padded on the right"
             assert (prompt[prompt_mask == 0] == 99).all() and prompt_mask.diff().ge(0).all(), "prompts on the left"
             seen[float(advantage)] = (prompt[prompt_mask == 1].tolist(), ids[mask == 1].tolist())
     expected = {
@@ -69,7 +69,7 @@ def test_trl_gets_every_answer_once_padded_to_the_longest_of_the_step(script):
         for advantage, ids in zip(group.advantages, group.responses, strict=True)
     }
     assert seen == expected
-    with pytest.raises(ValueError, match="4 answers can't be cut into batches of 3"):
+    with pytest.raises(ValueError, match="4 responses can't be cut into batches of 3"):
         script("peers").trl_batches(groups, batch=3, pad_id=99)
 
 

@@ -1,4 +1,4 @@
-"""A fleet as one engine: engines die in the middle of a push or of an answer, and the thread that trains goes on."""
+"""A fleet as one engine: engines die in the middle of a push or of a response, and the thread that trains goes on."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def test_all_engines_hold_what_was_pushed_and_answer_in_the_order_of_prompts(mad
     engine, weights, launched = made(None, None)
     assert weights.push() == 1 and engine.version == 1
     assert all(holds(one, model) and one.version == 1 for one in launched)
-    answers = engine.generate([[1], [2], [3], [4]], 2, Sampling())
+    responses = engine.generate([[1], [2], [3], [4]], 2, Sampling())
     # The least loaded first: two groups to each.
-    assert [int(a.response_ids[0]) for a in answers] == [0, 1, 0, 1]
+    assert [int(a.response_ids[0]) for a in responses] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_an_engine_that_dies_in_a_push_is_replaced_and_the_others_get_it_all_the
     engine, weights, launched = made(None, method)
     assert weights.push() == 1
     assert holds(launched[0], model) and launched[0].version == 1 and launched[0].calls[-1] == "resume"
-    # The next answers are waited for, and meanwhile the new engine is given the same weights under the same version.
+    # The next responses are waited for, and meanwhile the new engine is given the same weights under the same version.
     engine.loop.run(engine.fleet.new_engine())
     assert len(launched) == 3 and not launched[2].weights
     numbers = {int(a.response_ids[0]) for _ in range(20) for a in engine.generate([[1], [2], [3]], 1, Sampling())}
@@ -139,14 +139,14 @@ def test_an_engine_that_dies_in_a_push_is_replaced_and_the_others_get_it_all_the
     assert engine.fleet.restarts == 1
 
 
-def test_answers_that_die_with_an_engine_are_asked_for_again(made, model):
+def test_responses_that_die_with_an_engine_are_asked_for_again(made, model):
     engine, weights, _ = made("generate", None)
     weights.push()
-    answers = engine.generate([[1], [2], [3]], 1, Sampling())
-    assert len(answers) == 3 and {int(a.version) for a in answers} == {1} and engine.fleet.restarts == 1
+    responses = engine.generate([[1], [2], [3]], 1, Sampling())
+    assert len(responses) == 3 and {int(a.version) for a in responses} == {1} and engine.fleet.restarts == 1
 
 
-def test_the_only_engine_dies_and_the_next_one_answers(made, model):
+def test_the_only_engine_dies_and_the_next_one_goes_on(made, model):
     engine, weights, launched = made("generate")
     weights.push()
     assert len(engine.generate([[1], [2]], 1, Sampling())) == 2

@@ -19,7 +19,7 @@ from grpo_rl.testing import save_tiny_model
 
 
 class CountA(Task):
-    """Pays one for each "a" in the answer; the third question is paid the same whatever the answer is."""
+    """Pays one for each "a" in the response; the third prompt is paid the same whatever the response is."""
 
     rows = [{"q": "one"}, {"q": "two"}, {"q": "three"}, {"q": "four"}]
     reward_parts = ("a",)
@@ -34,7 +34,7 @@ class CountA(Task):
 
 
 class Engine:
-    """Answer g is "a" g times, after a moment; the token that is sampled by other weights than the first says so."""
+    """Response g is "a" g times, after a moment; the token that is sampled by other weights than the first says so."""
 
     name, version, max_model_len = "engine 0", 0, 500
     dtype, takes_adapters, proves_bytes = torch.bfloat16, False, False
@@ -125,7 +125,7 @@ def collections(collector, weights):
     return out
 
 
-def test_it_hands_out_whole_collections_until_all_answers_are_sampled(tokenizer, loop):
+def test_it_hands_out_whole_collections_until_all_responses_are_sampled(tokenizer, loop):
     collector, _, weights = made(tokenizer, loop)
     out = collections(collector, weights)
     assert [len(groups) for groups in out] == [2, 2] and collector.collected == 12
@@ -184,10 +184,10 @@ def test_too_many_failures_end_the_run_in_the_thread_that_waits(tokenizer, loop)
     collector.close()
 
 
-def test_a_collector_goes_on_where_another_stopped_and_keeps_what_was_answered(tokenizer, loop):
+def test_a_collector_goes_on_where_another_stopped_and_keeps_what_was_sampled(tokenizer, loop):
     first, engine, weights = made(tokenizer, loop, total=30)
     handed_out = first.collect(3)
-    loop.run(asyncio.sleep(0.1))  # two more are answered meanwhile
+    loop.run(asyncio.sleep(0.1))  # two more are sampled meanwhile
     weights.push()
     state = first.state()
     first.close()

@@ -67,15 +67,15 @@ def collector(tokenizer, task, turns, repeats=2, max_turns=4, deadline_s=60.0, f
     order = iter(range(len(turns)))
 
     def script(prompt, g):
-        # A conversation is known again by what it has seen of its own first answer; a new one takes the next script.
+        # A conversation is known again by what it has seen of its own first response; a new one takes the next script.
         mine = next((started[key] for key in started if tuple(prompt[: len(key)]) == key), None)
         if mine is None:
             mine = next(order)
         said = next(queues[mine])
-        answer = [*tokenizer(said.removesuffix("…"))["input_ids"], *([] if said.endswith("…") else [end])]
+        response = [*tokenizer(said.removesuffix("…"))["input_ids"], *([] if said.endswith("…") else [end])]
         if mine not in started.values():
-            started[(*prompt, *answer)] = mine
-        return answer
+            started[(*prompt, *response)] = mine
+        return response
 
     engine = Recording(script, max_model_len=max_model_len)
     return SyncCollector(env, engine, SAMPLING, total_dialog_turns=1000), engine, env
@@ -201,10 +201,10 @@ def test_aborted_requests_leave_vllm_and_the_engine_goes_on(tmp_path):
         engine.abort()
         assert not engine._llm.llm_engine.has_unfinished_requests() and engine.step() == []
         engine.submit(8, [5, 6, 7], Sampling(max_new_tokens=2, min_new_tokens=2))
-        answered = []
-        while not answered:
-            answered = engine.step()
-        ((request, samples),) = answered
+        finished = []
+        while not finished:
+            finished = engine.step()
+        ((request, samples),) = finished
         assert request == 8 and len(samples.response_ids) == 2 and samples.truncated.tolist() == [True]
     finally:
         engine.close()

@@ -1,4 +1,4 @@
-"""The collector makes complete groups out of prompts, answers and rewards, and loses nothing on the way."""
+"""The collector makes complete groups out of prompts, responses and rewards, and loses nothing on the way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_rl.testing import random_group, save_tiny_model
 
 
 class CountA(Task):
-    """Pays one for each "a" in the answer."""
+    """Pays one for each "a" in the response."""
 
     rows = [{"q": "one"}, {"q": "two"}, {"q": "three"}]
     reward_parts = ("a",)
@@ -45,11 +45,11 @@ def env(tokenizer):
 
 @pytest.fixture
 def engine(tokenizer):
-    # Answer g is "a" g times.
+    # Response g is "a" g times.
     return ScriptedEngine(lambda prompt, g: tokenizer("a" * g)["input_ids"])
 
 
-def test_groups_carry_prompt_answers_rewards_and_versions(env, engine, tokenizer):
+def test_groups_carry_prompt_responses_rewards_and_versions(env, engine, tokenizer):
     engine.version = 4
     groups = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=6).collect(3)
     assert [g.group_id for g in groups] == [0, 1] and all(isinstance(g, Group) for g in groups)
@@ -60,7 +60,7 @@ def test_groups_carry_prompt_answers_rewards_and_versions(env, engine, tokenizer
         assert group.trainable.all() and not group.truncated.any()
 
 
-def test_an_answer_at_the_length_limit_is_marked_truncated(env, engine):
+def test_a_response_at_the_length_limit_is_marked_truncated(env, engine):
     (group, _) = SyncCollector(env, engine, Sampling(max_new_tokens=1), total_dialog_turns=6).collect(3)
     assert group.truncated.tolist() == [False, False, True] and group.lengths.tolist() == [0, 1, 1]
 
@@ -105,7 +105,7 @@ def test_log_probs_stay_with_their_tokens(env, tokenizer):
     assert td[2][keys.LOG_PROBS_FULL][-2:].tolist() == [-1.0, -2.0]
 
 
-def test_the_python_work_of_a_collection_does_not_grow_with_its_answers(env):
+def test_the_python_work_of_a_collection_does_not_grow_with_its_responses(env):
     def steps_of_python(length):
         engine = ScriptedEngine(lambda prompt, g: [5] * length)
         collector = SyncCollector(env, engine, Sampling(max_new_tokens=length), total_dialog_turns=10**6)
@@ -126,7 +126,7 @@ def test_the_python_work_of_a_collection_does_not_grow_with_its_answers(env):
         assert all(group.lengths.eq(length).all() for group in groups)
         return count
 
-    # 6 answers: one step for each token would be 12,000.
+    # 6 responses: one step for each token would be 12,000.
     assert steps_of_python(2000) < steps_of_python(2) + 100
 
 
@@ -134,7 +134,7 @@ def test_the_python_work_of_a_collection_does_not_grow_with_its_answers(env):
 
 
 class CountAInFirst(CountA):
-    """Rewards the answers to one question differently, those to the others equally."""
+    """Rewards the responses to one prompt differently, those to the others equally."""
 
     def score(self, row, response):
         return Reward({"a": float(response.count("a")) if row["q"] == "one" else 0.0})
@@ -173,7 +173,7 @@ def test_groups_have_zero_variance_by_what_their_advantages_are_made_of():
     assert not has_zero_variance(apart) and has_zero_variance(apart, clip=3.0)
 
 
-def test_resampling_ends_with_the_answers_of_the_run(tokenizer, engine):
+def test_resampling_ends_with_the_responses_of_the_run(tokenizer, engine):
     env = LLMEnv(CountAInFirst(), tokenizer, num_envs=2, repeats=3)
     collector = SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=6, max_resamples=1000)
     assert len(collector.collect(3)) == 2 and collector.collected == 6

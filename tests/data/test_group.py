@@ -61,7 +61,7 @@ def llama() -> PreTrainedModel:
 
 
 class Tokenizer:
-    """What TorchRL's wrapper asks of a tokenizer where it is given ids."""
+    """The part of a tokenizer that TorchRL's wrapper calls where it is given ids."""
 
     pad_token, pad_token_id, eos_token, eos_token_id = "<pad>", 0, "<end>", 1
 

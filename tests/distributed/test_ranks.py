@@ -51,7 +51,7 @@ SIZES = (4, 2)
 
 
 class Numbers(NamedTuple):
-    """What planning asks of ranks."""
+    """The part of ranks that planning asks for."""
 
     rank: int
     size: int
@@ -59,12 +59,12 @@ class Numbers(NamedTuple):
 
 
 def step_groups(step: int) -> list[Group]:
-    """Groups of an optimizer step, several answers to each prompt; the third step has one group, the fourth three."""
+    """Groups of an optimizer step, several responses to each prompt; the third step has one group, the fourth three."""
     lengths = [[3, 5], [4, 0, 6], [2, 2, 2, 2], [9], [1, 7], [5, 5], [6, 1, 3]][: {2: 1, 3: 3}.get(step, 7)]
     groups = []
-    for i, answers in enumerate(lengths):
+    for i, responses in enumerate(lengths):
         seed = 10 * step + i
-        group = random_group(prompt=6, lengths=answers, vocab=250, group_id=seed, seed=seed)
+        group = random_group(prompt=6, lengths=responses, vocab=250, group_id=seed, seed=seed)
         noise = torch.randn(2, len(group.response_ids), generator=torch.Generator().manual_seed(seed))
         advantages = torch.randn(group.size, generator=torch.Generator().manual_seed(seed + 1))
         # Near what a model of 257 tokens says that knows nothing, so that some ratios are clipped and others are not.
@@ -102,7 +102,7 @@ def trained(policy: TrainPolicy) -> list[torch.nn.Parameter]:
 def steps(
     parts: tuple[TrainPolicy, ReferencePolicy, PolicyOptimizer], ranks: Ranks | None, first: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Trains step by step, with a reference, an annotation and several micro-batches a step; what came of each."""
+    """The results of each step of a training with a reference, old log-probs and several micro-batches a step."""
     policy, reference, optimizer = parts
     loss = GRPOLoss(kl_coef=0.1, entropy_coef=0.01, correction="truncate")
     for step in range(first, STEPS):
@@ -165,13 +165,13 @@ def be_rank(folder: Path, rank: int, size: int) -> None:
 
 
 def config_of(folder: Path) -> str:
-    """What an export reads of a run's config."""
+    """The part of a run's config that an export reads."""
     model = {"name": str(folder / "model"), "chat_template": "{{ messages }}"}
     return json.dumps({"model": model, "train_model": {"dtype": "float32"}})
 
 
 def share_of_memory(parts: tuple) -> float:
-    """Of the largest tensor of weights, gradients and optimizer state: what one rank holds of it."""
+    """One rank's share of the largest tensor of weights, gradients and optimizer state."""
     policy, _, optimizer = parts
     state = [x for of in optimizer.state_dict()["optimizer"]["state"].values() for x in of.values() if x.dim()]
     assert all(isinstance(x, DTensor) for x in [*policy.model.parameters(), *state])
@@ -298,7 +298,7 @@ def alone(tmp_path_factory) -> tuple[Path, dict[str, list]]:
 
 @pytest.fixture(scope="module")
 def together(alone) -> dict[int, dict]:
-    """What 4 and 2 processes found."""
+    """The results of 4 and of 2 processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, __file__, str(alone[0])], check=True, timeout=240, env=environment)
     return {size: torch.load(alone[0] / f"of-{size}", weights_only=False) for size in SIZES}
@@ -426,7 +426,7 @@ def test_every_group_is_of_one_rank_and_ranks_in_step_have_as_many_micro_batches
         assert max(lengths) <= count
 
 
-def test_ranks_have_loads_that_are_alike():
+def test_ranks_have_loads_of_about_the_same_size():
     batch = [random_group(prompt=8, lengths=[1 + i % 5, 3], group_id=i) for i in range(40)]
     loads = []
     for rank in range(4):

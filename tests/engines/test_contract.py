@@ -58,13 +58,13 @@ def trainer_model(model_folder):
 
 
 def expected_log_probs(model, prompt, response, temperature):
-    """By a plain forward pass of one sequence in fp32."""
+    """Log-probabilities by a plain forward pass of one sequence in fp32."""
     ids = torch.tensor([list(prompt) + response.tolist()])
     logits = model.float()(ids).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
 
 
-def test_every_prompt_gets_n_answers_in_order_with_one_log_prob_a_token(engine):
+def test_every_prompt_gets_n_responses_in_order_with_one_log_prob_a_token(engine):
     samples = engine.generate(PROMPTS, n=3, sampling=Sampling(max_new_tokens=5))
     assert len(samples) == len(PROMPTS)
     for sample in samples:
@@ -86,7 +86,7 @@ def test_log_probs_are_those_of_the_model_at_the_sampling_temperature(engine, tr
             assert (log_probs - expected).abs().max() < 0.5
 
 
-def test_an_answer_ends_with_the_end_token_or_is_truncated(engine):
+def test_a_response_ends_with_the_end_token_or_is_truncated(engine):
     samples = engine.generate(PROMPTS, n=16, sampling=Sampling(temperature=2.0, max_new_tokens=40))
     ended = truncated = 0
     for sample in samples:
@@ -99,7 +99,7 @@ def test_an_answer_ends_with_the_end_token_or_is_truncated(engine):
     assert ended and truncated
 
 
-def test_the_greedy_answer_is_the_most_likely(engine, trainer_model):
+def test_the_greedy_response_is_the_most_likely(engine, trainer_model):
     WeightSync(trainer_model, engine, engine.version).push()
     (sample,) = engine.generate([PROMPTS[0]], n=1, sampling=Sampling(temperature=0.0, max_new_tokens=3))
     logits = trainer_model.float()(torch.tensor([PROMPTS[0]])).logits[0, -1]
@@ -118,7 +118,7 @@ def test_prompts_that_leave_no_room_are_refused(engine):
         engine.generate([[]], n=1, sampling=Sampling())
 
 
-def test_several_greedy_answers_are_refused(engine):
+def test_several_greedy_responses_are_refused(engine):
     with pytest.raises(ValueError, match="2 greedy responses"):
         engine.generate([[5]], n=2, sampling=Sampling(temperature=0.0))
 

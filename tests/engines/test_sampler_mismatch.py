@@ -21,7 +21,7 @@ FLOOR = 0.05
 
 @pytest.fixture(scope="module", params=["vllm", "transformers"])
 def sampled(request, default_model):
-    """(policy, groups) of answers to real prompts, sampled at temperature 0.9."""
+    """(policy, groups) of responses to real prompts, sampled at temperature 0.9."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(default_model)

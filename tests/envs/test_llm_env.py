@@ -12,7 +12,7 @@ from grpo_rl.envs.base import LLMEnv, Messages, Reward, ScoreError, Task
 
 
 class Letters(Task):
-    """Row i asks for i letters; an answer earns 1 a letter, and 0.5 where it has the number asked for."""
+    """Row i asks for i letters; a response earns 1 a letter, and 0.5 where it has the number asked for."""
 
     reward_parts = ("letters", "exact")
 
@@ -50,7 +50,7 @@ class Counting:
         return self._tokenizer.apply_chat_template(messages, **options)
 
 
-def answering(tokenizer, texts: list[str]):
+def responding(tokenizer, texts: list[str]):
     """A policy that gives each row of the batch its text and ends it."""
 
     def policy(tensordict: TensorDictBase) -> TensorDictBase:
@@ -71,11 +71,11 @@ def test_it_keeps_torchrls_contract_with_prompts_of_different_lengths(tokenizer,
     check_env_specs(LLMEnv(Letters(), tokenizer, 3, 2), break_when_any_done=break_when_any_done)
 
 
-def test_a_rollout_asks_each_prompt_repeats_times_and_pays_every_answer(tokenizer):
+def test_a_rollout_asks_each_prompt_repeats_times_and_pays_every_response(tokenizer):
     env = LLMEnv(Letters(3), tokenizer, num_envs=2, repeats=2)
     first, second = env.next_prompts()
     env.set_seed(0)
-    rollout = env.rollout(max_steps=1, policy=answering(tokenizer, ["", "a", "aa", "aaa"]))
+    rollout = env.rollout(max_steps=1, policy=responding(tokenizer, ["", "a", "aa", "aaa"]))
 
     assert rollout.batch_size == (4, 1)
     assert column(rollout, keys.ROW) == [[first.row], [first.row], [second.row], [second.row]]
@@ -93,7 +93,7 @@ def test_a_rollout_asks_each_prompt_repeats_times_and_pays_every_answer(tokenize
 
 def test_a_rollout_that_goes_on_after_done_takes_the_next_prompts(tokenizer):
     env = LLMEnv(Letters(), tokenizer, num_envs=1, repeats=2)
-    policy = answering(tokenizer, ["a", "bb"])
+    policy = responding(tokenizer, ["a", "bb"])
     rollout = env.rollout(max_steps=3, policy=policy, break_when_any_done=False)
     assert rollout[keys.GROUP_ID].squeeze(-1).tolist() == [[0, 1, 2], [0, 1, 2]]
 
@@ -101,7 +101,7 @@ def test_a_rollout_that_goes_on_after_done_takes_the_next_prompts(tokenizer):
 def test_the_plain_methods_and_the_rollout_give_the_same(tokenizer):
     plain, batched = (LLMEnv(Letters(), tokenizer, 2, 2, seed=3) for _ in range(2))
     texts = ["a", "bb", "ccc", ""]
-    rollout = batched.rollout(max_steps=1, policy=answering(tokenizer, texts))
+    rollout = batched.rollout(max_steps=1, policy=responding(tokenizer, texts))
     prompts = plain.next_prompts()
     ids = [tokenizer(text)["input_ids"] for text in texts]
     rewards = plain.score(prompts[0].row, ids[:2]) + plain.score(prompts[1].row, ids[2:])
@@ -171,7 +171,7 @@ def test_a_failing_scorer_is_named_and_never_a_zero(tokenizer):
     assert failure.kind == "error" and "Broken failed on row 3: KeyError: 'gold'" in failure.message
     with pytest.raises(ScoreError, match="row 3"):
         for _ in range(3):
-            env.rollout(max_steps=1, policy=answering(tokenizer, ["a"] * 4))
+            env.rollout(max_steps=1, policy=responding(tokenizer, ["a"] * 4))
 
 
 @pytest.mark.parametrize("parts", [{"letters": 1.0}, {"letters": 1.0, "exact": float("nan")}])
@@ -231,7 +231,7 @@ def test_settings_that_make_no_sense_are_refused(tokenizer, options, message):
 
 
 class Talking(Letters):
-    """Says "go on" to answers of fewer than three letters; the whole conversation is worth its letters."""
+    """Says "go on" to responses of fewer than three letters; the whole conversation is worth its letters."""
 
     def reply(self, row: dict, messages: Messages) -> Messages | None:
         return [{"role": "user", "content": "go on"}] if len(messages[-1]["content"]) < 3 else None
@@ -265,7 +265,7 @@ def test_a_part_of_a_batch_cannot_be_reset_alone(tokenizer):
     env = LLMEnv(Letters(), tokenizer, 1, 2)
     reset = env.reset()
     reset["_reset"] = torch.tensor([[True], [False]])
-    with pytest.raises(ValueError, match="begin together"):
+    with pytest.raises(ValueError, match="begin at the same time"):
         env.reset(reset)
 
 

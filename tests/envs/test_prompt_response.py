@@ -30,7 +30,7 @@ def exact(completion, reference, **columns):
     return [float(text == gold) for text, gold in zip(completion, reference, strict=True)]
 
 
-def test_the_tutorials_rewards_judge_answers():
+def test_the_tutorials_rewards_judge_responses():
     task = PromptResponse(ROWS, reward=LENGTH)
     assert task.reward_parts == ("reward_len",)
     assert [r.total for r in task.score_many(ROWS, ["x" * 20, "x" * 17])] == [0.0, -3.0]
@@ -97,12 +97,12 @@ def test_prompts_may_be_texts_or_sentences_or_messages():
 
 
 @pytest.mark.parametrize(
-    ("answer", "gold"),
+    ("response", "gold"),
     [("Hi.", "Hi."), (["Hi.", "Hello."], "Hi."), ([{"role": "assistant", "content": "Hi."}], "Hi."), (7, "7"),
      (None, None)],
 )  # fmt: skip
-def test_the_datas_own_answer_is_there_for_logs(answer, gold):
-    row = {"prompt": "Say hi.", "best": answer}
+def test_the_datas_own_response_is_there_for_logs(response, gold):
+    row = {"prompt": "Say hi.", "best": response}
     assert PromptResponse([row], reward=LENGTH, completion_column="best").gold(row) == gold
     assert PromptResponse([row], reward=LENGTH).gold(row) is None
 
@@ -134,7 +134,7 @@ def test_a_wrong_setting_is_named_before_anything_is_scored(settings, message):
         PromptResponse(**{"rows": ROWS, "reward": LENGTH, **settings})
 
 
-def test_a_number_that_is_none_costs_its_answer_only():
+def test_a_number_that_is_none_costs_its_response_only():
     def odd(completion):
         return [float("nan") if text == "nan" else None if text == "none" else 1.0 for text in completion]
 
@@ -179,7 +179,7 @@ def test_added_rewards_come_to_the_functions_own():
         PromptResponse(ROWS, reward=exact, completion_column="completion"), {"length": {"correct": "exact"}}
     )
     results = task.score_many([ROWS[0]] * 3, ["Hi.", "Hi", "Hello."])
-    # Lengths 3, 2, 6: 0.5 - 1/4, then 0.5 and -0.5, and a wrong answer gets no praise.
+    # Lengths 3, 2, 6: 0.5 - 1/4, then 0.5 and -0.5, and a wrong response gets no praise.
     assert [result.parts for result in results] == [
         {"exact": 1.0, "length": 0.25}, {"exact": 0.0, "length": 0.0}, {"exact": 0.0, "length": -0.5},
     ]  # fmt: skip
@@ -226,7 +226,7 @@ def test_abstracts_and_their_summaries_are_judged(real_data, tokenizer, split, c
     assert len(rows) == count
 
     def best_overlap(completion, reference, **columns):
-        """The share of the closest summary's words that the answer has."""
+        """The share of the closest summary's words that the response has."""
         return [
             max(len(set(text.split()) & set(gold.split())) / len(set(gold.split())) for gold in golds)
             for text, golds in zip(completion, reference, strict=True)
@@ -251,7 +251,7 @@ def test_abstracts_and_their_summaries_are_judged(real_data, tokenizer, split, c
     assert sum(reward.parts["best_overlap"] for reward in wrong) < 0.5 * len(wrong)
 
 
-def test_thousands_of_answers_are_scored_in_seconds(tokenizer):
+def test_thousands_of_responses_are_scored_in_seconds(tokenizer):
     rows = [{"prompt": f"Sum up {n}.", "completion": str(n)} for n in range(512)]
     task = with_rewards(
         PromptResponse(rows, reward=[LENGTH, ENDING, exact], completion_column="completion"),
@@ -262,9 +262,9 @@ def test_thousands_of_answers_are_scored_in_seconds(tokenizer):
         },
         token_counter(tokenizer),
     )  # fmt: skip
-    answers = ["<think>\nFirst, I add. " + "So it goes on and on. " * (n % 40) for n in range(4096)]
+    responses = ["<think>\nFirst, I add. " + "So it goes on and on. " * (n % 40) for n in range(4096)]
     start = time.process_time()
-    rewards = task.score_many([rows[n // 8] for n in range(4096)], answers)
+    rewards = task.score_many([rows[n // 8] for n in range(4096)], responses)
     assert len(rewards) == 4096 and all(len(reward.parts) == 11 for reward in rewards)
     assert time.process_time() - start < 20  # about a second; a quadratic one takes minutes
 

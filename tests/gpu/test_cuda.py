@@ -1,4 +1,4 @@
-"""What only a GPU can show: compiled roads equal fp64 definitions, in value and gradient, and hold nothing large."""
+"""Tests that need a GPU: compiled kernels equal fp64 definitions, in value and gradient, and hold nothing large."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def random(*shape: int, seed: int = 0, dtype=torch.float32, spread: float = 1.0)
 
 
 def values_and_gradients(road: Callable, inputs: list[torch.Tensor], up: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a function of several results gives, and the gradient of their weighted sum by each input, in fp64."""
+    """The results of a function of several, and the gradient of their weighted sum by each input, in fp64."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     results = road(*leaves)
     grads = torch.autograd.grad(sum((u * r).sum() for u, r in zip(up, results, strict=True)), leaves)
@@ -107,7 +107,7 @@ def test_the_heads_memory_does_not_grow_with_tokens_times_vocabulary():
 
 
 def separate_sequences(query, key, value, layout, scale, window, softcap):
-    """Attention from its definition, each answer behind its own prompt."""
+    """Attention from its definition, each response behind its own prompt."""
     repeat = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
     out = torch.zeros_like(query)
@@ -153,8 +153,8 @@ def test_flex_attention_in_bf16_is_no_further_from_fp64_than_sdpa_on_separate_se
     def sdpa(q, k, v):
         outs = []
         for g, start in enumerate(layout.spans[0].edges[:-1]):
-            answer = slice(start, layout.spans[0].edges[g + 1])
-            q_, k_, v_ = (torch.cat([x[:, :, :300], x[:, :, answer]], 2) for x in (q, k, v))
+            response = slice(start, layout.spans[0].edges[g + 1])
+            q_, k_, v_ = (torch.cat([x[:, :, :300], x[:, :, response]], 2) for x in (q, k, v))
             out = torch.nn.functional.scaled_dot_product_attention(
                 q_, k_, v_, is_causal=True, scale=0.2, enable_gqa=True
             )

@@ -276,7 +276,7 @@ EXTREME = st.sampled_from([0.0, -1e-8, 1.0, -30.0, 89.0, -89.0, 800.0, -1e4, 1e4
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
 def test_a_finite_loss_has_a_finite_gradient_however_far_the_ratios_are(choices, log_ratios, advantages, dtype):
-    """And otherwise the loss shows it: the optimizer refuses such a step by name."""
+    """Otherwise the loss shows it: the optimizer refuses such a step by name."""
     # Sampler and trainer can't both be at infinity, where their difference is nothing.
     assume(choices["correction"] == "none" or not any(map(math.isinf, log_ratios)))
     tokens = random_tokens(dtype=torch.float64)

@@ -1,8 +1,8 @@
 """Every preset against TRL 1.16, verl 0.9.1 and Liger 0.8.5: same loss, same gradient, same advantages.
 
 The peers see padded batches; we score ragged groups, cut into micro-batches, by the way that training takes.
-`python tests/losses/test_parity.py` records the peers' answers to one batch in `data/parity.json`, so that the
-comparison runs where they are not installed. Letters: B answers, T length of the longest, N tokens of all answers.
+`python tests/losses/test_parity.py` records the peers' results for one batch in `data/parity.json`, so that the
+comparison runs where they are not installed. Letters: B responses, T length of the longest, N tokens of all responses.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ VARIANTS = {
 }
 SETTINGS = PRESETS | {name: PRESETS["grpo"] | change for name, change in VARIANTS.items()}
 LONGEST = 16
-"""What ``loss.aggregate=constant`` divides by where the preset leaves it open."""
+"""The divisor of ``loss.aggregate=constant`` where the preset leaves it open."""
 KL_COEF = 0.04
 BATCHES = range(200)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Ragged answers to prompts, flat over N tokens, with one advantage an answer."""
+    """Ragged responses to prompts, flat over N tokens, with one advantage a response."""
 
     lengths: torch.Tensor
     sizes: torch.Tensor
@@ -99,15 +99,15 @@ class Batch:
         tokens = [0, *self.lengths.cumsum(0)[self.sizes.cumsum(0) - 1].tolist()]
         groups = []
         for i, size in enumerate(self.sizes.tolist()):
-            answers, span = slice(starts[i], starts[i + 1]), slice(tokens[i], tokens[i + 1])
-            group = random_group(lengths=self.lengths[answers].tolist(), group_id=i, rewards=[0.0] * size)
+            responses, span = slice(starts[i], starts[i + 1]), slice(tokens[i], tokens[i + 1])
+            group = random_group(lengths=self.lengths[responses].tolist(), group_id=i, rewards=[0.0] * size)
             groups.append(
                 replace(
                     group,
                     log_probs=self.sampler_log_prob[span],
                     trainable=self.trainable[span],
-                    truncated=self.truncated[answers],
-                    advantages=self.advantages[answers],
+                    truncated=self.truncated[responses],
+                    advantages=self.advantages[responses],
                     ref_log_probs=self.ref_log_prob[span],
                     old_log_probs=self.old_log_prob[span],
                     old_entropies=self.entropy[span],
@@ -117,13 +117,13 @@ class Batch:
 
 
 @functools.cache
-def random_batch(seed: int, answers: int = 8, longest: int = 12) -> Batch:
-    """Answers of 0 to ``longest`` tokens, at least one of a single token, some tokens not trained, in fp64.
+def random_batch(seed: int, responses: int = 8, longest: int = 12) -> Batch:
+    """Responses of 0 to ``longest`` tokens, at least one of a single token, some tokens not trained, in fp64.
 
     Ratios reach 20, so that every clip is met; what the reference says stays within one nat, as verl clamps k3 at 10.
     """
     g = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, longest + 1, (answers,), generator=g)
+    lengths = torch.randint(0, longest + 1, (responses,), generator=g)
     lengths[:2] = torch.tensor([1, longest])
     n = int(lengths.sum())
     noise = torch.randn(4, n, generator=g, dtype=torch.float64)
@@ -131,10 +131,10 @@ def random_batch(seed: int, answers: int = 8, longest: int = 12) -> Batch:
     log_prob = old + (0.8 * noise[0]).clamp(-3, 3)
     return Batch(
         lengths=lengths,
-        sizes=torch.tensor([3, 2, answers - 5]),
+        sizes=torch.tensor([3, 2, responses - 5]),
         trainable=torch.rand(n, generator=g) > 0.1,
-        truncated=torch.rand(answers, generator=g) > 0.7,
-        advantages=torch.randn(answers, generator=g, dtype=torch.float64),
+        truncated=torch.rand(responses, generator=g) > 0.7,
+        advantages=torch.randn(responses, generator=g, dtype=torch.float64),
         log_prob=log_prob,
         old_log_prob=old,
         sampler_log_prob=old + 0.4 * noise[1],
@@ -176,7 +176,7 @@ def ours(batch: Batch, settings: dict, kl_coef: float, entropy_coef: float = 0.0
 
 
 @functools.cache
-def our_answer(name: str, seed: int, kl_coef: float):
+def our_loss(name: str, seed: int, kl_coef: float):
     return ours(random_batch(seed), SETTINGS[name], kl_coef)
 
 
@@ -363,7 +363,7 @@ def has(peer, settings: dict) -> bool:
     if settings["kl_in"] == "reward" or settings["surrogate"] == "plain":
         return False  # RLOO: below
     if peer is verl:
-        # Its GSPO is GSPO-token, which is the same only while an answer's tokens weigh the same.
+        # Its GSPO is GSPO-token, which is the same only while a response's tokens weigh the same.
         return settings["top_entropy_fraction"] == 1 and (
             settings["ratio"] != "sequence" or settings["correction"] == "none"
         )
@@ -396,7 +396,7 @@ def test_loss_and_gradient_equal_the_peers_on_200_random_ragged_batches(name, pe
     settings = SETTINGS[name]
     kl_coef = kl_coef_of(peer, settings)
     for seed in BATCHES:
-        assert_same(our_answer(name, seed, kl_coef), peer(random_batch(seed), settings, kl_coef), 1e-10)
+        assert_same(our_loss(name, seed, kl_coef), peer(random_batch(seed), settings, kl_coef), 1e-10)
 
 
 def test_every_preset_has_a_peer():
@@ -410,17 +410,17 @@ def test_the_batches_meet_every_clip_and_bound():
         "dual_clip": ("clip_dual",), "tis": ("corrected",), "icepop": ("corrected",), "sequence_mis": ("corrected",),
     }.items():  # fmt: skip
         for flag in flags:
-            tokens = sum(our_answer(name, seed, KL_COEF)[2]["tokens"] for seed in BATCHES[:20])
-            met = sum(our_answer(name, seed, KL_COEF)[2][flag] for seed in BATCHES[:20])
+            tokens = sum(our_loss(name, seed, KL_COEF)[2]["tokens"] for seed in BATCHES[:20])
+            met = sum(our_loss(name, seed, KL_COEF)[2][flag] for seed in BATCHES[:20])
             assert 0.001 < met / tokens < 0.9, (name, flag)
 
 
 @pytest.mark.parametrize("peer", ["trl", "verl"])
 def test_rloos_gradient_equals_the_peers(peer):
-    """TRL weighs an answer by the product of its ratios, and so equals ours on fresh weights, where that is 1.
+    """TRL weighs a response by the product of its ratios, and so equals ours on fresh weights, where that is 1.
 
     verl takes the same weighted gradient token by token, at any ratio. Their losses have other values: in TRL an
-    answer counts A once, and verl's weighs log pi.
+    response counts A once, and verl's weighs log pi.
     """
     settings = PRESETS["rloo"]
     for seed in BATCHES:
@@ -496,12 +496,12 @@ def test_liger_as_a_whole_gives_the_same_gradient_of_the_hidden_states():
 
 
 def test_loss_and_gradient_match_the_table_worked_out_by_hand():
-    # Clips 0.2 and 0.2, beta 0.1. The first answer has two tokens and A = 1, the second one token and A = -2.
+    # Clips 0.2 and 0.2, beta 0.1. The first response has two tokens and A = 1, the second one token and A = -2.
     #   token  ratio  A    surrogate                    by log pi  ref/pi  k3                    by log pi (1 - ref/pi)
     #   1      1.5    1    -min(1.5, 1.2)      = -1.2    0          1       0                     0
     #   2      0.5    1    -min(0.5, 0.8)      = -0.5   -0.5        2       2 - ln 2 - 1          -1
     #   3      0.9   -2    -min(-1.8, -1.8)    =  1.8    1.8        0.5     0.5 + ln 2 - 1         0.5
-    # Mean over answers: weights 1/4, 1/4, 1/2.
+    # Mean over responses: weights 1/4, 1/4, 1/2.
     #   loss      = (-1.2 - 0.5)/4 + 1.8/2 + 0.1 * ((1 - ln 2)/4 + (ln 2 - 0.5)/2) = 0.475 + 0.1 * ln 2 / 4
     #   gradient  = 0, (-0.5 - 0.1)/4, (1.8 + 0.05)/2
     # Mean over tokens: weights 1/3 each.
@@ -521,9 +521,9 @@ def test_loss_and_gradient_match_the_table_worked_out_by_hand():
         ref_log_prob=old + ratio.log() + ref_ratio.log(),
         entropy=torch.zeros(3, dtype=torch.float64),
     )
-    by_answers = (0.475 + 0.1 * math.log(2) / 4, torch.tensor([0.0, -0.6 / 4, 1.85 / 2], dtype=torch.float64))
+    by_responses = (0.475 + 0.1 * math.log(2) / 4, torch.tensor([0.0, -0.6 / 4, 1.85 / 2], dtype=torch.float64))
     by_tokens = (0.1 / 3 + 0.05 / 3, torch.tensor([0.0, -0.6 / 3, 1.85 / 3], dtype=torch.float64))
-    assert_same(ours(batch, PRESETS["grpo"], 0.1, count=None), by_answers, 1e-12)
+    assert_same(ours(batch, PRESETS["grpo"], 0.1, count=None), by_responses, 1e-12)
     assert_same(ours(batch, PRESETS["bnpo"], 0.1, count=None), by_tokens, 1e-12)
 
 
@@ -587,7 +587,7 @@ def test_the_kl_in_the_reward_sums_what_verl_takes_off_each_tokens_reward():
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("how", ["truncate", "mask"])
 def test_weights_of_sampler_against_trainer_equal_verls(how, level):
-    low = {"token": 0.7, "sequence": 0.1}[level]  # verl's metrics divide by zero where every answer is masked
+    low = {"token": 0.7, "sequence": 0.1}[level]  # verl's metrics divide by zero where every response is masked
     settings = PRESETS["grpo"] | {"correction": how, "correction_level": level, "correction_low": low}
     for seed in BATCHES:
         batch = random_batch(seed)
@@ -636,8 +636,8 @@ def test_the_std_of_a_collections_rewards_equals_trls():
         torch.testing.assert_close(got, trls, rtol=1e-7, atol=1e-12)
 
 
-def test_the_batchs_z_score_equals_verls_where_every_answer_has_as_many_tokens():
-    """verl counts answers by their tokens: with one token each, once. It adds nothing to the std, and we 1e-4."""
+def test_the_batchs_z_score_equals_verls_where_every_response_has_as_many_tokens():
+    """verl counts responses by their tokens: with one token each, once. It adds nothing to the std, and we 1e-4."""
     for seed in BATCHES:
         rewards = random_rewards(4, seed=seed)
         (got,) = batch_advantages([rewards], "batch_zscore")
@@ -676,7 +676,7 @@ def assert_verls_gdpo(parts: dict, expected: torch.Tensor) -> None:
 
 
 def assert_verls(function, rewards, expected, tokens: int = 2, **settings) -> None:
-    """verl takes the reward of each answer on one of its tokens, and returns the advantage on every token."""
+    """verl takes the reward of each response on one of its tokens, and returns the advantage on every token."""
     groups, size = rewards.shape
     token_rewards = torch.zeros(groups * size, tokens).double()
     token_rewards[:, -1] = rewards.flatten()
@@ -686,8 +686,8 @@ def assert_verls(function, rewards, expected, tokens: int = 2, **settings) -> No
 
 
 def record() -> None:
-    """Writes the peers' answers to one small batch, in fp64."""
-    batch = random_batch(seed=2020, answers=7, longest=6)
+    """Writes the peers' results for one small batch, in fp64."""
+    batch = random_batch(seed=2020, responses=7, longest=6)
     answers = []
     for case in CASES:
         name, peer = case.values

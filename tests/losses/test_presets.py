@@ -69,7 +69,7 @@ def test_the_builder_gives_the_loss_what_the_config_says():
     }
 
 
-def test_dr_grpo_divides_by_the_longest_answer_unless_a_number_is_given():
+def test_dr_grpo_divides_by_the_longest_response_unless_a_number_is_given():
     assert micro_batching(config("loss=dr_grpo", "sampling.max_new_tokens=99")).normalizer == 99
     assert micro_batching(config("loss=dr_grpo", "loss.normalizer=7")).normalizer == 7
 
@@ -81,7 +81,7 @@ def test_dr_grpo_divides_by_the_longest_answer_unless_a_number_is_given():
         (["train.epochs=2"], False, False),
         (["loss=tis"], False, True),  # what the policy says in the only step is what it said before
         (["loss=tis", "train.epochs=2"], True, False),
-        (["loss=tis", "env.num_envs=8"], True, False),  # 64 answers, 32 a step
+        (["loss=tis", "env.num_envs=8"], True, False),  # 64 responses, 32 a step
         (["loss=rloo"], False, True),
         (["loss=rloo", "policy.kl_coef=0.1"], True, True),
         (["loss.top_entropy_fraction=0.2"], True, True),

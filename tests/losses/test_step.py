@@ -81,7 +81,7 @@ def whole_step():
 
 
 def gradient(groups, loss, share=None, totals=None, **settings):
-    """By every log-probability and entropy, of the groups' own loss or of the share that ``share`` names."""
+    """Gradient by every log-probability and entropy, of the groups' own loss or of the share that ``share`` names."""
     policy, loss, batching = Table(groups), GRPOLoss(**loss), MicroBatching(normalizer=9.0, **settings)
     for tokens in scored_micro_batches(policy, groups if share is None else share, batching, totals):
         loss(tokens)["loss"].backward()
@@ -192,7 +192,7 @@ def test_what_a_group_lacks_is_asked_for_by_name():
     bare = random_group(group_id=7).with_advantages(torch.zeros(2))
     with pytest.raises(ValueError, match=r"groups \[7\] have no entropies.*write them with TrainPolicy.add_log_probs"):
         step_totals([bare], top_entropy_fraction=0.5)
-    with pytest.raises(ValueError, match=r"group 7 doesn't say which responses met the length limit"):
+    with pytest.raises(ValueError, match=r"group 7 doesn't say which responses reached the length limit"):
         step_totals([replace(bare, truncated=None)], mask_truncated=True)
     with pytest.raises(ValueError, match="write it with TrainPolicy.add_log_probs"):
         scored = complete_group([1, 2], 7)

@@ -60,10 +60,10 @@ def test_a_row_holds_where_a_token_came_from_and_what_the_loss_made_of_it(tmp_pa
     assert rows[["answer", "position", "policy_version"]].values.tolist() == [[0, 0, 3], [1, 0, 3], [1, 1, 4]]
     assert rows["token_id"].tolist() == group.response_ids.tolist()
     assert rows["advantage"].tolist() == [1, -1, -1]
-    assert rows["weight"].tolist() == [0.5, 0.25, 0.25]  # a mean over each answer's tokens, then over the two
+    assert rows["weight"].tolist() == [0.5, 0.25, 0.25]  # a mean over each response's tokens, then over the two
     assert torch.tensor(rows["ratio"]) == pytest.approx(math.exp(0.5))
     assert (rows["log_prob"] - rows["sampler_log_prob"]).tolist() == pytest.approx([0.5] * 3, abs=1e-6)
-    assert rows["clipped"].tolist() == [True, False, False]  # a ratio of 1.6: the good answer's is clipped at 1.2
+    assert rows["clipped"].tolist() == [True, False, False]  # a ratio of 1.6: the good response's is clipped at 1.2
     assert rows[["old_log_prob", "ref_log_prob", "mask_reason"]].isna().all(axis=None)
 
 
@@ -206,7 +206,7 @@ def test_a_whole_run_is_read_at_once_and_later_steps_can_be_dropped(tmp_path):
         read_step(tmp_path, 2)
 
 
-def test_a_step_whose_every_group_was_rewarded_alike_is_stored(tmp_path):
+def test_a_step_of_zero_variance_groups_alone_is_stored(tmp_path):
     rows = log_step(tmp_path, [group_of(0, [1, 2], [0, 0])])
     assert rows["mask_reason"].astype(str).tolist() == ["zero_advantage_group"] * 3
     assert read_step(tmp_path, 1).updates[0].scored == {}

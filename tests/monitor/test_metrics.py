@@ -19,12 +19,12 @@ def group(lengths, rewards, **changes) -> Group:
     return dataclasses.replace(random_group(lengths=lengths, rewards=rewards), **changes)
 
 
-def test_reward_metrics_weigh_answers_not_groups():
-    # Five answers: a mean over groups would give (1 + 2) / 2 instead of (0 + 2 + 1 + 3 + 2) / 5.
+def test_reward_metrics_weigh_responses_not_groups():
+    # Five responses: a mean over groups would give (1 + 2) / 2 instead of (0 + 2 + 1 + 3 + 2) / 5.
     groups = [group([1, 2], [0.0, 2.0]), group([3, 4, 5], [1.0, 3.0, 2.0])]
     metrics = reward_metrics(groups)
     assert metrics["reward/mean"] == pytest.approx(8 / 5)
-    # Squared distances from 1.6: 2.56 + 0.16 + 0.36 + 1.96 + 0.16 = 5.2; over 5 answers, not 4.
+    # Squared distances from 1.6: 2.56 + 0.16 + 0.36 + 1.96 + 0.16 = 5.2; over 5 responses, not 4.
     assert metrics["reward/std"] == pytest.approx(math.sqrt(5.2 / 5))
     assert metrics["response/mean_length"] == 3.0
     assert metrics["response/max_length"] == 5.0
@@ -36,7 +36,7 @@ def test_each_part_of_the_reward_has_its_own_mean():
     assert (metrics["reward/correct"], metrics["reward/format"]) == (1.0, 0.5)
 
 
-def test_quantiles_of_the_total_and_of_each_part_are_over_answers():
+def test_quantiles_of_the_total_and_of_each_part_are_over_responses():
     parts = {"correct": torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])}
     metrics = reward_metrics([group([1] * 5, [0.0, 10.0, 20.0, 30.0, 40.0], reward_parts=parts)])
     found = {name: value for name, value in metrics.items() if name.startswith("reward_distribution/")}
@@ -47,13 +47,13 @@ def test_quantiles_of_the_total_and_of_each_part_are_over_answers():
     )
 
 
-def test_a_measure_is_averaged_over_the_answers_that_have_it():
+def test_a_measure_is_averaged_over_the_responses_that_have_it():
     one = group([1, 1], [0.0, 1.0], measures={"recall": torch.tensor([0.5, torch.nan])})
     assert reward_metrics([one, group([1], [0.0])])["measure/recall"] == 0.5
 
 
 def test_length_and_reward_are_correlated_inside_groups():
-    # Each group's longer answer earns more by the same rate, though the group of longer answers earns less.
+    # Each group's longer response earns more by the same rate, though the group of longer responses earns less.
     groups = [group([10, 20], [5.0, 6.0]), group([100, 110], [0.0, 1.0])]
     assert reward_metrics(groups)["response/length_correlation"] == pytest.approx(1.0)
     assert "response/length_correlation" not in reward_metrics([group([3, 3], [0.0, 1.0])])
@@ -65,17 +65,17 @@ def test_repetition_is_of_what_the_policy_said():
     assert reward_metrics([said])["response/repetition"] == pytest.approx(3 / 7)
     a_tools = dataclasses.replace(said, trainable=torch.tensor([True] * 6 + [False] * 4))
     assert reward_metrics([a_tools])["response/repetition"] == 0.0
-    # The next answer begins anew, and has said nothing before.
+    # The next response begins anew, and has said nothing before.
     assert reward_metrics([group([5, 5], [0.0, 1.0], response_ids=ids)])["response/repetition"] == 0.0
 
 
-def test_zero_std_fraction_counts_groups_whose_answers_were_rewarded_alike():
+def test_zero_std_fraction_counts_zero_variance_groups():
     same = group([1, 1, 1], [0.1, 0.1, 0.1])  # the float std of three 0.1s is not exactly zero
     groups = [same, same, group([1, 1], [0.0, 1.0]), group([1, 1], [2.0, 2.0])]
     assert reward_metrics(groups)["reward/zero_std_fraction"] == 0.75
 
 
-def test_truncated_fraction_is_of_answers():
+def test_truncated_fraction_is_of_responses():
     one = group([1, 1, 1], [0.0, 0.0, 0.0], truncated=torch.tensor([True, False, False]))
     other = group([1], [0.0], truncated=torch.tensor([True]))
     assert reward_metrics([one, other])["response/truncated_fraction"] == 0.5
@@ -84,7 +84,7 @@ def test_truncated_fraction_is_of_answers():
 def test_advantage_metrics_appear_once_every_group_has_advantages():
     ready = group([1, 9], [0.0, 1.0]).with_advantages(torch.tensor([-1.0, 3.0]))
     metrics = reward_metrics([ready])
-    # Over answers, so the long answer does not weigh nine times: mean (-1 + 3) / 2, std 2.
+    # Over responses, so the long response does not weigh nine times: mean (-1 + 3) / 2, std 2.
     assert (metrics["advantage/mean"], metrics["advantage/std"]) == (1.0, 2.0)
     assert "advantage/mean" not in reward_metrics([ready, group([1, 1], [0.0, 1.0])])
 

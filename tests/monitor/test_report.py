@@ -183,7 +183,7 @@ def test_the_page_loads_nothing_and_is_small(tmp_path):
     assert len(page.ids) == len(set(page.ids))
 
 
-def test_answers_are_text_whatever_they_hold(tmp_path):
+def test_responses_are_text_whatever_they_hold(tmp_path):
     html = write_report(make_run(tmp_path, steps=2, hostile=HOSTILE)).read_text()
     page = Page(html)
     assert "script" not in page.tags and "img" not in page.tags
@@ -224,7 +224,7 @@ def test_a_summary_that_is_none_is_named_with_the_remedy(tmp_path):
             write_report(tmp_path)
 
 
-def test_one_answer_of_each_group_is_shown_not_the_best(tmp_path):
+def test_one_response_of_each_group_is_shown_not_the_best(tmp_path):
     log = CompletionsLog(tmp_path)
     row = {
         "row": 0,
@@ -238,13 +238,13 @@ def test_one_answer_of_each_group_is_shown_not_the_best(tmp_path):
     log.log(
         1,
         [
-            row | {"group_id": g, "completion": f"group{g} answer{i}", "reward": float(i)}
+            row | {"group_id": g, "completion": f"group{g} response{i}", "reward": float(i)}
             for g in range(6)
             for i in range(3)
         ],
     )
     text = page_of(tmp_path).text
-    assert re.findall(r"group\d answer\d", text) == [f"group{g} answer0" for g in range(4)]
+    assert re.findall(r"group\d response\d", text) == [f"group{g} response0" for g in range(4)]
 
 
 @pytest.mark.parametrize(

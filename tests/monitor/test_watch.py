@@ -52,7 +52,7 @@ def test_both_rewards_falling_is_another_trouble():
         (lambda step: 100, 0.8, []),
     ],
 )
-def test_answers_that_grow_because_length_pays(length, correlation, found):
+def test_responses_that_grow_because_length_pays(length, correlation, found):
     lines = rows(response__mean_length=length, response__length_correlation=lambda step: correlation)
     assert kinds(lines) == found
 

@@ -105,7 +105,7 @@ def test_groups_without_advantage_need_no_training_where_they_are_skipped():
     assert skipped["sample"] == all_of_them["sample"] > 0  # they were sampled all the same
 
 
-def test_groups_cut_off_as_a_whole_need_no_training_where_cut_answers_are_left_out():
+def test_groups_cut_off_as_a_whole_need_no_training_where_cut_responses_are_left_out():
     cut, partly = (
         replace(
             random_group(prompt=4, lengths=[3, 2], group_id=i).with_advantages(torch.tensor([-1.0, 1.0])),
@@ -132,7 +132,7 @@ def test_decoding_takes_what_is_scarcer_arithmetic_or_memory():
         return floors_s([group], SIZES, Rates(1.0, bytes_per_s), **settings)["sample"]
 
     assert sample_s(bytes_per_s=1e9) == prefill + decode
-    # The longest answer takes 3 steps, each reads all 280 bytes, whatever the number of answers: 8400 s > 1120 s.
+    # The longest response takes 3 steps, each reads all 280 bytes, whatever the number of responses: 8400 s > 1120 s.
     assert sample_s(bytes_per_s=0.1) == pytest.approx(prefill + 3 * 280 / 0.1)
     assert sample_s(bytes_per_s=1e9, inference_devices=4) == (prefill + decode) / 4
 

@@ -35,7 +35,7 @@ def plan_of(*overrides, **lengths):
 
 
 def test_the_default_config_is_told_in_its_numbers():
-    # 4 prompts x 8 answers; a group is 128 + 8 x 256 = 2176 tokens, so 8192 hold three of the step's four groups, and
+    # 4 prompts x 8 responses; a group is 128 + 8 x 256 = 2176 tokens, so 8192 hold three of the step's four groups, and
     # balanced micro-batches hold two each. 100,000 / 32 = 3125.
     plan = plan_of()
     assert (plan.responses, plan.batches, plan.batch_groups, plan.group_tokens) == (32, 1, 4, 2176)
@@ -57,7 +57,7 @@ def test_epochs_rounding_and_a_given_number_of_micro_batches_are_told():
     plan = plan_of(
         "env.num_envs=8", "train.epochs=2", "train.total_dialog_turns=100", "train.gradient_accumulation_steps=4"
     )
-    # 64 answers a collection: 2 collections for 100 answers, each with 2 steps of 32 answers in each of 2 epochs.
+    # 64 responses a collection: 2 collections for 100 responses, each with 2 steps of 32 responses in each of 2 epochs.
     assert (plan.collections, plan.optimizer_steps, plan.micro_batches) == (2, 8, (1, 1, 1, 1))
     text = " ".join(drawn(plan).split())
     assert "2 optimizer steps of 32 responses (4 groups), in each of 2 epochs" in text
@@ -66,7 +66,7 @@ def test_epochs_rounding_and_a_given_number_of_micro_batches_are_told():
 
 
 def test_group_sizes_that_change_are_counted_in_and_told():
-    # 4 prompts: 9 collections of 4 x 8 answers, 10 of 4 x 4, then 4 x 16: 288 + 160 of 1000 are 552 short, 9 more.
+    # 4 prompts: 9 collections of 4 x 8 responses, 10 of 4 x 4, then 4 x 16: 288 + 160 of 1000 are 552 short, 9 more.
     plan = plan_of("train.repeats_schedule=[[10,4],[20,16],[500,2]]", "train.total_dialog_turns=1000")
     assert (plan.collections, plan.all_responses, plan.optimizer_steps) == (28, 288 + 160 + 9 * 64, 28)
     assert plan.sizes == ((1, 8), (10, 4), (20, 16))  # the run ends before the last
@@ -117,9 +117,9 @@ def test_every_config_is_drawn_within_eighty_columns(name):
 @pytest.mark.parametrize("repeats", [3, 16, 64, 500])
 @pytest.mark.parametrize("prompts", [1, 40])
 def test_any_size_is_drawn_within_eighty_columns(prompts, repeats):
-    answers = prompts * repeats
+    responses = prompts * repeats
     plan = plan_of(
-        f"env.num_envs={prompts}", f"env.repeats={repeats}", f"train.optim_batch_size={answers}", "train.epochs=12",
+        f"env.num_envs={prompts}", f"env.repeats={repeats}", f"train.optim_batch_size={responses}", "train.epochs=12",
         "train.total_dialog_turns=10000000", "policy.kl_coef=0.1",
     )  # fmt: skip
     lines = drawn(plan).splitlines()
@@ -186,7 +186,7 @@ def test_lengths_can_be_given_and_must_fit_into_the_context():
         plan_of(prompt_tokens=1000)
 
 
-def test_every_mark_of_the_drawing_belongs_to_the_step_that_takes_the_answer():
+def test_every_mark_of_the_drawing_belongs_to_the_step_that_takes_the_response():
     plan = plan_of("env.num_envs=6", "env.repeats=4", "train.optim_batch_size=8")
     steps = torch.arange(24) // 8
     assert [plan.batch_of(g, a) for g in range(6) for a in range(4)] == steps.tolist()

@@ -25,8 +25,8 @@ SIZES = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-PROMPT, ANSWERS, LENGTH = 256, 8, 224
-TOKENS = PROMPT + ANSWERS * LENGTH
+PROMPT, RESPONSES, LENGTH = 256, 8, 224
+TOKENS = PROMPT + RESPONSES * LENGTH
 
 CHILD = """
 import json, sys, tempfile, torch
@@ -66,7 +66,7 @@ print(json.dumps(resident()[1] - before))
 
 def growth_of_a_process(sizes: dict) -> float:
     """Bytes at most in the second step, beyond those before the model was loaded, by the kernel."""
-    argument = json.dumps([sizes, PROMPT, [LENGTH] * ANSWERS])
+    argument = json.dumps([sizes, PROMPT, [LENGTH] * RESPONSES])
     done = subprocess.run([sys.executable, "-c", CHILD, argument], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -75,7 +75,7 @@ def growth_of_a_process(sizes: dict) -> float:
 def peak_of_tensors(sizes: dict, checkpointing: bool, folder: Path) -> float:
     """Bytes of tensors at most in the second step, by PyTorch's tracker."""
     LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16().save_pretrained(folder)
-    groups = [random_group(PROMPT, [LENGTH] * ANSWERS, vocab=sizes["vocab_size"], group_id=i) for i in range(2)]
+    groups = [random_group(PROMPT, [LENGTH] * RESPONSES, vocab=sizes["vocab_size"], group_id=i) for i in range(2)]
     policy = TrainPolicy.load(folder, torch.bfloat16, gradient_checkpointing=checkpointing)
     optimizer, tracker = PolicyOptimizer(policy.model), MemTracker()
     for group in groups:

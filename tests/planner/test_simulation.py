@@ -40,7 +40,7 @@ def simulation(model):
     return simulate_plan(make_plan(scenario_of(model)))
 
 
-def test_answers_that_are_alike_take_as_long_as_the_plan_says(model):
+def test_responses_that_are_alike_take_as_long_as_the_plan_says(model):
     plan = make_plan(scenario_of(model))
     turns = simulate_plan(plan, tail=1).turns
     seconds = {phase: share * turns.step_s for phase, share in
@@ -51,7 +51,7 @@ def test_answers_that_are_alike_take_as_long_as_the_plan_says(model):
     assert turns.step_s == pytest.approx(sum(seconds.values()) + plan.seconds["sync"])
 
 
-def test_answers_that_are_alike_overlap_as_two_phases_can(model):
+def test_responses_that_are_alike_overlap_as_two_phases_can(model):
     plan = make_plan(scenario_of(model))
     found = simulate_plan(plan, tail=1)
     sample, train = (plan.seconds[phase] for phase in ("sample", "train"))
@@ -66,7 +66,7 @@ def test_with_a_long_tail_sampling_at_once_waits_no_more_and_holds_its_bound(sim
     planned, turns = simulation.planned.outcome, simulation.turns.outcome
     assert planned.waiting <= 0.1 and planned.staleness_max <= 2 and turns.staleness_max == 0
     assert simulation.gain >= max(1.7, 0.9 * simulation.ideal)
-    # The longest of 1,280 answers is cut at 1,024 tokens: in turns every batch waits for it, whatever the others are.
+    # The longest of 1,280 responses is cut at 1,024 tokens: in turns every batch waits for it, whatever the others are.
     slots, token_s, _ = engine_rates(simulation.planned.plan)
     assert slots == 256 and turns.waiting * simulation.turns.step_s >= 1024 * token_s
 
@@ -119,7 +119,7 @@ def test_lengths_are_those_that_are_asked_for(model):
 
 
 def test_a_margin_leaves_out_the_rush_at_the_start_and_nothing_else():
-    # Answers alike, one engine, phases of 4 s and 8 s: at first the trainer waits for a batch, and never again.
+    # Responses alike, one engine, phases of 4 s and 8 s: at first the trainer waits for a batch, and never again.
     even = SimulatorConfig(engines=1, slots=8, lengths=LogNormal(100), group_size=4, groups_per_step=1, token_s=0.04,
                     token_s_per_response=0.0, train_tokens_per_s=50.0, push_s=0.0, steps=10)  # fmt: skip
     with_start, without = simulate(even), simulate(replace(even, margin=3))

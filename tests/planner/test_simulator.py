@@ -15,11 +15,11 @@ from grpo_rl.planner.simulator import LogNormal, SimulatedEngine, SimulatorConfi
 
 SLOW = SimulatorConfig(slots=2, token_s=1.0, token_s_per_response=1.0, push_s=7.0)
 LONG_TAIL = SimulatorConfig(engines=8, max_staleness=2, train_tokens_per_s=5e3, steps=40)
-"""8 engines and a trainer that takes about as long for a batch as they do; 1 answer in 100 is 8 times the median."""
+"""8 engines and a trainer that takes about as long for a batch as they do; 1 response in 100 is 8 times the median."""
 
 
 def ends(config, *groups, act=None):
-    """When each group of answers is complete."""
+    """The time at which each group of responses is complete."""
 
     async def main():
         loop = asyncio.get_running_loop()
@@ -37,7 +37,7 @@ def ends(config, *groups, act=None):
     return virtual_time.run(main())
 
 
-def test_answers_grow_alike_and_faster_when_there_are_fewer():
+def test_responses_grow_alike_and_faster_when_there_are_fewer():
     # Both at 1/3 token/s: the first ends at 30 s; the other has 10 tokens left at 1/2 token/s.
     assert ends(SLOW, [10], [20]) == [(30.0, 0), (50.0, 0)]
 
@@ -47,7 +47,7 @@ def test_what_finds_no_slot_waits_for_one():
     assert ends(SLOW, [10], [20], [20]) == [(30.0, 0), (60.0, 0), (80.0, 0)]
 
 
-def test_a_group_is_complete_with_its_longest_answer():
+def test_a_group_is_complete_with_its_longest_response():
     assert ends(SLOW, [10, 20]) == [(50.0, 0)]
 
 
@@ -57,7 +57,7 @@ def test_in_a_push_nothing_grows_and_nothing_is_lost():
         await engine.update(3)
         assert await engine.group([1]) is not None and engine.version == 3
 
-    # Ten tokens alone take 20 s; the push 7 more, and the second answer, of one token, 3 s beside it instead of 2.
+    # Ten tokens alone take 20 s; the push 7 more, and the second response, of one token, 3 s beside it instead of 2.
     assert ends(SLOW, [10], act=push) == [(28.0, 0)]
 
 

@@ -91,7 +91,7 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     "ReformerModelWithLMHead": dict(axial_pos_embds=False),
 }
-"""What some classes need otherwise."""
+"""Settings that some classes need otherwise."""
 AS_THEY_ARE = {"BambaForCausalLM", "FalconH1ForCausalLM", "XLNetLMHeadModel"}
 """Classes whose config can't be shrunk like this: their default, which is refused and so never needs to be small."""
 
@@ -136,7 +136,7 @@ CANNOT_RUN = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a class: ``equal`` or ``refused``; ``wrong`` or ``crashed``; ``unbuilt``, which says nothing."""
+    """The outcome for a class: ``equal`` or ``refused``; ``wrong`` or ``crashed``; ``unbuilt``, which says nothing."""
 
     kind: str
     detail: str
@@ -176,7 +176,7 @@ def plain_road(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tens
 
 
 def gradients(model: PreTrainedModel, scored: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Of log-probabilities and entropies under random weights."""
+    """Gradients of log-probabilities and entropies under random weights."""
     model.zero_grad()
     weights = torch.randn(2, len(scored[0]), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     (weights * torch.stack(scored)).sum().backward()
@@ -184,7 +184,7 @@ def gradients(model: PreTrainedModel, scored: tuple[Tensor, Tensor]) -> dict[str
 
 
 def verdict(name: str, noise: float | None) -> Verdict:
-    """What becomes of the class of this name."""
+    """The verdict on the class of this name."""
     model_class = getattr(transformers, name)
     try:
         config = tiny_config(model_class, noise)
@@ -233,7 +233,7 @@ def random_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -
 
 
 def compared(model: PreTrainedModel, expected: tuple[Tensor, Tensor]) -> Verdict:
-    """Whether the policy equals the plain road in value and gradient, whatever was drawn before, and its reference."""
+    """Whether the policy equals the plain forward in value and gradient, whatever was drawn, as does its reference."""
     expected_gradients = gradients(model, expected)
     model.train()  # as a user may hand it over
     if model.supports_gradient_checkpointing:

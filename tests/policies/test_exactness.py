@@ -294,7 +294,7 @@ def test_a_tools_tokens_are_read_but_not_trained_on(family, max_tokens):
 
 
 def errors_in_bf16(seed: int) -> torch.Tensor:
-    """Of the plain and the packed road: mean error of log-probabilities, and error of the gradient over its norm."""
+    """Errors of the plain and the packed forward: mean of log-probabilities, and relative of the gradient's norm."""
     torch.manual_seed(seed)
     sizes = dict(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4)
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, initializer_range=0.09)).bfloat16()

@@ -294,7 +294,7 @@ def tiny(tmp_path_factory):
 
 
 def config_of(folder):
-    """What an export reads of a run's config."""
+    """The part of a run's config that an export reads."""
     model = {"name": str(folder), "chat_template": None}
     return json.dumps({"model": model, "train_model": {"dtype": "float32"}})
 
@@ -316,7 +316,7 @@ def test_a_disk_that_is_full_while_a_model_is_written_is_told_with_the_folder(tm
 
 @pytest.mark.parametrize("step", ["chmod", "touch"])
 def test_a_file_system_that_refuses_to_change_permissions_keeps_the_exported_model(tmp_path, tiny, monkeypatch, step):
-    """As mounts of CIFS and of object stores do."""
+    """Mounts of CIFS and of object stores refuse it, for example."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
 
     def refuse(path, *_, **__):
@@ -509,6 +509,6 @@ class TestTheEmbeddedDefault:
         model = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.bfloat16)
         chat = [{"role": "user", "content": "What is the capital of France?"}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        answer = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-        assert "Paris" in tokenizer.decode(answer)
-        assert answer[-1] == tokenizer.eos_token_id
+        response = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        assert "Paris" in tokenizer.decode(response)
+        assert response[-1] == tokenizer.eos_token_id

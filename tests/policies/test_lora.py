@@ -116,7 +116,7 @@ def test_scores_and_gradients_of_adapters_equal_those_of_pefts_padded_forward(fa
     assert [name for name, p in ours.named_parameters() if p.grad is not None] == list(adapters)
 
 
-def test_fresh_adapters_change_no_score_and_start_alike_under_one_seed(folder):
+def test_fresh_adapters_change_no_score_and_start_the_same_under_one_seed(folder):
     plain = TrainPolicy.load(folder, torch.float32).score(GROUPS)
     torch.manual_seed(123)
     policies = [TrainPolicy.load(folder, torch.float32, lora=LoRA(rank=4, seed=seed)) for seed in (0, 0, 1)]

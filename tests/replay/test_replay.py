@@ -13,15 +13,16 @@ import pandas as pd
 import pytest
 import torch
 
-from grpo_rl.cli import _objective, _with_loss, main
+from grpo_rl.cli import main
 from grpo_rl.diagnosis.mismatch import MismatchError
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.monitor.lineage import TOKENS, stored_steps
 from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.replay.command import make_objective
 from grpo_rl.replay.replay import recompute
-from grpo_rl.settings.compose import FOLDER
+from grpo_rl.settings.compose import FOLDER, with_loss
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints
@@ -85,7 +86,7 @@ def test_under_its_own_loss_a_replay_is_what_was_trained(trained):
     seen = iter(seen)
     for step in stored_steps(folder):
         stored = read_step(folder, step)
-        outcome = recompute(stored, _objective(Settings.restored(stored.config)))
+        outcome = recompute(stored, make_objective(Settings.restored(stored.config)))
         gradients, lengths = outcome.columns["gradient"], {g.group_id: len(g.response_ids) for g in stored.groups}
         pieces = gradients.split([lengths[i] for update in stored.updates for i in update.groups])
         for update in stored.updates:
@@ -116,7 +117,7 @@ def test_a_plain_token_mean_without_a_std_has_the_gradient_that_a_hand_computes(
     stored = read_step(plain, 2)
     other = {"loss.surrogate": "plain", "loss.aggregate": "token_mean", "loss.advantage": "no_std"}
     settings = Settings.restored(stored.config).with_values(other)
-    gradient = recompute(stored, _objective(settings)).columns["gradient"].numpy()
+    gradient = recompute(stored, make_objective(settings)).columns["gradient"].numpy()
     rows = pd.read_parquet(plain / TOKENS / "step_000002.parquet")
     answers = pd.read_parquet(plain / "lineage_answers" / "step_000002.parquet")
     mean = answers.groupby("group_id")["reward"].transform("mean")
@@ -141,7 +142,7 @@ def test_another_loss_is_set_against_the_runs_own(plain, capsys):
 def test_every_preset_replays(plain, preset, capsys):
     told = replayed(plain, 1, f"loss={preset}", capsys=capsys)
     assert np.isfinite(told["other"]["loss/total"])
-    assert told["cosine"] is None or told["cosine"] > 0  # None: DAPO leaves out answers that were cut off, here all
+    assert told["cosine"] is None or told["cosine"] > 0  # None: DAPO leaves out responses that were cut off, here all
 
 
 def test_single_settings_are_put_over_a_preset(plain, capsys):
@@ -151,7 +152,7 @@ def test_single_settings_are_put_over_a_preset(plain, capsys):
         assert other["clip/high_fraction"] > of_preset["clip/high_fraction"]
 
 
-def test_answers_that_were_cut_off_can_be_left_out(plain, capsys):
+def test_responses_that_were_cut_off_can_be_left_out(plain, capsys):
     rows = pd.read_parquet(plain / "lineage_answers" / "step_000002.parquet")
     cut = rows.groupby("group_id")["truncated"].all()
     told = replayed(plain, 2, "loss.mask_truncated=true", capsys=capsys)
@@ -198,7 +199,7 @@ def test_groups_that_were_not_scored_are_told_where_a_loss_would_have_scored_the
     assert told["other"]["not_scored_groups"] == skipped and told["run"]["not_scored_groups"] == 0
 
 
-def test_a_step_whose_answers_were_all_rewarded_alike_replays(tiny, tmp_path, capsys):
+def test_a_step_of_zero_variance_groups_alone_replays(tiny, tmp_path, capsys):
     folder = tmp_path / "run"
     run([*tiny, "train.total_dialog_turns=16", "env.reward.reasoning_pattern='never said'"], folder)
     told = replayed(folder, 1, "loss=cispo", capsys=capsys)
@@ -228,7 +229,7 @@ def test_a_run_with_adapters_replays_where_peft_is_not_installed(plain, monkeypa
     monkeypatch.setattr(lora, "_need", absent)
     changes = {"train_model.lora.rank": 8, "train_model.quantization": "nf4"}
     with_adapters = Settings.restored(read_step(plain, 1).config).with_values(changes)
-    assert _with_loss(with_adapters, ["loss=cispo"]).loss.surrogate == "cispo"
+    assert with_loss(with_adapters, ["loss=cispo"]).loss.surrogate == "cispo"
 
 
 @pytest.mark.parametrize(

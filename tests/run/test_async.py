@@ -74,7 +74,7 @@ def trained_groups(folder):
 
 
 def accounts(rows):
-    """What was started, and what became of it."""
+    """The groups that were started, and what became of them."""
     return [
         (row["groups/started"], row["groups/trained"] + row["groups/open"])
         + (sum(value for name, value in row.items() if name.startswith("groups/dropped")),)
@@ -142,7 +142,7 @@ def test_a_node_dies_and_the_run_stops_by_name_or_goes_on_as_it_was_told(tiny, t
         rows = finished(process, folder)
     finally:
         cluster.shutdown()
-    assert "It is replaced, and what it was answering is sampled again" in said(folder)
+    assert "It is replaced, and its unfinished groups are sampled again" in said(folder)
     assert rows[-1]["engines/replaced"] == 1 and len(rows) == steps
     assert trained_groups(folder) == list(range(4 * steps)), "each group is trained on once, over both runs"
     assert all(started == trained_or_open + dropped for started, trained_or_open, dropped in accounts(rows))

@@ -68,12 +68,12 @@ REWARDS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_200_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtype):
+def test_120_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtype):
     torch.manual_seed(0)
     policy = TrainPolicy.load(model, dtype)
     optimizer = PolicyOptimizer(policy.model, lr=1e-2, max_bad_steps=1000)
     start, taken, behind = [p.clone() for p in policy.model.parameters()], 0, None
-    for step in range(200):
+    for step in range(120):  # twice through all that alternates: rewards, samplers, advantages
         group = random_group(prompt=6, lengths=[4, 1, 0, 7], vocab=257, group_id=step, seed=step)
         other = random_group(prompt=3, lengths=[2, 5, 3, 3], vocab=257, group_id=1000 + step, seed=1000 + step)
         groups = [
@@ -88,7 +88,7 @@ def test_200_steps_of_hostile_rewards_never_write_what_is_not_finite(model, dtyp
         result, _ = train(policy, optimizer, groups, ("zscore", "no_std")[step // 2 % 2])
         taken += not result.skipped
         assert finite(policy, optimizer), f"step {step}"
-    assert 100 <= taken < 200  # without a std, advantages of 1e30 have gradients that are beyond fp32
+    assert 60 <= taken < 120  # without a std, advantages of 1e30 have gradients that are beyond fp32
     assert not any(torch.equal(a, b) for a, b in zip(start, policy.model.parameters(), strict=True))
 
 
@@ -110,13 +110,13 @@ def test_an_update_beyond_the_dtypes_range_is_left_out_of_a_real_model(model, dt
     assert optimizer.bad_steps
 
 
-# ---- odd batches: gradients against a plain forward pass of each answer by itself ----
+# ---- odd batches: gradients against a plain forward pass of each response by itself ----
 
 
 def plain_gradients(model, groups, rewards_to_advantages):
-    """Gradients of the on-policy loss -sum w A log pi, by transformers' own attention, an answer at a time."""
+    """Gradients of the on-policy loss -sum w A log pi, by transformers' own attention, a response at a time."""
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    answers = sum(group.size for group in groups)
+    responses = sum(group.size for group in groups)
     for group in groups:
         for ids, advantage in zip(group.responses, rewards_to_advantages(group.rewards), strict=True):
             if not len(ids):
@@ -125,7 +125,7 @@ def plain_gradients(model, groups, rewards_to_advantages):
             full = torch.cat([group.prompt_ids, ids])[None]
             log_probs = plain(full, attention_mask=torch.ones_like(full)).logits[0, prompt - 1 : -1].log_softmax(-1)
             chosen = log_probs.gather(1, ids[:, None])
-            (-advantage * chosen.mean() / answers).backward()
+            (-advantage * chosen.mean() / responses).backward()
     return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
 
 
@@ -145,7 +145,7 @@ def our_gradients(model, groups, loss):
 
 
 def ending(group: Group) -> Group:
-    """The same with an end of sequence as the last token of every answer."""
+    """The same with an end of sequence as the last token of every response."""
     ids = group.response_ids.clone()
     ids[group.offsets[1:] - 1] = END
     return replace(group, response_ids=ids)
@@ -153,15 +153,15 @@ def ending(group: Group) -> Group:
 
 def groups_of(kind: str) -> list[Group]:
     """Batches that have broken trainers, with rewards that differ."""
-    if kind == "one-token answers":
+    if kind == "one-token responses":
         return [random_group(lengths=[1, 1, 1], vocab=257, rewards=[0.0, 1.0, 2.0])]
     if kind == "pad is eos":
         # An end of sequence inside the prompt, too: a mask made by comparing with the padding would hide both.
         group = ending(random_group(prompt=5, lengths=[3, 1, 4], vocab=257, rewards=[0.0, 1.0, 5.0]))
         return [replace(group, prompt_ids=group.prompt_ids.index_fill(0, torch.tensor([0, 2]), END))]
-    if kind == "very long answers":
+    if kind == "very long responses":
         return [random_group(lengths=[1500, 2, 700], vocab=257, rewards=[0.0, 1.0, 3.0])]
-    if kind == "empty answers":
+    if kind == "empty responses":
         return [
             random_group(lengths=[0, 3, 0, 2], vocab=257, rewards=[1.0, 0.0, 0.0, 2.0]),
             random_group(lengths=[0, 0], vocab=257, rewards=[0.0, 1.0], group_id=1),
@@ -169,7 +169,7 @@ def groups_of(kind: str) -> list[Group]:
     raise AssertionError(kind)
 
 
-ODD = ("one-token answers", "pad is eos", "very long answers", "empty answers")
+ODD = ("one-token responses", "pad is eos", "very long responses", "empty responses")
 
 
 @pytest.mark.parametrize("kind", ODD)
@@ -207,7 +207,7 @@ def masked(group: Group) -> Group:
                      {"mask_truncated": True}, id="all truncated and left out"),
         pytest.param([random_group(lengths=[0, 0])], {}, id="all empty"),
         pytest.param([random_group(lengths=[3, 2], rewards=[0.7, 0.7]), random_group(lengths=[1, 4], rewards=[0.1, 0.1],
-                     group_id=1)], {}, id="all rewarded alike"),
+                     group_id=1)], {}, id="zero variance"),
         pytest.param([random_group(lengths=[3, 2], rewards=[0.7, 0.7])], {"skip_zero_advantage": True}, id="skipped"),
     ],
 )  # fmt: skip

@@ -217,7 +217,7 @@ def test_values_of_the_right_type_are_let_through(override):
 
 @pytest.mark.parametrize("dataset", sorted(TASKS))
 def test_each_tasks_config_has_exactly_the_settings_that_its_environment_takes(dataset):
-    """And with the values that they have by default, so that a script and the command line do the same."""
+    """The values are the defaults too, so that a script and the command line do the same."""
     pytest.importorskip({"math": "math_verify"}.get(dataset, "torch"))
     spec = task_spec(dataset)
     takes = inspect.signature(spec.task).parameters | inspect.signature(spec.load_rows).parameters

@@ -28,7 +28,7 @@ def job(documents):
 
 @pytest.fixture(scope="module")
 def words(job):
-    """Of the entrypoint's command."""
+    """The words of the entrypoint's command."""
     found = shlex.split(job["entrypoint"])
     assert found[found.index("python") + 1].endswith("/sota/grpo_async.py")
     return found[found.index("python") + 2 :]

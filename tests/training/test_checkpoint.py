@@ -93,7 +93,7 @@ def test_only_the_newest_are_kept(tmp_path):
 
 
 def claimed(resume, outputs, config=None, frequency=20):
-    """What a start with this `resume` takes; its lock is let go of."""
+    """The checkpoint that a start with this `resume` takes; its lock is released."""
     taken = claim(outputs / "new", resume, outputs, json.dumps(config or {}), frequency)
     taken.lock.close()
     return taken
@@ -261,7 +261,7 @@ def test_later_checkpoints_of_another_future_are_set_aside(tmp_path):
 
 
 class OneRank:
-    """Of processes that hold a state together, the only one."""
+    """The only one of the processes that hold a state."""
 
     rank, size = 0, 1
 
@@ -589,7 +589,7 @@ class Killed(BaseException):
 
 
 def kill_at(monkeypatch, number):
-    """From the given file operation on, counted from 0, nothing more reaches the disk."""
+    """Cuts off the disk: from the given file operation on, counted from 0, nothing more reaches it."""
     count = iter(range(1_000_000))
     for name in ("replace", "rename", "unlink", "rmdir", "mkdir", "fsync"):
         real = getattr(os, name)

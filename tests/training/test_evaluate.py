@@ -43,7 +43,7 @@ class Tokenizer:
 
 
 class Doubler:
-    """An engine that answers a prompt [x] with [2x], and cuts answers above 9."""
+    """An engine that responds to a prompt [x] with [2x], and cuts responses above 9."""
 
     def generate(self, prompts, n, sampling):
         assert n == 1 and sampling == GREEDY
@@ -55,7 +55,7 @@ def run(questions):
     return evaluate(env, Doubler(), [{"question": str(q), "answer": a} for q, a in questions], GREEDY)
 
 
-def test_every_row_is_answered_once_and_judged_in_its_place():
+def test_every_row_is_sampled_once_and_judged_in_its_place():
     result = run([(1, "2"), (2, "5"), (5, "10")])
     assert result.completions == ["2", "4", "10"]
     assert result.rewards == [2.5, 0.5, 2.5]
@@ -81,7 +81,7 @@ def test_a_row_that_cannot_be_judged_is_left_out_of_means_and_gains():
     assert math.isnan(result.rewards[1]) and result.reward == 2.5
     assert result.metrics()["eval/failed"] == 1
     assert paired_gain([0.0, 0.0, 0.5], result.rewards).mean == 2.25
-    with pytest.raises(ValueError, match="none of the 1 held-out answers could be judged.*no answer is known"):
+    with pytest.raises(ValueError, match="none of the 1 held-out responses could be judged.*no answer is known"):
         run([(2, "?")])
 
 
@@ -158,5 +158,5 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_correct_answer(n, c, k):
 
 
 def test_pass_at_k_refuses_more_draws_than_answers():
-    with pytest.raises(ValueError, match="pass@9 of 8 answers"):
+    with pytest.raises(ValueError, match="pass@9 of 8 responses"):
         pass_at_k(8, 1, 9)

@@ -79,7 +79,7 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_and_name_the_tensor():
         bad_step()
 
 
-def test_who_is_to_blame_is_asked_once_in_a_row_of_bad_steps_and_again_before_the_error():
+def test_the_cause_is_sought_once_in_a_row_of_bad_steps_and_again_before_the_error():
     model, asked = linear(), []
 
     def explain():
@@ -100,7 +100,7 @@ def test_who_is_to_blame_is_asked_once_in_a_row_of_bad_steps_and_again_before_th
 
 
 @pytest.mark.parametrize(("size", "lr", "clip"), [(1e20, 1.0, 1e30), (1.0, 600.0, 1.0)])
-def test_nobody_is_blamed_for_what_is_finite_and_too_large_for_the_step(size, lr, clip):
+def test_no_cause_is_named_for_what_is_finite_and_too_large_for_the_step(size, lr, clip):
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float16)
     torch.nn.init.constant_(model.weight, 64992.0)
     stepper = PolicyOptimizer(model, name="sgd", lr=lr, clip_grad_norm=clip)

@@ -205,7 +205,7 @@ def groups_of(samples):
 
 
 def gap(policy, engine):
-    """Mean |difference| of the sampler's log-probabilities and the trainer's, on answers to a cached prompt."""
+    """Mean |difference| of the sampler's log-probabilities and the trainer's, on responses to a cached prompt."""
     groups = groups_of(engine.generate([PROMPT], n=8, sampling=Sampling(max_new_tokens=8)))
     with torch.no_grad():
         return (policy.score(groups)[0] - groups[0].log_probs).abs().mean()
@@ -327,11 +327,11 @@ def test_conversations_are_answered_by_the_adapter_too(folder, beside):
     policy = adapted(folder, torch.float32)
     WeightSync(policy.model, beside).push()
     beside.submit(7, PROMPT, Sampling(max_new_tokens=8))
-    answered = []
-    while not answered:
-        answered = beside.step()
+    finished = []
+    while not finished:
+        finished = beside.step()
     with torch.no_grad():
-        groups = groups_of([answered[0][1]])
+        groups = groups_of([finished[0][1]])
         assert (policy.score(groups)[0] - groups[0].log_probs).abs().mean() < 1e-3
 
 
@@ -444,7 +444,7 @@ def test_a_merged_export_is_read_without_peft(folder, tmp_path):
 @pytest.mark.network  # the model comes from PyPI the first time
 @pytest.mark.parametrize("push", ["merged", "adapter"])
 def test_a_real_models_sampler_agrees_with_its_trainer_under_pushed_adapters(default_model, push):
-    """In bf16, within what rounding explains without adapters too (tests/engines/test_sampler_mismatch.py)."""
+    """They agree within what rounding explains, as without adapters too (tests/engines/test_sampler_mismatch.py)."""
     vllm = pytest.importorskip("grpo_rl.engines.vllm.engine")
     lora = LoRA(rank=16, push=push)
     policy = TrainPolicy.load(default_model, torch.bfloat16, lora=lora)

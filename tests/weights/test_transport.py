@@ -477,7 +477,7 @@ def test_vllms_own_transfer_within_a_gpu_delivers(folder):
 @pytest.mark.parametrize("broken", range(6))
 def test_the_bucket_that_failed_is_named_and_not_the_one_behind_it(model, broken):
     class Breaks(Reads):
-        """As vLLM: after an error the update is over, and later buckets are refused."""
+        """Behaves as vLLM: after an error the update is over, and later buckets are refused."""
 
         failed = False
 

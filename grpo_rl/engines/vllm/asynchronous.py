@@ -232,7 +232,7 @@ class AsyncVLLMEngine:
         return self._llm
 
     async def _within(self, what: str, call: Awaitable[T]) -> T:
-        """What the call returns.
+        """Waits for the call and returns its result.
 
         Raises:
             EngineDeadError: it did not return within the deadline, or the process died.

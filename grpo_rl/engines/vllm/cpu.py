@@ -46,7 +46,7 @@ def cpu_arguments(
 
 
 def _token_bytes(model: str | Path, dtype: torch.dtype, tensor_parallel_size: int) -> int:
-    """Bytes of a token's keys and values on a device, as if all layers were alike."""
+    """Bytes of a token's keys and values on a device, as if all layers had the same shape."""
     config = AutoConfig.from_pretrained(model).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,4 +1,4 @@
-"""What vLLM reads from the environment when it is imported; imported before vLLM by whatever runs an engine."""
+"""Environment variables that vLLM reads when it is imported; whatever runs an engine imports this module first."""
 
 from __future__ import annotations
 

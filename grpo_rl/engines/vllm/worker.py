@@ -1,4 +1,4 @@
-"""What we add to vLLM's workers: to take weights by their checkpoint names, and to say what they hold.
+"""Our extension of vLLM's workers: they take weights by their checkpoint names, and prove what they hold.
 
 vLLM mixes the class into its worker by its name, in each of its processes; so what has to be registered there before a
 model is built is registered when this is imported.

@@ -1,4 +1,4 @@
-"""vLLM in a process of its own: answers live through updates, tokens know their weights, deaths are named."""
+"""vLLM in a process of its own: responses live through updates, tokens know their weights, deaths are named."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Served:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def wait_for_tokens(self, count):
-        """Until every answer under way has so many tokens."""
+        """Waits until every response under way has so many tokens."""
         states = self.engine._llm.output_processor.request_states
         end = time.monotonic() + 60
         while not states or any(state.detokenizer.num_output_tokens() < count for state in list(states.values())):

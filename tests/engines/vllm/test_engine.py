@@ -1,4 +1,4 @@
-"""What only vLLM can get wrong."""
+"""The properties that only vLLM can get wrong."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_adapters_in_fp32_are_refused_where_gpu_kernels_do_not_take_them():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
-def test_on_cpu_a_short_prompt_is_not_computed_for_every_answer_and_norms_are_kernels(tmp_path):
+def test_on_cpu_a_short_prompt_is_not_computed_for_every_response_and_norms_are_kernels(tmp_path):
     pytest.importorskip("vllm")
     from vllm import ir
 
@@ -56,7 +56,7 @@ def test_on_cpu_a_short_prompt_is_not_computed_for_every_answer_and_norms_are_ke
     handle = model.model.embed_tokens.register_forward_hook(lambda module, args, output: computed.append(len(args[0])))
     try:
         engine.generate([list(range(5, 80))], n=8, sampling=Sampling(max_new_tokens=1))
-        # 75 tokens: two blocks of 32 once, the 11 behind them for each of the 8 answers.
+        # 75 tokens: two blocks of 32 once, the 11 behind them for each of the 8 responses.
         assert computed == [2 * 32 + 8 * 11]
         for name in NORMS:
             assert getattr(ir.ops, name).get_priority()[0] == PROVIDER
@@ -66,7 +66,7 @@ def test_on_cpu_a_short_prompt_is_not_computed_for_every_answer_and_norms_are_ke
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
-def test_on_cpu_the_cache_has_room_for_the_longest_answers_and_no_more(tmp_path, monkeypatch):
+def test_on_cpu_the_cache_has_room_for_the_longest_responses_and_no_more(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     from grpo_rl.engines.vllm.cpu import CACHE_BYTES, cpu_arguments
     from grpo_rl.engines.vllm.engine import VLLMEngine

@@ -99,10 +99,13 @@ class Here:
         return [(s.response_ids.tolist(), s.log_probs.tolist()) for s in self.engine.generate(PROMPTS, 1, GREEDY)]
 
 
-def answers_from_disk(folder):
-    engine = Here(folder)
+@pytest.fixture(scope="module", params=["untied", "biased"])  # the latter tied
+def saved(request, tmp_path_factory):
+    """Two models of a kind, and the answers of an engine that loaded the second one."""
+    folders = [save(request.param, seed, tmp_path_factory.mktemp("model") / str(seed)) for seed in range(2)]
+    engine = Here(folders[1])
     try:
-        return engine.answers()
+        return folders, engine.answers()
     finally:
         engine.engine.close()
 
@@ -120,10 +123,8 @@ def push(engine, folder, version, bucket_bytes=1 << 14):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["untied", "biased"])  # the latter tied
-def test_what_was_pushed_answers_as_what_was_loaded_from_disk(kind, tmp_path):
-    folders = [save(kind, seed, tmp_path / str(seed)) for seed in range(2)]
-    second = answers_from_disk(folders[1])
+def test_what_was_pushed_answers_as_what_was_loaded_from_disk(saved):
+    folders, second = saved
     engine = Here(folders[0])
     try:
         first = engine.answers()
@@ -136,13 +137,11 @@ def test_what_was_pushed_answers_as_what_was_loaded_from_disk(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["untied", "biased"])  # the latter tied
-def test_in_one_process_the_first_push_is_read_by_products_and_later_ones_by_digests(kind, tmp_path, monkeypatch):
+def test_in_one_process_the_first_push_is_read_by_products_and_later_ones_by_digests(saved, monkeypatch):
     from grpo_rl.engines.vllm import held
 
-    folders = [save(kind, seed, tmp_path / str(seed)) for seed in range(2)]
+    folders, second = saved
     weights = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict() for folder in folders]
-    second = answers_from_disk(folders[1])
     here = Here(folders[0])
     model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.bfloat16)
     products, by_product, runner = [], held.read_by_product, here.worker.model_runner

@@ -1,4 +1,4 @@
-"""One scorer's accident costs one answer, is counted by kind and named, and too many stop the run."""
+"""One scorer's accident costs one response, is counted by kind and named, and too many stop the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ODD = {"nothing": None, "text": "12", "big": [Reward({"good": 10**400})] * 2, "m
 
 
 class Judge(Task):
-    """Judges by the answer's first word."""
+    """Judges by the response's first word."""
 
     rows = ()
     reward_parts = ("good",)
@@ -70,8 +70,8 @@ def guard(task=None, deadline_s=5.0, allowed=1.0):
 
 def test_each_accident_is_one_typed_failure_and_the_others_keep_their_rewards():
     judge = guard()
-    answers = ["fine", "raise x", "nan", "text", "parts", "none", "gold", "fine"]
-    results = judge.score({}, answers, "row 7")
+    responses = ["fine", "raise x", "nan", "text", "parts", "none", "gold", "fine"]
+    results = judge.score({}, responses, "row 7")
     kinds = [getattr(result, "kind", "reward") for result in results]
     assert kinds == ["reward", "error", "invalid", "invalid", "invalid", "invalid", "unjudgeable", "reward"]
     assert results[0] == Reward({"good": 1.0}) and isinstance(results[0].parts["good"], float)
@@ -90,7 +90,7 @@ def test_a_scorer_that_hangs_costs_its_answer_and_the_deadline_only():
     assert "on row 0: no result within 0.3 s" in results[1].message
 
 
-def test_answers_scored_together_fail_together_where_the_call_fails_and_alone_where_one_does():
+def test_responses_scored_in_one_call_fail_as_one_where_the_call_fails_and_alone_where_one_does():
     judge = guard(Together(), deadline_s=0.3)
     together = [getattr(r, "kind", r) for r in judge.score({}, ["ab", "raise"], "row 0")]
     assert together == [Reward({"good": 2.0}), "error"]
@@ -111,9 +111,9 @@ def test_whatever_a_scorer_returns_is_a_typed_failure(first, kind):
 
 def test_too_many_failures_stop_the_run_with_an_example_of_each_kind():
     judge = guard(allowed=0.1)
-    for _ in range(8):  # 8 of the first 80 answers are allowed
+    for _ in range(8):  # 8 of the first 80 responses are allowed
         judge.score({}, ["raise"], "row 1")
-    with pytest.raises(ScoreError, match=r"9 of 9 answers.*8 error, 1 invalid.*max_failed_fraction=0\.1") as caught:
+    with pytest.raises(ScoreError, match=r"9 of 9 responses.*8 error, 1 invalid.*max_failed_fraction=0\.1") as caught:
         judge.score({}, ["nan"], "row 2")
     assert "KeyError" in str(caught.value) and "nan" in str(caught.value)
 
@@ -127,8 +127,8 @@ def test_an_isolated_task_scores_the_same_in_another_process():
     row = {"numbers": [3, 4], "target": 12}
     task, isolated = Countdown([row]), Countdown([row])
     isolated.isolated = True
-    answers = ["<answer>3 * 4</answer>", "<answer>3 + 4</answer>", "no"]
-    assert guard(isolated, deadline_s=60.0).score(row, answers, "row 0") == guard(task).score(row, answers, "row 0")
+    responses = ["<answer>3 * 4</answer>", "<answer>3 + 4</answer>", "no"]
+    assert guard(isolated, deadline_s=60.0).score(row, responses, "row 0") == guard(task).score(row, responses, "row 0")
     with pytest.raises(ValueError, match="sent to a worker"):
         local = Judge()
         local.isolated, local.unsendable = True, threading.Lock()

@@ -1,4 +1,4 @@
-"""What the tests of IFEval share."""
+"""Fixtures that the tests of IFEval share."""
 
 from __future__ import annotations
 

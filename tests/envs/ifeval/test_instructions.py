@@ -1,4 +1,4 @@
-"""Answers to each of the 25 instruction types, their verdicts derived by hand from the published definition."""
+"""Responses to each of the 25 instruction types, their verdicts derived by hand from the published definition."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENGLISH = "good morning, ladies and gentlemen. today we are going to talk about 
 FRENCH = "bonjour mesdames et messieurs, aujourd'hui nous allons parler de la météo dans les montagnes."
 AT_LEAST, LESS = {"relation": "at least"}, {"relation": "less than"}
 
-# Instruction, arguments, then answers that follow it and answers that do not.
+# Instruction, arguments, then responses that follow it and responses that do not.
 TABLE = [
     ("keywords:existence", {"keywords": ["art", "new york"]},
      ["Art in New York.", "A PARTY IN NEW YORK", "new york: smart"],
@@ -127,28 +127,28 @@ TABLE = [
 ]  # fmt: skip
 
 CASES = [
-    pytest.param(name, kwargs, answer, verdict, id=f"{name.partition(':')[2]}-{number}-{verdict}-{at}")
+    pytest.param(name, kwargs, response, verdict, id=f"{name.partition(':')[2]}-{number}-{verdict}-{at}")
     for number, (name, kwargs, right, wrong) in enumerate(TABLE)
-    for verdict, answers in ((True, right), (False, wrong))
-    for at, answer in enumerate(answers)
+    for verdict, responses in ((True, right), (False, wrong))
+    for at, response in enumerate(responses)
 ]
 
 
-@pytest.mark.parametrize(("name", "kwargs", "answer", "verdict"), CASES)
-def test_an_answer_follows_the_instruction_or_not(request, name, kwargs, answer, verdict):
+@pytest.mark.parametrize(("name", "kwargs", "response", "verdict"), CASES)
+def test_a_response_follows_the_instruction_or_not(request, name, kwargs, response, verdict):
     if name in COUNT_SENTENCES:
         request.getfixturevalue("punkt")
-    assert check([name], [kwargs], answer, prompt="") == [verdict]
+    assert check([name], [kwargs], response, prompt="") == [verdict]
 
 
-def test_the_table_has_a_followed_and_an_unfollowed_answer_for_each_of_the_25_types():
+def test_the_table_has_a_followed_and_an_unfollowed_response_for_each_of_the_25_types():
     assert len(INSTRUCTIONS) == 25
     for place in (2, 3):
         assert {row[0] for row in TABLE if row[place]} == set(INSTRUCTIONS)
 
 
 @pytest.mark.parametrize("name", sorted(INSTRUCTIONS))
-def test_a_blank_answer_follows_nothing(name):
+def test_a_blank_response_follows_nothing(name):
     kwargs = next(row[1] for row in TABLE if row[0] == name)
     for blank in ("", " \n\t\n "):
         assert check([name], [kwargs], blank, prompt="") == [False]
@@ -173,18 +173,18 @@ LOOSE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kwargs", "answer", "verdict"), LOOSE)
-def test_a_loose_verdict_forgives_the_first_line_the_last_and_asterisks(name, kwargs, answer, verdict):
-    assert check([name], [kwargs], answer, prompt="") == [False]
-    assert check([name], [kwargs], answer, prompt="", loose=True) == [verdict]
+@pytest.mark.parametrize(("name", "kwargs", "response", "verdict"), LOOSE)
+def test_a_loose_verdict_forgives_the_first_line_the_last_and_asterisks(name, kwargs, response, verdict):
+    assert check([name], [kwargs], response, prompt="") == [False]
+    assert check([name], [kwargs], response, prompt="", loose=True) == [verdict]
 
 
 @pytest.mark.parametrize(("name", "kwargs", "right", "wrong"), TABLE)
 def test_what_follows_strictly_follows_loosely(request, name, kwargs, right, wrong):
     if name in COUNT_SENTENCES:
         request.getfixturevalue("punkt")
-    for answer in right:
-        assert check([name], [kwargs], answer, prompt="", loose=True) == [True]
+    for response in right:
+        assert check([name], [kwargs], response, prompt="", loose=True) == [True]
 
 
 def test_the_hubs_empty_columns_are_no_arguments_and_zero_is_one():
@@ -214,14 +214,14 @@ def test_the_hubs_empty_columns_are_no_arguments_and_zero_is_one():
          "letter is 'ab'; it must be one character"),
         (["language:response_language"], [{"language": "english"}], "language is 'english'"),
         (["length_constraints:nth_paragraph_first_word"],
-         [{"num_paragraphs": 2, "nth_paragraph": 3, "first_word": "a"}], "paragraph 3 of 2; no answer could follow it"),
+         [{"num_paragraphs": 2, "nth_paragraph": 3, "first_word": "a"}], "paragraph 3 of 2; no response could"),
         (["length_constraints:nth_paragraph_first_word"],
          [{"num_paragraphs": 2, "nth_paragraph": 0, "first_word": "a"}], "nth_paragraph is 0; .* at least 1"),
     ],
 )  # fmt: skip
 def test_a_wrong_instruction_is_named_and_nothing_is_drawn_in_its_place(ids, kwargs, message):
     with pytest.raises(ValueError, match=message):
-        check(ids, kwargs, "an answer", prompt="Do it.")
+        check(ids, kwargs, "a response", prompt="Do it.")
 
 
 # Patterns of the published definition, which take square time on hostile texts: ours must find the same without them.

@@ -13,7 +13,7 @@ RIGHT, WRONG = "42", "41"
 
 
 class Guess(Task):
-    """Ask twice: row n wants n, and the first guess is always told to be wrong. An answer of `!` crashes."""
+    """Ask twice: row n wants n, and the first guess is always told to be wrong. A response of `!` crashes."""
 
     reward_parts = ("hit",)
 
@@ -60,20 +60,20 @@ def test_everything_else_is_the_tasks_own():
     assert with_rewards(own, {}) is own and with_rewards(own, None) is own
 
 
-def test_a_length_is_judged_within_the_answers_to_one_prompt():
+def test_a_length_is_judged_within_the_responses_to_one_prompt():
     task = with_rewards(GSM8K(ROWS), {"length": 1.0})
-    answers = [RIGHT, "It is " + RIGHT, "Surely " + WRONG, "7", "It is, I think, 7"]
+    responses = [RIGHT, "It is " + RIGHT, "Surely " + WRONG, "7", "It is, I think, 7"]
     rows = [ROWS[0]] * 3 + [ROWS[1]] * 2
     lengths = [2, 8, 9, 1, 17]
-    assert [len(answer) for answer in answers] == lengths
+    assert [len(response) for response in responses] == lengths
     # First group: 0.5 - (2 - 2) / 7, 0.5 - 6 / 7, and min(0, 0.5 - 7 / 7) for the wrong one. Second: the extremes.
     expected = [0.5, 0.5 - 6 / 7, -0.5, 0.5, -0.5]
-    assert [reward.parts["length"] for reward in task.score_many(rows, answers)] == pytest.approx(expected)
+    assert [reward.parts["length"] for reward in task.score_many(rows, responses)] == pytest.approx(expected)
     # Alone, there is nobody to be compared with.
-    assert task.score(ROWS[0], answers[1]).parts["length"] == 0.0
+    assert task.score(ROWS[0], responses[1]).parts["length"] == 0.0
 
 
-def test_an_answer_whose_scorer_failed_is_out_of_its_group():
+def test_a_response_whose_scorer_failed_is_out_of_its_group():
     task = with_rewards(Guess(), {"length": {"correct": "hit"}})
     row = task.rows[1]
     first, failed, last = task.score_many([row] * 3, ["1", "!", "1   "])
@@ -81,7 +81,7 @@ def test_an_answer_whose_scorer_failed_is_out_of_its_group():
     assert isinstance(failed, KeyError)
 
 
-def test_a_reward_that_fails_costs_its_answer_only(monkeypatch):
+def test_a_reward_that_fails_costs_its_response_only(monkeypatch):
     def brittle(text: str) -> float:
         if text == "7":
             raise RuntimeError("no sevens")
@@ -123,7 +123,7 @@ def test_right_may_be_what_accuracy_finds_even_at_weight_zero(monkeypatch):
     assert reward.parts["cosine"] > 0.99
 
 
-def test_a_row_that_accuracy_cannot_judge_is_no_wrong_answer(monkeypatch):
+def test_a_row_that_accuracy_cannot_judge_is_no_wrong_response(monkeypatch):
     def refuse(text: str, gold: str | None) -> float:
         raise Unjudgeable("gold")
 

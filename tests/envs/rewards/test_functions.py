@@ -128,13 +128,13 @@ def test_a_result_of_another_form_is_an_error_that_names_the_function(result, me
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -np.inf, torch.tensor(float("nan")), "1", [1], 10**400])
-def test_what_is_no_finite_number_costs_its_answer_only(value):
+def test_what_is_no_finite_number_costs_its_response_only(value):
     failed, good = judge(lambda completion: [value, 0.5])
     assert isinstance(failed, RewardFunctionError) and "<lambda> returned" in str(failed)
     assert good == 0.5
 
 
-def test_none_says_that_an_answer_cannot_be_judged():
+def test_none_says_that_a_response_cannot_be_judged():
     failed, good = judge(lambda completion: [None, 0.5])
     assert isinstance(failed, Unjudgeable) and good == 0.5
 

@@ -21,7 +21,7 @@ from grpo_rl.envs.rewards.length import cosine, group_length, soft_overlong_puni
         ([], [], []),
     ],
 )
-def test_the_length_of_an_answer_is_judged_within_its_group(lengths, correct, expected):
+def test_the_length_of_a_response_is_judged_within_its_group(lengths, correct, expected):
     assert group_length(lengths, [bool(right) for right in correct]) == expected
 
 
@@ -49,7 +49,7 @@ def test_short_is_best_where_right_and_worst_where_wrong(length, right, wrong):
 
 
 def test_other_values_and_one_for_what_fills_the_context_can_be_set():
-    # A right answer earns 2 down to 1, a wrong one -10 up to 0, and one that fills the context -10.
+    # A right response earns 2 down to 1, a wrong one -10 up to 0, and one that fills the context -10.
     values = {
         "max_len": 100, "max_value_correct": 2.0, "min_value_correct": 1.0, "min_value_wrong": -10.0,
         "max_value_wrong": 0.0, "value_exceeded": -10.0,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.envs.grading.tags import last_answer
-from grpo_rl.envs.tools.calls import MAX_CALLS, Call, Tool, answer_calls, find_calls, is_final
+from grpo_rl.envs.tools.calls import MAX_CALLS, Call, Tool, find_calls, is_final, reply_to_calls
 from grpo_rl.envs.tools.task import ToolTask
 
 SHOUT = Tool("shout", "text", "hi", str.upper)
@@ -144,7 +144,7 @@ def test_no_text_makes_it_fail(text):
     for call in find_calls(text, TOOLS):
         assert (call.tool is None) == bool(call.error)
         assert len(call.error) < 300
-    assert (answer_calls(text, TOOLS, "tool") is None) == is_final(text, TOOLS)
+    assert (reply_to_calls(text, TOOLS, "tool") is None) == is_final(text, TOOLS)
 
 
 @pytest.mark.parametrize(
@@ -154,30 +154,30 @@ def test_a_megabyte_of_anything_takes_time_linear_in_it(piece):
     text = piece * (1_000_000 // len(piece))
     start = time.process_time()
     for hostile in (text, "Shout: " + text, "<tool_call>" + text + "</tool_call>"):
-        answer_calls(hostile, TOOLS, "tool")
+        reply_to_calls(hostile, TOOLS, "tool")
     assert time.process_time() - start < 5  # a quadratic scan takes hours
 
 
 def test_results_come_one_message_a_call():
     error = "Error: the call is empty. Write one as a line of its own, such as Count_words: one two"
-    assert answer_calls("Shout: a\nand then\nCount_words:", TOOLS, "tool") == [
+    assert reply_to_calls("Shout: a\nand then\nCount_words:", TOOLS, "tool") == [
         {"role": "tool", "content": "A"}, {"role": "tool", "content": error},
     ]  # fmt: skip
 
 
 def test_results_come_in_one_message_where_turns_alternate():
-    reply = answer_calls("Shout: a\nCount_words: b b", TOOLS, "user")
+    reply = reply_to_calls("Shout: a\nCount_words: b b", TOOLS, "user")
     assert reply == [{"role": "user", "content": "A\n2"}]
 
 
 @pytest.mark.parametrize("text", ["7", "", "Shout: a\n<answer>A</answer>", "<answer></answer>\nShout: a"])
 def test_a_message_that_answers_or_calls_nothing_is_the_last(text):
-    assert is_final(text, TOOLS) and answer_calls(text, TOOLS, "tool") is None
+    assert is_final(text, TOOLS) and reply_to_calls(text, TOOLS, "tool") is None
 
 
 @pytest.mark.parametrize("text", ["Shout: a\n<answer>A", "shout(a)", "</answer>\nShout: a <answer>"])
 def test_a_message_that_calls_and_has_no_whole_answer_is_not_the_last(text):
-    assert not is_final(text, TOOLS) and answer_calls(text, TOOLS, "tool")
+    assert not is_final(text, TOOLS) and reply_to_calls(text, TOOLS, "tool")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""The commands `grpo-rl batches` and `grpo-rl plan`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from grpo_rl.planner.advice import best_in_turns, best_overlapped, remedies, with_devices
+from grpo_rl.planner.batches import plan_batches
+from grpo_rl.planner.drawing import picture, svg
+from grpo_rl.planner.hardware import Cluster
+from grpo_rl.planner.plan import make_plan
+from grpo_rl.planner.scenario import Scenario, config_source
+from grpo_rl.planner.simulation import TAIL, simulate_plan
+from grpo_rl.planner.table import plan_view, simulation_view
+from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE
+from grpo_rl.policies.loading import skeleton
+from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
+from grpo_rl.settings.schema import Settings
+
+OF_A_PLAN = ("cluster", "mode")
+"""Words of a plan that are no keys of a config."""
+
+
+def add_batches(parser: argparse.ArgumentParser) -> None:
+    """Declares `grpo-rl batches`."""
+    parser.usage = "grpo-rl batches [options] [overrides ...]"
+    parser.description = (
+        "Draws how prompts, responses, optimizer steps, micro-batches, epochs and devices fit together in "
+        "a config. Takes the overrides of `python sota/grpo.py`; loads no model and no data. Exit code 1: something "
+        "does not divide, and the drawing shows where."
+    )
+    _add_lengths(parser, "assumed length of a prompt")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture there")
+    parser.add_argument("--gpus", type=int, metavar="N", help="plan for a machine with so many (those of this one)")
+    parser.set_defaults(run_command=_batches)
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Declares `grpo-rl plan`."""
+    parser.usage = "grpo-rl plan [options] [cluster=64xH100] [mode=sync|async] [overrides ...]"
+    parser.description = (
+        "Says what fits on each device of a cluster, the largest micro-batch and context, the expected "
+        "time of a step, and how to divide the devices. Takes the overrides of `python sota/grpo.py`; needs a model's "
+        "config.json and no weights. cluster=64xH100, with numbers of your own cluster=64xH100,network_gb_s=25, or "
+        "cluster=here, which measures this machine (the default). mode=async where there are several devices, unless "
+        "it is given. Exit code 1: it does not fit, or no script runs it, and what to change is shown."
+    )
+    _add_lengths(parser, "assumed length of a prompt in a step")
+    share = "of the devices' rates that %s reaches: limit_fraction/%s of a run of one process in mode=sync (%s)"
+    for phase, default in (("train", TRAIN_SHARE), ("sample", SAMPLE_SHARE)):
+        text = share % (f"{phase[:-1]}ing", phase, default)
+        parser.add_argument(f"--{phase}-share", type=float, default=default, metavar="X", help=text)
+    parser.add_argument("--simulate", action="store_true", help="also simulate it with responses of many lengths")
+    text = f"of the simulated lengths: the 99th percentile over the median ({TAIL:g})"
+    parser.add_argument("--length-tail", type=float, default=TAIL, metavar="X", help=text)
+    parser.set_defaults(run_command=_plan)
+
+
+def _add_lengths(parser: argparse.ArgumentParser, prompt: str) -> None:
+    parser.add_argument(
+        "--config-name", "-cn", default=DEFAULT_CONFIG, help=f"the config to start from ({DEFAULT_CONFIG})"
+    )
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help=prompt)
+    response = "assumed length of a response (sampling.max_new_tokens)"
+    parser.add_argument("--response-tokens", "--answer-tokens", type=int, metavar="N", help=response)
+
+
+def _title(command: str, options: argparse.Namespace, overrides: Sequence[str]) -> str:
+    name = [] if options.config_name == DEFAULT_CONFIG else [f"--config-name {options.config_name}"]
+    return " ".join([f"grpo-rl {command}", *name, *overrides])
+
+
+def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    settings = Settings.read(compose_config(options.config_name, overrides), divides=False)  # the drawing shows it
+    plan = plan_batches(settings, options.prompt_tokens, options.response_tokens, options.gpus)
+    title = _title("batches", options, overrides)
+    Console(highlight=False).print(picture(plan, title))
+    if options.svg:
+        options.svg.write_text(svg(plan, title))
+    return int(bool(plan.misfits))
+
+
+def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    own = {key: value for key, _, value in (word.partition("=") for word in overrides) if key in OF_A_PLAN}
+    if own.get("mode", "sync") not in ("sync", "async"):
+        raise ValueError(f"mode is {own['mode']!r}; it is sync or async")
+    cfg = compose_config(options.config_name, [word for word in overrides if word.partition("=")[0] not in OF_A_PLAN])
+    cluster = Cluster.parse(own.get("cluster", "here"), getattr(torch, cfg.train_model.dtype))
+    cfg.mode = own.get("mode") or ("async" if cluster.count > 1 else "sync")
+    settings = Settings.read(cfg)
+    model = skeleton(config_source(settings.model.name)).to(getattr(torch, settings.train_model.dtype))
+    lengths, shares = (options.prompt_tokens, options.response_tokens), (options.train_share, options.sample_share)
+    scenario, chosen = with_devices(Scenario(settings, model, cluster, *lengths, *shares))
+    plan = make_plan(scenario)
+    title = _title("plan", options, overrides)
+    view = plan_view(plan, title, remedies(plan), best_overlapped(scenario), best_in_turns(scenario), chosen)
+    console = Console(highlight=False)
+    console.print(view)
+    if options.simulate and plan.fits:
+        console.print(simulation_view(simulate_plan(plan, options.length_tail)))
+    return int(not plan.fits or bool(plan.refused))

@@ -1,0 +1,63 @@
+"""Writes docs/map.md, the map of files, from the sentences in the folders' `__init__.py`: `python tools/map.py`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAD = """# Map
+
+Each folder has one sentence, in its `__init__.py`, that decides what lives there; the names behind it are its modules.
+Imports point one way (`tests/test_layers.py` has the order). `python tools/map.py` writes this page.
+"""
+ORDER = [
+    *("cli", "settings", "build", "run", "collectors", "training", "losses", "policies", "engines", "weights", "data"),
+    *("distributed", "cluster", "monitor", "diagnosis", "perf", "storage", "planner", "replay", "testing"),
+]
+BESIDE = {
+    "sota/": "The training scripts: the algorithm from top to bottom. Curves, seeds, jobs for SLURM and Kubernetes.",
+    "benchmarks/": "One script for each claim, with its figures.",
+    "tests/": "Tests, in folders that mirror the ones above.",
+    "tools/": "Set-up, and this page.",
+    "docs/": "A page for each question; `docs/log.md` says what was tried, and what it gave.",
+}
+
+
+def sentence(path: Path) -> str:
+    """The first paragraph of a module's docstring, on one line."""
+    text = ast.get_docstring(ast.parse(path.read_text()))
+    assert text, f"{path} says nothing"
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def rows(folder: Path, shown: str) -> list[str]:
+    """A folder's row and those of its packages."""
+    files = sorted(folder.glob("*.py"))
+    names = ", ".join(f"`{path.stem}`" for path in files if path.stem != "__init__")
+    table = [f"| `{shown}` | {sentence(folder / '__init__.py')} | {names} |"]
+    for package in sorted(path.parent for path in folder.glob("*/__init__.py")):
+        table += rows(package, f"{shown}{package.name}/")
+    return table
+
+
+def page() -> str:
+    """The map as Markdown."""
+    package = ROOT / "grpo_rl"
+    lines = [HEAD, "| `grpo_rl` | what it is | modules |", "| --- | --- | --- |"]
+    folders = {path.parent.name for path in package.glob("*/__init__.py") if not path.parent.is_symlink()}
+    assert folders == {name for name in ORDER if (package / name).is_dir()}, "a folder is missing in ORDER"
+    for name in ORDER:
+        folder = package / name
+        if folder.is_dir():
+            lines += rows(folder, f"{name}/")
+        else:
+            lines.append(f"| `{name}.py` | {sentence(folder.with_suffix('.py'))} | |")
+    lines += ["", "| beside it | what it is | modules |", "| --- | --- | --- |"]
+    lines += rows(ROOT / "envs", "envs/") + rows(ROOT / "config", "config/")
+    lines += [f"| `{name}` | {text} | |" for name, text in BESIDE.items()]
+    return "\n".join(lines) + "\n\n`envs/` and `config/` are imported as `grpo_rl.envs` and `grpo_rl.config`.\n"
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "map.md").write_text(page())
