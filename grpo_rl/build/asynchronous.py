@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import grpo_rl.cluster.token  # noqa: F401, before torchrl, which imports ray
+
+# isort: split
 import importlib
 import os
 from collections.abc import Sequence

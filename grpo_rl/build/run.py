@@ -40,6 +40,7 @@ def sync_run(settings: Settings, folder: str | Path) -> AbstractContextManager[R
 
     Raises:
         ValueError: the settings do not fit this machine, the model or the data; before anything expensive starts.
+        RunIsOver: the run to go on with is finished; a `SystemExit` with code 0.
     """
     model = resolve_model(settings.model.name)
     plan = devices.plan_devices(settings, model)

@@ -165,7 +165,7 @@ async def launch(
     bundle: int = 0,
     num_cpus: float = 1,
     num_gpus: float = 0,
-    deadline_s: float = 600.0,
+    deadline_s: float = 1800.0,
 ) -> RayEngine:
     """Starts an engine in an actor, and waits until it is ready.
 

@@ -198,7 +198,7 @@ def _token_rows(
 
 
 def turns(group: Group) -> Tensor:
-    """The policy's turn of each response token, from 0 in each response; a reply belongs to the turn that it responses.
+    """The policy's turn of each response token, from 0 in each response; a reply belongs to the turn that it answers.
 
     >>> from dataclasses import replace
     >>> from grpo_rl.testing import random_group

@@ -65,9 +65,11 @@ class RunLogs:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.wandb:
-            self.wandb.close(exit_code=int(kind is not None))
-        self.progress.__exit__()
+        try:
+            if self.wandb:
+                self.wandb.close(exit_code=int(kind is not None))
+        finally:
+            self.progress.__exit__()
         if self.last_words and kind is None:
             self.progress.console.print(self.last_words)
 

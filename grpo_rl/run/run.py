@@ -85,8 +85,11 @@ class Run:
         if not self._training:
             return
         if isinstance(error, DIAGNOSED) and self.logs.lineage:
-            # Of this step, where there is most to ask.
-            self.logs.lineage.write(self.step + 1, None, self.parts.schedules.kl_coef)
+            try:  # of this step, where there is most to ask
+                self.logs.lineage.write(self.step + 1, None, self.parts.schedules.kl_coef)
+            except OSError as failed:
+                failed.add_note(self.folder.how_to_go_on)
+                raise
         if isinstance(error, OSError):
             error.add_note(self.folder.how_to_go_on)
         if isinstance(error, ValueError):
@@ -128,7 +131,8 @@ class Run:
             # After the last step there is nothing to stop: the run ends as it would have.
             asked = self._ranks.any([self._interrupt.asked])[0] if self._ranks else self._interrupt.asked
             if asked and self.collected < total:
-                write_end(self.logs, self._summary(), self.save_checkpoint())
+                path = self.save_checkpoint()
+                write_end(self.logs, self._summary(), path)
                 raise SystemExit(f"Stopped after step {self.step}. {self.folder.how_to_go_on}")
 
     def optimizer_steps(self, batches: Iterable[list[Group]]) -> Iterator[list[Group]]:

@@ -105,7 +105,8 @@ def with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
             f"{others[0]} has no part in the loss of responses that are there already; a replay takes loss=NAME, "
             f"loss.KEY=VALUE, {' and '.join(OF_A_LOSS)}"
         )
-    chosen, changed = compose_config(DEFAULT_CONFIG, overrides), OmegaConf.create(plain(settings))
+    chosen = compose_config(DEFAULT_CONFIG, overrides)
+    changed = OmegaConf.create({name: plain(settings[name]) for name in ("loss", "policy")})
     for key in sorted(keys, key=len):  # a preset first, and single settings over it
         OmegaConf.update(changed, key, OmegaConf.select(chosen, key), merge=False)
     # The loss alone, in a config in which all else is in order: the run's own may ask for what this machine lacks.

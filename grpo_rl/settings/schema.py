@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -16,7 +17,7 @@ from grpo_rl.settings.misfits import misfits
 from grpo_rl.settings.relations import check_relations
 from grpo_rl.settings.sections import Env, Sections, declarations
 from grpo_rl.settings.tasks import TASKS
-from grpo_rl.training.checkpoint import REMOVED
+from grpo_rl.training.checkpoint import IGNORED, REMOVED
 
 ABSENT = object()
 UNSET = "???"
@@ -54,17 +55,17 @@ class Settings(Sections):
         """
         names = leaves(values)
         for key in names:
-            if key in REMOVED and select(values, key) != REMOVED[key]:
+            if key in REMOVED and select(values, key) != REMOVED[key] and key not in IGNORED:
                 raise ValueError(f"the run had {key}={select(values, key)}, which is no setting any more")
         stored = {key: setting.default for key, setting in declarations(values["env"]["dataset"]).items()}
-        stored |= {key: select(values, key) for key in names if key not in REMOVED}
+        stored |= {key: select(values, key) for key in names if key not in {*REMOVED, *IGNORED}}
         return cls._checked(nested({key: value for key, value in stored.items() if value is not dataclasses.MISSING}))
 
     @classmethod
     def _checked(cls, values: Mapping[str, Any]) -> Settings:
         dataset = select(values, "env.dataset")
-        if wrong := declarations(None)["env.dataset"].wrong_value("env.dataset", dataset):
-            raise ValueError(wrong)
+        if dataset not in TASKS:
+            raise ValueError(declarations(None)["env.dataset"].wrong_value("env.dataset", dataset or "null"))
         known, names = declarations(dataset), leaves(values)
         check_keys(names, dataset)
         if missing := sorted(key for key in known if select(values, key, ABSENT) is ABSENT):
@@ -99,7 +100,7 @@ class Settings(Sections):
 
     def as_text(self) -> str:
         """What people read: YAML."""
-        return OmegaConf.to_yaml(OmegaConf.create(plain(self)))
+        return yaml.safe_dump(plain(self), sort_keys=False, allow_unicode=True)
 
 
 def _with_value(section: Any, names: list[str], value: Any) -> Any:

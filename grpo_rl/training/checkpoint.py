@@ -60,14 +60,13 @@ MAY_DIFFER = (
     "ray",
 )
 """Config keys that a resumed run may change: none of them touches what is computed, but for rounding."""
+IGNORED = ("inference_model.push_changes", "inference_model.start_s", "mismatch.first_tokens")
+"""Config keys of older checkpoints that exist no more, and never touched what is computed."""
 REMOVED: Mapping[str, object] = {
-    "inference_model.push_changes": False,
-    "inference_model.start_s": 600,
-    "mismatch.first_tokens": 256,
     "policy.kl_gain": 0.1,
     "train.reward_scale": 1.0,
 }
-"""Config keys of older checkpoints that exist no more, with the value that they had by default."""
+"""Config keys of older checkpoints that exist no more, with the only value that still means the same."""
 
 
 def seed_rng(seed: int) -> None:
@@ -340,7 +339,7 @@ def check_config(saved: str, current: str) -> None:
         ValueError: names each key with both values.
     """
     before, now = flatten(json.loads(saved)), flatten(json.loads(current))
-    before = {key: value for key, value in before.items() if key not in REMOVED or value != REMOVED[key]}
+    before = {k: v for k, v in before.items() if k not in IGNORED and (k not in REMOVED or v != REMOVED[k])}
     # A schedule that does not decay is the same however long the run: it may be prolonged.
     may_differ = (*MAY_DIFFER, *(["train.total_dialog_turns"] if now.get("optimizer.schedule") == "constant" else []))
     different = [

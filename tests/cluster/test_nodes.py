@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import subprocess
+import sys
 
 import pytest
 
@@ -98,3 +100,10 @@ def test_ray_that_was_imported_too_early_to_ask_for_a_token_is_told_unless_someb
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     runpy.run_module("grpo_rl.cluster.token")
     assert ("asks nobody for a token" in caplog.text) == is_told
+
+
+def test_ray_asks_for_a_token_whichever_part_of_a_run_is_imported_first():
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    code = "import os, grpo_rl.build.asynchronous; print(os.environ['RAY_AUTH_MODE'])"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "token"

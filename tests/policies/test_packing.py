@@ -15,6 +15,7 @@ from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import random_group, to_fp64
 
 VOCAB = 50
@@ -186,10 +187,10 @@ def test_a_run_refuses_its_model_before_weights_are_read_engines_start_or_a_clus
     cfg = compose_config("grpo_gsm8k", [f"model.name={tmp_path}", "inference_model.engine=transformers"])
     refusal = "MixtralForCausalLM cannot be trained here: output_router_logits"
     with pytest.raises(ValueError, match=refusal):
-        build.plan_devices(cfg, tmp_path)
+        build.plan_devices(Settings.read(cfg), tmp_path)
     build_async = pytest.importorskip("grpo_rl.build.site")
     monkeypatch.setattr(build_async, "cluster", None)
-    with pytest.raises(ValueError, match=refusal), build_async.make_site(cfg, tmp_path):
+    with pytest.raises(ValueError, match=refusal), build_async.make_site(Settings.read(cfg)):
         pass
 
 

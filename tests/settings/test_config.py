@@ -10,6 +10,7 @@ import typing
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -19,7 +20,7 @@ from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.registry import task_spec
 from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.policies.lora import LoRA
-from grpo_rl.settings.compose import FOLDER, check_overrides
+from grpo_rl.settings.compose import FOLDER, check_overrides, with_loss
 from grpo_rl.settings.declaration import leaves, plain, select
 from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.sections import Sections, declarations
@@ -338,8 +339,21 @@ def test_a_stored_config_of_an_older_version_is_read_where_it_computes_the_same(
     values = plain(Settings.read(config()))
     del values["train"]["max_bad_steps"]
     values["train"]["reward_scale"] = 1.0
-    values["inference_model"]["start_s"] = 600
+    values["inference_model"]["start_s"] = 1200  # it never touched what is computed
     assert Settings.restored(values) == Settings.read(config())
     values["train"]["reward_scale"] = 2.0
     with pytest.raises(ValueError, match=r"the run had train\.reward_scale=2\.0, which is no setting any more"):
         Settings.restored(values)
+
+
+def test_a_text_that_looks_like_an_interpolation_is_kept_and_written_as_it_is():
+    settings = Settings.read(config()).with_values({"model.chat_template": r"$\{ and ${ and {{ x }}"})
+    assert yaml.safe_load(settings.as_text())["model"]["chat_template"] == r"$\{ and ${ and {{ x }}"
+    assert with_loss(settings, ["loss=dapo"]).model.chat_template == settings.model.chat_template
+
+
+def test_no_dataset_is_told_by_the_choices_there_are():
+    values = plain(Settings.read(config()))
+    values["env"]["dataset"] = None
+    with pytest.raises(ValueError, match="env.dataset is 'null'; it can be gsm8k, ifeval"):
+        Settings.read(values)
