@@ -1,8 +1,11 @@
-"""Synchronous GRPO: sample, then train: `python sota/grpo.py env.path=train.jsonl optimizer.lr=1e-5`.
+r"""GRPO, synchronous (sample, then train): `python sota/grpo.py env.path=train.jsonl optimizer.lr=1e-5`.
 
-Two GPUs train, a third samples: `torchrun --nproc-per-node 2 sota/grpo.py train_model.parallel=fsdp train_model.num_devices=2
-inference_model.num_devices=1 inference_model.engine=transformers` (with vLLM: sota/grpo_async.py). Every rank runs this loop;
-sampling and the run folder are rank zero's.
+Two GPUs train and a third samples, with the transformers engine (with vLLM: sota/grpo_async.py):
+
+    torchrun --nproc-per-node 2 sota/grpo.py train_model.parallel=fsdp train_model.num_devices=2 \
+        inference_model.num_devices=1 inference_model.engine=transformers
+
+Every rank runs this loop; only rank zero samples.
 """
 
 from hydra.core.hydra_config import HydraConfig

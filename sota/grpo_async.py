@@ -1,4 +1,4 @@
-"""Asynchronous GRPO, sampling while it trains: `python sota/grpo_async.py env.path=train.jsonl train.max_staleness=2`.
+"""GRPO, asynchronous (samples while it trains): `python sota/grpo_async.py env.path=train.jsonl train.max_staleness=2`.
 
 Engines run in Ray actors, on this machine or on the cluster at `ray.address`, where the trainers are actors, too. The
 algorithm is that of sota/grpo.py; what differs is that a push reaches engines in the middle of their responses, whose
