@@ -24,7 +24,7 @@ endif
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train   install, then train the quickstart (15 minutes on 2 CPU cores); ARGS='optimizer.lr=2e-5 ...'"
+	@echo "make train   install, then train the quickstart (7 to 15 minutes on 2 CPU cores); ARGS='optimizer.lr=2e-5 ...'"
 	@echo "make test    install, then lint, types, tests, doctests"
 	@echo "make quick   install, then lint, types and the tests that need no engine (90 seconds on 2 CPU cores)"
 	@echo "make test-models   install, then all models that transformers has, against their own forward"

@@ -1,7 +1,11 @@
-"""GRPO, sample and train in turns: `python sota/grpo.py env.path=train.jsonl optimizer.lr=1e-5`.
+r"""GRPO, synchronous (sample, then train): `python sota/grpo.py env.path=train.jsonl optimizer.lr=1e-5`.
 
-Several devices train together under `torchrun --nproc-per-node 2 sota/grpo.py train_model.parallel=fsdp ...`: rank zero
-samples and writes, and every rank runs all of this.
+Two GPUs train and a third samples, with the transformers engine (with vLLM: sota/grpo_async.py):
+
+    torchrun --nproc-per-node 2 sota/grpo.py train_model.parallel=fsdp train_model.num_devices=2 \
+        inference_model.num_devices=1 inference_model.engine=transformers
+
+Every rank runs this loop; only rank zero samples.
 """
 
 from hydra.core.hydra_config import HydraConfig
@@ -18,17 +22,17 @@ def grpo(settings):
         parts = run.parts
         policy, reference, loss, optimizer = parts.policy, parts.reference, parts.loss, parts.optimizer
 
-        parts.weights.push()  # the engine now holds, provably, what will be trained
+        parts.weights.push()  # verifies that the engine holds the weights that will be trained
         run.evaluate_before()
-        for groups in run.collections():  # a group of responses to each prompt, with their rewards
+        for groups in run.collections():  # samples; each yields groups with rewards
             with run.phase("score"):
                 if reference:  # only if there is a KL term
                     groups = reference.add_log_probs(groups, max_tokens)
-                if parts.needs_old_log_probs:
+                if parts.needs_old_log_probs:  # otherwise ratios are to the sampler's own log-probs
                     groups = policy.add_log_probs(groups, max_tokens)
             parts.buffer.extend(parts.compute_advantages(groups))
             with run.phase("train"):
-                for batch in run.optimizer_steps(parts.buffer.batches(epochs)):
+                for batch in run.optimizer_steps(parts.buffer.batches(epochs)):  # the groups for each step in turn
                     for tokens in scored_micro_batches(policy, batch, parts.micro_batching):
                         losses = loss(tokens)
                         losses["loss"].backward()
@@ -36,7 +40,7 @@ def grpo(settings):
                     run.check_mismatch()  # sampler against trainer: a fault stops the run
                     run.add_result(optimizer.step(run.record.loss_is_finite, run.locate_nonfinite))
                     if stop_kl is not None and run.record.kl_sampler > stop_kl:
-                        break  # too far from the policy that sampled
+                        break  # KL to the sampling policy is too large: stop reusing this collection
             with run.phase("sync"):
                 parts.weights.push()
             run.finish_step(parts.buffer.drain())

@@ -1,11 +1,11 @@
-"""GRPO, sampling while it trains: `python sota/grpo_async.py env.path=train.jsonl train.max_staleness=2`.
+"""GRPO, asynchronous (samples while it trains): `python sota/grpo_async.py env.path=train.jsonl train.max_staleness=2`.
 
 Engines run in Ray actors, on this machine or on the cluster at `ray.address`, where the trainers are actors, too. The
 algorithm is that of sota/grpo.py; what differs is that a push reaches engines in the middle of their responses, whose
 tokens then come from several policy versions.
 """
 
-import grpo_rl.cluster.token  # noqa: F401, has Ray ask for a token; before torchrl, which imports ray
+import grpo_rl.cluster.token  # noqa: F401, makes Ray require an auth token; before torchrl, which imports ray
 
 # isort: split
 from hydra.core.hydra_config import HydraConfig
@@ -44,7 +44,7 @@ def train(settings, folder, site):
                         losses = loss(tokens)
                         losses["loss"].backward()
                         run.record.add(tokens, losses)
-                    run.check_mismatch()  # tokens of older versions are compared apart
+                    run.check_mismatch()  # tokens of older versions are compared separately
                     run.add_result(optimizer.step(run.record.loss_is_finite, run.locate_nonfinite))
                     if stop_kl is not None and run.record.kl_sampler > stop_kl:
                         break

@@ -1,1 +1,1 @@
-"""Many engines on many nodes; the only importer of Ray."""
+"""Many engines run on many nodes; this folder alone imports Ray."""

@@ -1,1 +1,1 @@
-"""Groups, sampled and scored."""
+"""Collectors sample and score groups."""

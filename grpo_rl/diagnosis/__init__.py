@@ -1,1 +1,1 @@
-"""Why numbers disagree."""
+"""Explains why sampler and trainer disagree, and where a number became non-finite."""

@@ -1,1 +1,1 @@
-"""Several processes, one policy."""
+"""Several processes train one policy."""

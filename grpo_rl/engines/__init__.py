@@ -1,1 +1,1 @@
-"""Prompts in, samples out."""
+"""An engine turns prompts into samples."""

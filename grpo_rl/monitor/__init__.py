@@ -1,1 +1,1 @@
-"""What people see of a run."""
+"""Shows what happens in a run: metrics, logs, terminal view and report."""

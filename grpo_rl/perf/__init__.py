@@ -1,1 +1,1 @@
-"""What this machine could do at its best, and how near a step came."""
+"""Measures this machine's best rates, and how near a step comes to them."""

@@ -1,1 +1,1 @@
-"""What a config needs, before it runs; never imported by training."""
+"""Predicts what a config needs before it runs; never imported by training."""

@@ -1,1 +1,1 @@
-"""A stored step under another loss."""
+"""Recomputes a stored step under another loss."""

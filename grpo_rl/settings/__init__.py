@@ -1,1 +1,1 @@
-"""A config, checked, and every number that follows from it."""
+"""Checks a config, and derives every number that follows from it."""

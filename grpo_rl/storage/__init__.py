@@ -1,1 +1,1 @@
-"""Files that are there whole or not at all."""
+"""Files are written whole or not at all."""

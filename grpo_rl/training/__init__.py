@@ -1,1 +1,1 @@
-"""One optimizer step and its state."""
+"""Takes an optimizer step, and keeps its state."""

@@ -1,1 +1,1 @@
-"""Trainer weights to engines, with versions and proof of delivery."""
+"""Sends the trainer's weights to engines, with versions and proof of delivery."""
