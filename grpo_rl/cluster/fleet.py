@@ -218,7 +218,7 @@ class Fleet(Generic[E]):
             raise self._lost
 
     async def push(self, work: Callable[[E], Awaitable[R]], only_new: bool = False) -> list[R]:
-        """Gives each engine weights by ``work`` and returns the results; engines that die of it are left out and replaced.
+        """Gives each engine weights by ``work``, and returns the results; engines that die of it are replaced.
 
         This is for callers that deliver weights themselves; a run's pushes go through FleetEngine.
 
