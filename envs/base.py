@@ -29,11 +29,14 @@ _OBSERVATION = (keys.QUERY, keys.TOKENS_PROMPT, keys.GROUP_ID, keys.ROW)
 class LLMEnv(EnvBase):
     """A batch of ``num_envs`` prompts with ``repeats`` responses each; the responses to one prompt are adjacent.
 
-    ``reset`` takes the next rows of the epoch's seeded shuffle, ``step`` scores the responses and ends the episode;
-    where the task replies, the prompt of the next step is the whole conversation, and the episode ends when all are
-    over. A collector that needs no TensorDicts uses :meth:`next_prompts` and :meth:`score`, which both are built on; in
-    ``step`` replies come one after the other and have no deadline, in our collectors each has its own.
-    The data position is in ``state_dict()``, as JSON-able numbers: a restored environment asks the same next questions.
+    ``reset`` takes the next rows of the epoch's seeded shuffle; ``step`` scores the responses and ends the episode.
+
+    If the task replies, the next step's prompt is the whole conversation, and the episode ends when all conversations
+    are over. In ``step``, replies are computed one by one without a deadline; our collectors give each its own.
+
+    A collector that needs no TensorDicts uses :meth:`next_prompts` and :meth:`score`, which both methods are built on.
+
+    ``state_dict()`` holds the data position as JSON-able numbers: a restored environment gives the same next prompts.
 
     Args:
         task: gives prompts and rewards.

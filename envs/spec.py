@@ -1,4 +1,4 @@
-"""TaskSpec: a task and the loader of its rows, and the environment that both make. Without torch until it is called."""
+"""TaskSpec: a task, the loader of its rows, and the environment of both. It imports torch only when it is called."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class TaskSpec:
     """A task and the loader of its rows; called like an environment's class, it makes the environment.
 
     Args:
-        task: makes the task of its rows, and of its settings as keywords.
-        load_rows: gives the rows of a path and a split; see the task's module.
+        task: makes the task; takes the rows, and the task's settings as keywords.
+        load_rows: loads the rows of a path and a split; see the task's module.
         row_settings: names of the settings that ``load_rows`` takes as keywords.
-        generated: values of ``path`` that are no files, and have both splits.
-        takes_reward: whether ``reward`` is a setting of the task; otherwise it holds several of them.
-        beside: a setting of the task that names other data; where it is None, it is ``path``.
+        generated: values of ``path`` that name generated data instead of files; they have both splits.
+        takes_reward: whether ``reward`` itself is a setting of the task; otherwise its entries are the task's settings.
+        beside: name of a task setting that names other data; if that setting is None, ``path`` is used.
     """
 
     task: Callable[..., Task]

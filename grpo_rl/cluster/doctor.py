@@ -27,10 +27,10 @@ class NodeReport:
     """A node that is fit.
 
     Args:
-        name: by which it was started, or its address.
-        address: of its machine.
-        cpus: that it offers.
-        gpus: likewise.
+        name: the name that the node was started by, or its address.
+        address: address of its machine.
+        cpus: CPUs that it offers.
+        gpus: GPUs that it offers.
     """
 
     name: str
@@ -45,9 +45,9 @@ def examine(
     """The nodes of the cluster at ``address``, once all are there and fit for a run.
 
     Args:
-        expected: how many there have to be, or the names that they were started by (``ray start --node-name``).
-        folder: that all of them have to see, with the same files in it.
-        deadline_s: until all have to be there, and again until all have answered.
+        expected: number of nodes, or the names that they were started by (``ray start --node-name``).
+        folder: folder that all nodes must see, with the same files in it.
+        deadline_s: seconds until all nodes must have joined, and again until all must have answered.
 
     Raises:
         ValueError: which node is missing, silent, has other packages or does not see the folder.

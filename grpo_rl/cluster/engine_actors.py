@@ -47,9 +47,9 @@ class RayEngine:
     """An engine in a Ray actor; see :class:`grpo_rl.engines.base.AsyncEngine`.
 
     Args:
-        name: for messages.
-        actor: of :func:`launch`.
-        about: what it says of itself.
+        name: the engine's name in messages.
+        actor: the Ray actor that :func:`launch` started.
+        about: the engine's attributes, as the actor's ``about`` returns them.
     """
 
     def __init__(self, name: str, actor: Any, about: Mapping[str, Any]) -> None:
@@ -170,18 +170,19 @@ async def launch(
     """Starts an engine in an actor, and waits until it is ready.
 
     Args:
-        name: for messages.
+        name: the engine's name in messages.
         make: builds the engine, in the actor.
-        place: the placement group to run in, and the bundle in it; None: wherever there is room.
-        num_cpus: that the actor takes up.
-        num_gpus: likewise.
-        deadline_s: until it has to be ready.
+        place: the placement group to run in; None: wherever there is room.
+        bundle: number of the bundle in it.
+        num_cpus: CPUs that the actor reserves.
+        num_gpus: GPUs that the actor reserves.
+        deadline_s: seconds until the engine must be ready.
 
     Raises:
         EngineStartError: its process ended while it started.
-        EngineDeadError: it was not ready in time, or can't be made, as it says itself: a new one would say the same.
+        EngineDeadError: it was not ready in time, or its constructor raised; retrying would fail the same way.
     """
-    # Otherwise the thousandth response under way would keep a pause waiting.
+    # Ray allows 1,000 concurrent calls by default; a pause would queue behind them.
     options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_concurrency": MOST_CALLS}
     if place:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(place, bundle)
@@ -196,8 +197,8 @@ async def launch(
             raise kind(f"{name} did not start: {error}") from error
         if isinstance(error, TimeoutError):
             raise EngineDeadError(
-                f"{name} was not ready within {deadline_s:g} s. Its model loads too slowly, for which copy it to the "
-                f"nodes' own disks; or Ray has no room for {num_cpus:g} CPUs and {num_gpus:g} GPUs (`ray status` "
+                f"{name} was not ready within {deadline_s:g} s. If the model loads slowly, copy it to local "
+                f"disks; otherwise Ray may have no room for {num_cpus:g} CPUs and {num_gpus:g} GPUs (`ray status` "
                 "shows what is taken)"
             ) from None
         raise

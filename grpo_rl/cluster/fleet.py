@@ -1,4 +1,4 @@
-"""Fleet: several engines behind one, groups routed by load, the dead replaced."""
+"""Fleet: several engines behind one interface; groups are routed by load, and dead engines are replaced."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ class Fleet(Generic[E]):
     """Engines that hold one policy; each call goes to the one with the least to do.
 
     All responses of a group come from one engine, which computes their prompt once. Continuous batching keeps long
-    responses from holding up short ones within an engine. An engine is not ready before it has weights: from
-    :meth:`push`, or as :meth:`admit` says.
+    responses from holding up short ones within an engine. An engine is not ready before it has weights. A run's pushes
+    go through `grpo_rl.cluster.fleet_engine.FleetEngine`, which calls :meth:`admit`; :meth:`push` and :meth:`serve` are
+    for callers that deliver weights themselves, as the simulator does.
 
     Args:
         launch: starts the engine of a slot.
-        size: how many.
+        size: number of engines.
         max_restarts: how often the engine of one slot is replaced before the run ends.
 
     Raises:
@@ -74,7 +75,7 @@ class Fleet(Generic[E]):
         """Launches all engines.
 
         Raises:
-            Exception: of the first that can't be.
+            Exception: the first launch that failed.
         """
         starts = [asyncio.create_task(self._fill(slot)) for slot in self._slots]
         self._starts |= set(starts)
@@ -103,7 +104,7 @@ class Fleet(Generic[E]):
         """Runs ``work`` on the ready engine that has the least to do, and returns its result.
 
         Args:
-            responses: how much is added to that.
+            responses: number of responses that ``work`` samples, which count as the engine's load meanwhile.
 
         Raises:
             EngineLostError: the engine died; a new call goes to another, or to the one that replaces it.
@@ -197,7 +198,7 @@ class Fleet(Generic[E]):
         return [engine for slot in self._slots if (engine := slot.new_engine or slot.engine) is not None]
 
     async def admit(self, engines: Collection[E]) -> None:
-        """These engines have weights now, and are ready."""
+        """Marks these engines as ready: they have weights now."""
         for slot in self._slots:
             if slot.new_engine in engines:
                 slot.engine, slot.new_engine = slot.new_engine, None
@@ -217,10 +218,12 @@ class Fleet(Generic[E]):
             raise self._lost
 
     async def push(self, work: Callable[[E], Awaitable[R]], only_new: bool = False) -> list[R]:
-        """Gives each engine weights by ``work`` and returns its results; engines that die of it are replaced, left out.
+        """Gives each engine weights by ``work``, and returns the results; engines that die of it are replaced.
+
+        This is for callers that deliver weights themselves; a run's pushes go through FleetEngine.
 
         Args:
-            only_new: only to those that have none.
+            only_new: give weights only to engines that have none.
         """
 
         async def one(slot: _EngineSlot[E], engine: E) -> list[R]:
@@ -242,6 +245,8 @@ class Fleet(Generic[E]):
 
     async def serve(self, awaited: Awaitable[R], push: Callable[[], Awaitable[object]]) -> R:
         """Waits for a result; meanwhile ``push`` gives weights to engines that join, which the result may depend on.
+
+        This is for callers that deliver weights themselves; a run waits with FleetEngine's ``wait``.
 
         Raises:
             EngineDeadError: engines died too often.

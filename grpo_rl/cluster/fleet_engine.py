@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class FleetMember(AsyncEngine, EngineControl, Protocol):
-    """An engine that is spoken to from an event loop and, while weights are on their way, from a thread."""
+    """An engine that is called from an event loop and, during a push, from a thread."""
 
 
 class LoopThread:

@@ -32,8 +32,8 @@ class Node:
 
     Args:
         name: address of the machine.
-        id: Ray's.
-        resources: that it offers, by name.
+        id: Ray's id of the node.
+        resources: amount of each resource that the node offers, by name.
     """
 
     name: str
@@ -47,8 +47,8 @@ def cluster(address: str | None = None, gpus: Sequence[int] = (), **settings: ob
 
     A cluster that is started here listens on the loopback interface alone, asks for a token
     (`grpo_rl.cluster.token`), has no dashboard, and keeps its sockets and logs in a folder that only this user can
-    enter. The folder lies under ``$RAY_TMPDIR``, or where temporary files go; it is removed at the end, unless an error
-    ends this: a stop, as by Ctrl-C, is none.
+    enter. The folder lies under ``$RAY_TMPDIR``, or where temporary files go; it is removed at the end, but
+    kept if an exception is raised (Ctrl-C does not count).
 
     Args:
         address: as ``ray.init`` takes it: ``auto`` joins the cluster that this machine is in.
@@ -81,7 +81,7 @@ def _init(address: str | None, gpus: Sequence[int], folder: str | None, settings
             host, port = address.rpartition("://")[2].rsplit(":", 1)
             socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
         with _visible(gpus) if gpus else nullcontext(), nullcontext() if address else _on_loopback():
-            # Of a cluster the trainer's lines are to be seen here, too.
+            # On a cluster, forward the trainers' output to this terminal.
             logs = {"log_to_driver": address is not None, "configure_logging": False}
             ray.init(address or "local", **{**logs, **ours, **settings})
     except (OSError, RayError, RuntimeError, ValueError) as error:
@@ -123,8 +123,8 @@ def _private_folder() -> Iterator[str]:
 def _on_loopback() -> Iterator[None]:
     """Has what Ray starts meanwhile listen on the loopback interface alone, as it does by itself on macOS.
 
-    Ray takes no loopback address from anyone: it puts that of the machine in its place, unless it believes that there
-    can be no other nodes. Its servers listen on all interfaces where their address is not a loopback one.
+    Ray replaces a loopback address with the machine's own, unless it believes that there can be no other nodes. Its
+    servers listen on all interfaces if their address is not a loopback one.
     """
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:

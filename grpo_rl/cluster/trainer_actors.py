@@ -79,8 +79,8 @@ def run_trainers(
     Ctrl-C is passed on to all of them, which finish their step; the second one ends them.
 
     Args:
-        work: is told where the ranks meet.
-        count: of ranks, each in the bundle of its number.
+        work: function that each rank runs; its argument is the rendezvous.
+        count: number of ranks; each runs in the bundle of its number.
 
     Raises:
         SystemExit: the run was stopped, or its settings can't be run.

@@ -40,11 +40,11 @@ class AsyncCollector:
     Every group that is started is handed out once, or dropped and counted by its reason.
 
     Args:
-        env: gives prompts and scores responses.
-        engines: sample.
-        sampling: how; of each turn, where the task replies.
+        env: environment that gives prompts and scores responses.
+        engines: engines that sample.
+        sampling: settings of sampling; if the task replies, they hold for each turn.
         total_dialog_turns: responses to sample in all, over all runs of a resumed training.
-        weights: says under which policy version is sampled; a push ends the step and makes room for other groups.
+        weights: owner of the policy version; a push ends the step and makes room for other groups.
         max_staleness: policy versions that a token may be old when it is trained on.
         collected: responses sampled before, when a run is resumed.
         drops_zero_variance: groups without signal are dropped, and others take their places: dynamic sampling.
@@ -66,11 +66,11 @@ class AsyncCollector:
         self._env, self._engines, self._sampling = env, engines, sampling
         self._total, self._group_size = total_dialog_turns, 0
         self._drops_zero_variance, self._has_no_signal = drops_zero_variance, has_no_signal
-        self._scorers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scores")  # a task is asked once at a time
+        self._scorers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scores")  # scores one group at a time
         self.staleness = StalenessManager(env.num_envs, max_staleness, weights.version)
         self._scheduler = RolloutScheduler(self.staleness, self._next_prompt, self._sample)
         self.sample_s = 0.0
-        """Seconds that the last collection was waited for."""
+        """Seconds spent waiting for the last collection."""
         self.sampled: list[Group] = []
         """The groups of the last collection, and zero-variance groups that were dropped since the one before."""
         self.collected = collected
@@ -89,7 +89,7 @@ class AsyncCollector:
             Exception: what ended the sampling: too many engines died, too many scorers failed.
         """
 
-        async def batch() -> list[Group]:  # on the loop, where nothing else counts meanwhile
+        async def batch() -> list[Group]:  # on the loop, so the counters cannot change
             self._group_size = group_size
             groups = await self._scheduler.batch()
             self.sampled, self._zero_variance = [*groups, *self._zero_variance], []

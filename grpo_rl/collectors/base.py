@@ -15,7 +15,7 @@ class Collector(Protocol):
     """Responses sampled so far."""
 
     sample_s: float
-    """Seconds that the last collection was waited for."""
+    """Seconds spent waiting for the last collection."""
 
     sampled: list[Group]
     """All groups of the last collection that had rewards, zero-variance groups that were left out included."""

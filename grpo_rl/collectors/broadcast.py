@@ -10,10 +10,10 @@ from grpo_rl.data.group import Group
 
 
 class BroadcastCollector:
-    """The collections of rank zero's collector, on every rank; where one process trains alone, the collector's own.
+    """Gives the collections of rank zero's collector to every rank; a single process gets the collector's own.
 
     Args:
-        collector: of rank zero; None on the others.
+        collector: rank zero's collector; None on the others.
         on_rank_zero: gives every rank what work returns on rank zero; a WeightSync's, so that the others take part in
             deliveries while they wait.
         collected: responses sampled before, when a run is resumed.

@@ -33,7 +33,7 @@ class Trajectory:
         row: of the data, which the conversation is about; ``where`` names it in messages.
         trainable: which tokens the policy chose; a reply's are not.
         turn_starts: where each turn of the policy begins in ``ids``.
-        truncated: the policy met a limit of tokens before it was done.
+        truncated: the policy reached a token limit before it was done.
         dropped: why there is nothing to train on; None where there is.
     """
 

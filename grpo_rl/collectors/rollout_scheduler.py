@@ -34,7 +34,7 @@ class RolloutScheduler(Generic[Prompt, Rollout]):
     """Keeps as many groups in flight as the bound on staleness allows, and hands out batches.
 
     Args:
-        staleness: whose bound holds.
+        staleness: manager whose bound on staleness holds.
         next_prompt: gives the prompt of the next group; None when there is none any more.
         sample: samples and rewards a group. Raises EngineLostError where it has to be sampled again, and Dropped where
             it will never be complete; any other error ends the sampling and reaches :meth:`batch`.

@@ -2,11 +2,11 @@
 
 Letters: B groups of a training step, S the bound on staleness, in policy versions.
 
-A group that was started under version v has its turn no later than in the step that trains version v + S: no token of
-it is older than S versions then. Two rules keep that true without ever throwing a response away for being late:
+A group that was started under version v is due no later than in the step that trains version v + S: no token of it is
+older than S versions then. Two rules keep that true without ever throwing a response away for being late:
 
 - No more than (S + 1) B groups are open at a time, as in AReaL, https://arxiv.org/abs/2505.24298, section 5.1, eq. 3.
-- A step takes the groups whose turn comes first among those that are finished, and waits while it would leave more
+- A step takes the groups that are due first among those that are finished, and waits while it would leave more
   groups for some later step than that step has room for (the feasibility of earliest deadline first).
 
 So sampling waits only at the bound, and training only for a batch, or for a response that is S steps late.
@@ -102,7 +102,7 @@ class StalenessManager:
         self.dropped[reason] += 1
 
     def take(self, last: bool = False) -> list[InFlightGroup] | None:
-        """The groups of the next step, in the order of their turns; None while the step has to wait.
+        """The groups of the next step, in the order in which they are due; None while the step has to wait.
 
         Args:
             last: no group will be started any more, so that fewer than B are a batch once all are finished.
@@ -122,7 +122,7 @@ class StalenessManager:
         return chosen
 
     def _left(self, chosen: list[InFlightGroup], later: int) -> int:
-        """Groups that would still be open, and whose turn comes within so many steps after the next."""
+        """Groups that would still be open, and that are due within so many steps after the next."""
         taken = set(map(id, chosen))
         due = self.version + later - self.max_staleness
         return sum(group.version <= due and id(group) not in taken for group in self.open)

@@ -24,9 +24,9 @@ class SyncCollector:
     their place: dynamic sampling, DAPO, https://arxiv.org/abs/2503.14476, section 3.2.
 
     Args:
-        env: gives prompts and scores responses.
-        engine: samples.
-        sampling: how; of each turn, where the task replies.
+        env: environment that gives prompts and scores responses.
+        engine: engine that samples.
+        sampling: settings of sampling; if the task replies, they hold for each turn.
         total_dialog_turns: responses to sample in all, over all runs of a resumed training.
         collected: responses sampled before, when a run is resumed.
         max_resamples: how often at most one collection is filled up; zero-variance groups take what is left of it.

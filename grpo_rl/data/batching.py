@@ -44,7 +44,7 @@ class MicroBatching:
 
 @runtime_checkable
 class RankInfo(Protocol):
-    """One of several training processes: its rank, their number, and whether all must run equally many forwards."""
+    """A training process: its rank, the number of ranks, and whether all must run the same number of forward passes."""
 
     rank: int
     size: int

@@ -77,7 +77,7 @@ class Samples:
         log_probs: [R] float32, of the sampled tokens at the sampling temperature, in nats; those of greedy
             responses at temperature 1.
         offsets: [G + 1] int64.
-        truncated: [G] True where a response met ``max_new_tokens`` (finish reason "length").
+        truncated: [G] True where a response reached ``max_new_tokens`` (finish reason "length").
         version: policy version of the weights that sampled the last token.
         token_versions: [R] int64, policy version of each token; None where all have ``version``.
     """
@@ -176,8 +176,8 @@ class Engine(Sampler, Protocol):
     """Holds one copy of the policy and samples from it."""
 
     proves_bytes: bool
-    """Whether :meth:`fingerprints` gives digests of bytes unless told to read back; it does on a CPU, where the engine
-    holds each tensor whole. LoRA factors always have fingerprints."""
+    """Whether :meth:`fingerprints` returns byte digests without ``read_back`` (vLLM on a CPU does if one process holds
+    each tensor whole). LoRA factors always have fingerprints."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Takes weights by their checkpoint names; responses carry ``version`` from now on, prefix caches are dropped.
@@ -192,8 +192,8 @@ class Engine(Sampler, Protocol):
         """Fingerprint (see `grpo_rl.engines.fingerprint`) of the weight it computes with, for each checkpoint name.
 
         Args:
-            read_back: of packed weights read what products are made with, exactly, which takes far longer than to give
-                the digest of what each was packed from.
+            read_back: read the packed weights themselves, which is much slower than returning the digest taken before
+                packing.
 
         Raises:
             LookupError: the engine holds none of that name.
@@ -286,7 +286,7 @@ class EngineFleet(Protocol):
         ...
 
     def wait(self, work: Coroutine[Any, Any, R]) -> R:
-        """Does as :meth:`run`, for work that samples: new engines are given weights in the meantime."""
+        """Like :meth:`run`, for work that samples: new engines are given weights in the meantime."""
         ...
 
     def events(self) -> list[str]:

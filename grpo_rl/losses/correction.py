@@ -24,7 +24,7 @@ def correction_weight(
     high: float = 2.0,
     response: Int[Tensor, " N"] | None = None,
 ) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
-    r"""Weight of each token in the surrogate loss, $\rho = \pi_{old} / \pi_{sampler}$, and whether it met a bound.
+    r"""Weight of each token in the surrogate loss, $\rho = \pi_{old} / \pi_{sampler}$, and whether it reached a bound.
 
     Weights carry no gradient. On fresh weights the two policies differ only by rounding, as trainer and engine compute
     in different ways; on stale weights they are different policies.

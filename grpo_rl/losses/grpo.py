@@ -26,7 +26,7 @@ METRIC_SUMS = ("tokens", "clip_low", "clip_high", "kl_sampler", "entropy", "rati
 
 
 class GRPOLoss(LossModule):
-    r"""$\sum_t w_t \left[c_t\, s(r_t, A) + \beta\, \mathrm{KL}_t - \gamma H_t\right]$, each factor of choice.
+    r"""$\sum_t w_t \left[c_t\, s(r_t, A) + \beta\, \mathrm{KL}_t - \gamma H_t\right]$, each factor configurable.
 
     Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3 and 4, is the default; ``config/loss`` has the others.
     The weights ``w`` come from `grpo_rl.losses.aggregate.token_weights`, which counts over the whole optimizer step:
@@ -150,8 +150,8 @@ class GRPOLoss(LossModule):
 
         [N] each: ``objective``, ``kl`` and ``entropy``, with gradient and without their coefficients; ``log_ratio`` to
         the sampler or, with a correction, to the trainer before the update; ``ratio``, as used by the surrogate;
-        ``correction``, the importance weight in ``objective``, and ``corrected``, whether it met a bound; and the flags
-        of :func:`clipped_tokens`. Values on tokens that are not trained on mean nothing; their ``weight`` is 0.
+        ``correction``, the importance weight in ``objective``, and ``corrected``, whether it reached a bound; and the
+        flags of :func:`clipped_tokens`. Values on untrained tokens mean nothing; their ``weight`` is 0.
 
         Raises:
             ValueError: an entry is missing.
@@ -241,5 +241,5 @@ def _entry(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
 
 
 def clipped_at_all(terms: TensorDictBase) -> Bool[Tensor, " N"]:
-    """Mask of the tokens that met a bound of the surrogate, from what `GRPOLoss.terms` says of them."""
+    """Mask of the tokens that reached a bound of the surrogate, from what `GRPOLoss.terms` says of them."""
     return torch.stack([value for name, value in terms.items() if name.startswith("clip_")]).any(0)

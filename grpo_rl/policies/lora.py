@@ -33,8 +33,8 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 class LoRA:
     r"""Trains $W + \frac{\alpha}{r} BA$ instead of targeted weights $W$: A is [r, E], B is [F, r], W is frozen.
 
-    Source: https://arxiv.org/abs/2106.09685, section 4.1. That all linear layers, alpha 32 and about ten times the
-    learning rate of full training are a good start, whatever the rank: https://thinkingmachines.ai/blog/lora/.
+    Source: https://arxiv.org/abs/2106.09685, section 4.1. All linear layers, alpha 32 and about ten times the
+    learning rate of full training are a good start at any rank, see https://thinkingmachines.ai/blog/lora/.
 
     Args:
         rank: r; 0 or None: no adapters, the whole model is trained.
@@ -113,8 +113,8 @@ def check_quantization(quantization: str | None, lora: LoRA, compiled: bool | No
         )
     if compiled:
         raise ValueError(
-            f"train_model.compile=true with quantization={quantization}: bitsandbytes' products would cut every "
-            "compiled MLP to pieces; leave compile at null"
+            f"train_model.compile=true with quantization={quantization}: bitsandbytes' products would break "
+            "the graph of every compiled MLP; leave compile at null"
         )
     _need("bitsandbytes", "train_model.quantization", "qlora")
 
@@ -146,8 +146,8 @@ def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
     if missing := [target for target, names in chosen.items() if not names]:
         # The head and the embedding too: the head's product is computed in tiles, straight from its weight.
         raise ValueError(
-            f"train_model.lora.targets: {', '.join(missing)} is no linear layer inside {type(model).__name__}; those "
-            f"there are: {', '.join(last_names(linear))}, or {ALL_LINEAR}"
+            f"train_model.lora.targets: {', '.join(missing)} is no linear layer inside {type(model).__name__}; choose "
+            f"from {', '.join(last_names(linear))}, or {ALL_LINEAR}"
         )
     wanted = set().union(*chosen.values())
     return [name for name in linear if name in wanted]

@@ -171,7 +171,7 @@ def step_of(path: Path) -> int:
 def set_aside_later(folder: Path, step: int) -> None:
     """Sets aside checkpoints after ``step``, as ``.abandoned``, and removes what killed writes left.
 
-    A run resumed at ``step`` takes another way, on which they must be neither found nor counted.
+    A run resumed at ``step`` diverges from them, so they must be neither found nor counted.
     """
     for path in checkpoints(folder):
         if path.name > PATTERN.format(step=step):
@@ -270,8 +270,8 @@ def last_logged(run: Path) -> int:
 def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = None) -> tuple[Path, dict]:
     """The checkpoint that a run goes on with, and its state; all ranks get the same one.
 
-    Of a folder the newest is taken that is whole and whose steps are all in ``metrics.jsonl``; those that are passed
-    over are told, with the reason. A file that is named is taken or refused.
+    From a folder, it is the newest complete checkpoint whose steps are all in ``metrics.jsonl``; skipped checkpoints
+    are reported with the reason. A checkpoint that is named itself is used or refused.
 
     Args:
         resume: a checkpoint, or a folder that has some, itself or in ``checkpoints``.

@@ -26,7 +26,7 @@ class Evaluation:
         measures: mean of each number beside the reward, over the rows that have it.
         completions: the responses as text.
         lengths: tokens of each response.
-        truncated: which responses met the length limit.
+        truncated: which responses reached the length limit.
     """
 
     rewards: list[float]

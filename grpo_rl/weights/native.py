@@ -22,13 +22,13 @@ class NativeTransport(RemoteTransport):
     Not run yet: it was written from vLLM 0.32's interface on a machine without a GPU.
 
     Args:
-        engines: built with ``transfer`` set to the same backend.
+        engines: the engines to send to, built with ``transfer`` set to the same backend.
         backend: ``nccl``, or ``ipc`` where an engine is on this process's own GPU.
-        shapes: of all tensors, in the order in which they are sent; those of the model's named parameters.
+        shapes: shapes of all tensors (the model's named parameters), in the order in which they are sent.
         deadline_s: seconds that each call may take, and the transfer.
-        gpus_per_engine: of ``nccl``.
-        address: of this machine, where engines on others reach it.
-        device: the GPU that sends; None: the present one.
+        gpus_per_engine: number of GPUs of each engine; only ``nccl`` reads it.
+        address: address at which engines on other machines reach this one.
+        device: the GPU that sends; None: the current device.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class NativeTransport(RemoteTransport):
         """See :meth:`Transport.send`.
 
         Raises:
-            EngineDeadError: also where somebody replaces engines: the broadcast of which one is a part ends with it.
+            EngineDeadError: even if engines are replaced automatically: the broadcast cannot go on without a member.
         """
         shapes: dict[str, torch.Size] = {}
         self._source.weights = noting_shapes(weights, shapes)
@@ -96,7 +96,7 @@ class NativeTransport(RemoteTransport):
     def _send_into(self, sent: Future[None]) -> None:
         try:
             if self._device:
-                torch.cuda.set_device(self._device)  # a thread begins with the first
+                torch.cuda.set_device(self._device)  # new threads default to device 0
             self._connect()
             self._trainer.send_weights()
             sent.set_result(None)

@@ -16,7 +16,7 @@ class NullTransport:
     """Sends nothing, and takes part in gathering the sharded weights that rank zero sends.
 
     Args:
-        dtype: of the weights that the engines of rank zero hold.
+        dtype: dtype of the weights that the engines of rank zero hold.
         takes_adapters: whether those engines take adapters.
     """
 

@@ -38,13 +38,13 @@ class WeightSync:
     ranks, so the ranks that wait for rank zero do so in :meth:`on_rank_zero`, where they take part in such a delivery.
 
     A model with adapters is sent as the engine takes it: merged, a tensor at a time, or the adapters alone, beside a
-    base that travels with the first push. No second copy of the weights is made here; vLLM, which fuses some layers,
+    base that is sent with the first push. No second copy of the weights is made here; vLLM, which fuses some layers,
     holds the tensors of each until they are all there.
 
     Args:
-        model: the trainer's, whose parameter names are the checkpoint's. Tied weights travel once.
-        engine: that samples; or a transport to engines in other processes, which are paused in the meantime.
-        version: of the weights the model has now.
+        model: the trainer's model, whose parameter names are the checkpoint's. Tied weights are sent once.
+        engine: the engine that samples; or a transport to engines in other processes, which it pauses during a push.
+        version: policy version of the weights that the model has now.
         ranks: the processes that train the model together; all of them push, and rank zero has the engine.
     """
 
@@ -124,7 +124,7 @@ class WeightSync:
     def verify(self) -> None:
         """Reads back all weights that the engines compute with, and compares them with the trainer's.
 
-        A push believes an engine's note of what it has put into a form that only products read; this does not.
+        A push trusts the digest that an engine recorded before repacking a weight; this reads the repacked weight.
 
         Raises:
             WeightDeliveryError: they differ; names the tensors.
@@ -142,7 +142,7 @@ class WeightSync:
                 raise WeightDeliveryError(
                     f"weight version {self._version} did not arrive: {engine} says version {held.version}, and "
                     f"{len(wrong)} of {len(sent)} tensors differ from what was sent ({shown or 'none'}). "
-                    "Samples from it would be off-policy without a sign, so the run stops here."
+                    "Samples from it would be silently off-policy, so the run stops here."
                 )
 
     def base_fingerprints(self) -> dict[str, int]:

@@ -170,7 +170,7 @@ class RemoteTransport(ABC):
 
     def start_weight_update(self) -> None:
         """Begins an update."""
-        self.call("start_weight_update", what="the begin of an update")
+        self.call("start_weight_update", what="the start of an update")
 
     def update_weights(self, update_info: Any) -> None:
         """Has the engines take in a part of the weights."""

@@ -141,10 +141,12 @@ class SharedMemoryTransport(RemoteTransport):
 
 
 class SharedMemory:
-    """Memory in two halves, which processes of the same user open by a path; counted where the process is counted.
+    """Memory in two halves, which processes of the same user open by a path.
+
+    All of it is allocated at once, so it counts towards the memory cgroup of the process that creates it.
 
     Args:
-        size: of both, in bytes.
+        size: bytes of both halves.
 
     >>> memory = SharedMemory(1 << 12)
     >>> memory.write(memory.start(1), torch.tensor([1.0, 2.0]))

@@ -21,16 +21,16 @@ class WeightSource(Protocol):
     """Tensors under the names that the engine knows them by, made one at a time as they are asked for."""
 
     def frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that never change, which travel once."""
+        """The tensors that never change, which are sent once."""
         ...
 
     def moving(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that training changes, which travel with every push."""
+        """The tensors that training changes, which are sent with every push."""
         ...
 
 
 class WholeModel:
-    """All parameters of a model; tied ones travel once."""
+    """All parameters of a model; tied ones are sent once."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model

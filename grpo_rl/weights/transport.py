@@ -80,7 +80,10 @@ class InProcess:
         self.dtype, self.takes_adapters = engine.dtype, engine.takes_adapters
 
     def fingerprint(self, name: str, tensor: Tensor) -> int:
-        """See :meth:`Transport.fingerprint`; the first push is read back by products, as :meth:`held` does."""
+        """See :meth:`Transport.fingerprint`.
+
+        The first push is verified by reading the packed weights back, as :meth:`held` does.
+        """
         return proof(name, tensor, self._engine.proves_bytes and not self._is_new)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:

@@ -131,7 +131,7 @@ def test_what_cannot_start_says_why():
             await launch("engine 4", lambda: os._exit(1), num_cpus=0.1)
         with pytest.raises(
             EngineDeadError,
-            match=r"within 2 s.* loads too slowly.* no room for 64 CPUs and 0 GPUs",
+            match=r"within 2 s.* loads slowly.* no room for 64 CPUs and 0 GPUs",
         ):
             await launch("engine 4", Engine, num_cpus=64, deadline_s=2)
 
