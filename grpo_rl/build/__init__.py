@@ -1,1 +1,1 @@
-"""Settings to parts, and parts to a run."""
+"""Builds parts from settings, and a run from parts."""

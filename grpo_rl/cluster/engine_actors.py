@@ -48,8 +48,8 @@ class RayEngine:
 
     Args:
         name: for messages.
-        actor: of :func:`launch`.
-        about: what it says of itself.
+        actor: the actor from :func:`launch`.
+        about: the engine's description of itself.
     """
 
     def __init__(self, name: str, actor: Any, about: Mapping[str, Any]) -> None:
@@ -90,7 +90,7 @@ class RayEngine:
         """See :class:`grpo_rl.weights.remote.EngineControl`."""
         ours: Future[Any] = Future()
 
-        def tell(theirs: Future[Any]) -> None:
+        def deliver(theirs: Future[Any]) -> None:
             error = theirs.exception()
             if isinstance(error, RayTaskError):
                 error = _cause(error)
@@ -105,7 +105,7 @@ class RayEngine:
                     self.version = int(args[0])
                 ours.set_result(theirs.result())
 
-        self._actor.call.remote(method, *args).future().add_done_callback(tell)
+        self._actor.call.remote(method, *args).future().add_done_callback(deliver)
         return ours
 
     async def generate(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
@@ -173,7 +173,7 @@ async def launch(
         name: for messages.
         make: builds the engine, in the actor.
         place: the placement group to run in, and the bundle in it; None: wherever there is room.
-        num_cpus: that the actor takes up.
+        num_cpus: CPU cores reserved for the actor.
         num_gpus: likewise.
         deadline_s: until it has to be ready.
 

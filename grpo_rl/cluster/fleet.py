@@ -74,7 +74,7 @@ class Fleet(Generic[E]):
         """Launches all engines.
 
         Raises:
-            Exception: of the first that can't be.
+            Exception: the error of the first engine that can't be started.
         """
         starts = [asyncio.create_task(self._fill(slot)) for slot in self._slots]
         self._starts |= set(starts)

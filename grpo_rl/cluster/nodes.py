@@ -32,8 +32,8 @@ class Node:
 
     Args:
         name: address of the machine.
-        id: Ray's.
-        resources: that it offers, by name.
+        id: Ray's id of the node.
+        resources: amounts that the node offers, by name.
     """
 
     name: str
@@ -51,12 +51,12 @@ def cluster(address: str | None = None, gpus: Sequence[int] = (), **settings: ob
     ends this: a stop, as by Ctrl-C, is none.
 
     Args:
-        address: as ``ray.init`` takes it: ``auto`` joins the cluster that this machine is in.
-        gpus: of this machine that a cluster started here may use; others are for this process.
-        settings: more of ``ray.init``'s.
+        address: address for ``ray.init``; ``auto`` joins the cluster that this machine is in.
+        gpus: indices of this machine's GPUs that a local cluster may use; others are for this process.
+        settings: further arguments of ``ray.init``.
 
     Raises:
-        ValueError: there is none at that address; or what Ray has started here would listen on other interfaces.
+        ValueError: there is no cluster at that address; or what Ray has started here would listen on other interfaces.
     """
     with nullcontext() if address else _private_folder() as folder:
         _init(address, gpus, folder, settings)

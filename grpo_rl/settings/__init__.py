@@ -1,1 +1,1 @@
-"""A config, checked, and every number that follows from it."""
+"""Settings are declared and checked, and every number that follows from them is computed."""
