@@ -1,1 +1,1 @@
-"""Builds parts from settings, and a run from parts."""
+"""Settings to parts, and parts to a run."""

@@ -1,1 +1,1 @@
-"""A cluster runs many engines on many nodes; only this folder imports Ray."""
+"""Many engines on many nodes; the only importer of Ray."""

@@ -1,1 +1,1 @@
-"""A run and its folder: what is logged, saved, resumed and reported."""
+"""A run and its folder: what is logged, saved, resumed and told."""

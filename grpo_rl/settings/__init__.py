@@ -1,1 +1,1 @@
-"""Settings are declared and checked, and every number that follows from them is computed."""
+"""A config, checked, and every number that follows from it."""
