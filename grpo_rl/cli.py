@@ -1,4 +1,4 @@
-"""The command `grpo-rl`: what belongs to training beside the training itself. A command is imported when asked for."""
+"""The command `grpo-rl`: tools around training. A command's code is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hydra.errors import HydraException
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of a command line; ``sys.argv`` where none is given."""
+    """Runs a command line, by default ``sys.argv``, and returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser("grpo-rl", description="What belongs to training beside the training itself.")
+    parser = argparse.ArgumentParser("grpo-rl", description="Tools around training.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, (declare, says) in COMMANDS.items():
         command = commands.add_parser(name, help=says)
@@ -51,17 +51,17 @@ def _replay(parser: argparse.ArgumentParser) -> None:
 def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.usage = "grpo-rl doctor --ray ADDRESS [options]"
     parser.description = (
-        "Waits until all nodes of a Ray cluster are there, has each run something, compares their packages "
-        "and looks whether all see the run's folder; starts nothing. Exit code 2: a node is missing, silent or "
-        "different, and named."
+        "Waits until all nodes of a Ray cluster are there, has each respond, compares their packages and checks "
+        "that all see the run's folder; starts nothing. Exit code 2: a node, which is named, is missing, silent or "
+        "different."
     )
     parser.add_argument(
         "--ray", required=True, metavar="ADDRESS", help="host:port of the head, or auto on a node of it"
     )
     who = parser.add_mutually_exclusive_group()
-    who.add_argument("--nodes", type=int, default=1, metavar="N", help="how many there have to be (1)")
-    who.add_argument("--names", metavar="A,B,...", help="or which, by the names of `ray start --node-name`")
-    parser.add_argument("--folder", type=Path, help="that all of them have to see: the run's, or the one it will be in")
+    who.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes to expect (1)")
+    who.add_argument("--names", metavar="A,B,...", help="or their names, as given to `ray start --node-name`")
+    parser.add_argument("--folder", type=Path, help="folder that all nodes must see: the run's, or its parent")
     parser.add_argument("--deadline-s", type=float, default=120.0, metavar="S", help="longest wait for the nodes (120)")
     parser.set_defaults(run_command=_examine)
 
@@ -69,12 +69,11 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
 def _export(parser: argparse.ArgumentParser) -> None:
     parser.usage = "grpo-rl export CHECKPOINT FOLDER"
     parser.description = (
-        "Writes the model of a checkpoint, whichever processes wrote it, as a folder that transformers and "
-        "vLLM read: of a run that is not at its end, which writes model/ itself. On the CPU, with 4 bytes a parameter "
-        "of memory and half as much again."
+        "Writes the model of a checkpoint, sharded or not, as a folder that transformers and vLLM read; a finished "
+        "run has written model/ itself. Runs on the CPU, with 4 bytes a parameter of memory and half as much again."
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a run's checkpoints/checkpoint_*.pt")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="that is to be; it must not hold anything")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="output folder; must be empty or absent")
     parser.set_defaults(run_command=_export_model)
 
 

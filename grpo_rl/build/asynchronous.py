@@ -1,4 +1,4 @@
-"""What samples in processes of its own, while others train."""
+"""Builds an asynchronous run: engines in Ray actors, which sample during training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from grpo_rl.weights.shared_memory import SharedMemoryTransport
 def async_run(settings: Settings, folder: str | Path, site: Site) -> AbstractContextManager[Run]:
     """A run whose engines sample while it trains; see `grpo_rl.build.run.sync_run`."""
     model = resolve_model(settings.model.name)
-    ranks = partial(make_ranks, settings, site.devices, site.meeting)
+    ranks = partial(make_ranks, settings, site.devices, site.rendezvous)
     engine = partial(make_engine, settings, model, site)
     return build_run(settings, folder, model, site.devices, ranks, engine, partial(make_collector, settings))
 
@@ -53,7 +53,7 @@ def async_run(settings: Settings, folder: str | Path, site: Site) -> AbstractCon
 def make_engine(
     settings: Settings, model_folder: Path, site: Site, ranks: Ranks | None = None
 ) -> FleetEngine | NullTransport:
-    """The engines of the plan, each in an actor of its own, as one; only rank zero has them."""
+    """Starts the planned engines, each in its own actor, and returns them as one engine; only rank zero has them."""
     if ranks and ranks.rank:
         return NullTransport(getattr(torch, settings.train_model.dtype), takes_adapters=pushes_adapters(settings))
     model, on_gpu = settings.inference_model, site.devices.inference[0].type == "cuda"
@@ -63,7 +63,7 @@ def make_engine(
         "keep_cache": model.keep_cache,
     }
 
-    # An actor has a working directory of its own; what is no folder here is fetched where the engine is.
+    # An actor has its own working directory; a name that is no folder here is downloaded where the engine runs.
     name_or_path = settings.model.name
     if Path(name_or_path).is_dir():
         name_or_path = str(Path(name_or_path).resolve())
@@ -104,7 +104,7 @@ def make_engine(
 def make_transport(
     settings: Settings, model_folder: Path, devices: Devices, engines: Sequence[FleetMember]
 ) -> RemoteTransport:
-    """What brings weights to the engines: through shared memory on a CPU, over NCCL between GPUs."""
+    """The transport of weights to the engines: shared memory on a CPU, NCCL between GPUs."""
     model = settings.inference_model
     if check_transfer(settings, devices) == "shared_memory":
         return SharedMemoryTransport(engines, deadline_s=model.deadline_s)
@@ -115,11 +115,11 @@ def make_transport(
 
 
 def start_vllm(model: str, max_model_len: int, cpus: int, on_loopback: bool, **settings: Any) -> AsyncEngine:
-    """vLLM in a process under this one; called in the engine's actor."""
-    if on_loopback:  # the engine's processes listen for one another there alone
+    """Starts vLLM in a child process; called in the engine's actor."""
+    if on_loopback:  # the engine's processes connect to one another on loopback only
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise the one that the machine's name leads to
-    # Read by vLLM and OpenMP when the process starts. vLLM's own choice of cores is all of them.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise the interface of the host name
+    # Read by vLLM and OpenMP when the process starts. By default vLLM binds to all cores.
     os.environ["OMP_NUM_THREADS"] = str(cpus)
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -130,7 +130,7 @@ def start_vllm(model: str, max_model_len: int, cpus: int, on_loopback: bool, **s
 def make_collector(
     settings: Settings, env: LLMEnv, engine: FleetEngine | NullTransport, weights: WeightSync, collected: int
 ) -> Collector:
-    """The collector of the run, which has ``collected`` responses already and samples while others train."""
+    """The collector of a run that has ``collected`` responses already; it samples during training."""
     train, mine = settings.train, None
     if not isinstance(engine, NullTransport):
         mine = AsyncCollector(

@@ -1,4 +1,4 @@
-"""Which devices train, score the reference and sample, and the processes that train."""
+"""Plans the devices that train, score the reference and sample, and connects the processes that train."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from grpo_rl.settings.devices import Devices, allocate
 from grpo_rl.settings.schema import Settings
 
 if TYPE_CHECKING:
-    from grpo_rl.cluster.trainer_actors import Meeting  # Ray, which sync mode does without
+    from grpo_rl.cluster.trainer_actors import Rendezvous  # Ray, which sync mode does without
 
 
 def plan_devices(settings: Settings, model_folder: Path) -> Devices:
-    """The device plan, as far as this script can carry it out: it trains on one device, with one engine in its process.
+    """The device plan, checked against what `sota/grpo.py` supports.
+
+    That is one engine in this process, and several training devices only with `train_model.parallel`.
 
     Raises:
-        ValueError: the plan does not fit the machine or the model, or asks for more than this script does; the
+        ValueError: the plan does not fit the machine or the model, or asks for more than the script supports; the
             engine is not installed; or the model can't be trained, see `grpo_rl.policies.loading.check_model`.
     """
     if settings.inference_model.engine == "vllm" and importlib.util.find_spec("vllm") is None:
@@ -60,21 +62,21 @@ def plan_devices(settings: Settings, model_folder: Path) -> Devices:
     return devices
 
 
-def make_ranks(settings: Settings, devices: Devices, meeting: Meeting | None = None) -> Ranks | None:
-    """The processes that train together, of which torchrun started this one; None where one trains alone.
+def make_ranks(settings: Settings, devices: Devices, rendezvous: Rendezvous | None = None) -> Ranks | None:
+    """The ranks of the processes that train together, started by torchrun or as actors; None if one trains alone.
 
     Args:
-        meeting: where the processes meet, if they are actors.
+        rendezvous: the actors' rendezvous; None: torchrun started the processes.
 
     Raises:
-        ValueError: torchrun did not, or it started more or fewer than there are devices to train on.
+        ValueError: torchrun started none, or more or fewer processes than there are training devices.
     """
     train = settings.train_model
     if train.parallel is None:
         return None
     placement = {"fp32_masters": settings.train.mixed_precision, "cpu_offload": train.cpu_offload}
-    if meeting:
-        ranks = meeting.rank, meeting.size, meeting.store()
+    if rendezvous:
+        ranks = rendezvous.rank, rendezvous.size, rendezvous.store()
         return Ranks.join(train.parallel, devices.train[0], *ranks, train.timeout_s, **placement)
     # Devices are those of this machine; other nodes have their own, and as many.
     started, on_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), devices.train[0].type == "cuda"

@@ -1,4 +1,4 @@
-"""The environment of ``env.dataset``, and its held-out rows."""
+"""Builds the environment of ``env.dataset``, and reads its held-out rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_rl.settings.schema import Settings
 
 
 def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
-    """The environment of ``env.dataset``, its prompts checked against the context.
+    """Builds the environment of ``env.dataset``, and checks its prompts against the context length.
 
     Raises:
         ValueError: the data can't be found or read, or a prompt is too long and ``env.long_prompt`` is ``error``.
@@ -27,7 +27,7 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
 
 
 def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
-    """The first ``evaluate.rows`` held-out rows; none where none are asked for.
+    """The first ``evaluate.rows`` held-out rows.
 
     Raises:
         ValueError: fewer rows are there, one is too long, or the data can't be found: a local ``env.path`` needs
@@ -40,7 +40,7 @@ def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
     if path is None and settings.env.path:
         if not settings.env.task.get("held_out") and settings.env.path not in spec.generated:
             raise ValueError(f"evaluate.rows={wanted} needs env.eval_path beside env.path={settings.env.path}")
-        path = settings.env.path  # which has a held-out part
+        path = settings.env.path  # the same data has a held-out part
     rows = spec.rows(path, "test", settings.env)
     if len(rows) < wanted:
         raise ValueError(f"evaluate.rows={wanted}, but the held-out data has {len(rows)} rows")

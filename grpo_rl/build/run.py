@@ -1,4 +1,4 @@
-"""A run, built from its settings: everything that both scripts have before their loops."""
+"""Builds a run from its settings, as both scripts do before their loops."""
 
 from __future__ import annotations
 
@@ -32,15 +32,19 @@ from grpo_rl.settings.schema import Settings
 from grpo_rl.weights.push import WeightSync
 
 BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: fp32 weights and AdamW's two moments."""
+"""Bytes of a checkpoint per parameter: fp32 weights and AdamW's two moments."""
 
 
 def sync_run(settings: Settings, folder: str | Path) -> AbstractContextManager[Run]:
-    """A run that samples and trains in turns, in this process or in those that torchrun started.
+    """A run that alternates sampling and training, in this process or in those that torchrun started.
 
     Raises:
+<<<<<<< HEAD
         ValueError: the settings do not fit this machine, the model or the data; before anything expensive starts.
         RunIsOver: the run to go on with is finished; a `SystemExit` with code 0.
+=======
+        ValueError: the settings do not fit this machine, the model or the data; raised before anything expensive.
+>>>>>>> heads/mend2
     """
     model = resolve_model(settings.model.name)
     plan = devices.plan_devices(settings, model)
@@ -59,14 +63,14 @@ def build_run(
     make_engine: Callable[[Ranks | None], Any],
     make_collector: Callable[[LLMEnv, Any, WeightSync, int], Collector],
 ) -> Iterator[Run]:
-    """A run of the parts that all settings have and those that the arguments make.
+    """Builds a run from the parts common to both modes and those that the arguments make.
 
     Args:
-        model: the folder of the model that training begins with.
-        make_engine: from the ranks; of which rank zero has the engine, and others what stands in for it.
-        make_collector: from environment, engine, weights and the number of responses collected before.
+        model: the folder of the initial model.
+        make_engine: makes the engine from the ranks; only rank zero has it, other ranks get a null transport.
+        make_collector: makes the collector from environment, engine, weights and the number of collected responses.
     """
-    # What can be wrong with data and settings is found before the folder is taken and a model is loaded.
+    # Wrong data and settings are found before the folder is claimed and a model is loaded.
     tokenizer = load_tokenizer(model, settings.model.chat_template)
     env = make_env(settings, tokenizer)
     loss, buffer = training.make_loss(settings), training.make_buffer(settings)
@@ -84,7 +88,7 @@ def build_run(
         reference = training.make_reference(settings, model, plan, policy)
         optimizer = training.make_optimizer(settings, policy, ranks)
         stack.callback(optimizer.close)
-        # Measured, once per machine, while no engine holds the machine's memory yet.
+        # Measured once per machine, before an engine takes the machine's memory.
         roofline = None if ranks else _roofline(settings, policy, plan)
         engine = make_engine(ranks)
         stack.callback(engine.close)

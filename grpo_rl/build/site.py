@@ -1,4 +1,4 @@
-"""Where an asynchronous run is: devices, the Ray cluster, and places for trainers and engines."""
+"""Placement of an asynchronous run: devices, the Ray cluster, and bundles for trainers and engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from grpo_rl.cluster.nodes import Place, check_nodes, cluster, nodes, places, this_address
-from grpo_rl.cluster.trainer_actors import Meeting, run_trainers
+from grpo_rl.cluster.trainer_actors import Rendezvous, run_trainers
 from grpo_rl.policies.hub import resolve_model
 from grpo_rl.policies.loading import check_model
 from grpo_rl.settings.config import RunIsOver
@@ -30,24 +30,24 @@ from grpo_rl.settings.schema import Settings
 
 @dataclass(frozen=True)
 class Site:
-    """Where a run in async mode is: its devices, and the places of its actors.
+    """Placement of an asynchronous run: its devices, and the bundles of its actors.
 
     Args:
-        devices: of each role, counted over the whole cluster.
-        place: a bundle for each trainer that is an actor, and then one for each engine.
-        trainers: how many are actors; 0: this process trains, alone or started by torchrun with others.
-        engine_cpus: that each engine computes with.
-        meeting: where the trainers meet that are actors.
+        devices: the devices of each role, counted over the whole cluster.
+        place: bundles: first one for each trainer actor, then one for each engine.
+        trainers: number of trainer actors; 0: this process trains, alone or as one of torchrun's.
+        engine_cpus: CPU cores of each engine.
+        rendezvous: the rendezvous of the trainer actors.
     """
 
     devices: Devices
     place: Place | None
     trainers: int
     engine_cpus: int
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None
 
     def run(self, train: Callable[[Settings, str, Site], dict], settings: Settings, folder: str) -> dict:
-        """What ``train`` returns: of this process, or of the first of the trainers on the cluster."""
+        """Trains here or in actors, and returns what ``train`` returns on rank zero."""
         if not self.trainers:
             return train(settings, folder, self)
         assert self.place is not None
@@ -57,36 +57,36 @@ class Site:
 
 
 def _train_there(
-    train: Callable, settings: Settings, folder: str, site: Site, working_directory: str, meeting: Meeting
+    train: Callable, settings: Settings, folder: str, site: Site, working_directory: str, rendezvous: Rendezvous
 ) -> dict:
     try:
-        os.chdir(working_directory)  # which relative paths of the config are meant from
+        os.chdir(working_directory)  # relative paths in the config start there
     except OSError as error:
         raise ValueError(
             f"{this_address()} can't go to {working_directory}, where the script was started: {error.strerror}. Start "
             "it on a file system that all nodes share"
         ) from error
-    transformers_logging.disable_progress_bar()  # as in the process that was started by hand
-    tqdm.set_lock(threading.RLock())  # its own is one between processes too, which a killed actor would leave behind
+    transformers_logging.disable_progress_bar()  # as in the process that the user started
+    tqdm.set_lock(threading.RLock())  # its own is shared between processes, and a killed actor would leave it behind
     devices = site.devices
     if devices.train[0].type == "cuda":
-        own = torch.device("cuda", 0)  # of all GPUs Ray lets an actor see those of its bundle
+        own = torch.device("cuda", 0)  # Ray shows an actor the GPUs of its bundle only
         devices = replace(devices, train=(own,) * site.trainers, ref=(own,) * bool(devices.ref))
     try:
-        return train(settings, folder, replace(site, devices=devices, meeting=meeting))
+        return train(settings, folder, replace(site, devices=devices, rendezvous=rendezvous))
     except RunIsOver:
         return {}
 
 
 @contextmanager
 def make_site(settings: Settings) -> Iterator[Site]:
-    """The Ray cluster of ``ray.address``, or one on this machine alone, with places for what the device plan asks.
+    """The Ray cluster of ``ray.address``, or a local one, with a bundle for each actor of the device plan.
 
-    Every node has answered. On this machine the trainer is this process; on a cluster trainers are actors.
+    Every node has responded. On this machine the trainer is this process; on a cluster trainers are actors.
 
     Raises:
-        ValueError: the model can't be trained; the plan does not fit; no cluster answers; nodes are missing or silent,
-            by name.
+        ValueError: the model can't be trained; the plan does not fit; no cluster responds; nodes, which are named, are
+            missing or silent.
     """
     model_folder = resolve_model(settings.model.name)
     check_model(model_folder, adapters(settings))
@@ -151,9 +151,9 @@ def _bundle(devices: Devices, cpus: int) -> dict[str, float]:
 
 
 def share_cores(devices: Devices, world: int) -> int:
-    """Cores of each engine, where engines and trainers have this machine's between them; takes the trainer's.
+    """Cores of each engine when engines and trainers share this machine; limits the trainer's threads, too.
 
-    Two that compute with all cores at once would wait for each other's threads most of the time.
+    Processes that each use all cores would mostly wait for each other's threads.
     """
     cores = len(os.sched_getaffinity(0))
     share = max(1, cores // (world + devices.replicas))
@@ -162,7 +162,7 @@ def share_cores(devices: Devices, world: int) -> int:
 
 
 def check_transfer(settings: Settings, devices: Devices) -> str:
-    """How weights travel.
+    """The transport of weights: ``shared_memory`` or ``nccl``.
 
     Raises:
         ValueError: NCCL can't carry what the settings would send.

@@ -1,4 +1,4 @@
-"""What samples in the training process, in turns with training."""
+"""Builds the in-process engine and the collector."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from grpo_rl.weights.push import WeightSync
 def make_engine(
     settings: Settings, model_folder: Path, devices: Devices, ranks: Ranks | None = None
 ) -> Engine | NullTransport:
-    """The inference engine of ``inference_model.engine``, which only rank zero has."""
+    """Starts the engine of ``inference_model.engine``; only rank zero has it."""
     model, dtype = settings.inference_model, settings.train_model.dtype
     if ranks and ranks.rank:
         return NullTransport(getattr(torch, dtype), takes_adapters=False)
@@ -48,7 +48,7 @@ def make_engine(
 
 
 def vllm_options(settings: Settings, model_folder: Path, devices: Devices) -> dict[str, Any]:
-    """The arguments that vLLM's engines of both modes take."""
+    """Arguments of vLLM's engines in both modes."""
     model, lora, beside = settings.inference_model, adapters(settings), pushes_adapters(settings)
     return {
         "tensor_parallel_size": devices.tensor_parallel_size,
@@ -63,7 +63,7 @@ def vllm_options(settings: Settings, model_folder: Path, devices: Devices) -> di
 def make_collector(
     settings: Settings, env: LLMEnv, engine: Sampler | NullTransport, weights: WeightSync, collected: int
 ) -> Collector:
-    """The collector of the run, which has ``collected`` responses already."""
+    """The collector of a run that has ``collected`` responses already."""
     train, own = settings.train, None
     if not isinstance(engine, NullTransport):
         own = SyncCollector(
@@ -79,6 +79,6 @@ def make_collector(
 
 
 def make_has_no_signal(settings: Settings) -> Callable[[Group], bool]:
-    """Which groups have zero variance, by rewards as they become advantages."""
+    """The test for zero-variance groups, on rewards as they enter the advantages."""
     clip = math.inf if settings.train.reward_clip is None else settings.train.reward_clip
     return functools.partial(has_zero_variance, clip=clip, by_part=settings.loss.advantage == "multi_reward")

@@ -1,4 +1,4 @@
-"""What trains: policy, reference, optimizer, loss, advantages, buffer and schedules."""
+"""Builds policy, reference, optimizer, loss, advantages, buffer and schedules."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from grpo_rl.training.schedules import AdaptiveKL, RefreshRule, Schedules
 
 
 def make_policy(settings: Settings, model_folder: Path, devices: Devices, ranks: Ranks | None = None) -> TrainPolicy:
-    """The policy that learns.
+    """Loads the policy.
 
     Raises:
-        ValueError: its weights are not finite, or it can't be trained.
+        ValueError: the model's weights are not finite, or it can't be trained.
     """
     _check_finite(model_folder, ranks)
     return TrainPolicy.load(
@@ -47,11 +47,11 @@ def make_policy(settings: Settings, model_folder: Path, devices: Devices, ranks:
 def make_reference(
     settings: Settings, model_folder: Path, devices: Devices, policy: TrainPolicy | None = None
 ) -> ReferencePolicy | None:
-    """The frozen reference; None where nothing reads it.
+    """The frozen reference; None if no KL term needs it.
 
     Args:
-        policy: one that learns by adapters is its own reference without them: nothing more is loaded. The processes
-            that train it share the reference likewise.
+        policy: the policy. With adapters it is its own reference when they are off, and nothing more is loaded. The
+            processes that train it share the reference likewise.
 
     Raises:
         ValueError: ``ref_model.name`` is a model that can't judge the policy's tokens, or can't become its copy.
@@ -72,7 +72,7 @@ def make_reference(
 
 
 def _check_finite(folder: Path, peers: Peers | None) -> None:
-    """Refuses weights that are not finite, on all ranks alike; rank zero reads its own machine's copy for all."""
+    """Refuses non-finite weights on all ranks; rank zero reads its machine's copy for all."""
     agreed(peers, lambda: None if peers and peers.rank else check_finite(folder))
 
 
@@ -151,7 +151,7 @@ def make_schedules(
     reference: ReferencePolicy | None,
     policy: TrainPolicy,
 ) -> Schedules:
-    """What changes in the course of the run."""
+    """The schedules: group size, KL weight and reference refresh."""
     return Schedules(
         derived.group_sizes(settings),
         AdaptiveKL(settings.policy.kl_coef, settings.policy.target_kl),

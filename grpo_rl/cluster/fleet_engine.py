@@ -73,8 +73,8 @@ class FleetEngine(StepByGenerate):
     weights then.
 
     Args:
-        fleet: of engines of one kind; started, on ``loop``.
-        loop: where the fleet lives.
+        fleet: a fleet of engines of one kind, started on ``loop``.
+        loop: the thread whose event loop runs the fleet.
         transport: makes what brings weights to the engines it is given.
     """
 

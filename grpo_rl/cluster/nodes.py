@@ -33,7 +33,11 @@ class Node:
     Args:
         name: address of the machine.
         id: Ray's id of the node.
+<<<<<<< HEAD
         resources: amount of each resource that the node offers, by name.
+=======
+        resources: amounts that the node offers, by name.
+>>>>>>> heads/mend2
     """
 
     name: str
@@ -51,12 +55,12 @@ def cluster(address: str | None = None, gpus: Sequence[int] = (), **settings: ob
     kept if an exception is raised (Ctrl-C does not count).
 
     Args:
-        address: as ``ray.init`` takes it: ``auto`` joins the cluster that this machine is in.
-        gpus: of this machine that a cluster started here may use; others are for this process.
-        settings: more of ``ray.init``'s.
+        address: address for ``ray.init``; ``auto`` joins the cluster that this machine is in.
+        gpus: indices of this machine's GPUs that a local cluster may use; others are for this process.
+        settings: further arguments of ``ray.init``.
 
     Raises:
-        ValueError: there is none at that address; or what Ray has started here would listen on other interfaces.
+        ValueError: there is no cluster at that address; or what Ray has started here would listen on other interfaces.
     """
     with nullcontext() if address else _private_folder() as folder:
         _init(address, gpus, folder, settings)

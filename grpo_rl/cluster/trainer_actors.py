@@ -25,14 +25,14 @@ LAST_WORDS_S = 60.0
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The rendezvous of a training's ranks.
 
     Args:
-        rank: of this process.
-        size: how many there are.
-        host: of rank zero.
-        port: that it listens on.
+        rank: rank of this process.
+        size: number of ranks.
+        host: address of rank zero.
+        port: port that rank zero listens on.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class Meeting:
     port: int
 
     def store(self) -> dist.Store:
-        """The store by which the ranks meet; blocks until rank zero has started it."""
+        """The store of the process group; blocks until rank zero has started it."""
         return dist.TCPStore(self.host, self.port, self.size, is_master=self.rank == 0)
 
 
@@ -56,11 +56,11 @@ class _Trainer:
             port = probe.getsockname()[1]
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), os.getpid(), port
 
-    def run(self, work: Callable[[Meeting], Any], meeting: Meeting) -> Any:
+    def run(self, work: Callable[[Rendezvous], Any], rendezvous: Rendezvous) -> Any:
         """Does the work and returns its result; a run that stops early raises what it says."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which Ray blocks, as terminals send it to all
         try:
-            return work(meeting)
+            return work(rendezvous)
         except SystemExit as stop:
             raise StoppedEarly(str(stop)) from stop
         except ValueError as error:
@@ -68,19 +68,24 @@ class _Trainer:
 
 
 class StoppedEarly(RuntimeError):
-    """A run that was asked to stop, or whose settings can't be run; says which."""
+    """A run that was asked to stop, or whose settings can't be run; the message says which."""
 
 
 def run_trainers(
-    work: Callable[[Meeting], Any], count: int, place: PlacementGroup, num_cpus: float, num_gpus: float
+    work: Callable[[Rendezvous], Any], count: int, place: PlacementGroup, num_cpus: float, num_gpus: float
 ) -> Any:
     """Runs ``work`` on all ranks, each in a process of its own, and returns what it returns on rank zero.
 
     Ctrl-C is passed on to all of them, which finish their step; the second one ends them.
 
     Args:
+<<<<<<< HEAD
         work: function that each rank runs; its argument is the rendezvous.
         count: number of ranks; each runs in the bundle of its number.
+=======
+        work: the function to run, called with the rank's rendezvous.
+        count: number of ranks, each in the bundle of its number.
+>>>>>>> heads/mend2
 
     Raises:
         SystemExit: the run was stopped, or its settings can't be run.
@@ -94,7 +99,7 @@ def run_trainers(
     ]
     places = ray.get([trainer.place.remote() for trainer in trainers])
     host, _, _, port = places[0]
-    runs = [trainer.run.remote(work, Meeting(rank, count, host, port)) for rank, trainer in enumerate(trainers)]
+    runs = [trainer.run.remote(work, Rendezvous(rank, count, host, port)) for rank, trainer in enumerate(trainers)]
     pending, asked_to_stop = list(runs), False
     try:
         while pending:

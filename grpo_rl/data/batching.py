@@ -142,7 +142,8 @@ def micro_batches_of(
 def by_group(tokens: TensorDictBase, values: Shaped[Tensor, "*K N"]) -> dict[int, Shaped[Tensor, "*K R"]]:
     """Values of a micro-batch's N tokens on the CPU, by the id of the group whose R tokens they are of.
 
-    >>> from tensordict import TensorDict, TensorDictBase
+    >>> import torch
+    >>> from tensordict import TensorDict
     >>> tokens = TensorDict(group_id=torch.tensor([7, 7, 2]), batch_size=[3])
     >>> by_group(tokens, torch.tensor([0.5, 1.0, 2.0]))
     {7: tensor([0.5000, 1.0000]), 2: tensor([2.])}

@@ -1,4 +1,4 @@
-"""Which folder a run writes to, locked against other processes, and what the run goes on from."""
+"""Claims a run's folder, locked against other processes, and finds the checkpoint that the run resumes from."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Claim:
     """A run's folder, locked, and how the run starts there.
 
     Args:
-        resume: the checkpoint, or the folder that has one, to go on from; None: from the beginning.
-        inside: the checkpoint is one of the run that wrote to this folder.
-        again: from the beginning in a folder whose run was cut off before its first checkpoint; its logs are set aside.
-        over: the run in the folder is finished, and has no checkpoint any more to go on from.
-        notes: what to tell.
+        resume: the checkpoint to resume from, or the folder that has one; None: from the beginning.
+        inside: the checkpoint belongs to the run that wrote to this folder.
+        again: the folder's run was cut off before its first checkpoint: it starts over, and its logs are set aside.
+        over: the run in the folder is finished, and no checkpoint is left to resume from.
+        notes: messages for the user.
     """
 
     folder: Path
@@ -45,26 +45,25 @@ class Claim:
 
 
 def claim(own: Path, resume: str | None, outputs: Path, config: str, frequency: int) -> Claim:
-    """The folder that a run writes to, which from now on no other process can.
+    """Locks the folder that a run writes to, and returns how the run starts there.
 
-    ``auto`` is the newest run of this config under ``outputs`` that has a checkpoint; where there is none, a new one. A
-    run that another process is at is passed over for the newest one that was cut off, and never for a new or a
-    finished one.
+    ``auto`` is the newest run of this config under ``outputs`` that has a checkpoint; without one, a new run. A run in
+    use by another process is passed over for the newest interrupted one, but never for a new or a finished one.
 
     Args:
         own: the folder for a new run.
         resume: a checkpoint, the folder of a run, ``auto``, or None for a new run.
-        config: of the run that starts, as JSON.
-        frequency: steps between its checkpoints, 0 for none before the end.
+        config: the config of the run that starts, as JSON.
+        frequency: steps between its checkpoints; 0: none before the end.
 
     Raises:
-        ValueError: another process writes there, it can't be written, or its checkpoints are gone; says what to do.
+        ValueError: the folder is in use by another process, can't be written, or lost its checkpoints; with the remedy.
     """
     if resume == "auto":
         return _newest(own, outputs, config)
     if resume is None:
         return Claim(own, _locked(own))
-    place = Path(resume).absolute()  # a link keeps its place in the run's folder, wherever it leads
+    place = Path(resume).absolute()  # not resolved: a link belongs to the folder that it lies in
     if place.is_file() or (checkpoint.checkpoints(place) and not checkpoint.checkpoints(place / CHECKPOINTS)):
         holder = place.parent if place.is_file() else place
         inside = holder.name == CHECKPOINTS
@@ -72,7 +71,7 @@ def claim(own: Path, resume: str | None, outputs: Path, config: str, frequency: 
         return Claim(folder, _locked(folder), place, inside=inside)
     is_run = any((place / name).exists() for name in (CHECKPOINTS, METRICS_FILE, LOCK))
     if not is_run and place.resolve() != own.resolve():
-        return Claim(own, _locked(own), place)  # which `checkpoint.restore` refuses
+        return Claim(own, _locked(own), place)  # refused by `checkpoint.restore`
     place = Path(resume)
     lock = _locked(place)
     try:
@@ -86,7 +85,7 @@ def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> C
     """How a run starts in a folder of its own: from a checkpoint, from the beginning, or not at all.
 
     Raises:
-        ValueError: a run was there, longer than one that was cut off before its first checkpoint.
+        ValueError: the folder's run got past its first checkpoint, and no checkpoint is left.
     """
     if checkpoint.checkpoints(place / CHECKPOINTS):
         return Claim(place, lock, place, inside=True)
@@ -94,7 +93,7 @@ def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> C
         note = f"The run in {place} is finished, and nothing is left to do; without a checkpoint it can't be prolonged"
         return Claim(place, lock, over=True, notes=[note])
     last = checkpoint.last_logged(place)
-    # The step that a checkpoint follows is logged before it.
+    # A step is logged before its checkpoint is written.
     if (frequency and last > frequency) or (place / SUMMARY).exists():
         raise ValueError(
             f"the run in {place} got to step {last}, and its checkpoints are gone, so it can't go on; put them back "
@@ -105,8 +104,7 @@ def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> C
 
 
 def set_logs_aside(folder: Path) -> None:
-    """Renames what a run logged before its first checkpoint to ``.abandoned``, in the place of what was set aside
-    before."""
+    """Renames what a run logged before its first checkpoint to ``.abandoned``, replacing earlier such files."""
     for name in (COMPLETIONS_FOLDER, TOKENS, RESPONSES, METRICS_FILE):
         path = folder / name
         aside = path.with_name(f"{name}{ABANDONED}")
@@ -117,10 +115,10 @@ def set_logs_aside(folder: Path) -> None:
 
 
 def _newest(own: Path, outputs: Path, config: str) -> Claim:
-    """The newest run of this config under ``outputs`` that has a checkpoint and no other process is at; or a new one.
+    """The newest run of this config under ``outputs`` that has a checkpoint and is not in use; else a new one.
 
     Raises:
-        ValueError: all that there is of this config is being written.
+        ValueError: every run of this config is in use by another process.
     """
     notes: list[str] = []
     live: list[FolderInUseError] = []
@@ -132,9 +130,9 @@ def _newest(own: Path, outputs: Path, config: str) -> Claim:
             elif busy:
                 live.append(busy)
             elif checkpoint.checkpoints(run / CHECKPOINTS) and not (live and is_finished(run)):
-                told = [f"Passed over by resume=auto: {error}" for error in live]
-                return Claim(run, FolderLock(run), run, inside=True, notes=told)
-        except FolderInUseError as error:  # in this moment
+                passed = [f"Passed over by resume=auto: {error}" for error in live]
+                return Claim(run, FolderLock(run), run, inside=True, notes=passed)
+        except FolderInUseError as error:  # locked since it was checked
             live.append(error)
         except OSError as error:
             notes.append(f"Passed over by resume=auto: {run} can't be used ({error.strerror})")
@@ -144,20 +142,20 @@ def _newest(own: Path, outputs: Path, config: str) -> Claim:
 
 
 def _runs(outputs: Path) -> list[Path]:
-    """Folders that hold checkpoints or a lock, that with the newest first."""
+    """Folders that hold checkpoints or a lock, newest first."""
     newest: dict[Path, float] = {}
     for path in outputs.glob(f"**/{CHECKPOINTS}/checkpoint_*.pt"):
-        with suppress(OSError):  # gone since
+        with suppress(OSError):  # deleted meanwhile
             run = path.parent.parent
             newest[run] = max(newest.get(run, 0.0), path.stat().st_mtime)
-    for path in outputs.glob(f"**/{LOCK}"):  # of runs that have no checkpoint yet: another process may be at them
+    for path in outputs.glob(f"**/{LOCK}"):  # runs without a checkpoint may be in use by another process
         with suppress(OSError):
             newest.setdefault(path.parent, path.stat().st_mtime)
     return sorted(newest, key=lambda run: newest[run], reverse=True)
 
 
 def _differs(run: Path, config: str) -> str | None:
-    """What is different in the config of a run; None where nothing is that matters, or where it says none."""
+    """How a stored run's config differs; None if it does not differ in a way that matters, or was not stored."""
     saved = None
     for path in reversed(checkpoint.checkpoints(run / CHECKPOINTS)):
         with suppress(ValueError, KeyError, TypeError):
@@ -181,7 +179,7 @@ def _locked(folder: Path) -> FolderLock:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run in the folder has come to its end: all parts of it are there, but for the report perhaps.
+    """Whether the folder's run is finished: summary and model are written; the report may be missing.
 
     Raises:
         ValueError: its summary can't be read.

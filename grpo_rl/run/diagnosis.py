@@ -1,4 +1,4 @@
-"""RunDiagnosis: compares sampler and trainer in each step, and looks into a step whose numbers are wrong."""
+"""RunDiagnosis: compares sampler and trainer in each step, and diagnoses steps whose numbers are wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunDiagnosis:
 
     Args:
         sampling: how training responses are sampled.
-        alone: this process trains alone; of several none can sample and score by itself.
+        alone: whether this process trains alone; one of several can't sample and score by itself.
     """
 
     parts: Parts
@@ -41,7 +41,7 @@ class RunDiagnosis:
         self.mismatch.add(tokens, groups, self.parts.weights.version)
 
     def check_mismatch(self) -> str | None:
-        """Compares sampler and trainer over the present optimizer step, and returns a warning where one is due.
+        """Compares sampler and trainer over the current optimizer step, and returns a warning if one is due.
 
         Raises:
             MismatchError: a fault was found, or the difference is above the bound.
@@ -54,7 +54,7 @@ class RunDiagnosis:
         return self.mismatch.judge(context if self.alone else None)
 
     def locate_nonfinite(self, groups: Sequence[Group]) -> str:
-        """Says which group of the optimizer step is not finite first, and where in the model."""
+        """Describes the first non-finite group of the optimizer step, and where in the model it becomes so."""
         parts = self.parts
         return locate_nonfinite(parts.policy, parts.loss, parts.optimizer, groups, parts.micro_batching, self._describe)
 

@@ -1,4 +1,4 @@
-"""The model that a run leaves, and that of a checkpoint, as ``from_pretrained`` reads them."""
+"""Exports a run's final model, or a checkpoint's, in the format that ``from_pretrained`` reads."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def export(
     adapters: str = "merged",
     ranks: Ranks | None = None,
 ) -> None:
-    """Writes the model for ``from_pretrained``, whole or not at all; our attention's name must not travel with it.
+    """Writes the model for ``from_pretrained``, whole or not at all, and without the name of our own attention.
 
     Args:
-        adapters: what to do with a model's adapters: ``merged`` into its weights, which takes the host a copy of them,
-            or the ``adapter`` alone, as peft saves it.
+        adapters: ``merged`` merges adapters into the weights, which needs a copy of them in host memory; ``adapter``
+            writes the adapters alone, as peft does.
         ranks: the processes that hold the model together, all of which call this; rank 0 writes.
 
     Raises:
@@ -55,12 +55,12 @@ def export(
 
 
 def export_checkpoint(path: Path, folder: Path) -> None:
-    """Writes the model of a checkpoint, sharded or not, as a run does at its end; one process does it, on the CPU.
+    """Writes the model of a checkpoint, sharded or not, as a finished run does, in one process on the CPU.
 
     Raises:
-        ValueError: it is no checkpoint, or one of adapters; the folder holds something; the model that training began
-            with, whose config and tokenizer go along, is not there.
-        OSError: the disk is full or read-only; what was written until then is removed.
+        ValueError: the path is no checkpoint, or one of adapters; the folder is not empty; the initial model, which
+            gives config and tokenizer, is missing.
+        OSError: the disk is full or read-only; the partial folder is removed.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already and not empty; give another folder")

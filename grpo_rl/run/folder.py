@@ -1,4 +1,4 @@
-"""RunFolder: a run's folder while the run is at it, with the checkpoint that the run goes on from."""
+"""RunFolder: a run's folder, locked while the run lasts, with the checkpoint that the run resumes from."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
 from grpo_rl.monitor.report import CONFIG, OVERRIDES, SUMMARY
 from grpo_rl.run.claim import claim, is_finished, set_logs_aside
-from grpo_rl.run.summary import EVALUATION, REPORT, read_evaluation, write_report_or_say
+from grpo_rl.run.summary import EVALUATION, REPORT, read_evaluation, try_write_report
 from grpo_rl.settings.config import RunIsOver
 from grpo_rl.storage.whole_file import write_whole
 from grpo_rl.training import checkpoint
 
 BEFORE_ALL = -1
-"""The step of what was logged before the evaluation at step 0."""
+"""The step to truncate logs to so that even the evaluation at step 0 is removed."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a run needs on its disk: the checkpoints kept, that being written included, and the exported model."""
+    """Disk space that a run needs: the kept checkpoints, the one being written included, and the exported model."""
 
     checkpoints: int
     checkpoint_bytes: float
@@ -35,21 +35,21 @@ class Room:
 
 
 class RunFolder:
-    """A run's folder, which no other process can write to until it is closed; used as a context manager.
+    """A run's folder, locked against other processes until it is closed; used as a context manager.
 
     Args:
-        own: the folder of a new run; a resumed run goes on in the folder of its checkpoint.
+        own: the folder of a new run; a resumed run continues in the folder of its checkpoint.
         resume: a checkpoint, the folder of a run, ``auto``, or None for a new run.
-        config: the whole config as JSON, which checkpoints are compared with.
-        config_text: the same as YAML, for people.
-        checkpoint_frequency: steps between checkpoints, 0 for none before the end.
-        ranks: the processes that train together. Rank zero's folder is the one that is kept; others write to a
-            temporary folder that goes with them.
+        config: the whole config as JSON; a checkpoint's config is compared with it.
+        config_text: the same config as YAML, for people.
+        checkpoint_frequency: steps between checkpoints; 0: none before the end.
+        ranks: the processes that train together. Rank zero's folder is kept; each other rank writes to a temporary
+            folder, removed when it closes.
 
     Raises:
-        ValueError: the folder can't be written, another process writes there, the disk is too small, or the checkpoint
-            is of another config.
-        RunIsOver: the run to go on with has nothing left to do, and has said so.
+        ValueError: the folder can't be written or is in use by another process, the disk is too small, or the
+            checkpoint is of another config.
+        RunIsOver: the run to resume has nothing left to do, which was reported.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class RunFolder:
         self._own, self._total = Path(own), total_dialog_turns
         self.rank_zero = ranks is None or ranks.rank == 0
         self.notes: list[str] = []
-        """What to tell the user once there is a terminal view."""
+        """Messages for the user, shown once there is a terminal view."""
         self.step = self.collected = 0
         self.seconds_before = 0.0
         self.eval_before: list[float] = []
         self.eval_after: tuple[int, list[float]] | None = None
-        """Step and rewards of the evaluation that the run resumes behind, where it was stored."""
+        """Step and rewards of the evaluation at the step the run resumes after, if stored."""
         self._again, self._saved = False, None
         self._stack = ExitStack()
         try:
@@ -92,7 +92,7 @@ class RunFolder:
         self._stack.close()
 
     def _open(self, resume: str | None, room: Room, frequency: int) -> None:
-        # Started a second apart, ranks may have been given different folders; and one of them locks it for all.
+        # Ranks started a second apart may have got different folders; rank zero's counts, and is locked for all.
         nothing = (self._own, None, False, False)
         found = agreed(self._ranks, lambda: self._claim(resume, frequency) if self.rank_zero else nothing)
         found = self._ranks.broadcast(found) if self._ranks else found
@@ -107,11 +107,11 @@ class RunFolder:
             self.path = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         if self.restored:
             self._read(self.restored[1])
-            self._saved = (self.step, self.restored[0]) if self.inside else None  # it need not be written again
+            self._saved = (self.step, self.restored[0]) if self.inside else None  # no need to write it again
 
     def _claim(self, resume: str | None, frequency: int) -> tuple[Path, str | None, bool, bool]:
-        """Takes the folder: where it is for all ranks, what it goes on with, whether that is of this folder's run, and
-        whether that run is over."""
+        """Claims the folder; returns its path, the checkpoint, whether that is of this folder's run, and whether that
+        run is over."""
         claimed = claim(self._own, resume, Path("outputs"), self.config, frequency)
         self._stack.callback(claimed.lock.close)
         self.notes += [*claimed.notes, *([claimed.lock.warning] if claimed.lock.warning else [])]
@@ -124,7 +124,7 @@ class RunFolder:
         """Refuses a folder that holds a run already, can't be written, or whose disk is too small.
 
         Raises:
-            ValueError: says which, with the numbers.
+            ValueError: one of these holds; with the numbers and the remedy.
         """
         folder, resumed = self.path, self._again or self.restored is not None
         if not resumed and (folder / METRICS_FILE).exists():
@@ -147,7 +147,7 @@ class RunFolder:
             )
 
     def _read(self, state: dict) -> None:
-        """Takes over where the checkpointed run stood."""
+        """Restores the progress of the checkpointed run."""
         checkpoint.check_config(state["config"], self.config)
         self.step, self.collected = state["step"], state["collected"]
         self.seconds_before, self.eval_before = state["seconds"], state["eval_before"]
@@ -161,12 +161,12 @@ class RunFolder:
     def _end_of_before(self) -> tuple[list[float] | None, bool]:
         """The evaluation of the run's last step, if it was stored, and whether nothing is left to do.
 
-        Then the report is written where there is none, and the user is told.
+        If nothing is left, a missing report is written, and the user gets a message.
         """
         over = self.collected >= self._total and is_finished(self.path)
         if over:
             if not (self.path / REPORT).exists():
-                write_report_or_say(self.path, print)
+                try_write_report(self.path, print)
             print(
                 f"The run in {self.path} is finished after {self.step} steps, and nothing is left to do; to go on, "
                 f"raise train.total_dialog_turns above {self.collected} (with optimizer.schedule=constant)"
@@ -175,12 +175,12 @@ class RunFolder:
 
     @property
     def resumes(self) -> bool:
-        """Whether a run was here before, so that logs have to be cut back."""
+        """Whether a run was here before, so that its logs have to be truncated."""
         return self._again or self.restored is not None
 
     @property
     def how_to_go_on(self) -> str:
-        """What to tell a user whose run stops."""
+        """The message for a user whose run stops."""
         return f"Go on with: resume={self.shared if self._ranks else self.path}"
 
     @property
@@ -189,7 +189,7 @@ class RunFolder:
         return (self.shared if self._ranks else self.path) / checkpoint.CHECKPOINTS
 
     def save(self, step: int, state: Callable[[], dict[str, Any]], keep: int) -> Path:
-        """The checkpoint of this step, written unless it is there; ``keep`` newest ones stay, 0 for all."""
+        """The checkpoint of this step, written unless it exists; the ``keep`` newest ones stay, 0 for all."""
         if self._saved is None or self._saved[0] != step:
             parts = state()
             agreed(self._ranks, lambda: checkpoint.sync_logs(self.path))
@@ -197,9 +197,9 @@ class RunFolder:
         return self._saved[1]
 
     def prepare(self) -> None:
-        """Makes the folder what it was at the checkpoint, or what a new run begins with."""
+        """Restores the folder's logs to the checkpoint's step, or prepares it for a new run."""
         if self.rank_zero:
-            # What the run was started with: Hydra's own copy may become that of a start which is refused.
+            # A copy of what the run was started with: a later start that is refused overwrites Hydra's own.
             write_whole(self.path / CONFIG, self._config_text)
             overrides = self._own / ".hydra" / OVERRIDES
             if overrides.exists():
@@ -208,7 +208,7 @@ class RunFolder:
             set_logs_aside(self.path)
         if not self.resumes:
             return
-        # Whatever was written after the checkpoint is of another future.
+        # Whatever was written after the checkpoint belongs to an abandoned continuation.
         last = self.step if self.restored else BEFORE_ALL
         MetricsLog(self.path).truncate(last)
         evaluated = self.eval_after and self.eval_after[0] == last

@@ -18,9 +18,9 @@ class HeldOut:
     """Evaluates held-out rows greedily, and remembers the first and the last evaluation.
 
     Args:
-        rows: none turn evaluation off.
-        before: rewards of the evaluation before training, where a resumed run has it.
-        last: step and rewards of the newest evaluation, where a resumed run has it.
+        rows: held-out rows; an empty list turns evaluation off.
+        before: rewards of the evaluation before training, if the resumed run has it.
+        last: step and rewards of the newest evaluation, if the resumed run has it.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class HeldOut:
         self.evaluated_at, self.after = (last[0], list(last[1])) if last else (None, [])
 
     def evaluate(self, step: int, engine: Sampler, on_rank_zero: Callable[[Callable[[], Any]], Any]) -> Evaluation:
-        """Evaluates after a step, on rank zero for all ranks; after step 0 it is the evaluation before training."""
+        """Evaluates after a step, on rank zero for all ranks; step 0 is the evaluation before training."""
         evaluation = on_rank_zero(lambda: evaluate(self._env, engine, self.rows, self._sampling))
         self.evaluated_at, self.after = step, evaluation.rewards
         if step == 0:
@@ -45,7 +45,7 @@ class HeldOut:
         return evaluation
 
     def keep(self, folder: Path, step: int) -> None:
-        """Writes the rewards of an evaluation after this step, once its metrics are logged: a killed run has both."""
+        """Stores the rewards of this step's evaluation; called after its metrics are logged."""
         if self.evaluated_at == step:
             write_evaluation(folder, step, self.after)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C: once ends the run after this step, with a checkpoint; twice ends it now."""
+"""Ctrl-C: the first ends the run after this step, with a checkpoint; the second ends it now."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 class Interrupt:
-    """Whether the user asked the run to stop; used as a context manager, which puts the old handler back.
+    """Records whether the user asked the run to stop; a context manager, which restores the old handler.
 
-    Outside the main thread nothing is handled: whoever owns that thread handles Ctrl-C.
+    Outside the main thread no handler is installed: the main thread's owner handles Ctrl-C.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:

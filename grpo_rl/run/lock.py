@@ -1,7 +1,7 @@
-"""The lock of a run's folder: one process writes there, and whoever comes second is told which.
+"""The lock of a run's folder: one process writes there; a second process gets an error that names the holder.
 
-It is the kernel's, on a file that the writer holds open, so that it ends with the process however that ends. What the
-file says is for people.
+The lock is the kernel's, on a file that the writer holds open, so the kernel releases it however the process ends. The
+file's content is for people.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 LOCK = ".lock"
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-"""What ``flock`` fails with on file systems that have no locks."""
+"""Errors of ``flock`` on file systems without locks."""
 
 _held: set[int] = set()
 
 
 def _let_go() -> None:
-    """Closes the locks that a forked process has from its parent; the parent keeps them."""
+    """Closes the locks that a forked process inherited; the parent keeps them."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
@@ -33,19 +33,19 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 class FolderInUseError(ValueError):
-    """Another process writes in the folder; says which."""
+    """The folder is in use by another process, which the message names."""
 
 
 class FolderLock:
     """The right to write into a run's folder, until it is closed or the process ends.
 
     Raises:
-        FolderInUseError: another process has it.
+        FolderInUseError: another process holds the lock.
         OSError: the folder can't be written.
     """
 
     warning: str | None = None
-    """What is known where the lock may not hold off every other process."""
+    """Warning if the lock may be ineffective."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class FolderLock:
         os.pwrite(self._descriptor, json.dumps(holder).encode() if holder else b"", 0)
 
     def close(self) -> None:
-        """Lets the next one write; the file stays, as removing it could take it from under another's lock."""
+        """Releases the lock; the file stays, since another process may have locked it already."""
         if self._descriptor in _held:  # otherwise this is a forked process, which has let go of it
             _held.remove(self._descriptor)
             self._write({})
@@ -89,7 +89,7 @@ class FolderLock:
 
 
 def in_use(folder: Path) -> FolderInUseError | None:
-    """Who is writing a run in the folder, without a trace of having asked; None: nobody, as far as locks can tell.
+    """The error that names the process using the folder, found without taking the lock; None: not in use.
 
     Raises:
         OSError: its lock can't be read.
@@ -101,7 +101,7 @@ def in_use(folder: Path) -> FolderInUseError | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        # Other programs name their locks so, too.
+        # Other programs use this file name, too.
         return _refusal(folder, holder) if (holder := _holder(descriptor)) else None
     except OSError as error:
         if error.errno not in UNSUPPORTED:
@@ -112,13 +112,11 @@ def in_use(folder: Path) -> FolderInUseError | None:
 
 
 def _refusal(folder: Path, holder: dict[str, object]) -> FolderInUseError:
-    return FolderInUseError(
-        f"{folder} is being written by {_described(holder)}; wait for it, or set another hydra.run.dir"
-    )
+    return FolderInUseError(f"{folder} is in use by {_described(holder)}; wait for it, or set another hydra.run.dir")
 
 
 def _holder(descriptor: int) -> dict[str, object]:
-    """What the file says of the process that has the lock, or had it and was killed; empty where it says nothing."""
+    """What the file records of the process that holds the lock, or was killed with it; empty if nothing."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
     except ValueError:

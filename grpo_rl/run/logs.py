@@ -1,4 +1,4 @@
-"""RunLogs: everything that a run logs to, opened and closed together."""
+"""RunLogs: all logs of a run, opened and closed together."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class RunLogs:
 
     Args:
         config: the whole config as JSON.
-        step: that the run resumes behind.
-        resumes: there are metrics from before, whose warnings are not told again.
-        loss: gives each token's terms to the lineage; None stores none.
-        rank_zero: only rank zero writes more than metrics and shows anything.
+        step: the step the run resumes after.
+        resumes: whether there are earlier metrics, whose warnings are not repeated.
+        loss: the loss, which gives the lineage each token's terms; None: no lineage is stored.
+        rank_zero: whether this is rank zero; other ranks write metrics only and show nothing.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RunLogs:
             )
         self.progress = Progress(total_steps, None if rank_zero else Console(quiet=True), first_step=step)
         self.last_words: Panel | None = None
-        """Shown when all else is closed, unless an error ends the run."""
+        """The panel shown when all else is closed, unless an error ends the run."""
 
     def __enter__(self) -> RunLogs:
         self.started = time.perf_counter()
@@ -75,7 +75,7 @@ class RunLogs:
 
     @property
     def observers(self) -> list[Observer]:
-        """What is told of each micro-batch."""
+        """Functions called with each micro-batch."""
         return [lambda tokens, losses, _: self.lineage.add(tokens, losses)] if self.lineage else []
 
     def note(self, text: str) -> None:
@@ -83,7 +83,7 @@ class RunLogs:
         self.progress.note(text)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs numbers of a step, and warns where they show something that nobody wanted."""
+        """Logs numbers of a step, and warns about suspected reward hacking."""
         self.metrics.log(step, metrics)
         for warning in self._watch.update({"step": step, **metrics}):
             self.note(f"Warning. {warning}")

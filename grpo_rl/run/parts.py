@@ -29,7 +29,7 @@ class Parts:
     Args:
         reference: None where no KL term reads it.
         micro_batching: how an optimizer step's groups are split and weighted.
-        needs_old_log_probs: whether the policy scores each collection before it trains on it.
+        needs_old_log_probs: whether the policy scores each collection before training on it.
     """
 
     env: LLMEnv
@@ -48,17 +48,17 @@ class Parts:
     needs_old_log_probs: bool
 
     def begin(self, state: Mapping[str, Any] | None, seed: int) -> None:
-        """Goes back to a checkpoint's state, or begins with the seed; :meth:`begin_collecting` follows the first push.
+        """Restores a checkpoint's state, or seeds a new run; :meth:`begin_collecting` follows the first push.
 
         Raises:
             ValueError: the checkpoint's adapters were trained on another base.
         """
         self._collected = None
         if state is None:
-            # After the parts are built: what building them draws is not the run's.
+            # After the parts are built: building them draws random numbers, too.
             checkpoint.seed_rng(seed)
             return
-        self.weights.check_base(state["base"])  # a checkpoint of adapters does not hold what they were trained on
+        self.weights.check_base(state["base"])  # a checkpoint of adapters does not hold their base
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedules.restore(state["schedules"])
         self.weights.restore(state["version"])
@@ -66,7 +66,7 @@ class Parts:
         self._collected = state["collector"]
 
     def begin_collecting(self) -> None:
-        """Puts the collector back to where the checkpoint left it."""
+        """Restores the collector from the checkpoint."""
         if self._collected:
             self.collector.restore(self._collected)
             self._collected = None

@@ -1,4 +1,4 @@
-"""Run: the course of a training run, from the first collection to the exported model."""
+"""Run: the lifecycle of a training run, from the first collection to the exported model."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from grpo_rl.training.optimizer import StepResult
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Numbers and switches of a run's course.
+    """Options of a run.
 
     Args:
-        checkpoint_frequency: steps between checkpoints; 0 for none before the end.
-        keep_checkpoints: newest ones that stay, 0 for all.
-        evaluate_frequency: steps between evaluations; 0 for none between the first and the last.
-        export: what becomes of adapters: ``merged`` or ``adapter``.
-        collecting: what the terminal view calls the time until groups are there: sample, or wait.
-        engine_sleeps: the engine frees its memory until weights are pushed into it.
+        checkpoint_frequency: steps between checkpoints; 0: none before the end.
+        keep_checkpoints: number of newest checkpoints that stay; 0: all.
+        evaluate_frequency: steps between evaluations; 0: none between the first and the last.
+        export: how adapters are exported: ``merged`` or ``adapter``.
+        collecting: the terminal view's name for the phase of collecting groups: sample or wait.
+        engine_sleeps: whether the engine frees its memory until weights are pushed into it.
     """
 
     total_dialog_turns: int
@@ -47,11 +47,11 @@ class RunOptions:
 
 
 class Run:
-    """A run over its parts: what it logs, evaluates, saves and tells; used as a context manager.
+    """A run over its parts, which it logs, evaluates and saves; used as a context manager.
 
     Args:
-        folder: of the run, with the checkpoint that it goes on from.
-        parts: what it trains with; put back here to the checkpoint.
+        folder: the run's folder, with the checkpoint that it resumes from.
+        parts: what the run trains with; restored here to the checkpoint.
         step_metrics: the numbers of a step, from the parts, its groups and its record.
         ranks: the processes that train together, each with a run of its own and the same numbers.
     """
@@ -85,22 +85,27 @@ class Run:
         if not self._training:
             return
         if isinstance(error, DIAGNOSED) and self.logs.lineage:
+<<<<<<< HEAD
             try:  # of this step, where there is most to ask
                 self.logs.lineage.write(self.step + 1, None, self.parts.schedules.kl_coef)
             except OSError as failed:
                 failed.add_note(self.folder.how_to_go_on)
                 raise
+=======
+            # The failed step's lineage is what the user needs most.
+            self.logs.lineage.write(self.step + 1, None, self.parts.schedules.kl_coef)
+>>>>>>> heads/mend2
         if isinstance(error, OSError):
             error.add_note(self.folder.how_to_go_on)
         if isinstance(error, ValueError):
-            # A ValueError says that the input was wrong, and is told without a traceback; what fails now is a bug.
+            # A ValueError means wrong input, and is reported without a traceback; a failure from here on is a bug.
             raise RuntimeError(f"failed after step {self.step}: {error}") from error
         if isinstance(error, EngineDeadError):
             raise SystemExit(f"Stopped after step {self.step}: {error}. {self.folder.how_to_go_on}") from error
 
     @property
     def seconds(self) -> float:
-        """Wall time of the run, that before a resume included."""
+        """Wall time of the run, including that before a resume."""
         return self.folder.seconds_before + time.perf_counter() - self.logs.started
 
     @contextmanager
@@ -112,7 +117,7 @@ class Run:
         self.record.add_phase(name, time.perf_counter() - start)
 
     def collections(self) -> Iterator[list[Group]]:
-        """The groups of one step after the other, until the end or Ctrl-C."""
+        """Samples the next collection (rollout batch), starts the step's record, and stops on Ctrl-C."""
         parts, total = self.parts, self.options.total_dialog_turns
         self._training = True
         parts.begin_collecting()
@@ -123,7 +128,7 @@ class Run:
             groups = parts.collector.collect(parts.schedules.group_size(self.step + 1))
             self.collected = parts.collector.collected
             if not groups:
-                break  # the last ones were dropped
+                break  # the last groups were dropped
             self.record.add_phase(self.options.collecting, parts.collector.sample_s)
             if self.options.engine_sleeps and self.folder.rank_zero:
                 parts.engine.sleep()  # until weights are pushed into it
@@ -136,9 +141,9 @@ class Run:
                 raise SystemExit(f"Stopped after step {self.step}. {self.folder.how_to_go_on}")
 
     def optimizer_steps(self, batches: Iterable[list[Group]]) -> Iterator[list[Group]]:
-        """The groups of one optimizer step after the other, which the record is told of."""
+        """Yields the groups for each optimizer step in turn, and adds them to the record."""
         for batch in batches:
-            # Which groups a batch has is drawn, by each rank for itself.
+            # Each rank draws a batch's groups by itself; rank zero's draw counts.
             batch = self._ranks.broadcast(batch) if self._ranks else batch
             self.record.begin(batch)
             if self.logs.lineage:
@@ -149,7 +154,7 @@ class Run:
         """Compares sampler and trainer over the optimizer step, once its micro-batches are in the record.
 
         Raises:
-            MismatchError: they differ, on weights that should be the same.
+            MismatchError: sampler and trainer differ although their weights should be the same.
         """
         self.record.complete()
         if warning := self._diagnosis.check_mismatch():
@@ -160,7 +165,7 @@ class Run:
         return self._diagnosis.locate_nonfinite(self.record.groups)
 
     def add_result(self, result: StepResult) -> None:
-        """Adds what an optimizer step came to, to the record, the mismatch check and the lineage."""
+        """Adds an optimizer step's result to the record, the mismatch check and the lineage."""
         if result.trouble:
             self.logs.note(f"An optimizer step of step {self.step + 1} is left out: {result.trouble}")
         if not result.skipped:
@@ -170,7 +175,7 @@ class Run:
             self.logs.lineage.end(result.grad_norm, result.lr, result.skipped)
 
     def finish_step(self, groups: Sequence[Group]) -> None:
-        """Logs the step with its groups as they were trained on, and evaluates and saves where it is time to."""
+        """Logs the step with its groups as trained on; evaluates and saves when due."""
         self.step += 1
         parts = self.parts
         metrics = self._step_metrics(parts, groups, self.record)
@@ -189,7 +194,7 @@ class Run:
             self.save_checkpoint()
 
     def evaluate_before(self) -> None:
-        """Held-out reward of the model that training starts from; a resumed run has it already."""
+        """Evaluates the initial model on held-out data; a resumed run has done so already."""
         if self._held_out.rows and self.step == 0:
             metrics = self._evaluate()
             self.logs.log(0, metrics)
@@ -200,7 +205,7 @@ class Run:
         return self._held_out.evaluate(self.step, self.parts.engine, self.parts.weights.on_rank_zero).metrics()
 
     def save_checkpoint(self) -> Path:
-        """Writes a checkpoint of this moment, unless there is one."""
+        """Writes a checkpoint of the current step, unless there is one."""
         self.logs.progress.phase("checkpoint")
         return self.folder.save(self.step, self._state, self.options.keep_checkpoints)
 
@@ -214,9 +219,9 @@ class Run:
         } | self.parts.state()
 
     def finish(self) -> dict[str, object]:
-        """Last checkpoint, evaluation, exported model, summary and report; shows where they are.
+        """Writes the last checkpoint, evaluation, exported model, summary and report, and shows where they are.
 
-        A run that is killed here and resumed goes through this again, and repeats no evaluation that it has.
+        A run that is killed here and resumed repeats this, except for an evaluation that it has already.
         """
         path = self.save_checkpoint()
         if self._held_out.rows and self._held_out.evaluated_at != self.step:

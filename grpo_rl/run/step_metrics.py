@@ -21,8 +21,8 @@ class StepMetrics:
     """Numbers of a step, from the run's parts, the step's groups with advantages, and its record.
 
     Args:
-        roofline: what the step would take at this machine's best; None where several processes train.
-        resamples: dynamic sampling leaves groups out, so that what was sampled has a reward of its own.
+        roofline: the time of the step at this machine's best; None if several processes train.
+        resamples: whether dynamic sampling drops groups, so that the mean reward of all sampled groups is logged too.
     """
 
     mismatch: Mismatch
@@ -42,7 +42,7 @@ class StepMetrics:
         batching = parts.micro_batching
         scored = groups_to_score(groups, batching.skip_zero_advantage, batching.mask_truncated)
         metrics["train/skipped_groups"] = len(groups) - len(scored)
-        # Of the whole run so far, held-out responses too: rare as they are, a step's own would hardly ever show.
+        # Counted over the whole run, held-out responses included: failures are too rare for counts per step.
         failed, _ = parts.env.guard.failures()
         metrics |= {f"failed/{kind}": count for kind, count in failed.items()}
         metrics |= parts.collector.metrics()

@@ -1,4 +1,4 @@
-"""What a run leaves at its end: the exported model, ``summary.json``, ``evaluation.json`` and the report."""
+"""Writes a run's results: the exported model, ``summary.json``, ``evaluation.json`` and the report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_end(logs: RunLogs, summary: dict[str, object], checkpoint: Path) -> Pa
     """Writes the summary, completed in place, and the report; returns the report's path, None where it failed."""
     summary |= {"versions": versions(), "checkpoint": str(checkpoint)}
     write_summary(logs.folder, summary)
-    return write_report_or_say(logs.folder, logs.note)
+    return try_write_report(logs.folder, logs.note)
 
 
 def write_summary(folder: Path, summary: Mapping[str, object]) -> None:
@@ -39,7 +39,7 @@ def write_summary(folder: Path, summary: Mapping[str, object]) -> None:
 
 
 def write_evaluation(folder: Path, step: int, rewards: Sequence[float]) -> None:
-    """Writes the held-out rewards of a step; JSON has no NaN, the reward of a response that has none."""
+    """Writes the held-out rewards of a step, with null for NaN, the reward of a response that has none."""
     rows = [None if math.isnan(reward) else reward for reward in rewards]
     write_whole(folder / EVALUATION, json.dumps({"step": step, "rewards": rows}, allow_nan=False) + "\n")
 
@@ -55,13 +55,13 @@ def read_evaluation(folder: Path, step: int) -> list[float] | None:
     return None
 
 
-def write_report_or_say(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """The report's path; None where it can't be written, which is said: all else of the run is there."""
+def try_write_report(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """Writes the report and returns its path; None, with a warning, if it can't be written."""
     try:
         return write_report(folder)
     except Exception as error:  # a report that fails must not make a finished run fail
         say(
             f"Warning. The report can't be written ({type(error).__name__}: {error}); all else is there. Once that "
-            f"is mended: python -m grpo_rl.monitor.report {folder}"
+            f"is fixed: python -m grpo_rl.monitor.report {folder}"
         )
         return None

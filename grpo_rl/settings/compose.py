@@ -1,4 +1,4 @@
-"""A config as Hydra composes it: from the project's files and a command line's overrides."""
+"""Composes a config with Hydra from the project's files and a command line's overrides."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_overrides(arguments: Sequence[str], dataset: str | None = None) -> Non
 
 
 def dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
-    """The task that a command line chooses, by its overrides or its config; None where it can't be told from them.
+    """The task that a command line chooses, by its overrides or its config; None if they don't determine it.
 
     >>> dataset_of(["env=ifeval", "optimizer.lr=1"], "grpo_gsm8k"), dataset_of([], "grpo_gsm8k")
     ('ifeval', 'gsm8k')
@@ -60,7 +60,7 @@ def dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
         if option in ("--config-name", "-cn"):
             name = (value or following).removeprefix("grpo_")
         if option.lstrip("+") == "experiment":
-            return None  # it may choose a task
+            return None  # an experiment may choose a task
     for word in arguments:
         if word.startswith("env="):
             name = word.removeprefix("env=")

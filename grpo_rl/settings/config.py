@@ -24,11 +24,11 @@ from grpo_rl.settings.schema import Settings
 
 
 class RunIsOver(SystemExit):
-    """Ends a script without an error: the run to go on with has nothing left to do, and has said so."""
+    """Ends a script without an error: the run to resume has nothing left to do, which was reported."""
 
 
 def _fixed_folder() -> str | None:
-    """The run's folder, where each start of the same command gets the same one; None where its name has the time."""
+    """The run's folder if every start of the same command gets the same one; None if its name contains the time."""
     hydra_cfg = HydraConfig.instance().cfg
     assert hydra_cfg is not None
     key = "sweep" if HydraConfig.get().mode == RunMode.MULTIRUN else "run"
@@ -37,16 +37,16 @@ def _fixed_folder() -> str | None:
 
 
 def main(config_name: str, mode: str = "sync") -> Callable:
-    """Decorator for a script's main function: Hydra's own, with our checks, and wrong input told in one line.
+    """Decorator for a script's main function: Hydra's own, with our checks; wrong input is reported in one line.
 
-    ``config_name`` is what ``--config-name`` replaces; ``mode`` is the only one that a config may name.
+    ``config_name`` is the default of ``--config-name``; ``mode`` is the only mode that a config may name.
     """
 
     def decorate(function: Callable[[Settings], object]) -> Callable[[], None]:
         @functools.wraps(function)
         def run(cfg: DictConfig) -> object:
-            transformers_logging.disable_progress_bar()  # the live view is the one to look at
-            tqdm.set_lock(threading.RLock())  # its own may stay in /dev/shm when the run is killed
+            transformers_logging.disable_progress_bar()  # the live view replaces them
+            tqdm.set_lock(threading.RLock())  # tqdm's own lock may stay in /dev/shm when the run is killed
             try:
                 if cfg.mode is None:
                     cfg.mode = mode
@@ -57,10 +57,10 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                     cfg.resume = folder
                 return function(Settings.read(cfg))
             except RunIsOver:
-                return None  # as at its end
+                return None  # exit code 0, as for a run that ends
             except ValueError as error:
-                # A Run turns what goes wrong later into another error, so this is a wrong setting, which needs no
-                # traceback. A sweep goes on with its other jobs, which an exit would prevent.
+                # A Run turns later failures into other errors, so this is a wrong setting, which needs no traceback.
+                # In a sweep an exit would prevent the other jobs.
                 if HydraConfig.get().mode == RunMode.MULTIRUN:
                     raise
                 raise SystemExit(f"error: {error}") from error
@@ -74,7 +74,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 check_overrides(sys.argv[1:], dataset_of(sys.argv[1:], config_name))
             except ValueError as error:
                 raise SystemExit(f"error: {error}") from None
-            # Otherwise Hydra cuts every traceback short, the ones of bugs too.
+            # Otherwise Hydra shortens every traceback, even those of bugs.
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")
             try:
                 hydra.main(version_base="1.3", config_path=str(FOLDER), config_name=config_name)(run)()

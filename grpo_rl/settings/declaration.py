@@ -1,4 +1,4 @@
-"""How a setting is declared, and the checks and the reading that follow from its declaration alone."""
+"""Setting, Section: declarations of settings, and the checks and parsing that need nothing else."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 RewardSource = str | tuple[str, ...] | Mapping[str, Any]
-"""A function by name, several of them, or weights by name."""
+"""The type of a reward setting: one function by name, a list of them, or weights by name."""
 REQUIRED: Any = dataclasses.MISSING
-"""The default of a setting that has none."""
+"""Marks a setting without a default, whose value the config must give."""
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value, whose tuples are lists yet, is of a type; a whole number is a number, true is none.
+    """Whether a plain value, with lists for tuples, has a type; an int is a float, a bool is neither.
 
     >>> _fits([[1, 4]], tuple[tuple[int, int], ...]), _fits([[1]], tuple[tuple[int, int], ...]), _fits(True, int)
     (True, False, False)
@@ -58,12 +58,12 @@ class Setting:
     """The declaration of one setting.
 
     Args:
-        default: :data:`REQUIRED` where the config has to give a value.
-        meaning: what it does; the comment beside it in ``config/``.
-        choices: the values that it can have; empty: any of its type.
-        because: why a value out of bounds would not do, and what to do instead.
-        mode: the one mode that reads it; None: both.
-        kind: the type of its values other than null; a text where it has choices.
+        default: the default; :data:`REQUIRED`: the config must give a value.
+        meaning: what the setting does; the comment beside it in ``config/``.
+        choices: the allowed values; empty: any value of its type.
+        because: why a value out of bounds is refused, and what to do instead.
+        mode: the only mode that reads the setting; None: both do.
+        kind: the type of its values other than null; str if it has choices.
         free: whether it is a mapping whose keys are not declared here.
     """
 
@@ -81,7 +81,7 @@ class Setting:
     free: bool = False
 
     def typed(self, hint: Any) -> Setting:
-        """The declaration with what the type of its field says."""
+        """The declaration, completed from the type annotation of its field."""
         options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         rest = functools.reduce(operator.or_, (option for option in options if option is not NoneType))
         free = rest == RewardSource or get_origin(rest) is get_origin(Mapping[str, Any])
@@ -92,7 +92,7 @@ class Setting:
 
     @property
     def comment(self) -> str:
-        """What ``config/`` says beside it.
+        """The comment beside the setting in ``config/``.
 
         >>> Setting("none", "an experiment tracker", choices=("wandb", "none")).comment
         'wandb | none; an experiment tracker'
@@ -103,7 +103,7 @@ class Setting:
 
     @property
     def bounds(self) -> str:
-        """Its range in words.
+        """The allowed range in words.
 
         >>> Setting(0.5, "", more_than=0, at_most=1).bounds, Setting(8, "", at_least=2).bounds
         ('more than 0 and at most 1', '2 or more')
@@ -121,11 +121,11 @@ class Setting:
             return "\n".join(filter(None, wrong)) or None
         if _fits(value, self.kind) or (value is None and self.null):
             return None
-        told = f"{key} is {value!r}; it must be {KINDS[self.kind]}" + ", or null" * self.null
+        wrong = f"{key} is {value!r}; it must be {KINDS[self.kind]}" + ", or null" * self.null
         if self.kind is str and _fits(value, float):
-            return f"{told}; quoted it is: {key}=\"'{value}'\""
+            return f"{wrong}; quoted it is: {key}=\"'{value}'\""
         is_number = self.kind is float and isinstance(value, float)
-        return told + "; neither infinity nor NaN is taken" * is_number
+        return wrong + "; neither infinity nor NaN is taken" * is_number
 
     def wrong_value(self, key: str, value: Any) -> str | None:
         """What is wrong with a value of the right type; None: nothing."""

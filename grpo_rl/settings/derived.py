@@ -1,4 +1,4 @@
-"""Every number that follows from settings: steps, group sizes, micro-batches, and what parts are built with."""
+"""Numbers derived from settings: steps, group sizes, micro-batches, and arguments of parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def group_sizes(settings: Sections) -> GroupSizes:
 def total_steps(settings: Sections) -> int:
     """Collections of the whole run: ``total_dialog_turns`` responses, ``num_envs`` groups at a time, rounded up.
 
-    Dynamic sampling takes responses from later collections: then this is an upper bound.
+    With dynamic sampling this is an upper bound: its extra responses count as well.
     """
     return group_sizes(settings).steps_for(settings.train.total_dialog_turns, settings.env.num_envs)
 
@@ -34,17 +34,16 @@ def optimizer_steps(settings: Sections) -> int:
 
 
 def steps_once(settings: Sections) -> bool:
-    """Whether each collection gives one optimizer step, so that no token is trained on after the weights have moved."""
+    """Whether each collection gives one optimizer step, so that no token is trained on with updated weights."""
     train = settings.train
     return train.epochs == 1 and settings.env.num_envs * settings.env.repeats <= train.optim_batch_size
 
 
 def needs_old_log_probs(settings: Sections) -> bool:
-    """Whether the policy scores each collection before it trains on it, which costs one more forward pass.
+    """Whether the policy scores each collection before training on it, at the cost of one more forward pass.
 
-    A correction needs its log-probs, and so does a KL in the reward; the choice of tokens by their entropy needs
-    entropies. For a correction alone, a collection of one optimizer step has them when it is trained on. A stored
-    lineage has them so that any loss can be replayed.
+    A correction and a KL in the reward need its log-probs; choosing tokens by entropy needs entropies. For a correction
+    or a stored lineage, a collection of one optimizer step gets them in the training pass itself.
     """
     loss = settings.loss
     return (
@@ -81,12 +80,12 @@ def micro_batching(settings: Sections) -> MicroBatching:
 
 
 def max_staleness(settings: Sections) -> int:
-    """How many policy versions old a token may be when it is trained on; 0 where sampling and training take turns."""
+    """Policy versions that a trained token may be behind; 0 in sync mode."""
     return settings.train.max_staleness if settings.mode == "async" else 0
 
 
 def loss_terms(settings: Sections) -> dict[str, Any]:
-    """What `grpo_rl.losses.grpo.GRPOLoss` is built with."""
+    """Arguments of `grpo_rl.losses.grpo.GRPOLoss`."""
     names = ("surrogate", "ratio", "clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg", "kl")
     corrections = ("correction", "correction_level", "correction_low", "correction_high")
     terms = {name: settings.loss[name] for name in names + corrections}
@@ -94,7 +93,7 @@ def loss_terms(settings: Sections) -> dict[str, Any]:
 
 
 def adapters(settings: Sections) -> LoRA:
-    """The adapters of ``train_model.lora``, of rank 0 where there are none.
+    """The adapters of ``train_model.lora``; rank 0 means none.
 
     Raises:
         ValueError: a setting is out of range, or peft is not installed.
@@ -103,6 +102,6 @@ def adapters(settings: Sections) -> LoRA:
 
 
 def pushes_adapters(settings: Sections) -> bool:
-    """Whether the engine gets the adapters alone, beside its own weights."""
+    """Whether only adapters are pushed to the engine, which keeps its own base weights."""
     lora = settings.train_model.lora
     return bool(lora.rank) and lora.push == "adapter"

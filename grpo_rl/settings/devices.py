@@ -70,13 +70,13 @@ def allocate(
 
     Args:
         visible: number of GPUs to plan for; by default those of this machine.
-        num_attention_heads: of the model, where known: tensor parallelism has to divide it.
-        cores: in async mode without GPUs, what is there for all of them.
-        world: processes that train and are started already, in async mode without GPUs.
-        counts_only: the GPUs are those of a cluster, where no list can name one.
+        num_attention_heads: the model's number of heads, if known; tensor parallelism must divide it.
+        cores: number of CPU cores that async mode without GPUs divides among processes.
+        world: number of training processes that are running already, in async mode without GPUs.
+        counts_only: whether the GPUs are a cluster's, which lists of indices can't name.
 
     Raises:
-        ValueError: what was asked for does not fit; the message has the numbers and the remedy.
+        ValueError: the requested devices do not fit; the message has the numbers and the remedy.
 
     >>> from types import SimpleNamespace as Config
     >>> print(allocate(Config(
@@ -118,7 +118,7 @@ def allocate(
 
 @dataclass(frozen=True)
 class _Role:
-    """What the config asks for one role; ``count`` and ``indices`` are None where it is left to us."""
+    """A role's requested devices; ``count`` and ``indices`` are None where the plan decides."""
 
     name: str
     count: int | None
@@ -237,7 +237,8 @@ def _gpu(index: int) -> Any:
 
 
 def _sum(counts: dict[str, int], unit: str = "GPU", units: str = "GPUs") -> str:
-    """
+    """The devices of each role and their total, in words.
+
     >>> _sum({"train": 2, "ref": 1, "inference": 6}), _sum({"train": 1, "inference": 0})
     ('train 2 + ref 1 + inference 6 = 9 GPUs', 'train 1 GPU')
     """

@@ -1,4 +1,4 @@
-"""Divisions of a config that do not come out, each with the nearest values that do."""
+"""Batch sizes that do not divide evenly, with the nearest values that do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Where = Literal["cut", "left_over", "micro_batches", "run"]
 
 
 class Misfit(ValueError):
-    """A division of the config that does not come out; ``fits`` has the nearest values that do, each a remedy.
+    """A batch size that does not divide evenly; ``fits`` has the nearest values that do, each a remedy.
 
     >>> print(Misfit("16 in 3 halls", "cut", {"halls": [2, 4], "seats": [8]}))
     16 in 3 halls; use halls=2 or 4, or seats=8
@@ -30,7 +30,7 @@ class Misfit(ValueError):
 
 
 def misfits(settings: Sections) -> list[Misfit]:
-    """Every division of the settings that does not come out."""
+    """Every batch size of the settings that does not divide evenly."""
     train, prompts, size = settings.train, settings.env.num_envs, settings.env.repeats
     batch, turns, steps = train.optim_batch_size, train.total_dialog_turns, train.gradient_accumulation_steps
     collected, groups = prompts * size, max(1, batch // size)

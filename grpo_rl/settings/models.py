@@ -24,12 +24,12 @@ class LoRASection(Section):
     """Low-rank adapters are trained instead of the model (needs the extra `lora`)."""
 
     rank: int | None = setting(
-        0, "of the adapters; 0: none. With adapters use about ten times the learning rate", at_least=0
+        0, "adapter rank; 0: none. With adapters use about ten times the learning rate", at_least=0
     )
     alpha: float = setting(32, "the adapters' product is scaled by alpha / rank", more_than=0)
     dropout: float = setting(
         0.0,
-        "of the adapters' inputs, in training; with more than 0 the ratios of fresh weights scatter around 1",
+        "dropout of the adapters' inputs, in training; above 0 the ratios of fresh weights scatter around 1",
         at_least=0,
         less_than=1,
     )
@@ -50,14 +50,14 @@ class TrainModel(Section):
     """The model in training: dropout, layerdrop and router noise of its own config are off."""
 
     num_devices: int | None = setting(None, "how many devices train; null: one, or the CPU", at_least=1)
-    devices: tuple[int, ...] | None = setting(None, "or which, as a list of indices")
+    devices: tuple[int, ...] | None = setting(None, "indices of the devices, instead of num_devices")
     dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of weights and activations")
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass, to save memory")
     parallel: Literal["fsdp", "ddp"] | None = setting(
-        None, "several processes train: fsdp: each holds a part of every weight | ddp: each holds all of them"
+        None, "several processes train; fsdp: each holds a part of every weight | ddp: each holds all of them"
     )
     timeout_s: float = setting(
-        1800, "with either: the longest that one process waits for another, in sampling and evaluation too", at_least=1
+        1800, "with parallel: longest wait of one process for another, in sampling and evaluation too", at_least=1
     )
     cpu_offload: bool = setting(False, "with fsdp: weights, gradients and optimizer state stay in the CPU's memory")
     compile: bool | None = setting(
@@ -65,7 +65,7 @@ class TrainModel(Section):
     )
     lora: LoRASection = field(default_factory=LoRASection)
     quantization: Quantization | None = setting(
-        None, "of the frozen weights under adapters; int8 on a CPU only (bitsandbytes, the extra `qlora`)"
+        None, "format of the frozen weights under adapters; int8 on a CPU only (bitsandbytes, the extra `qlora`)"
     )
 
 
@@ -73,24 +73,24 @@ class RefModel(Section):
     """The frozen reference, which the KL is measured to."""
 
     num_devices: int | None = setting(
-        None, "its devices; only with policy.kl_coef > 0; null: it shares the training device", at_least=1
+        None, "devices of the reference; only with policy.kl_coef > 0; null: it shares the training device", at_least=1
     )
-    devices: tuple[int, ...] | None = setting(None, "or which, as a list of indices")
+    devices: tuple[int, ...] | None = setting(None, "indices of the devices, instead of num_devices")
     name: str | None = setting(None, "its model, a folder or a hub name; null: model.name")
     refresh: Refresh = setting(
         "never",
-        "when it becomes a copy of the policy: never | steps: every so many | plateau: when the reward of so many "
-        "steps is no higher than that of as many before | average: it moves a little in every step",
+        "when it becomes a copy of the policy: never | steps: every refresh_steps | plateau: when the reward of "
+        "refresh_steps steps is no higher than that of as many before | average: it moves a little in every step",
     )
-    refresh_steps: int = setting(100, "the number of steps of `steps` and `plateau`", at_least=1)
-    decay: float = setting(0.99, "with `average`: the share of itself that it keeps", at_least=0, less_than=1)
+    refresh_steps: int = setting(100, "number of steps for `steps` and `plateau`", at_least=1)
+    decay: float = setting(0.99, "for `average`: the share of itself that it keeps", at_least=0, less_than=1)
 
 
 class InferenceModel(Section):
     """The engine that samples; in mode=async num_devices / tensor_parallel_size of them, each in its own process."""
 
     num_devices: int | None = setting(None, "devices of the engine; null: it shares the training device", at_least=1)
-    devices: tuple[int, ...] | None = setting(None, "or which, as a list of indices")
+    devices: tuple[int, ...] | None = setting(None, "indices of the devices, instead of num_devices")
     engine: Literal["vllm", "transformers"] = setting(
         "vllm", "transformers samples where vLLM can't be installed; slow"
     )
@@ -102,18 +102,18 @@ class InferenceModel(Section):
     enforce_eager: bool = setting(True, "false compiles: minutes at start, faster generation after")
     sleep: bool = setting(
         False,
-        "on GPUs that train too: while the policy trains the engine frees their memory",
+        "on GPUs that also train: the engine frees their memory during training",
         mode="sync",
         because="in mode=async engines have devices of their own",
     )
     max_restarts: int = setting(
         3,
-        "an engine that dies is replaced so often, and its groups are sampled again; 0: the run stops",
+        "how often an engine that dies is replaced, its groups sampled again; 0: the run stops",
         at_least=0,
         mode="async",
     )
     deadline_s: float = setting(
-        120, "seconds that an engine may take for its longest step, and for taking weights", at_least=1, mode="async"
+        120, "longest time in seconds of an engine's step, and of a weight update", at_least=1, mode="async"
     )
     transfer: Literal["shared_memory", "nccl"] | None = setting(
         None, "how weights travel; null: shared_memory on a CPU, nccl between GPUs", mode="async"
@@ -130,7 +130,7 @@ class SamplingSection(Section):
 
     temperature: float = setting(
         1.0,
-        "of the sampled distribution, whose log-probs are trained on",
+        "temperature of the sampled distribution, whose log-probs are trained on",
         more_than=0,
         at_most=2,
         because="greedy responses to one prompt are all equal",
@@ -144,4 +144,4 @@ class SamplingSection(Section):
         "are cut off, and fresh ratios would start at the mass kept, not at 1. A lower sampling.temperature sharpens "
         "responses and stays exact (docs/troubleshooting.md)",
     )
-    max_new_tokens: int = setting(256, "longest response, in tokens; of a conversation: longest turn", at_least=1)
+    max_new_tokens: int = setting(256, "longest response, in tokens; in a conversation: longest turn", at_least=1)

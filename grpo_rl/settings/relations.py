@@ -1,4 +1,4 @@
-"""What several settings have to fulfil together; what one has to by itself is in its declaration."""
+"""Constraints between settings; constraints on a single setting are in its declaration."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from grpo_rl.training.schedules import AdaptiveKL
 
 
 def check_relations(settings: Sections) -> None:
-    """Refuses settings that do not go together; `grpo_rl.settings.misfits` has those that do not divide.
+    """Refuses settings that contradict each other; `grpo_rl.settings.misfits` checks divisibility.
 
     Raises:
-        ValueError: what is wrong, with the numbers, and what to change.
+        ValueError: settings contradict each other; with the numbers and the remedy.
     """
     read_parts(settings.env.rewards)
     _check_data(settings)

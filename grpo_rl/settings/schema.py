@@ -21,18 +21,18 @@ from grpo_rl.training.checkpoint import IGNORED, REMOVED
 
 ABSENT = object()
 UNSET = "???"
-"""What OmegaConf has in the place of a value that has to be given."""
+"""OmegaConf's marker of a value that must be given."""
 
 
 class Settings(Sections):
-    """All settings of a run, which go together; each section has its keys as attributes, and is a mapping of them."""
+    """All settings of a run, checked; each section has its keys as attributes, and is a mapping of them."""
 
     @classmethod
     def read(cls, cfg: DictConfig | Mapping[str, Any], divides: bool = True) -> Settings:
-        """The settings of a config, whose batches have to divide; see `grpo_rl.settings.misfits`.
+        """Reads and checks a config; ``divides``: refuse batch sizes that do not divide evenly.
 
         Raises:
-            ValueError: a key, a type or a value is wrong, or several do not go together, and what to change.
+            ValueError: a key, a type or a value is wrong, or several contradict each other; with the remedy.
         """
         try:
             values: Any = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
@@ -48,10 +48,10 @@ class Settings(Sections):
     def restored(cls, values: Mapping[str, Any]) -> Settings:
         """The settings that a stored run had, whether or not this machine could run them.
 
-        A setting that was added since has its default.
+        Settings added since then have their defaults.
 
         Raises:
-            ValueError: the run had a setting that exists no more, at another value than what the code does now.
+            ValueError: the run had a setting that no longer exists, at a value that the code no longer supports.
         """
         names = leaves(values)
         for key in names:
@@ -75,15 +75,15 @@ class Settings(Sections):
             raise ValueError(f"{what} lacks {', '.join(missing)}; {remedy}")
         if unset := sorted(key for key in known if select(values, key) == UNSET):
             raise ValueError(f"{', '.join(unset)} must be set: {dataset} can't do without")
-        for wrong in (Setting.wrong_type, Setting.wrong_value):  # a bound is no question to text
-            if told := [line for key, setting in known.items() if (line := wrong(setting, key, select(values, key)))]:
-                raise ValueError("\n".join(told))
+        for wrong in (Setting.wrong_type, Setting.wrong_value):  # text can't be compared with a bound
+            if lines := [line for key, setting in known.items() if (line := wrong(setting, key, select(values, key)))]:
+                raise ValueError("\n".join(lines))
         env = values["env"]
         task = {name: value for name, value in env.items() if name in TASKS[dataset].__dataclass_fields__}
         return build(cls, values, env=build(Env, env, task=task))
 
     def with_values(self, changes: Mapping[str, Any]) -> Settings:
-        """The same with other values at some dotted names; not checked.
+        """The settings with other values at some dotted names; not checked.
 
         >>> from grpo_rl.settings.compose import compose_config
         >>> Settings.read(compose_config("grpo_gsm8k", [])).with_values({"env.repeats": 4}).env.repeats
@@ -95,12 +95,17 @@ class Settings(Sections):
         return changed
 
     def as_json(self) -> str:
-        """What a checkpoint stores."""
+        """The settings as JSON, as stored in checkpoints."""
         return json.dumps(plain(self), sort_keys=True)
 
     def as_text(self) -> str:
+<<<<<<< HEAD
         """What people read: YAML."""
         return yaml.safe_dump(plain(self), sort_keys=False, allow_unicode=True)
+=======
+        """The settings as YAML, for people."""
+        return OmegaConf.to_yaml(OmegaConf.create(plain(self)))
+>>>>>>> heads/mend2
 
 
 def _with_value(section: Any, names: list[str], value: Any) -> Any:

@@ -24,7 +24,7 @@ class Env(Section):
     eval_path: str | None = setting(
         None, "local held-out data; null: the hub's held-out split (no evaluation where `path` is set)"
     )
-    num_envs: int = setting(4, "prompts in flight: prompts per collection", at_least=1)
+    num_envs: int = setting(4, "prompts per collection", at_least=1)
     repeats: int = setting(
         8, "group size G: responses per prompt", at_least=2, because="a group of one response has no advantage"
     )
@@ -68,16 +68,14 @@ class Train(Section):
     )
     micro_batch_tokens: int = setting(8192, "tokens per forward/backward (prompts once + responses)", at_least=1)
     gradient_accumulation_steps: int | None = setting(
-        None, "instead: exactly this many micro-batches per optimizer step", at_least=1
+        None, "instead of micro_batch_tokens: exactly this many micro-batches per optimizer step", at_least=1
     )
     epochs: int = setting(1, "passes over each collection", at_least=1)
-    max_staleness: int = setting(
-        2, "how many policy versions old a token may be when it is trained on", at_least=0, mode="async"
-    )
+    max_staleness: int = setting(2, "policy versions that a trained token may be behind", at_least=0, mode="async")
     max_refills: int = setting(
         0,
-        "dynamic sampling: zero-variance groups are replaced, sampling at most so many times more (in mode=async as "
-        "often as needed); 0: they stay. total_dialog_turns counts all that was sampled, so the run has fewer steps",
+        "dynamic sampling: zero-variance groups are replaced, in at most so many further samplings (in mode=async as "
+        "many as needed); 0: they stay. total_dialog_turns counts all sampled responses, so the run has fewer steps",
         at_least=0,
     )
     repeats_schedule: tuple[tuple[int, int], ...] = setting(
@@ -91,12 +89,12 @@ class Train(Section):
     )
     mixed_precision: bool = setting(True, "fp32 master weights under a bfloat16 model")
     checkpoint_frequency: int = setting(20, "steps between checkpoints; 0: only at the end", at_least=0)
-    keep_checkpoints: int = setting(2, "older ones are removed; 0 keeps all", at_least=0)
+    keep_checkpoints: int = setting(2, "number of newest checkpoints that stay; 0 keeps all", at_least=0)
     lineage: bool = setting(
         False, "store every token's history, for `grpo-rl replay`; 13 to 25 bytes a token (docs/lineage.md)"
     )
     max_bad_steps: int = setting(5, "non-finite steps in a row before the run stops with a diagnosis", at_least=1)
-    seed: int = setting(0, "of the order of prompts, the sampled tokens, dropout and the adapters' start")
+    seed: int = setting(0, "seed of prompt order, sampling, dropout and adapter initialisation")
 
 
 class Optimizer(Section):
@@ -104,8 +102,8 @@ class Optimizer(Section):
 
     name: Literal["adamw", "sgd"] = setting("adamw", "the optimizer")
     lr: float = setting(1e-5, "learning rate", at_least=0)
-    weight_decay: float = setting(0.0, "of all parameters alike", at_least=0)
-    betas: tuple[float, ...] = setting((0.9, 0.95), "of adamw")
+    weight_decay: float = setting(0.0, "weight decay of all parameters alike", at_least=0)
+    betas: tuple[float, ...] = setting((0.9, 0.95), "betas of adamw")
     warmup_steps: int = setting(4, "optimizer steps in which the learning rate rises to lr", at_least=0)
     schedule: Literal["constant", "linear", "cosine"] = setting(
         "constant", "decay over the optimizer steps of the run, as many as without max_refills"
@@ -122,11 +120,11 @@ class Policy(Section):
     )
     target_kl: float | None = setting(
         None,
-        "nats per token near which the KL to the reference is held, by changing its weight from kl_coef on",
+        "target of the KL to the reference, in nats per token; the KL weight adapts to it, starting at kl_coef",
         at_least=0,
     )
     stop_kl: float | None = setting(
-        None, "nats per token of KL to the sampler beyond which a collection is not trained on further", more_than=0
+        None, "KL to the sampling policy, in nats per token, above which training on a collection stops", more_than=0
     )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", at_least=0)
 
@@ -136,8 +134,9 @@ class MismatchSection(Section):
 
     bound: float | None = setting(
         0.2,
-        "mean |difference| on fresh weights, in nats, that stops the run: as large as clipping allows; null: no bound",
-        at_least=0,
+        "mean |difference| on fresh weights, in nats, above which the run stops; null: no bound. 0.2 is where a "
+        "typical token's ratio would reach the default clip range",
+        more_than=0,
     )
 
 
@@ -145,14 +144,14 @@ class Evaluate(Section):
     """Evaluation on held-out data."""
 
     rows: int = setting(0, "held-out rows evaluated before and after training, greedily; 0: none", at_least=0)
-    frequency: int = setting(0, "also every so many steps; 0: only before and after", at_least=0)
+    frequency: int = setting(0, "steps between evaluations during training; 0: only before and after", at_least=0)
 
 
 class Logger(Section):
     """Where metrics go; metrics.jsonl is always written."""
 
     backend: Literal["wandb", "none"] = setting("none", "wandb | none: an experiment tracker")
-    mode: Literal["online", "offline"] = setting("online", "for wandb; offline: to be uploaded later")
+    mode: Literal["online", "offline"] = setting("online", "mode of wandb; offline: uploaded later")
     project: str = setting("grpo_rl", "the run's project in wandb")
     name: str | None = setting(None, "the run's name in wandb")
     completions: bool = setting(True, "write every response to completions.parquet")
@@ -165,7 +164,7 @@ class Ray(Section):
         None, "`auto` where this machine is part of it, or host:port; null: this machine alone", mode="async"
     )
     nodes: int | None = setting(
-        None, "how many have to be there before anything starts; null: any number", at_least=1, mode="async"
+        None, "number of nodes that must be present before anything starts; null: any", at_least=1, mode="async"
     )
 
 
@@ -181,12 +180,12 @@ class Loss(Section):
         "sequence_token: that value with the token's own gradient",
     )
     clip_low: float = setting(0.2, "r is clipped below at 1 - clip_low", at_least=0)
-    clip_high: float = setting(0.2, "and above at 1 + clip_high", at_least=0)
+    clip_high: float = setting(0.2, "r is clipped above at 1 + clip_high", at_least=0)
     dual_clip: float | None = setting(
-        None, "for surrogate=clipped: a bad response's r counts up to this; null: however large", at_least=0
+        None, "for surrogate=clipped: for negative advantages, r is capped at this; null: no cap", at_least=0
     )
-    tau_pos: float = setting(1.0, "for surrogate=sapo: temperature of good responses", more_than=0)
-    tau_neg: float = setting(1.05, "and of bad ones", more_than=0)
+    tau_pos: float = setting(1.0, "for surrogate=sapo: temperature for positive advantages", more_than=0)
+    tau_neg: float = setting(1.05, "for surrogate=sapo: temperature for other advantages", more_than=0)
     aggregate: Aggregation = setting(
         "sequence_mean",
         "sequence_mean: each response weighs the same | token_mean: each token | prompt_mean: each prompt | constant: "
@@ -203,7 +202,7 @@ class Loss(Section):
     )
     advantage_clip: float | None = setting(None, "largest advantage either way", more_than=0)
     reward_weights: Mapping[str, float] = setting(
-        {}, "for advantage=multi_reward: of the parts of the reward, 1 where none is given"
+        {}, "for advantage=multi_reward: weights of the parts of the reward, 1 where none is given"
     )
     kl: KL = setting(
         "k3",
@@ -215,12 +214,12 @@ class Loss(Section):
     )
     correction: Correction = setting(
         "none",
-        "sampler against trainer, rho = pi_old(trainer) / pi_old(sampler). none: r is to the sampler and holds both | "
-        "truncate: a weight min(rho, high) | mask: rho, and 0 outside [low, high]",
+        "sampler against trainer, rho = pi_old(trainer) / pi_old(sampler). none: r = pi / pi_sampler, which also "
+        "absorbs the mismatch | truncate: a weight min(rho, high) | mask: rho, and 0 outside [low, high]",
     )
     correction_level: Level = setting("token", "rho of each token | sequence: the product over its response")
-    correction_low: float = setting(0.5, "the lower bound, low", at_least=0)
-    correction_high: float = setting(2.0, "the upper bound, high", at_least=0)
+    correction_low: float = setting(0.5, "low, the lower bound of rho", at_least=0)
+    correction_high: float = setting(2.0, "high, the upper bound of rho", at_least=0)
     mask_truncated: bool = setting(False, "leave responses that met the length limit out of the loss")
     top_entropy_fraction: float = setting(
         1.0, "share of tokens, those of highest entropy, in the policy gradient", more_than=0, at_most=1
@@ -251,12 +250,8 @@ class Sections(Section):
     loss: Loss = field(default_factory=Loss)
     resume: str | None = setting(
         None,
-        "a checkpoint file | a run folder; one whose run has no checkpoint yet begins again | auto: where "
-        "hydra.run.dir is set, that folder, whatever it holds: nothing, a run that was cut off anywhere, or one that "
-        "is finished (then this ends at once, with exit code 0); where it is not, the newest run under outputs/ of "
-        "this config that has a checkpoint and that no other process works on, or a new one; where another process "
-        "works on the only one of this config, this start is refused (of a folder the newest checkpoint is taken that "
-        "is whole and has its metrics; the ones passed over are reported)",
+        "a checkpoint file | a run folder | auto: the folder of hydra.run.dir if that is set, else the newest run of "
+        "this config, else a new one (docs/runs.md)",
     )
 
 

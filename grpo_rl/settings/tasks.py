@@ -1,4 +1,4 @@
-"""The settings of each task, its reward included, which the config's ``env`` has beside those that all tasks share.
+"""The settings of each task and of its reward, in ``env`` next to the settings that all tasks share.
 
 Their defaults are those of the environment's class; ``config/env/`` repeats them.
 """
@@ -12,7 +12,7 @@ from grpo_rl.settings.declaration import REQUIRED, RewardSource, Section, settin
 
 Examples = tuple[Mapping[str, Any], ...]
 SYSTEM_PROMPT = "the system message; null: none"
-FORM = "of %s in the prompt: line (%s) | json (<tool_call>…</tool_call>)"
+FORM = "form of %s in the prompt: line (%s) | json (<tool_call>…</tool_call>)"
 TOOL_ROLE = "role of results: tool | user, for chat templates that know no tool role"
 
 
@@ -22,6 +22,8 @@ def required(meaning: str, **constraints: Any) -> Any:
 
 
 class GSM8KReward(Section):
+    """The reward of ``gsm8k``."""
+
     correctness: float = required(
         'weight: the final number (<answer>, ####, \\boxed, "the answer is", else the last) is the gold one'
     )
@@ -32,23 +34,31 @@ class GSM8KReward(Section):
 
 
 class GSM8K(Section):
+    """Grade-school mathematics, judged on the final number."""
+
     system_prompt: str | None = required(SYSTEM_PROMPT)
     examples: Examples = required("few-shot turns before the problem: a list of {question, answer}")
     reward: GSM8KReward
 
 
 class IFEvalReward(Section):
+    """The reward of ``ifeval``."""
+
     strict: float = required("weight: the share of instructions that are followed")
     all: float = required("weight: all of them are followed")
     loose: float = required("weight: that share, with a greeting, a closing line or bold type forgiven")
 
 
 class IFEval(Section):
+    """Instructions whose fulfilment programs can check."""
+
     system_prompt: str | None = required(SYSTEM_PROMPT)
     reward: IFEvalReward
 
 
 class MathReward(Section):
+    """The reward of ``math``."""
+
     correctness: float = required("weight: the boxed answer equals the gold answer")
     answer_format: float = required("weight: there is a closed box")
     deadline_s: float = required(
@@ -58,25 +68,33 @@ class MathReward(Section):
 
 
 class Math(Section):
+    """Mathematics with a boxed final answer."""
+
     system_prompt: str | None = required(SYSTEM_PROMPT)
     examples: Examples = required("few-shot turns before the problem: a list of {problem, solution}")
     reward: MathReward
 
 
 class Puzzles(Section):
+    """The generated puzzles of ``countdown``."""
+
     sizes: tuple[int, ...] = required("how many numbers a puzzle has")
     max_number: int = required("the largest number of a puzzle", at_least=1)
     max_target: int = required("the largest target", at_least=1)
-    seed: int = required("of the generator")
+    seed: int = required("seed of the generator")
 
 
 class CountdownReward(Section):
+    """The reward of ``countdown``."""
+
     correctness: float = required("weight: the expression reaches the target by the rules")
     answer_format: float = required("weight: there is an expression that has a value")
     use_all: bool = required("true: each number has to be used once; false: at most once")
 
 
 class Countdown(Section):
+    """Puzzles: reach a target from given numbers by arithmetic."""
+
     system_prompt: str | None = required(SYSTEM_PROMPT)
     examples: Examples = required(
         "turns before the puzzle: {numbers, target, response}; a small model that sees none writes no expression"
@@ -86,26 +104,34 @@ class Countdown(Section):
 
 
 class CalculatorReward(Section):
+    """The reward of ``calculator``."""
+
     correctness: float = required("weight: the final number equals the gold number")
     tool_use: float = required("weight: a result was calculated and used")
     answer_format: float = required("weight: the last message ends on <answer>NUMBER</answer>")
 
 
 class Calculator(Section):
+    """Word problems with a calculator as a tool."""
+
     form: Literal["line", "json"] = required(FORM % ("calls", "Calculator: 3*(4+5)"))
     tool_role: Literal["tool", "user"] = required(TOOL_ROLE)
-    system_prompt: str | None = required("in which {call} becomes a call in that form; null: none")
+    system_prompt: str | None = required("system message, in which {call} becomes a call in that form; null: none")
     examples: Examples = required("turns before the problem; a small model that sees none, or one, calls nothing")
     reward: CalculatorReward
 
 
 class SearchQAReward(Section):
+    """The reward of ``search_qa``."""
+
     exact_match: float = required("weight: the final answer is the gold answer")
     f1: float = required("weight: share of words in common with the gold answer")
     supporting_recall: float = required("weight: share of the supporting documents that were shown")
 
 
 class SearchQA(Section):
+    """Questions to be answered by searching documents."""
+
     corpus: str | None = required(
         "documents: JSON (title -> sentences) or JSONL (title, text); null: those beside the questions"
     )
@@ -114,12 +140,14 @@ class SearchQA(Section):
     max_result_chars: int = required("characters of a document that a search shows", at_least=1)
     form: Literal["line", "json"] = required(FORM % ("searches", "Search: Jane Austen"))
     tool_role: Literal["tool", "user"] = required(TOOL_ROLE)
-    system_prompt: str | None = required("in which {call} becomes a search in that form; null: none")
+    system_prompt: str | None = required("system message, in which {call} becomes a search in that form; null: none")
     examples: Examples = required("turns before the question")
     reward: SearchQAReward
 
 
 class PromptResponse(Section):
+    """Prompts from a file, scored by reward functions given by name."""
+
     reward: RewardSource | None = required(
         "package.module:function, or a list of them, or weights by name; called in a process of its own (env.isolated)"
     )

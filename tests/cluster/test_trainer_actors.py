@@ -31,11 +31,11 @@ def trained(work, count=2):
         return run_trainers(work, count, place, num_cpus=1, num_gpus=0)
 
 
-def add_up(meeting):
-    dist.init_process_group("gloo", store=meeting.store(), rank=meeting.rank, world_size=meeting.size)
-    everyone = [None] * meeting.size
+def add_up(rendezvous):
+    dist.init_process_group("gloo", store=rendezvous.store(), rank=rendezvous.rank, world_size=rendezvous.size)
+    everyone = [None] * rendezvous.size
     dist.all_gather_object(everyone, os.getpid())
-    return meeting.rank, everyone
+    return rendezvous.rank, everyone
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_ranks_meet_and_the_first_ones_result_comes_back():
 
 
 def test_a_run_that_stops_by_itself_stops_the_script_with_its_words():
-    def stop(meeting):
+    def stop(rendezvous):
         raise SystemExit("Stopped after step 3. Go on with: resume=outputs/x")
 
     with pytest.raises(SystemExit, match="Stopped after step 3. Go on with: resume=outputs/x"):
@@ -53,8 +53,8 @@ def test_a_run_that_stops_by_itself_stops_the_script_with_its_words():
 
 
 def test_one_that_dies_is_told_though_the_others_wait_for_it():
-    def die(meeting):
-        if meeting.rank == 1:
+    def die(rendezvous):
+        if rendezvous.rank == 1:
             os._exit(1)
         time.sleep(600)
 
@@ -63,17 +63,17 @@ def test_one_that_dies_is_told_though_the_others_wait_for_it():
 
 
 def test_what_rank_0_says_last_is_told_and_not_what_the_others_said_first():
-    def stop(meeting):
-        if meeting.rank == 0:
+    def stop(rendezvous):
+        if rendezvous.rank == 0:
             time.sleep(1.0)  # it writes a report
-        raise SystemExit(f"Stopped. Go on with: resume=folder-of-rank-{meeting.rank}")
+        raise SystemExit(f"Stopped. Go on with: resume=folder-of-rank-{rendezvous.rank}")
 
     with pytest.raises(SystemExit, match="resume=folder-of-rank-0"):
         trained(stop)
 
 
 def test_an_error_keeps_its_words():
-    def fail(meeting):
+    def fail(rendezvous):
         raise ZeroDivisionError("of rank 0")
 
     with pytest.raises(ZeroDivisionError, match="of rank 0"):
@@ -83,7 +83,7 @@ def test_an_error_keeps_its_words():
 def test_ctrl_c_is_passed_on_and_the_run_may_finish_its_step(tmp_path):
     listens = tmp_path / "listens"
 
-    def work(meeting):
+    def work(rendezvous):
         asked = []
         signal.signal(signal.SIGINT, lambda *_: asked.append(1))
         listens.touch()

@@ -359,7 +359,7 @@ def test_a_second_start_in_the_folder_of_a_live_run_is_refused_by_name(tiny, fin
     lock = FolderLock(live)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_model)
-    told = f"is being written by process {os.getpid()} on .* since .*; wait for it, or set another hydra.run.dir"
+    told = f"is in use by process {os.getpid()} on .* since .*; wait for it, or set another hydra.run.dir"
     for resume in ("null", "auto", str(live), str(checkpoints(live / "checkpoints")[1])):
         with pytest.raises(SystemExit, match=told):
             run([*tiny, f"resume={resume}"], live)

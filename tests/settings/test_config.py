@@ -102,6 +102,7 @@ def test_an_unknown_key_from_a_file_is_refused_too():
         (["train_model.dtype=float16"], "float16"),
         (["evaluate.rows=1"], "evaluate.rows is 1"),
         (["sampling.top_p=0.9"], "truncated distribution"),
+        (["mismatch.bound=0"], "mismatch.bound is 0; it must be more than 0, or null"),
         (["policy.kl_coef=-0.1"], "policy.kl_coef is -0.1"),
         (["train.optim_batch_size=0"], "train.optim_batch_size is 0"),
         (["train.keep_checkpoints=-1"], "train.keep_checkpoints is -1"),
