@@ -39,12 +39,8 @@ def sync_run(settings: Settings, folder: str | Path) -> AbstractContextManager[R
     """A run that alternates sampling and training, in this process or in those that torchrun started.
 
     Raises:
-<<<<<<< HEAD
         ValueError: the settings do not fit this machine, the model or the data; before anything expensive starts.
         RunIsOver: the run to go on with is finished; a `SystemExit` with code 0.
-=======
-        ValueError: the settings do not fit this machine, the model or the data; raised before anything expensive.
->>>>>>> heads/mend2
     """
     model = resolve_model(settings.model.name)
     plan = devices.plan_devices(settings, model)

@@ -27,17 +27,10 @@ class NodeReport:
     """A node that is fit.
 
     Args:
-<<<<<<< HEAD
         name: the name that the node was started by, or its address.
         address: address of its machine.
         cpus: CPUs that it offers.
         gpus: GPUs that it offers.
-=======
-        name: the node's name from `ray start --node-name`, or its address.
-        address: the machine's address.
-        cpus: CPUs that the node offers.
-        gpus: GPUs that the node offers.
->>>>>>> heads/mend2
     """
 
     name: str
@@ -52,15 +45,9 @@ def examine(
     """The nodes of the cluster at ``address``, once all are there and fit for a run.
 
     Args:
-<<<<<<< HEAD
         expected: number of nodes, or the names that they were started by (``ray start --node-name``).
         folder: folder that all nodes must see, with the same files in it.
         deadline_s: seconds until all nodes must have joined, and again until all must have answered.
-=======
-        expected: how many there have to be, or the names that they were started by (``ray start --node-name``).
-        folder: the folder that all nodes must see, with the same files in it.
-        deadline_s: until all have to be there, and again until all have answered.
->>>>>>> heads/mend2
 
     Raises:
         ValueError: a node, which is named, is missing or silent, has other packages, or does not see the folder.

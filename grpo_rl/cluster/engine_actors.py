@@ -47,15 +47,9 @@ class RayEngine:
     """An engine in a Ray actor; see :class:`grpo_rl.engines.base.AsyncEngine`.
 
     Args:
-<<<<<<< HEAD
         name: the engine's name in messages.
         actor: the Ray actor that :func:`launch` started.
         about: the engine's attributes, as the actor's ``about`` returns them.
-=======
-        name: for messages.
-        actor: the actor from :func:`launch`.
-        about: the engine's description of itself.
->>>>>>> heads/mend2
     """
 
     def __init__(self, name: str, actor: Any, about: Mapping[str, Any]) -> None:
@@ -178,18 +172,11 @@ async def launch(
     Args:
         name: the engine's name in messages.
         make: builds the engine, in the actor.
-<<<<<<< HEAD
         place: the placement group to run in; None: wherever there is room.
         bundle: number of the bundle in it.
         num_cpus: CPUs that the actor reserves.
         num_gpus: GPUs that the actor reserves.
         deadline_s: seconds until the engine must be ready.
-=======
-        place: the placement group to run in, and the bundle in it; None: wherever there is room.
-        num_cpus: CPU cores reserved for the actor.
-        num_gpus: likewise.
-        deadline_s: until it has to be ready.
->>>>>>> heads/mend2
 
     Raises:
         EngineStartError: its process ended while it started.

@@ -75,11 +75,7 @@ class Fleet(Generic[E]):
         """Launches all engines.
 
         Raises:
-<<<<<<< HEAD
             Exception: the first launch that failed.
-=======
-            Exception: the error of the first engine that can't be started.
->>>>>>> heads/mend2
         """
         starts = [asyncio.create_task(self._fill(slot)) for slot in self._slots]
         self._starts |= set(starts)

@@ -33,11 +33,7 @@ class Node:
     Args:
         name: address of the machine.
         id: Ray's id of the node.
-<<<<<<< HEAD
         resources: amount of each resource that the node offers, by name.
-=======
-        resources: amounts that the node offers, by name.
->>>>>>> heads/mend2
     """
 
     name: str

@@ -79,13 +79,8 @@ def run_trainers(
     Ctrl-C is passed on to all of them, which finish their step; the second one ends them.
 
     Args:
-<<<<<<< HEAD
         work: function that each rank runs; its argument is the rendezvous.
         count: number of ranks; each runs in the bundle of its number.
-=======
-        work: the function to run, called with the rank's rendezvous.
-        count: number of ranks, each in the bundle of its number.
->>>>>>> heads/mend2
 
     Raises:
         SystemExit: the run was stopped, or its settings can't be run.

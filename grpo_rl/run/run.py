@@ -85,16 +85,11 @@ class Run:
         if not self._training:
             return
         if isinstance(error, DIAGNOSED) and self.logs.lineage:
-<<<<<<< HEAD
-            try:  # of this step, where there is most to ask
+            try:  # the failed step's lineage is what the user needs most
                 self.logs.lineage.write(self.step + 1, None, self.parts.schedules.kl_coef)
             except OSError as failed:
                 failed.add_note(self.folder.how_to_go_on)
                 raise
-=======
-            # The failed step's lineage is what the user needs most.
-            self.logs.lineage.write(self.step + 1, None, self.parts.schedules.kl_coef)
->>>>>>> heads/mend2
         if isinstance(error, OSError):
             error.add_note(self.folder.how_to_go_on)
         if isinstance(error, ValueError):

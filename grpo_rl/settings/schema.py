@@ -99,13 +99,8 @@ class Settings(Sections):
         return json.dumps(plain(self), sort_keys=True)
 
     def as_text(self) -> str:
-<<<<<<< HEAD
-        """What people read: YAML."""
-        return yaml.safe_dump(plain(self), sort_keys=False, allow_unicode=True)
-=======
         """The settings as YAML, for people."""
-        return OmegaConf.to_yaml(OmegaConf.create(plain(self)))
->>>>>>> heads/mend2
+        return yaml.safe_dump(plain(self), sort_keys=False, allow_unicode=True)
 
 
 def _with_value(section: Any, names: list[str], value: Any) -> Any:
