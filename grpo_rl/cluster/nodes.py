@@ -172,20 +172,22 @@ def check_nodes(expected: int, deadline_s: float = 60.0) -> None:
             f"{len(found)} of {expected} nodes have joined: {', '.join(node.name for node in found)}; see the log of "
             "`ray start` on the others"
         )
-    asked = [(node.name, _hello.options(scheduling_strategy=on_node(node.id)).remote()) for node in found]
+    asked = [(node, _hello.options(scheduling_strategy=on_node(node.id)).remote()) for node in found]
     ray.wait([hello for _, hello in asked], num_returns=len(asked), timeout=deadline_s)
-    silent = []
-    for name, hello in asked:
+    silent = {}
+    for node, hello in asked:
         try:
             ray.get(hello, timeout=0)
         except GetTimeoutError:
-            silent.append(name)
+            silent[node.id] = node.name
         except RayError as error:
-            silent.append(f"{name} ({type(error).__name__})")
+            silent[node.id] = f"{node.name} ({type(error).__name__})"
+    if silent.keys() - {node.id for node in nodes()}:
+        return check_nodes(expected, deadline_s)  # Ray has noticed in the meantime that a node is gone
     if silent:
         raise ValueError(
-            f"{', '.join(silent)} did not answer within {deadline_s:g} s, though Ray lists it; check its network, its "
-            "clock and its Python environment, or take it out"
+            f"{', '.join(silent.values())} did not answer within {deadline_s:g} s, though Ray lists it; check its "
+            "network, its clock and its Python environment, or take it out"
         )
 
 

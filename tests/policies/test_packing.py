@@ -190,6 +190,7 @@ def test_a_run_refuses_its_model_before_weights_are_read_engines_start_or_a_clus
         build.plan_devices(Settings.read(cfg), tmp_path)
     build_async = pytest.importorskip("grpo_rl.build.site")
     monkeypatch.setattr(build_async, "cluster", None)
+    monkeypatch.setattr(build_async, "resolve_model", lambda name: tmp_path)
     with pytest.raises(ValueError, match=refusal), build_async.make_site(Settings.read(cfg)):
         pass
 

@@ -80,6 +80,6 @@ def test_what_is_no_description_is_not_read_as_one(tmp_path):
     lock = FolderLock(tmp_path)
     assert lock.warning is None
     (tmp_path / LOCK).write_text("[]")
-    with pytest.raises(FolderInUseError, match="written by another process"):
+    with pytest.raises(FolderInUseError, match="in use by another process"):
         FolderLock(tmp_path)
     lock.close()

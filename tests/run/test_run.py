@@ -377,7 +377,7 @@ def test_a_second_start_in_the_folder_of_a_live_run_is_refused_by_name(tiny, fin
 def test_a_refused_start_changes_nothing_of_the_config_that_the_live_run_shows(tiny, finished, tmp_path):
     shutil.copytree(finished, live := tmp_path / "live")
     lock = FolderLock(live)
-    with pytest.raises(SystemExit, match="is being written"):
+    with pytest.raises(SystemExit, match="is in use"):
         run([*tiny, "optimizer.lr=0.7654321", "resume=auto"], live)
     assert "0.7654321" in (live / ".hydra" / "config.yaml").read_text()  # Hydra writes it before anyone could refuse
     lock.close()
@@ -416,7 +416,7 @@ def test_auto_passes_over_a_live_run_for_one_that_was_cut_off(finished, tmp_path
     lock = FolderLock(tmp_path / "live")
     config = load(checkpoints(finished / "checkpoints")[-1])["config"]
     taken = claim(tmp_path / "new", "auto", tmp_path, config, 1)
-    assert taken.folder == taken.resume == tmp_path / "a" and "live is being written" in taken.notes[0]
+    assert taken.folder == taken.resume == tmp_path / "a" and "live is in use" in taken.notes[0]
     lock.close()
     second = claim(tmp_path / "new", "auto", tmp_path, config, 1)  # a is taken now
     assert second.folder == tmp_path / "live"

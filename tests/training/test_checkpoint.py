@@ -139,14 +139,14 @@ def test_auto_goes_on_with_a_run_of_this_config_alone_and_begins_one_beside_a_li
     assert new.resume is None and "b is of another config" in new.notes[0] and "optimizer.lr" in new.notes[0]
     live = FolderLock(tmp_path / "b")
     assert claimed("auto", tmp_path, configs["a"]).folder == tmp_path / "a"
-    with pytest.raises(ValueError, match="no other run of this config that was cut off, and .*b is being written"):
+    with pytest.raises(ValueError, match="no other run of this config that was cut off, and .*b is in use"):
         claimed("auto", tmp_path, configs["b"])
     live.close()
     # One that has no checkpoint yet has written its config.
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "config.yaml").write_text("optimizer:\n  lr: 1.0e-03\n")
     live = FolderLock(tmp_path / "c")
-    with pytest.raises(ValueError, match="c is being written"):
+    with pytest.raises(ValueError, match="c is in use"):
         claimed("auto", tmp_path, {"optimizer": {"lr": 1e-3}})
     assert claimed("auto", tmp_path, {"optimizer": {"lr": 1e-2}}).resume is None
     live.close()
