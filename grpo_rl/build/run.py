@@ -85,7 +85,8 @@ def build_run(
         optimizer = training.make_optimizer(settings, policy, ranks)
         stack.callback(optimizer.close)
         # Measured once per machine, before an engine takes the machine's memory.
-        roofline = None if ranks else _roofline(settings, policy, plan)
+        alone = ranks is None and settings.mode != "async"  # what others do meanwhile, this process can't measure
+        roofline = _roofline(settings, policy, plan) if alone else None
         engine = make_engine(ranks)
         stack.callback(engine.close)
         weights = WeightSync(policy.model, engine, ranks=ranks)
