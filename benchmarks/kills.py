@@ -161,7 +161,7 @@ def went_on(start: Start, newest: int | None) -> str | None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two trees of tensors, numbers and texts are equal to the last bit."""
+    """Tells whether two trees of tensors, numbers and texts are equal to the last bit."""
     import torch
 
     if isinstance(a, Mapping):

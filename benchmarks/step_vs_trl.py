@@ -90,7 +90,7 @@ class TRLSetting:
 
     @property
     def as_shipped(self) -> bool:
-        """Whether a user of TRL can have it by TRL's settings alone."""
+        """Tells whether a user of TRL can have it by TRL's settings alone."""
         return not (self.patched or self.our_allocator)
 
 

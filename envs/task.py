@@ -68,12 +68,12 @@ class Task(ABC):
     _budget_s: float = math.inf
 
     def pays(self, part: str) -> bool:
-        """Whether a response can earn by this part: with a weight of 0 or less, right ones look like wrong ones."""
+        """Tells whether a response can earn by this part: at a weight of 0 or less, right ones look like wrong ones."""
         return self._weights.get(part, 1.0) > 0
 
     @property
     def scores_group(self) -> bool:
-        """Whether the responses to a prompt are scored in one call of :meth:`score_many`, not in one call each."""
+        """Tells whether all responses to a prompt are scored in one call of :meth:`score_many`."""
         return type(self).score_many is not Task.score_many
 
     def without_rows(self) -> Task:
@@ -181,7 +181,7 @@ def check_weights(weights: Mapping[str, object], section: str = "env.reward") ->
 
 
 def plays_turns(task: Task) -> bool:
-    """Whether the task replies.
+    """Tells whether the task replies.
 
     >>> from grpo_rl.envs.gsm8k import GSM8K
     >>> plays_turns(GSM8K([]))

@@ -21,7 +21,7 @@ FOLDER = Path(sys.prefix) / "nltk_data"  # one of the places that NLTK looks in
 
 
 def is_there() -> bool:
-    """Whether NLTK finds the data."""
+    """Tells whether NLTK finds the data."""
     try:
         nltk.data.find(f"tokenizers/{DATA}/english/")
     except LookupError:

@@ -82,7 +82,7 @@ class Puzzles(Sequence[dict]):
 
 
 def is_held_out(numbers: Sequence[int]) -> bool:
-    """Whether puzzles with these numbers, in any order, are for testing only."""
+    """Tells whether puzzles with these numbers, in any order, are for testing only."""
     return zlib.crc32(repr(sorted(numbers)).encode()) % HELD_OUT_SHARE == 0
 
 

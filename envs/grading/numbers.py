@@ -134,7 +134,7 @@ def _quotient(over: Decimal, under: Decimal) -> Decimal | None:
 
 
 def _is_negative(text: str, start: int) -> bool:
-    """Whether a minus that is a sign stands before the number at ``start``."""
+    """Tells whether a minus that is a sign stands before the number at ``start``."""
     at = start - 1
     while at >= 0 and text[at] in _CURRENCY + "\\":
         at -= 1

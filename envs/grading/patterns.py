@@ -22,7 +22,7 @@ _SPENT = 0.9
 def found(
     patterns: tuple[str, ...], texts: Sequence[str], linear: Collection[str] = (), budget_s: float = math.inf
 ) -> list[list[bool] | Exception]:
-    """Whether each pattern is found in each text; a TimeoutError stands in the place of a text that took too long.
+    """Tells whether each pattern is in each text; a text that took too long has a TimeoutError in its place.
 
     Python's `re` holds the interpreter while it searches, so that no thread could stop it.
 
@@ -43,7 +43,7 @@ def found(
 
 
 def search(pattern: str, text: str) -> bool:
-    """Whether the pattern is found in the text, in this process."""
+    """Tells whether the pattern is found in the text, in this process."""
     return _compiled(pattern).search(text) is not None
 
 

@@ -41,7 +41,7 @@ class _Unknown(RuntimeError):
 
 
 def verify(gold: str, response: str) -> bool | None:
-    r"""Whether ``response`` gives ``gold`` as its answer; None if the gold answer can't be parsed.
+    r"""Tells whether ``response`` gives ``gold`` as its answer; None if the gold answer can't be parsed.
 
     The judge is math-verify, https://github.com/huggingface/Math-Verify: answers that are equal as mathematics are
     equal, and decimals count to six places. What it is given:
@@ -111,7 +111,7 @@ def _compared(pairs: Sequence[tuple[str, str | None]], deadline_s: float, budget
 
 
 def _was_killed(result: Any) -> bool:
-    """Whether another process, as the kernel of a machine short of memory, ended the comparison's."""
+    """Tells whether another process, as the kernel of a machine short of memory, ended the comparison's."""
     return isinstance(result, WorkerDied) and result.end == signal.SIGKILL.name
 
 

@@ -43,7 +43,7 @@ class ScoreError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a response has no reward.
+    """The reason why a response has no reward.
 
     Args:
         kind: ``error``: the scorer raised; ``timeout``: it took longer than it may; ``invalid``: it returned something
@@ -325,7 +325,7 @@ def _floats(numbers: dict[str, Any]) -> dict[str, float]:
 
 
 def _finite(numbers: Any) -> bool:
-    """Whether these are named numbers whose sum, too, is finite in fp32."""
+    """Tells whether these are named numbers whose sum, too, is finite in fp32."""
     try:
         values = [float(value) for value in numbers.values()]
     except Exception:  # whatever a scorer may have put there

@@ -168,7 +168,7 @@ def _end(process_id: int, alive: int) -> None:
 
 
 def _is_stopped(process_id: int) -> bool:
-    """Whether Ctrl-Z or a debugger holds it; only Linux tells."""
+    """Tells whether Ctrl-Z or a debugger holds it; only Linux tells."""
     try:
         with open(f"/proc/{process_id}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] in "tT"

@@ -20,7 +20,7 @@ class Instruction:
     arguments: dict[str, Any]
 
     def followed(self, response: str) -> bool:
-        """Whether the text as it is follows the instruction."""
+        """Tells whether the text as it is follows the instruction."""
         return INSTRUCTIONS[self.id](response, **self.arguments)
 
 
@@ -32,7 +32,7 @@ def check(
     prompt: str,
     loose: bool = False,
 ) -> list[bool]:
-    """Whether the response follows each instruction of a row of IFEval.
+    """Tells whether the response follows each instruction of a row of IFEval.
 
     Args:
         instruction_ids: keys of :data:`~grpo_rl.envs.ifeval.instructions.INSTRUCTIONS`.
@@ -54,7 +54,7 @@ def check(
 
 
 def verdicts(instructions: Sequence[Instruction], response: str, *, loose: bool = False) -> list[bool]:
-    """Whether the response follows each instruction; a blank one follows none."""
+    """Tells whether the response follows each instruction; a blank one follows none."""
     texts = [text for text in (variants(response) if loose else [response]) if text.strip()]
     return [any(instruction.followed(text) for text in texts) for instruction in instructions]
 

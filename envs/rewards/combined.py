@@ -49,7 +49,7 @@ class WithRewards(Task):
 
     @property
     def scores_group(self) -> bool:
-        """Whether the task's responses are scored in one call, or an added reward compares those of a group."""
+        """Tells whether the task's responses are scored in one call, or an added reward compares those of a group."""
         return self.task.scores_group or any(part.known.whole_group for part in self._parts)
 
     def without_rows(self) -> WithRewards:

@@ -55,7 +55,7 @@ def calculate(expression: str) -> str:
 
 
 def has_operation(expression: str) -> bool:
-    """Whether there is something to calculate.
+    """Tells whether there is something to calculate.
 
     >>> has_operation("6*12"), has_operation("-72"), has_operation("six times twelve")
     (True, False, False)

@@ -11,6 +11,7 @@ from typing import Any
 from grpo_rl.build import devices, sync, training
 from grpo_rl.build.environment import eval_rows, make_env
 from grpo_rl.collectors.base import Collector
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import Sampling
@@ -86,7 +87,8 @@ def build_run(
         stack.callback(optimizer.close)
         # Measured once per machine, before an engine takes the machine's memory.
         alone = ranks is None and settings.mode != "async"  # what others do meanwhile, this process can't measure
-        roofline = _roofline(settings, policy, plan) if alone else None
+        batching = derived.micro_batching(settings)
+        roofline = _roofline(settings, batching, policy, plan) if alone else None
         engine = make_engine(ranks)
         stack.callback(engine.close)
         weights = WeightSync(policy.model, engine, ranks=ranks)
@@ -106,7 +108,7 @@ def build_run(
             loss,
             advantages,
             buffer,
-            derived.micro_batching(settings),
+            batching,
             derived.needs_old_log_probs(settings),
         )
         mismatch = Mismatch(settings.mismatch.bound, max_staleness=derived.max_staleness(settings))
@@ -154,8 +156,7 @@ def _open_logs(settings: Settings, folder: RunFolder, env: LLMEnv, loss: Any) ->
         yield logs
 
 
-def _roofline(settings: Settings, policy: TrainPolicy, plan: Devices) -> StepRoofline:
-    batching = derived.micro_batching(settings)
+def _roofline(settings: Settings, batching: MicroBatching, policy: TrainPolicy, plan: Devices) -> StepRoofline:
     return StepRoofline(
         policy.model,
         settings.train.epochs,

@@ -123,7 +123,7 @@ class AsyncCollector:
         self._engines.run(advance())
 
     def state(self) -> dict[str, Any]:
-        """Where the collection of the run stands, for a checkpoint: complete groups that wait are kept."""
+        """The state of the run's collection, for a checkpoint: complete groups that wait are kept."""
 
         async def state() -> dict[str, Any]:  # on the loop, where nothing is started meanwhile
             groups = [

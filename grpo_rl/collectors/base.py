@@ -25,7 +25,7 @@ class Collector(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Where the collection stands, data position included, for a checkpoint."""
+        """The state of the collection, data position included, for a checkpoint."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:

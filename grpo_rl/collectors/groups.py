@@ -51,7 +51,7 @@ def rewarded(group: Group, results: Sequence[Reward | Failure]) -> Group | None:
 
 
 def has_zero_variance(group: Group, clip: float = math.inf, by_part: bool = False) -> bool:
-    """Whether all responses have the same reward, and so no advantage over each other.
+    """Tells whether all responses have the same reward, and so no advantage over each other.
 
     Args:
         clip: rewards are compared within plus and minus this.

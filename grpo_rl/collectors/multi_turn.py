@@ -160,7 +160,7 @@ def turn_sampling(trajectory: Trajectory, sampling: Sampling, max_model_len: int
 
 
 def take_reply(env: LLMEnv, trajectory: Trajectory, reply: Any, max_model_len: int) -> bool:
-    """Whether the policy has another turn after this reply, which is appended.
+    """Tells whether the policy has another turn after this reply, which is appended.
 
     Args:
         reply: messages; None where the conversation is over; or the exception that came in the place of one.

@@ -82,7 +82,7 @@ class SyncCollector:
         return groups
 
     def state(self) -> dict[str, Any]:
-        """Where the collection of the run stands, data position included, for a checkpoint."""
+        """The state of the run's collection, data position included, for a checkpoint."""
         return {"env": json.dumps(self._env.state_dict()), "left_out": [self.dropped_groups, self.filtered_groups]}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -16,9 +16,11 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.nn.functional import linear
 
+from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.batching import micro_batches
 from grpo_rl.data.group import Group
-from grpo_rl.engines.base import Sampler, Samples, Sampling
+from grpo_rl.engines.base import Sampler, Sampling
+from grpo_rl.envs.base import Prompt
 from grpo_rl.policies.attention import forward_hidden
 from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
@@ -39,7 +41,7 @@ TOP_K = (1, 2, 3, 5, 8, 10, 15, 20, 30, 40, 50, 64, 80, 100, 128, 200, 256, 500)
 
 @dataclass(frozen=True)
 class Explanation:
-    """What explains a mismatch.
+    """The explanation of a mismatch.
 
     Args:
         name: ``failed_sync``, ``stale_weights``, ``shifted``, ``temperature``, ``swapped_groups``, ``truncation`` or
@@ -54,7 +56,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class DiagnosisContext:
-    """What a diagnosis works with.
+    """The parts of a run that a diagnosis works with.
 
     Args:
         policy: the trainer's, with the weights that it scored the tokens with.
@@ -292,7 +294,10 @@ def _stale(context: DiagnosisContext, scored: Sequence[Scored], tried: Sequence[
     """Responses sampled now agree with the trainer: those at hand came from other weights than they say."""
     prompts = [s.group for s in tried]
     samples = context.engine.generate([g.prompt_ids.tolist() for g in prompts], RESPONSES, context.sampling)
-    anew = [_resampled(group, sample) for group, sample in zip(prompts, samples, strict=True)]
+    anew = [
+        group_of_samples(Prompt(group.group_id, group.row, "", group.prompt_ids), sample)
+        for group, sample in zip(prompts, samples, strict=True)
+    ]
     # All groups at hand, not the worst: new responses are not chosen by how bad they are.
     now, then = score(context, anew), scored
     return Explanation(
@@ -302,21 +307,6 @@ def _stale(context: DiagnosisContext, scored: Sequence[Scored], tried: Sequence[
         f"version {context.weights.version}. Look for groups that outlived a push, a prefix cache that was not "
         "dropped, a version that is written after sampling, and whatever touches ids or log-probabilities after it",
         _left(all_gaps(then), all_gaps(now), _sizes(then), _sizes(now)),
-    )
-
-
-def _resampled(group: Group, samples: Samples) -> Group:
-    """The group's prompt with these responses."""
-    return Group(
-        group_id=group.group_id,
-        row=group.row,
-        prompt_ids=group.prompt_ids,
-        response_ids=samples.response_ids,
-        log_probs=samples.log_probs,
-        versions=samples.versions,
-        trainable=torch.ones_like(samples.response_ids, dtype=torch.bool),
-        offsets=samples.offsets,
-        rewards=torch.zeros(len(samples.offsets) - 1),
     )
 
 
@@ -338,7 +328,7 @@ def _unexplained(context: DiagnosisContext, worst: Scored) -> Explanation:
 
 
 def _sizes(scored: Iterable[Scored]) -> Tensor:
-    """How many tokens the policy chose in each response."""
+    """The number of tokens the policy chose in each response."""
     return torch.cat([s.group.chosen_lengths for s in scored])
 
 

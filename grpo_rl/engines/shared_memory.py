@@ -78,7 +78,7 @@ class Part:
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the tensor's last part."""
+        """Tells whether this is the tensor's last part."""
         return self.first + len(self.values) == self.shape.numel()
 
 

@@ -38,7 +38,7 @@ _VARIABLES = {colour: f"var(--series-{i})" for i, colour in enumerate(_SERIES)} 
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn together, and what it tells.
+    """A chart: metrics that are drawn together, and what they show.
 
     Args:
         series: metric name -> label. Series that the run did not log are left out.

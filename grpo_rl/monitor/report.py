@@ -102,7 +102,7 @@ def headline(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) ->
 
 
 def phase_times(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    """What a step took and its floor, then the same of each phase: medians, in seconds; empty without rooflines.
+    """The seconds a step took and its floor, then the same of each phase: medians, in seconds; empty without rooflines.
 
     ``length`` is a phase's part of the step, ``share`` the floor's part of the phase: None where there is no floor.
 
@@ -135,7 +135,7 @@ def phase_times(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """What ``summary.json`` of a run says; empty where there is none yet.
+    """The contents of ``summary.json`` of a run; empty where there is none yet.
 
     Raises:
         ValueError: it is not a JSON object; names it.

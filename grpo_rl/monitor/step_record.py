@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from grpo_rl.monitor.metrics import peak_gib, time_metrics
 
 
 class StepResult(Protocol):
-    """What an optimizer step came to: `grpo_rl.training.optimizer.StepResult`."""
+    """The outcome of an optimizer step: `grpo_rl.training.optimizer.StepResult`."""
 
     grad_norm: float
     lr: float
@@ -65,12 +66,14 @@ class StepRecord:
                 self._add(tokens, losses)
 
     def _add(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
-        for name, value in losses.items():
-            self._sums[name] += value.item()
+        # Each value is read once: on a GPU, reading waits for all that was launched before.
+        values = {name: value.item() for name, value in losses.items() if name != "loss"}
+        for name, value in values.items():
+            self._sums[name] += value
         self._trained_tokens += len(tokens)
-        self._kl_sum += losses["kl_sampler"].item()
-        self._kl_tokens += losses["tokens"].item()
-        self.loss_is_finite &= all(bool(losses[name].isfinite()) for name in LOSSES)
+        self._kl_sum += values["kl_sampler"]
+        self._kl_tokens += values["tokens"]
+        self.loss_is_finite &= all(math.isfinite(values[name]) for name in LOSSES)
         for observe in self._observers:
             observe(tokens, losses, self.groups)
 

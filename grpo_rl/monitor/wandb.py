@@ -71,7 +71,7 @@ class WandbLog:
 
     @property
     def url(self) -> str | None:
-        """Where the run can be watched; None offline."""
+        """The address at which the run can be watched; None offline."""
         return self._run.url
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -103,7 +103,7 @@ class BatchPlan:
         return self.prompt_tokens + size * self.response_tokens
 
     def batch_of(self, group: int, response: int) -> int | None:
-        """Which of the collection's optimizer steps takes this response; None: it is left over."""
+        """The number of the collection's optimizer step that takes this response; None: it is left over."""
         batch = (group * self.group_size + response) // self.batch_responses
         return batch if batch < self.batches else None
 

@@ -109,7 +109,7 @@ def _within(text: Text) -> Table:
 
 
 def _sampled(plan: BatchPlan) -> tuple[str, str]:
-    """What a collection samples, and the settings that decide it."""
+    """The part on what a collection samples, and the settings that decide it."""
     said = f"{_count(plan.prompts, 'prompt')} x {plan.group_size} responses = {plan.responses:,} responses a collection"
     settings = f"env.num_envs={plan.prompts} env.repeats={plan.group_size}"
     if changes := [(step, size) for step, size in plan.sizes if size != plan.group_size or step > 1]:
@@ -213,7 +213,7 @@ def _group_bars(plan: BatchPlan, groups: int, scale: float) -> Iterable[str]:
 
 
 def cycle(plan: BatchPlan) -> list[str]:
-    """What happens in one collection, in order.
+    """The events of one collection, in order.
 
     A run of optimizer steps is given by its first and last:
 
@@ -230,7 +230,7 @@ def cycle(plan: BatchPlan) -> list[str]:
 
 
 def _roles(plan: BatchPlan) -> dict[str, str]:
-    """What each device does."""
+    """The part on what each device does."""
     named = {"trains": plan.devices.train, "scores the reference": plan.devices.ref, "samples": plan.devices.inference}
     devices = dict.fromkeys(str(device) for group in named.values() for device in group)
     does = {device: [role for role, group in named.items() if device in map(str, group)] for device in devices}

@@ -48,11 +48,11 @@ class Device:
         return self.memory_gib * GIB
 
     def rates(self, share: float = 1.0) -> Rates:
-        """What the device does where it reaches this share of its best."""
+        """The rates of the device where it reaches this share of its best."""
         return Rates(self.tflops * 1e12 * share, self.memory_gb_s * 1e9 * share)
 
     def link_bytes_per_s(self, devices: int) -> float:
-        """What each of so many devices sends to the others: the network is the narrow place between nodes."""
+        """The rate of sending from one of so many devices to the others, which the network between nodes limits."""
         return 1e9 * (self.link_gb_s if devices <= self.node else min(self.link_gb_s, self.network_gb_s))
 
 

@@ -25,7 +25,7 @@ MOST_TOKENS = 1 << 22
 
 @dataclass(frozen=True)
 class Layout:
-    """How many devices do what.
+    """The number of devices of each role.
 
     Args:
         ref: devices of the reference alone; 0: it shares the trainer's, or there is none.
@@ -54,7 +54,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Role:
-    """What one device of a role holds."""
+    """The memory that one device of a role holds."""
 
     name: str
     parts: Mapping[str, float]
@@ -68,7 +68,7 @@ class Role:
 
     @property
     def missing_gib(self) -> float:
-        """How much more it needs than there is; 0 where it fits."""
+        """The memory that it lacks; 0 where it fits."""
         return max(0.0, self.needed - self.usable) / GIB
 
 
@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every role fits."""
+        """Tells whether every role fits."""
         return not self.missing
 
     @property
@@ -123,7 +123,7 @@ class Plan:
 
     @property
     def refused(self) -> str:
-        """Why no script runs it, and what to do; empty where one does."""
+        """The reason why no script runs it, and the remedy; empty where one does."""
         if self.scenario.overlaps or self.scenario.settings.inference_model.engine != "vllm":
             return ""
         if self.layout.train > 1:

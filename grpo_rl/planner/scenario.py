@@ -64,7 +64,7 @@ class Scenario:
 
     @property
     def overlaps(self) -> bool:
-        """Whether sampling and training go on at the same time."""
+        """Tells whether sampling and training go on at the same time."""
         return self.settings.mode == "async"
 
     @cached_property
@@ -81,12 +81,12 @@ class Scenario:
 
     @cached_property
     def work(self) -> Work:
-        """What a step computes."""
+        """The work of a step."""
         return Work(self.batches, self.train_share, self.sample_share)
 
     @cached_property
     def training(self) -> Training:
-        """What the trainer's memory depends on."""
+        """The settings that the trainer's memory depends on."""
         train, compiles = self.settings.train_model, self.cluster.device.kind == "cuda" or can_compile("cpu")
         return Training(
             masters=self.settings.train.mixed_precision and train.dtype != "float32",
@@ -109,12 +109,12 @@ class Scenario:
 
     @property
     def has_reference(self) -> bool:
-        """Whether the reference has weights of its own: a policy with adapters is its own reference without them."""
+        """Tells whether the reference has its own weights: a policy with adapters is its own reference without them."""
         return bool(self.settings.policy.kl_coef) and not self.shape.adapters
 
     @property
     def engine_sleeps(self) -> bool:
-        """Whether an engine on the trainer's devices frees their memory while it trains."""
+        """Tells whether an engine on the trainer's devices frees their memory while it trains."""
         return not self.overlaps and self.settings.inference_model.sleep and self.cluster.device.kind == "cuda"
 
     def shards(self, ranks: int) -> int:

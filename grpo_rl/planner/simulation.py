@@ -87,7 +87,7 @@ class Simulation:
 
     @property
     def gain(self) -> float:
-        """How many times as fast the plan is as its layout in turns."""
+        """The speed of the plan over that of its layout in turns."""
         return self.turns.step_s / self.planned.step_s
 
     @property

@@ -130,7 +130,7 @@ class SimulatorConfig:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulation gave; fractions are of its time.
+    """The outcome of a simulation; fractions are of its time.
 
     Args:
         seconds: simulated time, from the first sample, or the end of the margin, to the end of the last push.

@@ -27,7 +27,7 @@ SAMPLE_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computes, all groups alike.
+    """The work of a step whose groups are all alike.
 
     Args:
         train_share: share of a device's rates that training and scoring reach.

@@ -20,7 +20,7 @@ checkpointing: an uncompiled module there would save other tensors than the forw
 
 
 def can_compile(device: torch.device | str) -> bool:
-    """Whether torch.compile has its compiler: Triton on CUDA, a C++ compiler on CPU."""
+    """Tells whether torch.compile has its compiler: Triton on CUDA, a C++ compiler on CPU."""
     if torch.device(device).type == "cuda":
         from grpo_rl.policies import head_triton  # Triton takes long to import, and no CPU needs it
 

@@ -310,7 +310,7 @@ def _write_checksums(folder: Path) -> None:
 
 
 def _intact(folder: Path) -> bool:
-    """Whether every file matches its checksum, and none is missing."""
+    """Tells whether every file matches its checksum, and none is missing."""
     try:
         expected = [line.split("  ", 1) for line in (folder / CHECKSUMS).read_text().splitlines()]
         return bool(expected) and all(_sha256(folder / name) == digest for digest, name in expected)

@@ -200,7 +200,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRA) -> PreTrainedModel:
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
-    """Whether the model has adapters."""
+    """Tells whether the model has adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 

@@ -54,7 +54,7 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def make_objective(settings: Settings) -> Objective:
-    """What the loss of these settings makes of groups.
+    """The objective that the loss of these settings is.
 
     Raises:
         ValueError: settings that don't go together.

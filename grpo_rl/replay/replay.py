@@ -32,7 +32,7 @@ _CONTEXT = 8
 
 @dataclass(frozen=True)
 class Objective:
-    """What a config makes of scored groups.
+    """An objective: all that turns scored groups into a loss.
 
     Args:
         batching: the settings of `scored_micro_batches`.
@@ -48,7 +48,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an objective makes of a stored step. Letter: T response tokens of all its optimizer steps, in order.
+    """The result of an objective on a stored step. Letter: T response tokens of all its optimizer steps, in order.
 
     Args:
         metrics: named and computed as in metrics.jsonl.
@@ -133,7 +133,7 @@ def replay(stored: StoredStep, run: Objective, other: Objective, top: int = 10) 
 
 
 def recompute(stored: StoredStep, objective: Objective) -> Outcome:
-    """What an objective makes of a stored step.
+    """Computes a stored step under an objective.
 
     Raises:
         ValueError: it needs what the run did not compute.

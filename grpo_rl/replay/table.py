@@ -60,7 +60,7 @@ def replay_view(result: Replay, title: str, other: str, decode: Decoder | None) 
 
 
 def _notes(result: Replay) -> list[str]:
-    """What limits the comparison."""
+    """The limits of the comparison."""
     notes = []
     scale = max([abs(loss) for loss in result.run.losses] + [1e-3])
     if not result.recorded_gap <= 1e-4 * scale:

@@ -82,7 +82,7 @@ def claim(own: Path, resume: str | None, outputs: Path, config: str, frequency: 
 
 
 def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> Claim:
-    """How a run starts in a folder of its own: from a checkpoint, from the beginning, or not at all.
+    """Decides how a run starts in a folder of its own: from a checkpoint, from the beginning, or not at all.
 
     Raises:
         ValueError: the folder's run got past its first checkpoint, and no checkpoint is left.
@@ -155,7 +155,7 @@ def _runs(outputs: Path) -> list[Path]:
 
 
 def _differs(run: Path, config: str) -> str | None:
-    """How a stored run's config differs; None if it does not differ in a way that matters, or was not stored."""
+    """Says how a stored run's config differs; None if it does not differ in a way that matters, or was not stored."""
     saved = None
     for path in reversed(checkpoint.checkpoints(run / CHECKPOINTS)):
         with suppress(ValueError, KeyError, TypeError):
@@ -179,7 +179,7 @@ def _locked(folder: Path) -> FolderLock:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the folder's run is finished: summary and model are written; the report may be missing.
+    """Tells whether the folder's run is finished: summary and model are written; the report may be missing.
 
     Raises:
         ValueError: its summary can't be read.

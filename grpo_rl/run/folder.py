@@ -175,7 +175,7 @@ class RunFolder:
 
     @property
     def resumes(self) -> bool:
-        """Whether a run was here before, so that its logs have to be truncated."""
+        """Tells whether a run was here before, so that its logs have to be truncated."""
         return self._again or self.restored is not None
 
     @property
@@ -185,7 +185,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints are written, by all ranks."""
+        """The folder that all ranks write checkpoints to."""
         return (self.shared if self._ranks else self.path) / checkpoint.CHECKPOINTS
 
     def save(self, step: int, state: Callable[[], dict[str, Any]], keep: int) -> Path:

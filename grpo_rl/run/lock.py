@@ -116,7 +116,7 @@ def _refusal(folder: Path, holder: dict[str, object]) -> FolderInUseError:
 
 
 def _holder(descriptor: int) -> dict[str, object]:
-    """What the file records of the process that holds the lock, or was killed with it; empty if nothing."""
+    """The record in the file of the process that holds the lock, or was killed with it; empty if nothing."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
     except ValueError:

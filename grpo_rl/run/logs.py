@@ -91,7 +91,7 @@ class RunLogs:
             self.wandb.log(step, metrics)
 
     def has(self, step: int, name: str) -> bool:
-        """Whether a number of a step is in ``metrics.jsonl`` already."""
+        """Tells whether a number of a step is in ``metrics.jsonl`` already."""
         return any(row["step"] == step and name in row for row in read_metrics(self.folder))
 
     def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], env: LLMEnv) -> None:

@@ -24,7 +24,7 @@ from grpo_rl.weights.push import WeightSync
 
 @dataclass
 class Parts:
-    """What a run trains with.
+    """The parts that a run trains with.
 
     Args:
         reference: None where no KL term reads it.
@@ -72,7 +72,7 @@ class Parts:
             self._collected = None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the parts."""
+        """The state of the parts that a checkpoint holds."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "schedules": self.schedules.state(),

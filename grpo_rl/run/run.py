@@ -156,7 +156,7 @@ class Run:
             self.logs.note(f"Warning. {warning}")
 
     def locate_nonfinite(self) -> str:
-        """Where the optimizer step's loss or gradient is not finite first, in a sentence."""
+        """Says in a sentence where the optimizer step's loss or gradient is not finite first."""
         return self._diagnosis.locate_nonfinite(self.record.groups)
 
     def add_result(self, result: StepResult) -> None:

@@ -19,7 +19,7 @@ REQUIRED: Any = dataclasses.MISSING
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value, with lists for tuples, has a type; an int is a float, a bool is neither.
+    """Tells whether a plain value, with lists for tuples, has a type; an int is a float, a bool is neither.
 
     >>> _fits([[1, 4]], tuple[tuple[int, int], ...]), _fits([[1]], tuple[tuple[int, int], ...]), _fits(True, int)
     (True, False, False)
@@ -114,7 +114,7 @@ class Setting:
         return f"{self.at_least:g} or more" if ends == [f"at least {self.at_least}"] else " and ".join(ends)
 
     def wrong_type(self, key: str, value: Any) -> str | None:
-        """What is wrong with the type of a plain value; None: nothing."""
+        """Says what is wrong with the type of a plain value; None: nothing."""
         if self.kind == Mapping[str, float] and isinstance(value, Mapping):
             weight = dataclasses.replace(self, kind=float, null=False)
             wrong = [weight.wrong_type(f"{key}.{name}", item) for name, item in value.items()]
@@ -128,7 +128,7 @@ class Setting:
         return wrong + "; neither infinity nor NaN is taken" * is_number
 
     def wrong_value(self, key: str, value: Any) -> str | None:
-        """What is wrong with a value of the right type; None: nothing."""
+        """Says what is wrong with a value of the right type; None: nothing."""
         if value is None:
             return None
         if self.choices and value not in self.choices:

@@ -34,13 +34,13 @@ def optimizer_steps(settings: Sections) -> int:
 
 
 def steps_once(settings: Sections) -> bool:
-    """Whether each collection gives one optimizer step, so that no token is trained on with updated weights."""
+    """Tells whether each collection gives one optimizer step, so that no token is trained on with updated weights."""
     train = settings.train
     return train.epochs == 1 and settings.env.num_envs * settings.env.repeats <= train.optim_batch_size
 
 
 def needs_old_log_probs(settings: Sections) -> bool:
-    """Whether the policy scores each collection before training on it, at the cost of one more forward pass.
+    """Tells whether the policy scores each collection before training on it, at the cost of one more forward pass.
 
     A correction and a KL in the reward need its log-probs; choosing tokens by entropy needs entropies. For a correction
     or a stored lineage, a collection of one optimizer step gets them in the training pass itself.
@@ -64,7 +64,7 @@ def kl_in_reward(settings: Sections) -> float:
 
 
 def micro_batching(settings: Sections) -> MicroBatching:
-    """How an optimizer step's groups are split and weighted."""
+    """The way an optimizer step's groups are split and weighted."""
     loss = settings.loss
     return MicroBatching(
         max_tokens=settings.train.micro_batch_tokens,
@@ -102,6 +102,6 @@ def adapters(settings: Sections) -> LoRA:
 
 
 def pushes_adapters(settings: Sections) -> bool:
-    """Whether only adapters are pushed to the engine, which keeps its own base weights."""
+    """Tells whether only adapters are pushed to the engine, which keeps its own base weights."""
     lora = settings.train_model.lora
     return bool(lora.rank) and lora.push == "adapter"

@@ -126,7 +126,7 @@ class InferenceModel(Section):
 
 
 class SamplingSection(Section):
-    """How responses are sampled in training."""
+    """The sampling of responses in training."""
 
     temperature: float = setting(
         1.0,

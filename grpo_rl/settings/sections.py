@@ -148,7 +148,7 @@ class Evaluate(Section):
 
 
 class Logger(Section):
-    """Where metrics go; metrics.jsonl is always written."""
+    """The loggers that metrics go to; metrics.jsonl is always written."""
 
     backend: Literal["wandb", "none"] = setting("none", "wandb | none: an experiment tracker")
     mode: Literal["online", "offline"] = setting("online", "mode of wandb; offline: uploaded later")
