@@ -67,6 +67,7 @@ def test_what_is_no_command_line_ends_with_two(arguments, capsys):
     assert "usage: grpo-rl" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_module_runs_as_a_script():
     done = subprocess.run(
         [sys.executable, "-m", "grpo_rl.cli", "batches", "--help"], capture_output=True, text=True, check=True

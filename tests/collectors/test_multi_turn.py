@@ -143,6 +143,7 @@ def test_too_many_broken_replies_stop_the_run(tokenizer):
         collect.collect(2)
 
 
+@pytest.mark.slow
 def test_a_slow_reply_holds_up_nobody_else(tokenizer):
     """One tool takes 2 s; the other conversations have had all their turns by then."""
     turns = [["slow", "end"], *[[f"{g}a", f"{g}b", "end"] for g in range(7)]]
@@ -164,6 +165,7 @@ class Chatty(Echo):
         return [{"role": "user", "content": f"and {len(messages)}?"}] if len(messages) < 5 else None
 
 
+@pytest.mark.slow
 def test_with_vllm_the_engine_sees_the_ids_that_are_trained_on_token_for_token(tmp_path):
     pytest.importorskip("vllm")
     from grpo_rl.engines.vllm.engine import VLLMEngine
@@ -190,6 +192,7 @@ def test_with_vllm_the_engine_sees_the_ids_that_are_trained_on_token_for_token(t
         assert group.log_probs[group.trainable].lt(0).any() and group.log_probs[~group.trainable].eq(0).all()
 
 
+@pytest.mark.slow
 def test_aborted_requests_leave_vllm_and_the_engine_goes_on(tmp_path):
     pytest.importorskip("vllm")
     from grpo_rl.engines.vllm.engine import VLLMEngine

@@ -30,6 +30,8 @@ from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.weights.push import WeightSync
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 DTYPES = ("float32", "bfloat16")
 FLOORS = {"float32": 1e-5, "bfloat16": 0.02}
@@ -375,7 +377,6 @@ def test_the_configs_settings_are_those_of_the_class():
     assert {name: own[name].default for name in settings} == dict(settings)
 
 
-@pytest.mark.slow
 @pytest.mark.network  # the model comes from PyPI the first time
 def test_on_a_real_model_in_bf16_rounding_is_no_fault_and_small_faults_are_named(default_model, monkeypatch):
     from grpo_rl.envs.gsm8k import GSM8K, load_rows

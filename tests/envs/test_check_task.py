@@ -38,6 +38,7 @@ TASKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_our_tasks_keep_their_promises(name):
     task = TASKS[name]()

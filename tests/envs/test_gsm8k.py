@@ -18,6 +18,7 @@ ROW = {"question": "What is 50 - 8?", "answer": "50 - 8 = 42\n#### 42"}
 IN_FORM = "<reasoning>50 - 8 is 42</reasoning>\n<answer>42</answer>"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "piece",
     ["1", "1,", "1,234", "1,234,5", "-", "- ", "$", "1/", "1 / ", "\\frac{1", "^{", "<answer>", "</answer>", "#### ",
@@ -32,6 +33,7 @@ def test_a_megabyte_of_anything_takes_time_linear_in_it(piece):
         assert time.process_time() - start < 5  # a quadratic scan takes hours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_each_gold_solution_is_right_and_with_its_number_changed_wrong(real_data, split):
     rows = load_rows(real_data / "gsm8k" / f"{split}.jsonl")
@@ -66,6 +68,7 @@ def test_the_three_rewards_are_paid_apart():
         assert tuple(task.score(ROW, response).parts.values()) == expected, response
 
 
+@pytest.mark.slow
 def test_a_users_pattern_that_backtracks_costs_the_response_it_hangs_on_and_not_the_run(monkeypatch):
     monkeypatch.setattr(patterns, "DEADLINE_S", 1.0)
     patterns._workers.cache_clear()

@@ -87,6 +87,7 @@ def test_a_gold_answer_that_takes_too_long_itself_cannot_be_judged(monkeypatch):
     assert isinstance(Math([row]).score_many([row], [r"\boxed{x+1}"])[0], Unjudgeable)
 
 
+@pytest.mark.slow
 def test_all_500_gold_solutions_verify(real_data):
     rows = load_rows(real_data / "math500" / "math500.json")
     assert len(rows) == 500
@@ -112,6 +113,7 @@ def test_a_gold_answer_that_cannot_be_parsed_judges_nobody():
         Math([]).score({"problem": "?", "solution": "I don't know."}, r"\boxed{5}")
 
 
+@pytest.mark.slow
 def test_a_comparison_that_does_not_end_is_a_wrong_answer_and_spares_the_others():
     hangs = {"problem": "?", "answer": "(a+b+c+d)^{19}(e+f+g+h)^{19}"}  # written so in the gold, it is compared
     boxes = [r"\boxed{3/4}", r"\boxed{(a+b+c+d)^{19}(e+f+g+h)^{18}}", r"\boxed{2/4}"]

@@ -295,6 +295,7 @@ def own(tmp_path, monkeypatch):
     return "own_frozen"
 
 
+@pytest.mark.slow
 def test_a_named_function_that_freezes_costs_its_group_and_not_the_run(own):
     row, told = {"prompt": "Hi"}, []
     guard = ScoreGuard(PromptResponse([row], reward=f"{own}:freezes"), 1.0, 1.0)

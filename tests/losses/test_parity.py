@@ -391,6 +391,7 @@ def assert_same(result, expected, tolerance: float) -> None:
     torch.testing.assert_close(gradient, expected_gradient.to(gradient), rtol=0, atol=tolerance * largest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "peer"), CASES)
 def test_loss_and_gradient_equal_the_peers_on_200_random_ragged_batches(name, peer):
     settings = SETTINGS[name]

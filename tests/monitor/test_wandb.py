@@ -26,6 +26,7 @@ def offline_runs(run_dir: Path) -> list[bytes]:
     return [path.read_bytes() for path in paths]
 
 
+@pytest.mark.slow
 def test_an_offline_run_keeps_its_points_in_the_run_folder_and_its_id_over_a_resume(tmp_path):
     pytest.importorskip("wandb")
     run_dir = tmp_path / "run"

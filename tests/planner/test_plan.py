@@ -34,6 +34,8 @@ from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import random_group
 
+pytestmark = pytest.mark.slow
+
 LLAMA_70B = Path(__file__).parent / "data" / "llama-70b"
 # Queries and their output 8192 x 8192, keys and values 8192 x 1024, three matrices 8192 x 28672, two norms.
 LAYER = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192

@@ -21,6 +21,8 @@ from grpo_rl.policies.loading import skeleton
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
 
+pytestmark = pytest.mark.slow
+
 LLAMA_70B = Path(__file__).parent / "data" / "llama-70b"
 
 

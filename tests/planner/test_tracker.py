@@ -24,6 +24,8 @@ from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.planner.memory import Shape, Training, training_footprint
 from grpo_rl.policies.head import _RowTiledHead
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 LLAMA_70B = {
     "vocab_size": 128256,

@@ -289,6 +289,7 @@ def check(names: list[str]) -> dict[tuple[str, float | None], Verdict]:
     return verdicts
 
 
+@pytest.mark.slow
 def test_some_models_of_each_kind_are_scored_like_their_own_forward_or_refused():
     verdicts = check(FEW)
     equal = {name for (name, _), v in verdicts.items() if v.kind == "equal"}

@@ -225,6 +225,7 @@ LENGTH = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 32, 33]) | st.integers(0, 40)
 SHAPE = st.tuples(st.integers(1, 24), st.lists(LENGTH, min_size=1, max_size=5))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
@@ -241,6 +242,7 @@ def test_any_ragged_groups_split_in_any_way_are_scored_like_the_plain_road(famil
     assert_scored_like_the_plain_road(model, groups, temperature, checkpointing, list(split.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
@@ -316,6 +318,7 @@ def errors_in_bf16(seed: int) -> torch.Tensor:
     return torch.stack(errors).detach()
 
 
+@pytest.mark.slow
 def test_bf16_is_no_further_from_fp64_than_the_plain_bf16_road():
     """Both roads round at every product, each at other places, so their errors differ by chance.
 

@@ -152,6 +152,7 @@ class Backtracks(Task):
 """
 
 
+@pytest.mark.slow
 def test_an_isolated_scorer_that_keeps_the_interpreter_to_itself_is_killed(tmp_path, monkeypatch):
     (tmp_path / "backtracks.py").write_text(BACKTRACKS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -203,6 +204,7 @@ def test_a_scorer_of_the_main_script_that_freezes_the_process_is_named_and_ends_
         assert f'"{script}", line 14 in score' in text  # the line that never returned
 
 
+@pytest.mark.slow
 def test_a_watch_that_is_taken_back_in_time_ends_nothing():
     judge = guard(deadline_s=0.2)
     for _ in range(2):  # a thread that lets go of the interpreter is left behind, and watched no longer
@@ -284,6 +286,7 @@ def test_a_group_that_hangs_has_one_deadline_together_and_is_told_once():
     assert len(told) == 2 and "on row 5" in told[1]
 
 
+@pytest.mark.slow
 def test_what_hangs_in_processes_of_its_own_is_told_at_its_deadline(tmp_path, monkeypatch):
     (tmp_path / "backtracks.py").write_text(BACKTRACKS)
     monkeypatch.syspath_prepend(tmp_path)

@@ -94,6 +94,7 @@ def test_results_come_in_the_order_of_the_arguments(act):
         assert calls.map([]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hang", [("sleep", 1000), ("spin",)])
 def test_a_call_that_hangs_costs_its_own_result_only(act, hang):
     with IsolatedCalls(act, workers=1, deadline_s=0.5) as calls:
@@ -107,6 +108,7 @@ def test_a_call_that_hangs_costs_its_own_result_only(act, hang):
             assert result == 2 * at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", [ZeroDivisionError(), BrokenPipeError(), SystemExit(3)])
 def test_what_is_raised_by_who_is_told_of_a_result_shifts_no_later_result(act, problem):
     def told(at, result):
@@ -235,6 +237,7 @@ def test_workers_end_with_the_object_that_has_them(act):
     assert ended(worker)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="groups are killed everywhere, /proc is Linux's")
 def test_a_killed_call_takes_its_children_with_it(act, tmp_path):
     with IsolatedCalls(act, workers=1, deadline_s=1) as calls:
@@ -270,6 +273,7 @@ def test_nothing_is_left_behind_when_the_program_ends_and_the_main_script_runs_o
     assert ended(int(lines[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker that hangs outlives a killed parent")
 @pytest.mark.parametrize("hang", ["('sleep', 1000)", "('spin',)"])
 def test_nothing_is_left_behind_when_the_program_is_killed_while_a_call_hangs(act, tmp_path, hang):

@@ -58,6 +58,7 @@ def ours(punkt, rows, recorded) -> list[dict[str, list[bool]]]:
     return [{kind: judge(rows[answer["key"]], answer, kind) for kind in ("strict", "loose")} for answer in recorded]
 
 
+@pytest.mark.slow
 def test_the_recorded_verdicts_are_ours_but_for_those_that_are_explained(recorded, ours):
     differing = {}
     for kind in ("strict", "loose"):
@@ -167,6 +168,7 @@ def test_the_language_is_langdetects_own(monkeypatch):
         assert detect_language(text) == langdetects(text), text
 
 
+@pytest.mark.slow
 def test_the_language_of_each_recorded_answer_is_langdetects_own(recorded, monkeypatch):
     monkeypatch.setattr(langdetect.DetectorFactory, "seed", 0)
     texts = {

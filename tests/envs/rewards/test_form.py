@@ -103,6 +103,7 @@ def test_a_wrong_setting_is_named(reward, settings, message):
         reward("text", **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "piece",
     ["<think>\n", "\n</think>\n", "\n</think>\n<answer>\n", "</think> ", "```python", "```", " ", "\n", "1", "1.\n",

@@ -43,6 +43,7 @@ def bm25_by_hand(documents: list[Document], query: str) -> list[float]:
     return scores
 
 
+@pytest.mark.slow
 def test_documents_are_ranked_by_the_formula(hotpotqa):
     rows, documents = hotpotqa
     index = SearchIndex(documents)
