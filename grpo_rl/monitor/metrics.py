@@ -168,6 +168,12 @@ def _mean(x: Tensor) -> float:
     return x.double().mean().item() if len(x) else 0.0
 
 
+def finite_mean(values: Sequence[float] | np.ndarray) -> float:
+    """The mean of the finite values; NaN where there is none."""
+    finite = np.asarray(values)[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else math.nan
+
+
 class MetricsLog:
     """Appends one line of strict JSON to ``metrics.jsonl`` for each call, on disk before the call returns.
 
