@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import grpo_rl.cluster.token  # noqa: F401, before torchrl, which imports ray
+import grpo_rl.cluster  # noqa: F401, before torchrl, which imports ray
 
 # isort: split
 import importlib
