@@ -14,14 +14,12 @@ from grpo_rl.build import devices, sync, training
 from grpo_rl.build.environment import eval_rows, make_env
 from grpo_rl.collectors.base import Collector
 from grpo_rl.collectors.broadcast import BroadcastCollector
-from grpo_rl.data.batching import MicroBatching
 from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.policies.hub import load_tokenizer, resolve_model, weight_files
-from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.run.diagnosis import RunDiagnosis
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.held_out import HeldOut
@@ -90,9 +88,16 @@ def build_run(
         optimizer = training.make_optimizer(settings, policy, ranks)
         stack.callback(optimizer.close)
         # Measured once per machine, before an engine takes the machine's memory.
-        alone = ranks is None and settings.mode != "async"  # what others do meanwhile, this process can't measure
-        batching = derived.micro_batching(settings)
-        roofline = _roofline(settings, batching, policy, plan) if alone else None
+        batching, roofline = derived.micro_batching(settings), None
+        if ranks is None and settings.mode != "async":  # what others do meanwhile, this process can't measure
+            roofline = StepRoofline(
+                policy.model,
+                settings.train.epochs,
+                batching.skip_zero_advantage,
+                batching.mask_truncated,
+                len(plan.inference),
+                pushes_adapters=derived.pushes_adapters(settings),
+            )
         if folder.rank_zero:
             engine = make_engine()
         else:
@@ -166,14 +171,3 @@ def _open_logs(settings: Settings, folder: RunFolder, env: LLMEnv, loss: Any) ->
         if env.skipped:
             logs.note(f"{env.skipped} of {len(env.task.rows)} prompts are too long and left out")
         yield logs
-
-
-def _roofline(settings: Settings, batching: MicroBatching, policy: TrainPolicy, plan: Devices) -> StepRoofline:
-    return StepRoofline(
-        policy.model,
-        settings.train.epochs,
-        batching.skip_zero_advantage,
-        batching.mask_truncated,
-        len(plan.inference),
-        pushes_adapters=derived.pushes_adapters(settings),
-    )

@@ -76,7 +76,8 @@ def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[
         metrics |= {"advantage/mean": flat.mean().item(), "advantage/std": flat.std(correction=0).item()}
     if version is not None:
         age = version - torch.cat([group.versions[group.trainable] for group in groups])
-        metrics |= {"staleness/mean": _mean(age), "staleness/max": float(age.max()) if len(age) else 0.0}
+        mean, oldest = (age.double().mean().item(), float(age.max())) if len(age) else (0.0, 0.0)
+        metrics |= {"staleness/mean": mean, "staleness/max": oldest}
     return metrics
 
 
@@ -162,10 +163,6 @@ def peak_gib() -> float:
 def _all_or_none(tensors: list[Tensor | None]) -> list[Tensor]:
     """The tensors where every group has one; a mean over some of the groups would pass for a mean over all."""
     return [t for t in tensors if t is not None] if all(t is not None for t in tensors) else []
-
-
-def _mean(x: Tensor) -> float:
-    return x.double().mean().item() if len(x) else 0.0
 
 
 def finite_mean(values: Sequence[float] | np.ndarray) -> float:
