@@ -195,9 +195,7 @@ def load_rows(
 
 
 def _question(row: Mapping, where: str) -> dict:
-    for column in ("question", "answer"):
-        if not isinstance(row.get(column), str):
-            raise ValueError(f"{where} has no text {column}; its columns are {list(row)}; rename or add the column")
+    tables.check_columns(row, {"question": str, "answer": str}, where)
     facts = row.get("supporting_facts") or []
     try:
         # The hub turns the file's list of pairs into a pair of lists.
