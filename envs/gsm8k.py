@@ -78,7 +78,10 @@ class GSM8K(Task):
         }  # fmt: skip
         check_weights(self._weights)
         for name, pattern in (("reasoning_pattern", reasoning_pattern), ("answer_pattern", answer_pattern)):
-            _check_pattern(name, pattern)
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise ValueError(f"env.reward.{name}={pattern!r} is no regular expression: {error}") from error
         self._patterns = (reasoning_pattern, answer_pattern)
         for index, example in enumerate(examples or ()):
             tables.check_columns(example, COLUMNS, f"env.examples[{index}]")
@@ -166,13 +169,6 @@ def gold_number(row: dict) -> str | None:
 
 # The responses to one question come in one call, and each needs the gold answer.
 _gold = lru_cache(maxsize=64)(extract_answer)
-
-
-def _check_pattern(name: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise ValueError(f"env.reward.{name}={pattern!r} is no regular expression: {error}") from error
 
 
 GSM8KEnv = TaskSpec(GSM8K, load_rows)
