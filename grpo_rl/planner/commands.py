@@ -27,13 +27,11 @@ OF_A_PLAN = ("cluster", "mode")
 
 
 def add_batches(parser: argparse.ArgumentParser) -> None:
-    """Declares `grpo-rl batches`."""
+    """Draws how prompts, responses, optimizer steps, micro-batches, epochs and devices fit together in a config. Takes
+    the overrides of `python sota/grpo.py`; loads no model and no data. Exit code 1: something does not divide, and the
+    drawing shows where.
+    """
     parser.usage = "grpo-rl batches [options] [overrides ...]"
-    parser.description = (
-        "Draws how prompts, responses, optimizer steps, micro-batches, epochs and devices fit together in "
-        "a config. Takes the overrides of `python sota/grpo.py`; loads no model and no data. Exit code 1: something "
-        "does not divide, and the drawing shows where."
-    )
     _add_lengths(parser, "assumed length of a prompt")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture there")
     parser.add_argument("--gpus", type=int, metavar="N", help="plan for a machine with so many (those of this one)")
@@ -41,19 +39,17 @@ def add_batches(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Declares `grpo-rl plan`."""
+    """Says what fits on each device of a cluster, the largest micro-batch and context, the expected time of a step, and
+    how to divide the devices. Takes the overrides of `python sota/grpo.py`; needs a model's config.json and no weights.
+    cluster=64xH100, with numbers of your own cluster=64xH100,network_gb_s=25, or cluster=here, which measures this
+    machine (the default). mode=async where there are several devices, unless it is given. Exit code 1: it does not fit,
+    or no script runs it, and what to change is shown.
+    """
     parser.usage = "grpo-rl plan [options] [cluster=64xH100] [mode=sync|async] [overrides ...]"
-    parser.description = (
-        "Says what fits on each device of a cluster, the largest micro-batch and context, the expected "
-        "time of a step, and how to divide the devices. Takes the overrides of `python sota/grpo.py`; needs a model's "
-        "config.json and no weights. cluster=64xH100, with numbers of your own cluster=64xH100,network_gb_s=25, or "
-        "cluster=here, which measures this machine (the default). mode=async where there are several devices, unless "
-        "it is given. Exit code 1: it does not fit, or no script runs it, and what to change is shown."
-    )
     _add_lengths(parser, "assumed length of a prompt in a step")
     share = "of the devices' rates that %s reaches: limit_fraction/%s of a run of one process in mode=sync (%s)"
-    for phase, default in (("train", TRAIN_SHARE), ("sample", SAMPLE_SHARE)):
-        text = share % (f"{phase[:-1]}ing", phase, default)
+    for phase, doing, default in (("train", "training", TRAIN_SHARE), ("sample", "sampling", SAMPLE_SHARE)):
+        text = share % (doing, phase, default)
         parser.add_argument(f"--{phase}-share", type=float, default=default, metavar="X", help=text)
     parser.add_argument("--simulate", action="store_true", help="also simulate it with responses of many lengths")
     text = f"of the simulated lengths: the 99th percentile over the median ({TAIL:g})"

@@ -24,12 +24,10 @@ from grpo_rl.storage.cache import cache_folder
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:
-    """Declares `grpo-rl replay`."""
+    """Recomputes a step of a run that was trained with train.lineage=true under another loss, from the stored
+    log-probabilities, without a model, and shows what changes; without an override, under its own.
+    """
     parser.usage = "grpo-rl replay [options] RUN STEP [loss=NAME] [loss.KEY=VALUE ...]"
-    parser.description = (
-        "Recomputes a step of a run that was trained with train.lineage=true under another loss, from the "
-        "stored log-probabilities, without a model, and shows what changes; without an override, under its own."
-    )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     parser.add_argument("step", type=int, metavar="STEP", help="from 1")
     parser.add_argument("--json", action="store_true", help="print numbers instead of tables")
