@@ -102,6 +102,11 @@ class BatchPlan:
         """Tokens computed for a group of so many responses."""
         return self.prompt_tokens + size * self.response_tokens
 
+    def alike(self, count: int, reference: bool = False) -> list[Group]:
+        """So many groups of a collection, scored by a reference or not; no two prompts begin alike."""
+        lengths = (self.prompt_tokens, self.response_tokens, self.group_size)
+        return [assumed_group(*lengths, i, reference) for i in range(count)]
+
     def batch_of(self, group: int, response: int) -> int | None:
         """The number of the collection's optimizer step that takes this response; None: it is left over."""
         batch = (group * self.group_size + response) // self.batch_responses

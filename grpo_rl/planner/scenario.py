@@ -23,7 +23,7 @@ from grpo_rl.planner.memory import (
     kept_state,
     training_footprint,
 )
-from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE, Work
+from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE
 from grpo_rl.policies.compiled import can_compile
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
 from grpo_rl.policies.lora import LoRA
@@ -38,8 +38,11 @@ class Scenario:
         settings: the run's; ``mode`` says whether sampling and training take turns (``sync``) or overlap (``async``).
         prompt_tokens: assumed length of every prompt, see `grpo_rl.planner.batches.plan_batches`.
         response_tokens: assumed length of every response; memory is planned for the longest.
-        train_share: share of the devices' rates that training reaches.
+        train_share: share of the devices' rates that training and scoring reach.
         sample_share: share of them that sampling reaches.
+
+    Raises:
+        ValueError: a share is not more than 0 and at most 1.
     """
 
     settings: Settings
@@ -49,6 +52,11 @@ class Scenario:
     response_tokens: int | None = None
     train_share: float = TRAIN_SHARE
     sample_share: float = SAMPLE_SHARE
+
+    def __post_init__(self) -> None:
+        for name in ("train_share", "sample_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name.replace('_', '-')} is {getattr(self, name)}; it is more than 0 and at most 1")
 
     def with_overrides(self, overrides: Mapping[str, object]) -> Scenario:
         """The scenario with other values of some settings; ``cluster`` stands for the number of its devices."""
@@ -78,11 +86,6 @@ class Scenario:
     def batches(self) -> BatchPlan:
         """The numbers of the run's batches."""
         return plan_batches(self.settings, self.prompt_tokens, self.response_tokens, self.visible)
-
-    @cached_property
-    def work(self) -> Work:
-        """The work of a step."""
-        return Work(self.batches, self.train_share, self.sample_share)
 
     @cached_property
     def training(self) -> Training:

@@ -14,7 +14,7 @@ from grpo_rl.planner.memory import VLLM_SEQUENCES
 from grpo_rl.planner.plan import Plan, plan_layout
 from grpo_rl.planner.scenario import Scenario
 from grpo_rl.planner.simulator import LogNormal, Outcome, SimulatorConfig, simulate
-from grpo_rl.planner.time import Work, sample_s
+from grpo_rl.planner.time import sample_s
 
 TAIL = 8.0
 """Default 99th percentile of the lengths over their median."""
@@ -169,9 +169,8 @@ def engine_rates(plan: Plan) -> tuple[int, float, float]:
     slots = max(1, min(VLLM_SEQUENCES, engine.tokens // (b.prompt_tokens + b.response_tokens)))
 
     def step_s(groups: int, size: int) -> float:
-        work = Work(replace(b, prompts=groups, group_size=size), scenario.train_share, scenario.sample_share)
-        device, engine_size = scenario.cluster.device, plan.layout.engine_size
-        return sample_s(scenario.shape, engine, work, device, 1, engine_size) / b.response_tokens
+        batches, at = replace(b, prompts=groups, group_size=size), (scenario.sample_share, scenario.cluster.device)
+        return sample_s(scenario.shape, engine, batches, *at, 1, plan.layout.engine_size) / b.response_tokens
 
     size = min(slots, b.group_size)
     full = slots // size * size
