@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable
 
 from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
 from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
@@ -98,14 +99,8 @@ def picture(plan: BatchPlan, title: str) -> RenderableType:
     )
     if plan.skips_zero_variance:
         notes += " Zero-variance groups, whose responses all have the same reward, are counted, not computed."
-    return Group(_within(Text(title, style="bold")), Text(), body, Text(), _within(Text(notes, style="dim")))
-
-
-def _within(text: Text) -> Table:
-    grid = Table.grid()
-    grid.add_column(width=COLUMNS)
-    grid.add_row(text)
-    return grid
+    first, last = (Constrain(Text(text, style=style), COLUMNS) for text, style in ((title, "bold"), (notes, "dim")))
+    return Group(first, Text(), body, Text(), last)
 
 
 def _sampled(plan: BatchPlan) -> tuple[str, str]:

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from grpo_rl.perf.roofline import ModelSizes
 from grpo_rl.policies.head import CPU_TILE, GPU_TILE_LOGITS
-from grpo_rl.policies.loading import skeleton
 from grpo_rl.policies.lora import LoRA, targeted
 from grpo_rl.policies.supported import refuse_unsupported
 
@@ -72,20 +71,11 @@ class Shape:
     adapters: int = 0
 
     @classmethod
-    def load(cls, name: str, dtype: torch.dtype, lora: LoRA | None = None) -> Shape:
-        """The shape of a model of which the folder, or the hub, has a ``config.json``.
-
-        Raises:
-            ValueError: the model can't be trained here, or has experts, whose memory is not planned.
-        """
-        return cls.of(skeleton(name).to(dtype), lora)
-
-    @classmethod
     def of(cls, model: PreTrainedModel, lora: LoRA | None = None) -> Shape:
         """The shape of a model, which may have no weights.
 
         Raises:
-            ValueError: see :meth:`load`.
+            ValueError: the model can't be trained here, or has experts, whose memory is not planned.
         """
         _refuse_unsupported(model)
         config = model.config.get_text_config()
@@ -173,11 +163,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes of one device at one moment, by what they are.
-
-    >>> Footprint("a layer's backward pass", {"weights": 3.0, "activations": 2.0}).total
-    5.0
-    """
+    """The bytes of one device at one moment, by what they are."""
 
     moment: str
     parts: dict[str, float]

@@ -26,7 +26,7 @@ from grpo_rl.planner.memory import (
 from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE
 from grpo_rl.policies.compiled import can_compile
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
-from grpo_rl.policies.lora import LoRA
+from grpo_rl.settings.derived import adapters
 from grpo_rl.settings.schema import Settings
 
 
@@ -78,9 +78,7 @@ class Scenario:
     @cached_property
     def shape(self) -> Shape:
         """The model's shape, with the config's adapters."""
-        lora = self.settings.train_model.lora
-        targets = lora.targets if isinstance(lora.targets, str) else tuple(lora.targets)
-        return _shape(self.model, lora.rank, targets)
+        return _shape(self.model, adapters(self.settings))
 
     @cached_property
     def batches(self) -> BatchPlan:
@@ -167,9 +165,7 @@ class Scenario:
         ]
 
 
-@functools.lru_cache(maxsize=4)  # scenarios differ in other settings by the hundred
-def _shape(model: PreTrainedModel, rank: int, targets: str | tuple[str, ...]) -> Shape:
-    return Shape.of(model, LoRA(rank=rank, targets=targets if isinstance(targets, str) else list(targets)))
+_shape = functools.lru_cache(maxsize=4)(Shape.of)  # scenarios differ in other settings by the hundred
 
 
 def config_source(name: str) -> str:

@@ -151,7 +151,6 @@ class Outcome:
     trained: int
     dropped: dict[str, int]
     left: int
-    resampled: int
     restarts: int
 
     @property
@@ -254,7 +253,6 @@ async def _simulate(config: SimulatorConfig) -> Outcome:
         trained=staleness.trained,
         dropped=dict(staleness.dropped),
         left=len(staleness.open),
-        resampled=scheduler.resampled,
         restarts=fleet.restarts,
     )
 

@@ -428,7 +428,7 @@ def test_a_planned_recipe_fits_the_cluster_that_it_names(recipe, cluster, tmp_pa
             folder = tmp_path
             config = dict(zip(SHAPE, numbers, strict=True))
             Qwen2Config(**config, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
-            assert Shape.load(str(folder), torch.bfloat16).parameters == parameters
+            assert Shape.of(skeleton(folder).bfloat16()).parameters == parameters
     mode = "sync" if "1_5b" in recipe else "async"
     cfg = compose_config("grpo_gsm8k", [f"+experiment={recipe}", f"model.name={folder}", f"mode={mode}"])
     asked = Scenario(cfg := Settings.read(cfg), skeleton(folder).bfloat16(), Cluster.parse(cluster))
