@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_rl.data.batching import micro_batches
+from grpo_rl.data.batching import micro_batches_of
 from grpo_rl.data.group import Group
 from grpo_rl.settings.derived import group_sizes, micro_batching, needs_old_log_probs, optimizer_steps, total_steps
 from grpo_rl.settings.devices import Devices, allocate
@@ -141,8 +141,7 @@ def plan_batches(
     batching = micro_batching(settings)
     size = settings.env.repeats
     groups = [assumed_group(prompt, response, size)] * (settings.train.optim_batch_size // size)
-    count = batching.count and min(batching.count, len(groups))
-    micro = micro_batches(groups, batching.max_tokens, count) if groups else []
+    micro, _ = micro_batches_of(None, groups, batching.max_tokens, batching.count)
     sizes, collections = group_sizes(settings), total_steps(settings)
     starts = sorted({1, *(step for step, _ in settings.train.repeats_schedule if step <= collections)})
     return BatchPlan(

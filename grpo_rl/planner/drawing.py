@@ -119,7 +119,9 @@ def _responses(plan: BatchPlan) -> Text:
     """A row a group, a mark a response, in the colour of its optimizer step."""
     picture = Text()
     gap = " " if 2 * plan.group_size <= MARKS else ""
-    for group in _shown_groups(plan):
+    first = set(_owners(plan, 0))
+    first_end = next((group for group in range(plan.prompts) if set(_owners(plan, group)) != first), 0)
+    for group in shown(plan.prompts, around=first_end):
         picture.append("\n" if picture else "")
         if group is None:
             picture.append("…")
@@ -144,12 +146,6 @@ def _owners(plan: BatchPlan, group: int) -> list[int | None]:
     """The optimizer step of each mark of a group, from 0, or None where responses are left over."""
     marks = min(MARKS, plan.group_size)
     return [plan.batch_of(group, mark * plan.group_size // marks) for mark in range(marks)]
-
-
-def _shown_groups(plan: BatchPlan) -> list[int | None]:
-    """The groups of a collection that are drawn, None where some are left out; where the first step ends is drawn."""
-    first = set(_owners(plan, 0))
-    return shown(plan.prompts, next((g for g in range(plan.prompts) if set(_owners(plan, g)) != first), 0))
 
 
 def shown(count: int, around: int = 0) -> list[int | None]:

@@ -201,16 +201,16 @@ def training_footprint(
         tokens: T; all are taken to be scored, of which prompts are not.
         offloaded: the trainer's state is in the host's memory.
     """
-    state = dict.fromkeys(kept_state(shape, training, ranks), 0.0) if offloaded else {}
-    moments = training_moments(shape, training, ranks, tokens, kind)
-    return max((Footprint(m.moment, m.parts | state) for m in moments), key=lambda moment: moment.total)
+    return max(training_moments(shape, training, ranks, tokens, kind, offloaded), key=lambda moment: moment.total)
 
 
-def training_moments(shape: Shape, training: Training, ranks: int, tokens: int, kind: Kind = "cuda") -> list[Footprint]:
+def training_moments(
+    shape: Shape, training: Training, ranks: int, tokens: int, kind: Kind = "cuda", offloaded: bool = False
+) -> list[Footprint]:
     """The moments that can be the highest, see :func:`training_footprint`."""
     w, hidden, sharded, trains_all = shape.itemsize, shape.sizes.hidden, ranks > 1, not shape.adapters
     stepped = 4 if training.masters else w
-    state = kept_state(shape, training, ranks)
+    state = {} if offloaded else kept_state(shape, training, ranks)
 
     def moment(name: str, gathered: float, gradients: float, per_token: float, logits: float = 0.0) -> Footprint:
         parts = {"gathered weights": gathered, "gradients on their way": gradients}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping
@@ -131,10 +132,8 @@ class Scenario:
 
     def trainer(self, ranks: int, tokens: int) -> Footprint:
         """The peak of one of so many training devices, with all of these tokens in a micro-batch."""
-        offloaded = self.settings.train_model.cpu_offload
-        return training_footprint(
-            self.shape, self.training, self.shards(ranks), tokens, self.cluster.device.kind, offloaded
-        )
+        kind, offloaded = self.cluster.device.kind, self.settings.train_model.cpu_offload
+        return training_footprint(self.shape, self.training, self.shards(ranks), tokens, kind, offloaded)
 
     def kept(self, ranks: int) -> float:
         """Bytes that a training device keeps between steps."""
@@ -180,11 +179,9 @@ def config_source(name: str) -> str:
             raise ValueError(f"model {name!r}: {folder} has no config.json")
         return str(folder)
     for offline in (True, False):  # what is here is not asked of the network
-        try:
+        with contextlib.suppress(OSError, ValueError):
             AutoConfig.from_pretrained(name, local_files_only=offline)
             return name
-        except (OSError, ValueError):
-            continue
     if name == DEFAULT_MODEL:
         return str(resolve_model(name))
     raise ValueError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 
-from grpo_rl.data.batching import micro_batches
+from grpo_rl.data.batching import micro_batches_of
 from grpo_rl.perf.rates import Rates
 from grpo_rl.perf.roofline import floors_s
 from grpo_rl.planner.batches import BatchPlan
@@ -39,10 +39,8 @@ def train_s(
     trained = shape.adapters or shape.parameters
     if sharded:
         # Gathered for the forward pass and again for the backward pass; gradients are reduced in fp32.
-        count = b.accumulation and min(b.accumulation, len(groups))
-        travels = len(micro_batches(groups, b.max_tokens, count)) * (
-            2 * shape.itemsize * shape.parameters + 4 * trained
-        )
+        _, micro_batches = micro_batches_of(None, groups, b.max_tokens, b.accumulation)
+        travels = micro_batches * (2 * shape.itemsize * shape.parameters + 4 * trained)
     else:
         travels = 2 * 4 * trained
     travel = travels * (ranks - 1) / ranks / device.link_bytes_per_s(ranks)
@@ -56,7 +54,8 @@ def score_s(shape: Shape, b: BatchPlan, share: float, device: Device, ranks: int
     """Seconds of the forward passes before training, the reference's and the policy's own, on so many devices."""
     groups = b.alike(math.ceil(b.prompts / ranks), reference=True)
     compute = floors_s(groups, shape.sizes, device.rates(share))["score"]
-    gathered = len(micro_batches(groups, b.max_tokens)) * shape.itemsize * shape.parameters if sharded else 0
+    _, micro_batches = micro_batches_of(None, groups, b.max_tokens)
+    gathered = micro_batches * shape.itemsize * shape.parameters if sharded else 0
     travel = gathered * (ranks - 1) / ranks / device.link_bytes_per_s(ranks)
     return (b.has_reference + b.needs_old_log_probs) * max(compute, travel)
 
