@@ -22,9 +22,6 @@ from grpo_rl.policies.loading import skeleton
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
 from grpo_rl.settings.schema import Settings
 
-OF_A_PLAN = ("cluster", "mode")
-"""Words of a plan that are no keys of a config."""
-
 
 def add_batches(parser: argparse.ArgumentParser) -> None:
     """Draws how prompts, responses, optimizer steps, micro-batches, epochs and devices fit together in a config. Takes
@@ -82,21 +79,19 @@ def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    own = {key: value for key, _, value in (word.partition("=") for word in overrides) if key in OF_A_PLAN}
-    if own.get("mode", "sync") not in ("sync", "async"):
-        raise ValueError(f"mode is {own['mode']!r}; it is sync or async")
-    cfg = compose_config(options.config_name, [word for word in overrides if word.partition("=")[0] not in OF_A_PLAN])
-    cluster = Cluster.parse(own.get("cluster", "here"), getattr(torch, cfg.train_model.dtype))
-    cfg.mode = own.get("mode") or ("async" if cluster.count > 1 else "sync")
+    cfg = compose_config(options.config_name, [word for word in overrides if not word.startswith("cluster=")])
+    clusters = ["here", *(word.removeprefix("cluster=") for word in overrides if word.startswith("cluster="))]
+    cluster = Cluster.parse(clusters[-1], getattr(torch, cfg.train_model.dtype))
+    cfg.mode = cfg.mode or ("async" if cluster.count > 1 else "sync")
     settings = Settings.read(cfg)
     model = skeleton(config_source(settings.model.name)).to(getattr(torch, settings.train_model.dtype))
     lengths, shares = (options.prompt_tokens, options.response_tokens), (options.train_share, options.sample_share)
     scenario, chosen = with_devices(Scenario(settings, model, cluster, *lengths, *shares))
     plan = make_plan(scenario)
     title = _title("plan", options, overrides)
-    view = plan_view(plan, title, remedies(plan), best_overlapped(scenario), best_in_turns(scenario), chosen)
     console = Console(highlight=False)
-    console.print(view)
+    best = (best_overlapped(scenario), best_in_turns(scenario))
+    console.print(plan_view(plan, title, remedies(plan), *best, chosen))
     if options.simulate and plan.fits:
         console.print(simulation_view(simulate_plan(plan, options.length_tail)))
     return int(not plan.fits or bool(plan.refused))

@@ -177,12 +177,20 @@ def simulate(config: SimulatorConfig) -> Outcome:
     return virtual_time.run(_simulate(config))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Group:
-    """A sampled group: its tokens, and the version under which its first response was begun."""
+    """A group in an engine.
+
+    Args:
+        version: that under which its first response was begun.
+        left: how many responses are not complete.
+        complete: done when all are.
+    """
 
     tokens: int
     version: int
+    left: int
+    complete: asyncio.Future[None]
 
 
 async def _simulate(config: SimulatorConfig) -> Outcome:
@@ -257,14 +265,6 @@ async def _simulate(config: SimulatorConfig) -> Outcome:
     )
 
 
-@dataclass(eq=False)
-class _Unfinished:
-    """A group that is being sampled: how many responses are not complete, and a future for when all are."""
-
-    left: int
-    complete: asyncio.Future[None]
-
-
 class SimulatedEngine:
     """An engine with continuous batching: all responses in its slots grow alike, the slower the more there are."""
 
@@ -273,8 +273,8 @@ class SimulatedEngine:
         self._config, self._loop = config, asyncio.get_running_loop()
         # A response ends when the engine's progress, in tokens, has come to its first number; its second tells it from
         # others that end there.
-        self._growing: list[tuple[float, int, _Unfinished]] = []
-        self._waiting: deque[tuple[int, _Unfinished]] = deque()
+        self._growing: list[tuple[float, int, _Group]] = []
+        self._waiting: deque[tuple[int, _Group]] = deque()
         self._progress, self._since, self._count = 0.0, self._loop.time(), 0
         self._idle_s = 0.0
         self._paused, self._dead = False, False
@@ -286,15 +286,14 @@ class SimulatedEngine:
         Raises:
             EngineDeadError: it is dead, or dies meanwhile.
         """
-        version = self.version
         if self._dead:
             raise EngineDeadError(f"engine {self.number} is dead")
-        group = _Unfinished(len(lengths), self._loop.create_future())
+        group = _Group(sum(lengths), self.version, len(lengths), self._loop.create_future())
         self._advance()
         self._waiting.extend((length, group) for length in lengths)
         self._settle()
         await group.complete
-        return _Group(sum(lengths), version)
+        return group
 
     async def update(self, version: int) -> None:
         """Stands still for the time of a push; responses go on under the new version."""

@@ -68,7 +68,7 @@ def make_objective(settings: Settings) -> Objective:
 def _decoder(run: Path, model: str) -> Callable[[Sequence[int]], str] | None:
     """ids -> text by the run's tokenizer, where this machine has it."""
     exported = run / "model"
-    converted = [cache_folder() / CONVERTED] * (model == DEFAULT_MODEL)
+    converted = [cache_folder() / "models" / CONVERTED] * (model == DEFAULT_MODEL)
     for name in [*([exported] if exported.is_dir() else []), model, *converted]:
         with contextlib.suppress(OSError, ValueError):
             return AutoTokenizer.from_pretrained(name, local_files_only=True).decode
