@@ -82,13 +82,11 @@ def picture(plan: BatchPlan, title: str) -> RenderableType:
         _micro_batches(plan),
     )
     run = f"{_count(plan.collections, 'collection')}, {_count(plan.optimizer_steps, 'optimizer step')}"
-    rounded = f" ({plan.wanted:,} rounded up)" * (plan.all_responses != plan.wanted)
-    # A collection that is filled up ends as soon as enough responses are sampled.
-    run = (
-        f"at most {run}: {plan.wanted:,} responses or a few more"
-        if plan.max_resamples
-        else f"{run}, {plan.all_responses:,} responses{rounded}"
-    )
+    if plan.max_resamples:  # a collection that is filled up ends as soon as enough responses are sampled
+        run = f"at most {run}: {plan.wanted:,} responses or a few more"
+    else:
+        rounded = f" ({plan.wanted:,} rounded up)" * (plan.all_responses != plan.wanted)
+        run += f", {plan.all_responses:,} responses{rounded}"
     stages = Text(" → ".join(cycle(plan)))
     row("4 Repeat", run, f"train.total_dialog_turns={plan.wanted}", plan.misfit("run"), stages)
     body.add_row("5 Devices", Text("\n".join(f"{device} {does}" for device, does in _roles(plan).items())))

@@ -92,11 +92,10 @@ class Shape:
         if lora and lora.rank:
             targets = [model.get_submodule(name) for name in targeted(model, lora.targets)]
             adapters = sum(lora.rank * (m.in_features + m.out_features) for m in targets)  # pyright: ignore
-        parameters = list(model.parameters())
         return cls(
             sizes=ModelSizes.of(model),
             itemsize=model.dtype.itemsize,
-            parameters=sum(p.numel() for p in parameters),
+            parameters=sum(p.numel() for p in model.parameters()),
             layer=sum(p.numel() for p in layers[0].parameters()),
             largest=max(p.numel() for p in layers[0].parameters()),
             layers=len(layers),
@@ -137,11 +136,6 @@ class Shape:
         norms = self.norms * (2 * w if fused else 4 + 2 * w) + self.head_norms * (w if fused else 4 + w)
         attention = w * (2 * queries + 2 * keys) + 4 * self.heads + (w * queries if kind == "cuda" else 0)
         return norms + attention + w * self.intermediate * (3 if fused else 4)
-
-    @property
-    def working_per_token(self) -> int:
-        """Bytes of each token amid an MLP's backward pass: two gradients of the stream, three of its own."""
-        return self.itemsize * (2 * self.sizes.hidden + 3 * self.intermediate)
 
 
 @dataclass(frozen=True)
@@ -220,7 +214,8 @@ def training_moments(
     unit = w * hidden if training.checkpointing else own  # that a layer keeps until its turn
     kept = shape.layers * unit
     scored = ((4 + 2 * w) + w + (w if kind == "cuda" else 4 + w)) * hidden  # the last norm, its output, its gradient
-    working = (own if training.checkpointing else 0) + shape.working_per_token
+    # Amid an MLP's backward pass there are two gradients of the stream, and three of its own.
+    working = (own if training.checkpointing else 0) + w * (2 * hidden + 3 * shape.intermediate)
     # A norm as it was kept, gradients of the stream and of three products, and fp32 numbers on the way.
     norm = ((4 + 2 * w) + 5 * w + 4 * 4) * hidden
     table, root = (shape.table, shape.root) if trains_all else (0, 0)

@@ -39,11 +39,8 @@ class Scenario:
         settings: the run's; ``mode`` says whether sampling and training take turns (``sync``) or overlap (``async``).
         prompt_tokens: assumed length of every prompt, see `grpo_rl.planner.batches.plan_batches`.
         response_tokens: assumed length of every response; memory is planned for the longest.
-        train_share: share of the devices' rates that training and scoring reach.
+        train_share: share of the devices' rates that training and scoring reach, more than 0 and at most 1.
         sample_share: share of them that sampling reaches.
-
-    Raises:
-        ValueError: a share is not more than 0 and at most 1.
     """
 
     settings: Settings

@@ -1,8 +1,7 @@
 """Simulator: the asynchronous loop over simulated engines, in simulated time.
 
 Staleness manager, rollout scheduler and fleet are those of a real run; an engine is a rate at which responses grow, the
-trainer a number of tokens a second. The outcome is how long each side waits and how old responses get, which depends on
-the split of devices, the bound on staleness, the lengths of responses and the deaths of engines.
+trainer a number of tokens a second. The outcome is how long each side waits and how old responses get.
 """
 
 from __future__ import annotations
@@ -179,13 +178,7 @@ def simulate(config: SimulatorConfig) -> Outcome:
 
 @dataclass(eq=False)
 class _Group:
-    """A group in an engine.
-
-    Args:
-        version: that under which its first response was begun.
-        left: how many responses are not complete.
-        complete: done when all are.
-    """
+    """A group in an engine: ``left`` of its responses are not complete; the first was begun under ``version``."""
 
     tokens: int
     version: int
