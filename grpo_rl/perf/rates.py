@@ -9,7 +9,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
@@ -58,7 +58,11 @@ def machine_rates(dtype: torch.dtype, device: torch.device | str = "cpu", again:
         return known
     rates = measure_rates(dtype, device)
     rates = rates.best(known) if known else rates
-    _write(path, _read(path) | {name: rates})
+    kept = {name: asdict(r) for name, r in (_read(path) | {name: rates}).items()}
+    with contextlib.suppress(OSError):  # a cache that can't be written costs a second at each start, and no run
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, path.with_suffix(f".{os.getpid()}.partial")) as partial:
+            partial.write_text(json.dumps(kept, indent=2) + "\n")
     return rates
 
 
@@ -119,10 +123,3 @@ def _read(path: Path) -> dict[str, Rates]:
         return {name: Rates(**rates) for name, rates in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}  # none yet, or none that can be used: they are measured again
-
-
-def _write(path: Path, rates: Mapping[str, Rates]) -> None:
-    with contextlib.suppress(OSError):  # a cache that can't be written costs a second at each start, and no run
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, path.with_suffix(f".{os.getpid()}.partial")) as partial:
-            partial.write_text(json.dumps({name: asdict(r) for name, r in rates.items()}, indent=2) + "\n")

@@ -164,7 +164,6 @@ class Footprint:
 
     @property
     def total(self) -> float:
-        """The sum of the parts."""
         return sum(self.parts.values())
 
 

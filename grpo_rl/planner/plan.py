@@ -1,8 +1,4 @@
-"""Plan: what a scenario needs before anything is loaded, as memory by role and device and seconds by phase.
-
-`grpo_rl.planner.memory` counts bytes, `grpo_rl.planner.time` seconds; `grpo_rl.planner.advice` compares layouts and
-says what to change where one does not fit.
-"""
+"""Plan: what a scenario needs before anything is loaded, as memory by role and device and seconds by phase."""
 
 from __future__ import annotations
 
@@ -41,7 +37,6 @@ class Layout:
 
     @property
     def engines(self) -> int:
-        """The number of engines."""
         return self.inference // self.engine_size
 
     @property
@@ -64,7 +59,6 @@ class Role:
 
     @property
     def needed(self) -> float:
-        """The sum of the parts."""
         return sum(self.parts.values())
 
     @property
@@ -96,7 +90,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Tells whether every role fits."""
         return not self.missing
 
     @property

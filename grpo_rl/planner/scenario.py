@@ -80,12 +80,10 @@ class Scenario:
 
     @cached_property
     def batches(self) -> BatchPlan:
-        """The numbers of the run's batches."""
         return plan_batches(self.settings, self.prompt_tokens, self.response_tokens, self.visible)
 
     @cached_property
     def training(self) -> Training:
-        """The settings that the trainer's memory depends on."""
         train, compiles = self.settings.train_model, self.cluster.device.kind == "cuda" or can_compile("cpu")
         return Training(
             masters=self.settings.train.mixed_precision and train.dtype != "float32",

@@ -38,7 +38,6 @@ class Simulated:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
         return self.plan.scenario.batches.responses / self.outcome.responses_per_s
 
     @property
@@ -80,7 +79,6 @@ class Simulation:
 
     @property
     def best_overrides(self) -> dict[str, object]:
-        """The settings that ask for the best."""
         plan = self.best.plan
         bound = {"train.max_staleness": self.best.max_staleness} if plan.scenario.overlaps else {}
         return {"mode": plan.scenario.settings.mode, **bound, **plan.overrides}

@@ -32,7 +32,6 @@ class LogNormal:
     """Log-normal lengths of responses, in tokens.
 
     Args:
-        median: half of the responses are shorter.
         p99_over_median: 1 in 100 is longer than this many medians; 1: all are alike.
         limit: none is longer.
 
@@ -154,7 +153,6 @@ class Outcome:
 
     @property
     def responses_per_s(self) -> float:
-        """Responses trained on in a second."""
         return self.responses / self.seconds
 
 

@@ -33,7 +33,6 @@ def plan_view(
     scenario, shape, b = plan.scenario, plan.scenario.shape, plan.scenario.batches
     adapters = f", of which {shape.adapters / 1e6:,.1f} M in adapters are trained" if shape.adapters else ""
     model = f"{scenario.settings.model.name}: {shape.parameters / 1e9:,.2f} billion parameters{adapters}"
-    step = f"{b.responses:,} responses of {b.response_tokens:,} tokens to prompts of {b.prompt_tokens:,}"
     how = "at once" if scenario.overlaps else "in turns"
     parts: list[RenderableType] = [
         Text(title, style="bold"),
@@ -46,7 +45,7 @@ def plan_view(
         Text(),
         *_room(plan),
         Text(),
-        _line("Step", step),
+        _line("Step", f"{b.responses:,} responses of {b.response_tokens:,} tokens to prompts of {b.prompt_tokens:,}"),
         _line("", f"{phases(plan.seconds)}; {how} {_seconds(plan.step_s)}"),
     ]
     if scenario.cluster.count > 1:
