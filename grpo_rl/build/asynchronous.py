@@ -34,7 +34,6 @@ from grpo_rl.weights.native import NativeTransport
 from grpo_rl.weights.push import WeightSync
 from grpo_rl.weights.remote import RemoteTransport
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
-from grpo_rl.weights.transport import NullTransport
 
 
 def async_run(settings: Settings, folder: str | Path, site: Site) -> AbstractContextManager[Run]:

@@ -21,7 +21,6 @@ from grpo_rl.settings.derived import adapters, pushes_adapters
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.weights.push import WeightSync
-from grpo_rl.weights.transport import NullTransport
 
 
 def make_engine(settings: Settings, model_folder: Path, devices: Devices) -> Engine:
