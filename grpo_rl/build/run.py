@@ -30,8 +30,8 @@ from grpo_rl.run.step_metrics import step_metrics
 from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
-from grpo_rl.weights.null import NullTransport
 from grpo_rl.weights.push import WeightSync
+from grpo_rl.weights.transport import NullTransport
 
 BYTES_PER_PARAMETER = 12
 """Bytes of a checkpoint per parameter: fp32 weights and AdamW's two moments."""
