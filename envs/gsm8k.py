@@ -150,8 +150,8 @@ def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict
     """
     if path is None and split not in HUB_SPLITS:
         raise ValueError(f"{HUB_NAME} has no split {split!r}; it has {' and '.join(HUB_SPLITS)}")
-    file, besides = SHIPPED.get(str(path), path), f", or one of {', '.join(SHIPPED)}"
-    return [row for _, row in tables.placed_rows(file, f"{HUB_NAME}:main", split, COLUMNS, besides)]
+    file, alternatives = SHIPPED.get(str(path), path), f", or one of {', '.join(SHIPPED)}"
+    return [row for _, row in tables.placed_rows(file, f"{HUB_NAME}:main", split, COLUMNS, alternatives)]
 
 
 def check_gold(rows: Sequence[dict]) -> None:

@@ -134,6 +134,7 @@ def _checked(row: dict, where: str) -> dict:
         answer = str(answer)  # as some sets of integer answers write it
     if answer not in (None, ""):
         row["answer"] = answer
+    # A row that has neither is told to lack "answer or solution".
     given = next((column for column in ("answer", "solution") if column in row), "answer or solution")
     tables.check_columns(row, {"problem": str, given: str}, where)
     return row

@@ -98,12 +98,12 @@ def hub_data(path: str, split: str) -> Any:
         raise ValueError(f"env.path={path}, split {split}: {error}") from error
 
 
-def file_rows(path: str | Path, columns: str, besides: str = "") -> Iterator[tuple[str, dict]]:
+def file_rows(path: str | Path, columns: str, alternatives: str = "") -> Iterator[tuple[str, dict]]:
     """Each object, with the place where it stands: of a file with one object a line, or with one list of objects.
 
     Args:
         columns: what an object must have, for messages.
-        besides: what else ``path`` may be, for messages.
+        alternatives: what else ``path`` may be, for messages.
 
     Raises:
         ValueError: the file can't be read, or something in it is no object.
@@ -113,7 +113,7 @@ def file_rows(path: str | Path, columns: str, besides: str = "") -> Iterator[tup
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"env.path={path} can't be read: {error}; give a JSON or JSONL file with {columns}{besides}"
+            f"env.path={path} can't be read: {error}; give a JSON or JSONL file with {columns}{alternatives}"
         ) from error
     if text.lstrip().startswith("["):
         rows = ((f"{file}, row {index}", row) for index, row in enumerate(_parsed(text, str(file))))
@@ -126,14 +126,14 @@ def file_rows(path: str | Path, columns: str, besides: str = "") -> Iterator[tup
 
 
 def placed_rows(
-    path: str | Path | None, hub: str, split: str, columns: Mapping[str, Kind], besides: str = ""
+    path: str | Path | None, hub: str, split: str, columns: Mapping[str, Kind], alternatives: str = ""
 ) -> list[tuple[str, dict]]:
     """Each row of a JSON or JSONL file, or of the data set ``hub`` where ``path`` is None, with where it stands.
 
     Args:
         split: of the hub's data.
         columns: see :func:`check_columns`.
-        besides: see :func:`file_rows`.
+        alternatives: see :func:`file_rows`.
 
     Raises:
         ValueError: the rows can't be had, there are none, or one lacks a column.
@@ -141,7 +141,7 @@ def placed_rows(
     if path is None:
         rows = [(f"{hub} {split}, row {index}", dict(row)) for index, row in enumerate(hub_data(hub, split))]
     else:
-        rows = list(file_rows(path, ", ".join(columns), besides))
+        rows = list(file_rows(path, ", ".join(columns), alternatives))
     if not rows:
         raise ValueError(f"{hub if path is None else path} has no rows")
     for where, row in rows:

@@ -48,6 +48,6 @@ def evaluated(expression: str) -> tuple[Fraction, Counter[int]] | None:
     try:
         # Apart, as `**` and `//` are no operators here.
         value = value_of(" ".join(tokens))
-    except (Unreadable, ZeroDivisionError):
+    except (Unreadable, ZeroDivisionError, OverflowError):
         return None
     return value, Counter(int(token) for token in tokens if token.isdigit())

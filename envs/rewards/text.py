@@ -1,7 +1,7 @@
-"""Rewards for a response's text: its form (tags, steps, a block of code), few repetitions, and the right answer.
+"""Rewards for a response's text: its form (tags, steps, a block of code), little repetition, and the right answer.
 
-Source of all: Open-R1, https://github.com/huggingface/open-r1/blob/main/src/open_r1/rewards.py. Each that looks at the
-form or at repetitions takes time linear in the text, whatever the text.
+They follow Open-R1, https://github.com/huggingface/open-r1/blob/main/src/open_r1/rewards.py. All but ``accuracy`` take
+time linear in the text.
 """
 
 from __future__ import annotations

@@ -169,8 +169,10 @@ async def launch(
     Args:
         name: the engine's name in messages.
         make: builds the engine, in the actor.
-        place: the placement group to run in, in the bundle of that number; None: wherever there is room.
-        num_cpus: CPUs that the actor reserves; ``num_gpus`` likewise.
+        place: the placement group to run in; None: wherever there is room.
+        bundle: the number of the bundle in ``place``.
+        num_cpus: CPUs that the actor reserves.
+        num_gpus: GPUs that it reserves.
         deadline_s: seconds until the engine must be ready.
 
     Raises:

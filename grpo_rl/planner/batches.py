@@ -102,7 +102,7 @@ class BatchPlan:
         """Tokens computed for a group of so many responses."""
         return self.prompt_tokens + size * self.response_tokens
 
-    def alike(self, count: int, reference: bool = False) -> list[Group]:
+    def assumed_groups(self, count: int, reference: bool = False) -> list[Group]:
         """So many groups of a collection, scored by a reference or not; no two prompts begin alike."""
         lengths = (self.prompt_tokens, self.response_tokens, self.group_size)
         return [assumed_group(*lengths, i, reference) for i in range(count)]

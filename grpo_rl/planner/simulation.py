@@ -167,8 +167,16 @@ def engine_rates(plan: Plan) -> tuple[int, float, float]:
     slots = max(1, min(VLLM_SEQUENCES, engine.tokens // (b.prompt_tokens + b.response_tokens)))
 
     def step_s(groups: int, size: int) -> float:
-        batches, at = replace(b, prompts=groups, group_size=size), (scenario.sample_share, scenario.cluster.device)
-        return sample_s(scenario.shape, engine, batches, *at, 1, plan.layout.engine_size) / b.response_tokens
+        seconds = sample_s(
+            scenario.shape,
+            engine,
+            replace(b, prompts=groups, group_size=size),
+            scenario.sample_share,
+            scenario.cluster.device,
+            engines=1,
+            size=plan.layout.engine_size,
+        )
+        return seconds / b.response_tokens
 
     size = min(slots, b.group_size)
     full = slots // size * size

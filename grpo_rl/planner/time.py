@@ -25,60 +25,60 @@ SAMPLE_SHARE = 0.5
 
 @functools.lru_cache(maxsize=4096)  # the search for a split asks again and again
 def train_s(
-    shape: Shape, training: Training, b: BatchPlan, share: float, device: Device, ranks: int, sharded: bool
+    shape: Shape, training: Training, batches: BatchPlan, share: float, device: Device, ranks: int, sharded: bool
 ) -> float:
     """Seconds of all optimizer steps of a collection, at this share of the devices' rates.
 
     The rank with most groups is waited for. Gathering and reducing weights runs beside the computation: what takes
     longer counts. Every number of the optimizer's state is read and written once a step.
     """
-    groups = b.alike(math.ceil(b.batch_groups / ranks))
+    groups = batches.assumed_groups(math.ceil(batches.batch_groups / ranks))
     compute = floors_s(groups, shape.sizes, device.rates(share))["train"]
     if training.checkpointing:
         compute *= (3 + shape.sizes.trained) / (2 + shape.sizes.trained)
     trained = shape.adapters or shape.parameters
     if sharded:
         # Gathered for the forward pass and again for the backward pass; gradients are reduced in fp32.
-        _, micro_batches = micro_batches_of(None, groups, b.max_tokens, b.accumulation)
+        _, micro_batches = micro_batches_of(None, groups, batches.max_tokens, batches.accumulation)
         travels = micro_batches * (2 * shape.itemsize * shape.parameters + 4 * trained)
     else:
         travels = 2 * 4 * trained
     travel = travels * (ranks - 1) / ranks / device.link_bytes_per_s(ranks)
     state = kept_state(shape, training, ranks if sharded else 1)
     update = 2 * sum(state.values()) / device.rates().bytes_per_s
-    return b.batches * b.epochs * (max(compute, travel) + update)
+    return batches.batches * batches.epochs * (max(compute, travel) + update)
 
 
 @functools.lru_cache(maxsize=4096)
-def score_s(shape: Shape, b: BatchPlan, share: float, device: Device, ranks: int, sharded: bool) -> float:
+def score_s(shape: Shape, batches: BatchPlan, share: float, device: Device, ranks: int, sharded: bool) -> float:
     """Seconds of the forward passes before training, the reference's and the policy's own, on so many devices."""
-    groups = b.alike(math.ceil(b.prompts / ranks), reference=True)
+    groups = batches.assumed_groups(math.ceil(batches.prompts / ranks), reference=True)
     compute = floors_s(groups, shape.sizes, device.rates(share))["score"]
-    _, micro_batches = micro_batches_of(None, groups, b.max_tokens)
+    _, micro_batches = micro_batches_of(None, groups, batches.max_tokens)
     gathered = micro_batches * shape.itemsize * shape.parameters if sharded else 0
     travel = gathered * (ranks - 1) / ranks / device.link_bytes_per_s(ranks)
-    return (b.has_reference + b.needs_old_log_probs) * max(compute, travel)
+    return (batches.has_reference + batches.needs_old_log_probs) * max(compute, travel)
 
 
 @functools.lru_cache(maxsize=4096)
 def sample_s(
-    shape: Shape, engine: EngineMemory, b: BatchPlan, share: float, device: Device, engines: int, size: int
+    shape: Shape, engine: EngineMemory, batches: BatchPlan, share: float, device: Device, engines: int, size: int
 ) -> float:
     """Seconds of sampling a collection on so many engines of ``size`` devices; infinite where none fits.
 
     An engine's responses run in waves of as many as its KV cache holds, and each wave reads the weights once for every
     token. Keys and values are read beside that, as attention's kernels do nothing else.
     """
-    groups = math.ceil(b.prompts / engines)
-    responses = groups * b.group_size
-    at_once = min(responses, VLLM_SEQUENCES, engine.tokens // (b.prompt_tokens + b.response_tokens))
+    groups = math.ceil(batches.prompts / engines)
+    responses = groups * batches.group_size
+    at_once = min(responses, VLLM_SEQUENCES, engine.tokens // (batches.prompt_tokens + batches.response_tokens))
     if at_once < 1:
         return math.inf
     waves = math.ceil(responses / at_once)
     one = device.rates(share)
     rates = Rates(size * one.gemm_flops_per_s, size * one.bytes_per_s)
-    computed = waves * floors_s(b.alike(math.ceil(groups / waves)), shape.sizes, rates)["sample"]
-    keys = responses * shape.sizes.keys_seen(b.prompt_tokens, b.prompt_tokens + b.response_tokens)
+    computed = waves * floors_s(batches.assumed_groups(math.ceil(groups / waves)), shape.sizes, rates)["sample"]
+    keys = responses * shape.sizes.keys_seen(batches.prompt_tokens, batches.prompt_tokens + batches.response_tokens)
     return computed + keys * engine.kv_per_token / shape.layers / one.bytes_per_s
 
 

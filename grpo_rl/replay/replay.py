@@ -35,7 +35,7 @@ _CONTEXT = 8
 
 @dataclass(frozen=True)
 class Outcome:
-    """What settings make of a stored step. Letter: T response tokens of all its optimizer steps, in order.
+    """The outcome of a stored step under some settings. Letter: T response tokens of all its optimizer steps, in order.
 
     Args:
         metrics: named and computed as in metrics.jsonl.

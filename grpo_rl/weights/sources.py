@@ -44,9 +44,9 @@ def weights_to_send(model: torch.nn.Module, takes_adapters: bool, with_frozen: b
     """The weights under the names that the engine knows them by, made one at a time as they are asked for.
 
     Args:
-        takes_adapters: the engine holds adapters beside a base: what the trainer computes with, which after
-            quantisation is not what the model's folder holds.
-        with_frozen: that base too, which never changes; an engine without adapters takes all weights every time.
+        takes_adapters: the engine holds a base and adapters. Its base is the one that the trainer computes with, which
+            differs from the model's folder if it is quantised.
+        with_frozen: sends that base too, which never changes. An engine without adapters takes all weights every time.
     """
     if not takes_adapters:
         return merged_weights(model)

@@ -335,8 +335,8 @@ def test_conversations_are_answered_by_the_adapter_too(folder, beside):
         assert (policy.score(groups)[0] - groups[0].log_probs).abs().mean() < 1e-3
 
 
-def test_weights_sent_layer_by_layer_to_other_processes_arrive_as_well(folder, beside):
-    beside._in_process = False  # as with tensor parallelism
+def test_weights_sent_layer_by_layer_to_other_processes_arrive_as_well(folder, beside, monkeypatch):
+    monkeypatch.setattr(beside, "_is_one_worker", False)  # as with tensor parallelism
     policy = adapted(folder, torch.float32)
     with torch.no_grad():
         for parameter in policy.model.parameters():

@@ -25,7 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
 
 from grpo_rl.engines.base import AbortedError, EngineDeadError, Samples, Sampling, check_request
 from grpo_rl.engines.fingerprint import add
-from grpo_rl.engines.vllm.instance import NamelessExecutor, VLLMInstance
+from grpo_rl.engines.vllm.common import NamelessExecutor, VLLMBase
 from grpo_rl.engines.vllm.lora import adapter_request
 from grpo_rl.engines.vllm.sampling import samples_with_versions, sampling_params, version_number
 from grpo_rl.engines.vllm.shared_transfer import BACKEND
@@ -37,7 +37,7 @@ _POLL_S = 0.2
 """Interval at which a waiting call checks that the process lives."""
 
 
-class AsyncVLLMEngine(VLLMInstance):
+class AsyncVLLMEngine(VLLMBase):
     """One vLLM instance, its core in a process of its own; see :class:`grpo_rl.engines.base.AsyncEngine`.
 
     Building one takes until the process is ready, half a minute with a small model; it may be built in another thread
@@ -51,10 +51,10 @@ class AsyncVLLMEngine(VLLMInstance):
         keep_cache: a response under way in an update keeps the keys and values of its past, made by older weights,
             instead of having them computed anew. Requests that are made once :meth:`pause` has returned never read
             what older weights have made; those that waited in the queue then may.
-        settings: the other arguments of :class:`VLLMInstance`.
+        settings: the other arguments of :class:`VLLMBase`.
 
     Raises:
-        ValueError: as :class:`VLLMInstance`.
+        ValueError: as :class:`VLLMBase`.
     """
 
     def __init__(

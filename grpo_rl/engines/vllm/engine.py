@@ -21,13 +21,13 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
 from grpo_rl.engines.base import ADAPTER_NAME, Samples, Sampling, check_request
 from grpo_rl.engines.fingerprint import add
-from grpo_rl.engines.vllm.instance import VLLMInstance
+from grpo_rl.engines.vllm.common import VLLMBase
 from grpo_rl.engines.vllm.lora import adapter_request
 from grpo_rl.engines.vllm.sampling import samples_of, sampling_params
 
 
-class VLLMEngine(VLLMInstance):
-    """One vLLM instance in this process; its arguments are those of :class:`VLLMInstance`."""
+class VLLMEngine(VLLMBase):
+    """One vLLM instance in this process; its arguments are those of :class:`VLLMBase`."""
 
     def __init__(self, model: str | Path, max_model_len: int, **settings: Any) -> None:
         super().__init__(model, max_model_len, **settings)

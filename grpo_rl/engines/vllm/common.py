@@ -1,4 +1,4 @@
-"""What vLLM's engines share: their settings, and the arguments of vLLM that follow from these and the device."""
+"""The base of vLLM's engines: settings, the arguments of vLLM that follow from them, and an executor."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import grpo_rl.engines.vllm.environment  # noqa: F401, what vLLM reads at import
+
+# isort: split
 from vllm.lora.request import LoRARequest
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -16,7 +20,7 @@ from grpo_rl.engines.vllm.lora import adapter_arguments
 from grpo_rl.engines.vllm.worker import WorkerExtension
 
 
-class VLLMInstance:
+class VLLMBase:
     """Base of vLLM's engines, with the prefix cache on: the full blocks of a group's prompt are computed once.
 
     Args:
