@@ -6,7 +6,8 @@ import re
 import sys
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_RUN = re.compile(r"(?:\\.)+|\{+|\}+", re.DOTALL)
+"""Braces of one kind in a row, or what a backslash escapes."""
 
 
 def last_answer(text: str) -> str | None:
@@ -35,8 +36,12 @@ def last_boxed(text: str, max_chars: int = sys.maxsize) -> str | None:
     if last is None:
         return None
     depth = 1
-    for brace in _BRACE.finditer(text, last.end(), min(len(text), last.end() + max_chars + 1)):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if not depth:
-            return text[last.end() : brace.start()].strip()
+    for run in _RUN.finditer(text, last.end(), min(len(text), last.end() + max_chars + 1)):
+        first, length = text[run.start()], run.end() - run.start()
+        if first == "{":
+            depth += length
+        elif first == "}" and length >= depth:
+            return text[last.end() : run.start() + depth - 1].strip()
+        elif first == "}":
+            depth -= length
     return None
