@@ -6,8 +6,8 @@ import re
 import sys
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_RUN = re.compile(r"(?:\\.)+|\{+|\}+", re.DOTALL)
-"""Braces of one kind in a row, or what a backslash escapes."""
+_RUN = re.compile(r"[{}\\](?:(?<=\{)\{*|(?<=\})\}*|(?<=\\)[{}\\](?:\\[{}\\])*)")
+"""Braces of one kind in a row, or escaped ones and backslashes; it begins with a set, which Python's `re` finds fast."""
 
 
 def last_answer(text: str) -> str | None:
