@@ -7,7 +7,7 @@ import sys
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _RUN = re.compile(r"[{}\\](?:(?<=\{)\{*|(?<=\})\}*|(?<=\\)[{}\\](?:\\[{}\\])*)")
-"""Braces of one kind in a row, or escaped ones and backslashes; it begins with a set, which Python's `re` finds fast."""
+"""Braces of one kind in a row, or escaped ones and backslashes. It begins with a set, which `re` finds fast."""
 
 
 def last_answer(text: str) -> str | None:
@@ -31,7 +31,7 @@ def last_boxed(text: str, max_chars: int = sys.maxsize) -> str | None:
     '\\frac{1}{2}'
     """
     last = None
-    for last in _BOX.finditer(text):  # noqa: B007 - the last match is what is wanted; a list of them all is slower
+    for last in _BOX.finditer(text):  # noqa: B007 - the last one; a list of all is slower
         pass
     if last is None:
         return None
