@@ -11,6 +11,8 @@ from grpo_rl.policies import compiled
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model
 
+pytestmark = pytest.mark.slow
+
 needs_compiler = pytest.mark.skipif(not compiled.can_compile("cpu"), reason="no C++ compiler")
 
 
