@@ -1,17 +1,24 @@
-"""A model's norms and MLPs as fused kernels, by torch.compile; the products among them stay PyTorch's own."""
+"""A model's layers, or its norms and MLPs alone, as fused kernels by torch.compile; products stay PyTorch's own."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from grpo_rl.policies.attention import WINDOWS
+from grpo_rl.policies.supported import layer_windows
 
 POINTWISE = ("RMSNorm", "MLP")
 """Endings of the class names of norms and MLPs in transformers.
 
-Compiling whole layers around the attention was not faster than these alone (docs/log.md)."""
+On a CPU whole layers around the attention were not faster than these alone; on a GPU they are (docs/log.md)."""
+Compile = bool | Literal["layers"]
+"""Whether a model is compiled; ``layers``: each layer as one on a CPU too, otherwise norms and MLPs alone there."""
 RECOMPILE_LIMIT = 64
 """Largest number of kernels of one class in a process; with PyTorch's 8 the ninth would run uncompiled.
 
@@ -34,10 +41,37 @@ def compile_pointwise(model: PreTrainedModel) -> None:
     Raises:
         ValueError: there is no compiler.
     """
+    _prepare(model)
+    for module in model.modules():
+        if type(module).__name__.endswith(POINTWISE):
+            module.compile(dynamic=True)
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Makes each decoder layer compile as one, for any number of tokens; on CUDA its attention is part of the graph.
+
+    Layers of a mixture of experts choose what they compute: there, norms and MLPs alone are compiled.
+
+    Raises:
+        ValueError: there is no compiler.
+    """
+    layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+    if not layers or model._can_set_experts_implementation():
+        compile_pointwise(model)
+        return
+    _prepare(model)
+    if model.device.type == "cuda":
+        # Otherwise a norm's epsilon becomes a tensor on the CPU, and building that takes a C++ compiler.
+        torch._dynamo.config.specialize_float = True
+        setattr(model, WINDOWS, layer_windows(model))
+    inside = {part for layer in layers for part in layer.modules()}
+    for module in model.modules():
+        if module in layers or (module not in inside and type(module).__name__.endswith(POINTWISE)):
+            module.compile(dynamic=True)
+
+
+def _prepare(model: PreTrainedModel) -> None:
     if not can_compile(model.device):
         needed = "Triton" if model.device.type == "cuda" else "a C++ compiler (g++, or the one that CXX names)"
         raise ValueError(f"train_model.compile=true needs {needed}, which was not found; set it to null or false")
     torch.compiler.config.recompile_limit = max(RECOMPILE_LIMIT, torch.compiler.config.recompile_limit)
-    for module in model.modules():
-        if type(module).__name__.endswith(POINTWISE):
-            module.compile(dynamic=True)

@@ -16,8 +16,8 @@ from grpo_rl.data.batching import RankInfo, micro_batches_of
 from grpo_rl.data.group import Group
 from grpo_rl.policies.allocator import keep_freed_memory
 from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
-from grpo_rl.policies.compiled import can_compile, compile_pointwise
-from grpo_rl.policies.embedding import Lookups
+from grpo_rl.policies.compiled import Compile, can_compile, compile_layers, compile_pointwise
+from grpo_rl.policies.embedding import lookups_in
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.loading import check_model, load_quantized, load_whole
 from grpo_rl.policies.lora import LoRA, Quantization, adapters_off, add_adapters, has_adapters
@@ -97,7 +97,7 @@ class TrainPolicy:
         device: torch.device | str = "cpu",
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
-        compile: bool | None = False,
+        compile: Compile | None = False,
         lora: LoRA | None = None,
         quantization: Quantization | None = None,
         peers: Peers | None = None,
@@ -107,7 +107,8 @@ class TrainPolicy:
         On CPU the whole process keeps freed memory from then on, see `grpo_rl.policies.allocator`.
 
         Args:
-            compile: compile norms and MLPs to fused kernels; None: if there is a compiler for the device.
+            compile: compile to fused kernels, layers on one GPU, norms and MLPs elsewhere; None: if there is a compiler
+                for the device; ``layers``: layers on a CPU too.
             lora: adapters that are trained instead of the model, if their rank is more than 0.
             quantization: of the base model under the adapters.
             peers: the processes that train the policy together; each has its own device, and ``device`` is ignored.
@@ -136,7 +137,8 @@ class TrainPolicy:
             if peers and not quantization:
                 peers.place(model)
         if can_compile(device) if compile is None else compile:
-            compile_pointwise(model)
+            as_layers = compile == "layers" or (policy.device.type == "cuda" and not peers)
+            (compile_layers if as_layers else compile_pointwise)(model)
             policy.score([FIRST_GROUP])[0].sum().backward()
             model.zero_grad()
         return policy
@@ -154,7 +156,7 @@ class TrainPolicy:
 
     def _score(self, packed: Packed) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         head = self.model.get_output_embeddings()
-        with Lookups(self.model.get_input_embeddings().weight) as lookups:
+        with lookups_in(self.model.get_input_embeddings()) as lookups:
             hidden = forward_hidden(self.model, packed)
         owner = lookups.stand_in if head.weight is self.model.get_input_embeddings().weight else None
         return log_prob_and_entropy(

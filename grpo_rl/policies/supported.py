@@ -65,6 +65,12 @@ def windows_in_masks(model: PreTrainedModel) -> dict[str, int]:
     return {c.layer: c.mask.window for c in calls if isinstance(c.mask, Band) and c.mask.window and not c.window}
 
 
+def layer_windows(model: PreTrainedModel) -> set[int | None]:
+    """Sliding windows of the model's attention modules, None for full attention; of a model that is supported."""
+    calls = attention_calls(model, **{LAYOUT: None})
+    return {call.mask.window if isinstance(call.mask, Band) else call.window for call in calls}
+
+
 def _refusal(model: PreTrainedModel, reason: str) -> ValueError:
     return ValueError(f"{type(model).__name__} cannot be trained here: {reason}")
 

@@ -61,7 +61,7 @@ class TrainModel(Section):
     )
     cpu_offload: bool = setting(False, "with fsdp: weights, gradients and optimizer state stay in the CPU's memory")
     compile: bool | None = setting(
-        None, "norms and MLPs as fused kernels, some seconds at start; null: where there is a compiler"
+        None, "layers on a GPU, norms and MLPs on a CPU as fused kernels; null: where there is a compiler"
     )
     lora: LoRASection = field(default_factory=LoRASection)
     quantization: Quantization | None = setting(
@@ -99,7 +99,9 @@ class InferenceModel(Section):
     )
     gpu_memory_utilization: float = setting(0.5, "share of a GPU's memory that vLLM takes", more_than=0, at_most=1)
     max_model_len: int = setting(1024, "prompt + response, in tokens", at_least=1)
-    enforce_eager: bool = setting(True, "false compiles: minutes at start, faster generation after")
+    enforce_eager: bool | None = setting(
+        None, "null: CUDA graphs on a GPU, no graphs on a CPU; true: no graphs; false compiles too: a slow start"
+    )
     sleep: bool = setting(
         False,
         "on GPUs that also train: the engine frees their memory during training",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, SupportsInt, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from grpo_rl.engines.base import ADAPTER_NAME, Engine
-from grpo_rl.engines.fingerprint import digest, fingerprint
+from grpo_rl.engines.fingerprint import Batch, batch_on, digest, fingerprint
 
 
 class WeightDeliveryError(RuntimeError):
@@ -38,8 +38,8 @@ class Transport(Protocol):
     on_new_engine: Callable[[], None] | None
     """Called, by the thread that trains, when a new engine needs weights: it sends them."""
 
-    def fingerprint(self, name: str, tensor: Tensor) -> int:
-        """The number that :meth:`send` reports for an engine that holds this tensor."""
+    def fingerprint(self, name: str, tensor: Tensor) -> SupportsInt:
+        """The number that :meth:`send` reports for an engine that holds this tensor; it may be computed later."""
         ...
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
@@ -77,13 +77,18 @@ class InProcess:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._is_new = engine, True
+        self._batch: tuple[torch.device, Batch | None] | None = None
         self.dtype, self.takes_adapters = engine.dtype, engine.takes_adapters
 
-    def fingerprint(self, name: str, tensor: Tensor) -> int:
+    def fingerprint(self, name: str, tensor: Tensor) -> SupportsInt:
         """See :meth:`Transport.fingerprint`.
 
         The first push is verified by reading the packed weights back, as :meth:`held` does.
         """
+        if self._batch is None or self._batch[0] != tensor.device:
+            self._batch = tensor.device, batch_on(tensor.device)
+        if self._batch[1]:
+            return self._batch[1].add(tensor)
         return proof(name, tensor, self._engine.proves_bytes and not self._is_new)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
@@ -103,8 +108,9 @@ class InProcess:
     def paused(self, only_new: bool = False) -> Iterator[bool]:
         """Pauses nothing: the engine samples when it is called. One that sleeps is woken."""
         self._engine.wake()
+        self._batch = None
         yield self._is_new
-        self._is_new = False
+        self._is_new, self._batch = False, None
 
 
 def noting_shapes(weights: Iterable[tuple[str, Tensor]], shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:

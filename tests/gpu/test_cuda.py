@@ -9,6 +9,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from grpo_rl.policies.attention_flex import flex_shared_prefix
+from grpo_rl.policies.compiled import compile_layers
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.packing import Layout, pack
 from grpo_rl.policies.policy import TrainPolicy
@@ -212,9 +213,10 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("as_layers", [False, True], ids=["uncompiled", "layers"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_and_their_gradients_are_those_of_the_cpu(name, checkpointing):
+def test_scores_and_their_gradients_are_those_of_the_cpu(name, checkpointing, as_layers):
     groups = [random_group(p, lengths, 301, group_id=i, seed=i) for i, (p, lengths) in enumerate(SHAPES)]
 
     def scored(device: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -222,7 +224,10 @@ def test_scores_and_their_gradients_are_those_of_the_cpu(name, checkpointing):
         model = MODELS[name]().to(device).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        log_prob, entropy = TrainPolicy(model, temperature=0.7).score(groups)
+        policy = TrainPolicy(model, temperature=0.7)
+        if as_layers and device == DEVICE:
+            compile_layers(policy.model)
+        log_prob, entropy = policy.score(groups)
         weight = torch.linspace(-1, 1, len(log_prob), device=device)
         ((log_prob * weight + entropy * weight.flip(0)).sum() / len(weight)).backward()
         return [log_prob.detach().cpu(), entropy.detach().cpu()], {n: p.grad.cpu() for n, p in model.named_parameters()}

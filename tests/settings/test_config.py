@@ -116,7 +116,7 @@ def test_wrong_numbers_are_told_with_the_remedy(overrides, message):
 
 # By hand, from what config/ says beside each key: those whose default is null, or does not say all.
 BY_HAND = {
-    "true or false": "env.isolated train_model.compile",
+    "true or false": "env.isolated inference_model.enforce_eager train_model.compile",
     "a whole number": """train_model.num_devices ref_model.num_devices inference_model.num_devices ray.nodes
         inference_model.tensor_parallel_size train.gradient_accumulation_steps""",
     "a number": """env.score_timeout_s inference_model.deadline_s loss.advantage_clip

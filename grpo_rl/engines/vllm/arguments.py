@@ -18,7 +18,7 @@ def engine_arguments(
     seed: int,
     tensor_parallel_size: int,
     gpu_memory_utilization: float,
-    enforce_eager: bool,
+    enforce_eager: bool | None,
     dtype: torch.dtype,
     max_num_seqs: int,
     adapter_rank: int,
@@ -30,7 +30,9 @@ def engine_arguments(
         ValueError: vLLM has no kernels for adapters in this dtype.
     """
     on_gpu = torch.cuda.is_available()
-    gpu_arguments = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
+    gpu_arguments: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
+    if enforce_eager is None:
+        gpu_arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # 0: no compilation
     return {
         "model": str(model),
         "skip_tokenizer_init": True,  # ids in, ids out
@@ -42,7 +44,7 @@ def engine_arguments(
         # Log-probabilities after temperature and top-p: those of the distribution that was sampled from.
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
-        "enforce_eager": enforce_eager,
+        "enforce_eager": not on_gpu if enforce_eager is None else enforce_eager,
         "max_num_seqs": max_num_seqs,
         "disable_log_stats": True,
         **(gpu_arguments if on_gpu else cpu_arguments(model, dtype, max_model_len, max_num_seqs, tensor_parallel_size)),

@@ -70,7 +70,7 @@ class AsyncVLLMEngine:
         seed: int = 0,
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.5,
-        enforce_eager: bool = True,
+        enforce_eager: bool | None = None,
         dtype: str = "bfloat16",
         max_num_seqs: int = 256,
         adapter_rank: int = 0,

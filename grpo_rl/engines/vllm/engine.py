@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain, groupby
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class VLLMEngine:
         seed: of vLLM's sampler.
         tensor_parallel_size: GPUs that share one copy of the model.
         gpu_memory_utilization: part of a GPU's memory that vLLM may take, weights and KV cache.
-        enforce_eager: False compiles at start; generation gets faster, starting slower.
+        enforce_eager: None: CUDA graphs on a GPU, none on a CPU; True: no graphs; False: compiled too, a slow start.
         dtype: of the weights and the computation.
         max_num_seqs: responses sampled at the same time.
         adapter_rank: more than 0: the engine holds a LoRA adapter of this rank beside its weights.
@@ -53,7 +54,7 @@ class VLLMEngine:
         seed: int = 0,
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.5,
-        enforce_eager: bool = True,
+        enforce_eager: bool | None = None,
         dtype: str = "bfloat16",
         max_num_seqs: int = 256,
         adapter_rank: int = 0,
@@ -80,7 +81,8 @@ class VLLMEngine:
             adapter_targets,
         )
         extension = f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"
-        self._llm = LLM(**arguments, use_tqdm_on_load=False, worker_extension_cls=extension)
+        with threads_kept() if torch.cuda.is_available() else nullcontext():
+            self._llm = LLM(**arguments, use_tqdm_on_load=False, worker_extension_cls=extension)
         # vLLM freezes the garbage collector's view of what exists, to spare an engine's own process work. Here that
         # takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.
         gc.unfreeze()
@@ -161,6 +163,19 @@ class VLLMEngine:
         cleanup_dist_env_and_memory()
         LAYERWISE_INFO.clear()  # vLLM's notes on reloaded layers, which refer back to the layers
         gc.collect()
+
+
+@contextmanager
+def threads_kept() -> Iterator[None]:
+    """A context that leaves torch as many CPU threads as it had; vLLM's start on a GPU takes all but one.
+
+    Compiled functions check the number, and would all be compiled again.
+    """
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def without_factors(weights: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ model is built is registered when this is imported.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, SupportsInt
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ import grpo_rl.engines.vllm.environment  # noqa: F401
 
 # isort: split
 from grpo_rl.engines.base import ADAPTER_NAME
+from grpo_rl.engines.fingerprint import batch_on, fingerprint
 from grpo_rl.engines.vllm.cpu import offer_norms, record_packing, refresh_heads
 from grpo_rl.engines.vllm.held import held_digest, module_of, shard_fingerprint
+from grpo_rl.engines.vllm.in_place import is_plain, write_in_place
 from grpo_rl.engines.vllm.lora import held_factor_fingerprint, hold_adapter
 from grpo_rl.engines.vllm.shared_transfer import register
 
@@ -31,13 +33,20 @@ class WorkerExtension:
     """Methods of vLLM's workers, called by `collective_rpc`; arguments are plain, as they travel between processes."""
 
     model_runner: Any  # the worker's
+    _loaded: torch.nn.Module | None = None
+    """The model, once vLLM has loaded weights into it, where the next can be written over them."""
     weight_transfer_engine: Any
     _weight_update_active: bool
 
     def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads the weights in place; those that do not come stay."""
+        model = self.model_runner.get_model()
+        if model is self._loaded:  # what vLLM has loaded once, and the proof has found in its place, is written there
+            write_in_place(model, weights)
+            return
         self.model_runner.reload_weights(weights_iterator=iter(weights))
-        refresh_heads(self.model_runner.get_model())
+        refresh_heads(model)
+        self._loaded = model if is_plain(model) else None
 
     def receive_adapter(self, factors: dict[str, Tensor]) -> None:
         """Puts the adapter in the place of the one before."""
@@ -63,7 +72,8 @@ class WorkerExtension:
         """
         model, held_as = self.model_runner.get_model(), getattr(torch, dtype)
         last_read: dict[tuple[str, str], Tensor] = {}
-        shares = {}
+        shares: dict[str, SupportsInt] = {}
+        batch = batch_on(next(model.parameters()).device)
         for name, shape in shapes.items():
             if factor := ADAPTER_NAME.fullmatch(name):
                 module, index = module_of(model, factor["layer"])
@@ -71,5 +81,6 @@ class WorkerExtension:
             elif as_digests:
                 shares[name] = held_digest(model, name, held_as)
             else:
-                shares[name] = shard_fingerprint(model, name, torch.Size(shape), held_as, last_read)
-        return shares
+                of = batch.add if batch else fingerprint
+                shares[name] = shard_fingerprint(model, name, torch.Size(shape), held_as, last_read, of)
+        return {name: int(share) for name, share in shares.items()}
