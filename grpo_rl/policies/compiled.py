@@ -47,10 +47,14 @@ def compile_pointwise(model: PreTrainedModel) -> None:
             module.compile(dynamic=True)
 
 
-def compile_layers(model: PreTrainedModel) -> None:
-    """Makes each decoder layer compile as one, for any number of tokens; on CUDA its attention is part of the graph.
+def compile_layers(model: PreTrainedModel, with_attention: bool) -> None:
+    """Makes each decoder layer compile as one, for any number of tokens.
 
     Layers of a mixture of experts choose what they compute: there, norms and MLPs alone are compiled.
+
+    Args:
+        with_attention: attention is part of the graph, as FlexAttention, which has gradients on CUDA only; otherwise
+            the graph is two, before and after it.
 
     Raises:
         ValueError: there is no compiler.
@@ -60,7 +64,7 @@ def compile_layers(model: PreTrainedModel) -> None:
         compile_pointwise(model)
         return
     _prepare(model)
-    if model.device.type == "cuda":
+    if with_attention:
         # Otherwise a norm's epsilon becomes a tensor on the CPU, and building that takes a C++ compiler.
         torch._dynamo.config.specialize_float = True
         setattr(model, WINDOWS, layer_windows(model))

@@ -137,8 +137,11 @@ class TrainPolicy:
             if peers and not quantization:
                 peers.place(model)
         if can_compile(device) if compile is None else compile:
-            as_layers = compile == "layers" or (policy.device.type == "cuda" and not peers)
-            (compile_layers if as_layers else compile_pointwise)(model)
+            on_one_gpu = policy.device.type == "cuda" and not peers
+            if on_one_gpu or compile == "layers":
+                compile_layers(model, with_attention=on_one_gpu)
+            else:
+                compile_pointwise(model)
             policy.score([FIRST_GROUP])[0].sum().backward()
             model.zero_grad()
         return policy
