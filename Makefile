@@ -68,7 +68,7 @@ quick-tests: $(DEV)
 		$(addprefix --ignore=,$(ENGINE_FOLDERS)) $(ARGS)
 
 test-models: $(DEV)
-	.venv/bin/python -m pytest tests/policies/test_every_model.py -s $(ARGS)
+	.venv/bin/python -m pytest -m models tests/policies -s $(ARGS)
 
 bench: $(DEV)
 	.venv/bin/python benchmarks/run_all.py $(ARGS)

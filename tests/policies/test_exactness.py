@@ -215,10 +215,14 @@ def traced(monkeypatch):
     torch._dynamo.reset()
 
 
+IN_MAKE_TEST = [("gemma2", False), ("gemma3", False), ("qwen3-windows", True)]
+OTHERS = [(family, False) for family in FAMILIES] + [("llama-tied", True), ("gemma2", True)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
-    [(family, False) for family in FAMILIES] + [("llama-tied", True), ("gemma2", True), ("qwen3-windows", True)],
+    IN_MAKE_TEST + [pytest.param(*case, marks=pytest.mark.models) for case in OTHERS if case not in IN_MAKE_TEST],
 )
 @pytest.mark.usefixtures("traced")
 def test_layers_compiled_as_one_with_their_attention_are_scored_like_the_plain_road(family, checkpointing):
