@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from typing import Literal
 
 import torch
@@ -11,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_rl.policies.attention import WINDOWS
+from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.supported import layer_windows
 
 POINTWISE = ("RMSNorm", "MLP")
@@ -26,20 +25,11 @@ A class has one for each width of each model, with and without gradients, and on
 checkpointing: an uncompiled module there would save other tensors than the forward pass did, which fails."""
 
 
-def can_compile(device: torch.device | str) -> bool:
-    """Tells whether torch.compile has its compiler: Triton on CUDA, a C++ compiler on CPU."""
-    if torch.device(device).type == "cuda":
-        from grpo_rl.policies import head_triton  # Triton takes long to import, and no CPU needs it
-
-        return head_triton.available(device)
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
-
-
 def compile_pointwise(model: PreTrainedModel) -> None:
     """Makes the model's norms and MLPs compile at their first call, for any number of tokens.
 
     Raises:
-        ValueError: there is no compiler.
+        ValueError: there is no compiler, or it fails.
     """
     _prepare(model)
     for module in model.modules():
@@ -53,7 +43,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     Layers of a mixture of experts choose what they compute: there, norms and MLPs alone are compiled.
 
     Raises:
-        ValueError: there is no compiler.
+        ValueError: there is no compiler, or it fails.
     """
     layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
     if not layers or model._can_set_experts_implementation():
@@ -61,8 +51,6 @@ def compile_layers(model: PreTrainedModel) -> None:
         return
     _prepare(model)
     if model.device.type == "cuda":
-        # Otherwise a norm's epsilon becomes a tensor on the CPU, and building that takes a C++ compiler.
-        torch._dynamo.config.specialize_float = True
         setattr(model, WINDOWS, layer_windows(model))
     inside = {part for layer in layers for part in layer.modules()}
     for module in model.modules():
@@ -71,7 +59,8 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def _prepare(model: PreTrainedModel) -> None:
-    if not can_compile(model.device):
-        needed = "Triton" if model.device.type == "cuda" else "a C++ compiler (g++, or the one that CXX names)"
-        raise ValueError(f"train_model.compile=true needs {needed}, which was not found; set it to null or false")
+    if why := why_uncompiled(model.device):
+        raise ValueError(f"train_model.compile=true can't be had: {why}; set it to null or false")
+    # Otherwise a norm's epsilon becomes a graph's input, a tensor on the CPU. On a GPU that takes a C++ compiler too.
+    torch._dynamo.config.specialize_float = True
     torch.compiler.config.recompile_limit = max(RECOMPILE_LIMIT, torch.compiler.config.recompile_limit)

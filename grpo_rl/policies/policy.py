@@ -16,7 +16,8 @@ from grpo_rl.data.batching import RankInfo, micro_batches_of
 from grpo_rl.data.group import Group
 from grpo_rl.policies.allocator import keep_freed_memory
 from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
-from grpo_rl.policies.compiled import Compile, can_compile, compile_layers, compile_pointwise
+from grpo_rl.policies.compiled import Compile, compile_layers, compile_pointwise
+from grpo_rl.policies.compiler import keep_compiled_code, why_uncompiled
 from grpo_rl.policies.embedding import lookups_in
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.loading import check_model, load_quantized, load_whole
@@ -107,8 +108,8 @@ class TrainPolicy:
         On CPU the whole process keeps freed memory from then on, see `grpo_rl.policies.allocator`.
 
         Args:
-            compile: compile to fused kernels, layers on one GPU, norms and MLPs elsewhere; None: if there is a compiler
-                for the device; ``layers``: layers on a CPU too.
+            compile: compile to fused kernels, layers on one GPU, norms and MLPs elsewhere; None: if a compiler works for
+                the device; ``layers``: layers on a CPU too.
             lora: adapters that are trained instead of the model, if their rank is more than 0.
             quantization: of the base model under the adapters.
             peers: the processes that train the policy together; each has its own device, and ``device`` is ignored.
@@ -118,6 +119,7 @@ class TrainPolicy:
                 the folder lacks weights.
         """
         check_model(folder, lora)
+        keep_compiled_code()
         device = peers.device if peers else device
         if torch.device(device).type == "cpu":
             keep_freed_memory()
@@ -136,7 +138,7 @@ class TrainPolicy:
             policy.peers = peers
             if peers and not quantization:
                 peers.place(model)
-        if can_compile(device) if compile is None else compile:
+        if why_uncompiled(device) is None if compile is None else compile:
             as_layers = compile == "layers" or (policy.device.type == "cuda" and not peers)
             (compile_layers if as_layers else compile_pointwise)(model)
             policy.score([FIRST_GROUP])[0].sum().backward()
