@@ -108,8 +108,8 @@ class TrainPolicy:
         On CPU the whole process keeps freed memory from then on, see `grpo_rl.policies.allocator`.
 
         Args:
-            compile: compile to fused kernels, layers on one GPU, norms and MLPs elsewhere; None: if a compiler works for
-                the device; ``layers``: layers on a CPU too.
+            compile: compile to fused kernels, layers on one GPU, norms and MLPs elsewhere; None: if a compiler works
+                for the device; ``layers``: layers on a CPU too.
             lora: adapters that are trained instead of the model, if their rank is more than 0.
             quantization: of the base model under the adapters.
             peers: the processes that train the policy together; each has its own device, and ``device`` is ignored.
