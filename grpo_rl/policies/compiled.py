@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_rl.policies.attention import WINDOWS
-from grpo_rl.policies.compiler import why_uncompiled
+from grpo_rl.policies.compiler import keep_compiled_code, why_uncompiled
 from grpo_rl.policies.supported import layer_windows
 
 POINTWISE = ("RMSNorm", "MLP")
@@ -23,6 +23,23 @@ RECOMPILE_LIMIT = 64
 
 A class has one for each width of each model, with and without gradients, and one more for the recomputation of gradient
 checkpointing: an uncompiled module there would save other tensors than the forward pass did, which fails."""
+
+
+def compile_model(model: PreTrainedModel, compile: Compile | None, device: torch.device, as_layers: bool) -> bool:
+    """Has a model on this device compile at its first calls, if that is asked for, and tells whether it is.
+
+    Args:
+        compile: None: if a compiler works for the device.
+        as_layers: each layer as one, not norms and MLPs alone.
+
+    Raises:
+        ValueError: it is asked for, and there is no compiler, or it fails.
+    """
+    keep_compiled_code()
+    if compile is False or (compile is None and why_uncompiled(device)):
+        return False
+    (compile_layers if as_layers else compile_pointwise)(model)
+    return True
 
 
 def compile_pointwise(model: PreTrainedModel) -> None:

@@ -83,9 +83,13 @@ class VLLMEngine:
             adapter_targets,
         )
         extension = f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"
+        before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         threads = threads_kept() if torch.cuda.is_available() else nullcontext()
         with threads, refusals_explained(gpu_memory_utilization, max_model_len):
             self._llm = LLM(**arguments, use_tqdm_on_load=False, worker_extension_cls=extension)
+        held = torch.cuda.memory_allocated() - before if torch.cuda.is_available() else 0
+        self.held_gib = held / 2**30
+        """GPU memory that the engine holds in this process: weights, KV cache and graphs; also while it sleeps."""
         # vLLM freezes the garbage collector's view of what exists, to spare an engine's own process work. Here that
         # takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.
         gc.unfreeze()
