@@ -1,6 +1,6 @@
 """Log-probability and entropy by Liger's fused scaled cross entropy, CuTe kernels for Hopper. For liger-kernel 0.8.5.
 
-It returns entropies in bf16, and adds the weight's gradient up in bf16, 1,024 tokens at a time: so it is a user's choice.
+It returns entropies in bf16, and adds the weight's gradient up in bf16 by waves of 1,024 tokens: a user's choice.
 """
 
 from __future__ import annotations
