@@ -81,6 +81,6 @@ def _prepare(model: PreTrainedModel) -> None:
         raise ValueError(f"train_model.compile=true can't be had: {why}; set it to null or false")
     # Otherwise a norm's epsilon becomes a graph's input, a tensor on the CPU. On a GPU that takes a C++ compiler too.
     torch._dynamo.config.specialize_float = True
-    # Otherwise a norm's backward pass on a GPU is one of two kernels by its number of rows, each compiled when it comes.
+    # Otherwise a norm has one of two backward kernels on a GPU, by its number of rows, each compiled when it comes.
     torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
     torch.compiler.config.recompile_limit = max(RECOMPILE_LIMIT, torch.compiler.config.recompile_limit)

@@ -39,7 +39,8 @@ def test_a_norms_epsilon_is_no_input_of_its_graph(folder, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", compile)
     model = TrainPolicy.load(folder, torch.float32).model
     compile_pointwise(model)
-    norm = model.base_model.norm
+    norm = model.get_submodule("model.norm")
+    assert isinstance(norm.weight, torch.Tensor)
     norm(torch.ones(3, len(norm.weight)))
     ((*_, hidden, weight),) = graphs
     assert [x.shape[-1:] for x in (hidden, weight)] == [norm.weight.shape] * 2
