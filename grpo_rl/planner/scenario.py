@@ -24,7 +24,7 @@ from grpo_rl.planner.memory import (
     training_footprint,
 )
 from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE, Work
-from grpo_rl.policies.compiled import can_compile
+from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
 from grpo_rl.policies.lora import LoRA
 from grpo_rl.settings.schema import Settings
@@ -87,7 +87,7 @@ class Scenario:
     @cached_property
     def training(self) -> Training:
         """The settings that the trainer's memory depends on."""
-        train, compiles = self.settings.train_model, self.cluster.device.kind == "cuda" or can_compile("cpu")
+        train, compiles = self.settings.train_model, self.cluster.device.kind == "cuda" or has_compiler("cpu")
         return Training(
             masters=self.settings.train.mixed_precision and train.dtype != "float32",
             moments=2 if self.settings.optimizer.name == "adamw" else 0,

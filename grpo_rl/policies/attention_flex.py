@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
+from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.packing import Layout, Span, bucket
 
 BLOCK = 128
@@ -42,7 +43,8 @@ def flex_shared_prefix(
     """Attention of each token over its own sequence and, in a response, over its prompt.
 
     Source: FlexAttention, https://arxiv.org/abs/2412.05496. On CUDA compiled, once for each bucket of lengths, with and
-    without gradient; on CPU, where it has no backward pass, PyTorch's reference implementation.
+    without gradient; on CPU, where it has no backward pass, PyTorch's reference implementation. That also serves a GPU
+    without a compiler: it computes all T * T scores.
 
     Args:
         layout: the groups, which cover all T tokens.
@@ -60,7 +62,8 @@ def flex_shared_prefix(
     padded = padded_length(tokens)
     # Contiguous also without padding: other strides would compile another kernel.
     query, key, value = (pad(x, (0, 0, 0, padded - tokens)).contiguous() for x in (query, key, value))
-    attend = flex_attention if query.device.type == "cpu" else compiled()
+    plain = query.device.type == "cpu" or why_uncompiled(query.device)
+    attend = flex_attention if plain else compiled()
     out = attend(
         query,
         key,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from typing import Literal
 
 import torch
+import torch._inductor.config
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_rl.policies.attention import WINDOWS
+from grpo_rl.policies.compiler import keep_compiled_code, why_uncompiled
 from grpo_rl.policies.supported import layer_windows
 
 POINTWISE = ("RMSNorm", "MLP")
@@ -26,20 +26,32 @@ A class has one for each width of each model, with and without gradients, and on
 checkpointing: an uncompiled module there would save other tensors than the forward pass did, which fails."""
 
 
-def can_compile(device: torch.device | str) -> bool:
-    """Tells whether torch.compile has its compiler: Triton on CUDA, a C++ compiler on CPU."""
-    if torch.device(device).type == "cuda":
-        from grpo_rl.policies import head_triton  # Triton takes long to import, and no CPU needs it
+def compile_model(model: PreTrainedModel, compile: Compile | None, device: torch.device, alone: bool) -> bool:
+    """Has a model on this device compile at its first calls, if that is asked for, and tells whether it is.
 
-        return head_triton.available(device)
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
+    Args:
+        compile: None: if a compiler works for the device.
+        alone: no other process trains with this one; on CUDA whole layers are compiled then, not norms and MLPs alone.
+
+    Raises:
+        ValueError: it is asked for, and there is no compiler, or it fails.
+    """
+    keep_compiled_code()
+    if compile is False or (compile is None and why_uncompiled(device)):
+        return False
+    on_one_gpu = alone and device.type == "cuda"
+    if on_one_gpu or compile == "layers":
+        compile_layers(model, with_attention=on_one_gpu)
+    else:
+        compile_pointwise(model)
+    return True
 
 
 def compile_pointwise(model: PreTrainedModel) -> None:
     """Makes the model's norms and MLPs compile at their first call, for any number of tokens.
 
     Raises:
-        ValueError: there is no compiler.
+        ValueError: there is no compiler, or it fails.
     """
     _prepare(model)
     for module in model.modules():
@@ -57,7 +69,7 @@ def compile_layers(model: PreTrainedModel, with_attention: bool) -> None:
             the graph is two, before and after it.
 
     Raises:
-        ValueError: there is no compiler.
+        ValueError: there is no compiler, or it fails.
     """
     layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
     if not layers or model._can_set_experts_implementation():
@@ -65,8 +77,6 @@ def compile_layers(model: PreTrainedModel, with_attention: bool) -> None:
         return
     _prepare(model)
     if with_attention:
-        # Otherwise a norm's epsilon becomes a tensor on the CPU, and building that takes a C++ compiler.
-        torch._dynamo.config.specialize_float = True
         setattr(model, WINDOWS, layer_windows(model))
     inside = {part for layer in layers for part in layer.modules()}
     for module in model.modules():
@@ -75,7 +85,10 @@ def compile_layers(model: PreTrainedModel, with_attention: bool) -> None:
 
 
 def _prepare(model: PreTrainedModel) -> None:
-    if not can_compile(model.device):
-        needed = "Triton" if model.device.type == "cuda" else "a C++ compiler (g++, or the one that CXX names)"
-        raise ValueError(f"train_model.compile=true needs {needed}, which was not found; set it to null or false")
+    if why := why_uncompiled(model.device):
+        raise ValueError(f"train_model.compile=true can't be had: {why}; set it to null or false")
+    # Otherwise a norm's epsilon becomes a graph's input, a tensor on the CPU. On a GPU that takes a C++ compiler too.
+    torch._dynamo.config.specialize_float = True
+    # Otherwise a norm has one of two backward kernels on a GPU, by its number of rows, each compiled when it comes.
+    torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
     torch.compiler.config.recompile_limit = max(RECOMPILE_LIMIT, torch.compiler.config.recompile_limit)

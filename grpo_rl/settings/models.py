@@ -63,6 +63,11 @@ class TrainModel(Section):
     compile: bool | None = setting(
         None, "layers on a GPU, norms and MLPs on a CPU as fused kernels; null: where there is a compiler"
     )
+    head: Literal["own", "liger"] = setting(
+        "own",
+        "kernels of the head; liger: Liger's for Hopper, which round entropies and the head's gradient to bfloat16 "
+        "(liger-kernel[cutedsl]; no soft caps)",
+    )
     lora: LoRASection = field(default_factory=LoRASection)
     quantization: Quantization | None = setting(
         None, "format of the frozen weights under adapters; int8 on a CPU only (bitsandbytes, the extra `qlora`)"

@@ -26,7 +26,8 @@ from grpo_rl.planner.memory import (
 from grpo_rl.planner.plan import Layout, make_plan, plan_layout
 from grpo_rl.planner.scenario import Scenario
 from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
-from grpo_rl.policies.compiled import can_compile, compile_pointwise
+from grpo_rl.policies.compiled import compile_pointwise
+from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.loading import skeleton
 from grpo_rl.policies.lora import LoRA
 from grpo_rl.policies.packing import pack
@@ -135,7 +136,7 @@ def test_a_layer_of_a_real_model_keeps_as_many_bytes_as_planned(kind, dtype):
     assert planned + 4 * 2 <= measured <= planned + 4 * (2 + 8)
 
 
-@pytest.mark.skipif(not can_compile("cpu"), reason="no compiler")
+@pytest.mark.skipif(not has_compiler("cpu"), reason="no compiler")
 def test_a_fused_layer_keeps_no_more_than_planned():
     groups = [random_group(prompt=30, lengths=[20, 50], vocab=50)]
     tokens = groups[0].num_tokens

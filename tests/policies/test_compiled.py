@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from grpo_rl.policies import compiled
+from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model
 
-needs_compiler = pytest.mark.skipif(not compiled.can_compile("cpu"), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_without_a_compiler_the_model_stays_as_it_is_or_the_setting_is_refused(f
     monkeypatch.setenv("CXX", "no-such-compiler")
     policy = TrainPolicy.load(folder, torch.float32, compile=None)
     assert all(module._compiled_call_impl is None for module in policy.model.modules())
-    with pytest.raises(ValueError, match="train_model.compile=true needs a C"):
+    with pytest.raises(ValueError, match="train_model.compile=true can't be had: there is no C"):
         TrainPolicy.load(folder, torch.float32, compile=True)
 
 

@@ -18,7 +18,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from grpo_rl.policies import compiled
+from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.lora import LoRA, adapted_layers, adapters_off, add_adapters, base_weights, check_quantization
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.testing import KeepFp64, random_group, save_tiny_model, to_fp64
@@ -205,7 +205,7 @@ def test_a_reference_that_is_interrupted_while_it_begins_leaves_the_policy_as_it
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not compiled.can_compile("cpu"), reason="no C++ compiler")
+@pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
 def test_compiled_mlps_use_the_adapters_and_are_compiled_once(folder):
     counters, graphs = torch._dynamo.utils.counters, []
     breaks = dict(counters["graph_break"])

@@ -31,6 +31,7 @@ from grpo_rl.engines.fingerprint import add
 from grpo_rl.engines.vllm.arguments import engine_arguments
 from grpo_rl.engines.vllm.executor import NamelessExecutor
 from grpo_rl.engines.vllm.lora import adapter_request
+from grpo_rl.engines.vllm.refusals import refusals_explained
 from grpo_rl.engines.vllm.sampling import samples_with_versions, sampling_params, version_number
 from grpo_rl.engines.vllm.shared_transfer import BACKEND
 from grpo_rl.engines.vllm.worker import WorkerExtension
@@ -107,7 +108,8 @@ class AsyncVLLMEngine:
             worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
             weight_transfer_config=WeightTransferConfig(BACKEND if transfer == "shared_memory" else transfer),
         )
-        self._llm: AsyncLLM | None = AsyncLLM.from_engine_args(arguments)
+        with refusals_explained(gpu_memory_utilization, max_model_len):
+            self._llm: AsyncLLM | None = AsyncLLM.from_engine_args(arguments)
         manager = self._llm.engine_core.resources.engine_manager
         self.pids = [process.pid for process in getattr(manager, "processes", ())]
         """Process ids of vLLM's core."""

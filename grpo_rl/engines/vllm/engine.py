@@ -24,6 +24,7 @@ from grpo_rl.engines.base import ADAPTER_NAME, Samples, Sampling, check_request
 from grpo_rl.engines.fingerprint import add
 from grpo_rl.engines.vllm.arguments import engine_arguments
 from grpo_rl.engines.vllm.lora import adapter_request
+from grpo_rl.engines.vllm.refusals import refusals_explained
 from grpo_rl.engines.vllm.sampling import samples_of, sampling_params
 from grpo_rl.engines.vllm.worker import WorkerExtension
 
@@ -44,7 +45,8 @@ class VLLMEngine:
         adapter_targets: last names of the layers that it adapts, as the checkpoint has them.
 
     Raises:
-        ValueError: vLLM refuses the model or the settings, or has no kernels for adapters in this dtype.
+        ValueError: vLLM refuses the model or the settings, has too little memory, or has no kernels for adapters in
+            this dtype.
     """
 
     def __init__(
@@ -81,8 +83,13 @@ class VLLMEngine:
             adapter_targets,
         )
         extension = f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"
-        with threads_kept() if torch.cuda.is_available() else nullcontext():
+        before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        threads = threads_kept() if torch.cuda.is_available() else nullcontext()
+        with threads, refusals_explained(gpu_memory_utilization, max_model_len):
             self._llm = LLM(**arguments, use_tqdm_on_load=False, worker_extension_cls=extension)
+        held = torch.cuda.memory_allocated() - before if torch.cuda.is_available() else 0
+        self.held_gib = held / 2**30
+        """GPU memory that the engine holds in this process: weights, KV cache and graphs; also while it sleeps."""
         # vLLM freezes the garbage collector's view of what exists, to spare an engine's own process work. Here that
         # takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.
         gc.unfreeze()

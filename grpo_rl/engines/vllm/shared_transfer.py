@@ -21,12 +21,17 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from grpo_rl.engines.base import ADAPTER_NAME
 from grpo_rl.engines.shared_memory import HEADER_WORDS, Part, one_thread_less, parts, trainers_memory
+from grpo_rl.engines.vllm.refusals import report_failures
 
 BACKEND = "grpo_rl_shared_memory"
 
 
 def register() -> None:
-    """Registers the transfer with vLLM as :data:`BACKEND`; may be called any number of times."""
+    """Registers the transfer with vLLM as :data:`BACKEND`; may be called any number of times.
+
+    As vLLM calls it first in each of its processes, it also has them report why they do not start.
+    """
+    report_failures()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, SharedMemoryEngine.__name__)
 
