@@ -55,10 +55,10 @@ def test_weights_travel_as_the_devices_allow(folder, visible, asked, transfer):
 @pytest.mark.parametrize(
     ("visible", "words", "message"),
     [
-        (0, ["ipc"], "no GPU is there, and inference_model.transfer=ipc reaches an engine on the trainer's own GPU only; "
-                     "leave the setting out for shared_memory"),
-        (2, ["ipc"], "engines have GPUs of their own, and inference_model.transfer=ipc reaches an engine on the trainer's "
-                     "own GPU only; leave the setting out for nccl"),
+        (0, ["ipc"], "no GPU is there, and inference_model.transfer=ipc reaches an engine on the trainer's own GPU "
+                     "only; leave the setting out for shared_memory"),
+        (2, ["ipc"], "engines have GPUs of their own, and inference_model.transfer=ipc reaches an engine on the "
+                     "trainer's own GPU only; leave the setting out for nccl"),
         (1, ["nccl"], "inference_model.transfer=nccl sends between GPUs, and cuda:0 trains and samples; leave the "
                       "setting out for ipc"),
         (0, ["nccl"], "no GPU is there for inference_model.transfer=nccl, which"),
@@ -140,14 +140,7 @@ def test_an_engine_that_is_replaced_beside_a_trainer_gets_the_cache_that_was_mea
     settings, made = settings_of(folder), []
 
     class Engine:
-        name, node, dtype, takes_adapters, proves_bytes, max_model_len = (
-            "engine 0",
-            "here",
-            torch.bfloat16,
-            False,
-            False,
-            9,
-        )
+        name, node = "engine 0", "here"
 
         async def cache_bytes(self):
             return 12345

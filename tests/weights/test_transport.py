@@ -260,6 +260,17 @@ def test_an_update_of_everything_and_one_of_nothing_are_whole():
     Receives().update([], [])
 
 
+def test_on_a_gpu_later_updates_are_written_over_what_vllm_has_loaded():
+    receives = Receives()
+    receives.end.model.bfloat16()
+    del receives.end._load  # the real one
+    receives.end._in_place = True
+    receives.memory.write(64, expected := torch.tensor([[1.0, 2.0], [3.0, 4.0]]).bfloat16())
+    place = receives.end.model.weight.data_ptr()
+    receives.update([["weight", "bfloat16", [2, 2], 64, 0, 4]], ["weight"])
+    assert torch.equal(receives.end.model.weight, expected) and receives.end.model.weight.data_ptr() == place
+
+
 @pytest.mark.filterwarnings("error")
 def test_an_engine_reads_the_trainers_memory_and_nothing_else(tmp_path):
     pytest.importorskip("vllm")
@@ -528,9 +539,8 @@ def test_a_gpus_memory_is_opened_by_a_handle_that_vllms_messages_carry(model, on
 def test_memory_of_another_gpu_is_refused_with_the_way_through_the_host(one_gpu):
     from grpo_rl.engines.shared_memory import trainers_gpu_memory
 
-    with pytest.raises(
-        RuntimeError, match="can't be opened on cuda:0 .*invalid resource.*transfer=shared_memory takes"
-    ):
+    message = "can't be opened on cuda:0 .*invalid resource.*transfer=shared_memory takes the way through the host"
+    with pytest.raises(RuntimeError, match=message):
         trainers_gpu_memory([b"gone", 8, 0, False], 8, torch.device("cuda", 0))
 
 
