@@ -244,7 +244,8 @@ class GpuMemory:
         self._bytes = torch.empty(self.size, dtype=torch.uint8, device=device)
         # PyTorch counts who opens it. An engine that died has not given it back: the memory then stays until this
         # process ends, as it would have anyway.
-        self.handle, self.key = handle_of(self._bytes), uuid.uuid4().hex
+        self.handle: list[Any] | None = handle_of(self._bytes)
+        self.key = uuid.uuid4().hex
 
     def start(self, number: int) -> int:
         """See :meth:`Memory.start`."""

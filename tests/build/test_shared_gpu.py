@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -154,7 +155,7 @@ def test_an_engine_that_is_replaced_beside_a_trainer_gets_the_cache_that_was_mea
     monkeypatch.setattr(asynchronous, "launch", launch)
     monkeypatch.setattr(asynchronous, "FleetEngine", lambda fleet, loop, transport: (fleet, loop))
     plan = plan_of(settings)
-    fleet, loop = asynchronous.make_engine(settings, folder, site.Site(plan, None, 0, 1))
+    fleet, loop = cast(Any, asynchronous.make_engine(settings, folder, site.Site(plan, None, 0, 1)))
     try:
         loop.run(asyncio.wait_for(fleet._launch(0), 10))
         assert [arguments.get("cache_bytes") for arguments in made] == [None, 12345]
