@@ -134,6 +134,10 @@ class RayEngine:
         """See :meth:`grpo_rl.engines.base.AsyncEngine.check_health`."""
         await self._call("check_health")
 
+    async def cache_bytes(self) -> int:
+        """See :meth:`grpo_rl.engines.vllm.asynchronous.AsyncVLLMEngine.cache_bytes`."""
+        return await self._call("cache_bytes")
+
     async def sleep(self) -> None:
         """See :meth:`grpo_rl.engines.base.AsyncEngine.sleep`."""
         await self._call("sleep")

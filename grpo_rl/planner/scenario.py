@@ -27,6 +27,7 @@ from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE, Work
 from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
 from grpo_rl.policies.lora import LoRA
+from grpo_rl.settings.derived import responses_at_once
 from grpo_rl.settings.schema import Settings
 
 
@@ -149,10 +150,11 @@ class Scenario:
         averages = 4 * (self.settings.ref_model.refresh == "average")
         return self.has_reference * self.shape.parameters * (self.shape.itemsize + averages) / self.shards(ranks)
 
-    def engine(self, size: int) -> EngineMemory:
-        """Memory of each device of an engine that is spread over so many."""
-        device, utilization = self.cluster.device, self.settings.inference_model.gpu_memory_utilization
-        return engine_memory(self.shape, size, device.memory, utilization, device.kind)
+    def engine(self, size: int, engines: int = 1) -> EngineMemory:
+        """Memory of each device of an engine that is spread over so many, one of so many engines."""
+        device, model = self.cluster.device, self.settings.inference_model
+        responses, share = responses_at_once(self.settings, engines), model.gpu_memory_utilization
+        return engine_memory(self.shape, size, device.memory, share, device.kind, responses, model.max_num_seqs)
 
     def engine_sizes(self, devices: int) -> list[int]:
         """Tensor-parallel sizes that divide so many devices and the model's heads, within a node."""

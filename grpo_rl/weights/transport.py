@@ -77,7 +77,7 @@ class InProcess:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._is_new = engine, True
-        self._batch: tuple[torch.device, Batch | None] | None = None
+        self._marks = Marks()
         self.dtype, self.takes_adapters = engine.dtype, engine.takes_adapters
 
     def fingerprint(self, name: str, tensor: Tensor) -> SupportsInt:
@@ -85,11 +85,7 @@ class InProcess:
 
         The first push is verified by reading the packed weights back, as :meth:`held` does.
         """
-        if self._batch is None or self._batch[0] != tensor.device:
-            self._batch = tensor.device, batch_on(tensor.device)
-        if self._batch[1]:
-            return self._batch[1].add(tensor)
-        return proof(name, tensor, self._engine.proves_bytes and not self._is_new)
+        return self._marks.mark(name, tensor, self._engine.proves_bytes and not self._is_new)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
         """See :meth:`Transport.send`."""
@@ -108,9 +104,9 @@ class InProcess:
     def paused(self, only_new: bool = False) -> Iterator[bool]:
         """Pauses nothing: the engine samples when it is called. One that sleeps is woken."""
         self._engine.wake()
-        self._batch = None
+        self._marks = Marks()
         yield self._is_new
-        self._is_new, self._batch = False, None
+        self._is_new, self._marks = False, Marks()
 
 
 def noting_shapes(weights: Iterable[tuple[str, Tensor]], shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
@@ -119,6 +115,19 @@ def noting_shapes(weights: Iterable[tuple[str, Tensor]], shapes: dict[str, torch
         shapes[name] = tensor.shape
         yield name, tensor
         del tensor  # before the next one is made
+
+
+class Marks:
+    """The numbers by which engines prove what they hold of one push; on a GPU computed later, many at a time."""
+
+    def __init__(self) -> None:
+        self._batch: tuple[torch.device, Batch | None] | None = None
+
+    def mark(self, name: str, tensor: Tensor, by_bytes: bool) -> SupportsInt:
+        """The tensor's :func:`proof`."""
+        if self._batch is None or self._batch[0] != tensor.device:
+            self._batch = tensor.device, batch_on(tensor.device)
+        return self._batch[1].add(tensor) if self._batch[1] else proof(name, tensor, by_bytes)
 
 
 def proof(name: str, tensor: Tensor, by_bytes: bool) -> int:

@@ -118,7 +118,7 @@ def test_wrong_numbers_are_told_with_the_remedy(overrides, message):
 BY_HAND = {
     "true or false": "env.isolated inference_model.enforce_eager train_model.compile",
     "a whole number": """train_model.num_devices ref_model.num_devices inference_model.num_devices ray.nodes
-        inference_model.tensor_parallel_size train.gradient_accumulation_steps""",
+        inference_model.tensor_parallel_size inference_model.max_num_seqs train.gradient_accumulation_steps""",
     "a number": """env.score_timeout_s inference_model.deadline_s loss.advantage_clip
         loss.dual_clip loss.normalizer policy.stop_kl policy.target_kl train.reward_clip train_model.lora.alpha
         train_model.timeout_s""",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from grpo_rl.engines.capacity import batch_tokens
 from grpo_rl.engines.vllm.cpu import cpu_arguments
 from grpo_rl.engines.vllm.lora import adapter_arguments
 
@@ -23,14 +24,26 @@ def engine_arguments(
     max_num_seqs: int,
     adapter_rank: int,
     adapter_targets: Sequence[str],
+    cache_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM` and `AsyncEngineArgs`; ours are those of `grpo_rl.engines.vllm.engine.VLLMEngine`.
+
+    A group's responses are requests of their own that arrive together: with the prefix cache the first one computes the
+    full blocks of their prompt, and prompts are computed in parts beside responses under way.
+
+    Args:
+        cache_bytes: of the KV cache on a GPU; None: what vLLM finds to be left of its share.
 
     Raises:
         ValueError: vLLM has no kernels for adapters in this dtype.
     """
     on_gpu = torch.cuda.is_available()
     gpu_arguments: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
+    if on_gpu:
+        tokens = batch_tokens(torch.cuda.get_device_properties(0).total_memory)
+        gpu_arguments["max_num_batched_tokens"] = max(max_num_seqs, min(tokens, max_num_seqs * max_model_len))
+        gpu_arguments["enable_chunked_prefill"] = True
+        gpu_arguments["kv_cache_memory_bytes"] = cache_bytes
     if enforce_eager is None:
         gpu_arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # 0: no compilation
     return {

@@ -55,10 +55,13 @@ class AsyncVLLMEngine:
         name: for messages.
         deadline_s: seconds in which the process has to answer a call; longer than the longest step of sampling, as some
             calls wait for the one under way.
-        transfer: how weights come: ``shared_memory``, or vLLM's own ``nccl`` and ``ipc``, for GPUs.
+        transfer: how weights come: through the host's ``shared_memory``, through memory of the trainer's own GPU
+            (``ipc``), or by vLLM's own ``nccl``, between GPUs.
         keep_cache: a response under way in an update keeps the keys and values of its past, made by older weights,
             instead of having them computed anew. Requests that are made once :meth:`pause` has returned never read
             what older weights have made; those that waited in the queue then may.
+        cache_bytes: of the KV cache on a GPU; None: what vLLM finds to be left of its share. It can tell only while
+            nobody else takes or frees memory there.
 
     Raises:
         ValueError: as :class:`grpo_rl.engines.vllm.engine.VLLMEngine`.
@@ -80,6 +83,7 @@ class AsyncVLLMEngine:
         deadline_s: float = 60.0,
         transfer: str = "shared_memory",
         keep_cache: bool = False,
+        cache_bytes: int | None = None,
     ) -> None:
         self.name, self.deadline_s, self.version = name, deadline_s, 0
         self.max_model_len, self.dtype = max_model_len, getattr(torch, dtype)
@@ -100,13 +104,14 @@ class AsyncVLLMEngine:
             max_num_seqs,
             adapter_rank,
             adapter_targets,
+            cache_bytes,
         )
         if tensor_parallel_size == 1:
             settings["distributed_executor_backend"] = NamelessExecutor
         arguments = AsyncEngineArgs(
             **settings,
             worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
-            weight_transfer_config=WeightTransferConfig(BACKEND if transfer == "shared_memory" else transfer),
+            weight_transfer_config=WeightTransferConfig(transfer if transfer == "nccl" else BACKEND),
         )
         with refusals_explained(gpu_memory_utilization, max_model_len):
             self._llm: AsyncLLM | None = AsyncLLM.from_engine_args(arguments)
@@ -203,6 +208,10 @@ class AsyncVLLMEngine:
     async def weight_version(self) -> int:
         """Version of the weights, according to the process."""
         return version_number(await self._within("asking for its version", self._core.get_weight_version()))
+
+    async def cache_bytes(self) -> int:
+        """Bytes of the KV cache that vLLM found to be left when it started; 0 on a CPU."""
+        return (await self._within("asking for its cache", self._core.collective_rpc("cache_bytes")))[0]
 
     async def fingerprints(self, shapes: Mapping[str, Sequence[int]], read_back: bool = False) -> dict[str, int]:
         """See :meth:`grpo_rl.engines.base.AsyncEngine.fingerprints`."""

@@ -64,6 +64,10 @@ class WorkerExtension:
         if hasattr(self.weight_transfer_engine, "abandon"):  # vLLM's own transfers have nothing to give up
             self.weight_transfer_engine.abandon()
 
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache, as vLLM counted them when it started; 0 on a CPU."""
+        return int(getattr(self, "available_kv_cache_memory_bytes", 0)) if torch.cuda.is_available() else 0
+
     def held_fingerprints(self, shapes: dict[str, list[int]], dtype: str, as_digests: bool) -> dict[str, int]:
         """This worker's share of the fingerprint of each checkpoint tensor, 0 where another worker counts it.
 
