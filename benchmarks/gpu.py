@@ -176,6 +176,7 @@ def measure(function: Callable[[Place], Figures], place: Place, limit_s: float, 
                 figures |= dict([content])
             else:
                 ended, failed = content, kind == "failed"
+                process.join(GRACE_S)  # it has said all, and puts its things away
                 break
     except EOFError:
         process.join()

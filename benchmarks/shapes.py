@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import harness
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
@@ -45,5 +46,7 @@ def model_folder(shape: str, folder: Path, device: str = "cpu") -> Path:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(made)
+        del model
+        harness.release_gpu()  # arms in other processes need it
         made.rename(whole)
     return whole

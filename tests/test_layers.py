@@ -55,8 +55,6 @@ WHOLE_CONFIG = {
 """Where a parameter may be the whole config, as Hydra's or as the checked one."""
 MAX_LINES, MAX_IMPORTED = 400, 12
 """Of a file: lines, and modules of ours that it imports; those of build/ may import more."""
-
-
 def python_files(root: Path) -> list[Path]:
     """Every source file once: the links grpo_rl/envs and grpo_rl/config are not followed."""
     files = []

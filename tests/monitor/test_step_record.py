@@ -41,8 +41,12 @@ def test_what_a_loss_doesnt_have_is_not_logged():
 def test_correction_weights_are_told_by_mean_share_at_a_bound_and_effective_sample_size():
     # Weights 2, 2, 1, 0: mean 5/4, three of four at a bound, and 5^2 / (4 * 9) of the tokens' worth.
     record = StepRecord()
-    record.add(*micro_batch([-1.0] * 2, [True] * 2, tokens=2.0, correction=4.0, correction_squared=8.0, corrected=2))
-    record.add(*micro_batch([-1.0] * 2, [True] * 2, tokens=2.0, correction=1.0, correction_squared=1.0, corrected=1))
+    record.add(
+        *micro_batch([-1.0] * 2, [True] * 2, tokens=2.0, correction=4.0, correction_squared=8.0, corrected=2)
+    )
+    record.add(
+        *micro_batch([-1.0] * 2, [True] * 2, tokens=2.0, correction=1.0, correction_squared=1.0, corrected=1)
+    )
     metrics = record.metrics(sampled_tokens=0, step_s=1.0)
     assert (metrics["correction/mean"], metrics["correction/bounded_fraction"]) == (1.25, 0.75)
     assert metrics["correction/ess"] == pytest.approx(25 / 36)
