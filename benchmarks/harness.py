@@ -168,7 +168,7 @@ def summarize(reports: list[dict]) -> dict:
     names = list(dict.fromkeys(name for report in reports for name in report))
     return {
         "median": {name: statistics.median(report[name] for report in reports if name in report) for name in names},
-        "steps_s": [report["step_s"] for report in reports],
+        "steps_s": [report["step_s"] for report in reports if "step_s" in report],
     }
 
 
@@ -258,6 +258,12 @@ def synchronize(device: str) -> None:
     """Waits for the GPU, where there is one to wait for."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def release_gpu() -> None:
+    """Returns the GPU memory that torch keeps for later use, so that another arm on the same GPU can have it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def peak_above(work: Callable[[], object], device: str = "cpu") -> int:

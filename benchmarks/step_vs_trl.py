@@ -59,6 +59,8 @@ class Work:
     prompt_tokens: tuple[int, ...]
     repeats: int
     response: int
+    engine_share: float | None = None
+    """The part of a GPU's memory that the engine of each arm takes; None: each arm's default."""
 
     @property
     def responses(self) -> int:
@@ -129,6 +131,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
         f"train.optim_batch_size={work.responses}",
         f"sampling.max_new_tokens={work.response}",
         f"inference_model.max_model_len={max(work.prompt_tokens) + work.response}",
+        *([f"inference_model.gpu_memory_utilization={work.engine_share}"] if work.engine_share else []),
         *overrides,
     ]
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
@@ -147,7 +150,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     best = None
     try:
         while steps.wait():
-            rates = measure_rates(policy.model.dtype, policy.device, seconds=2)
+            rates = measure_rates(policy.model.dtype, policy.device, seconds=2 if policy.device.type == "cpu" else 0.2)
             best = rates.best(best) if best else rates
             start = time.perf_counter()
             groups = collector.collect(work.repeats)
@@ -173,6 +176,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
                 gemm_gflops_per_s=rates.gemm_flops_per_s / 1e9,
                 memory_gb_per_s=rates.bytes_per_s / 1e9,
             )
+            harness.release_gpu()
     finally:
         engine.close()
 
@@ -197,6 +201,7 @@ def trl_arm(steps: harness.Steps, work: Work, setting: TRLSetting) -> None:
     class TakeTurns(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             steps.done()
+            harness.release_gpu()
             control.should_training_stop = not steps.wait()
 
     minimum = "min_tokens" if setting.generation == "vllm" else "min_new_tokens"
@@ -225,6 +230,7 @@ def trl_arm(steps: harness.Steps, work: Work, setting: TRLSetting) -> None:
                 vllm_mode="colocate",
                 vllm_max_model_length=max(work.prompt_tokens) + work.response,
                 vllm_importance_sampling_correction=False,  # one forward less
+                **({"vllm_gpu_memory_utilization": work.engine_share} if work.engine_share else {}),
                 temperature=1.0,
                 top_p=1.0,
                 top_k=0,

@@ -452,6 +452,7 @@ def test_the_command_prints_a_plan_and_ends_with_one_where_it_does_not_fit(capsy
 
 
 QWEN = {
+    "0_5b": (494_032_768, (151936, 896, 4864, 24, 14, 2, True)),
     "1_5b": (1_543_714_304, (151936, 1536, 8960, 28, 12, 2, True)),
     "7b": (7_615_616_512, (152064, 3584, 18944, 28, 28, 4, False)),
 }
@@ -463,6 +464,8 @@ SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 @pytest.mark.parametrize(
     ("recipe", "cluster"),
     [
+        ("qwen_0_5b_1gpu", "1xH100"),
+        ("qwen_1_5b_1gpu", "1xH100"),
         ("plan_1_5b_1gpu", "1xH100"),
         ("plan_1_5b_2gpus", "2xH100"),
         ("plan_1_5b_3gpus", "3xH100"),
@@ -479,7 +482,7 @@ def test_a_planned_recipe_fits_the_cluster_that_it_names(recipe, cluster, tmp_pa
             config = dict(zip(SHAPE, numbers, strict=True))
             Qwen2Config(**config, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
             assert Shape.load(str(folder), torch.bfloat16).parameters == parameters
-    mode = "sync" if "1_5b" in recipe else "async"
+    mode = "sync" if "_5b" in recipe else "async"
     cfg = compose_config("grpo_gsm8k", [f"+experiment={recipe}", f"model.name={folder}", f"mode={mode}"])
     asked = Scenario(cfg := Settings.read(cfg), skeleton(folder).bfloat16(), Cluster.parse(cluster))
     plan = make_plan(asked)
