@@ -1,6 +1,6 @@
 # make train: trains a small real model on this machine; everything it needs is installed first, into .venv.
 # make test:  lint, types, tests and doctests, likewise.
-# make quick: lint, types and the tests that need no engine, for the inner loop.
+# make quick: lint, types and the fast tests that need no engine, for the inner loop.
 # make test-models: every causal language model of transformers against its own forward, a minute or two.
 # make gpu-check: tests marked gpu, then benchmarks/gpu.py (8 minutes at most); without a GPU at toy sizes.
 # Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=3, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
@@ -27,7 +27,7 @@ endif
 help:
 	@echo "make train   install, then train the quickstart (7 to 15 minutes on 2 CPU cores); ARGS='optimizer.lr=2e-5 ...'"
 	@echo "make test    install, then lint, types, tests, doctests"
-	@echo "make quick   install, then lint, types and the tests that need no engine (90 seconds on 2 CPU cores)"
+	@echo "make quick   install, then lint, types and the fast tests that need no engine (90 seconds on 2 CPU cores)"
 	@echo "make test-models   install, then all models that transformers has, against their own forward"
 	@echo "make setup   only install, with what the tests need"
 	@echo "make bench   install, then all benchmarks and benchmarks/README.md; wants a quiet machine, and \$$GRPO_RL_DATA"

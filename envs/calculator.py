@@ -57,9 +57,7 @@ class Calculator(ToolTask):
         tool_use: paid where an expression with an operation was calculated, and a later message of the policy has its
             result, as a number.
         answer_format: paid where the last message ends on ``<answer>``, a number, ``</answer>``.
-        form: in which the prompt shows a call, see `grpo_rl.envs.tools.calls`; both forms are read.
-        tool_role: of results: ``tool``, or ``user`` for chat templates that know no such role.
-        system_prompt: the first message, with ``{call}`` where a call stands; None or an empty text leaves it out.
+        form, tool_role, system_prompt: see :class:`~grpo_rl.envs.tools.task.ToolTask`.
         examples: ``question``, ``call`` and ``answer`` of solved problems, shown as earlier turns.
 
     Raises:

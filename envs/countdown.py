@@ -75,8 +75,7 @@ class Countdown(Task):
         shown = []
         for index, example in enumerate(examples or ()):
             row, where = _checked(dict(example), f"env.examples[{index}]"), f"env.examples[{index}]"
-            if not isinstance(row.get("response"), str):
-                raise ValueError(f"{where} has no text response; its columns are {list(row)}")
+            tables.check_columns(row, {"response": str}, where)
             expression = last_answer(row["response"]) or ""
             if not self._is_right(row, expression):
                 raise ValueError(

@@ -13,7 +13,7 @@ from grpo_rl.envs.grading.numbers import extract_answer
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening, raised
 
-COLUMNS = ("question", "answer")
+COLUMNS = {"question": str, "answer": str}
 HUB_NAME = "openai/gsm8k"
 HUB_SPLITS = ("train", "test")
 SHIPPED = {
@@ -78,10 +78,13 @@ class GSM8K(Task):
         }  # fmt: skip
         check_weights(self._weights)
         for name, pattern in (("reasoning_pattern", reasoning_pattern), ("answer_pattern", answer_pattern)):
-            _check_pattern(name, pattern)
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise ValueError(f"env.reward.{name}={pattern!r} is no regular expression: {error}") from error
         self._patterns = (reasoning_pattern, answer_pattern)
         for index, example in enumerate(examples or ()):
-            check_columns(example, f"env.examples[{index}]")
+            tables.check_columns(example, COLUMNS, f"env.examples[{index}]")
         self._before = opening(system_prompt, [(example["question"], example["answer"]) for example in examples or ()])
         self.rows = rows
         check_gold(rows)
@@ -136,7 +139,7 @@ def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict
     """Problems with ``question`` and ``answer``.
 
     Args:
-        path: a JSONL file, or a name of :data:`SHIPPED`; None takes ``openai/gsm8k`` from the hub (or its cache).
+        path: a JSON or JSONL file, or a name of :data:`SHIPPED`; None takes ``openai/gsm8k`` of the hub (or its cache).
         split: of the hub's data, ``train`` or ``test``; a file is one split.
 
     Raises:
@@ -145,26 +148,10 @@ def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict
     >>> load_rows("quickstart-test")[0]["answer"].splitlines()[-1]
     '#### ...'
     """
-    if path is None:
-        if split not in HUB_SPLITS:
-            raise ValueError(f"{HUB_NAME} has no split {split!r}; it has {' and '.join(HUB_SPLITS)}")
-        data = tables.hub_data(f"{HUB_NAME}:main", split)
-        rows = ((f"{HUB_NAME} {split}, row {index}", dict(row)) for index, row in enumerate(data))
-        return tables.checked_rows(rows, check_columns, f"{HUB_NAME} {split}")
-    file = SHIPPED.get(str(path), path)
-    wanted = f"a JSONL file with {' and '.join(COLUMNS)}, or one of {', '.join(SHIPPED)}"
-    return tables.checked_rows(tables.line_rows(file, wanted), check_columns, str(file))
-
-
-def check_columns(row: object, where: str) -> None:
-    """Raises ValueError unless ``row`` has its columns, as texts."""
-    if not isinstance(row, Mapping):
-        raise ValueError(f"{where} is no object with {' and '.join(COLUMNS)}, but {str(row)[:80]!r}")
-    for column in COLUMNS:
-        if column not in row:
-            raise ValueError(f"{where} has no {column}; its columns are {list(row)}; rename or add the column")
-        if not isinstance(row[column], str):
-            raise ValueError(f"{where}: {column} is {row[column]!r}; it must be a text")
+    if path is None and split not in HUB_SPLITS:
+        raise ValueError(f"{HUB_NAME} has no split {split!r}; it has {' and '.join(HUB_SPLITS)}")
+    file, alternatives = SHIPPED.get(str(path), path), f", or one of {', '.join(SHIPPED)}"
+    return [row for _, row in tables.placed_rows(file, f"{HUB_NAME}:main", split, COLUMNS, alternatives)]
 
 
 def check_gold(rows: Sequence[dict]) -> None:
@@ -182,13 +169,6 @@ def gold_number(row: dict) -> str | None:
 
 # The responses to one question come in one call, and each needs the gold answer.
 _gold = lru_cache(maxsize=64)(extract_answer)
-
-
-def _check_pattern(name: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise ValueError(f"env.reward.{name}={pattern!r} is no regular expression: {error}") from error
 
 
 GSM8KEnv = TaskSpec(GSM8K, load_rows)

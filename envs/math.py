@@ -63,9 +63,7 @@ class Math(Task):
             raise ValueError(f"env.reward.deadline_s={deadline_s}; a comparison needs some seconds")
         self._deadline_s = deadline_s
         for index, example in enumerate(examples or ()):
-            for column in ("problem", "solution"):
-                if not isinstance(example.get(column), str):
-                    raise ValueError(f"env.examples[{index}] has no text {column}; its columns are {list(example)}")
+            tables.check_columns(example, {"problem": str, "solution": str}, f"env.examples[{index}]")
         shown = [(example["problem"], example["solution"]) for example in examples or ()]
         self._before = opening(system_prompt, shown)
         self.rows = rows
@@ -136,14 +134,9 @@ def _checked(row: dict, where: str) -> dict:
         answer = str(answer)  # as some sets of integer answers write it
     if answer not in (None, ""):
         row["answer"] = answer
-    for columns in (("problem",), ("answer", "solution")):
-        given = next((column for column in columns if column in row), None)
-        if given is None:
-            raise ValueError(
-                f"{where} has no {' or '.join(columns)}; its columns are {list(row)}; rename or add the column"
-            )
-        if not isinstance(row[given], str):
-            raise ValueError(f"{where}: {given} is {row[given]!r}; it must be a text")
+    # A row that has neither is told to lack "answer or solution".
+    given = next((column for column in ("answer", "solution") if column in row), "answer or solution")
+    tables.check_columns(row, {"problem": str, given: str}, where)
     return row
 
 

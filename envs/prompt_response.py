@@ -139,9 +139,7 @@ class PromptResponse(Task):
         [result] = workers.map([(batch, len(rows))], self._deadline_s)
         if isinstance(result, TimeoutError):
             raise TimeoutError(f"{', '.join(names)} gave no result within {self._deadline_s:g} s, and was killed")
-        if isinstance(result, Exception):
-            raise result
-        return result
+        return raised(result)
 
     def _batch(
         self, functions: Sequence[RewardFunction], rows: Sequence[dict], responses: Sequence[str]

@@ -91,7 +91,7 @@ TWO_STEP = (
     Template("{n} has {0} {t}, buys {1} more and gives away {2}. How many {t} are left?", _add_subtract, "+-"),
 )  # fmt: skip
 
-_COMPUTE: dict[str, Callable[[int, int], int]] = {
+COMPUTE: dict[str, Callable[[int, int], int]] = {
     "+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__,
 }  # fmt: skip
 
@@ -104,7 +104,7 @@ def solution(numbers: Numbers, operators: str) -> str:
     """
     value, lines = numbers[0], []
     for operator, number in zip(operators, numbers[1:], strict=True):
-        result = _COMPUTE[operator](value, number)
+        result = COMPUTE[operator](value, number)
         lines.append(f"{value} {operator} {number} = {result}")
         value = result
     return "\n".join([*lines, f"#### {value}"])

@@ -73,10 +73,7 @@ class SearchQA(ToolTask):
             measured all the same.
         results: documents that a search shows.
         max_result_chars: of each document's text.
-        form: in which the prompt shows a search, see `grpo_rl.envs.tools.calls`; both forms are read.
-        tool_role: of results: ``tool``, or ``user`` for chat templates that know no such role.
-        system_prompt: the first message, with ``{call}`` where a search stands; None or an empty text leaves it out.
-        examples: ``question``, ``call``, ``result`` and ``answer`` of answered questions, shown as earlier turns.
+        form, tool_role, system_prompt, examples: see :class:`~grpo_rl.envs.tools.task.ToolTask`.
 
     Raises:
         ValueError: a setting makes no sense, an example lacks a key, or documents are to be found and a row names none.
@@ -195,9 +192,7 @@ def load_rows(
 
 
 def _question(row: Mapping, where: str) -> dict:
-    for column in ("question", "answer"):
-        if not isinstance(row.get(column), str):
-            raise ValueError(f"{where} has no text {column}; its columns are {list(row)}; rename or add the column")
+    tables.check_columns(row, {"question": str, "answer": str}, where)
     facts = row.get("supporting_facts") or []
     try:
         # The hub turns the file's list of pairs into a pair of lists.

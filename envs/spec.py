@@ -1,7 +1,11 @@
-"""TaskSpec: a task, the loader of its rows, and the environment of both. It imports torch only when it is called."""
+"""TaskSpec: a task, the loader of its rows, and the environment of both; and the specs that ``env.dataset`` can name.
+
+A spec imports torch only when it is called, and a task's module is imported when its task is asked for.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,3 +81,24 @@ class TaskSpec:
     def rows(self, path: str | Path | None, split: str, settings: Mapping[str, Any]) -> Sequence[dict]:
         """The rows at ``path``, loaded with those of ``settings`` that are the loader's."""
         return self.load_rows(path, split, **{name: settings[name] for name in self.row_settings if name in settings})
+
+
+TASKS = {
+    "gsm8k": "GSM8KEnv",
+    "ifeval": "IFEvalEnv",
+    "math": "MathEnv",
+    "countdown": "CountdownEnv",
+    "calculator": "CalculatorEnv",
+    "search_qa": "SearchQAEnv",
+    "prompt_response": "PromptResponseEnv",
+}
+"""The module of each task, and the name of its :class:`TaskSpec` there."""
+
+
+def task_spec(name: str) -> TaskSpec:
+    """The task and the loader of ``env.dataset=name``.
+
+    >>> task_spec("gsm8k").load_rows("quickstart-test")[0]["answer"].splitlines()[-1]
+    '#### ...'
+    """
+    return getattr(importlib.import_module(f"grpo_rl.envs.{name}"), TASKS[name])

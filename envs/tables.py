@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
+Kind = type | UnionType
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
@@ -96,61 +98,75 @@ def hub_data(path: str, split: str) -> Any:
         raise ValueError(f"env.path={path}, split {split}: {error}") from error
 
 
-def line_rows(path: str | Path, wanted: str) -> Iterator[tuple[str, object]]:
-    """Each row of a JSONL file, with the place where it stands.
-
-    Args:
-        wanted: what the file should be, for messages.
-
-    Raises:
-        ValueError: the file can't be read, or a line of it is not JSON.
-    """
-    file = Path(path).expanduser()
-    return _lines(_text(path, file, wanted), file)
-
-
-def file_rows(path: str | Path, columns: str) -> Iterator[tuple[str, dict]]:
+def file_rows(path: str | Path, columns: str, alternatives: str = "") -> Iterator[tuple[str, dict]]:
     """Each object, with the place where it stands: of a file with one object a line, or with one list of objects.
 
     Args:
         columns: what an object must have, for messages.
+        alternatives: what else ``path`` may be, for messages.
 
     Raises:
         ValueError: the file can't be read, or something in it is no object.
     """
     file = Path(path).expanduser()
-    text = _text(path, file, f"a JSON or JSONL file with {columns}")
-    for where, row in _list(text, file) if text.lstrip().startswith("[") else _lines(text, file):
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"env.path={path} can't be read: {error}; give a JSON or JSONL file with {columns}{alternatives}"
+        ) from error
+    if text.lstrip().startswith("["):
+        rows = ((f"{file}, row {index}", row) for index, row in enumerate(_parsed(text, str(file))))
+    else:
+        rows = _lines(text, file)
+    for where, row in rows:
         if not isinstance(row, dict):
             raise ValueError(f"{where} is no object with {columns}, but {str(row)[:80]!r}")
         yield where, row
 
 
-def checked_rows(rows: Iterable[tuple[str, Any]], check: Callable[[Any, str], None], source: str) -> list[dict]:
-    """The rows, once ``check`` has looked at each and where it stands.
+def placed_rows(
+    path: str | Path | None, hub: str, split: str, columns: Mapping[str, Kind], alternatives: str = ""
+) -> list[tuple[str, dict]]:
+    """Each row of a JSON or JSONL file, or of the data set ``hub`` where ``path`` is None, with where it stands.
+
+    Args:
+        split: of the hub's data.
+        columns: see :func:`check_columns`.
+        alternatives: see :func:`file_rows`.
 
     Raises:
-        ValueError: there are none, or ``check`` refuses one.
+        ValueError: the rows can't be had, there are none, or one lacks a column.
     """
-    checked = []
+    if path is None:
+        rows = [(f"{hub} {split}, row {index}", dict(row)) for index, row in enumerate(hub_data(hub, split))]
+    else:
+        rows = list(file_rows(path, ", ".join(columns), alternatives))
+    if not rows:
+        raise ValueError(f"{hub if path is None else path} has no rows")
     for where, row in rows:
-        check(row, where)
-        checked.append(dict(row))
-    if not checked:
-        raise ValueError(f"{source} has no rows")
-    return checked
+        check_columns(row, columns, where)
+    return rows
 
 
-def _text(path: str | Path, file: Path, wanted: str) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"env.path={path} can't be read: {error}; give {wanted}") from error
+def check_columns(row: object, columns: Mapping[str, Kind], where: str) -> None:
+    """Raises ValueError unless ``row`` is an object with these columns, each of its type.
 
-
-def _list(text: str, file: Path) -> Iterator[tuple[str, object]]:
-    for index, row in enumerate(_parsed(text, str(file))):
-        yield f"{file}, row {index}", row
+    >>> check_columns({"question": "1 + 1?", "answer": 2}, {"question": str, "answer": str}, "row 0")
+    Traceback (most recent call last):
+    ...
+    ValueError: row 0: answer is 2, of type int; it must be of type str
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where} is no object with {', '.join(columns)}, but {str(row)[:80]!r}")
+    for column, kind in columns.items():
+        if column not in row:
+            raise ValueError(f"{where} has no {column}; its columns are {list(row)}; rename or add the column")
+        if not isinstance(value := row[column], kind):
+            raise ValueError(
+                f"{where}: {column} is {value!r:.80}, of type {type(value).__name__}; it must be of type "
+                f"{getattr(kind, '__name__', kind)}"
+            )
 
 
 def _lines(text: str, file: Path) -> Iterator[tuple[str, object]]:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.errors import HydraException
+
+COMMANDS = {
+    "batches": ("planner.commands", "draw how prompts, responses, optimizer steps and micro-batches fit together"),
+    "plan": ("planner.commands", "say what a config needs of a cluster: memory and seconds, by role and device"),
+    "doctor": ("cli", "ask every node of a Ray cluster whether it is fit for a run"),
+    "replay": ("replay.command", "recompute a step of a run under another loss"),
+    "export": ("cli", "write the model of a checkpoint as a folder"),
+}
+"""The module whose ``add_<command>`` declares a command's options, and has its description as docstring; its help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,9 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser("grpo-rl", description="Tools around training.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, (declare, says) in COMMANDS.items():
+    for name, (module, says) in COMMANDS.items():
         command = commands.add_parser(name, help=says)
         if name in arguments:
+            declare = getattr(importlib.import_module(f"grpo_rl.{module}"), f"add_{name}")
+            command.description = declare.__doc__
             declare(command)
     # Overrides may stand anywhere between the options, which argparse's own positionals may not.
     options, overrides = parser.parse_known_args(arguments)
@@ -30,31 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _batches(parser: argparse.ArgumentParser) -> None:
-    from grpo_rl.planner.commands import add_batches
-
-    add_batches(parser)
-
-
-def _plan(parser: argparse.ArgumentParser) -> None:
-    from grpo_rl.planner.commands import add_plan
-
-    add_plan(parser)
-
-
-def _replay(parser: argparse.ArgumentParser) -> None:
-    from grpo_rl.replay.command import add_replay
-
-    add_replay(parser)
-
-
-def _doctor(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "grpo-rl doctor --ray ADDRESS [options]"
-    parser.description = (
-        "Waits until all nodes of a Ray cluster are there, has each respond, compares their packages and checks "
-        "that all see the run's folder; starts nothing. Exit code 2: a node, which is named, is missing, silent or "
-        "different."
-    )
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Waits until all nodes of a Ray cluster are there, has each respond, compares their packages and checks that all
+    see the run's folder; starts nothing. Exit code 2: a node, which is named, is missing, silent or different.
+    """
     parser.add_argument(
         "--ray", required=True, metavar="ADDRESS", help="host:port of the head, or auto on a node of it"
     )
@@ -66,12 +57,10 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run_command=_examine)
 
 
-def _export(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "grpo-rl export CHECKPOINT FOLDER"
-    parser.description = (
-        "Writes the model of a checkpoint, sharded or not, as a folder that transformers and vLLM read; a finished "
-        "run has written model/ itself. Runs on the CPU, with 4 bytes a parameter of memory and half as much again."
-    )
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Writes the model of a checkpoint, sharded or not, as a folder that transformers and vLLM read; a finished run has
+    written model/ itself. Runs on the CPU, with 4 bytes a parameter of memory and half as much again.
+    """
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a run's checkpoints/checkpoint_*.pt")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="output folder; must be empty or absent")
     parser.set_defaults(run_command=_export_model)
@@ -101,15 +90,6 @@ def _export_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     export_checkpoint(options.checkpoint, options.folder)
     print(f"The model of {options.checkpoint} is in {options.folder}.")
     return 0
-
-
-COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
-    "batches": (_batches, "draw how prompts, responses, optimizer steps and micro-batches fit together"),
-    "plan": (_plan, "say what a config needs of a cluster: memory and seconds, by role and device"),
-    "doctor": (_doctor, "ask every node of a Ray cluster whether it is fit for a run"),
-    "replay": (_replay, "recompute a step of a run under another loss"),
-    "export": (_export, "write the model of a checkpoint as a folder"),
-}
 
 
 if __name__ == "__main__":

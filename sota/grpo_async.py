@@ -5,9 +5,6 @@ algorithm is that of sota/grpo.py; what differs is that a push reaches engines i
 tokens then come from several policy versions.
 """
 
-import grpo_rl.cluster.token  # noqa: F401, makes Ray require an auth token; before torchrl, which imports ray
-
-# isort: split
 from hydra.core.hydra_config import HydraConfig
 
 from grpo_rl.build.asynchronous import async_run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from grpo_rl.envs.quickstart import solution
+from grpo_rl.envs.quickstart import COMPUTE, solution
 
 _WORDS = {"+": "add {}", "-": "subtract {}", "*": "multiply by {}", "/": "divide by {}"}
 
@@ -36,18 +36,9 @@ def _chain(rng: random.Random) -> tuple[list[int], str]:
         divisors = [number for number in range(2, 100) if value % number == 0]
         signs = "+" + "-" * (value >= 200) + "*" * (value < 10**6) + "/" * bool(divisors and value >= 1000)
         sign = rng.choice(signs)
-        if sign == "+":
-            number = rng.randint(100, 9999)
-            value += number
-        elif sign == "-":
-            number = rng.randint(100, value - 100)
-            value -= number
-        elif sign == "*":
-            number = rng.randint(12, 99)
-            value *= number
-        else:
-            number = rng.choice(divisors)
-            value //= number
+        bounds = {"+": (100, 9999), "-": (100, value - 100), "*": (12, 99)}
+        number = rng.choice(divisors) if sign == "/" else rng.randint(*bounds[sign])
+        value = COMPUTE[sign](value, number)
         numbers.append(number)
         operators += sign
     return numbers, operators

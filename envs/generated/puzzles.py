@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from fractions import Fraction
 from random import Random
 from typing import Any
 
@@ -12,6 +11,7 @@ SPLITS = ("train", "test")
 HELD_OUT_SHARE = 10  # One in so many sets of numbers is held out.
 MAX_TRIES = 100_000
 
+_COMPUTE = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
 _LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2}
 _COMPOUND_ON_THE_RIGHT = {"+": 1, "-": 2, "*": 2, "/": 3}  # the weakest operand that needs no brackets there
 
@@ -73,8 +73,8 @@ class Puzzles(Sequence[dict]):
             numbers = [rng.randint(1, self._max_number) for _ in range(rng.choice(self._sizes))]
             if is_held_out(numbers) == (self._split == "test"):
                 target, solution = _combined(numbers, rng)
-                if target.denominator == 1 and 1 <= target <= self._max_target:
-                    return {"numbers": numbers, "target": int(target), "solution": solution}
+                if 1 <= target <= self._max_target:
+                    return {"numbers": numbers, "target": target, "solution": solution}
         raise ValueError(
             f"no puzzle found in {MAX_TRIES} tries: of {list(self._sizes)} numbers up to {self._max_number}, hardly "
             f"any reach a target up to {self._max_target}; lower max_number or raise max_target"
@@ -86,27 +86,20 @@ def is_held_out(numbers: Sequence[int]) -> bool:
     return zlib.crc32(repr(sorted(numbers)).encode()) % HELD_OUT_SHARE == 0
 
 
-def _combined(numbers: Sequence[int], rng: Random) -> tuple[Fraction, str]:
+def _combined(numbers: Sequence[int], rng: Random) -> tuple[int, str]:
     """All numbers combined in a random way: the value, and the expression.
 
     Steps are those of pencil and paper, without fractions and negative numbers.
     """
-    operands = [(Fraction(number), str(number), 3) for number in numbers]
+    operands = [(number, str(number), 3) for number in numbers]
     while len(operands) > 1:
         left, right = (operands.pop(rng.randrange(len(operands))) for _ in range(2))
         if left[0] < right[0]:
             left, right = right, left
         divides = right[0] and left[0] % right[0] == 0
         sign = rng.choice("+-*/" if divides else "+-*")
-        operands.append((_COMPUTE[sign](left[0], right[0]), _written(left, sign, right), _LEVEL[sign]))
+        before = left[1] if left[2] >= _LEVEL[sign] else f"({left[1]})"
+        after = right[1] if right[2] >= _COMPOUND_ON_THE_RIGHT[sign] else f"({right[1]})"
+        operands.append((_COMPUTE[sign](left[0], right[0]), f"{before} {sign} {after}", _LEVEL[sign]))
     value, expression, _ = operands[0]
     return value, expression
-
-
-_COMPUTE = {"+": Fraction.__add__, "-": Fraction.__sub__, "*": Fraction.__mul__, "/": Fraction.__truediv__}
-
-
-def _written(left: tuple[Fraction, str, int], sign: str, right: tuple[Fraction, str, int]) -> str:
-    before = left[1] if left[2] >= _LEVEL[sign] else f"({left[1]})"
-    after = right[1] if right[2] >= _COMPOUND_ON_THE_RIGHT[sign] else f"({right[1]})"
-    return f"{before} {sign} {after}"

@@ -6,11 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate
+
+from grpo_rl.envs.tools.arithmetic import Unreadable, value_of
 
 MAX_CHARS, MAX_DEPTH = 256, 32
 """The limits of an expression: one of ten numbers of three digits takes about 80 characters, and brackets nine deep."""
 
-_TOKEN = re.compile(r"\s*(?:(0|[1-9][0-9]*)|([-+*/()]))")
+_TOKEN = re.compile(r"0|[1-9][0-9]*|[-+*/()]")
 
 
 def check(numbers: Sequence[int], target: int, expression: str, use_all: bool = False) -> bool:
@@ -35,84 +38,16 @@ def check(numbers: Sequence[int], target: int, expression: str, use_all: bool = 
 
 def evaluated(expression: str) -> tuple[Fraction, Counter[int]] | None:
     """The value of an expression, and the numbers in it; None if it is no expression, or divides by zero."""
-    tokens = _tokens(expression)
-    if tokens is None:
-        return None
-    parser = _Parser(tokens)
-    try:
-        value = parser.sum(0)
-    except (SyntaxError, ZeroDivisionError):
-        return None
-    if parser.at < len(tokens):
-        return None
-    return value, Counter(token for token in tokens if isinstance(token, int))
-
-
-def _tokens(expression: str) -> list[int | str] | None:
     text = expression.strip()
-    if len(text) > MAX_CHARS:
+    tokens = _TOKEN.findall(text) if len(text) <= MAX_CHARS else []
+    if "".join(tokens) != "".join(text.split()):
         return None
-    tokens: list[int | str] = []
-    at = 0
-    while at < len(text):
-        match = _TOKEN.match(text, at)
-        if match is None:
-            return None
-        tokens.append(int(match[1]) if match[1] else match[2])
-        at = match.end()
-    return tokens
-
-
-class _Parser:
-    """A parser by recursive descent: a sum is products between + and -, a product is factors between * and /.
-
-    Raises:
-        SyntaxError: the tokens are no expression.
-        ZeroDivisionError: they divide by zero.
-    """
-
-    def __init__(self, tokens: Sequence[int | str]) -> None:
-        self.tokens, self.at = tokens, 0
-
-    def sum(self, depth: int) -> Fraction:
-        value = self.product(depth)
-        while (sign := self._take("+-")) is not None:
-            operand = self.product(depth)
-            value = value + operand if sign == "+" else value - operand
-        return value
-
-    def product(self, depth: int) -> Fraction:
-        value = self.factor(depth)
-        while (sign := self._take("*/")) is not None:
-            operand = self.factor(depth)
-            value = value * operand if sign == "*" else value / operand
-        return value
-
-    def factor(self, depth: int) -> Fraction:
-        negative = False
-        while (sign := self._take("+-")) is not None:
-            negative ^= sign == "-"
-        value = self.bracket(depth) if self._take("(") else self.number()
-        return -value if negative else value
-
-    def bracket(self, depth: int) -> Fraction:
-        if depth == MAX_DEPTH:
-            raise SyntaxError("nested too deep")
-        value = self.sum(depth + 1)
-        if not self._take(")"):
-            raise SyntaxError("an open bracket")
-        return value
-
-    def number(self) -> Fraction:
-        token = self.tokens[self.at] if self.at < len(self.tokens) else ""
-        if not isinstance(token, int):
-            raise SyntaxError("no number where one is needed")
-        self.at += 1
-        return Fraction(token)
-
-    def _take(self, signs: str) -> str | None:
-        token = self.tokens[self.at] if self.at < len(self.tokens) else None
-        if not isinstance(token, str) or token not in signs:
-            return None
-        self.at += 1
-        return token
+    depths = accumulate({"(": 1, ")": -1}.get(token, 0) for token in tokens)
+    if max(depths, default=0) > MAX_DEPTH:
+        return None
+    try:
+        # Apart, as `**` and `//` are no operators here.
+        value = value_of(" ".join(tokens))
+    except (Unreadable, ZeroDivisionError, OverflowError):
+        return None
+    return value, Counter(int(token) for token in tokens if token.isdigit())

@@ -29,9 +29,7 @@ def last_boxed(text: str, max_chars: int = sys.maxsize) -> str | None:
     >>> last_boxed(r"Not \boxed{7}, but $\boxed{\frac{1}{2}}$.")
     '\\frac{1}{2}'
     """
-    last = None
-    for last in _BOX.finditer(text):  # noqa: B007 - the last match is what is wanted
-        pass
+    last = [None, *_BOX.finditer(text)][-1]
     if last is None:
         return None
     depth = 1

@@ -68,7 +68,7 @@ def verdicts(
     golds: Sequence[str], responses: Sequence[str], deadline_s: float, budget_s: float = inf
 ) -> list[Verdict | Exception]:
     """The verdict on each pair, as :func:`verify` gives it, with the exception in the place of one that failed."""
-    pairs = [_pair(gold, response) for gold, response in zip(golds, responses, strict=True)]
+    pairs = [(unboxed(gold), last_boxed(text, MAX_CHARS)) for gold, text in zip(golds, responses, strict=True)]
     known: dict[tuple[str, str | None], Verdict | Exception] = {}
     # Many responses of a group have the same answer: each is compared once.
     for gold, answer in dict.fromkeys(pairs):
@@ -94,7 +94,10 @@ def _compared(pairs: Sequence[tuple[str, str | None]], deadline_s: float, budget
             results[at] = _Unknown("the comparison took too long, and no time was left to repeat it alone")
         else:
             [results[at]] = workers.map([pairs[at]], min(deadline_s, left_s / (len(late) - done)), left_s)
-    results = [_Unknown(str(result)) if _was_killed(result) else result for result in results]
+    for at, result in enumerate(results):
+        # By another process, as the kernel of a machine short of memory.
+        if isinstance(result, WorkerDied) and result.end == signal.SIGKILL.name:
+            results[at] = _Unknown(str(result))
     # A comparison that doesn't end is due to the gold answer, if that compared with itself doesn't end either.
     golds = {gold for (gold, _), result in zip(pairs, results, strict=True) if isinstance(result, _TOO_MUCH)}
     alone = dict(zip(golds, workers.map([(gold, gold) for gold in golds]), strict=True))
@@ -108,15 +111,6 @@ def _compared(pairs: Sequence[tuple[str, str | None]], deadline_s: float, budget
         return Verdict(False, timed_out=True) if own is True else Verdict(None)
 
     return [verdict(gold, result) for (gold, _), result in zip(pairs, results, strict=True)]
-
-
-def _was_killed(result: Any) -> bool:
-    """Tells whether another process, as the kernel of a machine short of memory, ended the comparison's."""
-    return isinstance(result, WorkerDied) and result.end == signal.SIGKILL.name
-
-
-def _pair(gold: str, response: str) -> tuple[str, str | None]:
-    return unboxed(gold), last_boxed(response, MAX_CHARS)
 
 
 def unboxed(gold: str) -> str:

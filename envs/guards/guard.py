@@ -94,7 +94,7 @@ class ScoreGuard:
             raise ValueError(f"env.max_failed_fraction={max_failed_fraction}; it must be between 0 and 1")
         self._task, self.deadline_s, self._max_failed = task, deadline_s, max_failed_fraction
         self._processes = IsolatedCalls(Scorer(task, deadline_s), deadline_s=deadline_s) if task.isolated else None
-        self._parts = set(task.reward_parts)
+        self._parts, self._name_of_task = set(task.reward_parts), type(task).__name__
         self._lock, self._turn = threading.Lock(), threading.Lock()
         self.judged = 0
         """Responses so far, the failed ones included."""
@@ -186,23 +186,23 @@ class ScoreGuard:
             if self._processes:
                 return self._processes.map([(method, *arguments) for arguments in calls], on_result=name)
             self._task.ready(self.deadline_s)
-            function = getattr(self._task, method)
             frozen = f"{self._name_of_task} has frozen this process for {self.deadline_s:g} s on {where}"
-            return self._in_thread([_Call(function, *pair) for pair in zip(calls, said, strict=True)], frozen, name)
+            watched = [(arguments, f"{frozen}: {text}. {ENDS}") for arguments, text in zip(calls, said, strict=True)]
+            return self._in_thread(getattr(self._task, method), watched, name)
 
-    def _in_thread(self, calls: Sequence[_Call], frozen: str, name: Callable[[int, Any], None] | None) -> list[Any]:
+    def _in_thread(
+        self, function: Callable[..., Any], calls: Sequence[_Watched], name: Callable[[int, Any], None] | None
+    ) -> list[Any]:
         """The result or exception of each call; calls run one after the other, in a thread that may be left behind."""
         results: list[Any] = []
         while len(results) < len(calls):
             done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            watch, left_behind = Watch(), threading.Event()
-            rest = calls[len(results) :]
-            in_thread(_run, rest, done, left_behind, watch, self.deadline_s + FROZEN_S, frozen)
+            watch, rest = Watch(), calls[len(results) :]
+            in_thread(_run, function, rest, done, watch, self.deadline_s + FROZEN_S)
             try:
                 for _ in rest:
                     results.append(done.get(timeout=self.deadline_s + LATER_S))
             except queue.Empty:
-                left_behind.set()
                 watch.close()  # first: a terminal that is held may block whoever tells of it
                 late = TimeoutError(f"no result within {self.deadline_s:g} s, so its thread was left behind")
                 if name:
@@ -211,10 +211,6 @@ class ScoreGuard:
             finally:
                 watch.close()
         return results
-
-    @property
-    def _name_of_task(self) -> str:
-        return type(self._task).__name__
 
     def _checked(self, results: Sequence[Any], responses: Sequence[str], where: str) -> list[Reward | Failure]:
         checked = [self._check(result, response, where) for result, response in zip(results, responses, strict=True)]
@@ -258,14 +254,10 @@ class ScoreGuard:
         self.tell(f"No reward (timeout): {late.message}")
 
     def _check(self, result: Any, response: str, where: str) -> Reward | Failure:
-        if (
-            isinstance(result, Reward)
-            and _finite(result.parts)
-            and result.parts.keys() == self._parts
-            and _finite(result.measures)
-        ):
-            # A task may well return counts or truth values.
-            return Reward(_floats(result.parts), _floats(result.measures))
+        if isinstance(result, Reward):
+            parts, measures = _finite(result.parts), _finite(result.measures)
+            if parts is not None and measures is not None and parts.keys() == self._parts:
+                return Reward(parts, measures)
         return self._failure(result, response, where)
 
     def _failure(self, result: Any, response: str, where: str) -> Failure:
@@ -277,7 +269,7 @@ class ScoreGuard:
         if isinstance(result, Exception):
             return Failure("error", f"{name} failed on {where}: {type(result).__name__}: {result}; {of}")
         wanted = list(self._task.reward_parts)
-        if isinstance(result, Reward) and _finite(result.parts) and set(result.parts) == self._parts:
+        if isinstance(result, Reward) and (_finite(result.parts) or {}).keys() == self._parts:
             return Failure("invalid", f"{name} measured {result.measures!r} on {where}, not finite numbers; {of}")
         return Failure("invalid", f"{name} returned {result!r} on {where}, not finite numbers under {wanted}; {of}")
 
@@ -287,27 +279,18 @@ def in_thread(function: Callable[..., object], *arguments: object) -> None:
     threading.Thread(target=function, args=arguments, daemon=True).start()
 
 
-@dataclass(frozen=True)
-class _Call:
-    function: Callable[..., Any]
-    arguments: tuple
-    said: str
+_Watched = tuple[tuple, str]
+"""The arguments of a call, and what is told if it freezes the process."""
 
 
 def _run(
-    calls: Sequence[_Call],
-    done: queue.SimpleQueue[Any],
-    left_behind: threading.Event,
-    watch: Watch,
-    watched_s: float,
-    frozen: str,
+    function: Callable[..., Any], calls: Sequence[_Watched], done: queue.SimpleQueue[Any], watch: Watch, seconds: float
 ) -> None:
-    for call in calls:
-        if left_behind.is_set():
+    for arguments, message in calls:
+        if not watch.begin(seconds, message):  # this thread was left behind
             return
-        watch.begin(watched_s, f"{frozen}: {call.said}. {ENDS}")
         try:
-            result = call.function(*call.arguments)
+            result = function(*arguments)
         except Exception as error:
             result = error
         except BaseException as error:  # a scorer that calls sys.exit() ends itself, not the run
@@ -320,14 +303,10 @@ def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _floats(numbers: dict[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in numbers.items()}
-
-
-def _finite(numbers: Any) -> bool:
-    """Tells whether these are named numbers whose sum, too, is finite in fp32."""
+def _finite(numbers: Any) -> dict[str, float] | None:
+    """Named numbers, counts or truth values as floats; None unless they and their sum are finite in fp32."""
     try:
-        values = [float(value) for value in numbers.values()]
+        floats = {name: float(value) for name, value in numbers.items()}
     except Exception:  # whatever a scorer may have put there
-        return False
-    return all(abs(value) <= LARGEST for value in [*values, sum(values)])
+        return None
+    return floats if all(abs(value) <= LARGEST for value in [*floats.values(), sum(floats.values())]) else None

@@ -48,7 +48,7 @@ class WorkerDied(RuntimeError):
         self.end = end
 
 
-class IsolatedCalls:
+class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
     """Calls ``function`` in worker processes; a call that hangs or crashes costs that call and its worker only.
 
     Workers are started by the first calls, used again by later ones, and killed by :meth:`close`, with this object, or
@@ -80,7 +80,8 @@ class IsolatedCalls:
         deadline_s: float = 5.0,
         memory_gib: float | None = 4.0,
     ) -> None:
-        self.workers = min(_cpus(), _MAX_WORKERS) if workers is None else workers
+        cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        self.workers = min(cpus, _MAX_WORKERS) if workers is None else workers
         if self.workers < 1:
             raise ValueError(f"workers={workers}; at least 1 process must make the calls")
         if not deadline_s > 0:
@@ -140,9 +141,6 @@ class IsolatedCalls:
         self._closed = True
         self._threads.shutdown(cancel_futures=True)
         self._finalizer()
-
-    def __enter__(self) -> IsolatedCalls:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -335,7 +333,3 @@ def _kill_all(workers: set[_Worker], process_id: int) -> None:
     # A fork's copy of this list names processes that are not its own.
     while workers and os.getpid() == process_id:
         workers.pop().kill()
-
-
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

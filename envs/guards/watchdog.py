@@ -42,6 +42,7 @@ class Watch:
 
     >>> watch = Watch()
     >>> watch.begin(60.0, "row 7")
+    True
     >>> watch.end()
     >>> watch.close()
     """
@@ -51,12 +52,13 @@ class Watch:
         self._key = next(_keys)
         self._closed = False
 
-    def begin(self, seconds: float, message: str) -> None:
-        """Gives a call so many seconds from now on; ``message`` says which it is."""
+    def begin(self, seconds: float, message: str) -> bool:
+        """Gives a call so many seconds from now on; ``message`` says which it is. False where the watch is closed."""
         with self._dog.lock:
             if not self._closed:
                 self._dog.watched[self._key] = (time.monotonic() + seconds, message)
                 self._dog.write()
+            return not self._closed
 
     def end(self) -> None:
         """Ends the watch: the call has ended."""

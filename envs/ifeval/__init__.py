@@ -1,7 +1,6 @@
 """IFEval: instructions whose following can be checked, such as "at least 300 words" or "no commas"."""
 
-from grpo_rl.envs.ifeval.rows import load_rows, split_of
-from grpo_rl.envs.ifeval.task import IFEval, IFEvalEnv
+from grpo_rl.envs.ifeval.task import IFEval, IFEvalEnv, load_rows, split_of
 from grpo_rl.envs.ifeval.verdicts import check
 
 __all__ = ["IFEval", "IFEvalEnv", "check", "load_rows", "split_of"]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 
-from grpo_rl.envs.ifeval.rows import check_row, load_rows
+from grpo_rl.envs import tables
 from grpo_rl.envs.ifeval.sentences import require_punkt
-from grpo_rl.envs.ifeval.verdicts import parse, verdicts
+from grpo_rl.envs.ifeval.verdicts import Instruction, parse, verdicts
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening
 
+COLUMNS = {"key": int | str, "prompt": str, "instruction_id_list": list, "kwargs": list}
+HUB_NAME = "google/IFEval"
+SPLITS = ("train", "test")
+TEST_SHARE = 0.2
+SPLIT_SEED = 7
+"""The seed of the split, by which 105 of 541 rows are held out, two or more of each of the 25 types of instructions."""
 COUNT_SENTENCES = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
 """Instructions that need NLTK's sentence data."""
 
@@ -64,7 +72,8 @@ class IFEval(Task):
         self._before = opening(system_prompt)
         self.rows = rows
         for index, row in enumerate(rows):
-            check_row(row, f"row {index}")
+            tables.check_columns(row, COLUMNS, f"row {index}")
+            _instructions(row, f"row {index}")
         if any(COUNT_SENTENCES.intersection(row["instruction_id_list"]) for row in rows):
             require_punkt()
 
@@ -82,12 +91,46 @@ class IFEval(Task):
         >>> task.score(row, "Hello dear World").parts
         {'strict': 0.5, 'all': 0.0, 'loose': 0.25}
         """
-        instructions = parse(row["instruction_id_list"], row["kwargs"], f"the row with key {row['key']}")
+        instructions = _instructions(row, "a row")
         followed = verdicts(instructions, response)
         earned = {"strict": fmean(followed), "all": float(all(followed))}
         if "loose" in self._weights:
             earned["loose"] = fmean(verdicts(instructions, response, loose=True))
         return Reward({name: weight * earned[name] for name, weight in self._weights.items()})
+
+
+def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict]:
+    """Prompts with their instructions: ``key``, ``prompt``, ``instruction_id_list`` and ``kwargs``.
+
+    Args:
+        path: a JSON or JSONL file of these columns; None takes ``google/IFEval`` from the hub (or its cache).
+        split: of the hub's data, which has one, ``train`` or ``test``, parted by :func:`split_of`; a file is one split.
+
+    Raises:
+        ValueError: there is no such file or split, the hub can't be reached, or a row lacks a column, has an unknown
+            instruction or lacks one of its arguments.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"IFEval has no split {split!r}; it has {' and '.join(SPLITS)}")
+    rows = tables.placed_rows(path, HUB_NAME, "train", COLUMNS)
+    for where, row in rows:
+        _instructions(row, where)
+    return [row for _, row in rows if path is not None or split_of(row["key"]) == split]
+
+
+def split_of(key: int | str) -> str:
+    """``test`` for a fifth of all keys, ``train`` for the others; always the same ones, whatever the other rows are.
+
+    IFEval was published as one split, and what was trained on can't be what is measured.
+
+    >>> [key for key in range(1000, 1020) if split_of(key) == "test"]
+    [1000, 1005, 1012]
+    """
+    return "test" if random.Random(f"{SPLIT_SEED}/{key}").random() < TEST_SHARE else "train"
+
+
+def _instructions(row: dict, where: str) -> list[Instruction]:
+    return parse(row["instruction_id_list"], row["kwargs"], f"{where} (key {row['key']})")
 
 
 IFEvalEnv = TaskSpec(IFEval, load_rows)

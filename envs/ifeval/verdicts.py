@@ -5,23 +5,14 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from grpo_rl.envs.ifeval.instructions import INSTRUCTIONS, RELATIONS
 from grpo_rl.envs.ifeval.language import languages
 
-
-@dataclass(frozen=True)
-class Instruction:
-    """One instruction of a row, its arguments checked."""
-
-    id: str
-    arguments: dict[str, Any]
-
-    def followed(self, response: str) -> bool:
-        """Tells whether the text as it is follows the instruction."""
-        return INSTRUCTIONS[self.id](response, **self.arguments)
+Instruction = Callable[[str], bool]
+"""Tells whether a text as it is follows one instruction of a row, whose arguments have been checked."""
 
 
 def check(
@@ -56,7 +47,7 @@ def check(
 def verdicts(instructions: Sequence[Instruction], response: str, *, loose: bool = False) -> list[bool]:
     """Tells whether the response follows each instruction; a blank one follows none."""
     texts = [text for text in (variants(response) if loose else [response]) if text.strip()]
-    return [any(instruction.followed(text) for text in texts) for instruction in instructions]
+    return [any(follows(text) for text in texts) for follows in instructions]
 
 
 def variants(response: str) -> list[str]:
@@ -108,7 +99,7 @@ def _parsed(name: str, arguments: Mapping[str, Any], where: str) -> Instruction:
             f"{where} is about paragraph {given['nth_paragraph']} of {given['num_paragraphs']}; "
             "no response could follow it"
         )
-    return Instruction(name, given)
+    return partial(INSTRUCTIONS[name], **given)
 
 
 # ---- what arguments must be ----
@@ -118,10 +109,6 @@ _ARGUMENTS = {name: tuple(inspect.signature(check).parameters)[1:] for name, che
 
 def _is_count(value: object, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _is_filled(value: object) -> bool:
@@ -137,30 +124,15 @@ _COUNT: _Rule = (_is_count, "a whole number, at least 0")
 _RELATION: _Rule = (RELATIONS.__contains__, " or ".join(map(repr, RELATIONS)))
 _FILLED: _Rule = (_is_filled, "a text that is not blank")
 _ALL_FILLED: _Rule = (_are_filled, "a list of texts that are not blank")
-_TEXT: _Rule = (_is_text, "a text")
+_TEXT: _Rule = (lambda value: isinstance(value, str), "a text")
 _RULES: dict[str, _Rule] = {
-    "keywords": _ALL_FILLED,
-    "forbidden_words": _ALL_FILLED,
-    "keyword": _FILLED,
-    "frequency": _COUNT,
-    "relation": _RELATION,
-    "letter": (lambda value: isinstance(value, str) and len(value) == 1, "one character"),
-    "let_frequency": _COUNT,
-    "let_relation": _RELATION,
-    "language": (lambda value: value in languages(), "a language that langdetect knows, such as en"),
-    "num_sentences": _COUNT,
-    "num_paragraphs": _COUNT,
-    "num_words": _COUNT,
+    **dict.fromkeys(("keywords", "forbidden_words"), _ALL_FILLED),
+    **dict.fromkeys(("keyword", "postscript_marker", "section_spliter", "prompt_to_repeat"), _FILLED),
+    **dict.fromkeys(("first_word", "end_phrase"), _TEXT),
+    **dict.fromkeys(("relation", "let_relation", "capital_relation"), _RELATION),
+    **dict.fromkeys(("frequency", "let_frequency", "capital_frequency"), _COUNT),
+    **dict.fromkeys((name for names in _ARGUMENTS.values() for name in names if name.startswith("num_")), _COUNT),
     "nth_paragraph": (lambda value: _is_count(value, 1), "a whole number, at least 1"),
-    "first_word": _TEXT,
-    "num_placeholders": _COUNT,
-    "postscript_marker": _FILLED,
-    "num_bullets": _COUNT,
-    "num_highlights": _COUNT,
-    "section_spliter": _FILLED,
-    "num_sections": _COUNT,
-    "prompt_to_repeat": _FILLED,
-    "end_phrase": _TEXT,
-    "capital_frequency": _COUNT,
-    "capital_relation": _RELATION,
+    "letter": (lambda value: isinstance(value, str) and len(value) == 1, "one character"),
+    "language": (lambda value: value in languages(), "a language that langdetect knows, such as en"),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -88,9 +88,11 @@ class WithRewards(Task):
         self, rows: Sequence[dict], texts: Sequence[str], rewards: Sequence[Reward | Exception]
     ) -> list[Reward | Exception]:
         results = list(rewards)
-        counts = self._count_tokens(texts) if self._count_tokens and self._units() & {"tokens"} else ()
+        units = {part.unit for part in self._parts if "length" in part.known.inputs}
+        counts = self._count_tokens(texts) if self._count_tokens and "tokens" in units else ()
         lengths = {"characters": [len(text) for text in texts], "tokens": counts}
-        for group in _groups(rows):
+        for _, neighbours in groupby(range(len(rows)), key=lambda at: rows[at]):
+            group = list(neighbours)
             for part in self._parts:
                 # A response whose scorer failed is out of its group, for the rewards that compare too.
                 judged = [(at, result) for at in group if isinstance(result := results[at], Reward)]
@@ -109,9 +111,6 @@ class WithRewards(Task):
     def _weighted(self, reward: Reward) -> Reward:
         parts = {name: value * self._weights.get(name, 1.0) for name, value in reward.parts.items()}
         return replace(reward, parts=parts)
-
-    def _units(self) -> set[str]:
-        return {part.unit for part in self._parts if "length" in part.known.inputs}
 
     def _correctness(self, part: Part) -> str:
         """The name of the part that tells whether a response is right; empty where no reward asks."""
@@ -175,8 +174,3 @@ def token_counter(tokenizer: PreTrainedTokenizerBase) -> CountTokens:
 
 def _counts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[int]:
     return [len(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
-
-
-def _groups(rows: Sequence[dict]) -> Iterator[list[int]]:
-    for _, group in groupby(range(len(rows)), key=lambda at: rows[at]):
-        yield list(group)

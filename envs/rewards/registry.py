@@ -8,10 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_rl.envs.rewards.accuracy import accuracy
-from grpo_rl.envs.rewards.form import answer_format, code_format, reasoning_steps, tag_count
-from grpo_rl.envs.rewards.length import cosine, group_length, soft_overlong_punishment
-from grpo_rl.envs.rewards.repetition import repetition_penalty
+from grpo_rl.envs.rewards import length, text
 from grpo_rl.envs.task import check_weights
 
 UNITS = ("characters", "tokens")
@@ -38,15 +35,15 @@ class Known:
 
 
 REWARDS: dict[str, Known] = {
-    "accuracy": Known(accuracy, ("text", "gold")),
-    "format": Known(answer_format),
-    "tag_count": Known(tag_count),
-    "reasoning_steps": Known(reasoning_steps),
-    "length": Known(group_length, ("length", "correct"), whole_group=True),
-    "cosine": Known(cosine, ("length", "correct")),
-    "repetition_penalty": Known(repetition_penalty),
-    "soft_overlong_punishment": Known(soft_overlong_punishment, ("length",), unit="tokens"),
-    "code_format": Known(code_format),
+    "accuracy": Known(text.accuracy, ("text", "gold")),
+    "format": Known(text.answer_format),
+    "tag_count": Known(text.tag_count),
+    "reasoning_steps": Known(text.reasoning_steps),
+    "length": Known(length.group_length, ("length", "correct"), whole_group=True),
+    "cosine": Known(length.cosine, ("length", "correct")),
+    "repetition_penalty": Known(text.repetition_penalty),
+    "soft_overlong_punishment": Known(length.soft_overlong_punishment, ("length",), unit="tokens"),
+    "code_format": Known(text.code_format),
 }
 """The rewards that ``env.rewards`` can name."""
 

@@ -42,7 +42,7 @@ def calculate(expression: str) -> str:
     "Error: can't read 's'; use numbers, + - * / ** and brackets, such as 3*(4+5)"
     """
     try:
-        value = _value(_normalised(expression))
+        value = value_of(_normalised(expression))
         if abs(value) >= 10**MAX_DIGITS:
             raise OverflowError
         return _shown(value)
@@ -50,7 +50,7 @@ def calculate(expression: str) -> str:
         return "Error: division by zero"
     except OverflowError:
         return "Error: the numbers get too large"
-    except _Unreadable as error:
+    except Unreadable as error:
         return f"Error: {error}; use numbers, + - * / ** and brackets, such as 3*(4+5)"
 
 
@@ -62,34 +62,41 @@ def has_operation(expression: str) -> bool:
     """
     try:
         return _OPERATION.search(_normalised(expression)) is not None
-    except _Unreadable:
+    except Unreadable:
         return False
 
 
-class _Unreadable(Exception):
+class Unreadable(Exception):
     """An expression can't be computed; the message tells the model why."""
 
 
 def _normalised(expression: str) -> str:
     """The expression in Python's spelling, of harmless signs only."""
     if len(expression) > MAX_EXPRESSION_CHARS:
-        raise _Unreadable(f"the expression has {len(expression)} characters, at most {MAX_EXPRESSION_CHARS}")
+        raise Unreadable(f"the expression has {len(expression)} characters, at most {MAX_EXPRESSION_CHARS}")
     text = " ".join(expression.translate(_SPELLINGS).partition("=")[0].split())
     text = _LEADING_ZEROS.sub("", _TIMES.sub("*", _THOUSANDS.sub("", text)))
     if not text:
-        raise _Unreadable("the expression is empty")
+        raise Unreadable("the expression is empty")
     if "%" in text:
-        raise _Unreadable("there is no %, write 20/100 for 20%")
+        raise Unreadable("there is no %, write 20/100 for 20%")
     if unknown := next((sign for sign in text if sign not in _SIGNS), None):
-        raise _Unreadable(f"can't read {unknown!r}")
+        raise Unreadable(f"can't read {unknown!r}")
     return text
 
 
-def _value(text: str) -> Fraction:
+def value_of(text: str) -> Fraction:
+    """The value of an expression in Python's spelling, of numbers, operators and round brackets.
+
+    Raises:
+        Unreadable: it is no such expression.
+        ZeroDivisionError: it divides by zero.
+        OverflowError: a number on the way has more than :data:`MAX_BITS`.
+    """
     try:
         return _EVALUATOR.eval(text)
     except (InvalidExpression, SyntaxError, ValueError, RecursionError, MemoryError):
-        raise _Unreadable("that is no arithmetic expression") from None
+        raise Unreadable("that is no arithmetic expression") from None
 
 
 def _shown(value: Fraction) -> str:
@@ -120,7 +127,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
             raise OverflowError
         return base**exponent.numerator
     if base < 0:
-        raise _Unreadable("a negative number has no such power")
+        raise Unreadable("a negative number has no such power")
     return _exact(float(base) ** float(exponent))
 
 
@@ -133,7 +140,7 @@ def _exact(number: float) -> Fraction:
 
 def _constant(node: ast.Constant) -> Fraction:
     if type(node.value) not in (int, float):
-        raise _Unreadable("that is no arithmetic expression")
+        raise Unreadable("that is no arithmetic expression")
     return _NUMBERS[type(node.value)](node.value)
 
 

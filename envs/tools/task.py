@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
+from grpo_rl.envs.tables import check_columns
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening
 from grpo_rl.envs.tools.calls import Tool, is_final, reply_to_calls
 
 FORMS = ("line", "json")
 ROLES = ("tool", "user")
+EXAMPLE = {"question": str, "call": str, "result": str, "answer": str}
 
 
 class ToolTask(Task):
@@ -46,9 +48,7 @@ class ToolTask(Task):
         self.rows, self.tools, self._weights, self.reply_role = rows, (tool,), weights, tool_role
         self._before = opening(system_prompt.replace("{call}", tool.written(form)) if system_prompt else None)
         for index, example in enumerate(examples or ()):
-            for key in ("question", "call", "result", "answer"):
-                if not isinstance(example.get(key), str):
-                    raise ValueError(f"env.examples[{index}] has no text {key}; its keys are {list(example)}")
+            check_columns(example, EXAMPLE, f"env.examples[{index}]")
             self._before += [
                 {"role": "user", "content": example["question"]},
                 {"role": "assistant", "content": tool.written(form, example["call"])},

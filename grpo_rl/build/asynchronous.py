@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import grpo_rl.cluster.token  # noqa: F401, before torchrl, which imports ray
+import grpo_rl.cluster  # noqa: F401, before torchrl, which imports ray
 
 # isort: split
 import importlib
@@ -12,8 +12,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from grpo_rl.build.devices import make_ranks
 from grpo_rl.build.run import build_run
@@ -25,18 +23,14 @@ from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember, LoopThread
 from grpo_rl.cluster.nodes import this_address
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.collectors.base import Collector
-from grpo_rl.collectors.broadcast import BroadcastCollector
-from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import AsyncEngine, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.policies.hub import resolve_model
 from grpo_rl.policies.loading import skeleton
 from grpo_rl.run.run import Run
-from grpo_rl.settings.derived import pushes_adapters
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.weights.native import NativeTransport
-from grpo_rl.weights.null import NullTransport
 from grpo_rl.weights.push import WeightSync
 from grpo_rl.weights.remote import RemoteTransport
 from grpo_rl.weights.shared_memory import GPU_BYTES, SharedMemoryTransport
@@ -50,12 +44,8 @@ def async_run(settings: Settings, folder: str | Path, site: Site) -> AbstractCon
     return build_run(settings, folder, model, site.devices, ranks, engine, partial(make_collector, settings))
 
 
-def make_engine(
-    settings: Settings, model_folder: Path, site: Site, ranks: Ranks | None = None
-) -> FleetEngine | NullTransport:
-    """Starts the planned engines, each in its own actor, and returns them as one engine; only rank zero has them."""
-    if ranks and ranks.rank:
-        return NullTransport(getattr(torch, settings.train_model.dtype), takes_adapters=pushes_adapters(settings))
+def make_engine(settings: Settings, model_folder: Path, site: Site) -> FleetEngine:
+    """Starts the planned engines, each in its own actor, and returns them as one engine."""
     model, on_gpu = settings.inference_model, site.devices.inference[0].type == "cuda"
     options = vllm_options(settings, model_folder, site.devices) | {
         "deadline_s": model.deadline_s,
@@ -136,20 +126,18 @@ def start_vllm(model: str, max_model_len: int, cpus: int, on_loopback: bool, **s
 
 
 def make_collector(
-    settings: Settings, env: LLMEnv, engine: FleetEngine | NullTransport, weights: WeightSync, collected: int
+    settings: Settings, env: LLMEnv, engine: FleetEngine, weights: WeightSync, collected: int
 ) -> Collector:
     """The collector of a run that has ``collected`` responses already; it samples during training."""
-    train, mine = settings.train, None
-    if not isinstance(engine, NullTransport):
-        mine = AsyncCollector(
-            env,
-            engine,
-            Sampling(**settings.sampling),
-            train.total_dialog_turns,
-            weights,
-            train.max_staleness,
-            collected,
-            drops_zero_variance=train.max_refills > 0,
-            has_no_signal=make_has_no_signal(settings),
-        )
-    return BroadcastCollector(mine, weights.on_rank_zero, collected)
+    train = settings.train
+    return AsyncCollector(
+        env,
+        engine,
+        Sampling(**settings.sampling),
+        train.total_dialog_turns,
+        weights,
+        train.max_staleness,
+        collected,
+        drops_zero_variance=train.max_refills > 0,
+        has_no_signal=make_has_no_signal(settings),
+    )

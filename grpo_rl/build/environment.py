@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs.base import LLMEnv
-from grpo_rl.envs.registry import task_spec
+from grpo_rl.envs.spec import task_spec
 from grpo_rl.settings.schema import Settings
 
 

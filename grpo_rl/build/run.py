@@ -8,10 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from grpo_rl.build import devices, sync, training
 from grpo_rl.build.environment import eval_rows, make_env
 from grpo_rl.collectors.base import Collector
-from grpo_rl.data.batching import MicroBatching
+from grpo_rl.collectors.broadcast import BroadcastCollector
 from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import Sampling
@@ -19,19 +21,18 @@ from grpo_rl.envs.base import LLMEnv
 from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.hub import load_tokenizer, resolve_model, weight_files
-from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.run.diagnosis import RunDiagnosis
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.held_out import HeldOut
-from grpo_rl.run.interrupt import Interrupt
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.parts import Parts
-from grpo_rl.run.run import Run, RunOptions
-from grpo_rl.run.step_metrics import StepMetrics
+from grpo_rl.run.run import Interrupt, Run, RunOptions
+from grpo_rl.run.step_metrics import step_metrics
 from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.weights.push import WeightSync
+from grpo_rl.weights.transport import NullTransport
 
 BYTES_PER_PARAMETER = 12
 """Bytes of a checkpoint per parameter: fp32 weights and AdamW's two moments."""
@@ -58,15 +59,16 @@ def build_run(
     model: Path,
     plan: Devices,
     make_ranks: Callable[[], Ranks | None],
-    make_engine: Callable[[Ranks | None], Any],
+    make_engine: Callable[[], Any],
     make_collector: Callable[[LLMEnv, Any, WeightSync, int], Collector],
 ) -> Iterator[Run]:
     """Builds a run from the parts common to both modes and those that the arguments make.
 
     Args:
         model: the folder of the initial model.
-        make_engine: makes the engine from the ranks; only rank zero has it, other ranks get a null transport.
-        make_collector: makes the collector from environment, engine, weights and the number of collected responses.
+        make_engine: makes the engine; called on rank zero alone.
+        make_collector: makes rank zero's collector from environment, engine, weights and the number of collected
+            responses.
     """
     # Wrong data and settings are found before the folder is claimed and a model is loaded.
     tokenizer = load_tokenizer(model, settings.model.chat_template)
@@ -89,13 +91,24 @@ def build_run(
         optimizer = training.make_optimizer(settings, policy, ranks)
         stack.callback(optimizer.close)
         # Measured once per machine, before an engine takes the machine's memory.
-        alone = ranks is None and settings.mode != "async"  # what others do meanwhile, this process can't measure
-        batching = derived.micro_batching(settings)
-        roofline = _roofline(settings, batching, policy, plan) if alone else None
-        engine = make_engine(ranks)
+        batching, roofline = derived.micro_batching(settings), None
+        if ranks is None and settings.mode != "async":  # what others do meanwhile, this process can't measure
+            roofline = StepRoofline(
+                policy.model,
+                settings.train.epochs,
+                batching.skip_zero_advantage,
+                batching.mask_truncated,
+                len(plan.inference),
+                pushes_adapters=derived.pushes_adapters(settings),
+            )
+        if folder.rank_zero:
+            engine = make_engine()
+        else:
+            engine = NullTransport(getattr(torch, settings.train_model.dtype), derived.pushes_adapters(settings))
         stack.callback(engine.close)
         weights = WeightSync(policy.model, engine, ranks=ranks)
-        collector = make_collector(env, engine, weights, folder.collected)
+        own = make_collector(env, engine, weights, folder.collected) if folder.rank_zero else None
+        collector = BroadcastCollector(own, weights.on_rank_zero, folder.collected)
         stack.callback(collector.close)
 
         parts = Parts(
@@ -121,9 +134,16 @@ def build_run(
             parts,
             RunDiagnosis(parts, mismatch, Sampling(**settings.sampling), alone=ranks is None),
             HeldOut(env, rows, settings.sampling.max_new_tokens, folder.eval_before, folder.eval_after),
-            StepMetrics(mismatch, roofline, resamples=settings.train.max_refills > 0),
+            partial(step_metrics, mismatch, roofline, settings.train.max_refills > 0),
             interrupt,
-            _options(settings),
+            RunOptions(
+                settings.train,
+                settings.evaluate.frequency,
+                settings.model.name,
+                settings.train_model.lora.export,
+                "wait" if settings.mode == "async" else "sample",
+                settings.inference_model.sleep,
+            ),
             ranks,
         ) as run:
             yield run
@@ -139,10 +159,7 @@ def _open_folder(settings: Settings, own: str | Path, model: Path, ranks: Ranks 
         parameters * (BYTES_PER_PARAMETER + reference),
         model_bytes,
     )
-    config, text, train = settings.as_json(), settings.as_text(), settings.train
-    return RunFolder(
-        own, settings.resume, config, text, room, train.checkpoint_frequency, train.total_dialog_turns, ranks
-    )
+    return RunFolder(own, settings.resume, settings.as_json(), settings.as_text(), room, settings.train, ranks)
 
 
 @contextmanager
@@ -157,29 +174,3 @@ def _open_logs(settings: Settings, folder: RunFolder, env: LLMEnv, loss: Any) ->
         if env.skipped:
             logs.note(f"{env.skipped} of {len(env.task.rows)} prompts are too long and left out")
         yield logs
-
-
-def _roofline(settings: Settings, batching: MicroBatching, policy: TrainPolicy, plan: Devices) -> StepRoofline:
-    return StepRoofline(
-        policy.model,
-        settings.train.epochs,
-        batching.skip_zero_advantage,
-        batching.mask_truncated,
-        len(plan.inference),
-        pushes_adapters=derived.pushes_adapters(settings),
-    )
-
-
-def _options(settings: Settings) -> RunOptions:
-    train = settings.train
-    return RunOptions(
-        train.total_dialog_turns,
-        train.checkpoint_frequency,
-        train.keep_checkpoints,
-        settings.evaluate.frequency,
-        train.seed,
-        settings.model.name,
-        settings.train_model.lora.export,
-        "wait" if settings.mode == "async" else "sample",
-        settings.inference_model.sleep,
-    )

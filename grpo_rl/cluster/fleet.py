@@ -46,8 +46,8 @@ class Fleet(Generic[E]):
 
     All responses of a group come from one engine, which computes their prompt once. Continuous batching keeps long
     responses from holding up short ones within an engine. An engine is not ready before it has weights. A run's pushes
-    go through `grpo_rl.cluster.fleet_engine.FleetEngine`, which calls :meth:`admit`; :meth:`push` and :meth:`serve` are
-    for callers that deliver weights themselves, as the simulator does.
+    and waits go through `grpo_rl.cluster.fleet_engine.FleetEngine`, which calls :meth:`admit`; :meth:`push` and
+    :meth:`serve` are for callers that deliver weights themselves, as the simulator does.
 
     Args:
         launch: starts the engine of a slot.
@@ -220,8 +220,6 @@ class Fleet(Generic[E]):
     async def push(self, work: Callable[[E], Awaitable[R]], only_new: bool = False) -> list[R]:
         """Gives each engine weights by ``work``, and returns the results; engines that die of it are replaced.
 
-        This is for callers that deliver weights themselves; a run's pushes go through FleetEngine.
-
         Args:
             only_new: give weights only to engines that have none.
         """
@@ -245,8 +243,6 @@ class Fleet(Generic[E]):
 
     async def serve(self, awaited: Awaitable[R], push: Callable[[], Awaitable[object]]) -> R:
         """Waits for a result; meanwhile ``push`` gives weights to engines that join, which the result may depend on.
-
-        This is for callers that deliver weights themselves; a run waits with FleetEngine's ``wait``.
 
         Raises:
             EngineDeadError: engines died too often.

@@ -24,9 +24,9 @@ from grpo_rl.engines.base import (
     EngineLostError,
     Samples,
     Sampling,
+    StepByGenerate,
     check_request,
 )
-from grpo_rl.engines.step_by_generate import StepByGenerate
 from grpo_rl.weights.remote import EngineControl, RemoteTransport
 from grpo_rl.weights.transport import Held
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import shutil
 import socket
@@ -11,14 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
-import grpo_rl.cluster.token  # noqa: F401, before ray
-
-# isort: split
 import ray
 from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+log = logging.getLogger(__name__)
 
 Place = PlacementGroup
 """Resources reserved for actors, in numbered bundles."""
@@ -28,17 +28,27 @@ CONNECT_S = 5.0
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster.
+    """A node of the cluster, with the amount of each resource that it offers.
 
     Args:
-        name: address of the machine.
-        id: Ray's id of the node.
-        resources: amount of each resource that the node offers, by name.
+        name: the name that the node was started by, or its address.
+        address: address of its machine.
     """
 
     name: str
+    address: str
     id: str
     resources: Mapping[str, float]
+
+    @property
+    def cpus(self) -> float:
+        """CPUs that it offers."""
+        return self.resources.get("CPU", 0.0)
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that it offers."""
+        return self.resources.get("GPU", 0.0)
 
 
 @contextmanager
@@ -46,7 +56,7 @@ def cluster(address: str | None = None, gpus: Sequence[int] = (), **settings: ob
     """The alive nodes of the cluster at ``address``, or of one that is started on this machine and ends with this.
 
     A cluster that is started here listens on the loopback interface alone, asks for a token
-    (`grpo_rl.cluster.token`), has no dashboard, and keeps its sockets and logs in a folder that only this user can
+    (`grpo_rl.cluster`), has no dashboard, and keeps its sockets and logs in a folder that only this user can
     enter. The folder lies under ``$RAY_TMPDIR``, or where temporary files go; it is removed at the end, but
     kept if an exception is raised (Ctrl-C does not count).
 
@@ -62,9 +72,9 @@ def cluster(address: str | None = None, gpus: Sequence[int] = (), **settings: ob
         _init(address, gpus, folder, settings)
         try:
             found = nodes()
-            if address is None and not all(ipaddress.ip_address(node.name).is_loopback for node in found):
+            if address is None and not all(ipaddress.ip_address(node.address).is_loopback for node in found):
                 raise ValueError(
-                    f"Ray {ray.__version__} listens on {found[0].name}, and a cluster of this machine alone has to "
+                    f"Ray {ray.__version__} listens on {found[0].address}, and a cluster of this machine alone has to "
                     "listen on the loopback interface; use a version of Ray that grpo_rl was tested with (setup.py)"
                 )
             yield found
@@ -74,6 +84,8 @@ def cluster(address: str | None = None, gpus: Sequence[int] = (), **settings: ob
 
 def _init(address: str | None, gpus: Sequence[int], folder: str | None, settings: Mapping[str, object]) -> None:
     """Connects this process with the cluster, or with one that it starts in the folder."""
+    if address is None and "RAY_AUTH_MODE" not in os.environ:  # a user's choice, or that of `grpo_rl.cluster`
+        log.warning("ray was imported before grpo_rl.cluster: the cluster that is started here asks nobody for a token")
     ours = {} if address else {"include_dashboard": False, "num_gpus": len(gpus), "_temp_dir": folder}
     try:
         if address and ":" in address:
@@ -150,8 +162,11 @@ def _visible(gpus: Sequence[int]) -> Iterator[None]:
 
 def nodes() -> list[Node]:
     """The nodes that are alive according to Ray, by name."""
-    alive = (node for node in ray.nodes() if node["Alive"])
-    found = (Node(node["NodeManagerAddress"], node["NodeID"], dict(node["Resources"])) for node in alive)
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            address = node["NodeManagerAddress"]
+            found.append(Node(node["NodeName"] or address, address, node["NodeID"], node["Resources"]))
     return sorted(found, key=lambda node: (node.name, node.id))
 
 

@@ -9,9 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import grpo_rl.cluster.token  # noqa: F401, before ray
-
-# isort: split
 import ray
 import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -26,14 +23,7 @@ LAST_WORDS_S = 60.0
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The rendezvous of a training's ranks.
-
-    Args:
-        rank: rank of this process.
-        size: number of ranks.
-        host: address of rank zero.
-        port: port that rank zero listens on.
-    """
+    """The rendezvous of a training's ``size`` ranks, at rank zero's address and port; ``rank`` is this process's."""
 
     rank: int
     size: int

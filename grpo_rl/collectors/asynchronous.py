@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields
-from typing import Any, Protocol
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
 from grpo_rl.collectors.multi_turn import begin, converse, group_of_trajectories, judge
@@ -20,18 +20,8 @@ from grpo_rl.data.group import Group
 from grpo_rl.engines.base import AsyncEngine, EngineFleet, Samples, Sampling
 from grpo_rl.envs.base import LLMEnv, Prompt
 
-
-class PolicyVersion(Protocol):
-    """The owner of the policy version: `grpo_rl.weights.push.WeightSync`."""
-
-    @property
-    def version(self) -> int:
-        """The version of the weights that engines hold."""
-        ...
-
-    def subscribe(self, listener: Callable[[int], None]) -> None:
-        """Has ``listener`` called with the new version after each push."""
-        ...
+if TYPE_CHECKING:
+    from grpo_rl.weights.push import WeightSync
 
 
 class AsyncCollector:
@@ -57,7 +47,7 @@ class AsyncCollector:
         engines: EngineFleet,
         sampling: Sampling,
         total_dialog_turns: int,
-        weights: PolicyVersion,
+        weights: WeightSync,
         max_staleness: int,
         collected: int = 0,
         drops_zero_variance: bool = False,
@@ -127,7 +117,7 @@ class AsyncCollector:
 
         async def state() -> dict[str, Any]:  # on the loop, where nothing is started meanwhile
             groups = [
-                {"version": version, "prompt": asdict(prompt), "group": None if group is None else _fields(group)}
+                {"version": version, "prompt": asdict(prompt), "group": group and vars(group)}
                 for version, prompt, group in self._scheduler.open()
             ]
             return {
@@ -217,7 +207,3 @@ class AsyncCollector:
 
     async def _in_turn(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._scorers, work)
-
-
-def _fields(group: Group) -> dict[str, Any]:
-    return {field.name: getattr(group, field.name) for field in fields(group)}

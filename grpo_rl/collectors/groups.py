@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -43,10 +44,11 @@ def rewarded(group: Group, results: Sequence[Reward | Failure]) -> Group | None:
     if len(rewards) < group.size:
         group = group.with_only([g for g, result in enumerate(results) if isinstance(result, Reward)])
     measures = dict.fromkeys(name for reward in rewards for name in reward.measures)
-    return group.with_rewards(
-        _numbers(reward.total for reward in rewards),
-        {name: _numbers(reward.parts[name] for reward in rewards) for name in rewards[0].parts},
-        {name: _numbers(reward.measures.get(name, math.nan) for reward in rewards) for name in measures},
+    return replace(
+        group,
+        rewards=_numbers(reward.total for reward in rewards),
+        reward_parts={name: _numbers(reward.parts[name] for reward in rewards) for name in rewards[0].parts},
+        measures={name: _numbers(reward.measures.get(name, math.nan) for reward in rewards) for name in measures},
     )
 
 

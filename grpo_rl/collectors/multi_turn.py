@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Sampler, Samples, Sampling
 from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward
@@ -125,8 +126,8 @@ class _Player:
             del self._open[i]  # the turn has no end: a reply would go into the middle of a sentence
             return
         trajectory.replying_since = time.monotonic()
-        max_turns = self._env.max_turns
-        in_thread(_tell, self._replies, i, lambda: trajectory.dialog.reply(task, trajectory.row, max_turns))
+        max_turns, replies = self._env.max_turns, self._replies
+        in_thread(lambda: replies.put((i, _outcome(lambda: trajectory.dialog.reply(task, trajectory.row, max_turns)))))
 
     def _arrived(self) -> list[tuple[int, Any]]:
         """Replies that are there or overdue; waits a moment for one where the engine has nothing to do."""
@@ -213,30 +214,28 @@ async def converse(
 
 async def _reply(env: LLMEnv, trajectory: Trajectory) -> Any:
     """The reply, or the exception in its place; a thread that is late is abandoned."""
-    replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    reply: asyncio.Future[Any] = loop.create_future()
 
     def call() -> None:
-        _tell(replies, 0, lambda: trajectory.dialog.reply(env.task, trajectory.row, env.max_turns))
+        outcome = _outcome(lambda: trajectory.dialog.reply(env.task, trajectory.row, env.max_turns))
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(arrived.set)
+            loop.call_soon_threadsafe(reply.set_result, outcome)
 
     in_thread(call)
     deadline_s = env.guard.deadline_s
-    try:
-        await asyncio.wait_for(arrived.wait(), deadline_s)
-    except TimeoutError:
-        return TimeoutError(f"no reply within {deadline_s:g} s")
-    return replies.get()[1]
+    done, _ = await asyncio.wait({reply}, timeout=deadline_s)
+    return reply.result() if done else TimeoutError(f"no reply within {deadline_s:g} s")
 
 
-def _tell(replies: queue.SimpleQueue[tuple[int, Any]], i: int, call: Callable[[], Any]) -> None:
+def _outcome(call: Callable[[], Any]) -> Any:
+    """What the call returns, or the exception that it raises."""
     try:
-        replies.put((i, call()))
+        return call()
     except Exception as error:
-        replies.put((i, error))
+        return error
     except BaseException as error:  # a tool that calls sys.exit() ends its conversation, not the run
-        replies.put((i, RuntimeError(f"{type(error).__name__}: {error}")))
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def judge(env: LLMEnv, group: Sequence[Trajectory]) -> list[Reward | Failure]:
@@ -256,19 +255,11 @@ def group_of_trajectories(prompt: Prompt, trajectories: Sequence[Trajectory]) ->
     >>> group.response_ids.tolist(), group.trainable.tolist(), group.offsets.tolist()
     ([5, 8, 9, 5, 8, 9], [True, False, False, True, False, False], [0, 3, 6])
     """
-
-    def joined(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([x for t in trajectories for x in getattr(t, name)], dtype=dtype)
-
-    return Group(
-        group_id=prompt.group_id,
-        row=prompt.row,
-        prompt_ids=prompt.ids,
-        response_ids=joined("ids", torch.long),
-        log_probs=joined("log_probs", torch.float32),
-        versions=joined("versions", torch.long),
-        trainable=joined("trainable", torch.bool),
-        offsets=torch.tensor([0, *(len(t.ids) for t in trajectories)]).cumsum(0),
-        rewards=torch.zeros(len(trajectories)),
-        truncated=torch.tensor([t.truncated for t in trajectories]),
+    samples = Samples.from_lists(
+        [t.ids for t in trajectories], [t.log_probs for t in trajectories], [t.truncated for t in trajectories], 0
+    )
+    return replace(
+        group_of_samples(prompt, samples),
+        versions=torch.tensor([version for t in trajectories for version in t.versions], dtype=torch.long),
+        trainable=torch.tensor([chosen for t in trajectories for chosen in t.trainable], dtype=torch.bool),
     )

@@ -125,15 +125,13 @@ class RolloutScheduler(Generic[Prompt, Rollout]):
                 raise self._error
             groups = self.staleness.take(last=self._no_prompt_left)
             if groups is not None:
-                return [self._hand_out(group) for group in groups]
+                for group in groups:
+                    del self._prompts[group.number]
+                return [self._rollouts.pop(group.number) for group in groups]
             if self._no_prompt_left and not self.staleness.open:
                 return []
             self._change.clear()
             await self._change.wait()
-
-    def _hand_out(self, group: InFlightGroup) -> Rollout:
-        del self._prompts[group.number]
-        return self._rollouts.pop(group.number)
 
     def advance(self, version: int) -> None:
         """Ends the step: engines hold this version, and further groups may start."""

@@ -106,16 +106,6 @@ class Group:
         group.__dict__.update(self.__dict__, advantages=advantages)
         return group
 
-    def with_rewards(
-        self, rewards: Float[Tensor, " G"], parts: dict[str, Tensor], measures: dict[str, Tensor] | None = None
-    ) -> Group:
-        """The same group with rewards, their named parts and measures."""
-        return replace(self, rewards=rewards, reward_parts=parts, measures=measures or {})
-
-    def with_ref_log_probs(self, ref_log_probs: Float[Tensor, " R"]) -> Group:
-        """The same group with the reference's log-probabilities."""
-        return replace(self, ref_log_probs=ref_log_probs)
-
     def with_old_log_probs(self, log_probs: Float[Tensor, " R"], entropies: Float[Tensor, " R"]) -> Group:
         """The same group with the trainer's log-probabilities and entropies before it trains on the group."""
         return replace(self, old_log_probs=log_probs, old_entropies=entropies)
@@ -154,24 +144,15 @@ class Group:
         chosen = torch.tensor(responses, dtype=torch.long)
         keep = torch.zeros(self.size, dtype=torch.bool).index_fill_(0, chosen, True)
         tokens = keep.repeat_interleave(self.lengths)
-
-        def cut(x: Tensor | None, mask: Tensor) -> Tensor | None:
-            return None if x is None else x[mask]
-
-        return Group(
-            group_id=self.group_id,
-            row=self.row,
-            prompt_ids=self.prompt_ids,
-            **{name: getattr(self, name)[tokens] for name in ("response_ids", "log_probs", "versions", "trainable")},
+        masks = dict.fromkeys(("rewards", "truncated", "advantages"), keep)
+        masks |= dict.fromkeys(("response_ids", "log_probs", "versions", "trainable"), tokens)
+        masks |= dict.fromkeys(("ref_log_probs", "old_log_probs", "old_entropies"), tokens)
+        return replace(
+            self,
             offsets=torch.cat([self.offsets[:1], self.lengths[keep].cumsum(0)]),
-            rewards=self.rewards[keep],
             reward_parts={name: part[keep] for name, part in self.reward_parts.items()},
             measures={name: values[keep] for name, values in self.measures.items()},
-            truncated=cut(self.truncated, keep),
-            advantages=cut(self.advantages, keep),
-            ref_log_probs=cut(self.ref_log_probs, tokens),
-            old_log_probs=cut(self.old_log_probs, tokens),
-            old_entropies=cut(self.old_entropies, tokens),
+            **{name: value[mask] for name, mask in masks.items() if (value := getattr(self, name)) is not None},
         )
 
     def to_tensordict(self) -> TensorDictBase:

@@ -107,8 +107,14 @@ def diagnose(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool
         thorough: samples anew, too, to see whether the engine agrees with the trainer now.
     """
     context.engine.wake()  # it may sleep while the policy trains
-    if fact := _failed_sync(context):
-        return fact
+    try:
+        context.weights.verify()
+    except WeightDeliveryError as error:
+        return Explanation(
+            "failed_sync",
+            "failed sync: the engine samples from other weights than those that are trained, as after a push that was "
+            f"left out: {str(error).rstrip('.')}",
+        )
     with forked_random_state():  # dropout and sampling draw from it
         return _best(context, scored, thorough)
 
@@ -147,18 +153,6 @@ def score(context: DiagnosisContext, groups: Sequence[Group]) -> list[Scored]:
 def all_gaps(scored: Iterable[Scored]) -> Float[Tensor, " C"]:
     """|sampler - trainer| of the tokens that the policy chose, of all groups."""
     return torch.cat([s.gaps for s in scored])
-
-
-def _failed_sync(context: DiagnosisContext) -> Explanation | None:
-    try:
-        context.weights.verify()
-    except WeightDeliveryError as error:
-        return Explanation(
-            "failed_sync",
-            "failed sync: the engine samples from other weights than those that are trained, as after a push that was "
-            f"left out: {str(error).rstrip('.')}",
-        )
-    return None
 
 
 def _shifted(tried: Sequence[Scored]) -> Explanation:

@@ -19,7 +19,7 @@ import socket
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -41,14 +41,6 @@ from grpo_rl.policies.shards import whole
 
 Mode = Literal["fsdp", "ddp"]
 X = TypeVar("X")
-
-
-class Gathers(Protocol):
-    """The part of :class:`Ranks` that :func:`agreed` needs."""
-
-    def gather(self, mine: X) -> list[X]:
-        """The values that all ranks passed, in rank order."""
-        ...
 
 
 class Ranks:
@@ -232,7 +224,7 @@ def _sum_gradients_in_fp32(module: torch.nn.Module, *_: object) -> None:
             parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
 
 
-def agreed(ranks: Gathers | None, work: Callable[[], X]) -> X:
+def agreed(ranks: Ranks | None, work: Callable[[], X]) -> X:
     """Runs work of each rank and returns the rank's own result; where it fails on one rank, all raise that error.
 
     Every rank has to call it. One that went on would wait for ever for one that has stopped.

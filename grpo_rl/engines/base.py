@@ -172,6 +172,34 @@ class Sampler(Protocol):
         ...
 
 
+class StepByGenerate:
+    """The calls `submit` and `step` of an engine that can only sample whole batches."""
+
+    generate: Callable[..., list[Samples]]
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, tuple[Sequence[int], Sampling]] = {}
+
+    def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """See :meth:`Sampler.submit`."""
+        self._waiting[request] = (prompt, sampling)
+
+    def step(self) -> list[tuple[int, Samples]]:
+        """See :meth:`Sampler.step`."""
+        finished: list[tuple[int, Samples]] = []
+        while self._waiting:
+            # A call has one `Sampling`: prompts that share the first one's.
+            sampling = next(iter(self._waiting.values()))[1]
+            batch = [request for request, (_, s) in self._waiting.items() if s == sampling]
+            prompts = [self._waiting.pop(request)[0] for request in batch]
+            finished += zip(batch, self.generate(prompts, 1, sampling), strict=True)
+        return finished
+
+    def abort(self) -> None:
+        """See :meth:`Sampler.abort`."""
+        self._waiting.clear()
+
+
 class Engine(Sampler, Protocol):
     """Holds one copy of the policy and samples from it."""
 

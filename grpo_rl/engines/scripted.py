@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from grpo_rl.engines.base import Samples, Sampling
+from grpo_rl.engines.base import Samples, Sampling, StepByGenerate
 from grpo_rl.engines.fingerprint import fingerprint
-from grpo_rl.engines.step_by_generate import StepByGenerate
 
 
 class ScriptedEngine(StepByGenerate):

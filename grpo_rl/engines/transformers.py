@@ -19,9 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from grpo_rl.engines.base import Samples, Sampling, check_request
+from grpo_rl.engines.base import Samples, Sampling, StepByGenerate, check_request
 from grpo_rl.engines.fingerprint import fingerprint
-from grpo_rl.engines.step_by_generate import StepByGenerate
 
 
 class TransformersEngine(StepByGenerate):

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from grpo_rl.monitor.metrics import REWARD_STATISTICS
+from grpo_rl.monitor.metrics import REWARD_STATISTICS, finite_mean
 
 MAX_POINTS = 400
 """A longer series is averaged in bins: no screen shows more, and a week's run must not make a 50 MB page."""
@@ -166,7 +166,7 @@ def _series(name: str, rows: Sequence[Mapping[str, float]]) -> tuple[np.ndarray,
     y = np.where(np.isfinite(y), y, np.nan)  # a gap in the line
     if len(x) > MAX_POINTS:
         bins = np.array_split(np.arange(len(x)), MAX_POINTS)
-        x, y = np.array([x[b].mean() for b in bins]), np.array([_mean(y[b]) for b in bins])
+        x, y = np.array([x[b].mean() for b in bins]), np.array([finite_mean(y[b]) for b in bins])
     return x, y
 
 
@@ -179,7 +179,8 @@ def _line(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str, markers: bool) 
     )
     if smooth:
         half = max(len(x) // 24, 2)
-        axes.plot(x, [_mean(y[max(i - half, 0) : i + half + 1]) for i in range(len(y))], color=colour, linewidth=1.8)
+        means = [finite_mean(y[max(i - half, 0) : i + half + 1]) for i in range(len(y))]
+        axes.plot(x, means, color=colour, linewidth=1.8)
 
 
 def _stack(axes: Axes, series: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
@@ -218,7 +219,7 @@ def _ends(y: np.ndarray, percent: bool) -> str:
         return f"{number(100 * value)} %" if percent else number(value)
 
     tenth = max(len(y) // 10, 1)
-    return text(y[0]) if len(y) == 1 else f"{text(_mean(y[:tenth]))} → {text(_mean(y[-tenth:]))}"
+    return text(y[0]) if len(y) == 1 else f"{text(finite_mean(y[:tenth]))} → {text(finite_mean(y[-tenth:]))}"
 
 
 def _inline(svg: str, title: str) -> str:
@@ -230,11 +231,6 @@ def _inline(svg: str, title: str) -> str:
     slug = re.sub(r"\W+", "-", title.lower())
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{slug}-", svg)
     # Without a size of its own it takes the width of its card; the viewBox keeps its shape.
-    svg = re.sub(r'<svg ([^>]*?)\s*width="[^"]*"', r"<svg \1", svg, count=1)
-    svg = re.sub(r'<svg ([^>]*?)\s*height="[^"]*"', r"<svg \1", svg, count=1)
+    for size in ("width", "height"):
+        svg = re.sub(rf'<svg ([^>]*?)\s*{size}="[^"]*"', r"<svg \1", svg, count=1)
     return svg.replace("<svg ", f'<svg role="img" aria-label="{title} by step" ', 1)
-
-
-def _mean(y: np.ndarray) -> float:
-    finite = y[np.isfinite(y)]
-    return float(finite.mean()) if len(finite) else math.nan

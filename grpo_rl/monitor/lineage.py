@@ -235,14 +235,7 @@ def _response_rows(step: int, groups: Sequence[Group]) -> pa.Table:
                     **{f"measure_{name}": values[g].item() for name, values in group.measures.items()},
                 }
             )
-    integers = {
-        "step": pa.int32(),
-        "group_id": pa.int64(),
-        "answer": pa.int16(),
-        "row": pa.int64(),
-        "tokens": pa.int32(),
-    }
-    kinds = integers | {"truncated": pa.bool_(), "prompt_ids": pa.list_(pa.int32())}
+    kinds = PLACE | {"tokens": pa.int32(), "truncated": pa.bool_(), "prompt_ids": pa.list_(pa.int32())}
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.Table.from_pylist(rows, pa.schema([(name, kinds.get(name, pa.float32())) for name in names]))
 

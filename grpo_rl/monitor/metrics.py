@@ -76,7 +76,8 @@ def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[
         metrics |= {"advantage/mean": flat.mean().item(), "advantage/std": flat.std(correction=0).item()}
     if version is not None:
         age = version - torch.cat([group.versions[group.trainable] for group in groups])
-        metrics |= {"staleness/mean": _mean(age), "staleness/max": float(age.max()) if len(age) else 0.0}
+        mean, oldest = (age.double().mean().item(), float(age.max())) if len(age) else (0.0, 0.0)
+        metrics |= {"staleness/mean": mean, "staleness/max": oldest}
     return metrics
 
 
@@ -177,8 +178,10 @@ def _all_or_none(tensors: list[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None] if all(t is not None for t in tensors) else []
 
 
-def _mean(x: Tensor) -> float:
-    return x.double().mean().item() if len(x) else 0.0
+def finite_mean(values: Sequence[float] | np.ndarray) -> float:
+    """The mean of the finite values; NaN where there is none."""
+    finite = np.asarray(values)[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else math.nan
 
 
 class MetricsLog:

@@ -21,12 +21,25 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_rl.monitor.completions import printable
-from grpo_rl.monitor.metrics import REWARD_STATISTICS
+from grpo_rl.monitor.metrics import REWARD_STATISTICS, finite_mean
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SAMPLE_LINES = 5
 ETA_STEPS = 20
 """The ETA goes by the mean of this many last steps, so that it follows responses that grow or shrink."""
+FACTS = {
+    "policy": {"entropy": ("entropy", "{:.3g}"), "kl/ref": ("kl", "{:.3g}"), "grad_norm": ("grad norm", "{:.3g}")},
+    "responses": {
+        "response/mean_length": ("length", "{:.1f}"),
+        "response/truncated_fraction": ("cut off", "{:.0%}"),
+    },
+    "speed": {
+        "throughput/sample_tokens_per_s": ("sampling", "{:,.0f} tokens/s"),
+        "throughput/train_tokens_per_s": ("training", "{:,.0f} tokens/s"),
+        "limit_fraction": ("roofline", "{:.0%}"),
+    },
+}
+"""The view's rows: their metrics, each with its label and format."""
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
@@ -42,7 +55,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     values = [float(v) for v in values]
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
-        values = [_mean(values[a:b]) for a, b in itertools.pairwise(edges)]
+        values = [finite_mean(values[a:b]) for a, b in itertools.pairwise(edges)]
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return " " * len(values)
@@ -147,7 +160,7 @@ class Progress:
         if "reward/mean" in metrics:
             fields.append(f"reward {metrics['reward/mean']:.3f}")
             fields += [f"{name} {metrics[f'reward/{name}']:.3f}" for name in _parts(metrics)]
-        fields += [f"{label} {text}" for label, text in _health(metrics) + _lengths(metrics) + _rates(metrics)]
+        fields += [f"{label} {text}" for row in FACTS for label, text in _facts(metrics, row)]
         if self._durations and "reward/mean" in metrics:
             fields.append(f"{self._durations[-1]:.1f} s/step, ETA {duration(self.eta_s or 0)}")
         return " · ".join(fields)
@@ -175,9 +188,8 @@ class Progress:
         if self._held_out:
             values = [self._held_out[0], self._held_out[-1]] if len(self._held_out) > 1 else self._held_out
             body.add_row("held-out", Text(" → ".join(f"{value:.3f}" for value in values)))
-        facts = {"policy": _health(metrics), "responses": _lengths(metrics), "speed": _rates(metrics)}
-        for label, pairs in facts.items():
-            if pairs:
+        for label in FACTS:
+            if pairs := _facts(metrics, label):
                 body.add_row(label, _pairs(pairs))
 
         bar = ProgressBar(
@@ -258,35 +270,9 @@ def _parts(metrics: Mapping[str, float]) -> list[str]:
     return [name for name in names if name not in REWARD_STATISTICS]
 
 
-def _health(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    labels = {"entropy": "entropy", "kl/ref": "kl", "grad_norm": "grad norm"}
-    return [(label, f"{metrics[name]:.3g}") for name, label in labels.items() if name in metrics]
-
-
-def _lengths(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    pairs = []
-    if "response/mean_length" in metrics:
-        pairs.append(("length", f"{metrics['response/mean_length']:.1f}"))
-    if "response/truncated_fraction" in metrics:
-        pairs.append(("cut off", f"{metrics['response/truncated_fraction']:.0%}"))
-    return pairs
-
-
-def _rates(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    labels = {"throughput/sample_tokens_per_s": "sampling", "throughput/train_tokens_per_s": "training"}
-    pairs = [(label, f"{metrics[name]:,.0f} tokens/s") for name, label in labels.items() if name in metrics]
-    if "limit_fraction" in metrics:
-        pairs.append(("roofline", f"{metrics['limit_fraction']:.0%}"))
-    return pairs
+def _facts(metrics: Mapping[str, float], row: str) -> list[tuple[str, str]]:
+    return [(label, text.format(metrics[name])) for name, (label, text) in FACTS[row].items() if name in metrics]
 
 
 def _pairs(pairs: Sequence[tuple[str, str]]) -> Text:
-    text = Text()
-    for i, (label, value) in enumerate(pairs):
-        text.append("   " if i else "").append(f"{label} ", style="dim").append(value)
-    return text
-
-
-def _mean(values: Sequence[float]) -> float:
-    finite = [v for v in values if math.isfinite(v)]
-    return sum(finite) / len(finite) if finite else math.nan
+    return Text("   ").join(Text.assemble((f"{label} ", "dim"), value) for label, value in pairs)

@@ -31,6 +31,13 @@ CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 """What a run was started with."""
 NEGLIGIBLE = 0.001
 """A phase with less than this part of the step, and nothing it had to do, is not shown."""
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -52,23 +59,19 @@ def write_report(run_dir: str | Path) -> Path:
     overrides = yaml.safe_load(_read_started(run_dir, OVERRIDES)) or []
     samples, unread = _samples(run_dir)
     drawings = [drawing for chart in charts(rows) if (drawing := draw(chart, rows))]
-    page = (
-        _environment()
-        .get_template("report.html.j2")
-        .render(
-            title=f"{_subject(config)}: training report",
-            subject=f"Training report · {_subject(config)}",
-            headline=headline(rows, summary),
-            note=" ".join([_note(rows, summary), *unread]).strip(),
-            tiles=_tiles(rows, summary),
-            phases=phase_times(rows),
-            drawings=[{**vars(drawing), "svg": Markup(drawing.svg)} for drawing in drawings],
-            samples=samples,
-            config=config_text,
-            overrides="\n".join(map(str, overrides)),
-            folder=run_dir.resolve().name if run_dir.name in ("", ".", "..") else str(run_dir),
-            versions=summary.get("versions") or versions(),
-        )
+    page = TEMPLATES.get_template("report.html.j2").render(
+        title=f"{_subject(config)}: training report",
+        subject=f"Training report · {_subject(config)}",
+        headline=headline(rows, summary),
+        note=" ".join([_note(rows, summary), *unread]).strip(),
+        tiles=_tiles(rows, summary),
+        phases=phase_times(rows),
+        drawings=[{**vars(drawing), "svg": Markup(drawing.svg)} for drawing in drawings],
+        samples=samples,
+        config=config_text,
+        overrides="\n".join(map(str, overrides)),
+        folder=run_dir.resolve().name if run_dir.name in ("", ".", "..") else str(run_dir),
+        versions=summary.get("versions") or versions(),
     )
     path = run_dir / "report.html"
     write_whole(path, page)
@@ -242,16 +245,6 @@ def _read_started(run_dir: Path, name: str) -> str:
     """The run's own copy. That of Hydra, which a run of an earlier version has alone, is of whoever tried last."""
     found = [path for path in (run_dir / name, run_dir / ".hydra" / name) if path.exists()]
     return found[0].read_text(encoding="utf-8") if found else ""
-
-
-def _environment() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

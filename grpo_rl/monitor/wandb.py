@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import wandb
@@ -23,7 +23,7 @@ class WandbLog:
         mode: ``online``, or ``offline`` to upload later with ``wandb sync``.
 
     Raises:
-        ValueError: wandb is not installed, the mode is unknown, or online has no key or no connection.
+        ValueError: wandb is not installed, or online has no key or no connection.
     """
 
     def __init__(
@@ -33,10 +33,8 @@ class WandbLog:
         *,
         project: str = "grpo_rl",
         name: str | None = None,
-        mode: str = "online",
+        mode: Literal["online", "offline"] = "online",
     ) -> None:
-        if mode not in ("online", "offline"):
-            raise ValueError(f"logger.mode={mode}; it is online or offline (logger.backend=none switches W&B off)")
         try:
             import wandb
             import wandb.errors
@@ -69,23 +67,18 @@ class WandbLog:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    @property
-    def url(self) -> str | None:
-        """The address at which the run can be watched; None offline."""
-        return self._run.url
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends the metrics of a step."""
         self._run.log({"step": step, **metrics})
 
-    def table(self, step: int, rows: Sequence[Mapping[str, Any]], name: str = "completions") -> None:
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Sends the rows of a step (see `grpo_rl.monitor.completions.completion_rows`) as a table."""
         import wandb
 
         if rows:
             columns = list(rows[0])
             data = [[row[column] for column in columns] for row in rows]
-            self._run.log({"step": step, name: wandb.Table(columns=columns, data=data)})
+            self._run.log({"step": step, "completions": wandb.Table(columns=columns, data=data)})
 
     def close(self, exit_code: int = 0) -> None:
         """Sends what is left and ends the run; a non-zero ``exit_code`` marks it as failed."""

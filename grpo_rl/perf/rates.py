@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import torch
 
 from grpo_rl.storage.cache import cache_folder
+from grpo_rl.storage.whole_file import replacing
 
 RATES_FILE = "rates.json"
 PROBE_BYTES = 2**29
@@ -41,10 +43,7 @@ class Rates:
 
     def best(self, other: Rates) -> Rates:
         """The higher of each: what slows a measurement down is never the machine's doing."""
-        return Rates(
-            max(self.gemm_flops_per_s, other.gemm_flops_per_s),
-            max(self.bytes_per_s, other.bytes_per_s),
-        )
+        return Rates(*map(max, astuple(self), astuple(other)))
 
 
 def machine_rates(dtype: torch.dtype, device: torch.device | str = "cpu", again: bool = False) -> Rates:
@@ -59,7 +58,11 @@ def machine_rates(dtype: torch.dtype, device: torch.device | str = "cpu", again:
         return known
     rates = measure_rates(dtype, device)
     rates = rates.best(known) if known else rates
-    _write(path, _read(path) | {name: rates})
+    kept = {name: asdict(r) for name, r in (_read(path) | {name: rates}).items()}
+    with contextlib.suppress(OSError):  # a cache that can't be written costs a second at each start, and no run
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, path.with_suffix(f".{os.getpid()}.partial")) as partial:
+            partial.write_text(json.dumps(kept, indent=2) + "\n")
     return rates
 
 
@@ -120,13 +123,3 @@ def _read(path: Path) -> dict[str, Rates]:
         return {name: Rates(**rates) for name, rates in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}  # none yet, or none that can be used: they are measured again
-
-
-def _write(path: Path, rates: Mapping[str, Rates]) -> None:
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({name: asdict(r) for name, r in rates.items()}, indent=2) + "\n")
-        os.replace(partial, path)
-    except OSError:
-        pass  # a cache that can't be written costs a second at each start, and no run

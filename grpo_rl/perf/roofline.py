@@ -14,6 +14,7 @@ group, R its response tokens, of all responses together; K keys that tokens see,
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -234,9 +235,8 @@ class StepRoofline:
         # Once a run: a model that fits into the caches can be faster than memory, however often that is measured.
         if max(metrics.values()) > 1 and not self._measured_again:
             self._measured_again = True
-            try:
+            # The engine may hold all memory that there is: a metric is no reason to end a run.
+            with contextlib.suppress(torch.OutOfMemoryError):
                 self.rates = machine_rates(self._dtype, self._device, again=True)
-            except torch.OutOfMemoryError:
-                return metrics  # the engine holds what there is; a metric is no reason to end a run
-            metrics = roofline_metrics(floors_s(groups, self.sizes, self.rates, **self._work), phases_s, step_s)
+                metrics = roofline_metrics(floors_s(groups, self.sizes, self.rates, **self._work), phases_s, step_s)
         return metrics

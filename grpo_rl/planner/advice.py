@@ -13,6 +13,9 @@ LARGEST_CLUSTER = 1024
 BEST_UTILIZATION = 0.9
 """``inference_model.gpu_memory_utilization`` of devices that sample alone."""
 
+UNDIVIDED = {f"{role}_model.{key}": None for role in ("train", "inference") for key in ("num_devices", "devices")}
+"""Overrides that leave the devices to :func:`with_devices`: on a larger cluster they are divided anew."""
+
 
 def best_overlapped(scenario: Scenario) -> Plan | None:
     """The plan with the shortest step where sampling and training go on at the same time; None: none fits.
@@ -167,19 +170,13 @@ def _first(plan: Plan, role: str, candidates: Iterable[tuple[str, Sequence[objec
         try:
             scenario = plan.scenario.with_overrides(overrides)
             if "cluster" in overrides and scenario.visible:
-                scenario, _ = with_devices(_undivided(scenario))
+                scenario, _ = with_devices(scenario.with_overrides(UNDIVIDED))
             other = make_plan(scenario)
         except ValueError:
             continue  # a value that this config can't have
         if all(name != role and gib <= plan.missing.get(name, 0.0) for name, gib in other.missing.items()):
             return overrides
     return None
-
-
-def _undivided(scenario: Scenario) -> Scenario:
-    """The scenario without devices of its own choice: on a larger cluster they are divided anew."""
-    roles = ("train_model", "inference_model")
-    return scenario.with_overrides({f"{role}.{key}": None for role in roles for key in ("num_devices", "devices")})
 
 
 def written(overrides: Mapping[str, object]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_rl.data.batching import micro_batches
+from grpo_rl.data.batching import micro_batches_of
 from grpo_rl.data.group import Group
 from grpo_rl.settings.derived import group_sizes, micro_batching, needs_old_log_probs, optimizer_steps, total_steps
 from grpo_rl.settings.devices import Devices, allocate
@@ -102,6 +102,11 @@ class BatchPlan:
         """Tokens computed for a group of so many responses."""
         return self.prompt_tokens + size * self.response_tokens
 
+    def assumed_groups(self, count: int, reference: bool = False) -> list[Group]:
+        """So many groups of a collection, scored by a reference or not; no two prompts begin alike."""
+        lengths = (self.prompt_tokens, self.response_tokens, self.group_size)
+        return [assumed_group(*lengths, i, reference) for i in range(count)]
+
     def batch_of(self, group: int, response: int) -> int | None:
         """The number of the collection's optimizer step that takes this response; None: it is left over."""
         batch = (group * self.group_size + response) // self.batch_responses
@@ -136,8 +141,7 @@ def plan_batches(
     batching = micro_batching(settings)
     size = settings.env.repeats
     groups = [assumed_group(prompt, response, size)] * (settings.train.optim_batch_size // size)
-    count = batching.count and min(batching.count, len(groups))
-    micro = micro_batches(groups, batching.max_tokens, count) if groups else []
+    micro, _ = micro_batches_of(None, groups, batching.max_tokens, batching.count)
     sizes, collections = group_sizes(settings), total_steps(settings)
     starts = sorted({1, *(step for step, _ in settings.train.repeats_schedule if step <= collections)})
     return BatchPlan(

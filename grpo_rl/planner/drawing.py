@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable
 
 from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
 from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
@@ -81,13 +82,11 @@ def picture(plan: BatchPlan, title: str) -> RenderableType:
         _micro_batches(plan),
     )
     run = f"{_count(plan.collections, 'collection')}, {_count(plan.optimizer_steps, 'optimizer step')}"
-    rounded = f" ({plan.wanted:,} rounded up)" * (plan.all_responses != plan.wanted)
-    # A collection that is filled up ends as soon as enough responses are sampled.
-    run = (
-        f"at most {run}: {plan.wanted:,} responses or a few more"
-        if plan.max_resamples
-        else f"{run}, {plan.all_responses:,} responses{rounded}"
-    )
+    if plan.max_resamples:  # a collection that is filled up ends as soon as enough responses are sampled
+        run = f"at most {run}: {plan.wanted:,} responses or a few more"
+    else:
+        rounded = f" ({plan.wanted:,} rounded up)" * (plan.all_responses != plan.wanted)
+        run += f", {plan.all_responses:,} responses{rounded}"
     stages = Text(" → ".join(cycle(plan)))
     row("4 Repeat", run, f"train.total_dialog_turns={plan.wanted}", plan.misfit("run"), stages)
     body.add_row("5 Devices", Text("\n".join(f"{device} {does}" for device, does in _roles(plan).items())))
@@ -98,14 +97,8 @@ def picture(plan: BatchPlan, title: str) -> RenderableType:
     )
     if plan.skips_zero_variance:
         notes += " Zero-variance groups, whose responses all have the same reward, are counted, not computed."
-    return Group(_within(Text(title, style="bold")), Text(), body, Text(), _within(Text(notes, style="dim")))
-
-
-def _within(text: Text) -> Table:
-    grid = Table.grid()
-    grid.add_column(width=COLUMNS)
-    grid.add_row(text)
-    return grid
+    first, last = (Constrain(Text(text, style=style), COLUMNS) for text, style in ((title, "bold"), (notes, "dim")))
+    return Group(first, Text(), body, Text(), last)
 
 
 def _sampled(plan: BatchPlan) -> tuple[str, str]:
@@ -124,7 +117,9 @@ def _responses(plan: BatchPlan) -> Text:
     """A row a group, a mark a response, in the colour of its optimizer step."""
     picture = Text()
     gap = " " if 2 * plan.group_size <= MARKS else ""
-    for group in _shown_groups(plan):
+    first = set(_owners(plan, 0))
+    first_end = next((group for group in range(plan.prompts) if set(_owners(plan, group)) != first), 0)
+    for group in shown(plan.prompts, around=first_end):
         picture.append("\n" if picture else "")
         if group is None:
             picture.append("…")
@@ -149,12 +144,6 @@ def _owners(plan: BatchPlan, group: int) -> list[int | None]:
     """The optimizer step of each mark of a group, from 0, or None where responses are left over."""
     marks = min(MARKS, plan.group_size)
     return [plan.batch_of(group, mark * plan.group_size // marks) for mark in range(marks)]
-
-
-def _shown_groups(plan: BatchPlan) -> list[int | None]:
-    """The groups of a collection that are drawn, None where some are left out; where the first step ends is drawn."""
-    first = set(_owners(plan, 0))
-    return shown(plan.prompts, next((g for g in range(plan.prompts) if set(_owners(plan, g)) != first), 0))
 
 
 def shown(count: int, around: int = 0) -> list[int | None]:

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from grpo_rl.engines.capacity import batch_tokens, logits_bytes, sequences
 from grpo_rl.perf.roofline import ModelSizes
 from grpo_rl.policies.head import CPU_TILE, GPU_TILE_LOGITS
-from grpo_rl.policies.loading import skeleton
 from grpo_rl.policies.lora import LoRA, targeted
 from grpo_rl.policies.supported import refuse_unsupported
 
@@ -69,20 +68,11 @@ class Shape:
     adapters: int = 0
 
     @classmethod
-    def load(cls, name: str, dtype: torch.dtype, lora: LoRA | None = None) -> Shape:
-        """The shape of a model of which the folder, or the hub, has a ``config.json``.
-
-        Raises:
-            ValueError: the model can't be trained here, or has experts, whose memory is not planned.
-        """
-        return cls.of(skeleton(name).to(dtype), lora)
-
-    @classmethod
     def of(cls, model: PreTrainedModel, lora: LoRA | None = None) -> Shape:
         """The shape of a model, which may have no weights.
 
         Raises:
-            ValueError: see :meth:`load`.
+            ValueError: the model can't be trained here, or has experts, whose memory is not planned.
         """
         _refuse_unsupported(model)
         config = model.config.get_text_config()
@@ -99,11 +89,10 @@ class Shape:
         if lora and lora.rank:
             targets = [model.get_submodule(name) for name in targeted(model, lora.targets)]
             adapters = sum(lora.rank * (m.in_features + m.out_features) for m in targets)  # pyright: ignore
-        parameters = list(model.parameters())
         return cls(
             sizes=ModelSizes.of(model),
             itemsize=model.dtype.itemsize,
-            parameters=sum(p.numel() for p in parameters),
+            parameters=sum(p.numel() for p in model.parameters()),
             layer=sum(p.numel() for p in layers[0].parameters()),
             largest=max(p.numel() for p in layers[0].parameters()),
             layers=len(layers),
@@ -145,11 +134,6 @@ class Shape:
         attention = w * (2 * queries + 2 * keys) + 4 * self.heads + (w * queries if kind == "cuda" else 0)
         return norms + attention + w * self.intermediate * (3 if fused else 4)
 
-    @property
-    def working_per_token(self) -> int:
-        """Bytes of each token amid an MLP's backward pass: two gradients of the stream, three of its own."""
-        return self.itemsize * (2 * self.sizes.hidden + 3 * self.intermediate)
-
 
 @dataclass(frozen=True)
 class Training:
@@ -170,18 +154,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes of one device at one moment, by what they are.
-
-    >>> Footprint("a layer's backward pass", {"weights": 3.0, "activations": 2.0}).total
-    5.0
-    """
+    """The bytes of one device at one moment, by what they are."""
 
     moment: str
     parts: dict[str, float]
 
     @property
     def total(self) -> float:
-        """The sum of the parts."""
         return sum(self.parts.values())
 
 
@@ -212,16 +191,16 @@ def training_footprint(
         tokens: T; all are taken to be scored, of which prompts are not.
         offloaded: the trainer's state is in the host's memory.
     """
-    state = dict.fromkeys(kept_state(shape, training, ranks), 0.0) if offloaded else {}
-    moments = training_moments(shape, training, ranks, tokens, kind)
-    return max((Footprint(m.moment, m.parts | state) for m in moments), key=lambda moment: moment.total)
+    return max(training_moments(shape, training, ranks, tokens, kind, offloaded), key=lambda moment: moment.total)
 
 
-def training_moments(shape: Shape, training: Training, ranks: int, tokens: int, kind: Kind = "cuda") -> list[Footprint]:
+def training_moments(
+    shape: Shape, training: Training, ranks: int, tokens: int, kind: Kind = "cuda", offloaded: bool = False
+) -> list[Footprint]:
     """The moments that can be the highest, see :func:`training_footprint`."""
     w, hidden, sharded, trains_all = shape.itemsize, shape.sizes.hidden, ranks > 1, not shape.adapters
     stepped = 4 if training.masters else w
-    state = kept_state(shape, training, ranks)
+    state = {} if offloaded else kept_state(shape, training, ranks)
 
     def moment(name: str, gathered: float, gradients: float, per_token: float, logits: float = 0.0) -> Footprint:
         parts = {"gathered weights": gathered, "gradients on their way": gradients}
@@ -231,7 +210,8 @@ def training_moments(shape: Shape, training: Training, ranks: int, tokens: int, 
     unit = w * hidden if training.checkpointing else own  # that a layer keeps until its turn
     kept = shape.layers * unit
     scored = ((4 + 2 * w) + w + (w if kind == "cuda" else 4 + w)) * hidden  # the last norm, its output, its gradient
-    working = (own if training.checkpointing else 0) + shape.working_per_token
+    # Amid an MLP's backward pass there are two gradients of the stream, and three of its own.
+    working = (own if training.checkpointing else 0) + w * (2 * hidden + 3 * shape.intermediate)
     # A norm as it was kept, gradients of the stream and of three products, and fp32 numbers on the way.
     norm = ((4 + 2 * w) + 5 * w + 4 * 4) * hidden
     table, root = (shape.table, shape.root) if trains_all else (0, 0)

@@ -1,11 +1,8 @@
-"""Plan: what a scenario needs before anything is loaded, as memory by role and device and seconds by phase.
-
-`grpo_rl.planner.memory` counts bytes, `grpo_rl.planner.time` seconds; `grpo_rl.planner.advice` compares layouts and
-says what to change where one does not fit.
-"""
+"""Plan: what a scenario needs before anything is loaded, as memory by role and device and seconds by phase."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +36,6 @@ class Layout:
 
     @property
     def engines(self) -> int:
-        """The number of engines."""
         return self.inference // self.engine_size
 
     @property
@@ -62,7 +58,6 @@ class Role:
 
     @property
     def needed(self) -> float:
-        """The sum of the parts."""
         return sum(self.parts.values())
 
     @property
@@ -94,7 +89,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Tells whether every role fits."""
         return not self.missing
 
     @property
@@ -116,12 +110,9 @@ class Plan:
     def largest_tokens(self) -> int:
         """The largest multiple of :data:`TOKEN_STEP` that a micro-batch could have; 0: none fits."""
         usable = self.roles[0].usable - sum(self.held.values())
-        low, high = 0, MOST_TOKENS // TOKEN_STEP
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self.scenario.trainer(self.layout.train, middle * TOKEN_STEP).total <= usable
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low * TOKEN_STEP
+        sizes = range(TOKEN_STEP, MOST_TOKENS + 1, TOKEN_STEP)
+        fitting = bisect_right(sizes, usable, key=lambda tokens: self.scenario.trainer(self.layout.train, tokens).total)
+        return fitting * TOKEN_STEP
 
     @property
     def largest_len(self) -> int:
@@ -203,11 +194,11 @@ def plan_layout(scenario: Scenario, layout: Layout) -> Plan:
     least = scenario.settings.inference_model.max_model_len * engine.kv_per_token
     parts = {"weights": engine.weights, "largest batch": engine.work, "KV cache": max(engine.cache, least)}
     roles.append(Role("inference", parts, min(engine.budget, usable - beside_engine), "sampling"))
-    work, sharded = scenario.work, scenario.shards(ranks) > 1
+    b, train_share, sharded = scenario.batches, scenario.train_share, scenario.shards(ranks) > 1
     seconds = {
-        "sample": sample_s(shape, engine, work, device, layout.engines, layout.engine_size),
-        "score": score_s(shape, work, device, ranks, sharded),
-        "train": train_s(shape, scenario.training, work, device, ranks, sharded),
+        "sample": sample_s(shape, engine, b, scenario.sample_share, device, layout.engines, layout.engine_size),
+        "score": score_s(shape, b, train_share, device, ranks, sharded),
+        "train": train_s(shape, scenario.training, b, train_share, device, ranks, sharded),
         "sync": sync_s(shape, device, layout.total, shared),
     }
     return Plan(scenario, layout, held, tuple(roles), engine, seconds)

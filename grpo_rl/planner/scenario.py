@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping
@@ -23,11 +24,10 @@ from grpo_rl.planner.memory import (
     kept_state,
     training_footprint,
 )
-from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE, Work
+from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE
 from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
-from grpo_rl.policies.lora import LoRA
-from grpo_rl.settings.derived import responses_at_once
+from grpo_rl.settings.derived import adapters, responses_at_once
 from grpo_rl.settings.schema import Settings
 
 
@@ -39,7 +39,7 @@ class Scenario:
         settings: the run's; ``mode`` says whether sampling and training take turns (``sync``) or overlap (``async``).
         prompt_tokens: assumed length of every prompt, see `grpo_rl.planner.batches.plan_batches`.
         response_tokens: assumed length of every response; memory is planned for the longest.
-        train_share: share of the devices' rates that training reaches.
+        train_share: share of the devices' rates that training and scoring reach, more than 0 and at most 1.
         sample_share: share of them that sampling reaches.
     """
 
@@ -50,6 +50,11 @@ class Scenario:
     response_tokens: int | None = None
     train_share: float = TRAIN_SHARE
     sample_share: float = SAMPLE_SHARE
+
+    def __post_init__(self) -> None:
+        for name in ("train_share", "sample_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name.replace('_', '-')} is {getattr(self, name)}; it is more than 0 and at most 1")
 
     def with_overrides(self, overrides: Mapping[str, object]) -> Scenario:
         """The scenario with other values of some settings; ``cluster`` stands for the number of its devices."""
@@ -71,23 +76,14 @@ class Scenario:
     @cached_property
     def shape(self) -> Shape:
         """The model's shape, with the config's adapters."""
-        lora = self.settings.train_model.lora
-        targets = lora.targets if isinstance(lora.targets, str) else tuple(lora.targets)
-        return _shape(self.model, lora.rank, targets)
+        return _shape(self.model, adapters(self.settings))
 
     @cached_property
     def batches(self) -> BatchPlan:
-        """The numbers of the run's batches."""
         return plan_batches(self.settings, self.prompt_tokens, self.response_tokens, self.visible)
 
     @cached_property
-    def work(self) -> Work:
-        """The work of a step."""
-        return Work(self.batches, self.train_share, self.sample_share)
-
-    @cached_property
     def training(self) -> Training:
-        """The settings that the trainer's memory depends on."""
         train, compiles = self.settings.train_model, self.cluster.device.kind == "cuda" or has_compiler("cpu")
         return Training(
             masters=self.settings.train.mixed_precision and train.dtype != "float32",
@@ -131,10 +127,8 @@ class Scenario:
 
     def trainer(self, ranks: int, tokens: int) -> Footprint:
         """The peak of one of so many training devices, with all of these tokens in a micro-batch."""
-        offloaded = self.settings.train_model.cpu_offload
-        return training_footprint(
-            self.shape, self.training, self.shards(ranks), tokens, self.cluster.device.kind, offloaded
-        )
+        kind, offloaded = self.cluster.device.kind, self.settings.train_model.cpu_offload
+        return training_footprint(self.shape, self.training, self.shards(ranks), tokens, kind, offloaded)
 
     def kept(self, ranks: int) -> float:
         """Bytes that a training device keeps between steps."""
@@ -166,9 +160,7 @@ class Scenario:
         ]
 
 
-@functools.lru_cache(maxsize=4)  # scenarios differ in other settings by the hundred
-def _shape(model: PreTrainedModel, rank: int, targets: str | tuple[str, ...]) -> Shape:
-    return Shape.of(model, LoRA(rank=rank, targets=targets if isinstance(targets, str) else list(targets)))
+_shape = functools.lru_cache(maxsize=4)(Shape.of)  # scenarios differ in other settings by the hundred
 
 
 def config_source(name: str) -> str:
@@ -183,11 +175,9 @@ def config_source(name: str) -> str:
             raise ValueError(f"model {name!r}: {folder} has no config.json")
         return str(folder)
     for offline in (True, False):  # what is here is not asked of the network
-        try:
+        with contextlib.suppress(OSError, ValueError):
             AutoConfig.from_pretrained(name, local_files_only=offline)
             return name
-        except (OSError, ValueError):
-            continue
     if name == DEFAULT_MODEL:
         return str(resolve_model(name))
     raise ValueError(

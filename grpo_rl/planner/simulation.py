@@ -13,7 +13,7 @@ from grpo_rl.planner.advice import best_in_turns, neighbours
 from grpo_rl.planner.plan import Plan, plan_layout
 from grpo_rl.planner.scenario import Scenario
 from grpo_rl.planner.simulator import LogNormal, Outcome, SimulatorConfig, simulate
-from grpo_rl.planner.time import Work, sample_s
+from grpo_rl.planner.time import sample_s
 
 TAIL = 8.0
 """Default 99th percentile of the lengths over their median."""
@@ -37,7 +37,6 @@ class Simulated:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
         return self.plan.scenario.batches.responses / self.outcome.responses_per_s
 
     @property
@@ -79,7 +78,6 @@ class Simulation:
 
     @property
     def best_overrides(self) -> dict[str, object]:
-        """The settings that ask for the best."""
         plan = self.best.plan
         bound = {"train.max_staleness": self.best.max_staleness} if plan.scenario.overlaps else {}
         return {"mode": plan.scenario.settings.mode, **bound, **plan.overrides}
@@ -168,9 +166,16 @@ def engine_rates(plan: Plan) -> tuple[int, float, float]:
     slots = max(1, min(engine.sequences, engine.tokens // (b.prompt_tokens + b.response_tokens)))
 
     def step_s(groups: int, size: int) -> float:
-        work = Work(replace(b, prompts=groups, group_size=size), scenario.train_share, scenario.sample_share)
-        device, engine_size = scenario.cluster.device, plan.layout.engine_size
-        return sample_s(scenario.shape, engine, work, device, 1, engine_size) / b.response_tokens
+        seconds = sample_s(
+            scenario.shape,
+            engine,
+            replace(b, prompts=groups, group_size=size),
+            scenario.sample_share,
+            scenario.cluster.device,
+            engines=1,
+            size=plan.layout.engine_size,
+        )
+        return seconds / b.response_tokens
 
     size = min(slots, b.group_size)
     full = slots // size * size

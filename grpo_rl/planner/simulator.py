@@ -1,8 +1,7 @@
 """Simulator: the asynchronous loop over simulated engines, in simulated time.
 
 Staleness manager, rollout scheduler and fleet are those of a real run; an engine is a rate at which responses grow, the
-trainer a number of tokens a second. The outcome is how long each side waits and how old responses get, which depends on
-the split of devices, the bound on staleness, the lengths of responses and the deaths of engines.
+trainer a number of tokens a second. The outcome is how long each side waits and how old responses get.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class LogNormal:
     """Log-normal lengths of responses, in tokens.
 
     Args:
-        median: half of the responses are shorter.
         p99_over_median: 1 in 100 is longer than this many medians; 1: all are alike.
         limit: none is longer.
 
@@ -151,12 +149,10 @@ class Outcome:
     trained: int
     dropped: dict[str, int]
     left: int
-    resampled: int
     restarts: int
 
     @property
     def responses_per_s(self) -> float:
-        """Responses trained on in a second."""
         return self.responses / self.seconds
 
 
@@ -178,12 +174,14 @@ def simulate(config: SimulatorConfig) -> Outcome:
     return virtual_time.run(_simulate(config))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Group:
-    """A sampled group: its tokens, and the version under which its first response was begun."""
+    """A group in an engine: ``left`` of its responses are not complete; the first was begun under ``version``."""
 
     tokens: int
     version: int
+    left: int
+    complete: asyncio.Future[None]
 
 
 async def _simulate(config: SimulatorConfig) -> Outcome:
@@ -254,17 +252,8 @@ async def _simulate(config: SimulatorConfig) -> Outcome:
         trained=staleness.trained,
         dropped=dict(staleness.dropped),
         left=len(staleness.open),
-        resampled=scheduler.resampled,
         restarts=fleet.restarts,
     )
-
-
-@dataclass(eq=False)
-class _Unfinished:
-    """A group that is being sampled: how many responses are not complete, and a future for when all are."""
-
-    left: int
-    complete: asyncio.Future[None]
 
 
 class SimulatedEngine:
@@ -275,8 +264,8 @@ class SimulatedEngine:
         self._config, self._loop = config, asyncio.get_running_loop()
         # A response ends when the engine's progress, in tokens, has come to its first number; its second tells it from
         # others that end there.
-        self._growing: list[tuple[float, int, _Unfinished]] = []
-        self._waiting: deque[tuple[int, _Unfinished]] = deque()
+        self._growing: list[tuple[float, int, _Group]] = []
+        self._waiting: deque[tuple[int, _Group]] = deque()
         self._progress, self._since, self._count = 0.0, self._loop.time(), 0
         self._idle_s = 0.0
         self._paused, self._dead = False, False
@@ -288,15 +277,14 @@ class SimulatedEngine:
         Raises:
             EngineDeadError: it is dead, or dies meanwhile.
         """
-        version = self.version
         if self._dead:
             raise EngineDeadError(f"engine {self.number} is dead")
-        group = _Unfinished(len(lengths), self._loop.create_future())
+        group = _Group(sum(lengths), self.version, len(lengths), self._loop.create_future())
         self._advance()
         self._waiting.extend((length, group) for length in lengths)
         self._settle()
         await group.complete
-        return _Group(sum(lengths), version)
+        return group
 
     async def update(self, version: int) -> None:
         """Stands still for the time of a push; responses go on under the new version."""

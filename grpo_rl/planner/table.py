@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from grpo_rl.planner.advice import written
@@ -32,7 +32,6 @@ def plan_view(
     scenario, shape, b = plan.scenario, plan.scenario.shape, plan.scenario.batches
     adapters = f", of which {shape.adapters / 1e6:,.1f} M in adapters are trained" if shape.adapters else ""
     model = f"{scenario.settings.model.name}: {shape.parameters / 1e9:,.2f} billion parameters{adapters}"
-    step = f"{b.responses:,} responses of {b.response_tokens:,} tokens to prompts of {b.prompt_tokens:,}"
     how = "at once" if scenario.overlaps else "in turns"
     if plan.shared:
         how = "at once on one device, at most"
@@ -48,7 +47,7 @@ def plan_view(
         Text(),
         *_room(plan),
         Text(),
-        _line("Step", step),
+        _line("Step", f"{b.responses:,} responses of {b.response_tokens:,} tokens to prompts of {b.prompt_tokens:,}"),
         _line("", f"{phases(plan.seconds)}; {how} {_seconds(plan.step_s)}"),
     ]
     if scenario.cluster.count > 1:
@@ -101,10 +100,8 @@ def _division(plan: Plan) -> list[Text]:
 
 
 def _memory(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("GiB on each device")
-    for role in plan.roles:
-        table.add_column(role.name, justify="right")
+    columns = (Column(role.name, justify="right") for role in plan.roles)
+    table = Table("GiB on each device", *columns, box=None, pad_edge=False, header_style="bold")
     for name in dict.fromkeys(name for role in plan.roles for name, size in role.parts.items() if size):
         sizes = (role.parts.get(name, 0.0) for role in plan.roles)
         table.add_row(f"  {name}", *(f"{size / GIB:,.2f}" if size else "" for size in sizes))
@@ -155,10 +152,9 @@ def simulation_view(simulation: Simulation) -> RenderableType:
     p99 = min(lengths.median * lengths.p99_over_median, lengths.limit)
     said = f"half of the responses under {lengths.median:,.0f} tokens, 1 in 100 over {p99:,.0f}, none over "
     said += f"{lengths.limit:,.0f}, mean {lengths.mean:,.0f}"
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    for name in ("s a step", "responses/s", "trainer waits", "engines idle", "staleness"):
-        table.add_column(name, justify="right")
+    names = ("s a step", "responses/s", "trainer waits", "engines idle", "staleness")
+    columns = (Column(name, justify="right") for name in names)
+    table = Table("", *columns, box=None, pad_edge=False, header_style="bold")
     for simulated in simulation.all:
         outcome = simulated.outcome
         stale = f"{outcome.staleness_mean:.1f}, at most {outcome.staleness_max}" if simulated.max_staleness else "0"

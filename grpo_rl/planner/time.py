@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 
-from grpo_rl.data.batching import micro_batches
-from grpo_rl.data.group import Group
+from grpo_rl.data.batching import micro_batches_of
 from grpo_rl.perf.rates import Rates
 from grpo_rl.perf.roofline import floors_s
-from grpo_rl.planner.batches import BatchPlan, assumed_group
+from grpo_rl.planner.batches import BatchPlan
 from grpo_rl.planner.hardware import Device
 from grpo_rl.planner.memory import EngineMemory, Shape, Training, kept_state
 
@@ -25,86 +23,62 @@ SAMPLE_SHARE = 0.5
 """Share of both rates, an assumption; a run of one process in mode=sync logs its own as ``limit_fraction/sample``."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """The work of a step whose groups are all alike.
-
-    Args:
-        train_share: share of a device's rates that training and scoring reach.
-        sample_share: share of them that sampling reaches.
-    """
-
-    batches: BatchPlan
-    train_share: float = TRAIN_SHARE
-    sample_share: float = SAMPLE_SHARE
-
-    def __post_init__(self) -> None:
-        for name in ("train_share", "sample_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name.replace('_', '-')} is {getattr(self, name)}; it is more than 0 and at most 1")
-
-    def groups(self, count: int, reference: bool = False) -> list[Group]:
-        """So many groups of a collection; no two prompts begin alike."""
-        b = self.batches
-        return [assumed_group(b.prompt_tokens, b.response_tokens, b.group_size, i, reference) for i in range(count)]
-
-
 @functools.lru_cache(maxsize=4096)  # the search for a split asks again and again
-def train_s(shape: Shape, training: Training, work: Work, device: Device, ranks: int, sharded: bool) -> float:
-    """Seconds of all optimizer steps of a collection.
+def train_s(
+    shape: Shape, training: Training, batches: BatchPlan, share: float, device: Device, ranks: int, sharded: bool
+) -> float:
+    """Seconds of all optimizer steps of a collection, at this share of the devices' rates.
 
     The rank with most groups is waited for. Gathering and reducing weights runs beside the computation: what takes
     longer counts. Every number of the optimizer's state is read and written once a step.
     """
-    b, rates, link = work.batches, device.rates(work.train_share), device.link_bytes_per_s(ranks)
-    groups = work.groups(math.ceil(b.batch_groups / ranks))
-    compute = floors_s(groups, shape.sizes, rates)["train"]
+    groups = batches.assumed_groups(math.ceil(batches.batch_groups / ranks))
+    compute = floors_s(groups, shape.sizes, device.rates(share))["train"]
     if training.checkpointing:
         compute *= (3 + shape.sizes.trained) / (2 + shape.sizes.trained)
     trained = shape.adapters or shape.parameters
     if sharded:
         # Gathered for the forward pass and again for the backward pass; gradients are reduced in fp32.
-        count = b.accumulation and min(b.accumulation, len(groups))
-        travels = len(micro_batches(groups, b.max_tokens, count)) * (
-            2 * shape.itemsize * shape.parameters + 4 * trained
-        )
+        _, micro_batches = micro_batches_of(None, groups, batches.max_tokens, batches.accumulation)
+        travels = micro_batches * (2 * shape.itemsize * shape.parameters + 4 * trained)
     else:
         travels = 2 * 4 * trained
-    travel = travels * (ranks - 1) / ranks / link
+    travel = travels * (ranks - 1) / ranks / device.link_bytes_per_s(ranks)
     state = kept_state(shape, training, ranks if sharded else 1)
     update = 2 * sum(state.values()) / device.rates().bytes_per_s
-    return b.batches * b.epochs * (max(compute, travel) + update)
+    return batches.batches * batches.epochs * (max(compute, travel) + update)
 
 
 @functools.lru_cache(maxsize=4096)
-def score_s(shape: Shape, work: Work, device: Device, ranks: int, sharded: bool) -> float:
+def score_s(shape: Shape, batches: BatchPlan, share: float, device: Device, ranks: int, sharded: bool) -> float:
     """Seconds of the forward passes before training, the reference's and the policy's own, on so many devices."""
-    b = work.batches
-    groups = work.groups(math.ceil(b.prompts / ranks), reference=True)
-    compute = floors_s(groups, shape.sizes, device.rates(work.train_share))["score"]
-    gathered = len(micro_batches(groups, b.max_tokens)) * shape.itemsize * shape.parameters if sharded else 0
+    groups = batches.assumed_groups(math.ceil(batches.prompts / ranks), reference=True)
+    compute = floors_s(groups, shape.sizes, device.rates(share))["score"]
+    _, micro_batches = micro_batches_of(None, groups, batches.max_tokens)
+    gathered = micro_batches * shape.itemsize * shape.parameters if sharded else 0
     travel = gathered * (ranks - 1) / ranks / device.link_bytes_per_s(ranks)
-    return (b.has_reference + b.needs_old_log_probs) * max(compute, travel)
+    return (batches.has_reference + batches.needs_old_log_probs) * max(compute, travel)
 
 
 @functools.lru_cache(maxsize=4096)
-def sample_s(shape: Shape, engine: EngineMemory, work: Work, device: Device, engines: int, size: int) -> float:
+def sample_s(
+    shape: Shape, engine: EngineMemory, batches: BatchPlan, share: float, device: Device, engines: int, size: int
+) -> float:
     """Seconds of sampling a collection on so many engines of ``size`` devices; infinite where none fits.
 
     An engine's responses run in waves of as many as its KV cache holds, and each wave reads the weights once for every
     token. Keys and values are read beside that, as attention's kernels do nothing else.
     """
-    b = work.batches
-    groups = math.ceil(b.prompts / engines)
-    responses = groups * b.group_size
-    at_once = min(responses, engine.sequences, engine.tokens // (b.prompt_tokens + b.response_tokens))
+    groups = math.ceil(batches.prompts / engines)
+    responses = groups * batches.group_size
+    at_once = min(responses, engine.sequences, engine.tokens // (batches.prompt_tokens + batches.response_tokens))
     if at_once < 1:
         return math.inf
     waves = math.ceil(responses / at_once)
-    one = device.rates(work.sample_share)
+    one = device.rates(share)
     rates = Rates(size * one.gemm_flops_per_s, size * one.bytes_per_s)
-    computed = waves * floors_s(work.groups(math.ceil(groups / waves)), shape.sizes, rates)["sample"]
-    keys = responses * shape.sizes.keys_seen(b.prompt_tokens, b.prompt_tokens + b.response_tokens)
+    computed = waves * floors_s(batches.assumed_groups(math.ceil(groups / waves)), shape.sizes, rates)["sample"]
+    keys = responses * shape.sizes.keys_seen(batches.prompt_tokens, batches.prompt_tokens + batches.response_tokens)
     return computed + keys * engine.kv_per_token / shape.layers / one.bytes_per_s
 
 

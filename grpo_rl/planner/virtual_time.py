@@ -17,9 +17,7 @@ class LockedUpError(RuntimeError):
 class _Jumping(selectors.DefaultSelector):
     """A selector in which time passes at once where a loop would wait for a timer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
+    now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:

@@ -196,8 +196,7 @@ def reach(spans: tuple[Span, ...], tokens: int, window: int | None) -> Int[Tenso
     """
     sequences = []  # length, start, and the range of its prompt
     for span in spans:
-        borders = (span.start, *span.edges)
-        for start, end in zip(borders, borders[1:], strict=False):
+        for start, end in span.sequences:
             sequences.append((end - start, start, span.start, span.start if start == span.start else span.prompt_end))
     real = spans[-1].end
     # Each padding token is a sequence of its own.

@@ -5,7 +5,6 @@ Letters: N tokens, E hidden size, V vocabulary; n tokens and v words of a tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -66,12 +65,6 @@ class _Logits:
     softcap: float | None
     tile: tuple[int, int]
 
-    def tokens(self, count: int) -> Iterator[slice]:
-        return (slice(first, first + self.tile[0]) for first in range(0, count, self.tile[0]))
-
-    def words(self, count: int) -> Iterator[slice]:
-        return (slice(first, first + self.tile[1]) for first in range(0, count, self.tile[1]))
-
     def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Logits over temperature, and the slope of the soft cap if there is one."""
         logits = linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
@@ -94,8 +87,8 @@ class _TiledHead(torch.autograd.Function):
         # to the top, no result is a small difference of large numbers. The top starts finite: inf - inf would be NaN.
         top = torch.full_like(total, torch.finfo(dtype).min / 2)
         has_masked = False  # words that the model masks out
-        for tokens in make.tokens(len(hidden)):
-            for words in make.words(len(weight)):
+        for tokens in _tiles(len(hidden), make.tile[0]):
+            for words in _tiles(len(weight), make.tile[1]):
                 logits, _ = make(hidden[tokens], weight[words], None if bias is None else bias[words])
                 place = target_ids[tokens, None] - words.start
                 inside = (place >= 0) & (place < logits.shape[1])
@@ -128,10 +121,10 @@ class _TiledHead(torch.autograd.Function):
         grad_weight = torch.empty_like(weight, dtype=ctx.weight_grad_dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[4] else None
         entropy_counts = bool(grad_entropy.any())
-        for words in make.words(len(weight)):
+        for words in _tiles(len(weight), make.tile[1]):
             word_weight, word_bias = weight[words], None if bias is None else bias[words]
             sum_weight, sum_bias = torch.zeros_like(word_weight, dtype=total.dtype), total.new_zeros(len(word_weight))
-            for tokens in make.tokens(len(hidden)):
+            for tokens in _tiles(len(hidden), make.tile[0]):
                 logits, slope = make(hidden[tokens], word_weight, word_bias)
                 below = logits.sub_(top[tokens, None])
                 g, share = grad_log_prob[tokens, None], 1 / total[tokens, None]
@@ -208,5 +201,8 @@ class _RowTiledHead(torch.autograd.Function):
 
 
 def _row_tiles(hidden: Float[Tensor, "N E"], weight: Float[Tensor, "V E"]) -> list[slice]:
-    step = max(1, GPU_TILE_LOGITS // len(weight))
-    return [slice(first, first + step) for first in range(0, max(len(hidden), 1), step)]
+    return _tiles(max(len(hidden), 1), max(1, GPU_TILE_LOGITS // len(weight)))
+
+
+def _tiles(count: int, step: int) -> list[slice]:
+    return [slice(first, first + step) for first in range(0, count, step)]

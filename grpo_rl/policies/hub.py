@@ -225,14 +225,11 @@ def _from_hub(name: str) -> Path:
     allow = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
     # Subfolders and `consolidated` hold the same weights again, for other libraries.
     ignore = ["*/*", "consolidated*"]
-    try:
+    with contextlib.suppress(LocalEntryNotFoundError):
         cached = Path(snapshot_download(name, local_files_only=True, allow_patterns=allow, ignore_patterns=ignore))
-    except LocalEntryNotFoundError:
-        cached = None
-    # Someone may have fetched the tokenizer alone.
-    if cached is None or not _has_model(cached):
-        return Path(snapshot_download(name, etag_timeout=5, allow_patterns=allow, ignore_patterns=ignore))
-    return cached
+        if _has_model(cached):  # someone may have fetched the tokenizer alone
+            return cached
+    return Path(snapshot_download(name, etag_timeout=5, allow_patterns=allow, ignore_patterns=ignore))
 
 
 def _embedded_default() -> Path:

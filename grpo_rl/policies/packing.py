@@ -44,10 +44,8 @@ class Span:
         [0, 1, 2, 2, 3]
         """
         prompt = self.prompt_end - self.start
-        responses = zip(self.edges, self.edges[1:], strict=False)
-        return torch.cat(
-            [torch.arange(prompt), *(torch.arange(prompt, prompt + end - start) for start, end in responses)]
-        )
+        responses = (torch.arange(prompt, prompt + end - start) for start, end in self.sequences[1:])
+        return torch.cat([torch.arange(prompt), *responses])
 
 
 @dataclass(frozen=True)
@@ -90,15 +88,14 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
     cursor = 0
     for group in groups:
         prompt_end = cursor + len(group.prompt_ids)
-        edges = (group.offsets + prompt_end).tolist()
+        span = Span(cursor, prompt_end, tuple((group.offsets + prompt_end).tolist()))
         ids += [group.prompt_ids, group.response_ids]
-        for start, end in zip(edges, edges[1:], strict=False):
-            if end > start:
-                # The first token of every response is predicted by the last token of the prompt they share.
-                predict += [torch.tensor([prompt_end - 1]), torch.arange(start, end - 1)]
-        spans.append(Span(cursor, prompt_end, tuple(edges)))
-        positions.append(spans[-1].positions)
-        cursor = edges[-1]
+        for start, end in span.sequences[1:]:
+            # The first token of every response is predicted by the last token of the prompt they share.
+            predict += [torch.tensor([prompt_end - 1]), torch.arange(start, end - 1)]
+        spans.append(span)
+        positions.append(span.positions)
+        cursor = span.end
     return Packed(
         input_ids=torch.cat(ids).to(device),
         position_ids=torch.cat(positions).to(device),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -217,7 +218,7 @@ class ReferencePolicy(TrainPolicy):
     def add_log_probs(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:
         """The groups with ``ref_log_probs``, computed once for all epochs, in micro-batches of ``max_tokens``."""
         scored = self._scored(groups, max_tokens)
-        return [group.with_ref_log_probs(log_probs) for group, (log_probs, _) in zip(groups, scored, strict=True)]
+        return [replace(group, ref_log_probs=log_probs) for group, (log_probs, _) in zip(groups, scored, strict=True)]
 
     @torch.no_grad()
     def refresh(self, model: PreTrainedModel, decay: float = 0.0) -> None:

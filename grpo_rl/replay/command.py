@@ -11,25 +11,20 @@ from pathlib import Path
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from grpo_rl.build.training import make_advantages, make_loss
-from grpo_rl.data.group import Group
 from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.policies.hub import CONVERTED, DEFAULT_MODEL
-from grpo_rl.replay.replay import Objective, replay
+from grpo_rl.replay.replay import replay
 from grpo_rl.replay.table import replay_view
 from grpo_rl.settings.compose import with_loss
-from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.cache import cache_folder
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:
-    """Declares `grpo-rl replay`."""
+    """Recomputes a step of a run that was trained with train.lineage=true under another loss, from the stored
+    log-probabilities, without a model, and shows what changes; without an override, under its own.
+    """
     parser.usage = "grpo-rl replay [options] RUN STEP [loss=NAME] [loss.KEY=VALUE ...]"
-    parser.description = (
-        "Recomputes a step of a run that was trained with train.lineage=true under another loss, from the "
-        "stored log-probabilities, without a model, and shows what changes; without an override, under its own."
-    )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     parser.add_argument("step", type=int, metavar="STEP", help="from 1")
     parser.add_argument("--json", action="store_true", help="print numbers instead of tables")
@@ -40,8 +35,7 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
 def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     stored = read_step(options.run, options.step)
     settings = Settings.restored(stored.config)
-    run, other = make_objective(settings), make_objective(with_loss(settings, overrides))
-    result = replay(stored, run, other, options.top)
+    result = replay(stored, settings, with_loss(settings, overrides), options.top)
     if options.json:
         print(json.dumps(result.summary() | {"overrides": list(overrides)}, indent=2))
         return 0
@@ -53,24 +47,10 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def make_objective(settings: Settings) -> Objective:
-    """The objective that the loss of these settings is.
-
-    Raises:
-        ValueError: settings that don't go together.
-    """
-
-    def compute_advantages(groups: list[Group]) -> list[Group]:
-        return make_advantages(settings, list(groups[0].reward_parts))(groups)
-
-    batching, has_reference = micro_batching(settings), bool(settings.policy.kl_coef)
-    return Objective(make_loss(settings), compute_advantages, batching, has_reference, needs_old_log_probs(settings))
-
-
 def _decoder(run: Path, model: str) -> Callable[[Sequence[int]], str] | None:
     """ids -> text by the run's tokenizer, where this machine has it."""
     exported = run / "model"
-    converted = [cache_folder() / CONVERTED] * (model == DEFAULT_MODEL)
+    converted = [cache_folder() / "models" / CONVERTED] * (model == DEFAULT_MODEL)
     for name in [*([exported] if exported.is_dir() else []), model, *converted]:
         with contextlib.suppress(OSError, ValueError):
             return AutoTokenizer.from_pretrained(name, local_files_only=True).decode

@@ -7,19 +7,22 @@ elsewhere, and what is compared are two losses at the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_rl.data.batching import MicroBatching, by_group, groups_to_score
+from grpo_rl.build.training import make_advantages, make_loss
+from grpo_rl.data.batching import by_group, groups_to_score
 from grpo_rl.data.group import Group
-from grpo_rl.losses.grpo import LOSSES, GRPOLoss, clipped_at_all
+from grpo_rl.losses.grpo import LOSSES, clipped_at_all
 from grpo_rl.monitor.lineage_reader import StoredStep, StoredUpdate
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.settings.derived import micro_batching, needs_old_log_probs
+from grpo_rl.settings.schema import Settings
 from grpo_rl.training.micro_batches import scored_micro_batches, step_totals
 from grpo_rl.training.optimizer import StepResult
 
@@ -31,30 +34,14 @@ _CONTEXT = 8
 
 
 @dataclass(frozen=True)
-class Objective:
-    """An objective: all that turns scored groups into a loss.
-
-    Args:
-        batching: the settings of `scored_micro_batches`.
-        needs_reference: it reads the reference's log-probabilities.
-    """
-
-    loss: GRPOLoss
-    compute_advantages: Callable[[list[Group]], list[Group]]
-    batching: MicroBatching
-    needs_reference: bool
-    needs_old_log_probs: bool
-
-
-@dataclass(frozen=True)
 class Outcome:
-    """The result of an objective on a stored step. Letter: T response tokens of all its optimizer steps, in order.
+    """The outcome of a stored step under some settings. Letter: T response tokens of all its optimizer steps, in order.
 
     Args:
         metrics: named and computed as in metrics.jsonl.
         columns: ``gradient`` of the optimizer step's loss by each token's log-probability, ``advantage``, ``ratio``,
             and whether it was ``clipped`` and ``trained`` on at all; [T] each, 0 on groups that are not scored.
-        not_scored: the number of groups that this objective would have scored, and the run didn't.
+        not_scored: the number of groups that these settings would have scored, and the run didn't.
     """
 
     metrics: dict[str, float]
@@ -107,11 +94,11 @@ class Replay:
         return summary
 
 
-def replay(stored: StoredStep, run: Objective, other: Objective, top: int = 10) -> Replay:
-    """The step under the run's own objective and under another.
+def replay(stored: StoredStep, run: Settings, other: Settings, top: int = 10) -> Replay:
+    """The step under the run's own settings and under those of another loss.
 
     Raises:
-        ValueError: the other objective needs what the run did not compute.
+        ValueError: the other loss needs what the run did not compute.
     """
     first, second = recompute(stored, run), recompute(stored, other)
     recorded = [sum(update.recorded[name] for name in LOSSES) for update in stored.updates]
@@ -132,16 +119,17 @@ def replay(stored: StoredStep, run: Objective, other: Objective, top: int = 10) 
     )
 
 
-def recompute(stored: StoredStep, objective: Objective) -> Outcome:
-    """Computes a stored step under an objective.
+def recompute(stored: StoredStep, settings: Settings) -> Outcome:
+    """Computes a stored step with the loss of these settings.
 
     Raises:
         ValueError: it needs what the run did not compute.
     """
-    batching, loss, record = objective.batching, objective.loss, StepRecord()
+    batching, loss, record = micro_batching(settings), make_loss(settings), StepRecord()
     groups = _with_old_log_probs(stored) if batching.on_policy else stored.groups
-    _check(groups, objective)
-    by_id = {group.group_id: group for group in objective.compute_advantages(groups)}
+    _check(groups, settings)
+    compute_advantages = make_advantages(settings, list(groups[0].reward_parts))
+    by_id = {group.group_id: group for group in compute_advantages(groups)}
     losses, pieces, not_scored = [], [], 0
     for update in stored.updates:
         batch, total = [by_id[i] for i in update.groups], 0.0
@@ -191,15 +179,15 @@ def _with_old_log_probs(stored: StoredStep) -> list[Group]:
     ]
 
 
-def _check(groups: Sequence[Group], objective: Objective) -> None:
-    """Refuses an objective that reads what is not stored, in words of the run rather than of a class."""
-    if objective.needs_reference and any(group.ref_log_probs is None for group in groups):
+def _check(groups: Sequence[Group], settings: Settings) -> None:
+    """Refuses a loss that reads what is not stored."""
+    if settings.policy.kl_coef and any(group.ref_log_probs is None for group in groups):
         raise ValueError(
             "policy.kl_coef above 0 needs the reference's log-probabilities, and this run had no reference; train with "
             "policy.kl_coef above 0, or replay with 0"
         )
     lacking = sum(group.old_log_probs is None for group in groups)
-    if objective.needs_old_log_probs and lacking:
+    if needs_old_log_probs(settings) and lacking:
         raise ValueError(
             "loss.correction, loss.kl_in=reward or loss.top_entropy_fraction need what the trainer said before the "
             f"update, which this run did not compute for {lacking} of {len(groups)} groups; train with these settings "

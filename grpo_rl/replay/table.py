@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from grpo_rl.monitor.completions import printable
@@ -38,10 +38,8 @@ def replay_view(result: Replay, title: str, other: str, decode: Decoder | None) 
     """
     gradients = [outcome.columns["gradient"] for outcome in (result.run, result.other)]
     trained = [outcome.columns["trained"].bool() for outcome in (result.run, result.other)]
-    numbers = Table(box=None, pad_edge=False, header_style="bold")
-    numbers.add_column("")
-    numbers.add_column("as trained", justify="right")
-    numbers.add_column(Text(other), justify="right", overflow="fold")
+    columns = (Column("as trained", justify="right"), Column(Text(other), justify="right", overflow="fold"))
+    numbers = Table("", *columns, box=None, pad_edge=False, header_style="bold")
     for name, label in LABELS.items():
         values = [outcome.metrics.get(name) for outcome in (result.run, result.other)]
         if any(values) or name in ("loss/total", "loss/objective"):
@@ -75,13 +73,11 @@ def _notes(result: Replay) -> list[str]:
 
 
 def _tokens(tokens: Sequence[Token], decode: Decoder | None) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    columns = [Column(name, justify="right") for name in ("row", "response", "position")]
+    columns += [Column("token", overflow="fold", ratio=1)]
+    columns += [Column(name, justify="right") for name in ("advantage", "ratio", "gradient")]
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     table.title, table.title_justify = "Tokens that differ the most", "left"
-    for name in ("row", "response", "position"):
-        table.add_column(name, justify="right")
-    table.add_column("token", overflow="fold", ratio=1)
-    for name in ("advantage", "ratio", "gradient"):
-        table.add_column(name, justify="right")
     for token in tokens:
         text = Text(_shown(decode, token.before)[-16:], style="dim")
         text.append(_shown(decode, [token.token_id]), "bold cyan")

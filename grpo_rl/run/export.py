@@ -14,7 +14,7 @@ from grpo_rl.policies.hub import load_tokenizer, resolve_model, writing_model
 from grpo_rl.policies.lora import has_adapters
 from grpo_rl.storage.whole_file import whole_folder
 from grpo_rl.training import checkpoint
-from grpo_rl.weights.sources import export_merged, source_of
+from grpo_rl.weights.sources import export_merged, merged_weights
 
 
 def export(
@@ -39,7 +39,7 @@ def export(
     try:
         weights = {}
         if ranks and ranks.in_step:
-            weights = gathered(source_of(model, takes_adapters=False).moving(), ranks.rank)
+            weights = gathered(merged_weights(model), ranks.rank)
         if ranks and ranks.rank:
             return
         with whole_folder(folder) as partial, writing_model(partial):

@@ -18,6 +18,7 @@ from grpo_rl.monitor.report import CONFIG, OVERRIDES, SUMMARY
 from grpo_rl.run.claim import claim, is_finished, set_logs_aside
 from grpo_rl.run.summary import EVALUATION, REPORT, read_evaluation, try_write_report
 from grpo_rl.settings.config import RunIsOver
+from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import write_whole
 from grpo_rl.training import checkpoint
 
@@ -42,7 +43,6 @@ class RunFolder:
         resume: a checkpoint, the folder of a run, ``auto``, or None for a new run.
         config: the whole config as JSON; a checkpoint's config is compared with it.
         config_text: the same config as YAML, for people.
-        checkpoint_frequency: steps between checkpoints; 0: none before the end.
         ranks: the processes that train together. Rank zero's folder is kept; each other rank writes to a temporary
             folder, removed when it closes.
 
@@ -59,12 +59,11 @@ class RunFolder:
         config: str,
         config_text: str,
         room: Room,
-        checkpoint_frequency: int,
-        total_dialog_turns: int,
+        train: Train,
         ranks: Ranks | None = None,
     ) -> None:
         self.config, self._config_text, self._ranks = config, config_text, ranks
-        self._own, self._total = Path(own), total_dialog_turns
+        self._own, self._train = Path(own), train
         self.rank_zero = ranks is None or ranks.rank == 0
         self.notes: list[str] = []
         """Messages for the user, shown once there is a terminal view."""
@@ -76,7 +75,7 @@ class RunFolder:
         self._again, self._saved = False, None
         self._stack = ExitStack()
         try:
-            self._open(resume, room, checkpoint_frequency)
+            self._open(resume, room)
         except BaseException:
             self.close()
             raise
@@ -91,10 +90,10 @@ class RunFolder:
         """Unlocks the folder."""
         self._stack.close()
 
-    def _open(self, resume: str | None, room: Room, frequency: int) -> None:
+    def _open(self, resume: str | None, room: Room) -> None:
         # Ranks started a second apart may have got different folders; rank zero's counts, and is locked for all.
         nothing = (self._own, None, False, False)
-        found = agreed(self._ranks, lambda: self._claim(resume, frequency) if self.rank_zero else nothing)
+        found = agreed(self._ranks, lambda: self._claim(resume) if self.rank_zero else nothing)
         found = self._ranks.broadcast(found) if self._ranks else found
         self.shared, resume, self.inside, over = found
         if over:
@@ -109,10 +108,10 @@ class RunFolder:
             self._read(self.restored[1])
             self._saved = (self.step, self.restored[0]) if self.inside else None  # no need to write it again
 
-    def _claim(self, resume: str | None, frequency: int) -> tuple[Path, str | None, bool, bool]:
+    def _claim(self, resume: str | None) -> tuple[Path, str | None, bool, bool]:
         """Claims the folder; returns its path, the checkpoint, whether that is of this folder's run, and whether that
         run is over."""
-        claimed = claim(self._own, resume, Path("outputs"), self.config, frequency)
+        claimed = claim(self._own, resume, Path("outputs"), self.config, self._train.checkpoint_frequency)
         self._stack.callback(claimed.lock.close)
         self.notes += [*claimed.notes, *([claimed.lock.warning] if claimed.lock.warning else [])]
         self.path, self._again = claimed.folder, claimed.again
@@ -126,8 +125,8 @@ class RunFolder:
         Raises:
             ValueError: one of these holds; with the numbers and the remedy.
         """
-        folder, resumed = self.path, self._again or self.restored is not None
-        if not resumed and (folder / METRICS_FILE).exists():
+        folder = self.path
+        if not self.resumes and (folder / METRICS_FILE).exists():
             raise ValueError(
                 f"{folder} already holds a run; go on with it (resume={folder}) or set another hydra.run.dir"
             )
@@ -163,7 +162,7 @@ class RunFolder:
 
         If nothing is left, a missing report is written, and the user gets a message.
         """
-        over = self.collected >= self._total and is_finished(self.path)
+        over = self.collected >= self._train.total_dialog_turns and is_finished(self.path)
         if over:
             if not (self.path / REPORT).exists():
                 try_write_report(self.path, print)

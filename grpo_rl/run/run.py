@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +16,10 @@ from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.run.diagnosis import DIAGNOSED, RunDiagnosis
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.held_out import HeldOut
-from grpo_rl.run.interrupt import Interrupt
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.parts import Parts
 from grpo_rl.run.summary import end_run, write_end
+from grpo_rl.settings.sections import Train
 from grpo_rl.training.optimizer import StepResult
 
 
@@ -27,23 +28,46 @@ class RunOptions:
     """Options of a run.
 
     Args:
-        checkpoint_frequency: steps between checkpoints; 0: none before the end.
-        keep_checkpoints: number of newest checkpoints that stay; 0: all.
         evaluate_frequency: steps between evaluations; 0: none between the first and the last.
         export: how adapters are exported: ``merged`` or ``adapter``.
         collecting: the terminal view's name for the phase of collecting groups: sample or wait.
         engine_sleeps: whether the engine frees its memory until weights are pushed into it.
     """
 
-    total_dialog_turns: int
-    checkpoint_frequency: int
-    keep_checkpoints: int
+    train: Train
     evaluate_frequency: int
-    seed: int
     model: str
-    export: str = "merged"
-    collecting: str = "sample"
-    engine_sleeps: bool = False
+    export: str
+    collecting: str
+    engine_sleeps: bool
+
+
+class Interrupt:
+    """Ctrl-C: the first ends the run after this step, with a checkpoint; the second ends it now. A context manager.
+
+    Outside the main thread no handler is installed: the main thread's owner handles Ctrl-C.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.asked = False
+
+    def _on_interrupt(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self._say("Finishing this step, then a checkpoint. Ctrl-C again stops now.")
+
+    def __enter__(self) -> Interrupt:
+        try:
+            self._before = signal.signal(signal.SIGINT, self._on_interrupt)
+        except ValueError:
+            self._before = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
 
 
 class Run:
@@ -74,7 +98,7 @@ class Run:
         self._ranks = ranks
         self.step, self.collected = folder.step, folder.collected
         self._training = False
-        parts.begin(folder.restored[1] if folder.restored else None, options.seed)
+        parts.begin(folder.restored[1] if folder.restored else None, options.train.seed)
         if folder.restored:
             logs.note(f"Resumed after step {self.step} from {folder.restored[0]}")
 
@@ -113,7 +137,7 @@ class Run:
 
     def collections(self) -> Iterator[list[Group]]:
         """Samples the next collection (rollout batch), starts the step's record, and stops on Ctrl-C."""
-        parts, total = self.parts, self.options.total_dialog_turns
+        parts, total = self.parts, self.options.train.total_dialog_turns
         self._training = True
         parts.begin_collecting()
         while self.collected < total:
@@ -184,7 +208,7 @@ class Run:
         self._held_out.keep(self.folder.path, self.step)
         if self.logs.lineage:
             self.logs.lineage.write(self.step, groups, metrics.get("kl/coef", 0.0))
-        frequency = self.options.checkpoint_frequency
+        frequency = self.options.train.checkpoint_frequency
         if frequency and self.step % frequency == 0:
             self.save_checkpoint()
 
@@ -202,7 +226,7 @@ class Run:
     def save_checkpoint(self) -> Path:
         """Writes a checkpoint of the current step, unless there is one."""
         self.logs.progress.phase("checkpoint")
-        return self.folder.save(self.step, self._state, self.options.keep_checkpoints)
+        return self.folder.save(self.step, self._state, self.options.train.keep_checkpoints)
 
     def _state(self) -> dict[str, object]:
         return {
@@ -231,9 +255,9 @@ class Run:
 
     def _summary(self) -> dict[str, object]:
         return {
-            "finished": self.collected >= self.options.total_dialog_turns,
+            "finished": self.collected >= self.options.train.total_dialog_turns,
             "steps": self.step,
             "seconds": round(self.seconds, 1),
-            "seed": self.options.seed,
+            "seed": self.options.train.seed,
             "model": self.options.model,
         } | self._held_out.summary(self.step)

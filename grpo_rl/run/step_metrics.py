@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -16,40 +15,39 @@ from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.run.parts import Parts
 
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """Numbers of a step, from the run's parts, the step's groups with advantages, and its record.
+def step_metrics(
+    mismatch: Mismatch,
+    roofline: StepRoofline | None,
+    resamples: bool,
+    parts: Parts,
+    groups: Sequence[Group],
+    record: StepRecord,
+) -> dict[str, float]:
+    """Numbers of a step, by name, from the run's parts, the step's groups with advantages, and its record.
 
     Args:
         roofline: the time of the step at this machine's best; None if several processes train.
         resamples: whether dynamic sampling drops groups, so that the mean reward of all sampled groups is logged too.
     """
-
-    mismatch: Mismatch
-    roofline: StepRoofline | None
-    resamples: bool
-
-    def __call__(self, parts: Parts, groups: Sequence[Group], record: StepRecord) -> dict[str, float]:
-        """The step's metrics, by name."""
-        step_s, sampled = record.elapsed_s, parts.collector.sampled
-        # The push that ended the step has already raised the version.
-        sampled_under = parts.weights.version - 1
-        metrics = (
-            reward_metrics(groups, sampled_under)
-            | record.metrics(sum(int(group.trainable.sum()) for group in sampled), step_s)
-            | {"policy_version": sampled_under, "optimizer/skipped_steps": parts.optimizer.bad_steps}
-        )
-        metrics |= memory_metrics(getattr(parts.engine, "held_gib", 0.0))
-        batching = parts.micro_batching
-        scored = groups_to_score(groups, batching.skip_zero_advantage, batching.mask_truncated)
-        metrics["train/skipped_groups"] = len(groups) - len(scored)
-        # Counted over the whole run, held-out responses included: failures are too rare for counts per step.
-        failed, _ = parts.env.guard.failures()
-        metrics |= {f"failed/{kind}": count for kind, count in failed.items()}
-        metrics |= parts.collector.metrics()
-        if self.resamples:
-            metrics["reward/sampled_mean"] = float(torch.cat([group.rewards for group in sampled]).mean())
-        metrics |= self.mismatch.metrics()
-        if self.roofline:
-            metrics |= self.roofline.metrics(groups, record.phases_s, step_s)
-        return metrics
+    step_s, sampled = record.elapsed_s, parts.collector.sampled
+    # The push that ended the step has already raised the version.
+    sampled_under = parts.weights.version - 1
+    metrics = (
+        reward_metrics(groups, sampled_under)
+        | record.metrics(sum(int(group.trainable.sum()) for group in sampled), step_s)
+        | {"policy_version": sampled_under, "optimizer/skipped_steps": parts.optimizer.bad_steps}
+    )
+    metrics |= memory_metrics(getattr(parts.engine, "held_gib", 0.0))
+    batching = parts.micro_batching
+    scored = groups_to_score(groups, batching.skip_zero_advantage, batching.mask_truncated)
+    metrics["train/skipped_groups"] = len(groups) - len(scored)
+    # Counted over the whole run, held-out responses included: failures are too rare for counts per step.
+    failed, _ = parts.env.guard.failures()
+    metrics |= {f"failed/{kind}": count for kind, count in failed.items()}
+    metrics |= parts.collector.metrics()
+    if resamples:
+        metrics["reward/sampled_mean"] = float(torch.cat([group.rewards for group in sampled]).mean())
+    metrics |= mismatch.metrics()
+    if roofline:
+        metrics |= roofline.metrics(groups, record.phases_s, step_s)
+    return metrics

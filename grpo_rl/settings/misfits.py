@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from grpo_rl.settings.sections import Sections
@@ -29,52 +29,40 @@ class Misfit(ValueError):
         return ", or ".join(f"{key}={' or '.join(map(str, values))}" for key, values in self.fits.items())
 
 
-def misfits(settings: Sections) -> list[Misfit]:
+def misfits(settings: Sections) -> Iterator[Misfit]:
     """Every batch size of the settings that does not divide evenly."""
     train, prompts, size = settings.train, settings.env.num_envs, settings.env.repeats
     batch, turns, steps = train.optim_batch_size, train.total_dialog_turns, train.gradient_accumulation_steps
     collected, groups = prompts * size, max(1, batch // size)
     batches = [size * divisor for divisor in divisors(prompts)]
-    found = []
     if batch % size:
         sizes = [divisor for divisor in divisors(batch) if divisor > 1 and prompts * divisor % batch == 0]
-        found.append(
-            Misfit(
-                f"train.optim_batch_size={batch} is not a multiple of env.repeats={size}: a group would be cut",
-                "cut",
-                {"train.optim_batch_size": _nearest(batch, batches), "env.repeats": _nearest(size, sizes)},
-            )
+        yield Misfit(
+            f"train.optim_batch_size={batch} is not a multiple of env.repeats={size}: a group would be cut",
+            "cut",
+            {"train.optim_batch_size": _nearest(batch, batches), "env.repeats": _nearest(size, sizes)},
         )
     elif collected % batch:
-        found.append(
-            Misfit(
-                f"env.num_envs x env.repeats = {prompts} x {size} = {collected} responses a collection do not divide "
-                f"into batches of train.optim_batch_size={batch}",
-                "left_over",
-                {
-                    "train.optim_batch_size": _nearest(batch, batches),
-                    "env.num_envs": _nearest(prompts, [prompts // groups * groups, (prompts // groups + 1) * groups]),
-                },
-            )
+        multiples = [prompts // groups * groups, (prompts // groups + 1) * groups]
+        yield Misfit(
+            f"env.num_envs x env.repeats = {prompts} x {size} = {collected} responses a collection do not divide "
+            f"into batches of train.optim_batch_size={batch}",
+            "left_over",
+            {"train.optim_batch_size": _nearest(batch, batches), "env.num_envs": _nearest(prompts, multiples)},
         )
     if steps is not None and steps > groups:
-        found.append(
-            Misfit(
-                f"train.gradient_accumulation_steps={steps} micro-batches cannot be made of the {groups} groups of an "
-                "optimizer step",
-                "micro_batches",
-                {"train.gradient_accumulation_steps": [groups]},
-            )
+        yield Misfit(
+            f"train.gradient_accumulation_steps={steps} micro-batches cannot be made of the {groups} groups of an "
+            "optimizer step",
+            "micro_batches",
+            {"train.gradient_accumulation_steps": [groups]},
         )
     if turns < collected:
-        found.append(
-            Misfit(
-                f"train.total_dialog_turns={turns} is less than one collection, {collected} responses",
-                "run",
-                {"train.total_dialog_turns": [collected]},
-            )
+        yield Misfit(
+            f"train.total_dialog_turns={turns} is less than one collection, {collected} responses",
+            "run",
+            {"train.total_dialog_turns": [collected]},
         )
-    return found
 
 
 def divisors(number: int) -> list[int]:

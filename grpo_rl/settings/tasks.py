@@ -22,8 +22,6 @@ def required(meaning: str, **constraints: Any) -> Any:
 
 
 class GSM8KReward(Section):
-    """The reward of ``gsm8k``."""
-
     correctness: float = required(
         'weight: the final number (<answer>, ####, \\boxed, "the answer is", else the last) is the gold one'
     )
@@ -42,8 +40,6 @@ class GSM8K(Section):
 
 
 class IFEvalReward(Section):
-    """The reward of ``ifeval``."""
-
     strict: float = required("weight: the share of instructions that are followed")
     all: float = required("weight: all of them are followed")
     loose: float = required("weight: that share, with a greeting, a closing line or bold type forgiven")
@@ -57,8 +53,6 @@ class IFEval(Section):
 
 
 class MathReward(Section):
-    """The reward of ``math``."""
-
     correctness: float = required("weight: the boxed answer equals the gold answer")
     answer_format: float = required("weight: there is a closed box")
     deadline_s: float = required(
@@ -85,8 +79,6 @@ class Puzzles(Section):
 
 
 class CountdownReward(Section):
-    """The reward of ``countdown``."""
-
     correctness: float = required("weight: the expression reaches the target by the rules")
     answer_format: float = required("weight: there is an expression that has a value")
     use_all: bool = required("true: each number has to be used once; false: at most once")
@@ -104,8 +96,6 @@ class Countdown(Section):
 
 
 class CalculatorReward(Section):
-    """The reward of ``calculator``."""
-
     correctness: float = required("weight: the final number equals the gold number")
     tool_use: float = required("weight: a result was calculated and used")
     answer_format: float = required("weight: the last message ends on <answer>NUMBER</answer>")
@@ -122,8 +112,6 @@ class Calculator(Section):
 
 
 class SearchQAReward(Section):
-    """The reward of ``search_qa``."""
-
     exact_match: float = required("weight: the final answer is the gold answer")
     f1: float = required("weight: share of words in common with the gold answer")
     supporting_recall: float = required("weight: share of the supporting documents that were shown")

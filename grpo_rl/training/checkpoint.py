@@ -8,6 +8,7 @@ import random
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -232,30 +233,14 @@ def _verified(path: Path, rank: int = 0, size: int = 1) -> dict:
 def _remedy(path: Path) -> str:
     for other in reversed(checkpoints(path.parent)):
         if other.name != path.name:
-            try:
+            with suppress(ValueError, OSError):
                 _verified(other)
-            except (ValueError, OSError):
-                continue
-            return f"the newest good one beside it is {other}"
+                return f"the newest good one beside it is {other}"
     return "there is no good one beside it"
 
 
 def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-
-
-def _candidates(place: Path) -> list[Path]:
-    """The checkpoints to go on with, the best first.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if place.is_file():
-        return [place]
-    inside = checkpoints(place / CHECKPOINTS) or checkpoints(place)
-    if not inside:
-        raise ValueError(f"resume={place}: no checkpoint there; give a checkpoint_*.pt, a run's folder, or auto")
-    return inside[::-1]
 
 
 def last_logged(run: Path) -> int:
@@ -285,17 +270,21 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
     rank_zero = ranks is None or ranks.rank == 0
 
     def look() -> tuple[list[Path], bool, float]:
-        return _candidates(place), place.is_file(), math.inf if run is None else last_logged(run)
+        paths = [place] if place.is_file() else checkpoints(place / CHECKPOINTS) or checkpoints(place)
+        if not paths:
+            raise ValueError(f"resume={place}: no checkpoint there; give a checkpoint_*.pt, a run's folder, or auto")
+        return paths[::-1], place.is_file(), math.inf if run is None else last_logged(run)
 
     # Rank zero looks: what others see of a shared disk may be older.
     found = agreed(ranks, lambda: look() if rank_zero else ([], False, 0.0))
     paths, named, logged = ranks.broadcast(found) if ranks else found
     told = []
     for path in paths:
-        try:
-            _check_metrics(path, step_of(path), run, logged)
-        except ValueError as error:
-            told.append(f"{'going on with a gap' if named else 'passed over'}: {error}")
+        if logged < (step := step_of(path)):  # as a power cut can leave them
+            told.append(
+                f"{'going on with a gap' if named else 'passed over'}: {path} is of step {step}, and "
+                f"{run}/{METRICS_FILE} ends at step {logged}: the rest is lost"
+            )
             if not named:
                 continue
         try:
@@ -316,16 +305,6 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
         f"resume={resume}: no checkpoint can be used; to start anew, set resume=null and another hydra.run.dir; to go "
         f"on with one that only lacks metrics, give its file\n  {reasons}"
     )
-
-
-def _check_metrics(path: Path, step: int, run: Path | None, logged: float) -> None:
-    """Refuses a checkpoint that a run's metrics end before, as a power cut can leave them.
-
-    Raises:
-        ValueError: where they end.
-    """
-    if run is not None and logged < step:
-        raise ValueError(f"{path} is of step {step}, and {run / METRICS_FILE} ends at step {logged}: the rest is lost")
 
 
 def check_config(saved: str, current: str) -> None:

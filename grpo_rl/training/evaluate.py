@@ -142,20 +142,16 @@ def paired_gain(before: Sequence[float], after: Sequence[float], seed: int = 0) 
     mean = float(difference.mean())
     if np.ptp(difference) == 0:
         return Gain(mean, mean, mean)
-    interval = _bootstrap(difference, "BCa", seed)
-    if not np.isfinite(interval).all():
-        interval = _bootstrap(difference, "percentile", seed)
-    return Gain(mean, *interval)
-
-
-def _bootstrap(difference: np.ndarray, method: str, seed: int) -> tuple[float, float]:
     with warnings.catch_warnings():
-        # An undefined BCa interval comes back as NaN, which the caller looks at.
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
-        result = stats.bootstrap(
-            (difference,), np.mean, n_resamples=9999, batch=1000, method=method, rng=np.random.default_rng(seed)
-        )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # an undefined BCa interval comes back as NaN
+        for method in ("BCa", "percentile"):
+            result = stats.bootstrap(
+                (difference,), np.mean, n_resamples=9999, batch=1000, method=method, rng=np.random.default_rng(seed)
+            )
+            low, high = map(float, result.confidence_interval)
+            if np.isfinite([low, high]).all():
+                break
+    return Gain(mean, low, high)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

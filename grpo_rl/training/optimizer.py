@@ -117,20 +117,16 @@ class PolicyOptimizer:
         in_fp32 = _embeddings(model) if self._queue else self._params
         for param in in_fp32 if copies else ():
             param.grad_dtype = torch.float32
-        self._hooks = (
-            [
-                p.register_post_accumulate_grad_hook(self._queue.hook(master) if self._queue else _move_grad_to(master))
-                for p, master in zip(self._params, self._masters, strict=True)
-            ]
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._queue.hook(master) if self._queue else _move_grad_to(master))
+            for param, master in zip(self._params, self._masters, strict=True)
             if copies
-            else []
-        )
+        ]
+        settings = {"lr": lr, "weight_decay": weight_decay, "fused": True}
         if name == "adamw":
-            self._optimizer = torch.optim.AdamW(
-                self._masters, lr=lr, weight_decay=weight_decay, betas=tuple(betas), fused=True
-            )
+            self._optimizer = torch.optim.AdamW(self._masters, betas=tuple(betas), **settings)
         else:
-            self._optimizer = torch.optim.SGD(self._masters, lr=lr, weight_decay=weight_decay, fused=True)
+            self._optimizer = torch.optim.SGD(self._masters, **settings)
         self._lr, self._clip = lr, clip_grad_norm
         self._schedule = (warmup_steps, total_steps, schedule, min_lr_fraction)
         self._max_bad_steps = max_bad_steps

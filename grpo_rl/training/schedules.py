@@ -139,30 +139,23 @@ class RefreshRule:
         self.when, self._steps = when, steps
         self.decay = decay if when == "average" else 0.0
         """Share of itself that the reference keeps in a refresh; 0 makes it a copy."""
-        self._rewards: list[float] = []
+        self.rewards: list[float] = []
+        """Mean rewards since the last refresh, which a checkpoint stores; empty if the rule does not look at them."""
 
     def is_due(self, reward: float) -> bool:
         """Records the mean reward of a step; returns whether the reference is to be refreshed after it."""
         if self.when in ("never", "average"):
             return self.when == "average"
         # Rewards before a refresh belong to another loss: both windows start after it.
-        self._rewards.append(reward)
-        due = len(self._rewards) >= self._steps if self.when == "steps" else self._has_plateaued()
+        self.rewards.append(reward)
+        due = len(self.rewards) >= self._steps if self.when == "steps" else self._has_plateaued()
         if due:
-            self._rewards = []
+            self.rewards = []
         return due
 
     def _has_plateaued(self) -> bool:
-        before, now = self._rewards[-2 * self._steps : -self._steps], self._rewards[-self._steps :]
+        before, now = self.rewards[-2 * self._steps : -self._steps], self.rewards[-self._steps :]
         return len(before) == self._steps and sum(now) <= sum(before)
-
-    def state(self) -> list[float]:
-        """The state that a checkpoint stores."""
-        return list(self._rewards)
-
-    def restore(self, state: list[float]) -> None:
-        """Restores what :meth:`state` returned."""
-        self._rewards = list(state)
 
 
 class Schedules:
@@ -220,17 +213,13 @@ class Schedules:
     def state(self) -> dict[str, Any]:
         """The state that a checkpoint stores: the coefficient, and the reference once it was refreshed."""
         weights = self._reference.state() if self._reference is not None and self._refreshed else None
-        return {
-            "kl_coef": self._kl.coef,
-            "refreshed": self._refreshed,
-            "rewards": self._refresh.state(),
-            "reference": weights,
-        }
+        rewards = list(self._refresh.rewards)
+        return {"kl_coef": self._kl.coef, "refreshed": self._refreshed, "rewards": rewards, "reference": weights}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
         self._kl.coef, self._refreshed = state["kl_coef"], state["refreshed"]
-        self._refresh.restore(state["rewards"])
+        self._refresh.rewards = list(state["rewards"])
         if self._reference is not None:
             self._terms.kl_coef = self._kl.coef
             if state["reference"] is not None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
-from typing import Any, Protocol, SupportsInt, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsInt, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,22 +12,15 @@ from grpo_rl.engines.base import Engine
 from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.policies.lora import base_weights, has_adapters
 from grpo_rl.policies.shards import whole
-from grpo_rl.weights.sources import source_of
+from grpo_rl.weights.sources import weights_to_send
 from grpo_rl.weights.transport import Held, InProcess, Transport, WeightDeliveryError
+
+if TYPE_CHECKING:
+    from grpo_rl.distributed.ranks import Ranks
 
 __all__ = ["WeightDeliveryError", "WeightSync"]
 
 R = TypeVar("R")
-
-
-class Ranks(Protocol):
-    """The processes that train the model together; see `grpo_rl.distributed.ranks.Ranks`."""
-
-    rank: int
-
-    def broadcast(self, first: R) -> R:
-        """The value that rank zero passed."""
-        ...
 
 
 class WeightSync:
@@ -46,6 +38,9 @@ class WeightSync:
         engine: the engine that samples; or a transport to engines in other processes, which it pauses during a push.
         version: policy version of the weights that the model has now.
         ranks: the processes that train the model together; all of them push, and rank zero has the engine.
+
+    Raises:
+        ValueError: the engine takes adapters, and the model has none.
     """
 
     def __init__(
@@ -54,7 +49,8 @@ class WeightSync:
         self._model, self._ranks = model, ranks
         self._transport: Transport = engine if isinstance(engine, Transport) else InProcess(engine)
         self._transport.on_new_engine = self._deliver_to_new
-        self._source = source_of(model, engine.takes_adapters)
+        if engine.takes_adapters and not has_adapters(model):
+            raise ValueError("the engine was made for adapters, and the model has none; make it without adapter_rank")
         self._base: dict[str, int] | None = None
         self._listeners: list[Callable[[int], None]] = []
         self._version = version
@@ -114,8 +110,7 @@ class WeightSync:
         self, frozen: bool, seen: dict[str, tuple[torch.Size, SupportsInt]], mark: Callable[[str, Tensor], SupportsInt]
     ) -> Iterator[tuple[str, Tensor]]:
         """The tensors to send; the shape of each that is taken, and what ``mark`` says of it, are put into ``seen``."""
-        weights = chain(self._source.frozen(), self._source.moving()) if frozen else self._source.moving()
-        for name, tensor in weights:
+        for name, tensor in weights_to_send(self._model, self._transport.takes_adapters, frozen):
             tensor = whole(tensor.to(self._transport.dtype))  # of a sharded one every rank asks for all
             seen[name] = tensor.shape, mark(name, tensor)
             yield name, tensor

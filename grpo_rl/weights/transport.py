@@ -1,7 +1,8 @@
-"""Transports of weights to engines: the interface, and the transport to an engine in this process."""
+"""Transports of weights to engines: the interface, and those to an engine in this process and of a rank without one."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -107,6 +108,41 @@ class InProcess:
         self._marks = Marks()
         yield self._is_new
         self._is_new, self._marks = False, Marks()
+
+
+class NullTransport:
+    """Sends nothing, and takes part in gathering the sharded weights that rank zero sends.
+
+    Args:
+        dtype: dtype of the weights that the engines of rank zero hold.
+        takes_adapters: whether those engines take adapters.
+    """
+
+    on_new_engine: Callable[[], None] | None = None
+
+    def __init__(self, dtype: torch.dtype, takes_adapters: bool) -> None:
+        self.dtype, self.takes_adapters = dtype, takes_adapters
+
+    def fingerprint(self, name: str, tensor: Tensor) -> int:
+        """Unused: this rank has nothing to compare with."""
+        return 0
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
+        """Takes part in gathering each tensor."""
+        deque(weights, maxlen=0)
+        return {}
+
+    def held(self, shapes: Mapping[str, torch.Size]) -> dict[str, Held]:
+        """Empty: this rank has no engine."""
+        return {}
+
+    @contextmanager
+    def paused(self, only_new: bool = False) -> Iterator[bool]:
+        """Pauses nothing; rank zero says what is sent."""
+        yield False
+
+    def close(self) -> None:
+        """Frees nothing."""
 
 
 def noting_shapes(weights: Iterable[tuple[str, Tensor]], shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:

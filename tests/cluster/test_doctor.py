@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import grpo_rl.cluster.token  # noqa: F401, before ray
+import grpo_rl.cluster  # noqa: F401, before ray
 
 ray = pytest.importorskip("ray")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import runpy
 import subprocess
 import sys
 
@@ -14,7 +13,7 @@ ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from grpo_rl.cluster.nodes import _private_folder, check_nodes, cluster, nodes, places  # noqa: E402
+from grpo_rl.cluster.nodes import _init, _private_folder, check_nodes, cluster, nodes, places  # noqa: E402
 from grpo_rl.settings.config import RunIsOver  # noqa: E402
 
 
@@ -98,7 +97,8 @@ def test_ray_that_was_imported_too_early_to_ask_for_a_token_is_told_unless_someb
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     if mode:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
-    runpy.run_module("grpo_rl.cluster.token")
+    monkeypatch.setattr(ray, "init", lambda *_, **__: None)
+    _init(None, (), None, {})
     assert ("asks nobody for a token" in caplog.text) == is_told
 
 

@@ -191,7 +191,7 @@ def test_groups_of_any_sizes_get_the_advantages_each_would_get_alone_to_the_last
         assert after.group_id == i and after.response_ids is before.response_ids
         assert before.advantages is None
         assert torch.equal(after.advantages, group_advantages(before.rewards, kind))
-    assert after.with_ref_log_probs(before.log_probs).advantages is after.advantages  # a whole Group
+    assert replace(after, ref_log_probs=before.log_probs).advantages is after.advantages  # a whole Group
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_the_examples_in_the_prompt_earn_nothing():
     task = Calculator([{"question": "?", "answer": "#### 17"}])
     for end in ([], [{"role": "assistant", "content": ""}]):
         assert task.score_dialog(task.rows[0], task.prompt(ROW) + end).total == 0
-    with pytest.raises(ValueError, match=r"env\.examples\[0\] has no text call"):
+    with pytest.raises(ValueError, match=r"env\.examples\[0\] has no call"):
         Calculator([ROW], examples=[{"question": "?", "answer": "1"}])
 
 

@@ -78,7 +78,7 @@ def test_examples_are_right_by_the_rule_and_shown_as_earlier_turns():
         Countdown([], use_all=True, examples=[{**example, "numbers": [4, 6, 1]}])
     with pytest.raises(ValueError, match=r"env\.examples\[0\]: numbers is None"):
         Countdown([], examples=[{"target": 24, "response": "24"}])
-    with pytest.raises(ValueError, match=r"env\.examples\[0\] has no text response; its columns are"):
+    with pytest.raises(ValueError, match=r"env\.examples\[0\] has no response; its columns are"):
         Countdown([], examples=[{"numbers": [4, 6], "target": 24}])
 
 

@@ -116,7 +116,7 @@ def test_groups_come_back_as_they_were(tmp_path):
     full = group_of(0, [2, 0, 3], [1, 0, -1], truncated=torch.tensor([True, False, False]))
     full = full.with_old_log_probs(full.log_probs + 0.1, full.log_probs * -1)
     full = replace(full, measures={"words": full.rewards + 2})
-    full = full.with_ref_log_probs(full.log_probs - 0.2)
+    full = replace(full, ref_log_probs=full.log_probs - 0.2)
     plain = group_of(1, [1, 2], [0.25, -0.25])
     tool = group_of(2, [2, 2], [1, -1], trainable=torch.tensor([True, False, True, True]))
     empty = group_of(3, [0, 0], [1, -1])
@@ -139,7 +139,7 @@ def test_groups_come_back_as_they_were(tmp_path):
 
 def test_a_number_that_is_not_finite_comes_back_and_hides_no_other(tmp_path):
     group = group_of(0, [2, 1], [1, -1])
-    group = group.with_ref_log_probs(torch.tensor([-1.0, math.nan, -2.0]))
+    group = replace(group, ref_log_probs=torch.tensor([-1.0, math.nan, -2.0]))
     group = replace(group, log_probs=torch.tensor([math.nan, -1.0, -1.0]))
     log_step(tmp_path, [group])
     (back,) = read_step(tmp_path, 1).groups

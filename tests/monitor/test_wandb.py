@@ -58,8 +58,3 @@ def test_a_missing_package_names_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb, or set logger.backend=none"):
         WandbLog(tmp_path, {})
-
-
-def test_an_unknown_mode_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="logger.mode=disabled"):
-        WandbLog(tmp_path, {}, mode="disabled")

@@ -120,7 +120,7 @@ def test_groups_cut_off_as_a_whole_need_no_training_where_cut_responses_are_left
 def test_only_groups_that_a_reference_scored_count_as_scored():
     group = random_group(prompt=4, lengths=[3, 2])
     assert floors_s([group], SIZES, UNIT)["score"] == 0
-    scored = floors_s([group.with_ref_log_probs(torch.zeros(5))], SIZES, UNIT)
+    scored = floors_s([replace(group, ref_log_probs=torch.zeros(5))], SIZES, UNIT)
     assert scored["score"] == 2 * 100 * 9 + 2 * 40 * 5 == scored["train"] / 3
 
 

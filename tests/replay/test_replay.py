@@ -20,7 +20,6 @@ from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.monitor.lineage import TOKENS, stored_steps
 from grpo_rl.monitor.lineage_reader import read_step
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.replay.command import make_objective
 from grpo_rl.replay.replay import recompute
 from grpo_rl.settings.compose import FOLDER, with_loss
 from grpo_rl.settings.schema import Settings
@@ -86,7 +85,7 @@ def test_under_its_own_loss_a_replay_is_what_was_trained(trained):
     seen = iter(seen)
     for step in stored_steps(folder):
         stored = read_step(folder, step)
-        outcome = recompute(stored, make_objective(Settings.restored(stored.config)))
+        outcome = recompute(stored, Settings.restored(stored.config))
         gradients, lengths = outcome.columns["gradient"], {g.group_id: len(g.response_ids) for g in stored.groups}
         pieces = gradients.split([lengths[i] for update in stored.updates for i in update.groups])
         for update in stored.updates:
@@ -117,7 +116,7 @@ def test_a_plain_token_mean_without_a_std_has_the_gradient_that_a_hand_computes(
     stored = read_step(plain, 2)
     other = {"loss.surrogate": "plain", "loss.aggregate": "token_mean", "loss.advantage": "no_std"}
     settings = Settings.restored(stored.config).with_values(other)
-    gradient = recompute(stored, make_objective(settings)).columns["gradient"].numpy()
+    gradient = recompute(stored, settings).columns["gradient"].numpy()
     rows = pd.read_parquet(plain / TOKENS / "step_000002.parquet")
     answers = pd.read_parquet(plain / "lineage_answers" / "step_000002.parquet")
     mean = answers.groupby("group_id")["reward"].transform("mean")

@@ -31,6 +31,7 @@ from grpo_rl.run.claim import claim
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.run.summary import read_evaluation, write_evaluation
+from grpo_rl.settings.sections import Train
 from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
 
@@ -681,8 +682,9 @@ def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path
         (folder / "model").rename(tmp_path / "model")  # something is left to do
     monkeypatch.setattr("grpo_rl.training.checkpoint.sync_logs", fail)
     monkeypatch.setattr("grpo_rl.training.checkpoint.load_shards", lambda path, state, ranks: state)
+    train = Train(checkpoint_frequency=1, total_dialog_turns=64)
     with pytest.raises((ValueError, OSError)) as error:
-        with RunFolder(folder, str(folder), config, "", Room(3, 1000, 1000), 1, 64, ranks) as opened:
+        with RunFolder(folder, str(folder), config, "", Room(3, 1000, 1000), train, ranks) as opened:
             assert what.startswith("logs")
             opened.save(5, MagicMock(), keep=0)
     assert ranks.told[-1] is error.value

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.base import LLMEnv
-from grpo_rl.envs.registry import task_spec
 from grpo_rl.envs.rewards.registry import read_parts
+from grpo_rl.envs.spec import task_spec
 from grpo_rl.policies.lora import LoRA
 from grpo_rl.settings.compose import FOLDER, check_overrides, with_loss
 from grpo_rl.settings.declaration import leaves, plain, select

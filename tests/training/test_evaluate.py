@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -127,12 +128,13 @@ def test_one_gaining_row_in_many_has_a_finite_interval_without_warnings():
 
 
 def test_an_undefined_bca_interval_falls_back_to_percentiles(monkeypatch):
-    from grpo_rl.training import evaluate as module
+    real = stats.bootstrap
 
-    real = module._bootstrap
-    monkeypatch.setattr(
-        module, "_bootstrap", lambda d, method, seed: (np.nan, np.nan) if method == "BCa" else real(d, method, seed)
-    )
+    def bootstrap(*data, method, **settings):
+        undefined = SimpleNamespace(confidence_interval=(np.nan, np.nan))
+        return undefined if method == "BCa" else real(*data, method=method, **settings)
+
+    monkeypatch.setattr(stats, "bootstrap", bootstrap)
     gain = paired_gain([0, 0, 0, 0], [1, 1, 1, 0])
     assert gain.low <= 0.75 <= gain.high <= 1
 

@@ -97,7 +97,7 @@ def test_a_resumed_rule_is_due_when_the_first_one_would_have_been():
     rule, resumed = RefreshRule("plateau", steps=2), RefreshRule("plateau", steps=2)
     for reward in (0.5, 0.5, 0.5):
         assert not rule.is_due(reward)
-    resumed.restore(rule.state())
+    resumed.rewards = list(rule.rewards)
     assert rule.is_due(0.5) and resumed.is_due(0.5)
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.weights.null import NullTransport
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
-from grpo_rl.weights.transport import InProcess
+from grpo_rl.weights.transport import InProcess, NullTransport
 
 
 @pytest.fixture

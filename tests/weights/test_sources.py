@@ -23,7 +23,7 @@ from grpo_rl.run.export import export
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights import sources
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
-from grpo_rl.weights.sources import MergedAdapters
+from grpo_rl.weights.sources import merged_weights
 
 peft = pytest.importorskip("peft")
 
@@ -79,7 +79,7 @@ def test_merged_weights_are_pefts_under_the_checkpoints_names_and_the_trainer_ke
         for name, parameter in adapters.items():
             parameter.copy_(before[name])
     expected = dict(theirs.merge_and_unload().named_parameters())
-    merged = dict(MergedAdapters(policy.model).moving())
+    merged = dict(merged_weights(policy.model))
     assert list(merged) == list(dict(base.named_parameters()))
     for name, weight in merged.items():
         torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=1e-6)
@@ -335,8 +335,8 @@ def test_conversations_are_answered_by_the_adapter_too(folder, beside):
         assert (policy.score(groups)[0] - groups[0].log_probs).abs().mean() < 1e-3
 
 
-def test_weights_sent_layer_by_layer_to_other_processes_arrive_as_well(folder, beside):
-    beside._in_process = False  # as with tensor parallelism
+def test_weights_sent_layer_by_layer_to_other_processes_arrive_as_well(folder, beside, monkeypatch):
+    monkeypatch.setattr(beside, "_is_one_worker", False)  # as with tensor parallelism
     policy = adapted(folder, torch.float32)
     with torch.no_grad():
         for parameter in policy.model.parameters():

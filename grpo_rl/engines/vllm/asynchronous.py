@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 import grpo_rl.engines.vllm.environment  # noqa: F401, what vLLM reads at import
 
 # isort: split
@@ -22,19 +20,15 @@ from vllm import RequestOutput
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
 
 from grpo_rl.engines.base import AbortedError, EngineDeadError, Samples, Sampling, check_request
 from grpo_rl.engines.fingerprint import add
-from grpo_rl.engines.vllm.arguments import engine_arguments
-from grpo_rl.engines.vllm.executor import NamelessExecutor
+from grpo_rl.engines.vllm.common import NamelessExecutor, VLLMBase
 from grpo_rl.engines.vllm.lora import adapter_request
-from grpo_rl.engines.vllm.refusals import refusals_explained
 from grpo_rl.engines.vllm.sampling import samples_with_versions, sampling_params, version_number
 from grpo_rl.engines.vllm.shared_transfer import BACKEND
-from grpo_rl.engines.vllm.worker import WorkerExtension
 
 T = TypeVar("T")
 _CLOSE_S = 10.0
@@ -43,15 +37,13 @@ _POLL_S = 0.2
 """Interval at which a waiting call checks that the process lives."""
 
 
-class AsyncVLLMEngine:
+class AsyncVLLMEngine(VLLMBase):
     """One vLLM instance, its core in a process of its own; see :class:`grpo_rl.engines.base.AsyncEngine`.
 
     Building one takes until the process is ready, half a minute with a small model; it may be built in another thread
     than the one whose event loop then uses it.
 
     Args:
-        model, max_model_len, seed, tensor_parallel_size, gpu_memory_utilization, enforce_eager, dtype, max_num_seqs,
-            adapter_rank, adapter_targets: as of :class:`grpo_rl.engines.vllm.engine.VLLMEngine`.
         name: for messages.
         deadline_s: seconds in which the process has to answer a call; longer than the longest step of sampling, as some
             calls wait for the one under way.
@@ -60,60 +52,31 @@ class AsyncVLLMEngine:
         keep_cache: a response under way in an update keeps the keys and values of its past, made by older weights,
             instead of having them computed anew. Requests that are made once :meth:`pause` has returned never read
             what older weights have made; those that waited in the queue then may.
-        cache_bytes: of the KV cache on a GPU; None: what vLLM finds to be left of its share. It can tell only while
-            nobody else takes or frees memory there.
+        settings: the other arguments of :class:`VLLMBase`.
 
     Raises:
-        ValueError: as :class:`grpo_rl.engines.vllm.engine.VLLMEngine`.
+        ValueError: as :class:`VLLMBase`.
     """
 
     def __init__(
         self,
         model: str | Path,
         max_model_len: int,
-        seed: int = 0,
-        tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = 0.5,
-        enforce_eager: bool | None = None,
-        dtype: str = "bfloat16",
-        max_num_seqs: int = 256,
-        adapter_rank: int = 0,
-        adapter_targets: Sequence[str] = (),
         name: str = "the engine",
         deadline_s: float = 60.0,
         transfer: str = "shared_memory",
         keep_cache: bool = False,
-        cache_bytes: int | None = None,
+        **settings: Any,
     ) -> None:
-        self.name, self.deadline_s, self.version = name, deadline_s, 0
-        self.max_model_len, self.dtype = max_model_len, getattr(torch, dtype)
-        self.takes_adapters = adapter_rank > 0
+        super().__init__(model, max_model_len, **settings)
+        self.name, self.deadline_s = name, deadline_s
         self._keep_cache, self._pauses = keep_cache, 0
         self._turns: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
-        self._adapter: LoRARequest | None = None
-        self._can_free = torch.cuda.is_available()
-        self.proves_bytes = tensor_parallel_size == 1 and not torch.cuda.is_available()
-        settings = engine_arguments(
-            model,
-            max_model_len,
-            seed,
-            tensor_parallel_size,
-            gpu_memory_utilization,
-            enforce_eager,
-            self.dtype,
-            max_num_seqs,
-            adapter_rank,
-            adapter_targets,
-            cache_bytes,
-        )
-        if tensor_parallel_size == 1:
-            settings["distributed_executor_backend"] = NamelessExecutor
-        arguments = AsyncEngineArgs(
-            **settings,
-            worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
-            weight_transfer_config=WeightTransferConfig(transfer if transfer == "nccl" else BACKEND),
-        )
-        with refusals_explained(gpu_memory_utilization, max_model_len):
+        if self._is_one_worker:
+            self._arguments["distributed_executor_backend"] = NamelessExecutor
+        how = WeightTransferConfig(transfer if transfer == "nccl" else BACKEND)
+        arguments = AsyncEngineArgs(**self._arguments, weight_transfer_config=how)
+        with self._explained():
             self._llm: AsyncLLM | None = AsyncLLM.from_engine_args(arguments)
         manager = self._llm.engine_core.resources.engine_manager
         self.pids = [process.pid for process in getattr(manager, "processes", ())]

@@ -33,7 +33,7 @@ CACHE_BYTES = 2 << 30
 def cpu_arguments(
     model: str | Path, dtype: torch.dtype, max_model_len: int, max_num_seqs: int, tensor_parallel_size: int
 ) -> dict[str, Any]:
-    """Further arguments of `vllm.LLM` on a CPU, with measurements in docs/log.md; ours are those of `VLLMEngine`."""
+    """Further arguments of `vllm.LLM` on a CPU, with measurements in docs/log.md; ours are those of `VLLMBase`."""
     offer_norms()
     blocks = max_num_seqs * math.ceil(max_model_len / BLOCK) + 1  # vLLM keeps one for itself
     longest = blocks * BLOCK * _token_bytes(model, dtype, tensor_parallel_size)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,84 +18,30 @@ import grpo_rl.engines.vllm.environment  # noqa: F401, what vLLM reads at import
 # isort: split
 from vllm import LLM
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
 from grpo_rl.engines.base import ADAPTER_NAME, Samples, Sampling, check_request
 from grpo_rl.engines.fingerprint import add
-from grpo_rl.engines.vllm.arguments import engine_arguments
+from grpo_rl.engines.vllm.common import VLLMBase
 from grpo_rl.engines.vllm.lora import adapter_request
-from grpo_rl.engines.vllm.refusals import refusals_explained
 from grpo_rl.engines.vllm.sampling import samples_of, sampling_params
-from grpo_rl.engines.vllm.worker import WorkerExtension
 
 
-class VLLMEngine:
-    """One vLLM instance with the prefix cache on: the full blocks of a group's prompt are computed once.
+class VLLMEngine(VLLMBase):
+    """One vLLM instance in this process; its arguments are those of :class:`VLLMBase`."""
 
-    Args:
-        model: a local model folder.
-        max_model_len: of prompt and response, in tokens.
-        seed: of vLLM's sampler.
-        tensor_parallel_size: GPUs that share one copy of the model.
-        gpu_memory_utilization: part of a GPU's memory that vLLM may take, weights and KV cache.
-        enforce_eager: None: CUDA graphs on a GPU, none on a CPU; True: no graphs; False: compiled too, a slow start.
-        dtype: of the weights and the computation.
-        max_num_seqs: responses sampled at the same time.
-        adapter_rank: more than 0: the engine holds a LoRA adapter of this rank beside its weights.
-        adapter_targets: last names of the layers that it adapts, as the checkpoint has them.
-
-    Raises:
-        ValueError: vLLM refuses the model or the settings, has too little memory, or has no kernels for adapters in
-            this dtype.
-    """
-
-    def __init__(
-        self,
-        model: str | Path,
-        max_model_len: int,
-        seed: int = 0,
-        tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = 0.5,
-        enforce_eager: bool | None = None,
-        dtype: str = "bfloat16",
-        max_num_seqs: int = 256,
-        adapter_rank: int = 0,
-        adapter_targets: Sequence[str] = (),
-    ) -> None:
-        self.version = 0
-        self.max_model_len = max_model_len
+    def __init__(self, model: str | Path, max_model_len: int, **settings: Any) -> None:
+        super().__init__(model, max_model_len, **settings)
         self._asleep = False
-        self.dtype = getattr(torch, dtype)
-        self.takes_adapters = adapter_rank > 0
-        self._adapter: LoRARequest | None = None
-        self._in_process = tensor_parallel_size == 1
-        self.proves_bytes = self._in_process and not torch.cuda.is_available()
-        arguments = engine_arguments(
-            model,
-            max_model_len,
-            seed,
-            tensor_parallel_size,
-            gpu_memory_utilization,
-            enforce_eager,
-            self.dtype,
-            max_num_seqs,
-            adapter_rank,
-            adapter_targets,
-        )
-        extension = f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"
-        before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-        threads = threads_kept() if torch.cuda.is_available() else nullcontext()
-        with threads, refusals_explained(gpu_memory_utilization, max_model_len):
-            self._llm = LLM(**arguments, use_tqdm_on_load=False, worker_extension_cls=extension)
-        held = torch.cuda.memory_allocated() - before if torch.cuda.is_available() else 0
-        self.held_gib = held / 2**30
+        self._requests: dict[str, int] = {}
+        before = torch.cuda.memory_allocated() if self._can_free else 0
+        with threads_kept() if self._can_free else nullcontext(), self._explained():
+            self._llm = LLM(**self._arguments, use_tqdm_on_load=False)
+        self.held_gib = (torch.cuda.memory_allocated() - before) / 2**30 if self._can_free else 0.0
         """GPU memory that the engine holds in this process: weights, KV cache and graphs; also while it sleeps."""
         # vLLM freezes the garbage collector's view of what exists, to spare an engine's own process work. Here that
         # takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.
         gc.unfreeze()
-        self._can_free = torch.cuda.is_available()
-        self._requests: dict[str, int] = {}
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
         """See :meth:`grpo_rl.engines.base.Engine.generate`."""
@@ -132,7 +79,7 @@ class VLLMEngine:
         if first := next(own, None):
             own = chain([first], own)
             # Another process gets its weights a layer at a time, so that never more than one is held to be sent.
-            for part in [own] if self._in_process else by_layer(own):
+            for part in [own] if self._is_one_worker else by_layer(own):
                 self._llm.collective_rpc("receive_weights", args=(part,))
         if factors:
             self._llm.collective_rpc("receive_adapter", args=(factors,))

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from grpo_rl.engines.vllm import arguments
+from grpo_rl.engines.vllm.common import VLLMBase
 
 
 @pytest.fixture
@@ -20,10 +20,9 @@ def on_gpu(monkeypatch):
     return memory
 
 
-def arguments_of(max_num_seqs=96, max_model_len=1024, cache_bytes=None, enforce_eager=None):
-    return arguments.engine_arguments(
-        "model", max_model_len, 0, 1, 0.4, enforce_eager, torch.bfloat16, max_num_seqs, 0, (), cache_bytes
-    )
+def arguments_of(max_num_seqs=96, max_model_len=1024, **settings):
+    settings |= {"gpu_memory_utilization": 0.4, "max_num_seqs": max_num_seqs}
+    return VLLMBase("model", max_model_len, **settings)._arguments
 
 
 def test_an_engine_on_a_gpu_shares_prompts_and_computes_large_batches_in_parts(on_gpu):

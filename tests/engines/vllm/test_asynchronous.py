@@ -18,7 +18,7 @@ from grpo_rl.testing import left_if_killed, save_tiny_model
 from grpo_rl.weights.push import WeightSync
 from grpo_rl.weights.remote import LoopControl
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
-from grpo_rl.weights.sources import MergedAdapters
+from grpo_rl.weights.sources import merged_weights
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
@@ -253,9 +253,7 @@ def test_adapters_alone_are_pushed_in_the_middle_of_an_answer(folders):
         switch = int((samples.versions == 1).sum())
         assert 40 <= switch < 300 and samples.versions.tolist() == [1] * switch + [2] * (300 - switch)
         merged = models(folders)[0]
-        merged.load_state_dict(
-            {n: w.to(torch.bfloat16) for n, w in MergedAdapters(policy.model).moving()}, strict=False
-        )
+        merged.load_state_dict({n: w.to(torch.bfloat16) for n, w in merged_weights(policy.model)}, strict=False)
         by_new = log_probs_by_transformers(merged, PROMPTS[0], samples.response_ids)
         assert (samples.log_probs - by_new)[switch:].abs().max() < 0.1
         assert (samples.log_probs - by_new)[:switch].abs().mean() > 0.1

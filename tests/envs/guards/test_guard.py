@@ -250,7 +250,7 @@ def test_a_call_is_watched_as_long_as_the_setting_says_whatever_the_size_of_the_
     watched = []
 
     class Watch:
-        begin = staticmethod(lambda seconds, message: watched.append(seconds))
+        begin = staticmethod(lambda seconds, message: not watched.append(seconds))
         end = close = staticmethod(lambda: None)
 
     monkeypatch.setattr(guard_module, "Watch", Watch)

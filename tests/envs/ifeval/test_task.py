@@ -12,7 +12,7 @@ from torchrl.envs.utils import check_env_specs
 from grpo_rl.data import keys
 from grpo_rl.envs.ifeval import IFEval, IFEvalEnv, load_rows, split_of
 from grpo_rl.envs.ifeval import sentences as sentences_module
-from grpo_rl.envs.ifeval.rows import HUB_NAME
+from grpo_rl.envs.ifeval.task import HUB_NAME
 
 ROW = {
     "key": 7,
@@ -59,7 +59,7 @@ def test_a_part_without_weight_is_neither_named_nor_judged():
          r"row 1 \(key 7\), instruction 3 \(length_constraints:number_words\) has the arguments {'num_words': 2}"),
         ({"rows": [{**ROW, "instruction_id_list": ["punctuation:none"] * 3}]}, r"row 0 \(key 7\), .* is unknown"),
         ({"rows": [{"prompt": "Hi"}]}, r"row 0 has no key; its columns are \['prompt'\]"),
-        ({"rows": [{**ROW, "prompt": 3}]}, "row 0: prompt is '3', of type int"),
+        ({"rows": [{**ROW, "prompt": 3}]}, "row 0: prompt is 3, of type int; it must be of type str"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_named(options, message):
@@ -130,9 +130,9 @@ def test_the_hubs_rows_are_parted_by_key(real_data, monkeypatch):
     [
         ([ROW, {"key": 1}], r"rows\.jsonl, line 2 has no prompt; its columns are \['key'\]"),
         ([ROW, "", "{oops"], "line 3 is not JSON"),
-        (["[" * 100_000], "line 1 is not JSON"),
-        (["[1]"], "line 1 is no object with key, prompt"),
-        ([{**ROW, "kwargs": {}}], "line 1: kwargs is '{}', of type dict"),
+        (["[" * 100_000], r"rows\.jsonl is not JSON"),
+        (["[1]"], "row 0 is no object with key, prompt"),
+        ([{**ROW, "kwargs": {}}], "line 1: kwargs is {}, of type dict; it must be of type list"),
         ([{**ROW, "kwargs": [{}]}], r"line 1 \(key 7\) has 3 instructions and 1 sets of arguments"),
         ([], r"rows\.jsonl has no rows"),
     ],

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_rl.envs.rewards.accuracy import accuracy
+from grpo_rl.envs.rewards.text import accuracy
 from grpo_rl.envs.task import Unjudgeable
 
 VERDICTS = {("7", "7"): True, ("7", "8"): False, ("?", "7"): None}

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from grpo_rl.envs.rewards.form import answer_format, code_format, reasoning_steps, tag_count
+from grpo_rl.envs.rewards.text import answer_format, code_format, reasoning_steps, tag_count
 
 IN_FORM = "<think>\n3 + 4 = 7\n</think>\n<answer>\n7\n</answer>"
 CODE = "<think>\nAdd.\n</think>\n<answer>\n{}\n</answer>"

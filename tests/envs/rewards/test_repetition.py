@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from grpo_rl.envs.rewards.repetition import repetition_penalty
+from grpo_rl.envs.rewards.text import repetition_penalty
 
 
 @pytest.mark.parametrize(

@@ -228,5 +228,5 @@ def test_examples_are_earlier_turns():
     for system_prompt in (None, ""):
         bare = Loud(form="json", system_prompt=system_prompt)
         assert bare.prompt({"question": "No?"}) == [{"role": "user", "content": "No?"}]
-    with pytest.raises(ValueError, match=r"env\.examples\[1\] has no text call; its keys are \['question', 'result'"):
+    with pytest.raises(ValueError, match=r"env\.examples\[1\] has no call; its columns are \['question', 'result'"):
         Loud(examples=[example, {key: example[key] for key in ("question", "result", "answer")}])

@@ -1,12 +1,14 @@
-"""Rewards for a response's form: thinking and answer inside their tags, steps that can be seen, code in a block.
+"""Rewards for a response's text: its form (tags, steps, a block of code), little repetition, and the right answer.
 
-Source of all: Open-R1, https://github.com/huggingface/open-r1/blob/main/src/open_r1/rewards.py. Each takes time linear
-in the text, whatever the text.
+They follow Open-R1, https://github.com/huggingface/open-r1/blob/main/src/open_r1/rewards.py. All but ``accuracy`` take
+time linear in the text.
 """
 
 from __future__ import annotations
 
 import re
+
+from grpo_rl.envs.task import Unjudgeable
 
 _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _BETWEEN_LINES = re.compile(r"\n</think>\n<answer>\n")
@@ -79,6 +81,64 @@ def code_format(text: str, *, language: str = "python") -> float:
     # Without the look-ahead, javascript would pass for java.
     block = rf"```{re.escape(language)}(?![\w+#-]).*?```"
     return float(answer is not None and re.search(block, answer, re.DOTALL) is not None)
+
+
+def repetition_penalty(text: str, *, ngram_size: int = 3, max_penalty: float = -1.0) -> float:
+    """``max_penalty`` times the share of n-grams that occurred before; 0 where the text is shorter than one n-gram.
+
+    Words are what white space parts, in lower case: of a text without spaces nothing is seen.
+
+    Source: "Demystifying Long Chain-of-Thought Reasoning in LLMs", https://arxiv.org/abs/2502.03373, appendix C.2, as a
+    penalty of the whole response: Open-R1's ``repetition_penalty``.
+
+    Args:
+        text: of the response.
+        ngram_size: words in an n-gram.
+        max_penalty: at most 0; what a text of one n-gram without end would earn.
+
+    Raises:
+        ValueError: ``ngram_size`` is no whole number or below 1, or ``max_penalty`` above 0.
+
+    Six bigrams, of which "this is" and "is a" come twice:
+
+    >>> repetition_penalty("this is a this is a test", ngram_size=2, max_penalty=-3.0)
+    -1.0
+    """
+    if not isinstance(ngram_size, int) or ngram_size < 1:
+        raise ValueError(f"ngram_size={ngram_size}; it must be a whole number, at least 1")
+    if not max_penalty <= 0:
+        raise ValueError(f"max_penalty={max_penalty}; a penalty is 0 or less")
+    words = text.lower().split()
+    total = len(words) - ngram_size + 1
+    if total < 1:
+        return 0.0
+    distinct = len(set(zip(*(words[start:] for start in range(ngram_size)), strict=False)))
+    return max_penalty * (total - distinct) / total or 0.0
+
+
+def accuracy(text: str, gold: str | None) -> float:
+    r"""1 where the text's last boxed answer equals ``gold`` as mathematics, else 0.
+
+    The judge is `grpo_rl.envs.grading.verification.verify`.
+
+    Source: Open-R1's ``accuracy``. There LaTeX outside a box counts too where there is no box, and a gold answer that
+    can't be parsed earns 1 in some versions; here it is no reward at all.
+
+    Raises:
+        Unjudgeable: there is no gold answer, or it can't be parsed.
+
+    >>> accuracy(r"So it is \boxed{\frac{126}{800}}.", r"\frac{63}{400}")
+    1.0
+    """
+    # Imported here: it brings math-verify, which the other rewards need not wait for.
+    from grpo_rl.envs.grading.verification import verify
+
+    if gold is None:
+        raise Unjudgeable("the row has no gold answer")
+    verdict = verify(gold, text)
+    if verdict is None:
+        raise Unjudgeable(f"the gold answer can't be parsed: {gold[:80]!r}")
+    return float(verdict)
 
 
 def _answer(text: str, line_breaks: bool) -> str | None:
