@@ -72,10 +72,14 @@ def extract_answer(text: str) -> Decimal | None:
         closed = last_boxed(text)
     if closed is not None:
         return _only(closed)
-    last = [None, *_numbers(text)][-1]
+    last = None
+    for last in _numbers(text):  # noqa: B007 - the last match is what is wanted
+        pass
     if last is None:
         return None
-    phrase = [None, *_PHRASE.finditer(text, 0, last.start())][-1]
+    phrase = None
+    for phrase in _PHRASE.finditer(text, 0, last.start()):  # noqa: B007 - likewise
+        pass
     return _first(text[phrase.end() :]) if phrase else _signed(text, last)
 
 
