@@ -73,6 +73,7 @@ def dispatch(module, query, key, value, attention_mask, **keywords):
     layout = keywords[LAYOUT]
     if not isinstance(layout, PaddedLayout):
         return attention(module, query, key, value, attention_mask, **keywords)
+    assert attention_mask is None  # `compile_layers` has checked what else a layer could ask for
     window = keywords.get("sliding_window") or getattr(module, MASK_WINDOW, None)
     scale = keywords.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -56,8 +56,7 @@ def flex_shared_prefix(
     Raises:
         ValueError: heads are too small for a kernel.
     """
-    if query.device.type == "cuda" and query.shape[-1] < SMALLEST_HEAD:
-        raise ValueError(f"heads of size {query.shape[-1]} can't be trained on CUDA; {SMALLEST_HEAD} is the smallest")
+    check_head_size(query.shape[-1], query.device)
     tokens = query.shape[2]
     padded = padded_length(tokens)
     # Contiguous also without padding: other strides would compile another kernel.
@@ -74,6 +73,16 @@ def flex_shared_prefix(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out[:, :, :tokens]
+
+
+def check_head_size(size: int, device: torch.device) -> None:
+    """Checks that there is a kernel for heads of this size.
+
+    Raises:
+        ValueError: they are too small.
+    """
+    if device.type == "cuda" and size < SMALLEST_HEAD:
+        raise ValueError(f"heads of size {size} can't be trained on CUDA; {SMALLEST_HEAD} is the smallest")
 
 
 def padded_length(tokens: int) -> int:

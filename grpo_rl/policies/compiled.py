@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch._inductor.config
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_rl.policies.attention import WINDOWS
+from grpo_rl.policies.attention_flex import check_head_size
 from grpo_rl.policies.compiler import keep_compiled_code, why_uncompiled
-from grpo_rl.policies.supported import layer_windows
+from grpo_rl.policies.supported import supported_calls
 
 POINTWISE = ("RMSNorm", "MLP")
 """Endings of the class names of norms and MLPs in transformers.
 
 On a CPU whole layers around the attention were not faster than these alone; on a GPU they are (docs/log.md)."""
-Compile = bool | Literal["layers"]
-"""Whether a model is compiled; ``layers``: each layer as one on a CPU too, otherwise norms and MLPs alone there."""
 RECOMPILE_LIMIT = 64
-"""Largest number of kernels of one class in a process; with PyTorch's 8 the ninth would run uncompiled.
+"""Largest number of kernels of one class in a process; with PyTorch's 8 the ninth would run uncompiled, or fail.
 
 A class has one for each width of each model, with and without gradients, and one more for the recomputation of gradient
 checkpointing: an uncompiled module there would save other tensors than the forward pass did, which fails."""
 
 
-def compile_model(model: PreTrainedModel, compile: Compile | None, device: torch.device, alone: bool) -> bool:
+def compile_model(model: PreTrainedModel, compile: bool | None, device: torch.device, alone: bool) -> bool:
     """Has a model on this device compile at its first calls, if that is asked for, and tells whether it is.
 
     Args:
@@ -36,12 +33,13 @@ def compile_model(model: PreTrainedModel, compile: Compile | None, device: torch
     Raises:
         ValueError: it is asked for, and there is no compiler, or it fails.
     """
-    keep_compiled_code()
-    if compile is False or (compile is None and why_uncompiled(device)):
+    if compile is False:
         return False
-    on_one_gpu = alone and device.type == "cuda"
-    if on_one_gpu or compile == "layers":
-        compile_layers(model, with_attention=on_one_gpu)
+    keep_compiled_code()  # before the small compilation, which is the first
+    if compile is None and why_uncompiled(device):
+        return False
+    if alone and device.type == "cuda":
+        compile_layers(model, with_attention=True)
     else:
         compile_pointwise(model)
     return True
@@ -65,30 +63,43 @@ def compile_layers(model: PreTrainedModel, with_attention: bool) -> None:
     Layers of a mixture of experts choose what they compute: there, norms and MLPs alone are compiled.
 
     Args:
-        with_attention: attention is part of the graph, as FlexAttention, which has gradients on CUDA only; otherwise
-            the graph is two, before and after it.
+        with_attention: attention is part of the graph, as FlexAttention, which has gradients on CUDA only; a layer that
+            does not become one graph, or is compiled too often, is then an error at its call: PyTorch would silently
+            compute all T * T scores. Otherwise the graph is two, before and after it.
 
     Raises:
-        ValueError: there is no compiler, or it fails.
+        ValueError: there is no compiler, or it fails; with attention, it asks for what FlexAttention can't compute.
     """
     layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
     if not layers or model._can_set_experts_implementation():
         compile_pointwise(model)
         return
-    _prepare(model)
     if with_attention:
-        setattr(model, WINDOWS, layer_windows(model))
+        calls = supported_calls(model)
+        for call in calls:
+            check_head_size(call.key_size, model.device)
+        setattr(model, WINDOWS, {call.any_window for call in calls})
+    _prepare(model)
     inside = {part for layer in layers for part in layer.modules()}
     for module in model.modules():
-        if module in layers or (module not in inside and type(module).__name__.endswith(POINTWISE)):
+        if module in layers:
+            # Layers of a class share their kernels; with `isolate_recompiles` each would be compiled by itself.
+            module.compile(dynamic=True, fullgraph=with_attention)
+        elif module not in inside and type(module).__name__.endswith(POINTWISE):
             module.compile(dynamic=True)
 
 
 def _prepare(model: PreTrainedModel) -> None:
     if why := why_uncompiled(model.device):
         raise ValueError(f"train_model.compile=true can't be had: {why}; set it to null or false")
-    # Otherwise a norm's epsilon becomes a graph's input, a tensor on the CPU. On a GPU that takes a C++ compiler too.
-    torch._dynamo.config.specialize_float = True
-    # Otherwise a norm has one of two backward kernels on a GPU, by its number of rows, each compiled when it comes.
-    torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
+    if model.device.type == "cuda":
+        set_gpu_options()
     torch.compiler.config.recompile_limit = max(RECOMPILE_LIMIT, torch.compiler.config.recompile_limit)
+
+
+def set_gpu_options() -> None:
+    """Sets the compiler's options for graphs on a GPU, for the whole process."""
+    # Otherwise a norm's epsilon becomes a graph's input, a tensor on the CPU, which takes a C++ compiler too.
+    torch._dynamo.config.specialize_float = True
+    # Otherwise a norm has one of two backward kernels, by its number of rows, each compiled when it comes.
+    torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True

@@ -17,7 +17,7 @@ from grpo_rl.data.batching import RankInfo, micro_batches_of
 from grpo_rl.data.group import Group
 from grpo_rl.policies.allocator import keep_freed_memory
 from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
-from grpo_rl.policies.compiled import Compile, compile_model
+from grpo_rl.policies.compiled import compile_model
 from grpo_rl.policies.embedding import lookups_in
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.head_liger import check_liger, liger_log_prob_and_entropy
@@ -101,7 +101,7 @@ class TrainPolicy:
         device: torch.device | str = "cpu",
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
-        compile: Compile | None = False,
+        compile: bool | None = False,
         lora: LoRA | None = None,
         quantization: Quantization | None = None,
         peers: Peers | None = None,
@@ -112,8 +112,8 @@ class TrainPolicy:
         On CPU the whole process keeps freed memory from then on, see `grpo_rl.policies.allocator`.
 
         Args:
-            compile: compile to fused kernels, layers on one GPU, norms and MLPs elsewhere; None: if a compiler works
-                for the device; ``layers``: layers on a CPU too.
+            compile: compile to fused kernels, layers on one GPU, norms and MLPs elsewhere and in mixtures of experts;
+                None: if a compiler works for the device.
             lora: adapters that are trained instead of the model, if their rank is more than 0.
             quantization: of the base model under the adapters.
             peers: the processes that train the policy together; each has its own device, and ``device`` is ignored.

@@ -74,7 +74,7 @@ def policies():
         for is_compiled in (False, True):
             made[dtype, is_compiled] = policy = TrainPolicy(model().to("cuda", dtype))
             if is_compiled:
-                compile_layers(policy.model)
+                compile_layers(policy.model, with_attention=True)
     return made
 
 
@@ -92,7 +92,7 @@ def test_in_bf16_they_are_no_further_from_fp64_than_uncompiled(policies, exact, 
 
 def test_after_two_lengths_nothing_is_compiled_for_others():
     policy = TrainPolicy(model().to("cuda", torch.bfloat16))
-    compile_layers(policy.model)
+    compile_layers(policy.model, with_attention=True)
     for name in ("129", "5000 of two"):
         scored(policy, name)
     with torch.compiler.set_stance("fail_on_recompile"):

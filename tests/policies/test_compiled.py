@@ -101,7 +101,8 @@ def graphs_and_layers(policy: TrainPolicy) -> tuple[int, int]:
 def test_compiled_layers_in_fp64_equal_uncompiled_ones(folder, checkpointing):
     """As far as fp64 goes: the norms of transformers round to fp32 on both roads."""
     plain = TrainPolicy.load(folder, torch.float64)
-    policy = TrainPolicy.load(folder, torch.float64, gradient_checkpointing=checkpointing, compile="layers")
+    policy = TrainPolicy.load(folder, torch.float64, gradient_checkpointing=checkpointing)
+    compiled.compile_layers(policy.model, with_attention=False)
     assert graphs_and_layers(policy)[1] == policy.model.config.num_hidden_layers
     for lengths in ([3, 1], [40, 0, 17]):
         groups = [random_group(prompt=5, lengths=lengths), random_group(prompt=9, lengths=[2, 2], group_id=1)]
@@ -110,9 +111,11 @@ def test_compiled_layers_in_fp64_equal_uncompiled_ones(folder, checkpointing):
 
 
 @needs_compiler
-@pytest.mark.parametrize("compile", [True, "layers"])
-def test_no_compilation_after_the_second_step_of_a_run_whose_lengths_vary(folder, compile):
-    policy = TrainPolicy.load(folder, torch.bfloat16, compile=compile)
+@pytest.mark.parametrize("as_layers", [False, True], ids=["norms and MLPs", "layers"])
+def test_no_compilation_after_the_second_step_of_a_run_whose_lengths_vary(folder, as_layers):
+    policy = TrainPolicy.load(folder, torch.bfloat16, compile=not as_layers)
+    if as_layers:
+        compiled.compile_layers(policy.model, with_attention=False)
     for length in (3, 20):
         groups = [random_group(prompt=length, lengths=[length, 1])]
         policy.add_log_probs(groups, 1000)
@@ -136,5 +139,8 @@ def test_a_compiled_layer_runs_fewer_kernels_than_its_operators(folder):
             event.count for event in profile.key_averages() if event.key in ("aten::mul", "aten::add", "aten::pow")
         )
 
-    plain, layers = (operators(TrainPolicy.load(folder, torch.float32, compile=c)) for c in (False, "layers"))
+    policy = TrainPolicy.load(folder, torch.float32)
+    plain = operators(policy)
+    compiled.compile_layers(policy.model, with_attention=False)
+    layers = operators(policy)
     assert layers < plain / 2, f"{plain} element-wise operators uncompiled, {layers} with compiled layers"

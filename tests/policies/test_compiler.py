@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_rl.policies import compiler
-from grpo_rl.policies.compiled import compile_pointwise
+from grpo_rl.policies.compiled import compile_pointwise, set_gpu_options
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import save_tiny_model
 
@@ -32,13 +32,17 @@ def started(program: str, **variables: str) -> str:
 
 
 @needs_compiler
-def test_a_norms_epsilon_is_no_input_of_its_graph(folder, monkeypatch):
+@torch._dynamo.config.patch(specialize_float=False)
+@torch._inductor.config.patch({"triton.mix_order_reduction_non_strict_mode": False})
+def test_a_norms_epsilon_is_no_input_of_its_graph_on_a_gpu(folder, monkeypatch):
     graphs = []
     backend = functools.partial(lambda graph, inputs: graphs.append(inputs) or graph)
     compile = functools.partialmethod(torch.nn.Module.compile, backend=backend)
     monkeypatch.setattr(torch.nn.Module, "compile", compile)
     model = TrainPolicy.load(folder, torch.float32).model
     compile_pointwise(model)
+    assert not torch._dynamo.config.specialize_float, "a CPU's graphs are left alone"
+    set_gpu_options()
     norm = model.get_submodule("model.norm")
     assert isinstance(norm.weight, torch.Tensor)
     norm(torch.ones(3, len(norm.weight)))

@@ -210,7 +210,7 @@ def traced(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
     monkeypatch.setattr(compiled, "why_uncompiled", lambda _: None)
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(specialize_float=False):  # put back afterwards
+    with torch._dynamo.config.patch(specialize_float=True):
         yield
     torch._dynamo.reset()
 
@@ -232,6 +232,42 @@ def test_layers_compiled_as_one_with_their_attention_are_scored_like_the_plain_r
         checkpointing=checkpointing,
         prepare=partial(compiled.compile_layers, with_attention=True),
     )
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_layer_that_is_not_one_graph_with_its_attention_is_an_error(monkeypatch):
+    model = fp64_model.__wrapped__("llama-tied", num_hidden_layers=1)
+    policy = TrainPolicy(model)
+    compiled.compile_layers(model, with_attention=True)
+    mlp = model.get_submodule("model.layers.0.mlp")
+    forward = type(mlp).forward
+
+    def broken(self, x):
+        torch._dynamo.graph_break()
+        return forward(self, x)
+
+    monkeypatch.setattr(type(mlp), "forward", broken)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        policy.score(groups_of([(5, [3, 2])]))
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_layer_that_is_compiled_too_often_is_an_error():
+    model = fp64_model.__wrapped__("llama-tied", num_hidden_layers=1)
+    policy, groups = TrainPolicy(model), groups_of([(5, [3, 2])])
+    compiled.compile_layers(model, with_attention=True)
+    policy.score(groups)
+    with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():  # without gradients it is another graph
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            policy.score(groups)
+
+
+@pytest.mark.usefixtures("traced")
+def test_heads_too_small_for_attention_in_compiled_layers_are_refused_before(monkeypatch):
+    model = fp64_model.__wrapped__("llama-tied", num_hidden_layers=1)
+    monkeypatch.setattr(type(model), "device", property(lambda _: torch.device("cuda")))
+    with pytest.raises(ValueError, match="heads of size 12 can't be trained on CUDA; 16 is the smallest"):
+        compiled.compile_layers(model, with_attention=True)
 
 
 @pytest.mark.parametrize(
