@@ -1,4 +1,4 @@
-"""Gradients of bf16 parameters on CUDA, added to those of their fp32 masters many at a time: few kernels, same sums."""
+"""Gradients of bf16 parameters on CUDA, added to their fp32 masters' many at a time: few kernels, same sums."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ class GradientQueue:
         self._bytes = 0
 
     def hook(self, master: Tensor) -> Callable[[Tensor], None]:
-        """A parameter's hook after accumulation, which takes its gradient."""
+        """A parameter's hook after accumulation, which takes its gradient; one in fp32 is the master's at once."""
+        give = move_grad_to(master)
 
         def take(param: Tensor) -> None:
             if param.grad is None:
+                return
+            if param.grad.dtype == master.dtype:
+                give(param)
                 return
             if master in self._waiting:  # of the micro-batch before
                 self.flush()
@@ -52,3 +56,16 @@ class GradientQueue:
     def clear(self) -> None:
         """Forgets what waits."""
         self._waiting, self._bytes = {}, 0
+
+
+def move_grad_to(master: Tensor) -> Callable[[Tensor], None]:
+    """A parameter's hook after accumulation, which adds its gradient to the master's."""
+
+    def hook(param: Tensor) -> None:
+        if master.grad is None:
+            master.grad = param.grad
+        else:
+            master.grad += param.grad
+        param.grad = None
+
+    return hook

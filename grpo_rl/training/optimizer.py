@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_rl.policies.shards import assign, local, placed_like, whole
-from grpo_rl.training.gradients import GradientQueue
+from grpo_rl.training.gradients import GradientQueue, move_grad_to
 
 if TYPE_CHECKING:
     from grpo_rl.distributed.ranks import Ranks
@@ -118,7 +118,7 @@ class PolicyOptimizer:
         for param in in_fp32 if copies else ():
             param.grad_dtype = torch.float32
         self._hooks = [
-            param.register_post_accumulate_grad_hook(self._queue.hook(master) if self._queue else _move_grad_to(master))
+            param.register_post_accumulate_grad_hook(self._queue.hook(master) if self._queue else move_grad_to(master))
             for param, master in zip(self._params, self._masters, strict=True)
             if copies
         ]
@@ -322,14 +322,3 @@ def _embeddings(model: torch.nn.Module) -> list[Tensor]:
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) or module is head]
     return [module.get_parameter("weight") for module in modules if module.get_parameter("weight").requires_grad]
-
-
-def _move_grad_to(master: Tensor):
-    def hook(param: Tensor) -> None:
-        if master.grad is None:
-            master.grad = param.grad
-        else:
-            master.grad += param.grad
-        param.grad = None
-
-    return hook

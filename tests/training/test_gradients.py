@@ -30,3 +30,18 @@ def test_queued_gradients_are_the_sums_in_fp32(monkeypatch):
     queue.clear()
     queue.flush()
     assert torch.equal(masters[0].grad, expected[0]), "what was cleared is not added"
+
+
+def test_a_gradient_in_fp32_is_the_masters_at_once_and_no_copy():
+    param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    param.grad_dtype = torch.float32
+    master, queue = param.detach().float().clone(), GradientQueue()
+    take = queue.hook(master)
+    first = param.grad = torch.full((4,), 1 / 3)
+    take(param)
+    assert master.grad is first and param.grad is None
+    param.grad = torch.full((4,), 1 / 5)
+    take(param)
+    assert torch.equal(master.grad, torch.full((4,), 1 / 3) + torch.full((4,), 1 / 5))
+    queue.flush()
+    assert master.grad is first, "nothing waited"
