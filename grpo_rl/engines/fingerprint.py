@@ -79,6 +79,8 @@ class Batch(Protocol):
 def batch_on(device: torch.device | str) -> Batch | None:
     """What computes fingerprints on the device in few kernels; None where only one at a time can be computed.
 
+    Triton may be there and fail: it builds its launchers with a C compiler and Python's headers.
+
     >>> batch_on("cpu") is None
     True
     """
@@ -86,7 +88,7 @@ def batch_on(device: torch.device | str) -> Batch | None:
         return None
     from grpo_rl.engines import fingerprint_triton  # Triton takes long to import, and no CPU needs it
 
-    return fingerprint_triton.TritonBatch() if fingerprint_triton.triton else None
+    return fingerprint_triton.TritonBatch() if fingerprint_triton.works_on(device) else None
 
 
 def digest(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@ Letters: n tensors, p programs; R rows and C columns of a program's tile, in wor
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple, no_type_check
 
@@ -22,6 +23,8 @@ try:
 except ImportError:  # no build for this platform: nothing below is called
     triton = tl = None
     jit = no_type_check
+
+log = logging.getLogger(__name__)
 
 TILE_ROWS, TILE_COLUMNS = 16, 256
 FIELDS = 8
@@ -49,14 +52,14 @@ class TritonBatch:
         self._launched: list[Tensor] = []
         self._numbers: list[int] = []
 
-    def add(self, tensor: Tensor, row_start: int = 0, column_start: int = 0) -> Later:
+    def add(self, tensor: Tensor, row_start: int = 0, column_start: int = 0) -> PendingFingerprint:
         """See :meth:`grpo_rl.engines.fingerprint.Batch.add`."""
         number = sum(map(len, self._launched)) + len(self._numbers) + len(self._pieces)
         self._pieces.append(Piece(tensor, row_start, column_start))
         self._bytes += tensor.nbytes
         if self._bytes > HELD_BYTES:
             self._launch()
-        return Later(self, number)
+        return PendingFingerprint(self, number)
 
     def _launch(self) -> None:
         if self._pieces:
@@ -72,14 +75,27 @@ class TritonBatch:
         return self._numbers
 
 
-class Later(NamedTuple):
-    """A fingerprint of a batch."""
+class PendingFingerprint(NamedTuple):
+    """A fingerprint of a batch, computed when its number is asked for."""
 
     batch: TritonBatch
     number: int
 
     def __int__(self) -> int:
         return self.batch.numbers()[self.number]
+
+
+@functools.cache
+def works_on(device: torch.device | str) -> bool:
+    """Tells whether the kernel is there, is built and runs, by one number's fingerprint."""
+    if triton is None:
+        return False
+    try:
+        int(TritonBatch().add(torch.ones(1, dtype=torch.float16, device=device)))
+    except Exception as error:  # compilers fail in many ways
+        log.warning("Fingerprints are computed one at a time, which takes longer: Triton failed: %.300s", error)
+        return False
+    return True
 
 
 def sums_of(pieces: Sequence[Piece]) -> Tensor:

@@ -9,14 +9,18 @@ import sys
 import pytest
 import torch
 
+from grpo_rl.engines import fingerprint, fingerprint_triton
+from grpo_rl.engines.fingerprint_triton import works_on
+
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 
 SCRIPT = """if True:
     import torch
     from grpo_rl.engines.fingerprint import fingerprint
-    from grpo_rl.engines.fingerprint_triton import TritonBatch
+    from grpo_rl.engines.fingerprint_triton import TritonBatch, works_on
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert works_on(device)
     torch.manual_seed(0)
     shapes = [(70, 600), (33,), (5, 3, 7), (40, 1100), (0, 4)]
     pieces = [(torch.randn(shape).to(dtype), i, 2 * i)
@@ -34,3 +38,16 @@ SCRIPT = """if True:
 def test_a_batch_of_fingerprints_equals_single_ones():
     env = dict(os.environ) if torch.cuda.is_available() else {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, env=env)
+
+
+def test_where_a_kernel_cannot_be_launched_fingerprints_are_computed_one_at_a_time(monkeypatch, caplog):
+    tried = []
+
+    def sums_of(pieces):
+        tried.append(pieces)
+        raise RuntimeError("fatal error: Python.h: No such file")
+
+    monkeypatch.setattr(fingerprint_triton, "sums_of", sums_of)
+    monkeypatch.setattr(fingerprint_triton, "works_on", lambda device: works_on.__wrapped__("cpu"))
+    assert fingerprint.batch_on("cuda") is None and len(tried) == 1
+    assert "Triton failed: fatal error: Python.h" in caplog.text
