@@ -78,7 +78,7 @@ class InProcess:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._is_new = engine, True
-        self._marks = Marks()
+        self._proofs = PushProofs()
         self.dtype, self.takes_adapters = engine.dtype, engine.takes_adapters
 
     def fingerprint(self, name: str, tensor: Tensor) -> SupportsInt:
@@ -86,7 +86,7 @@ class InProcess:
 
         The first push is verified by reading the packed weights back, as :meth:`held` does.
         """
-        return self._marks.mark(name, tensor, self._engine.proves_bytes and not self._is_new)
+        return self._proofs.number(name, tensor, self._engine.proves_bytes and not self._is_new)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
         """See :meth:`Transport.send`."""
@@ -105,9 +105,12 @@ class InProcess:
     def paused(self, only_new: bool = False) -> Iterator[bool]:
         """Pauses nothing: the engine samples when it is called. One that sleeps is woken."""
         self._engine.wake()
-        self._marks = Marks()
-        yield self._is_new
-        self._is_new, self._marks = False, Marks()
+        self._proofs = PushProofs()
+        try:
+            yield self._is_new
+            self._is_new = False
+        finally:
+            self._proofs = PushProofs()  # the last ones may hold tensors
 
 
 class NullTransport:
@@ -153,17 +156,18 @@ def noting_shapes(weights: Iterable[tuple[str, Tensor]], shapes: dict[str, torch
         del tensor  # before the next one is made
 
 
-class Marks:
+class PushProofs:
     """The numbers by which engines prove what they hold of one push; on a GPU computed later, many at a time."""
 
     def __init__(self) -> None:
         self._batch: tuple[torch.device, Batch | None] | None = None
 
-    def mark(self, name: str, tensor: Tensor, by_bytes: bool) -> SupportsInt:
+    def number(self, name: str, tensor: Tensor, by_bytes: bool) -> SupportsInt:
         """The tensor's :func:`proof`."""
         if self._batch is None or self._batch[0] != tensor.device:
             self._batch = tensor.device, batch_on(tensor.device)
-        return self._batch[1].add(tensor) if self._batch[1] else proof(name, tensor, by_bytes)
+        batch = self._batch[1]
+        return proof(name, tensor, by_bytes) if by_bytes or batch is None else batch.add(tensor)
 
 
 def proof(name: str, tensor: Tensor, by_bytes: bool) -> int:

@@ -21,7 +21,7 @@ from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.engines.fingerprint import digest, fingerprint
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.testing import save_tiny_model
-from grpo_rl.weights import remote
+from grpo_rl.weights import remote, transport
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 from grpo_rl.weights.remote import LoopControl
 from grpo_rl.weights.shared_memory import SharedMemory, SharedMemoryTransport
@@ -561,3 +561,20 @@ def test_the_bucket_that_failed_is_named_and_not_the_one_behind_it(model, broken
 
     with pytest.raises(WeightDeliveryError, match=rf"bucket {broken} of version 1, .*: no memory is left"):
         WeightSync(model, SharedMemoryTransport([Breaks()], 1 << 13)).push()
+
+
+def test_engines_that_answer_with_digests_are_compared_by_digests_also_where_fingerprints_come_in_batches(monkeypatch):
+    monkeypatch.setattr(transport, "batch_on", lambda device: SimpleNamespace(add=lambda tensor: 7))
+    tensor, proofs = torch.arange(12.0), transport.PushProofs()
+    assert proofs.number("weight", tensor, by_bytes=True) == digest(tensor)
+    assert proofs.number("weight", tensor, by_bytes=False) == 7
+
+
+def test_a_push_that_fails_leaves_the_engine_new_and_none_of_its_tensors_held():
+    sent = transport.InProcess(ScriptedEngine(lambda prompt, index: []))
+    with pytest.raises(RuntimeError), sent.paused():
+        during = sent._proofs
+        raise RuntimeError
+    assert sent._proofs is not during
+    with sent.paused() as is_new:
+        assert is_new
