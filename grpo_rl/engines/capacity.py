@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LARGE_GPU = 70 << 30
-"""Bytes of a GPU that takes batches twice as large."""
+"""Bytes of memory from which on a GPU computes 16,384 tokens in a batch, and not 8,192."""
 MOST_SEQUENCES = 1024
 LEAST_SEQUENCES = 16
 LOGITS_SHARE = 1 / 16
@@ -21,6 +21,21 @@ def batch_tokens(memory: float) -> int:
 def logits_bytes(vocab: int) -> int:
     """Bytes of one response's logits: four fp32 numbers for each word, through temperature, softmax and sampling."""
     return 4 * 4 * vocab
+
+
+def graph_sizes(most_sequences: int) -> list[int]:
+    """Numbers of responses for which vLLM captures a CUDA graph of decoding; others are padded to the next one.
+
+    They are vLLM's own up to 512, where it stops, and go on up to the engine's largest number.
+
+    >>> sizes = graph_sizes(1000)
+    >>> len(sizes), sizes[:5], sizes[-3:]
+    (82, [1, 2, 4, 8, 16], [976, 992, 1000])
+    >>> graph_sizes(3)
+    [1, 2, 3]
+    """
+    steps = [1, 2, 4, *range(8, 256, 8), *range(256, most_sequences, 16)]
+    return [size for size in steps if size < most_sequences] + [most_sequences]
 
 
 def sequences(responses: int, vocab: int, memory: float | None = None) -> int:

@@ -16,7 +16,7 @@ import grpo_rl.engines.vllm.environment  # noqa: F401, what vLLM reads at import
 from vllm.lora.request import LoRARequest
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from grpo_rl.engines.capacity import batch_tokens
+from grpo_rl.engines.capacity import batch_tokens, graph_sizes
 from grpo_rl.engines.vllm.cpu import cpu_arguments
 from grpo_rl.engines.vllm.lora import adapter_arguments
 from grpo_rl.engines.vllm.refusals import refusals_explained
@@ -95,7 +95,11 @@ class VLLMBase:
                 "kv_cache_memory_bytes": cache_bytes,
             }
             if enforce_eager is None:  # mode 0: no compilation
-                self._arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+                self._arguments["compilation_config"] = {
+                    "mode": 0,
+                    "cudagraph_mode": "FULL_DECODE_ONLY",
+                    "cudagraph_capture_sizes": graph_sizes(max_num_seqs),
+                }
         else:
             self._arguments |= cpu_arguments(model, self.dtype, max_model_len, max_num_seqs, tensor_parallel_size)
         if adapter_rank:

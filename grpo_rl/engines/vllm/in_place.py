@@ -11,11 +11,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from grpo_rl.engines.vllm.cpu import parts_of
 from grpo_rl.engines.vllm.held import module_of
-from grpo_rl.engines.vllm.lora import without_adapter
 
 HELD_BYTES = 1 << 29
 """Bytes of tensors that are held before they are written: some are temporary."""
-DERIVED = ("MLA", "FusedMoE", "MoE", "Experts", "LoRA")
+DERIVED = ("MLA", "MoE", "Experts", "LoRA")
 """Words in the class names of layers that compute with something made from their weights, or hold them elsewhere."""
 
 
@@ -44,19 +43,20 @@ def write_in_place(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]
     """
     places: list[Tensor] = []
     sources: list[Tensor] = []
+    held = 0
     for name, tensor in weights:
         path, _, kind = name.rpartition(".")
         module, index = module_of(model, path)
-        module = without_adapter(module)
         place = parts_of(module, getattr(module, kind))[index]
         if place.shape != tensor.shape:
             raise ValueError(f"{name}: vLLM holds {tuple(place.shape)}, and {tuple(tensor.shape)} came")
         places.append(place)
         sources.append(tensor)
+        held += tensor.nbytes
         del tensor
-        if sum(source.nbytes for source in sources) > HELD_BYTES:
+        if held > HELD_BYTES:
             _copy(places, sources)
-            places, sources = [], []
+            places, sources, held = [], [], 0
     _copy(places, sources)
 
 

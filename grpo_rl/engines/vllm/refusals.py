@@ -55,7 +55,8 @@ def refusal(text: str, gpu_memory_utilization: float, max_model_len: int) -> str
     if found := _CHANGED.search(text):
         return (
             f"another process on the GPU freed memory while vLLM measured what {share} leaves: {found['before']} GiB "
-            f"were free, then {found['after']} GiB; start again once that process has ended"
+            f"were free, then {found['after']} GiB; start again once it has ended "
+            "(if it was this run's own trainer: just start again)"
         )
     return None
 
@@ -70,6 +71,7 @@ def refusals_explained(gpu_memory_utilization: float, max_model_len: int) -> Ite
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
         report.write_text("")
+        before = os.environ.get(REPORT)
         os.environ[REPORT] = str(report)
         try:
             yield
@@ -79,7 +81,9 @@ def refusals_explained(gpu_memory_utilization: float, max_model_len: int) -> Ite
                 raise ValueError(told) from error
             raise
         finally:
-            del os.environ[REPORT]
+            os.environ.pop(REPORT, None)
+            if before is not None:
+                os.environ[REPORT] = before
 
 
 class _Reporter(logging.Handler):

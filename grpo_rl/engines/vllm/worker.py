@@ -32,16 +32,17 @@ if not torch.cuda.is_available():
 class WorkerExtension:
     """Methods of vLLM's workers, called by `collective_rpc`; arguments are plain, as they travel between processes."""
 
-    model_runner: Any  # the worker's
+    model_runner: Any  # the worker's, as those without a comment
+    cache_config: Any
     _loaded: torch.nn.Module | None = None
-    """The model, once vLLM has loaded weights into it, where the next can be written over them."""
+    """The model, once vLLM has loaded weights into it by their names, if the next can be written over them."""
     weight_transfer_engine: Any
     _weight_update_active: bool
 
     def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads the weights in place; those that do not come stay."""
         model = self.model_runner.get_model()
-        if model is self._loaded:  # what vLLM has loaded once, and the proof has found in its place, is written there
+        if model is self._loaded:
             write_in_place(model, weights)
             return
         self.model_runner.reload_weights(weights_iterator=iter(weights))
@@ -65,8 +66,19 @@ class WorkerExtension:
             self.weight_transfer_engine.abandon()
 
     def cache_bytes(self) -> int:
-        """Bytes of the KV cache, as vLLM counted them when it started; 0 on a CPU."""
-        return int(getattr(self, "available_kv_cache_memory_bytes", 0)) if torch.cuda.is_available() else 0
+        """Bytes of the KV cache on a GPU, as they were given to vLLM or as it counted them when it started; 0 on a CPU.
+
+        Raises:
+            RuntimeError: vLLM says nothing of them.
+        """
+        if not torch.cuda.is_available():
+            return 0
+        # Given: by us, or by vLLM's own plan of an earlier start (VLLM_ENABLE_STARTUP_PLAN), which then counts nothing.
+        given = self.cache_config.kv_cache_memory_bytes
+        size = int(given or getattr(self, "available_kv_cache_memory_bytes", 0))
+        if size <= 0:
+            raise RuntimeError("vLLM does not say how large its KV cache is: an engine in this one's place needs it")
+        return size
 
     def held_fingerprints(self, shapes: dict[str, list[int]], dtype: str, as_digests: bool) -> dict[str, int]:
         """This worker's share of the fingerprint of each checkpoint tensor, 0 where another worker counts it.

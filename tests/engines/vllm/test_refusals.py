@@ -85,6 +85,14 @@ def test_the_reason_of_a_process_that_ended_is_what_it_reported():
     log.exception("later")
 
 
+def test_a_start_leaves_the_report_of_the_process_around_it(monkeypatch):
+    monkeypatch.setenv(refusals.REPORT, "/outer")
+    with refusals.refusals_explained(0.1, 64):
+        assert os.environ[refusals.REPORT] != "/outer"
+        del os.environ[refusals.REPORT]
+    assert os.environ[refusals.REPORT] == "/outer"
+
+
 def test_other_errors_stay_as_they_are():
     with pytest.raises(RuntimeError, match="^bad weights$"), refusals.refusals_explained(0.1, 64):
         raise RuntimeError("bad weights")
