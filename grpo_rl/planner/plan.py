@@ -93,8 +93,8 @@ class Plan:
 
     @property
     def shared(self) -> bool:
-        """Tells whether a device trains and samples at the same time."""
-        return self.scenario.overlaps and self.layout.colocated and self.scenario.visible > 0
+        """Tells whether a GPU trains and samples at the same time."""
+        return self.scenario.shares_gpu(self.layout.colocated)
 
     @property
     def step_s(self) -> float:
@@ -175,7 +175,7 @@ def plan_layout(scenario: Scenario, layout: Layout) -> Plan:
     """The plan of a scenario on this layout, whatever devices its config asks for."""
     shape, device, ranks = scenario.shape, scenario.cluster.device, layout.train
     usable, engine = USABLE * device.memory, scenario.engine(layout.engine_size, layout.engines)
-    shared = layout.colocated and scenario.overlaps and device.kind == "cuda"
+    shared = scenario.shares_gpu(layout.colocated)
     held = {} if layout.ref else {"reference": scenario.reference_bytes(ranks)}
     beside_engine = 0.0  # what stays on the engine's devices while it samples
     if layout.colocated and scenario.engine_sleeps:

@@ -73,6 +73,10 @@ class Scenario:
         """Tells whether sampling and training go on at the same time."""
         return self.settings.mode == "async"
 
+    def shares_gpu(self, colocated: bool) -> bool:
+        """Tells whether a GPU trains and samples at the same time, where the same devices do both."""
+        return colocated and self.overlaps and self.visible > 0
+
     @cached_property
     def shape(self) -> Shape:
         """The model's shape, with the config's adapters."""
