@@ -162,14 +162,15 @@ def memory_metrics(engine_gib: float = 0.0) -> dict[str, float]:
     """``memory/peak_gib``: of the GPU since :func:`begin_peak`, where there is one, else of this process so far.
 
     Args:
-        engine_gib: what an engine in this process holds of the GPU; the rest of the peak is the trainer's.
+        engine_gib: what an engine in this process holds of the GPU. ``memory/peak_beside_engine_gib`` is the rest of
+            the peak, which may come in sampling: then some of it is what the engine took for a batch.
     """
     if not torch.cuda.is_available():
         # Linux counts in KiB, macOS in bytes.
         unit = 2**30 if sys.platform == "darwin" else 2**20
         return {"memory/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}
     peak = torch.cuda.max_memory_allocated() / 2**30
-    roles = {"memory/engine_gib": engine_gib, "memory/train_peak_gib": peak - engine_gib} if engine_gib else {}
+    roles = {"memory/engine_gib": engine_gib, "memory/peak_beside_engine_gib": peak - engine_gib} if engine_gib else {}
     return {"memory/peak_gib": peak} | roles
 
 

@@ -206,6 +206,6 @@ def test_a_gpus_peak_is_divided_between_trainer_and_engine(monkeypatch):
     assert memory_metrics(12.5) == {
         "memory/peak_gib": 30.0,
         "memory/engine_gib": 12.5,
-        "memory/train_peak_gib": 17.5,
+        "memory/peak_beside_engine_gib": 17.5,
     }
     assert memory_metrics() == {"memory/peak_gib": 30.0}
