@@ -28,7 +28,7 @@ def divide_memory(settings: Settings, model_folder: Path, devices: Devices) -> N
     device = devices.train[0]
     check_shares(settings, model_folder, devices, torch.cuda.get_device_properties(device).total_memory)
     torch.cuda.set_per_process_memory_fraction(devices.training_share, device)
-    log.warning("%s", devices)
+    log.info("%s", devices)
 
 
 def check_shares(settings: Settings, model_folder: Path, devices: Devices, memory: float) -> None:

@@ -61,7 +61,9 @@ class TrainModel(Section):
     )
     cpu_offload: bool = setting(False, "with fsdp: weights, gradients and optimizer state stay in the CPU's memory")
     compile: bool | None = setting(
-        None, "layers on a GPU, norms and MLPs on a CPU as fused kernels; null: where there is a compiler"
+        None,
+        "layers on one GPU, elsewhere and in mixtures of experts norms and MLPs, as fused kernels; null: where a "
+        "compiler works",
     )
     head: Literal["own", "liger"] = setting(
         "own",
@@ -111,7 +113,7 @@ class InferenceModel(Section):
     max_num_seqs: int | None = setting(
         None,
         "responses that an engine computes at the same time; null: all that are sent to it (a collection's, in "
-        "mode=async those of all versions in flight; evaluate.rows), up to 1024 and as its memory allows",
+        "mode=async those of all versions in flight; evaluate.rows), up to 1024, and on a GPU as its memory allows",
         at_least=1,
     )
     max_model_len: int = setting(1024, "prompt + response, in tokens", at_least=1)
@@ -122,7 +124,7 @@ class InferenceModel(Section):
         False,
         "on GPUs that also train: the engine frees their memory during training",
         mode="sync",
-        because="in mode=async the engine samples while it trains",
+        because="in mode=async sampling goes on during training",
     )
     max_restarts: int = setting(
         3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from types import SimpleNamespace
 from typing import Any, cast
@@ -109,10 +110,11 @@ def test_what_training_keeps_is_what_the_planner_counts(folder, words, training,
     assert kept_bytes(settings, shape.parameters) == planned
 
 
-def test_the_trainer_is_kept_within_its_share_and_the_division_is_told(folder, monkeypatch, caplog):
+def test_the_trainer_is_kept_within_its_share_and_the_division_is_logged(folder, monkeypatch, caplog):
     limits = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
+    caplog.set_level(logging.INFO)
     settings = settings_of(folder, "inference_model.gpu_memory_utilization=0.4")
     shared_gpu.divide_memory(settings, folder, plan_of(settings))
     assert limits == [(0.55, torch.device("cuda", 0))]
