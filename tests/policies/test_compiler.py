@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 
 from grpo_rl.policies import compiler
 from grpo_rl.policies.compiled import compile_pointwise, set_gpu_options
@@ -33,7 +34,7 @@ def started(program: str, **variables: str) -> str:
 
 @needs_compiler
 @torch._dynamo.config.patch(specialize_float=False)
-@torch._inductor.config.patch({"triton.mix_order_reduction_non_strict_mode": False})
+@inductor_config.patch({"triton.mix_order_reduction_non_strict_mode": False})
 def test_a_norms_epsilon_is_no_input_of_its_graph_on_a_gpu(folder, monkeypatch):
     graphs = []
     backend = functools.partial(lambda graph, inputs: graphs.append(inputs) or graph)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from torch.nn.attention import flex_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
@@ -247,7 +248,7 @@ def test_a_layer_that_is_not_one_graph_with_its_attention_is_an_error(monkeypatc
         return forward(self, x)
 
     monkeypatch.setattr(type(mlp), "forward", broken)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
+    with pytest.raises(Unsupported):
         policy.score(groups_of([(5, [3, 2])]))
 
 
@@ -258,7 +259,7 @@ def test_a_layer_that_is_compiled_too_often_is_an_error():
     compiled.compile_layers(model, with_attention=True)
     policy.score(groups)
     with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():  # without gradients it is another graph
-        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        with pytest.raises(FailOnRecompileLimitHit):
             policy.score(groups)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_a_full_batch_of_decoding_has_a_cuda_graph_however_large(on_gpu, max_num
 
 def test_the_size_of_the_cache_is_what_was_given_or_counted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    worker = WorkerExtension()
+    worker: Any = WorkerExtension()
     worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=None)
     with pytest.raises(RuntimeError, match="vLLM does not say how large its KV cache is"):
         worker.cache_bytes()
