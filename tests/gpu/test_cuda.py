@@ -230,7 +230,7 @@ def test_scores_and_their_gradients_are_those_of_the_cpu(name, checkpointing, as
             model.gradient_checkpointing_enable({"use_reentrant": False})
         policy = TrainPolicy(model, temperature=0.7)
         if as_layers and device == DEVICE:
-            compile_layers(policy.model)
+            compile_layers(policy.model, with_attention=True)
         log_prob, entropy = policy.score(groups)
         weight = torch.linspace(-1, 1, len(log_prob), device=device)
         ((log_prob * weight + entropy * weight.flip(0)).sum() / len(weight)).backward()
@@ -269,10 +269,13 @@ def test_a_model_with_compiled_layers_needs_no_cpp_compiler(tmp_path):
     program = (
         "import torch\n"
         "from grpo_rl.policies.policy import TrainPolicy\n"
-        "from grpo_rl.testing import save_tiny_model\n"
+        "from grpo_rl.testing import random_group, save_tiny_model\n"
         f"folder = save_tiny_model({str(tmp_path / 'model')!r}, hidden_size=64)\n"
         "policy = TrainPolicy.load(folder, torch.bfloat16, 'cuda', compile=None)\n"
         "assert any(module._compiled_call_impl for module in policy.model.modules())\n"
+        "log_prob, entropy = policy.score([random_group(prompt=5, lengths=[7, 3])])\n"
+        "(log_prob.sum() + entropy.sum()).backward()\n"
+        "assert all(weight.grad.isfinite().all() for weight in policy.model.parameters())\n"
     )
     env = os.environ | {"CXX": "/no/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
