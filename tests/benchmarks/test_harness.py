@@ -79,6 +79,7 @@ def test_an_arm_keeps_its_gpu_memory_while_no_other_arm_runs(script, monkeypatch
         assert steps.wait()
         steps.release_gpu()
         assert len(released) == so_far
+    pipe.recv()  # that it was ready
     pipe.close()
     assert not steps.wait()
 
