@@ -3,8 +3,8 @@
 The rows: the quickstart; training steps of models of 0.6B and 1.7B parameters (Qwen3's shapes, random weights) in
 shares of the GPU's dense bf16 peak; shared prefixes; the head beside TRL's and Liger's; a whole step beside TRL's with
 vLLM in its process; sampling and training at the same time on one GPU; pushes of weights. A row runs in a process of
-its own, within a limit of its own. One that fails or is over its limit says so, and the others run on. After each row
-everything is written to a JSON file, and what the row's programs printed lies beside it.
+its own, within its limit and the time that rows before it left. One that fails or is over its limit says so, and the
+others run on. After each row everything is written to a JSON file, and what its programs print is in a log beside it.
 
 With `--toy`, or without a GPU, the same rows run at toy sizes: that shows that the program works, and no bar is
 measured.
@@ -33,39 +33,13 @@ import gpu_training
 import harness
 import torch
 from gpu_rows import Figures, NotAvailable, Place
+from harness import Bar
 
 MINUTES = 8
 GRACE_S = 10
 """Seconds that a row's processes have to end once they are asked to."""
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A figure of a row, and the limit that it should keep."""
-
-    what: str
-    unit: str
-    at_least: float | None = None
-    at_most: float | None = None
-
-    def __str__(self) -> str:
-        return f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
-
-    def verdict(self, figure: float | str | None, unmeasured: str | None = None) -> str:
-        """Whether the figure keeps the limit.
-
-        Args:
-            figure: a number, or why there is none.
-            unmeasured: why figures of this call say nothing about the bar.
-
-        >>> bar = Bar("sync", "ms", at_most=20)
-        >>> bar.verdict(20.0), bar.verdict(21.0), bar.verdict("no engine"), bar.verdict(3.0, "CPU")
-        ('reached', 'missed', 'not measured (no engine)', 'not measured (CPU)')
-        """
-        if unmeasured or not isinstance(figure, int | float):
-            return f"not measured ({unmeasured or figure})"
-        kept = figure >= self.at_least if self.at_least is not None else figure <= self.at_most
-        return "reached" if kept else "missed"
+MIN_SHARE = 0.5
+"""Share of a row's limit that has to be left for the row to be started."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +48,7 @@ class Row:
 
     Args:
         function: yields them; a function of a module, as it is called in another process.
+        limit_s: seconds that are kept for the row.
     """
 
     function: Callable[[Place], Figures]
@@ -84,58 +59,52 @@ class Row:
 ROWS = {
     "quickstart": Row(
         gpu_rows.quickstart,
-        150,
+        90,
         (
-            Bar("all steps", "s", at_most=20),
-            Bar("longest step after the second over the median", "times", at_most=2),
-            Bar("sync, median", "ms", at_most=20),
+            Bar("first 15 steps_s", at_most=20),
+            Bar("longest step after the second over the median", at_most=2),
+            Bar("median sync_ms", at_most=20),
+        ),
+    ),
+    "async": Row(
+        gpu_rows.asynchronous,
+        80,
+        (
+            Bar("steps/s, async over sync", at_least=1.1),
+            Bar("largest staleness, versions", at_most=gpu_rows.MAX_STALENESS),
         ),
     ),
     "training 0.6B": Row(
         functools.partial(gpu_training.training, shape="0.6B"),
-        75,
-        (Bar("the longer batch, of the peak", "", at_least=0.3), Bar("the shorter batch, a step", "ms", at_most=40)),
+        40,
+        (Bar("16,384 tokens, share of the peak", at_least=0.3), Bar("512 tokens, step_ms", at_most=40)),
     ),
     "training 1.7B": Row(
         functools.partial(gpu_training.training, shape="1.7B"),
-        75,
-        (Bar("the longer batch, of the peak", "", at_least=0.4),),
+        45,
+        (Bar("16,384 tokens, share of the peak", at_least=0.4),),
     ),
     "prefix": Row(
         gpu_rows.prefix,
-        60,
-        tuple(
-            Bar(f"speed-up over the token ratio, {shape}", "", at_least=0.8) for shape in ("512/128/8", "1024/128/16")
-        ),
+        35,
+        tuple(Bar(f"speed-up over the token ratio, {shape}", at_least=0.8) for shape in ("512/128/8", "1024/128/16")),
     ),
     "head": Row(
         gpu_rows.head,
-        60,
+        30,
         (
-            Bar("times faster than Liger's, H=4096", "times", at_least=1.0),
-            Bar("times faster than Liger's, H=1024", "times", at_least=1.2),
-            Bar("times faster than Liger's, H=2048", "times", at_least=1.2),
-            *(Bar(f"share of TRL's memory, H={size}", "", at_most=1.0) for size in (4096, 1024, 2048)),
+            Bar("times faster than Liger's, H=4096", at_least=1.0),
+            Bar("times faster than Liger's, H=1024", at_least=1.2),
+            Bar("times faster than Liger's, H=2048", at_least=1.2),
+            *(Bar(f"share of TRL's memory, H={size}", at_most=1.0) for size in (4096, 1024, 2048)),
         ),
     ),
     "whole step": Row(
-        gpu_rows.whole_step,
-        240,
-        (Bar("times faster than TRL", "times", at_least=2.0), Bar("ours alone, push", "ms", at_most=50)),
+        gpu_rows.whole_step, 100, (Bar("times faster than TRL", at_least=2.0), Bar("ours alone, push_ms", at_most=50))
     ),
-    "async": Row(
-        gpu_rows.asynchronous,
-        150,
-        (
-            Bar("steps/s over the quickstart's in turns", "times", at_least=1.1),
-            Bar("largest staleness", "versions", at_most=2),
-        ),
-    ),
-    "push": Row(
-        gpu_rows.push, 120, (Bar("push, 135M", "ms", at_most=20), Bar("push, 0.6B", "ms", at_most=50))
-    ),
+    "push": Row(gpu_rows.push, 30, (Bar("135M, push_ms", at_most=20),)),
 }  # fmt: skip
-"""In the order in which they are measured: what the last ones show, earlier ones show in passing."""
+"""In the order in which they are measured. The last one is the first to be left out: pushes are in other rows, too."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +123,22 @@ class Outcome:
     @property
     def numbers(self) -> dict[str, float]:
         return {what: figure for what, figure in self.figures.items() if not isinstance(figure, str)}
+
+
+def verdict(bar: Bar, figure: float | str, unmeasured: str | None = None) -> str:
+    """Whether the figure keeps the limit.
+
+    Args:
+        figure: a number, or why there is none.
+        unmeasured: why figures of this call say nothing about the bar.
+
+    >>> bar = Bar("sync_ms", at_most=20)
+    >>> verdict(bar, 20.0), verdict(bar, 21.0), verdict(bar, "no engine"), verdict(bar, 3.0, "CPU")
+    ('reached', 'missed', 'not measured (no engine)', 'not measured (CPU)')
+    """
+    if unmeasured or isinstance(figure, str):
+        return f"not measured ({unmeasured or figure})"
+    return "reached" if bar.is_met_by(figure) else "missed"
 
 
 def measure(function: Callable[[Place], Figures], place: Place, limit_s: float, log: Path) -> Outcome:
@@ -176,7 +161,8 @@ def measure(function: Callable[[Place], Figures], place: Place, limit_s: float, 
                 figures |= dict([content])
             else:
                 ended, failed = content, kind == "failed"
-                process.join(GRACE_S)  # it has said all, and puts its things away
+                # Its figures are in; it is shutting down.
+                process.join(min(GRACE_S, max(1.0, start + limit_s - time.monotonic())))
                 break
     except EOFError:
         process.join()
@@ -196,7 +182,8 @@ def _serve(pipe, function: Callable[[Place], Figures], place: Place, log: Path) 
             pipe.send(("figure", figure))
         pipe.send(("end", None))
     except NotAvailable as error:
-        pipe.send(("end", str(error)))
+        # At full size everything that is measured should be there.
+        pipe.send(("end" if place.toy else "failed", str(error)))
     except BaseException as error:
         traceback.print_exc()
         pipe.send(("failed", in_a_line(error)))
@@ -234,19 +221,23 @@ def run(
     """The outcome of every row; the table is printed and the file written as they come.
 
     Args:
+        limit_s: of all rows together, the end of their processes included.
         unmeasured: why no bar is measured in this call.
     """
     end = time.monotonic() + limit_s
+    kept_s = sum(row.limit_s for row in rows.values())
     outcomes: dict[str, Outcome] = {}
     out.parent.mkdir(parents=True, exist_ok=True)
     for name, row in rows.items():
         measured = {other: outcome.numbers for other, outcome in outcomes.items()}
         log = out.parent / f"{out.stem}_{re.sub(r'[^a-zA-Z0-9.]+', '_', name)}.log"
-        left = min(row.limit_s, end - time.monotonic())
-        if left < 1:
-            outcomes[name] = Outcome({}, 0.0, f"the {limit_s / 60:g} minutes of the whole were over")
+        kept_s -= row.limit_s
+        left_s = max(0.0, end - GRACE_S - time.monotonic())
+        if left_s < MIN_SHARE * row.limit_s:
+            outcomes[name] = Outcome({}, 0.0, f"{left_s:.0f} s were left of the {row.limit_s:g} s that are its limit")
         else:
-            outcomes[name] = measure(row.function, replace(place, measured=measured), left, log)
+            own_s = min(left_s, max(row.limit_s, left_s - kept_s))
+            outcomes[name] = measure(row.function, replace(place, measured=measured), own_s, log)
         print(table(name, row, outcomes[name], unmeasured), flush=True)
         write(out, rows, outcomes, place.toy, unmeasured)
     return outcomes
@@ -255,18 +246,18 @@ def run(
 def table(name: str, row: Row, outcome: Outcome, unmeasured: str | None = None) -> str:
     """The row's lines: each bar with its figure and verdict, then the other figures.
 
-    >>> row = Row(print, 1, (Bar("sync", "ms", at_most=20),))
-    >>> print(table("quickstart", row, Outcome({"sync": 12.0, "steps": 15}, 3.0)))
+    >>> row = Row(print, 1, (Bar("sync_ms", at_most=20),))
+    >>> print(table("quickstart", row, Outcome({"sync_ms": 12.0, "steps": 15}, 3.0)))
     quickstart (3 s)
-      sync                                                12 ms        at most 20     reached
+      sync_ms                                             12           at most 20     reached
       steps                                               15
     """
     ended = f", {outcome.ended}" if outcome.ended else ""
     lines = [f"{name} ({outcome.seconds:.0f} s{ended})"]
     for bar in row.bars:
         figure = outcome.figure(bar.what)
-        shown = "-" if isinstance(figure, str) else f"{figure:.3g} {bar.unit}"
-        lines.append(f"  {bar.what:<50}  {shown:<12} {bar!s:<14} {bar.verdict(figure, unmeasured)}")
+        shown = "-" if isinstance(figure, str) else f"{figure:.3g}"
+        lines.append(f"  {bar.what:<50}  {shown:<12} {bar!s:<14} {verdict(bar, figure, unmeasured)}")
     barred = {bar.what for bar in row.bars}
     for what, figure in outcome.figures.items():
         if what not in barred:
@@ -290,7 +281,7 @@ def write(
                         "what": bar.what,
                         "bar": str(bar),
                         "figure": outcome.figure(bar.what),
-                        "verdict": bar.verdict(outcome.figure(bar.what), unmeasured),
+                        "verdict": verdict(bar, outcome.figure(bar.what), unmeasured),
                     }
                     for bar in rows[name].bars
                 ],
@@ -313,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="gpu_rows_", ignore_cleanup_errors=True) as folder:
         place = Place(toy, "cuda" if on_gpu else "cpu", Path(folder))
         outcomes = run(rows, place, args.out, 60 * args.minutes, unmeasured)
-    bars = [bar.verdict(outcomes[name].figure(bar.what), unmeasured) for name, row in rows.items() for bar in row.bars]
+    bars = [verdict(bar, outcomes[name].figure(bar.what), unmeasured) for name, row in rows.items() for bar in row.bars]
     failed = [name for name, outcome in outcomes.items() if outcome.failed]
     print(
         f"{bars.count('reached')} reached, {bars.count('missed')} missed, of {len(bars)} bars; all figures: {args.out}"

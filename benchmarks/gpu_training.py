@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from gpu_rows import Figures, Place
 
 
+LARGEST_GROUP = 2048
+TOKENS = {"512 tokens": (512, 64), "16,384 tokens": (16_384, 256)}
+"""Tokens of a step, and of a toy's, by the name of their figures."""
+
+
 def training(place: Place, shape: str) -> Figures:
     """Forward, backward and optimizer step of packed groups, as training takes them."""
     from grpo_rl.perf.roofline import ModelSizes
@@ -24,18 +30,16 @@ def training(place: Place, shape: str) -> Figures:
 
     policy = TrainPolicy.load(place.model(shape), torch.bfloat16, place.device, compile=None)
     sizes, optimizer = ModelSizes.of(policy.model), PolicyOptimizer(policy.model, lr=1e-6)
-    few, many = (64, 256) if place.toy else (512, 16_384)
     peak = peak_flops_per_s(place.device)
-    for tokens in (few, many):
-        groups = packed_groups(tokens, policy.model.config.vocab_size)
+    for name, (whole, toy) in TOKENS.items():
+        tokens = toy if place.toy else whole
+        groups = sampled(policy, packed_groups(tokens, policy.model.config.vocab_size))
         largest, seconds = at_largest_micro_batch(functools.partial(trained, policy, optimizer, groups), tokens)
-        name = "the longer batch" if tokens == many else "the shorter batch"
-        yield f"{name}, tokens", tokens
         yield f"{name}, tokens a micro-batch", largest
-        yield f"{name}, a step", 1000 * seconds
-        yield f"{name}, of the peak", share_of_peak(groups, sizes, seconds, peak)
+        yield f"{name}, step_ms", 1000 * seconds
+        yield f"{name}, share of the peak", share_of_peak(groups, sizes, seconds, peak)
     if torch.device(place.device).type == "cuda":
-        yield "peak memory", torch.cuda.max_memory_allocated() / 2**30
+        yield "peak_gib", torch.cuda.max_memory_allocated() / 2**30
 
 
 def packed_groups(tokens: int, vocab: int) -> list:
@@ -46,11 +50,19 @@ def packed_groups(tokens: int, vocab: int) -> list:
     """
     from grpo_rl.testing import random_group
 
-    each = min(tokens, 2048)
+    each = min(tokens, LARGEST_GROUP)
     signs = torch.tensor([1.0, -1.0]).repeat(4)  # no advantage is zero: a group without one would not be computed
     return [
         random_group(each // 4, [each * 3 // 32] * 8, vocab, group_id=i, seed=i).with_advantages(signs)
         for i in range(tokens // each)
+    ]
+
+
+def sampled(policy, groups: Sequence) -> list:
+    """The groups with the policy's own log-probabilities as the sampler's: ratios are 1, and no token is clipped."""
+    return [
+        replace(group, log_probs=group.old_log_probs, old_log_probs=None, old_entropies=None)
+        for group in policy.add_log_probs(groups, LARGEST_GROUP)
     ]
 
 
@@ -67,9 +79,11 @@ def trained(policy, optimizer, groups: Sequence, max_tokens: int) -> float:
         start = time.perf_counter()
         for tokens in scored_micro_batches(policy, groups, MicroBatching(max_tokens)):
             loss(tokens)["loss"].backward()
-        optimizer.step()
+        result = optimizer.step()
         harness.synchronize(str(policy.device))
-        return {"step_s": time.perf_counter() - start}
+        seconds = time.perf_counter() - start
+        assert not result.skipped, f"no step was taken: {result}"
+        return {"step_s": seconds}
 
     try:
         (reports,) = harness.rounds({f"micro-batches of {max_tokens}": step}, count=5, warmup=3).values()

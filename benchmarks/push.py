@@ -100,12 +100,15 @@ def in_process_arm(steps: harness.Steps, work: Work) -> None:
 
 def push(steps: harness.Steps, model: torch.nn.Module, sync: Any) -> None:
     """Pushes weights that have changed since the last push, and reads them back."""
+    device = str(next(model.parameters()).device)
     while steps.wait():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.01)
+        harness.synchronize(device)
         start = time.perf_counter()
         sync.push()
+        harness.synchronize(device)
         seconds = time.perf_counter() - start
         start = time.perf_counter()
         sync.verify()  # reads back all that products are made with, and moves nothing

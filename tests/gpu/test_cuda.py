@@ -269,10 +269,13 @@ def test_a_model_with_compiled_layers_needs_no_cpp_compiler(tmp_path):
     program = (
         "import torch\n"
         "from grpo_rl.policies.policy import TrainPolicy\n"
-        "from grpo_rl.testing import save_tiny_model\n"
+        "from grpo_rl.testing import random_group, save_tiny_model\n"
         f"folder = save_tiny_model({str(tmp_path / 'model')!r}, hidden_size=64)\n"
         "policy = TrainPolicy.load(folder, torch.bfloat16, 'cuda', compile=None)\n"
         "assert any(module._compiled_call_impl for module in policy.model.modules())\n"
+        "log_prob, entropy = policy.score([random_group(prompt=5, lengths=[7, 3])])\n"
+        "(log_prob.sum() + entropy.sum()).backward()\n"
+        "assert all(weight.grad.isfinite().all() for weight in policy.model.parameters())\n"
     )
     env = os.environ | {"CXX": "/no/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
