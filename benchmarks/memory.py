@@ -44,7 +44,7 @@ VOCAB, RESPONSE = 49152, 256
 REPEATS = 3
 """Processes of each of our points, of which the median counts: where an allocator finds room is partly chance."""
 CHANCE = 0.03
-"""By how much a slope still moves from call to call: points vary by some 10 MiB."""
+"""The share by which a slope still moves from call to call: points vary by some 10 MiB."""
 GRADIENT_BYTES = 4
 """Bytes of a parameter's gradient: bf16 gradients are summed in fp32."""
 

@@ -229,7 +229,7 @@ async def _reply(env: LLMEnv, trajectory: Trajectory) -> Any:
 
 
 def _outcome(call: Callable[[], Any]) -> Any:
-    """What the call returns, or the exception that it raises."""
+    """The call's result, or the exception that it raised."""
     try:
         return call()
     except Exception as error:

@@ -65,7 +65,7 @@ class Ranks:
         self.mode, self.device = mode, torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.in_step = mode == "fsdp"
-        """Whether a forward or backward pass of one rank waits for those of the others."""
+        """True if a forward or backward pass of one rank waits for those of the others."""
         self._mesh = init_device_mesh(self.device.type, (self.size,)) if self.in_step else None
         self.cpu_mesh = init_device_mesh("cpu", (self.size,)) if self.in_step else None
         """The device mesh over which a checkpoint's tensors are spread while they are read."""

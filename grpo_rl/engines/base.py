@@ -133,7 +133,7 @@ class Sampler(Protocol):
     """Most tokens of a prompt and its response."""
 
     takes_adapters: bool
-    """Whether it holds LoRA adapters beside its weights, and takes them as ``<layer>.lora_A.weight`` (r x inputs) and
+    """True if the engine holds LoRA adapters beside its weights, and takes them as ``<layer>.lora_A.weight`` (r x inputs) and
     ``<layer>.lora_B.weight`` (outputs x r, scaled)."""
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:
@@ -204,7 +204,7 @@ class Engine(Sampler, Protocol):
     """Holds one copy of the policy and samples from it."""
 
     proves_bytes: bool
-    """Whether :meth:`fingerprints` returns byte digests without ``read_back`` (vLLM on a CPU does if one process holds
+    """True if :meth:`fingerprints` returns byte digests without ``read_back`` (vLLM on a CPU does if one process holds
     each tensor whole). LoRA factors always have fingerprints."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
