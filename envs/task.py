@@ -58,7 +58,7 @@ class Task(ABC):
     reward_parts: tuple[str, ...]
     """Names of the parts that every :meth:`score` returns."""
     isolated: bool | None = None
-    """True if responses are scored in a process of their own, which can be killed: for scorers that may hang or crash.
+    """True: responses are scored in a process of their own, which can be killed: for scorers that may hang or crash.
 
     None leaves it to the task which of its user's code, if any, goes to one."""
     reply_role: str = "tool"
