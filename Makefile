@@ -2,6 +2,7 @@
 # make test:  lint, types, tests and doctests, likewise.
 # make quick: lint, types and the fast tests that need no engine, for the inner loop.
 # make test-models: every causal language model of transformers against its own forward, a minute or two.
+# make gpu-check: tests marked gpu, then benchmarks/gpu.py (8 minutes at most); without a GPU at toy sizes.
 # Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=3, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
 
 SHELL := /bin/bash
@@ -20,16 +21,17 @@ ifeq ($(shell uname),Darwin)
 ENGINE := inference_model.engine=transformers
 endif
 
-.PHONY: help setup train test quick test-models lint types pytest quick-tests bench clean
+.PHONY: help setup train test quick test-models lint types pytest quick-tests bench gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train   install, then train the quickstart (7 to 15 minutes on 2 CPU cores); ARGS='optimizer.lr=2e-5 ...'"
 	@echo "make test    install, then lint, types, tests, doctests"
-	@echo "make quick   install, then lint, types and the fast tests that need no engine (under 2 minutes on 2 CPU cores)"
+	@echo "make quick   install, then lint, types and the fast tests that need no engine (90 seconds on 2 CPU cores)"
 	@echo "make test-models   install, then all models that transformers has, against their own forward"
 	@echo "make setup   only install, with what the tests need"
 	@echo "make bench   install, then all benchmarks and benchmarks/README.md; wants a quiet machine, and \$$GRPO_RL_DATA"
+	@echo "make gpu-check   install, then the tests marked gpu and benchmarks/gpu.py; without a GPU at toy sizes"
 	@echo "make lint | types | pytest | clean"
 
 setup: $(DEV)
@@ -68,10 +70,17 @@ quick-tests: $(DEV)
 		$(addprefix --ignore=,$(ENGINE_FOLDERS)) $(ARGS)
 
 test-models: $(DEV)
-	.venv/bin/python -m pytest tests/policies/test_every_model.py -s $(ARGS)
+	.venv/bin/python -m pytest -m models tests/policies -s $(ARGS)
 
 bench: $(DEV)
 	.venv/bin/python benchmarks/run_all.py $(ARGS)
+
+# Both run whatever comes of the first.
+gpu-check: $(DEV)
+	@status=0; \
+	.venv/bin/python -m pytest -m gpu $$(grep -rl --include=*.py mark.gpu tests) || status=1; \
+	.venv/bin/python benchmarks/gpu.py $(ARGS) || status=1; \
+	exit $$status
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

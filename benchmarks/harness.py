@@ -37,6 +37,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
@@ -56,12 +57,17 @@ class ArmError(RuntimeError):
     """An arm could not be built, or its step failed."""
 
 
+ALONE, IN_TURNS = "alone", "in turns"
+"""Ways in which a step is asked for: whether other arms have the GPU between this one's steps."""
+
+
 class Steps:
     """The arm's end of the pipe."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._is_ready = False
+        self._alone = False
 
     def wait(self) -> bool:
         """Blocks until a step is wanted; False when no more are. The first call says that the arm is ready."""
@@ -69,9 +75,15 @@ class Steps:
             self._pipe.send(("ready", {"threads": torch.get_num_threads()}))
             self._is_ready = True
         try:
-            return self._pipe.recv()
+            self._alone = self._pipe.recv() == ALONE
         except EOFError:
             return False
+        return True
+
+    def release_gpu(self) -> None:
+        """Returns the GPU memory that torch keeps for later use, where another arm needs it before the next step."""
+        if not self._alone:
+            release_gpu()
 
     def done(self, **report: float) -> None:
         """Says that the step is over, and reports numbers; ``step_s`` replaces the time taken from outside."""
@@ -100,11 +112,15 @@ class Arm:
         self.threads: int = self._receive()["threads"]
         """Threads of its torch: building an engine may have changed them."""
 
-    def step(self) -> dict[str, float]:
-        """One step: ``step_s``, its wall-clock seconds unless the arm reports its own, and what else it reports."""
+    def step(self, alone: bool = False) -> dict[str, float]:
+        """One step: ``step_s``, its wall-clock seconds unless the arm reports its own, and what else it reports.
+
+        Args:
+            alone: no other arm runs before the next step.
+        """
         start = time.perf_counter()
         with contextlib.suppress(BrokenPipeError):  # it ended since its last step; receiving says how
-            self._pipe.send(True)
+            self._pipe.send(ALONE if alone else IN_TURNS)
         report = self._receive()
         return {"step_s": time.perf_counter() - start, **report}
 
@@ -168,7 +184,7 @@ def summarize(reports: list[dict]) -> dict:
     names = list(dict.fromkeys(name for report in reports for name in report))
     return {
         "median": {name: statistics.median(report[name] for report in reports if name in report) for name in names},
-        "steps_s": [report["step_s"] for report in reports],
+        "steps_s": [report["step_s"] for report in reports if "step_s" in report],
     }
 
 
@@ -207,6 +223,29 @@ def require_quiet(force: bool) -> dict:
     return {"load_average": load, "forced": load > MAX_LOAD}
 
 
+@dataclass(frozen=True)
+class Bar:
+    """The name of a figure, with its unit, and one of the two limits.
+
+    >>> str(Bar("sync_ms", at_most=20)), Bar("sync_ms", at_most=20).is_met_by(20.0)
+    ('at most 20', True)
+    """
+
+    what: str
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.at_least is None) != (self.at_most is None), f"{self.what}: one of the two limits"
+
+    def __str__(self) -> str:
+        return f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
+
+    def is_met_by(self, figure: float) -> bool:
+        """Tells whether the figure keeps the limit; NaN does not."""
+        return figure >= self.at_least if self.at_least is not None else figure <= self.at_most
+
+
 def bar(what: str, figure: float, *, at_least: float | None = None, at_most: float | None = None) -> dict:
     """A figure, its limit, and whether it meets it: give one of the two limits.
 
@@ -214,8 +253,7 @@ def bar(what: str, figure: float, *, at_least: float | None = None, at_most: flo
     {'what': 'times faster', 'figure': 1.5, 'at_least': 2.0, 'met': False}
     """
     limit = {"at_least": at_least} if at_most is None else {"at_most": at_most}
-    met = figure >= at_least if at_most is None else figure <= at_most
-    return {"what": what, "figure": figure, **limit, "met": met}
+    return {"what": what, "figure": figure, **limit, "met": Bar(what, at_least, at_most).is_met_by(figure)}
 
 
 def finish(name: str, figure: float, result: dict, out: Path | None) -> None:
@@ -226,7 +264,7 @@ def finish(name: str, figure: float, result: dict, out: Path | None) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(facts | result, indent=2) + "\n")
     for line in result.get("bars", []):
-        limit = f"at least {line['at_least']:g}" if "at_least" in line else f"at most {line['at_most']:g}"
+        limit = Bar(line["what"], line.get("at_least"), line.get("at_most"))
         print(f"{'reached' if line['met'] else 'MISSED '}  {line['what']}: {line['figure']:.3g} ({limit})")
     print(f"{name}: {figure:.2f}", flush=True)
 
@@ -258,6 +296,12 @@ def synchronize(device: str) -> None:
     """Waits for the GPU, where there is one to wait for."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def release_gpu() -> None:
+    """Returns the GPU memory that torch keeps for later use to the GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def peak_above(work: Callable[[], object], device: str = "cpu") -> int:

@@ -24,6 +24,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +97,24 @@ def naive() -> Head:
     return head
 
 
+def liger() -> Head:
+    """Liger's fused scaled cross entropy with entropies: CuTe kernels on Hopper, PyTorch's operators elsewhere."""
+    # To check the ids it would wait for the GPU in every call; `train_model.head=liger` leaves that out, too.
+    os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+
+    def head(hidden: Tensor, weight: Tensor, ids: Tensor, entropy_counts: bool) -> tuple[Tensor, Tensor]:
+        nll, entropies = LigerFusedLinearScaledCrossEntropyFunction.apply(
+            hidden, weight, ids, temperature=1.0, return_entropy=True
+        )
+        return -nll, entropies
+
+    return head
+
+
 HEADS = {OURS: ours, OURS_FP32: ours, PEERS[0]: trl_fused, PEERS[1]: trl_fused, "naive": naive}
+ALL_HEADS = HEADS | {"liger": liger}
+"""Those of :data:`HEADS`, and Liger's, which is a peer on GPUs of its own kind alone (`gpu.py`)."""
 
 
 def forward_backward(
@@ -119,18 +137,18 @@ def forward_backward(
 def gradients_of(name: str) -> Callable[[Sequence[Tensor], bool], list[Tensor]]:
     """The function that makes an arm's gradients, of inputs and whether entropies count in the loss."""
     dtype = torch.float32 if name == OURS_FP32 else None
-    return functools.partial(forward_backward, HEADS[name](), weight_grad_dtype=dtype)
+    return functools.partial(forward_backward, ALL_HEADS[name](), weight_grad_dtype=dtype)
 
 
 def make_inputs(shape: Shape, device: str) -> list[Tensor]:
     """Hidden states and weight in bf16, ids and advantages; the same in every arm."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(shape.tokens, shape.hidden, generator=generator)
+    made = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    hidden = torch.randn(shape.tokens, shape.hidden, **made)
     # Logits of unit variance.
-    weight = torch.randn(shape.vocab, shape.hidden, generator=generator) / math.sqrt(shape.hidden)
-    ids = torch.randint(shape.vocab, (shape.tokens,), generator=generator)
-    advantages = torch.randn(shape.tokens, generator=generator)
-    return [x.to(device) for x in (hidden.to(torch.bfloat16), weight.to(torch.bfloat16), ids, advantages)]
+    weight = torch.randn(shape.vocab, shape.hidden, **made) / math.sqrt(shape.hidden)
+    ids = torch.randint(shape.vocab, (shape.tokens,), **made)
+    advantages = torch.randn(shape.tokens, **made)
+    return [hidden.to(torch.bfloat16), weight.to(torch.bfloat16), ids, advantages]
 
 
 def arm(steps: harness.Steps, name: str, shape: Shape, entropy_counts: bool, device: str) -> None:
@@ -139,19 +157,33 @@ def arm(steps: harness.Steps, name: str, shape: Shape, entropy_counts: bool, dev
         from grpo_rl.policies.allocator import keep_freed_memory
 
         keep_freed_memory()
-    inputs, run = make_inputs(shape, device), gradients_of(name)
+    step = timed(name, make_inputs(shape, device), entropy_counts)
+    while steps.wait():
+        steps.done(**step())
+
+
+def timed(name: str, inputs: Sequence[Tensor], entropy_counts: bool) -> Callable[[], dict[str, float]]:
+    """A forward and backward of one head that reports its seconds; its memory is measured before, once."""
+    device, run = str(inputs[0].device), gradients_of(name)
     tiny = [inputs[0][:4], inputs[1][:64], inputs[2][:4] % 64, inputs[3][:4]]
     run(tiny, entropy_counts)
     memory = harness.peak_above(lambda: run(inputs, entropy_counts), device)
-    while steps.wait():
+
+    def step() -> dict[str, float]:
         harness.synchronize(device)
         start = time.perf_counter()
         gradients = run(inputs, entropy_counts)
         harness.synchronize(device)
         seconds = time.perf_counter() - start
         norms = [gradient.float().norm().item() for gradient in gradients]
-        del gradients
-        steps.done(fwd_bwd_s=seconds, memory_mib=memory / 2**20, grad_hidden_norm=norms[0], grad_weight_norm=norms[1])
+        return {
+            "fwd_bwd_s": seconds,
+            "memory_mib": memory / 2**20,
+            "grad_hidden_norm": norms[0],
+            "grad_weight_norm": norms[1],
+        }
+
+    return step
 
 
 def measured(shape: Shape, entropy_counts: bool, args: argparse.Namespace) -> dict[str, dict]:
@@ -171,6 +203,22 @@ def check_agreement(medians: Mapping[str, Mapping[str, float]]) -> None:
         theirs, own = medians[name][norm], medians[OURS][norm]
         if not math.isclose(theirs, own, rel_tol=TOLERANCE):
             sys.exit(f"error: {norm} is {own:.5g} with {OURS} and {theirs:.5g} with {name}: not the same work")
+
+
+def ratios(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """How many times faster ours is than each head, and its share of that head's memory.
+
+    >>> ratios({OURS: {"fwd_bwd_s": 2.0, "memory_mib": 1.0}, "naive": {"fwd_bwd_s": 3.0, "memory_mib": 4.0}})["naive"]
+    {'our speed-up': 1.5, 'our share of its memory': 0.25}
+    """
+    own = medians[OURS]
+    return {
+        name: {
+            "our speed-up": median["fwd_bwd_s"] / own["fwd_bwd_s"],
+            "our share of its memory": own["memory_mib"] / median["memory_mib"] if median["memory_mib"] else math.inf,
+        }
+        for name, median in medians.items()
+    }
 
 
 def errors(shape: Shape, entropy_counts: bool, device: str) -> list[dict]:
@@ -208,6 +256,7 @@ def main() -> None:
         print(f"{shape}, entropy {'in' if entropy_counts else 'not in'} the loss", file=sys.stderr, flush=True)
         medians = measured(shape, entropy_counts, args)
         check_agreement(medians)
+        compared = ratios(medians)
         for name, median in medians.items():
             rows.append(
                 {
@@ -216,8 +265,7 @@ def main() -> None:
                     "head": name,
                     "ms": 1000 * median["fwd_bwd_s"],
                     "memory MiB": median["memory_mib"],
-                    "our speed-up": median["fwd_bwd_s"] / medians[OURS]["fwd_bwd_s"],
-                    "our share of its memory": medians[OURS]["memory_mib"] / median["memory_mib"],
+                    **compared[name],
                 }
             )
         if not entropy_counts:

@@ -61,20 +61,28 @@ class Shape:
         repeated = self.responses * (self.prompt + self.response)
         return repeated / (self.prompt + self.responses * self.response)
 
-    def shared(self, vocab: int) -> list[Group]:
-        """One group."""
-        return [random_group(self.prompt, [self.response] * self.responses, vocab)]
+    def filling(self, max_tokens: int) -> int:
+        """The number of groups that fill a micro-batch of so many tokens, at least one.
 
-    def repeated(self, vocab: int) -> list[Group]:
+        >>> Shape(512, 128, 8).filling(16_384), Shape(512, 128, 8).filling(100)
+        (10, 1)
+        """
+        return max(1, max_tokens // (self.prompt + self.responses * self.response))
+
+    def shared(self, vocab: int, groups: int = 1) -> list[Group]:
+        """So many groups, each with a prompt of its own."""
+        lengths = [self.response] * self.responses
+        return [random_group(self.prompt, lengths, vocab, group_id=i, seed=i) for i in range(groups)]
+
+    def repeated(self, vocab: int, groups: int = 1) -> list[Group]:
         """The same tokens in groups of one response.
 
         >>> [group.num_tokens for group in Shape(3, 2, 2).repeated(vocab=8)]
         [5, 5]
         """
-        (whole,) = self.shared(vocab)
         return [
             Group(
-                group_id=g,
+                group_id=whole.group_id * self.responses + g,
                 row=0,
                 prompt_ids=whole.prompt_ids,
                 response_ids=ids,
@@ -84,6 +92,7 @@ class Shape:
                 offsets=torch.tensor([0, len(ids)]),
                 rewards=torch.zeros(1),
             )
+            for whole in self.shared(vocab, groups)
             for g, ids in enumerate(whole.responses)
         ]
 
@@ -103,11 +112,22 @@ def step(policy: TrainPolicy, groups: Sequence[Group], max_tokens: int) -> dict[
     return {"step_s": time.perf_counter() - start}
 
 
-def speedups(run: Callable[[Sequence[Group]], dict[str, float]], shapes: Sequence[Shape], vocab: int, steps: int):
-    """A row for each shape: both times, the speed-up, and its share of the token ratio."""
+def speedups(
+    run: Callable[[Sequence[Group]], dict[str, float]],
+    shapes: Sequence[Shape],
+    vocab: int,
+    steps: int,
+    fill: int | None = None,
+):
+    """A row for each shape: both times, the speed-up, and its share of the token ratio.
+
+    Args:
+        fill: tokens of the micro-batch that groups with shared prompts fill; None: one group.
+    """
     rows = []
     for shape in shapes:
-        arms = {"shared": shape.shared(vocab), "repeated": shape.repeated(vocab)}
+        groups = shape.filling(fill) if fill else 1
+        arms = {"shared": shape.shared(vocab, groups), "repeated": shape.repeated(vocab, groups)}
         results = harness.rounds({f"{k} {shape}": functools.partial(run, v) for k, v in arms.items()}, steps)
         shared_s, repeated_s = (median(report["step_s"] for report in reports) for reports in results.values())
         rows.append(
@@ -153,7 +173,7 @@ def main() -> None:
     vocab = policy.model.config.vocab_size
     run = functools.partial(step, policy, max_tokens=args.micro_batch_tokens)
     shapes = [Shape(*numbers) for numbers in args.shape] if args.shape else SHAPES
-    rows = speedups(run, shapes, vocab, args.steps)
+    rows = speedups(run, shapes, vocab, args.steps, args.micro_batch_tokens if args.fill else None)
     share = prompt_share(run, args.share_prompt, SHORT, vocab, args.steps)
     with_attention = prompt_share(run, args.share_prompt, args.share_response, vocab, args.steps)
     figure = min(row["of the token ratio"] for row in rows)
@@ -184,6 +204,7 @@ def main() -> None:
         "prompt_share": share,
         "prompt_share_with_the_responses_attention": with_attention,
         "micro_batch_tokens": args.micro_batch_tokens,
+        "filled": args.fill,
         "model": args.model,
         "device": args.device,
         "steps": args.steps,
@@ -205,6 +226,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--micro-batch-tokens", type=harness.at_least_one, default=8192, help="of both arms, as in training"
     )
+    parser.add_argument("--fill", action="store_true", help="as many groups as fill a micro-batch, instead of one")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     return parser.parse_args()
 

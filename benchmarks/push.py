@@ -33,6 +33,10 @@ class Work:
     bucket_mib: int = 16
     copies: int = 5
     """The number of plain copies in a step; the step reports their mean."""
+    device: str = "cpu"
+    """The trainer's device."""
+    engine_share: float = 0.5
+    """The part of a GPU's memory that the engine in the same process takes."""
 
 
 def load(work: Work) -> torch.nn.Module:
@@ -41,7 +45,7 @@ def load(work: Work) -> torch.nn.Module:
 
     from grpo_rl.policies.hub import resolve_model
 
-    return AutoModelForCausalLM.from_pretrained(resolve_model(work.model), dtype=torch.bfloat16)
+    return AutoModelForCausalLM.from_pretrained(resolve_model(work.model), dtype=torch.bfloat16).to(work.device)
 
 
 def copy_arm(steps: harness.Steps, work: Work) -> None:
@@ -85,7 +89,9 @@ def in_process_arm(steps: harness.Steps, work: Work) -> None:
     from grpo_rl.weights.push import WeightSync
 
     model = load(work)
-    engine = VLLMEngine(resolve_model(work.model), max_model_len=512)
+    # No graphs: their capture takes seconds, and a push touches none of them.
+    share = work.engine_share
+    engine = VLLMEngine(resolve_model(work.model), 512, gpu_memory_utilization=share, enforce_eager=True)
     sync = WeightSync(model, engine)
     sync.push()  # the first one is read back by products
     push(steps, model, sync)
@@ -94,12 +100,15 @@ def in_process_arm(steps: harness.Steps, work: Work) -> None:
 
 def push(steps: harness.Steps, model: torch.nn.Module, sync: Any) -> None:
     """Pushes weights that have changed since the last push, and reads them back."""
+    device = str(next(model.parameters()).device)
     while steps.wait():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.01)
+        harness.synchronize(device)
         start = time.perf_counter()
         sync.push()
+        harness.synchronize(device)
         seconds = time.perf_counter() - start
         start = time.perf_counter()
         sync.verify()  # reads back all that products are made with, and moves nothing

@@ -59,7 +59,7 @@ def main() -> None:
     args = parse()
     load = harness.require_quiet(args.force)
     try:
-        work = step_vs_trl.make_work(args)
+        work = step_vs_trl.asked_work(args)
     except ValueError as error:
         sys.exit(f"error: {error}")
     with contextlib.ExitStack() as stack:

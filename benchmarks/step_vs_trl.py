@@ -59,6 +59,8 @@ class Work:
     prompt_tokens: tuple[int, ...]
     repeats: int
     response: int
+    engine_share: float | None = None
+    """The part of a GPU's memory that the engine of each arm takes; None: each arm's default."""
 
     @property
     def responses(self) -> int:
@@ -67,21 +69,24 @@ class Work:
 
 @dataclass(frozen=True)
 class TRLSetting:
-    """A way to run TRL: dtype of the weights (fp32 under autocast), responses a forward, generation, allocator.
+    """A way to run TRL: dtype of the weights (fp32 under autocast), responses a forward, generation, allocator, Liger.
 
-    >>> TRLSetting("fp32", 16).name, TRLSetting("bf16", 8, our_allocator=True).name
-    ('trl_fp32_generate_batch16', 'trl_bf16_generate_batch8_our_allocator')
+    >>> TRLSetting("fp32", 16).name, TRLSetting("bf16", 8, our_allocator=True, liger=True).name
+    ('trl_fp32_generate_batch16', 'trl_bf16_generate_batch8_our_allocator_liger')
     """
 
     weights: str
     batch: int
     generation: str = "generate"  # generate | batching | vllm
     our_allocator: bool = False
+    liger: bool = False
+    """Liger's kernels in the layers, which need a GPU. The head stays TRL's fused one: TRL refuses Liger's."""
 
     @property
     def name(self) -> str:
         generation = f"{self.generation}{'_patched' * self.patched}"
-        return f"trl_{self.weights}_{generation}_batch{self.batch}{'_our_allocator' * self.our_allocator}"
+        rest = "_our_allocator" * self.our_allocator + "_liger" * self.liger
+        return f"trl_{self.weights}_{generation}_batch{self.batch}{rest}"
 
     @property
     def patched(self) -> bool:
@@ -129,6 +134,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
         f"train.optim_batch_size={work.responses}",
         f"sampling.max_new_tokens={work.response}",
         f"inference_model.max_model_len={max(work.prompt_tokens) + work.response}",
+        *([f"inference_model.gpu_memory_utilization={work.engine_share}"] if work.engine_share else []),
         *overrides,
     ]
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
@@ -147,7 +153,7 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
     best = None
     try:
         while steps.wait():
-            rates = measure_rates(policy.model.dtype, policy.device, seconds=2)
+            rates = measure_rates(policy.model.dtype, policy.device, seconds=2 if policy.device.type == "cpu" else 0.2)
             best = rates.best(best) if best else rates
             start = time.perf_counter()
             groups = collector.collect(work.repeats)
@@ -160,10 +166,13 @@ def our_arm(steps: harness.Steps, work: Work, overrides: Sequence[str]) -> None:
                     losses["loss"].backward()
                 optimizer.step()
             groups = buffer.drain()
+            harness.synchronize(str(policy.device))
             trained = time.perf_counter()
             weights.push()
+            harness.synchronize(str(policy.device))
             end = time.perf_counter()
             phases_s = {"sample": sampled - start, "train": trained - sampled, "sync": end - trained}
+            steps.release_gpu()
             limit, beside = (StepRoofline(policy.model, cfg.train.epochs, skips, rates=r) for r in (best, rates))
             steps.done(
                 step_s=end - start,
@@ -194,10 +203,21 @@ def trl_arm(steps: harness.Steps, work: Work, setting: TRLSetting) -> None:
         assert lengths == {work.response}, f"responses of {lengths} tokens, not {work.response}: not the same work"
         return [float(i % 2) for i in range(len(completion_ids))]
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
     class TakeTurns(TrainerCallback):
+        start = 0.0
+
+        def on_train_begin(self, args, state, control, **_):
+            self.start = time.perf_counter()
+
         def on_step_end(self, args, state, control, **_):
-            steps.done()
+            harness.synchronize(device)  # the optimizer's last kernels still run
+            step_s = time.perf_counter() - self.start
+            steps.release_gpu()
+            steps.done(step_s=step_s)
             control.should_training_stop = not steps.wait()
+            self.start = time.perf_counter()
 
     minimum = "min_tokens" if setting.generation == "vllm" else "min_new_tokens"
     with tempfile.TemporaryDirectory() as folder:
@@ -212,6 +232,7 @@ def trl_arm(steps: harness.Steps, work: Work, setting: TRLSetting) -> None:
                 bf16=setting.weights == "fp32",  # autocast
                 use_cpu=not torch.cuda.is_available(),
                 optim="adamw_torch_fused",
+                use_liger_kernel=setting.liger,
                 gradient_checkpointing=False,
                 per_device_train_batch_size=setting.batch,
                 gradient_accumulation_steps=work.responses // setting.batch,
@@ -225,6 +246,7 @@ def trl_arm(steps: harness.Steps, work: Work, setting: TRLSetting) -> None:
                 vllm_mode="colocate",
                 vllm_max_model_length=max(work.prompt_tokens) + work.response,
                 vllm_importance_sampling_correction=False,  # one forward less
+                **({"vllm_gpu_memory_utilization": work.engine_share} if work.engine_share else {}),
                 temperature=1.0,
                 top_p=1.0,
                 top_k=0,
@@ -269,7 +291,7 @@ def try_alone(setting: TRLSetting, work: Work, tried: dict[str, float | str]) ->
     print(f"trying {setting.name}", file=sys.stderr, flush=True)
     try:
         with contextlib.closing(harness.Arm(setting.name, trl_arm, work, setting)) as arm:
-            times = [arm.step()["step_s"] for _ in range(WARMUP_STEPS + 2)]
+            times = [arm.step(alone=True)["step_s"] for _ in range(WARMUP_STEPS + 2)]
             tried[setting.name] = min(times[WARMUP_STEPS:])
     except harness.ArmError as error:
         tried[setting.name] = str(error).splitlines()[-1]
@@ -313,34 +335,77 @@ def explore(work: Work, batches: Sequence[int], args: argparse.Namespace) -> tup
     return by_speed(settings, tried), tried
 
 
-def make_work(args: argparse.Namespace) -> Work:
-    """The prompts and sizes of a step.
+def first_that_runs(
+    stack: contextlib.ExitStack, work: Work, settings: Sequence[TRLSetting], failed: dict[str, str]
+) -> tuple[harness.Arm, TRLSetting] | None:
+    """TRL's arm at the first setting that fits beside ours, warmed up; None where none does.
+
+    Args:
+        stack: closes the arm.
+        failed: where the settings that fail are noted, each with the reason.
+    """
+    for setting in settings:
+        arm = None
+        try:
+            arm = harness.Arm(setting.name, trl_arm, work, setting)
+            for _ in range(WARMUP_STEPS):
+                arm.step()
+        except harness.ArmError as error:
+            if arm is not None:
+                arm.close()
+            failed[setting.name] = str(error).splitlines()[-1]
+            print(f"{setting.name} is left out: {failed[setting.name]}", file=sys.stderr, flush=True)
+        else:
+            stack.enter_context(contextlib.closing(arm))
+            return arm, setting
+    return None
+
+
+def asked_work(args: argparse.Namespace) -> Work:
+    """The work that the options ask for.
 
     Raises:
-        ValueError: too few rows, or a question longer than ``--prompt``.
+        ValueError: see :func:`make_work`.
+    """
+    return make_work(args.model, str(args.data), args.prompts, args.repeats, args.response, args.prompt)
+
+
+def make_work(
+    model: str,
+    data: str,
+    count: int,
+    repeats: int,
+    response: int,
+    prompt_tokens: int | None = None,
+    engine_share: float | None = None,
+) -> Work:
+    """The prompts and sizes of a step: the first questions of the data, with ``prompt_tokens`` each if that is given.
+
+    Raises:
+        ValueError: too few rows, or a question longer than ``prompt_tokens``.
     """
     from grpo_rl.envs.gsm8k import GSM8K, load_rows
     from grpo_rl.policies.hub import load_tokenizer, resolve_model
 
-    folder = resolve_model(args.model)
+    folder = resolve_model(model)
     tokenizer = load_tokenizer(folder)
-    rows = list(load_rows(str(args.data), "train"))
-    if len(rows) < args.prompts:
-        raise ValueError(f"{args.data} has {len(rows)} rows, --prompts {args.prompts} needs as many")
+    rows = list(load_rows(data, "train"))
+    if len(rows) < count:
+        raise ValueError(f"{data} has {len(rows)} rows, and {count} prompts need as many")
     task = GSM8K(rows)
 
     def tokens(prompt: list[dict[str, str]]) -> int:
         return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False))
 
-    prompts = [task.prompt(row) for row in rows[: args.prompts]]
-    if args.prompt:
-        filler = [row["question"] for row in rows[args.prompts :]]
-        share = len(filler) // args.prompts
+    prompts = [task.prompt(row) for row in rows[:count]]
+    if prompt_tokens:
+        filler = [row["question"] for row in rows[count:]]
+        share = len(filler) // count
         prompts = [
-            lengthened(prompt, filler[i * share : (i + 1) * share], args.prompt, tokens)
+            lengthened(prompt, filler[i * share : (i + 1) * share], prompt_tokens, tokens)
             for i, prompt in enumerate(prompts)
         ]
-    return Work(str(folder), tuple(prompts), tuple(map(tokens, prompts)), args.repeats, args.response)
+    return Work(str(folder), tuple(prompts), tuple(map(tokens, prompts)), repeats, response, engine_share)
 
 
 def lengthened(prompt, filler: Sequence[str], target: int, tokens) -> list[dict[str, str]]:
@@ -370,7 +435,7 @@ def main() -> None:
     args = parse()
     load = harness.require_quiet(args.force)
     try:
-        work = make_work(args)
+        work = asked_work(args)
     except ValueError as error:
         sys.exit(f"error: {error}")
     batches = [batch for batch in args.trl_batch if work.responses % batch == 0]
@@ -387,20 +452,11 @@ def main() -> None:
         for _ in range(WARMUP_STEPS):
             arms[OURS].step()
         # The fastest may fit into memory alone, and not beside ours.
-        failed = {}
-        for best in settings:
-            try:
-                arm = stack.enter_context(contextlib.closing(harness.Arm(best.name, trl_arm, work, best)))
-                for _ in range(WARMUP_STEPS):
-                    arm.step()
-            except harness.ArmError as error:
-                failed[best.name] = str(error).splitlines()[-1]
-                print(f"{best.name} is left out: {failed[best.name]}", file=sys.stderr, flush=True)
-            else:
-                arms[best.name] = arm
-                break
-        else:
+        failed: dict[str, str] = {}
+        if (fits := first_that_runs(stack, work, settings, failed)) is None:
             sys.exit(f"error: no setting of TRL fits beside ours: {failed}")
+        arm, best = fits
+        arms[best.name] = arm
         results = harness.rounds({name: arm.step for name, arm in arms.items()}, args.steps, warmup=0)
 
     summary = {name: harness.summarize(reports) | {"threads": arms[name].threads} for name, reports in results.items()}

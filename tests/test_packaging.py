@@ -15,8 +15,6 @@ import pytest
 
 import grpo_rl
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -33,7 +33,7 @@ from grpo_rl.settings.schema import Settings
 from grpo_rl.weights.native import NativeTransport
 from grpo_rl.weights.push import WeightSync
 from grpo_rl.weights.remote import RemoteTransport
-from grpo_rl.weights.shared_memory import SharedMemoryTransport
+from grpo_rl.weights.shared_memory import GPU_BYTES, SharedMemoryTransport
 
 
 def async_run(settings: Settings, folder: str | Path, site: Site) -> AbstractContextManager[Run]:
@@ -53,6 +53,9 @@ def make_engine(settings: Settings, model_folder: Path, site: Site) -> FleetEngi
         "keep_cache": model.keep_cache,
     }
 
+    cache: dict[str, int] = {}
+    """Size of the KV cache beside a trainer, once vLLM has measured it: it can't while the trainer takes memory."""
+
     # An actor has its own working directory; a name that is no folder here is downloaded where the engine runs.
     name_or_path = settings.model.name
     if Path(name_or_path).is_dir():
@@ -69,9 +72,12 @@ def make_engine(settings: Settings, model_folder: Path, site: Site) -> FleetEngi
             seed=seed,
             name=name,
             **options,
+            **cache,
         )
         gpus = site.devices.tensor_parallel_size if on_gpu else 0
         engine = await launch(name, make, site.place, site.trainers + number, site.engine_cpus, gpus)
+        if site.devices.engine_share and not cache:
+            cache["cache_bytes"] = await engine.cache_bytes()
         if options["transfer"] == "shared_memory" and engine.node != this_address():
             await engine.close()
             raise ValueError(
@@ -94,13 +100,15 @@ def make_engine(settings: Settings, model_folder: Path, site: Site) -> FleetEngi
 def make_transport(
     settings: Settings, model_folder: Path, devices: Devices, engines: Sequence[FleetMember]
 ) -> RemoteTransport:
-    """The transport of weights to the engines: shared memory on a CPU, NCCL between GPUs."""
-    model = settings.inference_model
-    if check_transfer(settings, devices) == "shared_memory":
+    """The transport of weights to the engines: memory of the host or of a GPU that both share, or NCCL."""
+    model, transfer = settings.inference_model, check_transfer(settings, devices)
+    if transfer == "ipc":
+        return SharedMemoryTransport(engines, GPU_BYTES, model.deadline_s, devices.train[0])
+    if transfer == "shared_memory":
         return SharedMemoryTransport(engines, deadline_s=model.deadline_s)
     shapes = {name: weight.shape for name, weight in skeleton(model_folder).named_parameters()}
     return NativeTransport(
-        engines, "nccl", shapes, model.deadline_s, devices.tensor_parallel_size, this_address(), devices.train[0]
+        engines, shapes, model.deadline_s, devices.tensor_parallel_size, this_address(), devices.train[0]
     )
 
 

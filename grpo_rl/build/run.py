@@ -19,6 +19,7 @@ from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.perf.roofline import StepRoofline
+from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.hub import load_tokenizer, resolve_model, weight_files
 from grpo_rl.run.diagnosis import RunDiagnosis
 from grpo_rl.run.folder import Room, RunFolder
@@ -84,6 +85,8 @@ def build_run(
         interrupt = stack.enter_context(Interrupt(logs.note))
 
         policy = training.make_policy(settings, model, plan, ranks)
+        if settings.train_model.compile is None and (why := why_uncompiled(policy.device)):
+            logs.note(f"Nothing is compiled, and steps take longer: {why}")
         reference = training.make_reference(settings, model, plan, policy)
         optimizer = training.make_optimizer(settings, policy, ranks)
         stack.callback(optimizer.close)

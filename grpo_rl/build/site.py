@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
+from grpo_rl.build.shared_gpu import divide_memory
 from grpo_rl.cluster.nodes import Place, check_nodes, cluster, nodes, places, this_address
 from grpo_rl.cluster.trainer_actors import Rendezvous, run_trainers
 from grpo_rl.policies.hub import resolve_model
@@ -110,6 +111,8 @@ def make_site(settings: Settings) -> Iterator[Site]:
                 f"torchrun --nproc-per-node {len(devices.train)} sota/grpo_async.py, or set ray.address"
             )
         check_transfer(settings, devices)
+        if devices.engine_share:
+            divide_memory(settings, model_folder, devices)
         share = share_cores(devices, world) if devices.train[0].type == "cpu" else 1
         if not first:
             yield Site(devices, None, 0, share)
@@ -153,13 +156,24 @@ def share_cores(devices: Devices, world: int) -> int:
 
 
 def check_transfer(settings: Settings, devices: Devices) -> str:
-    """The transport of weights: ``shared_memory`` or ``nccl``.
+    """The transport of weights: ``shared_memory``, ``ipc`` or ``nccl``.
 
     Raises:
-        ValueError: NCCL can't carry what the settings would send.
+        ValueError: the transport that is asked for can't carry what the settings would send, or not to these devices.
     """
-    on_gpu = devices.inference[0].type == "cuda"
-    transfer = settings.inference_model.transfer or ("nccl" if on_gpu else "shared_memory")
+    on_gpu, shares = devices.inference[0].type == "cuda", devices.engine_share > 0
+    own = ("ipc" if shares else "nccl") if on_gpu else "shared_memory"
+    transfer = settings.inference_model.transfer or own
+    asked = f"inference_model.transfer={settings.inference_model.transfer}"
+    if transfer == "ipc" and not shares:
+        where = "engines have GPUs of their own" if on_gpu else "no GPU is there"
+        raise ValueError(
+            f"{where}, and {asked} reaches an engine on the trainer's own GPU only; leave the setting out for {own}"
+        )
+    if transfer == "nccl" and shares:
+        raise ValueError(
+            f"{asked} sends between GPUs, and {devices.train[0]} trains and samples; leave the setting out for ipc"
+        )
     refused = {
         "train_model.lora.push=adapter": pushes_adapters(settings),
         "train_model.cpu_offload=true": settings.train_model.cpu_offload,
@@ -167,7 +181,7 @@ def check_transfer(settings: Settings, devices: Devices) -> str:
     if transfer == "nccl" and (not on_gpu or (chosen := [name for name, is_set in refused.items() if is_set])):
         what = f"{chosen[0]} with" if on_gpu else "no GPU is there for"
         raise ValueError(
-            f"{what} inference_model.transfer={settings.inference_model.transfer}, which sends whole merged weights "
-            "from GPU to GPU by nccl; use inference_model.transfer=shared_memory, or leave the setting out"
+            f"{what} {asked}, which sends whole merged weights from GPU to GPU by nccl; use "
+            "inference_model.transfer=shared_memory, or leave the setting out"
         )
     return transfer

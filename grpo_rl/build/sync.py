@@ -10,14 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoConfig
+
 from grpo_rl.collectors.base import Collector
 from grpo_rl.collectors.groups import has_zero_variance
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data.group import Group
+from grpo_rl.engines import capacity
 from grpo_rl.engines.base import Engine, Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.policies.loading import target_names
-from grpo_rl.settings.derived import adapters, pushes_adapters
+from grpo_rl.settings.derived import adapters, pushes_adapters, responses_at_once
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.weights.push import WeightSync
@@ -46,9 +50,19 @@ def vllm_options(settings: Settings, model_folder: Path, devices: Devices) -> di
         "gpu_memory_utilization": model.gpu_memory_utilization,
         "enforce_eager": model.enforce_eager,
         "dtype": settings.train_model.dtype,
+        "max_num_seqs": model.max_num_seqs or _sequences(settings, model_folder, devices),
         "adapter_rank": lora.rank if beside else 0,
         "adapter_targets": target_names(model_folder, lora) if beside else (),
     }
+
+
+def _sequences(settings: Settings, model_folder: Path, devices: Devices) -> int:
+    """Responses that an engine computes at the same time; its GPU is taken to be of this process's kind."""
+    vocab, memory = AutoConfig.from_pretrained(model_folder).get_text_config().vocab_size, None
+    if devices.inference[0].type == "cuda" and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(devices.train[0]).total_memory
+        memory = settings.inference_model.gpu_memory_utilization * total
+    return capacity.sequences(responses_at_once(settings, devices.replicas), vocab, memory)
 
 
 def make_collector(settings: Settings, env: LLMEnv, engine: Sampler, _weights: WeightSync, collected: int) -> Collector:

@@ -41,6 +41,7 @@ def make_policy(settings: Settings, model_folder: Path, devices: Devices, ranks:
         derived.adapters(settings),
         settings.train_model.quantization,
         ranks,
+        settings.train_model.head == "liger",
     )
 
 
@@ -61,14 +62,15 @@ def make_reference(
     peers = policy.peers if policy else None
     if policy and has_adapters(policy.model):
         reference = ReferencePolicy(policy.model, settings.sampling.temperature)
-        reference.peers = peers
+        reference.peers, reference.liger = peers, policy.liger
         return reference
     dtype = getattr(torch, settings.train_model.dtype)
     folder = agreed(peers, lambda: resolve_model(settings.ref_model.name)) if settings.ref_model.name else model_folder
     if folder != model_folder:
         _check_finite(folder, peers)
         agreed(peers, lambda: _check_reference(folder, model_folder, settings))
-    return ReferencePolicy.load(folder, dtype, devices.ref[0], settings.sampling.temperature, peers=peers)
+    liger = settings.train_model.head == "liger"
+    return ReferencePolicy.load(folder, dtype, devices.ref[0], settings.sampling.temperature, peers=peers, liger=liger)
 
 
 def _check_finite(folder: Path, peers: Peers | None) -> None:

@@ -19,6 +19,8 @@ MOST_CALLS = 100_000
 """Calls to one engine at a time: each conversation is one."""
 CLOSE_S = 30.0
 """Seconds that an engine has to end by itself."""
+WRONG_INPUT = f"{ValueError.__name__}: "
+"""Beginning of the last line of a traceback, all that Ray keeps of a constructor's error, if settings are at fault."""
 
 
 @ray.remote(max_restarts=0)  # who replaces it has to push weights into the new one
@@ -129,6 +131,10 @@ class RayEngine:
         """See :meth:`grpo_rl.engines.base.AsyncEngine.check_health`."""
         await self._call("check_health")
 
+    async def cache_bytes(self) -> int:
+        """See :meth:`grpo_rl.engines.vllm.asynchronous.AsyncVLLMEngine.cache_bytes`."""
+        return await self._call("cache_bytes")
+
     async def sleep(self) -> None:
         """See :meth:`grpo_rl.engines.base.AsyncEngine.sleep`."""
         await self._call("sleep")
@@ -176,6 +182,7 @@ async def launch(
         deadline_s: seconds until the engine must be ready.
 
     Raises:
+        ValueError: its constructor refused the settings.
         EngineStartError: its process ended while it started.
         EngineDeadError: it was not ready in time, or its constructor raised; retrying would fail the same way.
     """
@@ -189,6 +196,9 @@ async def launch(
     except BaseException as error:
         ray.kill(actor)
         if isinstance(error, RayError):
+            *_, last = str(error).strip().splitlines() or [""]
+            if getattr(error, "actor_init_failed", False) and last.startswith(WRONG_INPUT):
+                raise ValueError(f"{name} did not start: {last.removeprefix(WRONG_INPUT)}") from error
             is_made_in_vain = isinstance(error, RayTaskError) or getattr(error, "actor_init_failed", False)
             kind = EngineDeadError if is_made_in_vain else EngineStartError
             raise kind(f"{name} did not start: {error}") from error

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, SupportsInt, TypeVar
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ class FleetEngine(StepByGenerate):
 
     # As a transport.
 
-    def fingerprint(self, name: str, tensor: Tensor) -> int:
+    def fingerprint(self, name: str, tensor: Tensor) -> SupportsInt:
         """See :meth:`grpo_rl.weights.transport.Transport.fingerprint`."""
         return self._transport.fingerprint(name, tensor)
 

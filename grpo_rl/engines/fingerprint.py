@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import count
+from typing import Protocol, SupportsInt
 
 import torch
 import xxhash
@@ -46,6 +47,10 @@ def fingerprint(tensor: Tensor, row_start: int = 0, column_start: int = 0) -> in
     """
     if tensor.element_size() < 2:
         raise ValueError(f"fingerprints need 16-bit elements or wider, not {tensor.dtype}")
+    if tensor.device.type == "cuda" and tensor.element_size() < 8:
+        batch = batch_on(tensor.device)
+        if batch:
+            return int(batch.add(tensor, row_start, column_start))
     words_per_element = tensor.element_size() // 2
     matrix = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
     rows, columns = matrix.shape[0], matrix.shape[1] * words_per_element
@@ -61,6 +66,29 @@ def fingerprint(tensor: Tensor, row_start: int = 0, column_start: int = 0) -> in
         # int64 arithmetic wraps modulo 2^64, which is what we want.
         total += ((sums[:, 0] + sums[:, 1] * _JOIN) * a[start : start + step]).sum()
     return int(total) & _MASK
+
+
+class Batch(Protocol):
+    """Fingerprints that are computed later, many at a time."""
+
+    def add(self, tensor: Tensor, row_start: int = 0, column_start: int = 0) -> SupportsInt:
+        """The fingerprint of a tensor that stays as it is until ``int`` of it is asked for."""
+        ...
+
+
+def batch_on(device: torch.device | str) -> Batch | None:
+    """What computes fingerprints on the device in few kernels; None where only one at a time can be computed.
+
+    Triton may be there and fail: it builds its launchers with a C compiler and Python's headers.
+
+    >>> batch_on("cpu") is None
+    True
+    """
+    if torch.device(device).type != "cuda":
+        return None
+    from grpo_rl.engines import fingerprint_triton  # Triton takes long to import, and no CPU needs it
+
+    return fingerprint_triton.TritonBatch() if fingerprint_triton.works_on(device) else None
 
 
 def digest(tensor: Tensor) -> int:

@@ -8,10 +8,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 MEMORY_NAME = "grpo_rl weights"
 """Name of the trainer's memory, which tells it from other files."""
@@ -42,7 +43,7 @@ def trainers_memory(path: str, size: int) -> Tensor:
     """
     remedy = (
         "shared memory reaches processes of the trainer's own machine, container and user only; put the engine there, "
-        "or send weights between GPUs with nccl"
+        "or send weights to its GPU with inference_model.transfer=ipc or nccl"
     )
     try:
         file = os.open(path, os.O_RDONLY)
@@ -60,6 +61,32 @@ def trainers_memory(path: str, size: int) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nor is it written
         return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def handle_of(memory: Tensor) -> list[Any]:
+    """The handle by which another process opens a GPU's memory (CUDA IPC), in types that every message can carry.
+
+    What PyTorch makes of a tensor for another process has classes in it, which vLLM's messages refuse: behind the first
+    seven entries come bytes, numbers and flags.
+    """
+    return list(cast("tuple[Any, tuple[Any, ...]]", reduce_tensor(memory))[1][7:])
+
+
+def trainers_gpu_memory(handle: list[Any], size: int, device: torch.device) -> Tensor:
+    """The bytes of a `grpo_rl.weights.shared_memory.GpuMemory`, which this process only reads.
+
+    Raises:
+        RuntimeError: the memory is another GPU's, or can't be opened here.
+    """
+    try:
+        return rebuild_cuda_tensor(
+            torch.Tensor, torch.Size([size]), (1,), 0, torch.UntypedStorage, torch.uint8, device.index, *handle
+        )
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the trainer's memory can't be opened on {device} ({error}): ipc reaches processes on the trainer's own "
+            "GPU, in its container; inference_model.transfer=shared_memory takes the way through the host"
+        ) from error
 
 
 @dataclass

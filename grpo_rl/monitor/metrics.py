@@ -152,12 +152,26 @@ def time_metrics(
     return metrics
 
 
-def peak_gib() -> float:
-    """Peak memory so far, in GiB: of the GPU where there is one, else of this process."""
+def begin_peak() -> None:
+    """Begins a new peak of a GPU's memory, that of a step; a process's own peak can't be begun anew."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    # Linux counts in KiB, macOS in bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+        torch.cuda.reset_peak_memory_stats()
+
+
+def memory_metrics(engine_gib: float = 0.0) -> dict[str, float]:
+    """``memory/peak_gib``: of the GPU since :func:`begin_peak`, where there is one, else of this process so far.
+
+    Args:
+        engine_gib: what an engine in this process holds of the GPU. ``memory/peak_beside_engine_gib`` is the rest of
+            the peak, which may come in sampling: then some of it is what the engine took for a batch.
+    """
+    if not torch.cuda.is_available():
+        # Linux counts in KiB, macOS in bytes.
+        unit = 2**30 if sys.platform == "darwin" else 2**20
+        return {"memory/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    roles = {"memory/engine_gib": engine_gib, "memory/peak_beside_engine_gib": peak - engine_gib} if engine_gib else {}
+    return {"memory/peak_gib": peak} | roles
 
 
 def _all_or_none(tensors: list[Tensor | None]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from grpo_rl.data.group import Group
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.losses.grpo import LOSSES
-from grpo_rl.monitor.metrics import peak_gib, time_metrics
+from grpo_rl.monitor.metrics import begin_peak, time_metrics
 
 
 class StepResult(Protocol):
@@ -38,6 +38,7 @@ class StepRecord:
     def __init__(self, ranks: Ranks | None = None, observers: Sequence[Observer] = ()) -> None:
         self._ranks, self._observers = ranks, observers
         self._started = time.perf_counter()
+        begin_peak()
         self.phases_s: dict[str, float] = {}
         self._sums: dict[str, float] = defaultdict(float)
         self._results: list[StepResult] = []
@@ -127,5 +128,4 @@ class StepRecord:
                 "lr": self._results[-1].lr,
                 "train/optimizer_steps": len(self._results),
             }
-        metrics |= time_metrics(self.phases_s, step_s, sampled_tokens, self._trained_tokens)
-        return metrics | {"memory/peak_gib": peak_gib()}
+        return metrics | time_metrics(self.phases_s, step_s, sampled_tokens, self._trained_tokens)

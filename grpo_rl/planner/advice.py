@@ -138,7 +138,7 @@ def _candidates(plan: Plan, role: str) -> Iterator[tuple[str, Sequence[object]]]
             yield "train.micro_batch_tokens", [plan.largest_tokens]
         if layout.colocated and not scenario.engine_sleeps:
             yield "inference_model.gpu_memory_utilization", lower
-            if scenario.visible:
+            if scenario.visible and not plan.shared:
                 yield "inference_model.sleep", [True]
         if scenario.visible and not settings.train_model.devices:
             free = scenario.cluster.count - layout.total
@@ -149,7 +149,7 @@ def _candidates(plan: Plan, role: str) -> Iterator[tuple[str, Sequence[object]]]
         if not settings.train_model.lora.rank:
             yield "train_model.lora.rank", [16]
     if role == "inference":
-        if not layout.colocated:
+        if not layout.colocated or plan.shared:
             yield "inference_model.gpu_memory_utilization", [share for share in shares if share > utilization]
         elif scenario.engine_sleeps:
             yield "inference_model.gpu_memory_utilization", lower

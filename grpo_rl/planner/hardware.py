@@ -133,6 +133,15 @@ def _number(key: str, value: str) -> float | int:
         raise ValueError(f"cluster: {key}={value!r} is no number") from None
 
 
+def known_device(name: str) -> Device | None:
+    """The device of :data:`DEVICES` that the driver's name of a GPU belongs to, without regard to its memory.
+
+    >>> known_device("NVIDIA H100 80GB HBM3").name, known_device("NVIDIA GeForce GTX 970")
+    ('H100', None)
+    """
+    return next((device for device in DEVICES.values() if device.name.split("-")[0].lower() in name.lower()), None)
+
+
 def _here(dtype: torch.dtype) -> Cluster:
     """This machine, its rates as they are measured."""
     gpus = torch.cuda.device_count()
@@ -143,7 +152,7 @@ def _here(dtype: torch.dtype) -> Cluster:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Cluster(1, Device("CPU", memory / GIB, tflops, memory_gb_s, memory_gb_s, memory_gb_s, 1, kind))
     properties = torch.cuda.get_device_properties(0)
-    known = next((d for d in DEVICES.values() if d.name.split("-")[0].lower() in properties.name.lower()), None)
+    known = known_device(properties.name)
     link, network = (known.link_gb_s, known.network_gb_s) if known else (32.0, 12.5)
     memory_gib = properties.total_memory / GIB
     return Cluster(gpus, Device(properties.name, memory_gib, tflops, memory_gb_s, link, network, gpus))

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
+from grpo_rl.engines.capacity import batch_tokens, logits_bytes, sequences
 from grpo_rl.perf.roofline import ModelSizes
 from grpo_rl.policies.head import CPU_TILE, GPU_TILE_LOGITS
 from grpo_rl.policies.lora import LoRA, targeted
@@ -27,10 +28,6 @@ Kind = Literal["cuda", "cpu"]
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 QUANTIZED_BYTES = {"nf4": 0.5 + 0.127 / 8, "fp4": 0.5 + 0.127 / 8, "int8": 1.0}
 """Bytes of a weight: 4 bits and 0.127 more of quantised scales (QLoRA, https://arxiv.org/abs/2305.14314, section 3)."""
-VLLM_BATCH_TOKENS = 16384
-"""vLLM's default `max_num_batched_tokens` on a GPU of 70 GiB or more, which its start-up profiling uses; else half."""
-VLLM_SEQUENCES = 256
-"""Responses that an engine computes at the same time, see `grpo_rl.engines.vllm.engine.VLLMEngine`."""
 CPU_CACHE_GIB = 2
 """The largest KV cache of vLLM on a CPU, where no share of the memory counts; see `grpo_rl.engines.vllm.cpu`."""
 VLLM_BLOCK = 16
@@ -261,12 +258,17 @@ def reference_activations(shape: Shape, tokens: int, kind: Kind = "cuda") -> dic
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """The bytes of an engine on each of its devices, and what they hold."""
+    """The bytes of an engine on each of its devices, and what they hold.
+
+    Args:
+        sequences: responses that it computes at the same time, as far as its cache has room.
+    """
 
     budget: float
     weights: float
     work: float
     kv_per_token: float
+    sequences: int = 256
 
     @property
     def cache(self) -> float:
@@ -280,7 +282,13 @@ class EngineMemory:
 
 
 def engine_memory(
-    shape: Shape, tensor_parallel_size: int, memory: float, utilization: float, kind: Kind = "cuda"
+    shape: Shape,
+    tensor_parallel_size: int,
+    memory: float,
+    utilization: float,
+    kind: Kind = "cuda",
+    responses: int = 256,
+    max_num_seqs: int | None = None,
 ) -> EngineMemory:
     """The division that vLLM makes of a device's memory.
 
@@ -288,16 +296,19 @@ def engine_memory(
 
     Args:
         utilization: the share of it that vLLM may take; on a CPU :data:`CPU_CACHE_GIB` at most, and these are counted.
+        responses: that are sent to it at a time.
+        max_num_seqs: the setting.
     """
     size, w = tensor_parallel_size, shape.itemsize
-    batch = VLLM_BATCH_TOKENS if memory >= 70 * 2**30 else VLLM_BATCH_TOKENS // 2
+    vocab, share = shape.sizes.vocab, memory * utilization if kind == "cuda" else None
+    at_once = max_num_seqs or sequences(responses, vocab, share)
     # Of each token both factors of the MLP and their product, and a few of the stream; of each response fp32 logits.
     stream = 4 * w * shape.sizes.hidden + 3 * w * shape.intermediate / size
-    logits = 4 * 4 * VLLM_SEQUENCES * shape.sizes.vocab
-    weights, work = w * shape.parameters / size, batch * stream + logits
+    weights, work = w * shape.parameters / size, batch_tokens(memory) * stream + at_once * logits_bytes(vocab)
     return EngineMemory(
         budget=memory * utilization if kind == "cuda" else weights + work + CPU_CACHE_GIB * 2**30,
         weights=weights,
         work=work,
         kv_per_token=2 * w * shape.layers * max(1, shape.kv_heads // size) * shape.head_dim,
+        sequences=at_once,
     )

@@ -11,10 +11,9 @@ from grpo_rl.planner.hardware import GIB
 from grpo_rl.planner.memory import EngineMemory, reference_activations
 from grpo_rl.planner.scenario import Scenario
 from grpo_rl.planner.time import sample_s, score_s, sync_s, train_s
-from grpo_rl.settings.devices import allocate
+from grpo_rl.settings.devices import USABLE, allocate
+from grpo_rl.weights.shared_memory import GPU_BYTES
 
-USABLE = 0.95
-"""Share of a device's memory; the rest is CUDA's own, NCCL's buffers, and what lies between blocks."""
 TOKEN_STEP = 256
 """Micro-batches are planned in multiples of so many tokens."""
 MOST_TOKENS = 1 << 22
@@ -93,9 +92,17 @@ class Plan:
         return not self.missing
 
     @property
+    def shared(self) -> bool:
+        """Tells whether a GPU trains and samples at the same time."""
+        return self.scenario.shares_gpu(self.layout.colocated)
+
+    @property
     def step_s(self) -> float:
-        """Seconds of a step: phases in turns, or sampling beside all others."""
-        if not self.scenario.overlaps:
+        """Seconds of a step: phases in turns, or sampling beside all others.
+
+        On a device that does both at the same time each phase slows the other down: the sum is planned there, too.
+        """
+        if not self.scenario.overlaps or self.shared:
             return sum(self.seconds.values())
         return max(self.seconds["sample"], sum(s for phase, s in self.seconds.items() if phase != "sample"))
 
@@ -128,7 +135,9 @@ class Plan:
         """The settings that ask for this layout."""
         layout, settings = self.layout, self.scenario.settings
         sampling = {"inference_model.num_devices": layout.inference}
-        if layout.colocated:
+        if self.shared:
+            sampling = {}
+        elif layout.colocated:
             sampling = {"mode": "sync", "inference_model.sleep": True}
         return {
             "train_model.num_devices": layout.train,
@@ -165,13 +174,16 @@ def make_plan(scenario: Scenario) -> Plan:
 def plan_layout(scenario: Scenario, layout: Layout) -> Plan:
     """The plan of a scenario on this layout, whatever devices its config asks for."""
     shape, device, ranks = scenario.shape, scenario.cluster.device, layout.train
-    usable, engine = USABLE * device.memory, scenario.engine(layout.engine_size)
+    usable, engine = USABLE * device.memory, scenario.engine(layout.engine_size, layout.engines)
+    shared = scenario.shares_gpu(layout.colocated)
     held = {} if layout.ref else {"reference": scenario.reference_bytes(ranks)}
     beside_engine = 0.0  # what stays on the engine's devices while it samples
     if layout.colocated and scenario.engine_sleeps:
         beside_engine = sum(held.values()) + scenario.kept(ranks)
     elif layout.colocated:
         held["vLLM"] = engine.budget
+        if shared:
+            held["weights on their way"] = GPU_BYTES
     tokens = scenario.micro_batch_tokens(ranks)
     peak = scenario.trainer(ranks, tokens)
     roles = [Role("train", peak.parts | held, usable, peak.moment)]
@@ -187,6 +199,6 @@ def plan_layout(scenario: Scenario, layout: Layout) -> Plan:
         "sample": sample_s(shape, engine, b, scenario.sample_share, device, layout.engines, layout.engine_size),
         "score": score_s(shape, b, train_share, device, ranks, sharded),
         "train": train_s(shape, scenario.training, b, train_share, device, ranks, sharded),
-        "sync": sync_s(shape, device, layout.total),
+        "sync": sync_s(shape, device, layout.total, shared),
     }
     return Plan(scenario, layout, held, tuple(roles), engine, seconds)

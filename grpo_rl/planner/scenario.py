@@ -25,9 +25,9 @@ from grpo_rl.planner.memory import (
     training_footprint,
 )
 from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE
-from grpo_rl.policies.compiled import can_compile
+from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
-from grpo_rl.settings.derived import adapters
+from grpo_rl.settings.derived import adapters, responses_at_once
 from grpo_rl.settings.schema import Settings
 
 
@@ -73,6 +73,10 @@ class Scenario:
         """Tells whether sampling and training go on at the same time."""
         return self.settings.mode == "async"
 
+    def shares_gpu(self, colocated: bool) -> bool:
+        """Tells whether a GPU trains and samples at the same time, where the same devices do both."""
+        return colocated and self.overlaps and self.visible > 0
+
     @cached_property
     def shape(self) -> Shape:
         """The model's shape, with the config's adapters."""
@@ -84,7 +88,7 @@ class Scenario:
 
     @cached_property
     def training(self) -> Training:
-        train, compiles = self.settings.train_model, self.cluster.device.kind == "cuda" or can_compile("cpu")
+        train, compiles = self.settings.train_model, self.cluster.device.kind == "cuda" or has_compiler("cpu")
         return Training(
             masters=self.settings.train.mixed_precision and train.dtype != "float32",
             moments=2 if self.settings.optimizer.name == "adamw" else 0,
@@ -144,10 +148,11 @@ class Scenario:
         averages = 4 * (self.settings.ref_model.refresh == "average")
         return self.has_reference * self.shape.parameters * (self.shape.itemsize + averages) / self.shards(ranks)
 
-    def engine(self, size: int) -> EngineMemory:
-        """Memory of each device of an engine that is spread over so many."""
-        device, utilization = self.cluster.device, self.settings.inference_model.gpu_memory_utilization
-        return engine_memory(self.shape, size, device.memory, utilization, device.kind)
+    def engine(self, size: int, engines: int = 1) -> EngineMemory:
+        """Memory of each device of an engine that is spread over so many, one of so many engines."""
+        device, model = self.cluster.device, self.settings.inference_model
+        responses, share = responses_at_once(self.settings, engines), model.gpu_memory_utilization
+        return engine_memory(self.shape, size, device.memory, share, device.kind, responses, model.max_num_seqs)
 
     def engine_sizes(self, devices: int) -> list[int]:
         """Tensor-parallel sizes that divide so many devices and the model's heads, within a node."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from grpo_rl.planner.advice import best_in_turns, neighbours
-from grpo_rl.planner.memory import VLLM_SEQUENCES
 from grpo_rl.planner.plan import Plan, plan_layout
 from grpo_rl.planner.scenario import Scenario
 from grpo_rl.planner.simulator import LogNormal, Outcome, SimulatorConfig, simulate
@@ -164,7 +163,7 @@ def engine_rates(plan: Plan) -> tuple[int, float, float]:
     They are the line through what the plan says of one response alone and of as many as there is room for.
     """
     scenario, b, engine = plan.scenario, plan.scenario.batches, plan.engine
-    slots = max(1, min(VLLM_SEQUENCES, engine.tokens // (b.prompt_tokens + b.response_tokens)))
+    slots = max(1, min(engine.sequences, engine.tokens // (b.prompt_tokens + b.response_tokens)))
 
     def step_s(groups: int, size: int) -> float:
         seconds = sample_s(

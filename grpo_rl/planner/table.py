@@ -11,8 +11,7 @@ from rich.text import Text
 
 from grpo_rl.planner.advice import written
 from grpo_rl.planner.hardware import GIB
-from grpo_rl.planner.memory import VLLM_SEQUENCES
-from grpo_rl.planner.plan import Plan
+from grpo_rl.planner.plan import USABLE, Plan
 from grpo_rl.planner.simulation import Simulated, Simulation
 
 
@@ -34,12 +33,15 @@ def plan_view(
     adapters = f", of which {shape.adapters / 1e6:,.1f} M in adapters are trained" if shape.adapters else ""
     model = f"{scenario.settings.model.name}: {shape.parameters / 1e9:,.2f} billion parameters{adapters}"
     how = "at once" if scenario.overlaps else "in turns"
+    if plan.shared:
+        how = "at once on one device, at most"
     parts: list[RenderableType] = [
         Text(title, style="bold"),
         Text(),
         _line("Model", f"{model}, {shape.layers} layers"),
         _line("Cluster", str(scenario.cluster)),
         _line("Devices", _devices(plan)),
+        *_division(plan),
         Text(),
         _memory(plan),
         Text(),
@@ -87,6 +89,16 @@ def _devices(plan: Plan) -> str:
     return f"{said}; {plan.scenario.settings.mode}"
 
 
+def _division(plan: Plan) -> list[Text]:
+    """The division of a device's memory that trains and samples at the same time."""
+    if not plan.shared:
+        return []
+    share, gib = plan.scenario.settings.inference_model.gpu_memory_utilization, plan.scenario.cluster.device.memory_gib
+    left = USABLE - share
+    said = f"one device trains and samples at the same time: the engine has {share:.0%} of its memory "
+    return [_line("", f"{said}({share * gib:,.1f} GiB), the trainer {left:.0%} ({left * gib:,.1f} GiB)")]
+
+
 def _memory(plan: Plan) -> Table:
     columns = (Column(role.name, justify="right") for role in plan.roles)
     table = Table("GiB on each device", *columns, box=None, pad_edge=False, header_style="bold")
@@ -106,7 +118,7 @@ def _room(plan: Plan) -> list[Text]:
     if longest > settings.train.micro_batch_tokens and not scenario.batches.accumulation:
         said += f" (a group at its longest has {longest:,}, and is never split)"
     context = settings.inference_model.max_model_len
-    responses = min(plan.engine.tokens // context, VLLM_SEQUENCES)
+    responses = min(plan.engine.tokens // context, plan.engine.sequences)
     engine = f"an engine's cache holds {plan.engine.tokens:,} tokens, {responses:,} responses of "
     return [_line("Room", said), _line("", f"{engine}{context:,}; largest max_model_len {plan.largest_len:,}")]
 
@@ -122,14 +134,16 @@ def _best(plan: Plan | None) -> str:
 def phases(seconds: Mapping[str, float]) -> str:
     """The phases that take time.
 
-    >>> phases({"sample": math.inf, "score": 0.0, "train": 2.25})
-    'sample never ends, train 2.2 s'
+    >>> phases({"sample": math.inf, "score": 0.0, "train": 2.25, "sync": 0.0181})
+    'sample never ends, train 2.2 s, sync 18 ms'
     """
     return ", ".join(f"{phase} {_seconds(s)}" for phase, s in seconds.items() if s)
 
 
 def _seconds(s: float) -> str:
-    return "never ends" if math.isinf(s) else f"{s:,.1f} s"
+    if math.isinf(s):
+        return "never ends"
+    return f"{1000 * s:.0f} ms" if 0 < s < 0.05 else f"{s:,.1f} s"
 
 
 def simulation_view(simulation: Simulation) -> RenderableType:

@@ -14,7 +14,7 @@ from grpo_rl.perf.rates import Rates
 from grpo_rl.perf.roofline import floors_s
 from grpo_rl.planner.batches import BatchPlan
 from grpo_rl.planner.hardware import Device
-from grpo_rl.planner.memory import VLLM_SEQUENCES, EngineMemory, Shape, Training, kept_state
+from grpo_rl.planner.memory import EngineMemory, Shape, Training, kept_state
 
 TRAIN_SHARE = 0.4
 """Share of the rate in matrix products: 38 to 43 % were reached with Llama 3 405B on 8,192 and 16,384 H100 (table 4 of
@@ -71,7 +71,7 @@ def sample_s(
     """
     groups = math.ceil(batches.prompts / engines)
     responses = groups * batches.group_size
-    at_once = min(responses, VLLM_SEQUENCES, engine.tokens // (batches.prompt_tokens + batches.response_tokens))
+    at_once = min(responses, engine.sequences, engine.tokens // (batches.prompt_tokens + batches.response_tokens))
     if at_once < 1:
         return math.inf
     waves = math.ceil(responses / at_once)
@@ -82,7 +82,15 @@ def sample_s(
     return computed + keys * engine.kv_per_token / shape.layers / one.bytes_per_s
 
 
-def sync_s(shape: Shape, device: Device, devices: int) -> float:
-    """Seconds of a push: all weights read and written and, where there are several devices, sent between them."""
-    floor = floors_s([], shape.sizes, device.rates())["sync"]
-    return floor if devices == 1 else max(floor, shape.sizes.pushed_bytes / device.link_bytes_per_s(devices))
+def sync_s(shape: Shape, device: Device, devices: int, shared: bool = False) -> float:
+    """Seconds of a push with its proof: passes over the weights at the memory's rate, or the way between devices.
+
+    The weights are read and written, and read on either side for their fingerprints. On a device that trains and
+    samples at the same time they are also written into memory that both sides share, and read from there.
+
+    Args:
+        devices: the number of all devices.
+        shared: the trainer and an engine in another process have the same device.
+    """
+    passes = shape.sizes.pushed_bytes * (6 if shared else 4) / device.rates().bytes_per_s
+    return passes if devices == 1 else max(passes, shape.sizes.pushed_bytes / device.link_bytes_per_s(devices))

@@ -6,22 +6,28 @@ Letters: T tokens of the micro-batch, N response tokens, H query heads, K key-va
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_rl.policies.attention_cpu import Rules, TwoPartAttention
-from grpo_rl.policies.attention_flex import flex_shared_prefix
+from grpo_rl.policies.attention_flex import PaddedLayout, flex_in_layer, flex_shared_prefix, whole_blocks
 from grpo_rl.policies.mode import check_no_noise, switch_off_noise
 from grpo_rl.policies.packing import Layout, Packed
 from grpo_rl.policies.supported import LAYOUT, not_understood, windows_in_masks
 
 ATTENTION_NAME = "grpo_rl_shared_prefix"
-"""The name under which transformers models find :func:`attention` (``config._attn_implementation``)."""
+"""The name under which transformers models find :func:`dispatch` (``config._attn_implementation``)."""
 MASK_WINDOW = "grpo_rl_mask_window"
 """Attribute of an attention module whose sliding window transformers puts into the mask and passes in no other way."""
+
+WINDOWS = "grpo_rl_windows"
+"""Attribute of a model whose layers are compiled on CUDA: sliding windows of its layers, None for full attention."""
 
 
 def use_shared_prefix(model: PreTrainedModel) -> PreTrainedModel:
@@ -47,15 +53,35 @@ def forward_hidden(model: PreTrainedModel, packed: Packed) -> Float[Tensor, "N E
     if model.config._attn_implementation != ATTENTION_NAME:
         raise ValueError("call use_shared_prefix(model) first: its attention does not know shared prefixes")
     check_no_noise(model)
+    ids, positions, layout = packed.input_ids, packed.position_ids, packed.layout
+    if windows := getattr(model, WINDOWS, None):
+        tokens = whole_blocks(len(ids))
+        ids, positions = (pad(x, (0, tokens - len(x))) for x in (ids, positions))
+        layout = PaddedLayout.of(layout, tokens, windows, ids.device)
     hidden = model.base_model(
-        input_ids=packed.input_ids[None],
-        position_ids=packed.position_ids[None],
+        input_ids=ids[None],
+        position_ids=positions[None],
         use_cache=False,
-        **{LAYOUT: packed.layout},
+        **{LAYOUT: layout},
     ).last_hidden_state[0]
     return hidden[packed.predict_index]
 
 
+@no_type_check  # traced: the tests' run-time type checks can't be
+def dispatch(module, query, key, value, attention_mask, **keywords):
+    """The attention that transformers calls; in a layer that is compiled on CUDA it is part of the layer's graph."""
+    layout = keywords[LAYOUT]
+    if not isinstance(layout, PaddedLayout):
+        return attention(module, query, key, value, attention_mask, **keywords)
+    assert attention_mask is None  # `compile_layers` has checked what else a layer could ask for
+    window = keywords.get("sliding_window") or getattr(module, MASK_WINDOW, None)
+    scale = keywords.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out = flex_in_layer(query, key, value, layout, scale, window, keywords.get("softcap"))
+    return out.transpose(1, 2), None
+
+
+@torch.compiler.disable
 def attention(
     module: torch.nn.Module,
     query: Float[Tensor, "1 H T D"],
@@ -92,4 +118,4 @@ def attention(
     return TwoPartAttention.apply(*by_token, prefix_layout, Rules(scale, sliding_window, softcap))[None], None
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention)
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, dispatch)

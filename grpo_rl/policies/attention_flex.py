@@ -8,8 +8,8 @@ Letters: T tokens of the micro-batch, H query heads, K key-value heads, D head s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import no_type_check
+from collections.abc import Callable, Collection
+from typing import NamedTuple, no_type_check
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
+from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.packing import Layout, Span, bucket
 
 BLOCK = 128
@@ -42,7 +43,8 @@ def flex_shared_prefix(
     """Attention of each token over its own sequence and, in a response, over its prompt.
 
     Source: FlexAttention, https://arxiv.org/abs/2412.05496. On CUDA compiled, once for each bucket of lengths, with and
-    without gradient; on CPU, where it has no backward pass, PyTorch's reference implementation.
+    without gradient; on CPU, where it has no backward pass, PyTorch's reference implementation. That also serves a GPU
+    without a compiler: it computes all T * T scores.
 
     Args:
         layout: the groups, which cover all T tokens.
@@ -54,13 +56,13 @@ def flex_shared_prefix(
     Raises:
         ValueError: heads are too small for a kernel.
     """
-    if query.device.type == "cuda" and query.shape[-1] < SMALLEST_HEAD:
-        raise ValueError(f"heads of size {query.shape[-1]} can't be trained on CUDA; {SMALLEST_HEAD} is the smallest")
+    check_head_size(query.shape[-1], query.device)
     tokens = query.shape[2]
     padded = padded_length(tokens)
     # Contiguous also without padding: other strides would compile another kernel.
     query, key, value = (pad(x, (0, 0, 0, padded - tokens)).contiguous() for x in (query, key, value))
-    attend = flex_attention if query.device.type == "cpu" else compiled()
+    plain = query.device.type == "cpu" or why_uncompiled(query.device)
+    attend = flex_attention if plain else compiled()
     out = attend(
         query,
         key,
@@ -73,6 +75,16 @@ def flex_shared_prefix(
     return out[:, :, :tokens]
 
 
+def check_head_size(size: int, device: torch.device) -> None:
+    """Checks that there is a kernel for heads of this size.
+
+    Raises:
+        ValueError: they are too small.
+    """
+    if device.type == "cuda" and size < SMALLEST_HEAD:
+        raise ValueError(f"heads of size {size} can't be trained on CUDA; {SMALLEST_HEAD} is the smallest")
+
+
 def padded_length(tokens: int) -> int:
     """The length that this many tokens are padded to: few lengths, few compilations.
 
@@ -80,6 +92,64 @@ def padded_length(tokens: int) -> int:
     [512, 768, 1536, 3072, 16384]
     """
     return max(SHORTEST, bucket(tokens))
+
+
+class BlockTables(NamedTuple):
+    """Who sees whom in a padded micro-batch, as tensors alone: other layouts of it need no other kernels."""
+
+    reach: Int[Tensor, "3 T"]
+    kv_count: Int[Tensor, "1 1 I"]
+    kv_blocks: Int[Tensor, "1 1 I J"]
+    full_kv_count: Int[Tensor, "1 1 I"]
+    full_kv_blocks: Int[Tensor, "1 1 I J"]
+    q_count: Int[Tensor, "1 1 J"]
+    q_blocks: Int[Tensor, "1 1 J I"]
+    full_q_count: Int[Tensor, "1 1 J"]
+    full_q_blocks: Int[Tensor, "1 1 J I"]
+
+
+class PaddedLayout(NamedTuple):
+    """A layout of whole blocks as compiled layers read it: tables by window."""
+
+    tables: dict[int | None, BlockTables]
+
+    @classmethod
+    def of(cls, layout: Layout, tokens: int, windows: Collection[int | None], device: torch.device) -> PaddedLayout:
+        """The layout, with padding after its last group up to ``tokens``."""
+        return cls({window: block_tables(layout.spans, tokens, window, device) for window in windows})
+
+
+def whole_blocks(tokens: int) -> int:
+    """The length that a compiled layer's tokens are padded to.
+
+    >>> [whole_blocks(n) for n in (3, 513, 16384)]
+    [512, 640, 16384]
+    """
+    return max(SHORTEST, -(-tokens // BLOCK) * BLOCK)
+
+
+@no_type_check  # traced: the tests' run-time type checks can't be
+def flex_in_layer(query, key, value, layout: PaddedLayout, scale, window=None, softcap=None):
+    """What :func:`flex_shared_prefix` computes, for a layer that is compiled as one."""
+    tables = layout.tables[window]
+    blocks = tables.kv_count.shape[2]
+    # Whole blocks, by construction: the kernel needs no bounds.
+    torch._check(query.shape[2] == blocks * BLOCK)
+    own_from, shared_from, shared_to = tables.reach.unbind()
+
+    def sees(batch, head, q, k):
+        return (k >= own_from[q]) & (k <= q) | (k >= shared_from[q]) & (k < shared_to[q])
+
+    mask = BlockMask((query.shape[2], query.shape[2]), *tables[1:], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)
+    return flex_attention(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else _soft_cap(softcap),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
 
 
 @functools.cache
@@ -96,12 +166,21 @@ def block_mask(spans: tuple[Span, ...], tokens: int, window: int | None, device:
         spans: of a layout.
         tokens: including padding after the last group; a padding token sees only itself.
     """
-    own_from, shared_from, shared_to = reach(spans, tokens, window).to(device)
+    tables = block_tables(spans, tokens, window, device)
+    own_from, shared_from, shared_to = tables.reach
 
     @no_type_check  # traced: the tests' run-time type checks can't be
     def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k >= own_from[q]) & (k <= q) | (k >= shared_from[q]) & (k < shared_to[q])
 
+    return BlockMask((tokens, tokens), *tables[1:], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)
+
+
+@functools.lru_cache(maxsize=8)
+def block_tables(spans: tuple[Span, ...], tokens: int, window: int | None, device: torch.device) -> BlockTables:
+    """Each token's reach, and which blocks need not be computed or not be masked; see :func:`block_mask`."""
+    reaches = reach(spans, tokens, window).to(device)
+    own_from, shared_from, shared_to = reaches
     first = torch.arange(0, tokens, BLOCK, device=device, dtype=torch.int32)
 
     def overlap(start: Int[Tensor, " T"], stop: Int[Tensor, " T"]) -> Int[Tensor, "T J"]:
@@ -111,13 +190,8 @@ def block_mask(spans: tuple[Span, ...], tokens: int, window: int | None, device:
     seen = overlap(own_from, index + 1) + overlap(shared_from, shared_to)
     seen = seen.unflatten(0, (-1, BLOCK)).sum(1)
     full = seen == BLOCK * BLOCK
-    return BlockMask.from_kv_blocks(
-        *_ordered((seen > 0) & ~full),
-        *_ordered(full),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=sees,
-        seq_lengths=(tokens, tokens),
-    )
+    partly = (seen > 0) & ~full
+    return BlockTables(reaches, *_ordered(partly), *_ordered(full), *_ordered(partly.T), *_ordered(full.T))
 
 
 def reach(spans: tuple[Span, ...], tokens: int, window: int | None) -> Int[Tensor, "3 T"]:
@@ -148,6 +222,7 @@ def reach(spans: tuple[Span, ...], tokens: int, window: int | None) -> Int[Tenso
 
 def _ordered(blocks: Bool[Tensor, "I J"]) -> tuple[Int[Tensor, "1 1 I"], Int[Tensor, "1 1 I J"]]:
     """The number of set blocks in each row, and the blocks in order, set ones first."""
+    blocks = blocks.contiguous()  # argsort keeps strides, and the kernels read a row as contiguous
     count = blocks.sum(-1, dtype=torch.int32)
     order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
     return count[None, None], order[None, None]

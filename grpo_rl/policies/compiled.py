@@ -1,43 +1,105 @@
-"""A model's norms and MLPs as fused kernels, by torch.compile; the products among them stay PyTorch's own."""
+"""A model's layers, or its norms and MLPs alone, as fused kernels by torch.compile; products stay PyTorch's own."""
 
 from __future__ import annotations
 
-import os
-import shutil
-
 import torch
+import torch._inductor.config
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from grpo_rl.policies.attention import WINDOWS
+from grpo_rl.policies.attention_flex import check_head_size
+from grpo_rl.policies.compiler import keep_compiled_code, why_uncompiled
+from grpo_rl.policies.supported import supported_calls
 
 POINTWISE = ("RMSNorm", "MLP")
 """Endings of the class names of norms and MLPs in transformers.
 
-Compiling whole layers around the attention was not faster than these alone (docs/log.md)."""
+On a CPU whole layers around the attention were not faster than these alone; on a GPU they are (docs/log.md)."""
 RECOMPILE_LIMIT = 64
-"""Largest number of kernels of one class in a process; with PyTorch's 8 the ninth would run uncompiled.
+"""Largest number of kernels of one class in a process; with PyTorch's 8 the ninth would run uncompiled, or fail.
 
 A class has one for each width of each model, with and without gradients, and one more for the recomputation of gradient
 checkpointing: an uncompiled module there would save other tensors than the forward pass did, which fails."""
 
 
-def can_compile(device: torch.device | str) -> bool:
-    """Tells whether torch.compile has its compiler: Triton on CUDA, a C++ compiler on CPU."""
-    if torch.device(device).type == "cuda":
-        from grpo_rl.policies import head_triton  # Triton takes long to import, and no CPU needs it
+def compile_model(model: PreTrainedModel, compile: bool | None, device: torch.device, alone: bool) -> bool:
+    """Has a model on this device compile at its first calls, if that is asked for, and tells whether it is.
 
-        return head_triton.available(device)
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
+    Args:
+        compile: None: if a compiler works for the device.
+        alone: no other process trains with this one; on CUDA whole layers are compiled then, not norms and MLPs alone.
+
+    Raises:
+        ValueError: it is asked for, and there is no compiler, or it fails.
+    """
+    if compile is False:
+        return False
+    keep_compiled_code()  # before the small compilation, which is the first
+    if compile is None and why_uncompiled(device):
+        return False
+    if alone and device.type == "cuda":
+        compile_layers(model, with_attention=True)
+    else:
+        compile_pointwise(model)
+    return True
 
 
 def compile_pointwise(model: PreTrainedModel) -> None:
     """Makes the model's norms and MLPs compile at their first call, for any number of tokens.
 
     Raises:
-        ValueError: there is no compiler.
+        ValueError: there is no compiler, or it fails.
     """
-    if not can_compile(model.device):
-        needed = "Triton" if model.device.type == "cuda" else "a C++ compiler (g++, or the one that CXX names)"
-        raise ValueError(f"train_model.compile=true needs {needed}, which was not found; set it to null or false")
-    torch.compiler.config.recompile_limit = max(RECOMPILE_LIMIT, torch.compiler.config.recompile_limit)
+    _prepare(model)
     for module in model.modules():
         if type(module).__name__.endswith(POINTWISE):
             module.compile(dynamic=True)
+
+
+def compile_layers(model: PreTrainedModel, with_attention: bool) -> None:
+    """Makes each decoder layer compile as one, for any number of tokens.
+
+    Layers of a mixture of experts choose what they compute: there, norms and MLPs alone are compiled.
+
+    Args:
+        with_attention: attention is part of the graph, as FlexAttention, which has gradients on CUDA only; a layer that
+            does not become one graph, or is compiled too often, is then an error at its call: PyTorch would silently
+            compute all T * T scores. Otherwise the graph is two, before and after it.
+
+    Raises:
+        ValueError: there is no compiler, or it fails; with attention, it asks for what FlexAttention can't compute.
+    """
+    layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+    if not layers or model._can_set_experts_implementation():
+        compile_pointwise(model)
+        return
+    if with_attention:
+        calls = supported_calls(model)
+        for call in calls:
+            check_head_size(call.key_size, model.device)
+        setattr(model, WINDOWS, {call.any_window for call in calls})
+    _prepare(model)
+    inside = {part for layer in layers for part in layer.modules()}
+    for module in model.modules():
+        if module in layers:
+            # Layers of a class share their kernels; with `isolate_recompiles` each would be compiled by itself.
+            module.compile(dynamic=True, fullgraph=with_attention)
+        elif module not in inside and type(module).__name__.endswith(POINTWISE):
+            module.compile(dynamic=True)
+
+
+def _prepare(model: PreTrainedModel) -> None:
+    if why := why_uncompiled(model.device):
+        raise ValueError(f"train_model.compile=true can't be had: {why}; set it to null or false")
+    if model.device.type == "cuda":
+        set_gpu_options()
+    torch.compiler.config.recompile_limit = max(RECOMPILE_LIMIT, torch.compiler.config.recompile_limit)
+
+
+def set_gpu_options() -> None:
+    """Sets the compiler's options for graphs on a GPU, for the whole process."""
+    # Otherwise a norm's epsilon becomes a graph's input, a tensor on the CPU, which takes a C++ compiler too.
+    torch._dynamo.config.specialize_float = True
+    # Otherwise a norm has one of two backward kernels, by its number of rows, each compiled when it comes.
+    torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True

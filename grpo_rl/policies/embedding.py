@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, no_type_check
 
 import torch
@@ -50,6 +51,22 @@ class Lookups(TorchFunctionMode):
             rows, self.stand_in = _Lookup.apply(self._weight, args[0], kwargs["padding_idx"])
             return rows
         return func(*args, **kwargs)
+
+
+@contextmanager
+def lookups_in(module: torch.nn.Module) -> Iterator[Lookups]:
+    """Takes over an embedding's lookups in its weight, in a mode that is on while the module runs and at no other time.
+
+    What compiles under a mode is compiled for it, and anew where the mode's state changes.
+    """
+    lookups = Lookups(module.weight)
+    before = module.register_forward_pre_hook(lambda *_: lookups.__enter__() and None)
+    after = module.register_forward_hook(lambda *_: lookups.__exit__(None, None, None), always_call=True)
+    try:
+        yield lookups
+    finally:
+        before.remove()
+        after.remove()
 
 
 class _Lookup(torch.autograd.Function):

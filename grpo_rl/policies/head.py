@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import linear
 
+from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.embedding import grad_dtype
 
 CPU_TILE = (1024, 2048)
@@ -51,11 +52,8 @@ def log_prob_and_entropy(
     (0.25, 4.0)
     """
     owner = weight if owner is None else owner
-    if hidden.device.type == "cuda":
-        from grpo_rl.policies import head_triton  # Triton takes long to import, and no CPU needs it
-
-        if head_triton.available(hidden.device) and hidden.dtype != torch.float64:
-            return _RowTiledHead.apply(hidden, owner, weight.detach(), target_ids, bias, temperature, softcap)
+    if hidden.device.type == "cuda" and hidden.dtype != torch.float64 and why_uncompiled(hidden.device) is None:
+        return _RowTiledHead.apply(hidden, owner, weight.detach(), target_ids, bias, temperature, softcap)
     return _TiledHead.apply(hidden, owner, weight.detach(), target_ids, bias, _Logits(temperature, softcap, tile))
 
 

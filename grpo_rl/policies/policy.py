@@ -17,9 +17,10 @@ from grpo_rl.data.batching import RankInfo, micro_batches_of
 from grpo_rl.data.group import Group
 from grpo_rl.policies.allocator import keep_freed_memory
 from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
-from grpo_rl.policies.compiled import can_compile, compile_pointwise
-from grpo_rl.policies.embedding import Lookups
+from grpo_rl.policies.compiled import compile_model
+from grpo_rl.policies.embedding import lookups_in
 from grpo_rl.policies.head import log_prob_and_entropy
+from grpo_rl.policies.head_liger import check_liger, liger_log_prob_and_entropy
 from grpo_rl.policies.loading import check_model, load_quantized, load_whole
 from grpo_rl.policies.lora import LoRA, Quantization, adapters_off, add_adapters, has_adapters
 from grpo_rl.policies.packing import Packed, pack
@@ -78,6 +79,8 @@ class TrainPolicy:
 
     _has_compiled = False
     """Whether the kernels without gradient have been compiled."""
+    liger = False
+    """Whether Liger's kernels compute the head."""
     peers: Peers | None = None
     """The processes that train the policy together: each scores a share of the groups that all are given."""
 
@@ -102,20 +105,23 @@ class TrainPolicy:
         lora: LoRA | None = None,
         quantization: Quantization | None = None,
         peers: Peers | None = None,
+        liger: bool = False,
     ) -> Policy:
         """The policy from a local model folder, ready to train.
 
         On CPU the whole process keeps freed memory from then on, see `grpo_rl.policies.allocator`.
 
         Args:
-            compile: compile norms and MLPs to fused kernels; None: if there is a compiler for the device.
+            compile: compile to fused kernels, layers on one GPU, norms and MLPs elsewhere and in mixtures of experts;
+                None: if a compiler works for the device.
             lora: adapters that are trained instead of the model, if their rank is more than 0.
             quantization: of the base model under the adapters.
             peers: the processes that train the policy together; each has its own device, and ``device`` is ignored.
+            liger: Liger's kernels compute the head.
 
         Raises:
-            ValueError: there is no compiler, the model would be scored wrongly, the adapters' targets do not exist, or
-                the folder lacks weights.
+            ValueError: there is no compiler, the model would be scored wrongly, the adapters' targets do not exist, the
+                folder lacks weights, or Liger can't compute the head.
         """
         check_model(folder, lora)
         device = peers.device if peers else device
@@ -133,11 +139,12 @@ class TrainPolicy:
             if gradient_checkpointing:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             policy = cls(model, temperature)
-            policy.peers = peers
+            policy.peers, policy.liger = peers, liger
+            if liger:
+                check_liger(torch.device(device), model.get_output_embeddings(), policy.softcap)
             if peers and not quantization:
                 peers.place(model)
-        if can_compile(device) if compile is None else compile:
-            compile_pointwise(model)
+        if compile_model(model, compile, policy.device, alone=peers is None):
             policy.score([FIRST_GROUP])[0].sum().backward()
             model.zero_grad()
         return policy
@@ -155,9 +162,11 @@ class TrainPolicy:
 
     def _score(self, packed: Packed) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         head = self.model.get_output_embeddings()
-        with Lookups(self.model.get_input_embeddings().weight) as lookups:
+        with lookups_in(self.model.get_input_embeddings()) as lookups:
             hidden = forward_hidden(self.model, packed)
         owner = lookups.stand_in if head.weight is self.model.get_input_embeddings().weight else None
+        if self.liger:
+            return liger_log_prob_and_entropy(hidden, head.weight, packed.target_ids, self.temperature, owner)
         return log_prob_and_entropy(
             hidden, head.weight, packed.target_ids, head.bias, self.temperature, self.softcap, owner=owner
         )

@@ -56,6 +56,11 @@ class AttentionCall:
         """The window in the keywords, the only one that an attention function without masks knows."""
         return self.keywords.get("sliding_window")  # pyright: ignore[reportReturnType]
 
+    @property
+    def any_window(self) -> int | None:
+        """The window by which the module attends, in whatever way it is passed."""
+        return self.mask.window if isinstance(self.mask, Band) else self.window
+
 
 def attention_calls(model: PreTrainedModel, **keywords: object) -> list[AttentionCall]:
     """The attention calls in a forward pass of the model's class with its config, in order; weights are not read.

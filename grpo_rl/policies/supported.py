@@ -52,6 +52,16 @@ def windows_in_masks(model: PreTrainedModel) -> dict[str, int]:
     >>> windows_in_masks(PhimoeForCausalLM(config))
     {'model.layers.0.self_attn': 5}
     """
+    calls = supported_calls(model)
+    return {c.layer: c.mask.window for c in calls if isinstance(c.mask, Band) and c.mask.window and not c.window}
+
+
+def supported_calls(model: PreTrainedModel) -> list[AttentionCall]:
+    """The attention calls of a model's layers.
+
+    Raises:
+        ValueError: as :func:`refuse_unsupported`.
+    """
     for reason in _reasons(model):
         raise _refusal(model, reason)
     if not model._can_set_attn_implementation():
@@ -62,7 +72,7 @@ def windows_in_masks(model: PreTrainedModel) -> dict[str, int]:
         raise _refusal(model, str(error)) from error
     for reason in _reasons_in_calls(model, calls):
         raise _refusal(model, reason)
-    return {c.layer: c.mask.window for c in calls if isinstance(c.mask, Band) and c.mask.window and not c.window}
+    return calls
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> ValueError:

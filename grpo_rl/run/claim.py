@@ -30,7 +30,8 @@ class Claim:
     Args:
         resume: the checkpoint to resume from, or the folder that has one; None: from the beginning.
         inside: the checkpoint belongs to the run that wrote to this folder.
-        again: the folder's run was cut off before its first checkpoint: it starts over, and its logs are set aside.
+        again: the folder's run was cut off before its first checkpoint, or trained nothing: it starts over, and its
+            logs are set aside.
         over: the run in the folder is finished, and no checkpoint is left to resume from.
         notes: messages for the user.
     """
@@ -62,7 +63,7 @@ def claim(own: Path, resume: str | None, outputs: Path, config: str, frequency: 
     if resume == "auto":
         return _newest(own, outputs, config)
     if resume is None:
-        return Claim(own, _locked(own))
+        return _new(own)
     place = Path(resume).absolute()  # not resolved: a link belongs to the folder that it lies in
     if place.is_file() or (checkpoint.checkpoints(place) and not checkpoint.checkpoints(place / CHECKPOINTS)):
         holder = place.parent if place.is_file() else place
@@ -79,6 +80,22 @@ def claim(own: Path, resume: str | None, outputs: Path, config: str, frequency: 
     except BaseException:
         lock.close()
         raise
+
+
+def _new(own: Path) -> Claim:
+    """Claims a folder for a new run; a run there that trained nothing, as its start failed, begins again.
+
+    Any other run that is there is refused later (`grpo_rl.run.folder`).
+    """
+    lock = _locked(own)
+    try:
+        again = (own / METRICS_FILE).exists() and not (
+            checkpoint.checkpoints(own / CHECKPOINTS) or (own / SUMMARY).exists() or checkpoint.last_logged(own)
+        )
+    except BaseException:
+        lock.close()
+        raise
+    return Claim(own, lock, again=again, notes=[f"The run in {own} had trained nothing, and begins again"] * again)
 
 
 def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> Claim:

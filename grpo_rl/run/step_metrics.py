@@ -9,7 +9,7 @@ import torch
 from grpo_rl.data.batching import groups_to_score
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.mismatch import Mismatch
-from grpo_rl.monitor.metrics import reward_metrics
+from grpo_rl.monitor.metrics import memory_metrics, reward_metrics
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.run.parts import Parts
@@ -37,6 +37,7 @@ def step_metrics(
         | record.metrics(sum(int(group.trainable.sum()) for group in sampled), step_s)
         | {"policy_version": sampled_under, "optimizer/skipped_steps": parts.optimizer.bad_steps}
     )
+    metrics |= memory_metrics(getattr(parts.engine, "held_gib", 0.0))
     batching = parts.micro_batching
     scored = groups_to_score(groups, batching.skip_zero_advantage, batching.mask_truncated)
     metrics["train/skipped_groups"] = len(groups) - len(scored)

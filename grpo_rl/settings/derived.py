@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from grpo_rl.data.batching import MicroBatching
@@ -82,6 +83,13 @@ def micro_batching(settings: Sections) -> MicroBatching:
 def max_staleness(settings: Sections) -> int:
     """Policy versions that a trained token may be behind; 0 in sync mode."""
     return settings.train.max_staleness if settings.mode == "async" else 0
+
+
+def responses_at_once(settings: Sections, engines: int = 1) -> int:
+    """Responses that one of so many engines is sent at a time: those of training, or the rows of an evaluation."""
+    prompts = settings.env.num_envs * (1 + max_staleness(settings))
+    largest = max(settings.env.repeats, *(size for _, size in settings.train.repeats_schedule), 0)
+    return max(math.ceil(prompts / engines) * largest, math.ceil(settings.evaluate.rows / engines))
 
 
 def loss_terms(settings: Sections) -> dict[str, Any]:

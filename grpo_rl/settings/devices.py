@@ -14,6 +14,11 @@ from grpo_rl.settings.sections import Sections
 
 log = logging.getLogger(__name__)
 
+USABLE = 0.95
+"""Share of a device's memory; the rest is CUDA's own, NCCL's buffers, and what lies between blocks."""
+MOST_SHARED = 0.8
+"""Largest ``inference_model.gpu_memory_utilization`` on a GPU that trains at the same time."""
+
 
 @dataclass(frozen=True)
 class Devices:
@@ -22,12 +27,14 @@ class Devices:
     Args:
         ref: empty when there is no reference.
         inference: each ``tensor_parallel_size`` of them in a row hold one copy of the model.
+        engine_share: the engine's share of the memory of a GPU that trains and samples at the same time; 0: none does.
     """
 
     train: tuple[torch.device, ...]
     ref: tuple[torch.device, ...]
     inference: tuple[torch.device, ...]
     tensor_parallel_size: int = 1
+    engine_share: float = 0.0
 
     @property
     def replicas(self) -> int:
@@ -36,13 +43,24 @@ class Devices:
 
     @property
     def colocated(self) -> bool:
-        """True where training and sampling take turns on the same devices."""
+        """True where the same devices train and sample, in turns or at the same time."""
         return not set(self.train).isdisjoint(self.inference)
+
+    @property
+    def training_share(self) -> float:
+        """The trainer's share of the memory of a GPU that trains and samples at the same time."""
+        return round(USABLE - self.engine_share, 4) if self.engine_share else USABLE
 
     def __str__(self) -> str:
         roles = {"train": self.train, "ref": self.ref, "inference": self.inference}
         plan = ", ".join(f"{role} {' '.join(map(str, devices)) or 'none'}" for role, devices in roles.items())
-        return f"{plan} ({self.replicas} x tensor_parallel_size {self.tensor_parallel_size})"
+        plan = f"{plan} ({self.replicas} x tensor_parallel_size {self.tensor_parallel_size})"
+        if self.engine_share:
+            plan += (
+                f"; {self.train[0]} trains and samples at the same time: of its memory {self.engine_share:.0%} are "
+                f"the engine's and {self.training_share:.0%} the trainer's"
+            )
+        return plan
 
 
 def allocate(
@@ -63,7 +81,10 @@ def allocate(
     - train takes one device;
     - ref shares the training devices (and is there at all only with ``policy.kl_coef`` > 0);
     - inference shares the training devices in sync mode, and takes all that are left in async mode, where training
-      and sampling run at the same time.
+      and sampling run at the same time. On a machine with one GPU they share it in async mode, too.
+
+    Where ``train_model.devices`` and ``inference_model.devices`` name the same single GPU, both share it. In async mode
+    ``inference_model.gpu_memory_utilization`` then divides its memory, see :attr:`Devices.engine_share`.
 
     With no GPU every role shares the CPU, which is logged once. In async mode each engine, and each process that
     trains, is then a device with cores of its own; an engine is one such device.
@@ -103,7 +124,8 @@ def allocate(
                 f"{asked.section} asks for {_devices(asked.count)}, but with policy.kl_coef={cfg.policy.kl_coef} no "
                 f"reference is loaded; set policy.kl_coef above 0, or leave {asked.section} null"
             )
-    plan = _give_out(roles, mode, visible) if visible else _on_cpu(roles, mode, cores, world)
+    alone = visible == 1 and not counts_only  # a cluster's trainers and engines have GPUs of their own
+    plan = _give_out(roles, mode, visible, alone) if visible else _on_cpu(roles, mode, cores, world)
     asked = cfg.inference_model.tensor_parallel_size
     if asked is None and mode == "async":
         asked = 1
@@ -113,7 +135,20 @@ def allocate(
             "leave it null"
         )
     tensor_parallel_size = _tensor_parallel_size(asked, len(plan["inference"]), num_attention_heads)
-    return Devices(plan["train"], plan.get("ref", ()), plan["inference"], tensor_parallel_size)
+    shares = bool(visible) and mode == "async" and plan["inference"] == plan["train"]
+    engine_share = _engine_share(cfg, plan["train"][0]) if shares else 0.0
+    return Devices(plan["train"], plan.get("ref", ()), plan["inference"], tensor_parallel_size, engine_share)
+
+
+def _engine_share(cfg: Sections, device: torch.device) -> float:
+    """The engine's share of the memory of a GPU that trains at the same time."""
+    share = cfg.inference_model.gpu_memory_utilization
+    if share > MOST_SHARED:
+        raise ValueError(
+            f"inference_model.gpu_memory_utilization={share} on {device}, which trains at the same time, leaves "
+            f"training {max(0.0, USABLE - share):.0%} of its memory; use at most {MOST_SHARED}, or mode=sync"
+        )
+    return share
 
 
 @dataclass(frozen=True)
@@ -178,8 +213,15 @@ def _say_everything_shares_the_cpu() -> None:
     log.warning("no GPU is visible: training and sampling share the CPU")
 
 
-def _give_out(roles: list[_Role], mode: str, visible: int) -> dict[str, tuple[torch.device, ...]]:
-    """Indices of each role on a machine with GPUs: the lists first, then counts from what is left."""
+def _give_out(roles: list[_Role], mode: str, visible: int, alone: bool) -> dict[str, tuple[torch.device, ...]]:
+    """Indices of each role on a machine with GPUs: the lists first, then counts from what is left.
+
+    Args:
+        alone: the machine has one GPU, which training and sampling share.
+    """
+    train, inference = roles[0], roles[-1]
+    if inference.indices is not None and inference.indices == train.indices and inference.count == 1:
+        roles, alone = [*roles[:-1], _Role("inference", None, None)], True
     owner: dict[int, _Role] = {}
     for role in roles:
         for index in role.indices or ():
@@ -199,7 +241,7 @@ def _give_out(roles: list[_Role], mode: str, visible: int) -> dict[str, tuple[to
     counts = {role.name: role.count or (1 if role.name == "train" else 0) for role in roles}
     total = sum(counts.values())
     if total > visible:
-        raise ValueError(f"{_sum(counts)}, {visible} visible; {_remedy(roles, mode)}")
+        raise ValueError(f"{_sum(counts)}, {visible} visible; {_remedy(roles, mode, alone)}")
     free = [index for index in range(visible) if index not in owner]
     plan: dict[str, tuple[int, ...]] = {}
     for role in roles:
@@ -209,14 +251,14 @@ def _give_out(roles: list[_Role], mode: str, visible: int) -> dict[str, tuple[to
     if "ref" in plan and not plan["ref"]:
         plan["ref"] = plan["train"]
     if not plan["inference"]:
-        if mode == "sync":
+        if mode == "sync" or alone:
             plan["inference"] = plan["train"]
         elif free:
             plan["inference"] = tuple(free)
         else:
             raise ValueError(
-                f"{_sum(counts)}, {visible} visible: none is left to sample, and in async mode inference shares none; "
-                "use sync mode, or give training fewer"
+                f"{_sum(counts)}, {visible} visible: none is left to sample, and in async mode inference shares only "
+                "a machine's single GPU; use sync mode, or give training fewer"
             )
     return {name: tuple(_gpu(index) for index in indices) for name, indices in plan.items()}
 
@@ -249,13 +291,13 @@ def _sum(counts: dict[str, int], unit: str = "GPU", units: str = "GPUs") -> str:
     return f"{terms} = {all_of_them}" if len(parts) > 1 else f"{next(iter(parts))} {all_of_them}"
 
 
-def _remedy(roles: list[_Role], mode: str) -> str:
+def _remedy(roles: list[_Role], mode: str, alone: bool) -> str:
     """What to change when the groups need more than there is: the largest one, the last of equals."""
     role = max(reversed(roles), key=lambda role: role.count or 0)
     verb, key = ("lower", "num_devices") if role.indices is None else ("shorten", "devices")
     if (role.count or 0) > 1:
         return f"{verb} {role.section}.{key}"
-    if role.name == "inference" and mode == "async":
+    if role.name == "inference" and mode == "async" and not alone:
         return "use sync mode, where inference can share the training device"
     return f"leave {role.section}.{key} null to share the training device"
 

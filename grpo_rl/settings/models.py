@@ -61,7 +61,14 @@ class TrainModel(Section):
     )
     cpu_offload: bool = setting(False, "with fsdp: weights, gradients and optimizer state stay in the CPU's memory")
     compile: bool | None = setting(
-        None, "norms and MLPs as fused kernels, some seconds at start; null: where there is a compiler"
+        None,
+        "layers on one GPU, elsewhere and in mixtures of experts norms and MLPs, as fused kernels; null: where a "
+        "compiler works",
+    )
+    head: Literal["own", "liger"] = setting(
+        "own",
+        "kernels of the head; liger: Liger's for Hopper, which round entropies and the head's gradient to bfloat16 "
+        "(liger-kernel[cutedsl]; no soft caps)",
     )
     lora: LoRASection = field(default_factory=LoRASection)
     quantization: Quantization | None = setting(
@@ -97,14 +104,27 @@ class InferenceModel(Section):
     tensor_parallel_size: int | None = setting(
         None, "GPUs of one engine; null: all inference devices, in mode=async one", at_least=1
     )
-    gpu_memory_utilization: float = setting(0.5, "share of a GPU's memory that vLLM takes", more_than=0, at_most=1)
+    gpu_memory_utilization: float = setting(
+        0.5,
+        "share of a GPU's memory that vLLM takes; at most 0.8 where training goes on beside it (mode=async on one GPU)",
+        more_than=0,
+        at_most=1,
+    )
+    max_num_seqs: int | None = setting(
+        None,
+        "responses that an engine computes at the same time; null: all that are sent to it (a collection's, in "
+        "mode=async those of all versions in flight; evaluate.rows), up to 1024, and on a GPU as its memory allows",
+        at_least=1,
+    )
     max_model_len: int = setting(1024, "prompt + response, in tokens", at_least=1)
-    enforce_eager: bool = setting(True, "false compiles: minutes at start, faster generation after")
+    enforce_eager: bool | None = setting(
+        None, "null: CUDA graphs on a GPU, no graphs on a CPU; true: no graphs; false compiles too: a slow start"
+    )
     sleep: bool = setting(
         False,
         "on GPUs that also train: the engine frees their memory during training",
         mode="sync",
-        because="in mode=async engines have devices of their own",
+        because="in mode=async sampling goes on during training",
     )
     max_restarts: int = setting(
         3,
@@ -115,8 +135,10 @@ class InferenceModel(Section):
     deadline_s: float = setting(
         120, "longest time in seconds of an engine's step, and of a weight update", at_least=1, mode="async"
     )
-    transfer: Literal["shared_memory", "nccl"] | None = setting(
-        None, "how weights travel; null: shared_memory on a CPU, nccl between GPUs", mode="async"
+    transfer: Literal["shared_memory", "ipc", "nccl"] | None = setting(
+        None,
+        "how weights travel; null: shared_memory on a CPU, ipc on a GPU that trains and samples, nccl between GPUs",
+        mode="async",
     )
     keep_cache: bool = setting(
         False,

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from grpo_rl.policies.shards import assign, local, placed_like, whole
+from grpo_rl.training.gradients import GradientQueue, move_grad_to
 
 if TYPE_CHECKING:
     from grpo_rl.distributed.ranks import Ranks
@@ -109,10 +111,14 @@ class PolicyOptimizer:
                 "fp16 weights need train.mixed_precision=true: AdamW's epsilon of 1e-8 is 0 in fp16, and 0 / 0 is NaN"
             )
         self._masters = [p.detach().float().clone() for p in self._params] if copies else self._params
-        for param in self._params if copies else ():
-            param.grad_dtype = torch.float32  # a bf16 copy of each gradient would only take memory
+        on_cuda = ranks is None and all(p.device.type == "cuda" for p in self._params)
+        self._queue = GradientQueue() if copies and on_cuda else None
+        # What computes its gradient in fp32 hands it over so. A bf16 copy of any other would only take memory.
+        in_fp32 = _embeddings(model) if self._queue else self._params
+        for param in in_fp32 if copies else ():
+            param.grad_dtype = torch.float32
         self._hooks = [
-            param.register_post_accumulate_grad_hook(_move_grad_to(master))
+            param.register_post_accumulate_grad_hook(self._queue.hook(master) if self._queue else move_grad_to(master))
             for param, master in zip(self._params, self._masters, strict=True)
             if copies
         ]
@@ -145,6 +151,8 @@ class PolicyOptimizer:
             NonFiniteError: ``max_bad_steps`` steps in a row were not finite; names the tensors.
         """
         lr = self._lr * lr_factor(self.steps, *self._schedule)
+        if self._queue:
+            self._queue.flush()
         if self._ranks:
             self._ranks.sum_gradients(self._masters)
             loss_is_finite = not self._on_any_rank(not loss_is_finite)
@@ -153,7 +161,8 @@ class PolicyOptimizer:
         finite = loss_is_finite and math.isfinite(norm) and min(norm, self._clip) < LARGEST_SQUARE_ROOT
         overflows = False
         if finite and grads:
-            torch.nn.utils.clip_grads_with_norm_(self._masters, self._clip, torch.tensor(norm))
+            if norm + 1e-6 > self._clip:  # otherwise it would multiply by 1
+                torch.nn.utils.clip_grads_with_norm_(self._masters, self._clip, torch.tensor(norm))
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             overflows = self._could_overflow(lr) and self._on_any_rank(self._overflows())
@@ -181,9 +190,13 @@ class PolicyOptimizer:
     def clear_gradients(self) -> None:
         """Drops the accumulated gradients."""
         self._optimizer.zero_grad(set_to_none=True)
+        if self._queue:
+            self._queue.clear()
 
     def nonfinite_gradients(self) -> list[str]:
         """Names of the parameters whose accumulated gradient has a NaN or an infinity."""
+        if self._queue:
+            self._queue.flush()
         return self._names_where([not _finite(master.grad) for master in self._masters])
 
     def _names_where(self, flags: Sequence[bool]) -> list[str]:
@@ -195,6 +208,9 @@ class PolicyOptimizer:
         return self._ranks.any([flag])[0] if self._ranks else flag
 
     def _copy_masters(self) -> None:
+        if self._queue:
+            torch._foreach_copy_(self._params, self._masters)
+            return
         for param, master in zip(self._params, self._masters, strict=True):
             if param is not master:
                 param.copy_(master)
@@ -301,12 +317,8 @@ def check_optimizer(name: str, lr: float, schedule: str, clip_grad_norm: float) 
         )
 
 
-def _move_grad_to(master: Tensor):
-    def hook(param: Tensor) -> None:
-        if master.grad is None:
-            master.grad = param.grad
-        else:
-            master.grad += param.grad
-        param.grad = None
-
-    return hook
+def _embeddings(model: torch.nn.Module) -> list[Tensor]:
+    """Weights of the embedding and the head, whose gradients `grpo_rl.policies` computes."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) or module is head]
+    return [module.get_parameter("weight") for module in modules if module.get_parameter("weight").requires_grad]

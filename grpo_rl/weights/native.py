@@ -1,4 +1,4 @@
-"""NativeTransport: vLLM's own weight transfers between GPUs."""
+"""NativeTransport: vLLM's own weight transfer between GPUs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from grpo_rl.weights.transport import Held, noting_shapes
 
 
 class NativeTransport(RemoteTransport):
-    """vLLM's own transfers between GPUs: NCCL between machines, CUDA IPC within one.
+    """vLLM's own transfer between GPUs: NCCL, within a machine and between machines.
 
     Not run yet: it was written from vLLM 0.32's interface on a machine without a GPU.
 
     Args:
-        engines: the engines to send to, built with ``transfer`` set to the same backend.
-        backend: ``nccl``, or ``ipc`` where an engine is on this process's own GPU.
+        engines: the engines to send to, built with ``transfer="nccl"``.
         shapes: shapes of all tensors (the model's named parameters), in the order in which they are sent.
         deadline_s: seconds that each call may take, and the transfer.
-        gpus_per_engine: number of GPUs of each engine; only ``nccl`` reads it.
+        gpus_per_engine: number of GPUs of each engine.
         address: address at which engines on other machines reach this one.
         device: the GPU that sends; None: the current device.
     """
@@ -34,7 +33,6 @@ class NativeTransport(RemoteTransport):
     def __init__(
         self,
         engines: Sequence[EngineControl],
-        backend: str,
         shapes: Mapping[str, torch.Size],
         deadline_s: float = 60.0,
         gpus_per_engine: int = 1,
@@ -45,7 +43,7 @@ class NativeTransport(RemoteTransport):
         self._device = device
         self._transfer = importlib.import_module("grpo_rl.engines.vllm.native_transfer")
         self._source = self._transfer.OneStream(shapes, self.dtype)
-        self._backend, self._gpus, self._address = backend, gpus_per_engine, address
+        self._gpus, self._address = gpus_per_engine, address
         self._version = 0
         self._trainer: Any = None
         self._connected: list[EngineControl] = []
@@ -75,21 +73,19 @@ class NativeTransport(RemoteTransport):
             return
         if self._trainer:
             self._trainer.shutdown()
-        settings: dict[str, Any] = {}
-        if self._backend == "nccl":
-            with socket.socket() as probe:
-                probe.bind(("", 0))
-                port = probe.getsockname()[1]
-            world = 1 + self._gpus * len(self.engines)
-            settings = {"master_address": self._address, "master_port": port, "world_size": world}
-        self._trainer = self._transfer.native_trainer(self._backend, self, self._source, settings)
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        world = 1 + self._gpus * len(self.engines)
+        settings = {"master_address": self._address, "master_port": port, "world_size": world}
+        self._trainer = self._transfer.native_trainer(self, self._source, settings)
         self._connected = list(self.engines)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connects each engine under the ranks of its own GPUs; the trainer is rank zero."""
         calls = {}
         for i, engine in enumerate(self.engines):
-            own = {"rank_offset": 1 + i * self._gpus} if "rank_offset" in init_info else {}
+            own = {"rank_offset": 1 + i * self._gpus}
             calls[engine.name] = engine.submit("init_weight_transfer_engine", init_info | own)
         self.wait(calls, "connecting")
 

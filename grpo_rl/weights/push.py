@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsInt, TypeVar
 
 import torch
 from torch import Tensor
@@ -100,14 +100,14 @@ class WeightSync:
         self._deliver(only_new=True)
 
     def _deliver(self, only_new: bool = False) -> None:
-        sent: dict[str, tuple[torch.Size, int]] = {}
+        sent: dict[str, tuple[torch.Size, SupportsInt]] = {}
         with self._transport.paused(only_new) as frozen:
             frozen = self._ranks.broadcast(frozen) if self._ranks else frozen
             weights = self._weights(frozen, sent, self._transport.fingerprint)
             self._check(sent, self._transport.send(weights, self._version))
 
     def _weights(
-        self, frozen: bool, seen: dict[str, tuple[torch.Size, int]], mark: Callable[[str, Tensor], int]
+        self, frozen: bool, seen: dict[str, tuple[torch.Size, SupportsInt]], mark: Callable[[str, Tensor], SupportsInt]
     ) -> Iterator[tuple[str, Tensor]]:
         """The tensors to send; the shape of each that is taken, and what ``mark`` says of it, are put into ``seen``."""
         for name, tensor in weights_to_send(self._model, self._transport.takes_adapters, frozen):
@@ -124,14 +124,14 @@ class WeightSync:
         Raises:
             WeightDeliveryError: they differ; names the tensors.
         """
-        expected: dict[str, tuple[torch.Size, int]] = {}
+        expected: dict[str, tuple[torch.Size, SupportsInt]] = {}
         for _ in self._weights(True, expected, lambda _, tensor: fingerprint(tensor)):
             pass
         self._check(expected, self._transport.held({name: shape for name, (shape, _) in expected.items()}))
 
-    def _check(self, sent: Mapping[str, tuple[torch.Size, int]], engines: Mapping[str, Held]) -> None:
+    def _check(self, sent: Mapping[str, tuple[torch.Size, SupportsInt]], engines: Mapping[str, Held]) -> None:
         for engine, held in engines.items():
-            wrong = [name for name, (_, expected) in sent.items() if held.fingerprints.get(name) != expected]
+            wrong = [name for name, (_, expected) in sent.items() if held.fingerprints.get(name) != int(expected)]
             if wrong or held.version != self._version:
                 shown = ", ".join(wrong[:5]) + (", …" if len(wrong) > 5 else "")
                 raise WeightDeliveryError(

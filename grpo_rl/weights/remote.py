@@ -8,13 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsInt
 
 import torch
 from torch import Tensor
 
 from grpo_rl.engines.base import AsyncEngine, EngineDeadError
-from grpo_rl.weights.transport import Held, WeightDeliveryError, proof
+from grpo_rl.weights.transport import Held, PushProofs, WeightDeliveryError
 
 READ_AT_ONCE = 16
 """Tensors that an engine is asked to read back in one call, while it samples nothing."""
@@ -69,11 +69,12 @@ class RemoteTransport(ABC):
         self.on_lost: Callable[[EngineControl, EngineDeadError], None] | None = None
         """Called with an engine that died; without it that is an error. The others get the weights all the same."""
         self._served: list[EngineControl] = []
+        self._proofs = PushProofs()
         self._gone: set[str] = set()
 
-    def fingerprint(self, name: str, tensor: Tensor) -> int:
+    def fingerprint(self, name: str, tensor: Tensor) -> SupportsInt:
         """See :meth:`Transport.fingerprint`."""
-        return proof(name, tensor, self.proves_bytes)
+        return self._proofs.number(name, tensor, self.proves_bytes)
 
     def submit(self, method: str, *args: Any) -> dict[str, Future[Any]]:
         """Starts a call to each engine; the pending calls, by the engines' names."""
@@ -142,7 +143,7 @@ class RemoteTransport(ABC):
     @contextmanager
     def paused(self, only_new: bool = False) -> Iterator[bool]:
         """See :meth:`Transport.paused`."""
-        everyone, self._gone = self.engines, set()
+        everyone, self._gone, self._proofs = self.engines, set(), PushProofs()
         self.engines = [engine for engine in everyone if not only_new or engine not in self._served]
         try:
             self.call("pause", what="a pause for new weights")
@@ -150,6 +151,7 @@ class RemoteTransport(ABC):
             self.call("resume", what="going on with new weights")
             self._served = [engine for engine in everyone if engine in self._served or engine in self.engines]
         finally:
+            self._proofs = PushProofs()  # the last ones may hold tensors
             self.engines = [engine for engine in everyone if engine.name not in self._gone]
             self._served = [engine for engine in self._served if engine in self.engines]
 

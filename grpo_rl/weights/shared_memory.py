@@ -1,5 +1,8 @@
 """Weights through memory that a trainer and engines share: written once, bucket by bucket, and loaded from there.
 
+The memory is the host's or, where both compute on the same GPU, that GPU's (CUDA IPC). vLLM has an ``ipc`` transfer of
+its own, whose handles are pickled: its engines in processes of their own refuse that, unless all messages may be.
+
 The engines' end is `grpo_rl.engines.vllm.shared_transfer`, a weight transfer that vLLM knows by its registry.
 """
 
@@ -9,18 +12,20 @@ import os
 import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from grpo_rl.engines.shared_memory import MEMORY_NAME, one_thread_less
+from grpo_rl.engines.shared_memory import MEMORY_NAME, handle_of, one_thread_less
 from grpo_rl.weights.remote import EngineControl, RemoteTransport
 from grpo_rl.weights.transport import Held
 
 ALIGNMENT = 64
 """Bytes; a cache line."""
 HEADER_BYTES = 16
+GPU_BYTES = 256 << 20
+"""Size of the memory on a GPU that the trainer and an engine share."""
 ROWS = 64
 """A tensor is cut after a multiple of this many rows, which engines on CPUs pack at once."""
 
@@ -31,23 +36,30 @@ class SharedMemoryTransport(RemoteTransport):
     The memory has no name in the file system: it is gone with the last process that has it open, however that ends.
 
     Args:
-        engines: in processes of this machine and user, built with ``transfer="shared_memory"``.
+        engines: in processes of this machine and user, built with ``transfer`` set to ``shared_memory``, or to ``ipc``
+            where there is a device.
         bucket_bytes: of the memory, which holds two buckets, one being written and one being read; it grows where two
             rows of a tensor do not fit. No more of the model than this is ever held to be sent. Where it fits into the
             processor's cache, what is sent does not pass through main memory.
         deadline_s: seconds that each call may take.
+        device: the GPU whose memory is shared, the engines' and the weights' own; None: the memory is the host's.
 
     Raises:
         ValueError: as :class:`grpo_rl.weights.remote.RemoteTransport`.
     """
 
     def __init__(
-        self, engines: Sequence[EngineControl], bucket_bytes: int = 16 << 20, deadline_s: float = 60.0
+        self,
+        engines: Sequence[EngineControl],
+        bucket_bytes: int = 16 << 20,
+        deadline_s: float = 60.0,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__(engines, deadline_s)
+        self._device = device
         self.sent_bytes = 0
         """Bytes of the tensors in the last push."""
-        self._memory = SharedMemory(bucket_bytes)
+        self._memory = self._new_memory(bucket_bytes)
         self._under_way: list[tuple[int, dict[str, Future[Any]], str] | None] = [None, None]
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
@@ -101,13 +113,18 @@ class SharedMemoryTransport(RemoteTransport):
         """Takes larger memory, of which a half holds ``half`` bytes."""
         self._drain()
         self._memory.close()
-        self._memory = SharedMemory(2 * _aligned(half + ALIGNMENT))
+        self._memory = self._new_memory(2 * _aligned(half + ALIGNMENT))
+
+    def _new_memory(self, size: int) -> Memory:
+        return GpuMemory(size, self._device) if self._device else SharedMemory(size)
 
     def _send_bucket(self, number: int, version: int, entries: list[list[Any]], names: list[str] | None = None) -> None:
         """Has the engines load a bucket; returns before they have."""
         self._ready(number)
         self._memory.write(self._memory.start(number), torch.tensor([version, number]))
+        self._memory.settle()
         bucket = {
+            "handle": self._memory.handle,
             "path": self._memory.path,
             "key": self._memory.key,
             "size": self._memory.size,
@@ -140,6 +157,32 @@ class SharedMemoryTransport(RemoteTransport):
         self._memory.close()
 
 
+class Memory(Protocol):
+    """Memory in two halves, which engines open by a path or a handle."""
+
+    half: int
+    size: int
+    path: str
+    handle: list[Any] | None
+    key: str
+
+    def start(self, number: int) -> int:
+        """The offset of the half in which a bucket of this number lies."""
+        ...
+
+    def write(self, start: int, tensor: Tensor) -> None:
+        """Copies a tensor's bytes, from whatever device."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when all that was written can be read."""
+        ...
+
+    def close(self) -> None:
+        """Frees it."""
+        ...
+
+
 class SharedMemory:
     """Memory in two halves, which processes of the same user open by a path.
 
@@ -155,6 +198,8 @@ class SharedMemory:
     [1.0, 2.0]
     >>> memory.close()
     """
+
+    handle: list[Any] | None = None
 
     def __init__(self, size: int) -> None:
         self.half = _aligned(size // 2)
@@ -174,11 +219,50 @@ class SharedMemory:
         assert self._bytes is not None
         self._bytes[start : start + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
 
+    def settle(self) -> None:
+        """See :meth:`Memory.settle`; copies into the host's memory are over when they return."""
+
     def close(self) -> None:
         """Frees it; engines that have it mapped keep it until they map another or end."""
         if self._bytes is not None:
             self._bytes = None
             os.close(self._file)
+
+
+class GpuMemory:
+    """A GPU's memory in two halves, which processes on the same GPU open by a handle.
+
+    Args:
+        size: bytes of both halves.
+    """
+
+    path = ""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.half = _aligned(size // 2)
+        self.size = 2 * self.half
+        self._bytes = torch.empty(self.size, dtype=torch.uint8, device=device)
+        # PyTorch counts who opens it. An engine that died has not given it back: the memory then stays until this
+        # process ends, as it would have anyway.
+        self.handle: list[Any] | None = handle_of(self._bytes)
+        self.key = uuid.uuid4().hex
+
+    def start(self, number: int) -> int:
+        """See :meth:`Memory.start`."""
+        return number % 2 * self.half
+
+    def write(self, start: int, tensor: Tensor) -> None:
+        """See :meth:`Memory.write`."""
+        self._bytes[start : start + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+
+    def settle(self) -> None:
+        """See :meth:`Memory.settle`; another process does not wait for this one's stream."""
+        if self._bytes.device.type == "cuda":
+            torch.cuda.current_stream(self._bytes.device).synchronize()
+
+    def close(self) -> None:
+        """See :meth:`Memory.close`."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
 def _aligned(size: int) -> int:

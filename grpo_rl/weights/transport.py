@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, SupportsInt, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from grpo_rl.engines.base import ADAPTER_NAME, Engine
-from grpo_rl.engines.fingerprint import digest, fingerprint
+from grpo_rl.engines.fingerprint import Batch, batch_on, digest, fingerprint
 
 
 class WeightDeliveryError(RuntimeError):
@@ -39,8 +39,8 @@ class Transport(Protocol):
     on_new_engine: Callable[[], None] | None
     """Called, by the thread that trains, when a new engine needs weights: it sends them."""
 
-    def fingerprint(self, name: str, tensor: Tensor) -> int:
-        """The number that :meth:`send` reports for an engine that holds this tensor."""
+    def fingerprint(self, name: str, tensor: Tensor) -> SupportsInt:
+        """The number that :meth:`send` reports for an engine that holds this tensor; it may be computed later."""
         ...
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
@@ -78,14 +78,15 @@ class InProcess:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._is_new = engine, True
+        self._proofs = PushProofs()
         self.dtype, self.takes_adapters = engine.dtype, engine.takes_adapters
 
-    def fingerprint(self, name: str, tensor: Tensor) -> int:
+    def fingerprint(self, name: str, tensor: Tensor) -> SupportsInt:
         """See :meth:`Transport.fingerprint`.
 
         The first push is verified by reading the packed weights back, as :meth:`held` does.
         """
-        return proof(name, tensor, self._engine.proves_bytes and not self._is_new)
+        return self._proofs.number(name, tensor, self._engine.proves_bytes and not self._is_new)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Held]:
         """See :meth:`Transport.send`."""
@@ -104,8 +105,12 @@ class InProcess:
     def paused(self, only_new: bool = False) -> Iterator[bool]:
         """Pauses nothing: the engine samples when it is called. One that sleeps is woken."""
         self._engine.wake()
-        yield self._is_new
-        self._is_new = False
+        self._proofs = PushProofs()
+        try:
+            yield self._is_new
+            self._is_new = False
+        finally:
+            self._proofs = PushProofs()  # the last ones may hold tensors
 
 
 class NullTransport:
@@ -149,6 +154,20 @@ def noting_shapes(weights: Iterable[tuple[str, Tensor]], shapes: dict[str, torch
         shapes[name] = tensor.shape
         yield name, tensor
         del tensor  # before the next one is made
+
+
+class PushProofs:
+    """The numbers by which engines prove what they hold of one push; on a GPU computed later, many at a time."""
+
+    def __init__(self) -> None:
+        self._batch: tuple[torch.device, Batch | None] | None = None
+
+    def number(self, name: str, tensor: Tensor, by_bytes: bool) -> SupportsInt:
+        """The tensor's :func:`proof`."""
+        if self._batch is None or self._batch[0] != tensor.device:
+            self._batch = tensor.device, batch_on(tensor.device)
+        batch = self._batch[1]
+        return proof(name, tensor, by_bytes) if by_bytes or batch is None else batch.add(tensor)
 
 
 def proof(name: str, tensor: Tensor, by_bytes: bool) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import doctest
 import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,21 @@ def test_an_arm_that_was_killed_between_its_steps_says_so(script):
     arm._process.join()
     with pytest.raises(harness.ArmError, match="killed ended with exit code -9"):
         arm.step()
+
+
+def test_an_arm_keeps_its_gpu_memory_while_no_other_arm_runs(script, monkeypatch):
+    harness, released = script("harness"), []
+    monkeypatch.setattr(harness, "release_gpu", lambda: released.append(True))
+    pipe, theirs = multiprocessing.Pipe()
+    steps = harness.Steps(theirs)
+    for way, so_far in ((harness.ALONE, 0), (harness.IN_TURNS, 1)):
+        pipe.send(way)
+        assert steps.wait()
+        steps.release_gpu()
+        assert len(released) == so_far
+    pipe.recv()  # that it was ready
+    pipe.close()
+    assert not steps.wait()
 
 
 def test_limits_say_whether_they_are_met(script):

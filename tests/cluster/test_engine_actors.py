@@ -122,11 +122,17 @@ def test_an_actor_whose_process_ends_is_replaced_by_the_fleet():
     asyncio.run(main())
 
 
+def refuse(why: str) -> Engine:
+    raise ValueError(why)
+
+
 def test_what_cannot_start_says_why():
     async def main():
         with pytest.raises(EngineDeadError, match=r"engine 3 did not start: (.|\n)*no memory") as caught:
             await launch("engine 3", lambda: Engine(broken=True), num_cpus=0.1)
         assert type(caught.value) is EngineDeadError, "another one would say the same"
+        with pytest.raises(ValueError, match="^engine 3 did not start: lower max_model_len$"):
+            await launch("engine 3", lambda: refuse("lower max_model_len"), num_cpus=0.1)
         with pytest.raises(EngineStartError, match="engine 4 did not start"):
             await launch("engine 4", lambda: os._exit(1), num_cpus=0.1)
         with pytest.raises(

@@ -23,8 +23,6 @@ from grpo_rl.testing import random_group, run_script, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import NonFiniteError, PolicyOptimizer
 
-pytestmark = pytest.mark.slow
-
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 BATCHING = MicroBatching(max_tokens=4096)
 MARK = 200

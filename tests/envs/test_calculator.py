@@ -151,7 +151,6 @@ def test_threads_get_their_own_results():
         assert list(pool.map(play, numbers)) == [calculate(f"{n}*{n} + 1/(7+{n})") for n in numbers]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("piece", ["Calculator: 1+1\n", "Calculator: ", "<tool_call>", "1,1", "9", "<answer>1"])
 def test_a_megabyte_of_anything_is_judged_in_time_linear_in_it(piece):
     text = piece * (1_000_000 // len(piece))

@@ -81,7 +81,6 @@ def test_a_file_that_is_not_there_is_named_with_what_to_give(tmp_path):
         load_rows()
 
 
-@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_says_to_use_a_file(tmp_path):
     code = """
 from grpo_rl.envs import gsm8k, ifeval, math, tables

@@ -105,7 +105,6 @@ def test_groups_without_advantage_are_skipped_where_the_loss_has_nothing_else(ov
     assert micro_batching(config(*overrides)).skip_zero_advantage is skips
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_rl.data.group import Group
-from grpo_rl.monitor.metrics import MetricsLog, read_metrics, reward_metrics, time_metrics
+from grpo_rl.monitor.metrics import MetricsLog, memory_metrics, read_metrics, reward_metrics, time_metrics
 from grpo_rl.testing import random_group
 
 
@@ -198,3 +198,14 @@ def test_a_full_disk_is_told_with_the_file(tmp_path):
     log.path = Path("/dev/full")
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         log.log(1, {"lr": 1.0})
+
+
+def test_a_gpus_peak_is_divided_between_trainer_and_engine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 30 << 30)
+    assert memory_metrics(12.5) == {
+        "memory/peak_gib": 30.0,
+        "memory/engine_gib": 12.5,
+        "memory/peak_beside_engine_gib": 17.5,
+    }
+    assert memory_metrics() == {"memory/peak_gib": 30.0}

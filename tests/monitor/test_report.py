@@ -16,8 +16,6 @@ from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.monitor.report import headline, write_report
 
-pytestmark = pytest.mark.slow
-
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \x1b[2J\u202e"
 
 
@@ -207,6 +205,7 @@ def test_an_empty_folder_has_a_report(tmp_path):
     assert "No training step was logged." in page.text and "svg" not in page.tags
 
 
+@pytest.mark.slow
 def test_completions_that_cannot_be_read_are_left_out_and_named(tmp_path):
     make_run(tmp_path, steps=3)
     parts = sorted((tmp_path / "completions.parquet").glob("*.parquet"))

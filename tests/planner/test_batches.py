@@ -17,8 +17,6 @@ from grpo_rl.settings.misfits import Misfit, misfits
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import random_group
 
-pytestmark = pytest.mark.slow
-
 CONFIGS = sorted(path.stem for path in FOLDER.glob("grpo_*.yaml"))
 
 
@@ -142,6 +140,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "fits"), WRONG.values(), ids=WRONG)
 def test_a_wrong_division_names_the_nearest_values_that_fit(overrides, fits):
     (misfit,) = misfits(config(*overrides))

@@ -26,7 +26,8 @@ from grpo_rl.planner.memory import (
 from grpo_rl.planner.plan import Layout, make_plan, plan_layout
 from grpo_rl.planner.scenario import Scenario
 from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
-from grpo_rl.policies.compiled import can_compile, compile_pointwise
+from grpo_rl.policies.compiled import compile_pointwise
+from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.loading import skeleton
 from grpo_rl.policies.lora import LoRA
 from grpo_rl.policies.packing import pack
@@ -135,7 +136,7 @@ def test_a_layer_of_a_real_model_keeps_as_many_bytes_as_planned(kind, dtype):
     assert planned + 4 * 2 <= measured <= planned + 4 * (2 + 8)
 
 
-@pytest.mark.skipif(not can_compile("cpu"), reason="no compiler")
+@pytest.mark.skipif(not has_compiler("cpu"), reason="no compiler")
 def test_a_fused_layer_keeps_no_more_than_planned():
     groups = [random_group(prompt=30, lengths=[20, 50], vocab=50)]
     tokens = groups[0].num_tokens
@@ -267,6 +268,55 @@ def test_a_push_takes_as_long_as_the_way_between_trainers_and_engines(model):
 
     assert push(4, 4) == push(8, 0) == pytest.approx(max(2 * PARAMETERS / 450e9, push(1, 0)))
     assert push(8, 8) == push(4, 5) == push(9, 0) == pytest.approx(2 * PARAMETERS / 50e9)
+
+
+ONE = "1xMine,memory_gib=1700,tflops=900,memory_gb_s=3000,link_gb_s=1,network_gb_s=1"
+
+
+def test_one_device_that_trains_and_samples_at_the_same_time_is_planned_with_both(model):
+    def plan_of(share, mode="async"):
+        overrides = [*LARGE, f"inference_model.gpu_memory_utilization={share}"]
+        return make_plan(scenario_of(model, ONE, *overrides, mode=mode))
+
+    plan = plan_of(0.1)
+    assert plan.fits and plan.shared and plan.layout.colocated and plan.layout.total == 1 and not plan.refused
+    # The engine's share and what weights are sent through, beside the trainer's own; reading them takes six passes.
+    assert plan.held["vLLM"] == pytest.approx(0.1 * 1700 * GIB) and plan.held["weights on their way"] == 1 << 28
+    assert plan.seconds["sync"] == pytest.approx(6 * 2 * PARAMETERS / 3000e9)
+    assert plan.step_s == sum(plan.seconds.values())
+    turns = plan_of(0.1, mode="sync")
+    assert not turns.shared and turns.seconds["sync"] == pytest.approx(4 * 2 * PARAMETERS / 3000e9)
+    small = plan_of(0.05)
+    assert small.missing.keys() == {"inference"}
+    assert "inference_model.gpu_memory_utilization=0.1" in remedies(small)["inference"]
+    large = plan_of(0.5)
+    assert large.missing.keys() == {"train"}
+    advice = remedies(large)["train"]
+    assert any(text.startswith("inference_model.gpu_memory_utilization=") for text in advice), advice
+    assert not any("sleep" in text for text in advice)
+
+
+def test_the_command_says_how_one_device_is_divided(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "160")
+    config = dict(zip(SHAPE, QWEN["7b"][1], strict=True))
+    Qwen2Config(**config, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    words = ["plan", f"model.name={tmp_path}", "cluster=1xH200", "mode=async", "train_model.lora.rank=16"]
+    assert main([*words, "inference_model.gpu_memory_utilization=0.4"]) == 0
+    out = capsys.readouterr().out
+    assert "train 1, inference on the same, 1 engine; async" in out
+    assert "the engine has 40% of its memory (56.2 GiB), the trainer 55% (77.2 GiB)" in out
+    # 7.6 billion weights of 2 bytes, six times at 4,800 GB/s.
+    assert "sync 19 ms; at once on one device, at most" in out
+    assert main([*words, "inference_model.gpu_memory_utilization=0.9"]) == 2
+    assert "which trains at the same time, leaves training 5% of its memory" in capsys.readouterr().err
+
+
+def test_an_engine_is_planned_with_as_many_responses_as_it_is_sent(model):
+    # 64 prompts x 16 responses, of three versions, on 4 engines; and 16 bytes a word of each.
+    engine = scenario_of(model, "64xH100", *LARGE).engine(8, engines=4)
+    assert engine.sequences == 768
+    more = scenario_of(model, "64xH100", *LARGE, "inference_model.max_num_seqs=800").engine(8, engines=4)
+    assert more.sequences == 800 and more.work - engine.work == 32 * 16 * 128256
 
 
 def test_seconds_of_training_are_operations_over_rates(model):
@@ -402,6 +452,7 @@ def test_the_command_prints_a_plan_and_ends_with_one_where_it_does_not_fit(capsy
 
 
 QWEN = {
+    "0_5b": (494_032_768, (151936, 896, 4864, 24, 14, 2, True)),
     "1_5b": (1_543_714_304, (151936, 1536, 8960, 28, 12, 2, True)),
     "7b": (7_615_616_512, (152064, 3584, 18944, 28, 28, 4, False)),
 }
@@ -413,6 +464,8 @@ SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 @pytest.mark.parametrize(
     ("recipe", "cluster"),
     [
+        ("qwen_0_5b_1gpu", "1xH100"),
+        ("qwen_1_5b_1gpu", "1xH100"),
         ("plan_1_5b_1gpu", "1xH100"),
         ("plan_1_5b_2gpus", "2xH100"),
         ("plan_1_5b_3gpus", "3xH100"),
@@ -429,7 +482,7 @@ def test_a_planned_recipe_fits_the_cluster_that_it_names(recipe, cluster, tmp_pa
             config = dict(zip(SHAPE, numbers, strict=True))
             Qwen2Config(**config, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
             assert Shape.of(skeleton(folder).bfloat16()).parameters == parameters
-    mode = "sync" if "1_5b" in recipe else "async"
+    mode = "sync" if "_5b" in recipe else "async"
     cfg = compose_config("grpo_gsm8k", [f"+experiment={recipe}", f"model.name={folder}", f"mode={mode}"])
     asked = Scenario(cfg := Settings.read(cfg), skeleton(folder).bfloat16(), Cluster.parse(cluster))
     plan = make_plan(asked)

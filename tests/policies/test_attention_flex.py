@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from grpo_rl.policies import attention_flex as flex
 from grpo_rl.policies.attention_flex import BLOCK, block_mask, flex_shared_prefix, padded_length
@@ -150,3 +150,16 @@ def test_the_compiled_cpu_kernel_which_skips_blocks_gives_the_same_values(monkey
         out = flex_shared_prefix(*inputs, layout, 0.3, window, softcap)
         expected = dense(*inputs, who_sees_whom(layout.spans, window), 0.3, softcap)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+
+
+def test_block_tables_are_those_that_pytorch_derives_and_contiguous():
+    layout = pack([random_group(140, [60] * 4), random_group(9, [200, 0, 300], group_id=1)]).layout
+    tables = flex.block_tables(layout.spans, 1024, None, torch.device("cpu"))
+    derived = BlockMask.from_kv_blocks(*tables[1:5], BLOCK_SIZE=flex.BLOCK)
+    for ours, theirs in zip(
+        tables[5:9],
+        (derived.q_num_blocks, derived.q_indices, derived.full_q_num_blocks, derived.full_q_indices),
+        strict=True,
+    ):
+        assert ours.is_contiguous()
+        torch.testing.assert_close(ours, theirs)

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from grpo_rl.policies import compiled
+from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model
 
-pytestmark = pytest.mark.slow
-
-needs_compiler = pytest.mark.skipif(not compiled.can_compile("cpu"), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
@@ -86,5 +85,62 @@ def test_without_a_compiler_the_model_stays_as_it_is_or_the_setting_is_refused(f
     monkeypatch.setenv("CXX", "no-such-compiler")
     policy = TrainPolicy.load(folder, torch.float32, compile=None)
     assert all(module._compiled_call_impl is None for module in policy.model.modules())
-    with pytest.raises(ValueError, match="train_model.compile=true needs a C"):
+    with pytest.raises(ValueError, match="train_model.compile=true can't be had: there is no C"):
         TrainPolicy.load(folder, torch.float32, compile=True)
+
+
+def graphs_and_layers(policy: TrainPolicy) -> tuple[int, int]:
+    """Graphs compiled so far, and layers that compile as one."""
+    compiled_as_one = [m for m in policy.model.modules() if type(m).__name__.endswith("DecoderLayer")]
+    layers = sum(m._compiled_call_impl is not None for m in compiled_as_one)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], layers
+
+
+@needs_compiler
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
+def test_compiled_layers_in_fp64_equal_uncompiled_ones(folder, checkpointing):
+    """As far as fp64 goes: the norms of transformers round to fp32 on both roads."""
+    plain = TrainPolicy.load(folder, torch.float64)
+    policy = TrainPolicy.load(folder, torch.float64, gradient_checkpointing=checkpointing)
+    compiled.compile_layers(policy.model, with_attention=False)
+    assert graphs_and_layers(policy)[1] == policy.model.config.num_hidden_layers
+    for lengths in ([3, 1], [40, 0, 17]):
+        groups = [random_group(prompt=5, lengths=lengths), random_group(prompt=9, lengths=[2, 2], group_id=1)]
+        for ours, theirs in zip(scored(policy, groups), scored(plain, groups), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("as_layers", [False, True], ids=["norms and MLPs", "layers"])
+def test_no_compilation_after_the_second_step_of_a_run_whose_lengths_vary(folder, as_layers):
+    policy = TrainPolicy.load(folder, torch.bfloat16, compile=not as_layers)
+    if as_layers:
+        compiled.compile_layers(policy.model, with_attention=False)
+    for length in (3, 20):
+        groups = [random_group(prompt=length, lengths=[length, 1])]
+        policy.add_log_probs(groups, 1000)
+        scored(policy, groups)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for length in (5, 64, 300):
+            groups = [random_group(prompt=length, lengths=[length, 2 * length])]
+            policy.add_log_probs(groups, 4000)
+            scored(policy, groups)
+
+
+@needs_compiler
+def test_a_compiled_layer_runs_fewer_kernels_than_its_operators(folder):
+    def operators(policy: TrainPolicy) -> int:
+        """CPU operators of one forward and backward pass, a compiled region's own kernels not among them."""
+        groups = [random_group(prompt=5, lengths=[7, 3])]
+        scored(policy, groups)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            scored(policy, groups)
+        return sum(
+            event.count for event in profile.key_averages() if event.key in ("aten::mul", "aten::add", "aten::pow")
+        )
+
+    policy = TrainPolicy.load(folder, torch.float32)
+    plain = operators(policy)
+    compiled.compile_layers(policy.model, with_attention=False)
+    layers = operators(policy)
+    assert layers < plain / 2, f"{plain} element-wise operators uncompiled, {layers} with compiled layers"

@@ -28,8 +28,6 @@ from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.testing import KeepFp64, random_group
 
-pytestmark = pytest.mark.slow
-
 NAMES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 VOCAB = 50
 WINDOW = 5
@@ -291,6 +289,7 @@ def check(names: list[str]) -> dict[tuple[str, float | None], Verdict]:
     return verdicts
 
 
+@pytest.mark.slow
 def test_some_models_of_each_kind_are_scored_like_their_own_forward_or_refused():
     verdicts = check(FEW)
     equal = {name for (name, _), v in verdicts.items() if v.kind == "equal"}

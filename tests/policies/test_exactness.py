@@ -6,15 +6,17 @@ attention with the masks that transformers makes, full logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, partialmethod
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+from torch.nn.attention import flex_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     Gemma2ForCausalLM,
@@ -32,6 +34,7 @@ from transformers import (
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies import compiled
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import KeepFp64, random_group, to_fp64
 from grpo_rl.training.micro_batches import scored_micro_batches
@@ -170,14 +173,19 @@ def assert_scored_like_the_plain_road(
     temperature: float = 0.7,
     checkpointing: bool = False,
     micro_batches: Sequence[Sequence[Group]] | None = None,
+    prepare: Callable[[PreTrainedModel], None] = lambda _: None,
 ) -> None:
-    """Values of all groups at once, and gradients summed over ``micro_batches`` (default: all groups at once)."""
+    """Values of all groups at once, and gradients summed over ``micro_batches`` (default: all groups at once).
+
+    ``prepare`` changes the model after the plain road and before ours.
+    """
     expected = plain_road(model, groups, temperature)
     expected_gradients = gradients(model, random_loss(*expected, groups))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     try:
         policy = TrainPolicy(model, temperature)
+        prepare(model)
         scored = policy.score(groups)
         split = [random_loss(*policy.score(micro), micro) for micro in micro_batches or []]
         actual_gradients = gradients(model, sum(split) if split else random_loss(*scored, groups))
@@ -193,6 +201,74 @@ def assert_scored_like_the_plain_road(
 def test_every_family_is_scored_like_the_plain_road(family, checkpointing):
     model = fp64_model(family)
     assert_scored_like_the_plain_road(model, groups_of(RAGGED, seed=3), checkpointing=checkpointing)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Layers are compiled as on CUDA, but run by PyTorch's operators in the place of Triton's kernels."""
+    # FlexAttention refuses gradients on a CPU, for which it has no kernels; its operators have them.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
+    monkeypatch.setattr(compiled, "why_uncompiled", lambda _: None)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(specialize_float=True):
+        yield
+    torch._dynamo.reset()
+
+
+IN_MAKE_TEST = [("gemma2", False), ("gemma3", False), ("qwen3-windows", True)]
+OTHERS = [(family, False) for family in FAMILIES] + [("llama-tied", True), ("gemma2", True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "checkpointing"),
+    IN_MAKE_TEST + [pytest.param(*case, marks=pytest.mark.models) for case in OTHERS if case not in IN_MAKE_TEST],
+)
+@pytest.mark.usefixtures("traced")
+def test_layers_compiled_as_one_with_their_attention_are_scored_like_the_plain_road(family, checkpointing):
+    assert_scored_like_the_plain_road(
+        fp64_model.__wrapped__(family),
+        groups_of(RAGGED, seed=3),
+        checkpointing=checkpointing,
+        prepare=partial(compiled.compile_layers, with_attention=True),
+    )
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_layer_that_is_not_one_graph_with_its_attention_is_an_error(monkeypatch):
+    model = fp64_model.__wrapped__("llama-tied", num_hidden_layers=1)
+    policy = TrainPolicy(model)
+    compiled.compile_layers(model, with_attention=True)
+    mlp = model.get_submodule("model.layers.0.mlp")
+    forward = type(mlp).forward
+
+    def broken(self, x):
+        torch._dynamo.graph_break()
+        return forward(self, x)
+
+    monkeypatch.setattr(type(mlp), "forward", broken)
+    with pytest.raises(Unsupported):
+        policy.score(groups_of([(5, [3, 2])]))
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_layer_that_is_compiled_too_often_is_an_error():
+    model = fp64_model.__wrapped__("llama-tied", num_hidden_layers=1)
+    policy, groups = TrainPolicy(model), groups_of([(5, [3, 2])])
+    compiled.compile_layers(model, with_attention=True)
+    policy.score(groups)
+    with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():  # without gradients it is another graph
+        with pytest.raises(FailOnRecompileLimitHit):
+            policy.score(groups)
+
+
+@pytest.mark.usefixtures("traced")
+def test_heads_too_small_for_attention_in_compiled_layers_are_refused_before(monkeypatch):
+    model = fp64_model.__wrapped__("llama-tied", num_hidden_layers=1)
+    monkeypatch.setattr(type(model), "device", property(lambda _: torch.device("cuda")))
+    with pytest.raises(ValueError, match="heads of size 12 can't be trained on CUDA; 16 is the smallest"):
+        compiled.compile_layers(model, with_attention=True)
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from grpo_rl.policies import compiled
+from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.lora import LoRA, adapted_layers, adapters_off, add_adapters, base_weights, check_quantization
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.testing import KeepFp64, random_group, save_tiny_model, to_fp64
 from grpo_rl.training.optimizer import PolicyOptimizer
-
-pytestmark = pytest.mark.slow
 
 peft = pytest.importorskip("peft")
 
@@ -89,6 +87,7 @@ def weighted(log_prob, entropy):
     return (weights * torch.stack([log_prob, entropy])).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -205,7 +204,8 @@ def test_a_reference_that_is_interrupted_while_it_begins_leaves_the_policy_as_it
     assert not any(layer.disable_adapters for layer in adapted_layers(model).values())
 
 
-@pytest.mark.skipif(not compiled.can_compile("cpu"), reason="no C++ compiler")
+@pytest.mark.slow
+@pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
 def test_compiled_mlps_use_the_adapters_and_are_compiled_once(folder):
     counters, graphs = torch._dynamo.utils.counters, []
     breaks = dict(counters["graph_break"])

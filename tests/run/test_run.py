@@ -354,6 +354,32 @@ def test_a_fixed_command_goes_on_from_wherever_it_was_cut_off(tiny, tmp_path, mo
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_run_without_a_compiler_says_so_in_one_line_and_trains(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    short = [*tiny, "train.total_dialog_turns=16", "evaluate.rows=0", "train_model.compile=null"]
+    assert logged_steps(run(short, tmp_path / "run")) == [1]
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("Nothing is compiled, and steps take longer: there is no C++ compiler") == 1
+    with pytest.raises(SystemExit, match="compile=true can't be had: there is no C"):
+        run([*short, "train_model.compile=true"], tmp_path / "other")
+
+
+def test_a_folder_in_which_nothing_was_trained_is_taken_by_the_next_start(tiny, tmp_path, monkeypatch, capsys):
+    """A start that fails, and a run that is killed after its first evaluation; without resume=auto."""
+    short, folder = [*tiny, "train.total_dialog_turns=16"], tmp_path / "run"
+    for point in ("parts.Parts.begin", "run.Run.collections"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"grpo_rl.run.{point}", killed)
+            with pytest.raises(Killed):
+                run(short, folder)
+    assert [row["step"] for row in read_metrics(folder)] == [0]
+    run(short, folder)
+    assert capsys.readouterr().out.count("had trained nothing, and begins again") == 2
+    assert [row["step"] for row in read_metrics(folder)] == [0, 1, 1]
+    with pytest.raises(SystemExit, match="already holds a run"):
+        run(short, folder)
+
+
 def test_a_second_start_in_the_folder_of_a_live_run_is_refused_by_name(tiny, finished, tmp_path, monkeypatch):
     live = tmp_path / "outputs" / "live"
     shutil.copytree(finished, live)

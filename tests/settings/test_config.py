@@ -116,9 +116,9 @@ def test_wrong_numbers_are_told_with_the_remedy(overrides, message):
 
 # By hand, from what config/ says beside each key: those whose default is null, or does not say all.
 BY_HAND = {
-    "true or false": "env.isolated train_model.compile",
+    "true or false": "env.isolated inference_model.enforce_eager train_model.compile",
     "a whole number": """train_model.num_devices ref_model.num_devices inference_model.num_devices ray.nodes
-        inference_model.tensor_parallel_size train.gradient_accumulation_steps""",
+        inference_model.tensor_parallel_size inference_model.max_num_seqs train.gradient_accumulation_steps""",
     "a number": """env.score_timeout_s inference_model.deadline_s loss.advantage_clip
         loss.dual_clip loss.normalizer policy.stop_kl policy.target_kl train.reward_clip train_model.lora.alpha
         train_model.timeout_s""",
@@ -150,7 +150,6 @@ def values_of(dataset):
     return {key: select(values, key) for key in leaves(values)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dataset", sorted(TASKS))
 def test_a_value_of_a_wrong_type_is_refused_by_name_at_every_key(dataset):
     """All keys at once are given a value that none of their kind takes, and each is named with it."""

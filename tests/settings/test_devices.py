@@ -13,7 +13,7 @@ from grpo_rl.settings import devices
 from grpo_rl.settings.devices import allocate
 
 
-def config(train=None, ref=None, inference=None, kl_coef=0.0, tp=None):
+def config(train=None, ref=None, inference=None, kl_coef=0.0, tp=None, share=0.5):
     """A config in which a number is a role's num_devices and a list its devices."""
 
     def section(asked):
@@ -24,7 +24,7 @@ def config(train=None, ref=None, inference=None, kl_coef=0.0, tp=None):
         {
             "train_model": section(train),
             "ref_model": section(ref),
-            "inference_model": section(inference) | {"tensor_parallel_size": tp},
+            "inference_model": section(inference) | {"tensor_parallel_size": tp, "gpu_memory_utilization": share},
             "policy": {"kl_coef": kl_coef},
         }
     )
@@ -81,6 +81,31 @@ def test_in_async_mode_inference_left_null_takes_all_that_are_left():
     assert indices(plan.inference) == [2, 3, 4, 5, 6, 7] and not plan.colocated
 
 
+def test_one_gpu_trains_and_samples_at_the_same_time_in_async_mode_and_the_plan_says_how_its_memory_is_divided():
+    plan = allocate(config(kl_coef=0.1, share=0.6), mode="async", visible=1)
+    assert plan.train == plan.ref == plan.inference == (torch.device("cuda", 0),)
+    assert (plan.engine_share, plan.training_share, plan.replicas, plan.tensor_parallel_size) == (0.6, 0.35, 1, 1)
+    assert str(plan) == (
+        "train cuda:0, ref cuda:0, inference cuda:0 (1 x tensor_parallel_size 1); cuda:0 trains and samples at the "
+        "same time: of its memory 60% are the engine's and 35% the trainer's"
+    )
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_lists_that_name_the_same_single_gpu_share_it(mode):
+    plan = allocate(config([1], inference=[1]), mode=mode, visible=4)
+    assert (indices(plan.train), indices(plan.inference)) == ([1], [1])
+    assert plan.engine_share == (0.5 if mode == "async" else 0)
+
+
+def test_lists_of_several_gpus_are_not_shared_and_a_cluster_shares_none():
+    with pytest.raises(ValueError, match="GPU 0 is in both train_model.devices and inference_model.devices"):
+        allocate(config([0, 1], inference=[0, 1]), mode="async", visible=4)
+    with pytest.raises(ValueError, match="none is left to sample"):
+        allocate(config(), mode="async", visible=1, counts_only=True)
+    assert allocate(config(share=0.9), mode="async", visible=2).engine_share == 0
+
+
 def test_null_tensor_parallel_size_means_all_inference_devices():
     assert allocate(config(train=1, inference=4), visible=8).tensor_parallel_size == 4
 
@@ -103,14 +128,25 @@ def test_num_devices_that_agrees_with_the_list_is_accepted():
          "train 1 + inference 1 = 2 GPUs, 1 visible; leave inference_model.num_devices null to share the training "
          "device"),
         (config(inference=1), "async", 1,
-         "train 1 + inference 1 = 2 GPUs, 1 visible; use sync mode, where inference can share the training device"),
+         "train 1 + inference 1 = 2 GPUs, 1 visible; leave inference_model.num_devices null to share the training "
+         "device"),
+        (config(1, 1, 1, kl_coef=0.1), "async", 2,
+         "train 1 + ref 1 + inference 1 = 3 GPUs, 2 visible; use sync mode, where inference can share the training "
+         "device"),
         (config(inference=64), "sync", 64,
          "train 1 + inference 64 = 65 GPUs, 64 visible; lower inference_model.num_devices"),
         (config([0, 1, 2], inference=2), "sync", 4,
          "train 3 + inference 2 = 5 GPUs, 4 visible; shorten train_model.devices"),
         (config(train=8), "async", 8,
-         "train 8 GPUs, 8 visible: none is left to sample, and in async mode inference shares none; use sync mode, or "
-         "give training fewer"),
+         "train 8 GPUs, 8 visible: none is left to sample, and in async mode inference shares only a "
+         "machine's single GPU; use sync mode, or give training fewer"),
+        (config(share=0.9), "async", 1,
+         "inference_model.gpu_memory_utilization=0.9 on cuda:0, which trains at the same time, leaves training 5% of "
+         "its memory; use at most 0.8, or mode=sync"),
+        (config(tp=2), "async", 1,
+         "inference_model.tensor_parallel_size=2 does not divide the 1 device of inference; use one of [1]"),
+        (config(ref=1, kl_coef=0.1), "async", 1,
+         "train 1 + ref 1 = 2 GPUs, 1 visible; leave ref_model.num_devices null to share the training device"),
         (config([0, 1], inference=[1, 2]), "sync", 3,
          "GPU 1 is in both train_model.devices and inference_model.devices; make the lists disjoint, or leave "
          "inference_model.devices null to share"),

@@ -336,7 +336,6 @@ def files_of(path):
 FUZZED = 200
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("write", [write_whole, write_sharded])
 def test_no_damaged_checkpoint_is_loaded_and_the_one_before_is_taken(tmp_path, write, capsys):
     template = tmp_path / "template"

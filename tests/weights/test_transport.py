@@ -21,8 +21,7 @@ from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.engines.fingerprint import digest, fingerprint
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.testing import save_tiny_model
-from grpo_rl.weights import remote
-from grpo_rl.weights.native import NativeTransport
+from grpo_rl.weights import remote, transport
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 from grpo_rl.weights.remote import LoopControl
 from grpo_rl.weights.shared_memory import SharedMemory, SharedMemoryTransport
@@ -261,6 +260,17 @@ def test_an_update_of_everything_and_one_of_nothing_are_whole():
     Receives().update([], [])
 
 
+def test_on_a_gpu_later_updates_are_written_over_what_vllm_has_loaded():
+    receives = Receives()
+    receives.end.model.bfloat16()
+    del receives.end._load  # the real one
+    receives.end._in_place = True
+    receives.memory.write(64, expected := torch.tensor([[1.0, 2.0], [3.0, 4.0]]).bfloat16())
+    place = receives.end.model.weight.data_ptr()
+    receives.update([["weight", "bfloat16", [2, 2], 64, 0, 4]], ["weight"])
+    assert torch.equal(receives.end.model.weight, expected) and receives.end.model.weight.data_ptr() == place
+
+
 @pytest.mark.filterwarnings("error")
 def test_an_engine_reads_the_trainers_memory_and_nothing_else(tmp_path):
     pytest.importorskip("vllm")
@@ -455,23 +465,83 @@ def test_vllm_gets_to_know_the_transfer_by_the_entry_point_that_is_installed():
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_vllms_own_transfer_within_a_gpu_delivers(folder):
-    """Not run yet: it was written on a machine without a GPU."""
+@pytest.mark.parametrize("bucket_bytes", [1 << 14, 1 << 24])
+def test_weights_arrive_through_the_memory_of_a_gpu_that_both_share(folder, bucket_bytes):
     from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
 
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     engine = AsyncVLLMEngine(folder, max_model_len=64, gpu_memory_utilization=0.2, transfer="ipc")
-    model = moved(folder, 1).cuda()
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    transport = NativeTransport([LoopControl(engine, loop)], "ipc", shapes)
+    device = torch.device("cuda", 0)
+    transport = SharedMemoryTransport([LoopControl(engine, loop)], bucket_bytes, 20.0, device)
     try:
-        sync = WeightSync(model, transport)
-        assert [sync.push(), sync.push()] == [1, 2]
-        sync.verify()
+        for seed in (1, 2, 3):  # from the second push on weights are written in place
+            sync = WeightSync(moved(folder, seed).to(device), transport, seed - 1)
+            assert sync.push() == seed
+            sync.verify()
     finally:
         transport.close()
         asyncio.run_coroutine_threadsafe(engine.close(), loop).result(60)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """CUDA's handles, played by a table of this process: the memory itself is the host's."""
+    opened: dict[bytes, torch.Tensor] = {}
+
+    def reduce(memory):
+        opened[handle := f"handle {len(opened)}".encode()] = memory
+        return None, (torch.Tensor, None, None, 0, torch.TypedStorage, torch.uint8, 3, handle, memory.nbytes, 0, False)
+
+    def rebuild(kind, size, stride, offset, storage, dtype, device, handle, *rest):
+        if handle not in opened:
+            raise RuntimeError("CUDA error: invalid resource handle")
+        return opened[handle]
+
+    monkeypatch.setattr("grpo_rl.engines.shared_memory.reduce_tensor", reduce)
+    monkeypatch.setattr("grpo_rl.engines.shared_memory.rebuild_cuda_tensor", rebuild)
+    return opened
+
+
+def test_a_gpus_memory_is_opened_by_a_handle_that_vllms_messages_carry(model, one_gpu):
+    pytest.importorskip("vllm")
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    class Worker(Reads):
+        """Loads what came in a message, as a worker does."""
+
+        def __init__(self):
+            super().__init__()
+            self.receives = Receives()
+            self.receives.end._load = lambda weights: self.engine.weights.update(
+                {name: tensor.clone() for name, tensor in weights}
+            )
+
+        def start_weight_update(self):
+            self.receives.end.start_weight_update()
+
+        def update_weights(self, bucket):
+            assert not bucket["path"]
+            self.receives.end.update_weights(MsgpackDecoder().decode(MsgpackEncoder().encode(bucket)))
+
+        def finish_weight_update(self, version):
+            self.receives.end.finish_weight_update()
+            super().finish_weight_update(version)
+
+    transport = SharedMemoryTransport([engine := Worker()], 1 << 12, device=torch.device("cpu"))
+    sync = WeightSync(model, transport)
+    assert [sync.push(), sync.push()] == [1, 2] and len(one_gpu) == 1
+    for name, parameter in model.named_parameters():
+        assert torch.equal(engine.engine.weights[name], parameter)
+    transport.close()
+
+
+def test_memory_of_another_gpu_is_refused_with_the_way_through_the_host(one_gpu):
+    from grpo_rl.engines.shared_memory import trainers_gpu_memory
+
+    message = "can't be opened on cuda:0 .*invalid resource.*transfer=shared_memory takes the way through the host"
+    with pytest.raises(RuntimeError, match=message):
+        trainers_gpu_memory([b"gone", 8, 0, False], 8, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("broken", range(6))
@@ -491,3 +561,20 @@ def test_the_bucket_that_failed_is_named_and_not_the_one_behind_it(model, broken
 
     with pytest.raises(WeightDeliveryError, match=rf"bucket {broken} of version 1, .*: no memory is left"):
         WeightSync(model, SharedMemoryTransport([Breaks()], 1 << 13)).push()
+
+
+def test_engines_that_answer_with_digests_are_compared_by_digests_also_where_fingerprints_come_in_batches(monkeypatch):
+    monkeypatch.setattr(transport, "batch_on", lambda device: SimpleNamespace(add=lambda tensor: 7))
+    tensor, proofs = torch.arange(12.0), transport.PushProofs()
+    assert proofs.number("weight", tensor, by_bytes=True) == digest(tensor)
+    assert proofs.number("weight", tensor, by_bytes=False) == 7
+
+
+def test_a_push_that_fails_leaves_the_engine_new_and_none_of_its_tensors_held():
+    sent = transport.InProcess(ScriptedEngine(lambda prompt, index: []))
+    with pytest.raises(RuntimeError), sent.paused():
+        during = sent._proofs
+        raise RuntimeError
+    assert sent._proofs is not during
+    with sent.paused() as is_new:
+        assert is_new

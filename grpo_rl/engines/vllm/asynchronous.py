@@ -47,7 +47,8 @@ class AsyncVLLMEngine(VLLMBase):
         name: for messages.
         deadline_s: seconds in which the process has to answer a call; longer than the longest step of sampling, as some
             calls wait for the one under way.
-        transfer: how weights come: ``shared_memory``, or vLLM's own ``nccl`` and ``ipc``, for GPUs.
+        transfer: how weights come: through the host's ``shared_memory``, through memory of the trainer's own GPU
+            (``ipc``), or by vLLM's own ``nccl``, between GPUs.
         keep_cache: a response under way in an update keeps the keys and values of its past, made by older weights,
             instead of having them computed anew. Requests that are made once :meth:`pause` has returned never read
             what older weights have made; those that waited in the queue then may.
@@ -73,9 +74,10 @@ class AsyncVLLMEngine(VLLMBase):
         self._turns: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
         if self._is_one_worker:
             self._arguments["distributed_executor_backend"] = NamelessExecutor
-        how = WeightTransferConfig(BACKEND if transfer == "shared_memory" else transfer)
+        how = WeightTransferConfig(transfer if transfer == "nccl" else BACKEND)
         arguments = AsyncEngineArgs(**self._arguments, weight_transfer_config=how)
-        self._llm: AsyncLLM | None = AsyncLLM.from_engine_args(arguments)
+        with self._explained():
+            self._llm: AsyncLLM | None = AsyncLLM.from_engine_args(arguments)
         manager = self._llm.engine_core.resources.engine_manager
         self.pids = [process.pid for process in getattr(manager, "processes", ())]
         """Process ids of vLLM's core."""
@@ -169,6 +171,10 @@ class AsyncVLLMEngine(VLLMBase):
     async def weight_version(self) -> int:
         """Version of the weights, according to the process."""
         return version_number(await self._within("asking for its version", self._core.get_weight_version()))
+
+    async def cache_bytes(self) -> int:
+        """Bytes of the KV cache that vLLM found to be left when it started; 0 on a CPU."""
+        return (await self._within("asking for its cache", self._core.collective_rpc("cache_bytes")))[0]
 
     async def fingerprints(self, shapes: Mapping[str, Sequence[int]], read_back: bool = False) -> dict[str, int]:
         """See :meth:`grpo_rl.engines.base.AsyncEngine.fingerprints`."""

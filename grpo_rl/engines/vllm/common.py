@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,18 @@ import grpo_rl.engines.vllm.environment  # noqa: F401, what vLLM reads at import
 from vllm.lora.request import LoRARequest
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from grpo_rl.engines.capacity import batch_tokens, graph_sizes
 from grpo_rl.engines.vllm.cpu import cpu_arguments
 from grpo_rl.engines.vllm.lora import adapter_arguments
+from grpo_rl.engines.vllm.refusals import refusals_explained
 from grpo_rl.engines.vllm.worker import WorkerExtension
 
 
 class VLLMBase:
-    """Base of vLLM's engines, with the prefix cache on: the full blocks of a group's prompt are computed once.
+    """Base of vLLM's engines.
+
+    A group's responses are requests of their own that arrive together: with the prefix cache the first one computes the
+    full blocks of their prompt, and prompts are computed in parts beside responses under way.
 
     Args:
         model: a local model folder.
@@ -29,14 +35,17 @@ class VLLMBase:
         seed: of vLLM's sampler.
         tensor_parallel_size: GPUs that share one copy of the model.
         gpu_memory_utilization: part of a GPU's memory that vLLM may take, weights and KV cache.
-        enforce_eager: False compiles at start; generation gets faster, starting slower.
+        enforce_eager: None: CUDA graphs on a GPU, none on a CPU; True: no graphs; False: compiled too, a slow start.
         dtype: of the weights and the computation.
         max_num_seqs: responses sampled at the same time.
         adapter_rank: more than 0: the engine holds a LoRA adapter of this rank beside its weights.
         adapter_targets: last names of the layers that it adapts, as the checkpoint has them.
+        cache_bytes: of the KV cache on a GPU; None: what vLLM finds to be left of its share. It can tell only while
+            nobody else takes or frees memory there.
 
     Raises:
-        ValueError: vLLM refuses the model or the settings, or has no kernels for adapters in this dtype.
+        ValueError: vLLM refuses the model or the settings, has too little memory, or has no kernels for adapters in
+            this dtype.
     """
 
     def __init__(
@@ -46,11 +55,12 @@ class VLLMBase:
         seed: int = 0,
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.5,
-        enforce_eager: bool = True,
+        enforce_eager: bool | None = None,
         dtype: str = "bfloat16",
         max_num_seqs: int = 256,
         adapter_rank: int = 0,
         adapter_targets: Sequence[str] = (),
+        cache_bytes: int | None = None,
     ) -> None:
         self.version, self.max_model_len, self.dtype = 0, max_model_len, getattr(torch, dtype)
         self.takes_adapters = adapter_rank > 0
@@ -69,13 +79,27 @@ class VLLMBase:
             # Log-probabilities after temperature and top-p: those of the distribution that was sampled from.
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": True,
-            "enforce_eager": enforce_eager,
+            "enforce_eager": not self._can_free if enforce_eager is None else enforce_eager,
             "max_num_seqs": max_num_seqs,
             "disable_log_stats": True,
             "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
         }
+        self._explained = partial(refusals_explained, gpu_memory_utilization, max_model_len)
         if self._can_free:
-            self._arguments |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
+            tokens = batch_tokens(torch.cuda.get_device_properties(0).total_memory)
+            self._arguments |= {
+                "gpu_memory_utilization": gpu_memory_utilization,
+                "enable_sleep_mode": True,
+                "max_num_batched_tokens": max(max_num_seqs, min(tokens, max_num_seqs * max_model_len)),
+                "enable_chunked_prefill": True,
+                "kv_cache_memory_bytes": cache_bytes,
+            }
+            if enforce_eager is None:  # mode 0: no compilation
+                self._arguments["compilation_config"] = {
+                    "mode": 0,
+                    "cudagraph_mode": "FULL_DECODE_ONLY",
+                    "cudagraph_capture_sizes": graph_sizes(max_num_seqs),
+                }
         else:
             self._arguments |= cpu_arguments(model, self.dtype, max_model_len, max_num_seqs, tensor_parallel_size)
         if adapter_rank:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,11 @@ class VLLMEngine(VLLMBase):
         super().__init__(model, max_model_len, **settings)
         self._asleep = False
         self._requests: dict[str, int] = {}
-        self._llm = LLM(**self._arguments, use_tqdm_on_load=False)
+        before = torch.cuda.memory_allocated() if self._can_free else 0
+        with threads_kept() if self._can_free else nullcontext(), self._explained():
+            self._llm = LLM(**self._arguments, use_tqdm_on_load=False)
+        self.held_gib = (torch.cuda.memory_allocated() - before) / 2**30 if self._can_free else 0.0
+        """GPU memory that the engine holds in this process: weights, KV cache and graphs; also while it sleeps."""
         # vLLM freezes the garbage collector's view of what exists, to spare an engine's own process work. Here that
         # takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.
         gc.unfreeze()
@@ -112,6 +117,19 @@ class VLLMEngine(VLLMBase):
         cleanup_dist_env_and_memory()
         LAYERWISE_INFO.clear()  # vLLM's notes on reloaded layers, which refer back to the layers
         gc.collect()
+
+
+@contextmanager
+def threads_kept() -> Iterator[None]:
+    """A context that leaves torch as many CPU threads as it had; vLLM's start on a GPU takes all but one.
+
+    Compiled functions check the number, and would all be compiled again.
+    """
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def without_factors(weights: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,8 @@ fingerprint of the weight itself, read exactly by a product with an identity mat
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import SupportsInt, cast
 
 import torch
 from torch import Tensor
@@ -44,12 +45,18 @@ def held_digest(model: torch.nn.Module, name: str, dtype: torch.dtype) -> int:
 
 
 def shard_fingerprint(
-    model: torch.nn.Module, name: str, shape: torch.Size, dtype: torch.dtype, last_read: dict[tuple[str, str], Tensor]
-) -> int:
+    model: torch.nn.Module,
+    name: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    last_read: dict[tuple[str, str], Tensor],
+    fingerprint: Callable[..., SupportsInt] = fingerprint,
+) -> SupportsInt:
     """This worker's share of the fingerprint of the weight that the model computes with.
 
     Args:
         last_read: the tensor that the call before has read, as a fused layer serves several names; updated.
+        fingerprint: computes fingerprints, now or later.
 
     Returns:
         A number that adds up over workers; 0 where another worker counts it.
@@ -72,7 +79,8 @@ def shard_fingerprint(
         # What is looked up is one thing, what a head on CPU multiplies by another: both have to be what was sent.
         heads = (head for head in packed_heads(model) if head.weight.data_ptr() == module.weight.data_ptr())
         forms = [whole, *(read_by_product(head, whole.shape[1], dtype) for head in heads)]
-        return same_or_none(*(fingerprint(form[:rows], row_start=first) for form in forms))
+        marks = [fingerprint(form[:rows], row_start=first) for form in forms]
+        return same_or_none(*map(int, marks)) if len(marks) > 1 else marks[0]
     if isinstance(module, RowParallelLinear):
         if kind == "bias":
             return fingerprint(whole) if rank == 0 else 0

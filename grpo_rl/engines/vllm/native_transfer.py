@@ -1,4 +1,4 @@
-"""The trainer's end of vLLM's own transfers between GPUs: NCCL, and CUDA IPC. For vLLM 0.32."""
+"""The trainer's end of vLLM's own transfer between GPUs, NCCL. For vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -38,26 +38,15 @@ class OneStream(WeightSource):
 
 
 def native_trainer(
-    backend: str, client: VLLMWeightSyncClient, source: WeightSource, settings: Mapping[str, Any]
+    client: VLLMWeightSyncClient, source: WeightSource, settings: Mapping[str, Any]
 ) -> TrainerWeightTransferEngine[Any]:
-    """The trainer's end of one of vLLM's own transfers; blocks until the engines are connected.
+    """The trainer's end of vLLM's NCCL transfer; blocks until the engines are connected.
 
     Args:
-        backend: ``nccl`` or ``ipc``.
         client: the way to tell the engines; this process has all weights or gathers them.
-        settings: settings of the transfer: ``master_address``, ``master_port`` and ``world_size`` for ``nccl``.
-
-    Raises:
-        ValueError: there is no such transfer.
+        settings: ``master_address``, ``master_port`` and ``world_size``.
     """
-    if backend == "nccl":
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        info = NCCLTrainerInitInfo(rank=0, **settings)
-    elif backend == "ipc":
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-        info = IPCTrainerInitInfo(rank=0, packed=True, **settings)
-    else:
-        raise ValueError(f"transfer {backend!r}; choose nccl or ipc")
+    info = NCCLTrainerInitInfo(rank=0, **settings)
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)

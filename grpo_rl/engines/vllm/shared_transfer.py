@@ -1,7 +1,7 @@
 """The workers' end of a weight transfer through memory that is shared with the trainer. For vLLM 0.32.
 
-vLLM has transfers between GPUs (NCCL, CUDA IPC) and a registry for more. This is one for CPUs, registered as a plugin:
-the entry point `vllm.general_plugins` calls :func:`register` in every process of vLLM's.
+vLLM has transfers between GPUs and a registry for more. This is one for CPUs, and for a trainer on the engine's own
+GPU, registered as a plugin: the entry point `vllm.general_plugins` calls :func:`register` in every process of vLLM's.
 """
 
 from __future__ import annotations
@@ -20,13 +20,25 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from grpo_rl.engines.base import ADAPTER_NAME
-from grpo_rl.engines.shared_memory import HEADER_WORDS, Part, one_thread_less, parts, trainers_memory
+from grpo_rl.engines.shared_memory import (
+    HEADER_WORDS,
+    Part,
+    one_thread_less,
+    parts,
+    trainers_gpu_memory,
+    trainers_memory,
+)
+from grpo_rl.engines.vllm.refusals import report_failures
 
 BACKEND = "grpo_rl_shared_memory"
 
 
 def register() -> None:
-    """Registers the transfer with vLLM as :data:`BACKEND`; may be called any number of times."""
+    """Registers the transfer with vLLM as :data:`BACKEND`; may be called any number of times.
+
+    As vLLM calls it first in each of its processes, it also has them report why they do not start.
+    """
+    report_failures()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, SharedMemoryEngine.__name__)
 
@@ -41,7 +53,7 @@ class Bucket(WeightTransferUpdateInfo):
     """Tensors that lie in shared memory now.
 
     Args:
-        path: of the memory, as this machine's processes open it.
+        path: of the memory, as this machine's processes open it; empty where it is a GPU's.
         key: of the memory; another one may be found under the same path later.
         size: of all of it, in bytes.
         start: of the bucket's header in it.
@@ -50,6 +62,7 @@ class Bucket(WeightTransferUpdateInfo):
         tensors: of each tensor or part of one: name, dtype, shape, and first byte in the memory; which values they are,
             of all in a row: the first, and how many. Parts of a tensor come one after the other.
         names: of all tensors of the update, given with its last bucket.
+        handle: of a GPU's memory, see `grpo_rl.engines.shared_memory.handle_of`.
     """
 
     path: str
@@ -60,6 +73,7 @@ class Bucket(WeightTransferUpdateInfo):
     version: int
     tensors: list[list[Any]]
     names: list[str] | None = None
+    handle: list[Any] | None = None
 
 
 class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
@@ -79,6 +93,7 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
         self.adapter: dict[str, Tensor] = {}
         """Factors of an adapter that came; the worker takes them over when the update has ended."""
         self._incomplete: dict[str, Tensor] = {}  # tensors of which a part has come
+        self._in_place = False  # once vLLM has loaded weights into a model that computes with them as they are
 
     def init_transfer_engine(self, init_info: NothingToAgreeOn) -> None:
         """Does nothing: there is nothing to connect to."""
@@ -89,9 +104,11 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
         self._reached, self._names, self.adapter = {}, None, {}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Takes a bucket in. vLLM's own method then waits for an accelerator, which a CPU does not have."""
+        """Takes a bucket in; once this returns, the trainer writes over it."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
         except BaseException:
             self.abandon()
             raise
@@ -140,6 +157,11 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        from grpo_rl.engines.vllm.in_place import write_in_place
+
+        if self._in_place:
+            write_in_place(self.model, weights)
+            return
         if not self._is_reloading:
             initialize_layerwise_reload(self.model)
             self._is_reloading = True
@@ -169,6 +191,8 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
         """
         from vllm.model_executor.layers.linear import LinearBase
 
+        from grpo_rl.engines.vllm.in_place import is_plain
+
         if self._names is None:
             self.abandon()
             raise RuntimeError(f"version {self.version} did not come whole: its last bucket is missing")
@@ -184,7 +208,10 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
                 f"version {self.version} did not come whole: {len(missing)} of {len(self._names)} tensors are missing "
                 f"({', '.join(missing[:5])}{', …' if len(missing) > 5 else ''})"
             )
+        loaded = self._is_reloading
         self._finish_reload()
+        # An adapter's update may have loaded none of them.
+        self._in_place = self._in_place or (self.device.type == "cuda" and loaded and is_plain(self.model))
 
     def abandon(self) -> None:
         """Gives up an update: what has come is new, or new in part, all else what it was."""
@@ -208,7 +235,10 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
     def _open(self, bucket: Bucket) -> Tensor:
         if self._memory is None or self._memory[0] != bucket.key:
             self._memory = None  # before another is mapped
-            self._memory = bucket.key, trainers_memory(bucket.path, bucket.size)
+            if bucket.handle is None:
+                self._memory = bucket.key, trainers_memory(bucket.path, bucket.size)
+            else:
+                self._memory = bucket.key, trainers_gpu_memory(bucket.handle, bucket.size, self.device)
         return self._memory[1]
 
     def shutdown(self) -> None:

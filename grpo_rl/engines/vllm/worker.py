@@ -7,7 +7,7 @@ model is built is registered when this is imported.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, SupportsInt
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ import grpo_rl.engines.vllm.environment  # noqa: F401
 
 # isort: split
 from grpo_rl.engines.base import ADAPTER_NAME
+from grpo_rl.engines.fingerprint import batch_on, fingerprint
 from grpo_rl.engines.vllm.cpu import offer_norms, record_packing, refresh_heads
 from grpo_rl.engines.vllm.held import held_digest, module_of, shard_fingerprint
+from grpo_rl.engines.vllm.in_place import is_plain, write_in_place
 from grpo_rl.engines.vllm.lora import held_factor_fingerprint, hold_adapter
 from grpo_rl.engines.vllm.shared_transfer import register
 
@@ -30,14 +32,22 @@ if not torch.cuda.is_available():
 class WorkerExtension:
     """Methods of vLLM's workers, called by `collective_rpc`; arguments are plain, as they travel between processes."""
 
-    model_runner: Any  # the worker's
+    model_runner: Any  # the worker's, as those without a comment
+    cache_config: Any
+    _loaded: torch.nn.Module | None = None
+    """The model, once vLLM has loaded weights into it by their names, if the next can be written over them."""
     weight_transfer_engine: Any
     _weight_update_active: bool
 
     def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads the weights in place; those that do not come stay."""
+        model = self.model_runner.get_model()
+        if model is self._loaded:
+            write_in_place(model, weights)
+            return
         self.model_runner.reload_weights(weights_iterator=iter(weights))
-        refresh_heads(self.model_runner.get_model())
+        refresh_heads(model)
+        self._loaded = model if is_plain(model) else None
 
     def receive_adapter(self, factors: dict[str, Tensor]) -> None:
         """Puts the adapter in the place of the one before."""
@@ -55,6 +65,21 @@ class WorkerExtension:
         if hasattr(self.weight_transfer_engine, "abandon"):  # vLLM's own transfers have nothing to give up
             self.weight_transfer_engine.abandon()
 
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache on a GPU, as they were given to vLLM or as it counted them when it started; 0 on a CPU.
+
+        Raises:
+            RuntimeError: vLLM says nothing of them.
+        """
+        if not torch.cuda.is_available():
+            return 0
+        # Given: by us, or by vLLM's own plan of an earlier start (VLLM_ENABLE_STARTUP_PLAN), which then counts nothing.
+        given = self.cache_config.kv_cache_memory_bytes
+        size = int(given or getattr(self, "available_kv_cache_memory_bytes", 0))
+        if size <= 0:
+            raise RuntimeError("vLLM does not say how large its KV cache is: an engine in this one's place needs it")
+        return size
+
     def held_fingerprints(self, shapes: dict[str, list[int]], dtype: str, as_digests: bool) -> dict[str, int]:
         """This worker's share of the fingerprint of each checkpoint tensor, 0 where another worker counts it.
 
@@ -63,7 +88,8 @@ class WorkerExtension:
         """
         model, held_as = self.model_runner.get_model(), getattr(torch, dtype)
         last_read: dict[tuple[str, str], Tensor] = {}
-        shares = {}
+        shares: dict[str, SupportsInt] = {}
+        batch = batch_on(next(model.parameters()).device)
         for name, shape in shapes.items():
             if factor := ADAPTER_NAME.fullmatch(name):
                 module, index = module_of(model, factor["layer"])
@@ -71,5 +97,6 @@ class WorkerExtension:
             elif as_digests:
                 shares[name] = held_digest(model, name, held_as)
             else:
-                shares[name] = shard_fingerprint(model, name, torch.Size(shape), held_as, last_read)
-        return shares
+                of = batch.add if batch else fingerprint
+                shares[name] = shard_fingerprint(model, name, torch.Size(shape), held_as, last_read, of)
+        return {name: int(share) for name, share in shares.items()}

@@ -106,3 +106,14 @@ def test_the_norms_on_cpu_are_as_exact_as_pytorchs(dtype):
         ours, native = (normed(provider, (*args, weight)) for provider in (PROVIDER, "native"))
         for a, b, c in zip(ours, native, exact, strict=True):
             assert (a - c).abs().mean() <= 1.1 * (b - c).abs().mean() + 1e-7
+
+
+def test_an_engines_start_leaves_torch_its_threads():
+    """vLLM's start on a GPU sets them to one, a global that each compiled function checks."""
+    pytest.importorskip("vllm")
+    from grpo_rl.engines.vllm.engine import threads_kept
+
+    before = torch.get_num_threads()
+    with threads_kept():
+        torch.set_num_threads(before + 1)
+    assert torch.get_num_threads() == before

@@ -1,0 +1,100 @@
+"""vLLM's refusals for lack of GPU memory, as one line that names our settings. For vLLM 0.32."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+REPORT = "GRPO_RL_VLLM_REPORT"
+"""Environment variable: the file in which vLLM's processes report why they did not start."""
+
+_NO_ROOM = re.compile(r"No available memory for the cache blocks")
+_TOO_LONG = re.compile(
+    r"max seq len \((?P<length>\d+)\), \((?P<needed>[\d.]+) GiB KV cache is needed, which is larger than the available "
+    r"KV cache memory \((?P<left>[\d.]+) GiB\)(?:.*estimated maximum model length is (?P<fits>\d+))?",
+    re.DOTALL,
+)
+_TAKEN = re.compile(
+    r"Free memory on device (?P<device>\S+) \((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on startup is less than desired "
+    r"GPU memory utilization \([\d.]+, (?P<asked>[\d.]+) GiB\)"
+)
+_CHANGED = re.compile(
+    r"Error in memory profiling\. Initial free memory (?P<before>[\d.]+) GiB, current free memory (?P<after>[\d.]+) GiB"
+)
+
+
+def refusal(text: str, gpu_memory_utilization: float, max_model_len: int) -> str | None:
+    """What vLLM's error means in terms of our settings; None for other errors.
+
+    >>> refusal("No available memory for the cache blocks. Try …", 0.1, 1024)
+    ... # doctest: +ELLIPSIS
+    'inference_model.gpu_memory_utilization=0.1 leaves vLLM no room for keys and values beside its weights; raise it...'
+    """
+    share = f"inference_model.gpu_memory_utilization={gpu_memory_utilization:g}"
+    length = f"inference_model.max_model_len={max_model_len}"
+    if _NO_ROOM.search(text):
+        return f"{share} leaves vLLM no room for keys and values beside its weights; raise it, or take a smaller model"
+    if found := _TOO_LONG.search(text):
+        fits = f" to {found['fits']}" if found["fits"] else ""
+        return (
+            f"{length} takes {found['needed']} GiB of keys and values, and {share} leaves {found['left']} GiB for "
+            f"them; raise gpu_memory_utilization, or lower max_model_len{fits}"
+        )
+    if found := _TAKEN.search(text):
+        most = int(100 * float(found["free"]) / float(found["total"])) / 100
+        return (
+            f"{share} asks for {found['asked']} of the {found['total']} GiB of {found['device']}, and {found['free']} "
+            f"GiB are free; lower it to {most:g} or less, or end what else holds memory there"
+        )
+    if found := _CHANGED.search(text):
+        return (
+            f"another process on the GPU freed memory while vLLM measured what {share} leaves: {found['before']} GiB "
+            f"were free, then {found['after']} GiB; start again once it has ended "
+            "(if it was this run's own trainer: just start again)"
+        )
+    return None
+
+
+@contextmanager
+def refusals_explained(gpu_memory_utilization: float, max_model_len: int) -> Iterator[None]:
+    """A context in which vLLM starts; its refusals for lack of memory are raised in terms of our settings.
+
+    Raises:
+        ValueError: vLLM has too little memory.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report"
+        report.write_text("")
+        before = os.environ.get(REPORT)
+        os.environ[REPORT] = str(report)
+        try:
+            yield
+        except (ValueError, AssertionError, RuntimeError) as error:
+            text = f"{error}\n{report.read_text()}"
+            if told := refusal(text, gpu_memory_utilization, max_model_len):
+                raise ValueError(told) from error
+            raise
+        finally:
+            os.environ.pop(REPORT, None)
+            if before is not None:
+                os.environ[REPORT] = before
+
+
+class _Reporter(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        # Once vLLM has started there is no report any more.
+        if record.exc_info and (path := os.environ.get(REPORT)) and os.path.exists(path):
+            with open(path, "a") as report:
+                report.write(f"{record.exc_info[1]}\n")
+
+
+@functools.cache
+def report_failures() -> None:
+    """Has this process, one of vLLM's, report the exceptions that vLLM logs; its parent sees only that it ended."""
+    logging.getLogger("vllm").addHandler(_Reporter(logging.ERROR))

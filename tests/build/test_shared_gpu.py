@@ -1,0 +1,180 @@
+"""One GPU for training and sampling at the same time: what is refused, how weights travel, what each side may hold."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+pytest.importorskip("ray")
+
+from grpo_rl.build import asynchronous, shared_gpu, site
+from grpo_rl.build.shared_gpu import GIB, check_shares, kept_bytes
+from grpo_rl.build.sync import vllm_options
+from grpo_rl.planner.memory import Shape, Training, kept_state
+from grpo_rl.policies.loading import skeleton
+from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.devices import allocate
+from grpo_rl.settings.schema import Settings
+from grpo_rl.testing import save_tiny_model
+from grpo_rl.weights.shared_memory import GPU_BYTES, GpuMemory
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def settings_of(folder, *words):
+    return Settings.read(compose_config("grpo_gsm8k", [f"model.name={folder}", "mode=async", *words]))
+
+
+def plan_of(settings, visible=1):
+    return allocate(settings, "async", visible=visible, cores=4)
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked", "transfer"),
+    [
+        (0, "null", "shared_memory"),
+        (1, "null", "ipc"),
+        (1, "ipc", "ipc"),
+        (1, "shared_memory", "shared_memory"),
+        (2, "null", "nccl"),
+        (2, "shared_memory", "shared_memory"),
+    ],
+)
+def test_weights_travel_as_the_devices_allow(folder, visible, asked, transfer):
+    settings = settings_of(folder, f"inference_model.transfer={asked}")
+    assert site.check_transfer(settings, plan_of(settings, visible)) == transfer
+
+
+@pytest.mark.parametrize(
+    ("visible", "words", "message"),
+    [
+        (0, ["ipc"], "no GPU is there, and inference_model.transfer=ipc reaches an engine on the trainer's own GPU "
+                     "only; leave the setting out for shared_memory"),
+        (2, ["ipc"], "engines have GPUs of their own, and inference_model.transfer=ipc reaches an engine on the "
+                     "trainer's own GPU only; leave the setting out for nccl"),
+        (1, ["nccl"], "inference_model.transfer=nccl sends between GPUs, and cuda:0 trains and samples; leave the "
+                      "setting out for ipc"),
+        (0, ["nccl"], "no GPU is there for inference_model.transfer=nccl, which"),
+        (2, ["null", "train_model.lora.rank=4", "train_model.lora.push=adapter"],
+         "train_model.lora.push=adapter with inference_model.transfer=None, which"),
+    ],
+)  # fmt: skip
+def test_a_way_that_does_not_reach_the_engine_is_refused_with_one_that_does(folder, visible, words, message):
+    settings = settings_of(folder, f"inference_model.transfer={words[0]}", *words[1:])
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        site.check_transfer(settings, plan_of(settings, visible))
+
+
+def test_adapters_travel_on_a_gpu_that_both_share(folder):
+    settings = settings_of(folder, "train_model.lora.rank=4", "train_model.lora.push=adapter")
+    assert site.check_transfer(settings, plan_of(settings)) == "ipc"
+
+
+def test_weights_that_do_not_fit_into_their_share_are_refused_before_anything_starts(folder):
+    settings = settings_of(folder, "inference_model.gpu_memory_utilization=0.6")
+    plan, parameters = plan_of(settings), sum(p.numel() for p in skeleton(folder).parameters())
+    # bf16 weights 2; fp32 masters 4, gradients 4, moments 8 beside bf16 weights 2; the trainer has 0.95 - 0.6.
+    check_shares(settings, folder, plan, 1.01 * parameters * 18 / 0.35)
+    message = f"what training keeps between steps are {18 * parameters / GIB:.1f} GiB, and of cuda:0, which trains and "
+    with pytest.raises(ValueError, match="^" + re.escape(message) + ".*time, 35% are .*; lower .*utilization=0.6, or"):
+        check_shares(settings, folder, plan, 0.99 * parameters * 18 / 0.35)
+    small = settings_of(folder, "inference_model.gpu_memory_utilization=0.05", "train_model.lora.rank=1")
+    with pytest.raises(ValueError, match="^the engine's weights are .*, 5% are .*; raise inference_model.gpu_memory_"):
+        check_shares(small, folder, plan_of(small), 0.99 * parameters * 2 / 0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "training", "reference"),
+    [
+        ([], Training(), 0),
+        (["policy.kl_coef=0.1"], Training(), 2),
+        (["optimizer.name=sgd"], Training(moments=0), 0),
+        (["train.mixed_precision=false"], Training(masters=False), 0),
+        (["train_model.dtype=float32"], Training(masters=False), 0),
+    ],
+)
+def test_what_training_keeps_is_what_the_planner_counts(folder, words, training, reference):
+    settings = settings_of(folder, *words)
+    model = skeleton(folder).to(getattr(torch, settings.train_model.dtype))
+    shape = Shape.of(model)
+    planned = sum(kept_state(shape, training, 1).values()) + reference * shape.parameters
+    assert kept_bytes(settings, shape.parameters) == planned
+
+
+def test_the_trainer_is_kept_within_its_share_and_the_division_is_logged(folder, monkeypatch, caplog):
+    limits = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
+    caplog.set_level(logging.INFO)
+    settings = settings_of(folder, "inference_model.gpu_memory_utilization=0.4")
+    shared_gpu.divide_memory(settings, folder, plan_of(settings))
+    assert limits == [(0.55, torch.device("cuda", 0))]
+    assert "of its memory 40% are the engine's and 55% the trainer's" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "visible", "expected"),
+    [
+        # 4 prompts x 8 responses, of the versions 0, 1 and 2 behind; on one of three engines 4 prompts of 12.
+        ([], 1, 96),
+        (["train_model.num_devices=1"], 4, 32),
+        (["train.max_staleness=0"], 1, 32),
+        (["train.max_staleness=0", "evaluate.rows=50"], 1, 50),
+        (["env.num_envs=1", "env.repeats=2", "train.optim_batch_size=2"], 1, 16),
+        (["env.num_envs=512", "train.optim_batch_size=4096"], 1, 1024),
+        (["inference_model.max_num_seqs=7"], 1, 7),
+    ],
+)
+def test_an_engine_computes_as_many_responses_at_a_time_as_it_is_sent(folder, words, visible, expected):
+    settings = settings_of(folder, *words)
+    assert vllm_options(settings, folder, plan_of(settings, visible))["max_num_seqs"] == expected
+
+
+def test_an_engine_that_is_replaced_beside_a_trainer_gets_the_cache_that_was_measured_before(folder, monkeypatch):
+    settings, made = settings_of(folder), []
+
+    class Engine:
+        name, node = "engine 0", "here"
+
+        async def cache_bytes(self):
+            return 12345
+
+        async def close(self): ...
+
+    async def launch(name, make, *_):
+        made.append(make.keywords)
+        return Engine()
+
+    monkeypatch.setattr(asynchronous, "launch", launch)
+    monkeypatch.setattr(asynchronous, "FleetEngine", lambda fleet, loop, transport: (fleet, loop))
+    plan = plan_of(settings)
+    fleet, loop = cast(Any, asynchronous.make_engine(settings, folder, site.Site(plan, None, 0, 1)))
+    try:
+        loop.run(asyncio.wait_for(fleet._launch(0), 10))
+        assert [arguments.get("cache_bytes") for arguments in made] == [None, 12345]
+        assert made[0]["transfer"] == "ipc"
+    finally:
+        loop.run(fleet.close())
+        loop.close()
+
+
+def test_weights_on_a_shared_gpu_go_through_its_memory(folder, monkeypatch):
+    settings, sizes = settings_of(folder), []
+
+    def memory(size, device):
+        sizes.append((size, str(device)))
+        return object.__new__(GpuMemory)
+
+    monkeypatch.setattr("grpo_rl.weights.shared_memory.GpuMemory", memory)
+    engine = SimpleNamespace(dtype=torch.bfloat16, takes_adapters=False, proves_bytes=False)
+    asynchronous.make_transport(settings, folder, plan_of(settings), [engine])
+    assert sizes == [(GPU_BYTES, "cuda:0")]

@@ -1,0 +1,99 @@
+"""The script with vLLM on a GPU, and a tiny model: adapters, a quantised base, an engine that sleeps, resuming."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_rl.monitor.metrics import MetricsLog, read_metrics
+from grpo_rl.testing import random_group, run_script
+from grpo_rl.training.checkpoint import PATTERN, load
+from grpo_rl.training.optimizer import PolicyOptimizer
+
+pytestmark = pytest.mark.gpu
+
+run = functools.partial(run_script, Path(__file__).parents[2] / "sota" / "grpo.py")
+LORA = ["train_model.lora.rank=8", "train_model.lora.targets=[q_proj,up_proj,down_proj]"]
+KINDS = {
+    "whole": [],
+    "asleep": ["inference_model.sleep=true"],
+    "merged adapters": LORA,
+    "adapters": [*LORA, "train_model.lora.push=adapter"],
+    "nf4": [*LORA, "train_model.quantization=nf4"],
+    "checkpointing and KL": ["train_model.gradient_checkpointing=true", "policy.kl_coef=0.1", "train.epochs=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_run, own_cache):
+    pytest.importorskip("vllm")
+    return [*tiny_run, "inference_model.engine=vllm", "inference_model.gpu_memory_utilization=0.1", "optimizer.lr=1e-3"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run_trains_on_what_its_engine_samples(tiny, tmp_path, kind):
+    if any("lora" in override for override in KINDS[kind]):
+        pytest.importorskip("peft")
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
+    rows = read_metrics(run([*tiny, *KINDS[kind]], tmp_path / "run"))
+    steps = [row for row in rows if "time/train_s" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert any(row["grad_norm"] > 0 for row in steps)
+    # Sampler and trainer compute the same policy: bf16 alone tells them apart.
+    assert steps[0]["mismatch/mean"] < 0.1
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_its_versions_and_weights(tiny, tmp_path):
+    whole = run(tiny, tmp_path / "whole")
+    shutil.copytree(whole, cut := tmp_path / "cut")
+    second, third, last = (Path("checkpoints", PATTERN.format(step=step)) for step in (2, 3, 4))
+    for later in (third, last):
+        (cut / later).unlink()
+    MetricsLog(cut).truncate(2)
+    run([*tiny, f"resume={cut / second}"], tmp_path / "unused")
+    again, first = ([row for row in read_metrics(f) if "time/train_s" in row] for f in (cut, whole))
+    assert [row["step"] for row in again] == [1, 2, 3, 4]
+    assert [row["policy_version"] for row in again] == [row["policy_version"] for row in first]
+    ours, theirs = (load(f / last)["optimizer"] for f in (cut, whole))
+    assert ours["counters"] == theirs["counters"]
+    # Sums of a GPU's backward pass may come in another order, so weights are close and not equal.
+    before, after = (flat(load(whole / path)["optimizer"]["masters"]) for path in (second, third))
+    assert (flat(ours["masters"]) - flat(theirs["masters"])).norm() <= 0.5 * (after - before).norm()
+
+
+def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def test_a_restored_optimizer_takes_the_very_step_that_the_first_one_takes():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from grpo_rl.policies.policy import TrainPolicy
+
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
+
+    def made() -> tuple[TrainPolicy, PolicyOptimizer]:
+        torch.manual_seed(0)
+        policy = TrainPolicy(LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).to("cuda").bfloat16())
+        return policy, PolicyOptimizer(policy.model, lr=1e-3)
+
+    def give(policy: TrainPolicy, gradients: list[torch.Tensor]) -> None:
+        for parameter, gradient in zip(policy.model.parameters(), gradients, strict=True):
+            (parameter * gradient).sum().backward()
+
+    (policy, optimizer), (other, restored) = made(), made()
+    policy.score([random_group(vocab=64)])[0].sum().backward()
+    optimizer.step()
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as a checkpoint's are: no tensor is shared
+    gradients = [torch.randn_like(parameter) for parameter in policy.model.parameters()]
+    for p, o in ((policy, optimizer), (other, restored)):
+        give(p, gradients)
+        assert o.step().grad_norm > 0
+    for mine, theirs in zip(policy.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)

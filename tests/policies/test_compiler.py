@@ -1,0 +1,119 @@
+"""Compilers that fail are found before the first step, and what was compiled is found by the next process."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+
+from grpo_rl.policies import compiler
+from grpo_rl.policies.compiled import compile_pointwise, set_gpu_options
+from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.testing import save_tiny_model
+
+needs_compiler = pytest.mark.skipif(not compiler.has_compiler("cpu"), reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def started(program: str, **variables: str) -> str:
+    """What a Python process of its own prints."""
+    env = {name: value for name, value in os.environ.items() if name != compiler.INDUCTOR_CACHE} | variables
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@needs_compiler
+@torch._dynamo.config.patch(specialize_float=False)
+@inductor_config.patch({"triton.mix_order_reduction_non_strict_mode": False})
+def test_a_norms_epsilon_is_no_input_of_its_graph_on_a_gpu(folder, monkeypatch):
+    graphs = []
+    backend = functools.partial(lambda graph, inputs: graphs.append(inputs) or graph)
+    compile = functools.partialmethod(torch.nn.Module.compile, backend=backend)
+    monkeypatch.setattr(torch.nn.Module, "compile", compile)
+    model = TrainPolicy.load(folder, torch.float32).model
+    compile_pointwise(model)
+    assert not torch._dynamo.config.specialize_float, "a CPU's graphs are left alone"
+    set_gpu_options()
+    norm = model.get_submodule("model.norm")
+    assert isinstance(norm.weight, torch.Tensor)
+    norm(torch.ones(3, len(norm.weight)))
+    ((*_, hidden, weight),) = graphs
+    assert [x.shape[-1:] for x in (hidden, weight)] == [norm.weight.shape] * 2
+    assert not [x for x in graphs[0] if isinstance(x, torch.Tensor) and not x.dim()]
+
+
+LOAD = """
+import torch
+from grpo_rl.policies.compiler import why_uncompiled
+from grpo_rl.policies.policy import TrainPolicy
+policy = TrainPolicy.load({folder!r}, torch.float32, compile=None)
+print(sum(module._compiled_call_impl is not None for module in policy.model.modules()))
+print(why_uncompiled("cpu"))
+"""
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_compiler_without_headers_leaves_the_model_uncompiled_and_says_why(folder, tmp_path):
+    failing = tmp_path / "g++"
+    failing.write_text(
+        '#!/bin/sh\ncase "$*" in *--version*) exec g++ "$@";; esac\n'
+        "echo 'x.cpp:1:10: fatal error: Python.h: No such file or directory' >&2\nexit 1\n"
+    )
+    failing.chmod(0o755)
+    said = started(LOAD.format(folder=str(folder)), CXX=str(failing), GRPO_RL_CACHE=str(tmp_path / "cache"))
+    assert said.splitlines()[-2:] == [
+        "0",
+        "compiling for cpu failed: x.cpp:1:10: fatal error: Python.h: No such file or directory",
+    ]
+
+
+COUNT = (
+    LOAD
+    + """
+from torch._dynamo.utils import counters
+print(counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_miss"])
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_second_process_finds_all_compiled_code_in_the_cache_folder(folder, tmp_path):
+    counts = []
+    for _ in range(2):
+        said = started(COUNT.format(folder=str(folder)), GRPO_RL_CACHE=str(tmp_path))
+        counts.append([int(number) for line in said.splitlines()[-2:] for number in line.split()])
+    (_, missed, _, built), (hit, missed_again, _, built_again) = counts
+    assert missed > 0 and built > 0
+    assert hit > 0 and missed_again == built_again == 0
+    assert (tmp_path / "compiled").is_dir()
+
+
+def test_a_cache_that_the_user_names_or_that_cannot_be_made_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(compiler.INDUCTOR_CACHE, "/elsewhere")
+    compiler.keep_compiled_code()
+    assert os.environ[compiler.INDUCTOR_CACHE] == "/elsewhere"
+
+    pytorchs = compiler.default_cache_dir()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(compiler.INDUCTOR_CACHE, pytorchs)
+    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "file"))
+    compiler.keep_compiled_code()
+    assert os.environ[compiler.INDUCTOR_CACHE] == pytorchs
+
+    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
+    compiler.keep_compiled_code()
+    assert os.environ[compiler.INDUCTOR_CACHE] == str(tmp_path / "cache" / "compiled")
