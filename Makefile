@@ -2,7 +2,7 @@
 # make test:  lint, types, tests and doctests, likewise.
 # make quick: lint, types and the fast tests that need no engine, for the inner loop.
 # make test-models: every causal language model of transformers against its own forward, a minute or two.
-# make gpu-check: tests marked gpu, then benchmarks/gpu.py (8 minutes at most); without a GPU at toy sizes.
+# make gpu-check: tests marked gpu, then benchmarks/gpu.py (12 minutes at most); without a GPU at toy sizes.
 # Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=3, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
 
 SHELL := /bin/bash

@@ -236,7 +236,7 @@ def whole_step(place: Place) -> Figures:
     share = None if place.toy else 0.18
     work = script.make_work(str(place.model("0.6B")), "quickstart-train", count, repeats, response, engine_share=share)
     extra = ["inference_model.engine=transformers"] if place.toy else ["train.micro_batch_tokens=16384"]
-    rounds = 1 if place.toy else 5
+    rounds = 1 if place.toy else 3
     with contextlib.ExitStack() as stack:
         start = time.perf_counter()
         ours = stack.enter_context(contextlib.closing(harness.Arm("ours", script.our_arm, work, extra)))

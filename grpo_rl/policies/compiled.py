@@ -98,7 +98,10 @@ def _prepare(model: PreTrainedModel) -> None:
 
 
 def set_gpu_options() -> None:
-    """Sets the compiler's options for graphs on a GPU, for the whole process."""
+    """Sets the compiler's options for graphs on a GPU, and the threads beside them, for the whole process."""
+    # The host computes on small tensors only, and waking 16 threads for them held up a GPU's launches (docs/log.md).
+    # vLLM's start does the same; compiled functions check the number.
+    torch.set_num_threads(1)
     # Otherwise a norm's epsilon becomes a graph's input, a tensor on the CPU, which takes a C++ compiler too.
     torch._dynamo.config.specialize_float = True
     # Otherwise a norm has one of two backward kernels, by its number of rows, each compiled when it comes.

@@ -149,7 +149,7 @@ def test_a_row_may_take_what_rows_before_it_left_and_later_ones_keep_their_limit
 def test_all_rows_and_the_end_of_their_processes_fit_into_the_minutes(script):
     gpu = script("gpu")
     limits_s = sum(row.limit_s for row in gpu.ROWS.values())
-    assert limits_s <= 450 and limits_s + gpu.GRACE_S <= 60 * gpu.MINUTES
+    assert limits_s + gpu.GRACE_S <= 60 * gpu.MINUTES
     assert list(gpu.ROWS)[:2] == ["quickstart", "async"], "their rates are compared"
 
 
@@ -164,7 +164,7 @@ def test_a_bar_is_measured_on_a_gpu_at_full_size_alone(script, monkeypatch, tmp_
 
     monkeypatch.setattr(gpu, "run", run)
     assert gpu.main(["--only", "head", "--out", str(tmp_path / "x.json")]) == 0
-    assert seen == {"toy": True, "device": "cpu", "unmeasured": "CPU", "rows": ["head"], "limit_s": 480.0}
+    assert seen == {"toy": True, "device": "cpu", "unmeasured": "CPU", "rows": ["head"], "limit_s": 60.0 * gpu.MINUTES}
     assert "0 reached, 0 missed, of 6 bars" in capsys.readouterr().out
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
     gpu.main(["--toy"])

@@ -43,7 +43,9 @@ def test_a_norms_epsilon_is_no_input_of_its_graph_on_a_gpu(folder, monkeypatch):
     model = TrainPolicy.load(folder, torch.float32).model
     compile_pointwise(model)
     assert not torch._dynamo.config.specialize_float, "a CPU's graphs are left alone"
+    threads = torch.get_num_threads()
     set_gpu_options()
+    torch.set_num_threads(threads)
     norm = model.get_submodule("model.norm")
     assert isinstance(norm.weight, torch.Tensor)
     norm(torch.ones(3, len(norm.weight)))

@@ -114,9 +114,14 @@ class VLLMEngine(VLLMBase):
             return
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
-        cleanup_dist_env_and_memory()
         LAYERWISE_INFO.clear()  # vLLM's notes on reloaded layers, which refer back to the layers
+        cleanup_dist_env_and_memory()
         gc.collect()
+        if self._can_free:
+            # vLLM keeps the pools from which an engine can sleep, and refuses a second engine while they hold anything.
+            from vllm.device_allocator.cumem import CuMemAllocator
+
+            CuMemAllocator.get_instance().release_pools()
 
 
 @contextmanager
