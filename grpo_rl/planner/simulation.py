@@ -7,6 +7,7 @@ seconds come out.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from grpo_rl.planner.advice import best_in_turns, neighbours
@@ -160,7 +161,7 @@ def simulator_config(plan: Plan, lengths: LogNormal, max_staleness: int) -> Simu
 def engine_rates(plan: Plan) -> tuple[int, float, float]:
     """Responses that an engine computes at a time, seconds of its decoding step, and what each response adds to that.
 
-    They are the line through what the plan says of one response alone and of as many as there is room for.
+    They are the line through what the plan says of one response alone, and of the fullest engine's part of a step.
     """
     scenario, b, engine = plan.scenario, plan.scenario.batches, plan.engine
     slots = max(1, min(engine.sequences, engine.tokens // (b.prompt_tokens + b.response_tokens)))
@@ -178,7 +179,7 @@ def engine_rates(plan: Plan) -> tuple[int, float, float]:
         return seconds / b.response_tokens
 
     size = min(slots, b.group_size)
-    full = slots // size * size
+    full = size * min(slots // size, math.ceil(b.prompts / plan.layout.engines))
     alone, together = step_s(1, 1), step_s(full // size, size)
     each = max(0.0, together - alone) / max(1, full - 1)
     return slots, max(alone - each, 1e-9), each

@@ -524,7 +524,7 @@ def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
     overrides.append("policy.kl_coef=0.1")  # without a reference nobody asks for its name
     run(overrides, tmp_path / "run")
     # These are vLLM's; `build.make_engine` hands them on by name.
-    of_vllm = {"inference_model.gpu_memory_utilization", "inference_model.enforce_eager"}
+    of_vllm = {f"inference_model.{name}" for name in ("gpu_memory_utilization", "enforce_eager", "max_num_seqs")}
     of_several_processes = {"train_model.cpu_offload", "train_model.timeout_s"}  # tests/distributed/test_ranks.py
     of_async = {key for key, setting in known.items() if setting.mode == "async"}
     names = {f"{prefix}{name}" for section, prefix in sections(Settings).items() for s, name in read if s is section}

@@ -35,8 +35,12 @@ class VLLMEngine(VLLMBase):
         self._asleep = False
         self._requests: dict[str, int] = {}
         before = torch.cuda.memory_allocated() if self._can_free else 0
-        with threads_kept() if self._can_free else nullcontext(), self._explained():
-            self._llm = LLM(**self._arguments, use_tqdm_on_load=False)
+        try:
+            with threads_kept() if self._can_free else nullcontext(), self._explained():
+                self._llm = LLM(**self._arguments, use_tqdm_on_load=False)
+        except BaseException:
+            cleanup_dist_env_and_memory()  # or a sweep's next job would find this one's process group
+            raise
         self.held_gib = (torch.cuda.memory_allocated() - before) / 2**30 if self._can_free else 0.0
         """GPU memory that the engine holds in this process: weights, KV cache and graphs; also while it sleeps."""
         # vLLM freezes the garbage collector's view of what exists, to spare an engine's own process work. Here that

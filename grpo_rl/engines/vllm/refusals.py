@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 REPORT = "GRPO_RL_VLLM_REPORT"
 """Environment variable: the file in which vLLM's processes report why they did not start."""
@@ -86,15 +87,18 @@ def refusals_explained(gpu_memory_utilization: float, max_model_len: int) -> Ite
                 os.environ[REPORT] = before
 
 
-class _Reporter(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        # Once vLLM has started there is no report any more.
-        if record.exc_info and (path := os.environ.get(REPORT)) and os.path.exists(path):
-            with open(path, "a") as report:
-                report.write(f"{record.exc_info[1]}\n")
-
-
 @functools.cache
 def report_failures() -> None:
     """Has this process, one of vLLM's, report the exceptions that vLLM logs; its parent sees only that it ended."""
-    logging.getLogger("vllm").addHandler(_Reporter(logging.ERROR))
+    # Handlers would be gone: vLLM's processes configure its loggers anew as they start.
+    make = logging.getLogRecordFactory()
+
+    def reported(*args: Any, **settings: Any) -> logging.LogRecord:
+        record = make(*args, **settings)
+        # Once vLLM has started there is no report any more.
+        if record.exc_info and record.name.startswith("vllm.") and os.path.exists(path := os.environ.get(REPORT, "")):
+            with open(path, "a") as report:
+                report.write(f"{record.exc_info[1]}\n")
+        return record
+
+    logging.setLogRecordFactory(reported)

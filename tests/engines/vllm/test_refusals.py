@@ -70,10 +70,16 @@ def test_memory_that_another_process_frees_meanwhile():
     )
 
 
-def test_the_reason_of_a_process_that_ended_is_what_it_reported():
-    reporter = refusals._Reporter(logging.ERROR)
-    log = logging.getLogger("test_refusals")
-    log.addHandler(reporter)
+@pytest.fixture
+def reporting():
+    before = logging.getLogRecordFactory()
+    refusals.report_failures.__wrapped__()
+    yield
+    logging.setLogRecordFactory(before)
+
+
+def test_the_reason_of_a_process_that_ended_is_what_it_reported(reporting):
+    log = logging.getLogger("vllm.v1.engine.core")
     with pytest.raises(ValueError, match="gpu_memory_utilization=0.1 leaves vLLM no room"):
         with refusals.refusals_explained(0.1, 64):
             try:
