@@ -102,6 +102,7 @@ def test_what_no_log_probability_shows_is_found_in_the_layer_all_the_same(model)
     assert found in step.take().trouble
 
 
+@pytest.mark.slow
 def test_inside_compiled_modules_too(model):
     step = Step(model, torch.bfloat16, compile=True)
     step.plant("model.layers.0.mlp.act_fn", lambda out, marked: out.masked_fill(marked, math.nan))

@@ -17,7 +17,7 @@ from grpo_rl.policies.attention_flex import BLOCK, block_mask, flex_shared_prefi
 from grpo_rl.policies.packing import Layout, Span, pack
 from grpo_rl.testing import random_group
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")]
 
 # Prompt length and response lengths of each group: one-token prompts, empty responses, responses longer than a block.
 SHAPES = [(5, [3, 0, 130]), (1, [4, 7]), (140, [1, 60, 1]), (3, [0, 0]), (30, [40])]

@@ -12,6 +12,8 @@ from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model
 
+pytestmark = pytest.mark.slow
+
 needs_compiler = pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
 
 

@@ -32,6 +32,7 @@ def started(program: str, **variables: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @needs_compiler
 @torch._dynamo.config.patch(specialize_float=False)
 @inductor_config.patch({"triton.mix_order_reduction_non_strict_mode": False})

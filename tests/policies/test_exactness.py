@@ -235,6 +235,7 @@ def test_layers_compiled_as_one_with_their_attention_are_scored_like_the_plain_r
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_a_layer_that_is_not_one_graph_with_its_attention_is_an_error(monkeypatch):
     model = fp64_model.__wrapped__("llama-tied", num_hidden_layers=1)
@@ -252,6 +253,7 @@ def test_a_layer_that_is_not_one_graph_with_its_attention_is_an_error(monkeypatc
         policy.score(groups_of([(5, [3, 2])]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_a_layer_that_is_compiled_too_often_is_an_error():
     model = fp64_model.__wrapped__("llama-tied", num_hidden_layers=1)

@@ -323,6 +323,7 @@ def test_missing_libraries_are_named_with_their_extra(monkeypatch):
         check_quantization("nf4", LoRA(rank=1), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["nf4", "fp4", "int8"])
 def test_a_quantised_base_is_scored_by_the_weights_it_stands_for_and_keeps_them(folder, quantization):
     pytest.importorskip("bitsandbytes")

@@ -150,6 +150,7 @@ def values_of(dataset):
     return {key: select(values, key) for key in leaves(values)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", sorted(TASKS))
 def test_a_value_of_a_wrong_type_is_refused_by_name_at_every_key(dataset):
     """All keys at once are given a value that none of their kind takes, and each is named with it."""
