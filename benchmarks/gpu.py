@@ -39,6 +39,8 @@ MINUTES = 12
 """What all rows took on one H100 with nothing compiled yet, and a minute (docs/log.md)."""
 GRACE_S = 10
 """Seconds that a row's processes have to end once they are asked to."""
+START = "spawn"
+"""How a row's process starts: CUDA does not survive a fork."""
 MIN_SHARE = 0.5
 """Share of a row's limit that has to be left for the row to be started."""
 
@@ -145,7 +147,7 @@ def verdict(bar: Bar, figure: float | str, unmeasured: str | None = None) -> str
 def measure(function: Callable[[Place], Figures], place: Place, limit_s: float, log: Path) -> Outcome:
     """The row's outcome, from a process of its own that is ended when the limit is over, with all that it started."""
     start = time.monotonic()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(START)
     pipe, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(theirs, function, place, log))
     process.start()

@@ -59,6 +59,20 @@ def place(script, tmp_path):
     return script("gpu_rows").Place(toy=True, device="cpu", folder=tmp_path)
 
 
+@pytest.fixture
+def forked(script, monkeypatch, capfd):
+    """Rows that start as forks, which need no imports of their own."""
+    gpu = script("gpu")
+    measure = gpu.measure
+
+    def uncaptured(*args):
+        with capfd.disabled():  # a fork would print to pytest, and not into its log
+            return measure(*args)
+
+    monkeypatch.setattr(gpu, "START", "fork")
+    monkeypatch.setattr(gpu, "measure", uncaptured)
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
@@ -67,11 +81,15 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_row_that_fails_or_is_refused_or_dies_says_so_and_keeps_the_figures_it_has(script, rows, place, tmp_path):
-    measure, log = script("gpu").measure, tmp_path / "row.log"
-    good = measure(rows.good, place, 60, log)
+def test_a_row_is_imported_and_run_by_a_new_process(script, rows, place, tmp_path):
+    good = script("gpu").measure(rows.good, place, 60, log := tmp_path / "row.log")
     assert (good.figures, good.ended, good.failed) == ({"seconds": 3.0, "rate": 2.0}, None, False)
     assert log.read_text() == "good says hello\n"
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_row_that_fails_or_is_refused_or_dies_says_so_and_keeps_the_figures_it_has(script, rows, place, tmp_path):
+    measure, log = script("gpu").measure, tmp_path / "row.log"
     broken = measure(rows.broken, place, 60, log)
     assert (broken.figures, broken.ended, broken.failed) == ({"seconds": 3.0}, "ValueError: no such model", True)
     assert "Traceback" in log.read_text()
@@ -84,10 +102,11 @@ def test_a_row_that_fails_or_is_refused_or_dies_says_so_and_keeps_the_figures_it
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_row_over_its_limit_is_ended_with_all_that_it_started(script, rows, place, tmp_path):
-    outcome = script("gpu").measure(rows.slow, place, 20, tmp_path / "row.log")
+    outcome = script("gpu").measure(rows.slow, place, 5, tmp_path / "row.log")
     assert outcome.figures == {"first": 1.0, "second": 2.0}
-    assert outcome.failed and outcome.ended == "over its limit of 20 s"
+    assert outcome.failed and outcome.ended == "over its limit of 5 s"
     child = int((tmp_path / "child").read_text())
     end = time.monotonic() + 10
     while is_alive(child) and time.monotonic() < end:
@@ -96,29 +115,30 @@ def test_a_row_over_its_limit_is_ended_with_all_that_it_started(script, rows, pl
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_the_file_is_written_after_each_row_and_later_rows_see_what_earlier_ones_measured(
-    script, rows, place, tmp_path, capsys
+    script, rows, place, tmp_path, monkeypatch
 ):
     gpu = script("gpu")
     bar = gpu.Bar("rate", at_least=2.0)
-    table = {"slow": gpu.Row(rows.slow, 20, ()), "good": gpu.Row(rows.good, 60, (bar,))}
-    out, states = tmp_path / "new" / "gpu.json", []
+    table = {"slow": gpu.Row(rows.slow, 5, ()), "good": gpu.Row(rows.good, 60, (bar,))}
+    out, states, printed = tmp_path / "new" / "gpu.json", [], []
     write = gpu.write
 
     def written(*args):
         write(*args)
         states.append(sorted(json.loads(out.read_text())["rows"]))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "write", written)
-        gpu.run(table, place, out, limit_s=20 + 60 + gpu.GRACE_S + 1)
+    monkeypatch.setattr(gpu, "write", written)
+    monkeypatch.setattr(gpu, "print", lambda text, **_: printed.append(text), raising=False)
+    gpu.run(table, place, out, limit_s=5 + 60 + gpu.GRACE_S + 1)
     assert states == [["slow"], ["good", "slow"]]
     found = json.loads(out.read_text())["rows"]
-    assert found["slow"]["ended"] == "over its limit of 21 s"
+    assert found["slow"]["ended"] == "over its limit of 6 s"
     # What `slow` measured first is 1.0, below the bar.
     assert found["good"]["bars"] == [{"what": "rate", "bar": "at least 2", "figure": 1.0, "verdict": "missed"}]
     assert (tmp_path / "new" / "gpu_good.log").read_text() == "good says hello\n"
-    assert "missed" in capsys.readouterr().out
+    assert "missed" in printed[-1]
 
 
 def test_a_row_with_less_than_half_of_its_limit_left_is_not_started_and_that_is_no_failure(script, place, tmp_path):
@@ -207,6 +227,8 @@ def no_work(script, place, monkeypatch):
     monkeypatch.setattr(rows, "run_script", lambda *_: [step | {"ended_s": 1.5 * i} for i in range(20)])
     monkeypatch.setattr(rows, "missing", lambda package: None)
     monkeypatch.setattr(rows, "liger_missing", lambda place: None)
+    monkeypatch.setattr("grpo_rl.policies.policy.compile_model", lambda *_, **__: False)
+    monkeypatch.setattr(script("gpu_training"), "peak_flops_per_s", lambda _: 1e12)
     monkeypatch.setattr(script("gpu_training"), "trained", lambda *_: 2.0)
     monkeypatch.setattr(script("prefix"), "step", lambda *_, **__: {"step_s": 1.0})
     monkeypatch.setattr(script("head"), "timed", lambda *_: lambda: report)
