@@ -33,6 +33,7 @@ LONGEST = [
     "run/test_async.py",
     "sota/test_slurm.py",
     "diagnosis/test_mismatch.py",
+    "engines/test_sampler_mismatch.py",
     "benchmarks/test_kills.py",
     "distributed/test_ranks.py",
     "weights/test_transport.py",

@@ -204,9 +204,17 @@ def groups_of(samples):
     ]
 
 
+def sampled(engine):
+    """Responses to a cached prompt."""
+    return groups_of(engine.generate([PROMPT], n=8, sampling=Sampling(max_new_tokens=8)))
+
+
 def gap(policy, engine):
-    """Mean |difference| of the sampler's log-probabilities and the trainer's, on responses to a cached prompt."""
-    groups = groups_of(engine.generate([PROMPT], n=8, sampling=Sampling(max_new_tokens=8)))
+    """Mean |difference| of the sampler's log-probabilities and the trainer's, on responses that it samples now."""
+    return gap_of(policy, sampled(engine))
+
+
+def gap_of(policy, groups):
     with torch.no_grad():
         return (policy.score(groups)[0] - groups[0].log_probs).abs().mean()
 
@@ -256,27 +264,6 @@ def test_one_changed_number_of_an_adapter_is_a_failed_delivery(folder, engine):
     sync.verify()
 
 
-@pytest.fixture
-def beside(folder):
-    pytest.importorskip("vllm")
-    from grpo_rl.engines.vllm.engine import VLLMEngine
-
-    engine = VLLMEngine(folder, max_model_len=64, dtype="float32", adapter_rank=4, adapter_targets=TARGETS)
-    yield engine
-    engine.close()
-
-
-def test_what_vllm_cached_under_an_earlier_adapter_is_not_read_under_a_later_one(folder, beside, monkeypatch):
-    """Even if the cache is not dropped: keys and values are kept by the name of the adapter that made them."""
-    monkeypatch.setattr(beside._llm, "reset_prefix_cache", lambda: True)
-    policy = adapted(folder, torch.float32)
-    sync = WeightSync(policy.model, beside)
-    for seed in (1, 2):
-        randomize(policy, seed)
-        sync.push()
-        assert gap(policy, beside) < 1e-3
-
-
 @pytest.mark.parametrize("kind", ["tied", "untied", "embedding"])
 def test_vllms_head_computes_with_what_was_pushed_and_the_proof_covers_it(folder, tmp_path, monkeypatch, kind):
     """On a CPU it multiplies by a packed copy, which vLLM leaves as it was where the embedding has the weight."""
@@ -323,9 +310,30 @@ def test_vllms_head_computes_with_what_was_pushed_and_the_proof_covers_it(folder
         engine.close()
 
 
+@pytest.fixture(scope="module")
+def beside(folder):
+    pytest.importorskip("vllm")
+    from grpo_rl.engines.vllm.engine import VLLMEngine
+
+    engine = VLLMEngine(folder, max_model_len=64, dtype="float32", adapter_rank=4, adapter_targets=TARGETS)
+    yield engine
+    engine.close()
+
+
+def test_what_vllm_cached_under_an_earlier_adapter_is_not_read_under_a_later_one(folder, beside, monkeypatch):
+    """Even if the cache is not dropped: keys and values are kept by the name of the adapter that made them."""
+    monkeypatch.setattr(beside._llm, "reset_prefix_cache", lambda: True)
+    policy = adapted(folder, torch.float32)
+    sync = WeightSync(policy.model, beside, beside.version)
+    for seed in (1, 2):
+        randomize(policy, seed)
+        sync.push()
+        assert gap(policy, beside) < 1e-3
+
+
 def test_conversations_are_answered_by_the_adapter_too(folder, beside):
     policy = adapted(folder, torch.float32)
-    WeightSync(policy.model, beside).push()
+    WeightSync(policy.model, beside, beside.version).push()
     beside.submit(7, PROMPT, Sampling(max_new_tokens=8))
     finished = []
     while not finished:
@@ -341,7 +349,7 @@ def test_weights_sent_layer_by_layer_to_other_processes_arrive_as_well(folder, b
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(1.25)
-    sync = WeightSync(policy.model, beside)
+    sync = WeightSync(policy.model, beside, beside.version)
     sync.push()
     sync.verify()
     assert gap(policy, beside) < 1e-3
@@ -349,13 +357,13 @@ def test_weights_sent_layer_by_layer_to_other_processes_arrive_as_well(folder, b
 
 def test_an_adapter_that_vllm_lost_is_an_error_and_no_answer_by_the_base(folder, beside):
     policy = adapted(folder, torch.float32)
-    sync = WeightSync(policy.model, beside)
-    sync.push()
+    sync = WeightSync(policy.model, beside, beside.version)
+    version = sync.push()
     runner = beside._llm.llm_engine.model_executor.driver_worker.worker.model_runner
     runner.lora_manager.remove_all_adapters()
     with pytest.raises(LookupError, match="holds no adapter"):
         sync.verify()
-    with pytest.raises(Exception, match="policy-1"):
+    with pytest.raises(Exception, match=f"policy-{version}"):
         beside.generate([PROMPT], n=1, sampling=Sampling(max_new_tokens=1))
 
 
@@ -389,7 +397,7 @@ def test_a_quantised_base_reaches_the_engine_as_the_trainer_computes_with_it(fol
         ours, unquantised = ((p.score(groups)[0] - groups[0].log_probs).abs().mean() for p in (policy, exact))
     assert ours < 2e-3 and ours < 0.2 * unquantised, (ours, unquantised)
     beside = TakesAdapters()
-    WeightSync(policy.model, beside).push()
+    WeightSync(policy.model, beside, beside.version).push()
     original = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     name = "model.layers.0.self_attn.k_proj.weight"  # quantised, and no adapter's
     assert torch.equal(beside.weights[name], dict(base_weights(policy.model))[name].bfloat16())
@@ -457,8 +465,9 @@ def test_a_real_models_sampler_agrees_with_its_trainer_under_pushed_adapters(def
     engine = vllm.VLLMEngine(default_model, max_model_len=256, **beside)
     try:
         WeightSync(policy.model, engine).push()
-        assert gap(policy, engine) < 0.1  # on this prompt of nonsense; 0.06 without adapters
+        groups = sampled(engine)
+        assert gap_of(policy, groups) < 0.1  # on this prompt of nonsense; 0.06 without adapters
         policy.model.disable_adapters()
-        assert gap(policy, engine) > 0.2  # adapters that change what is said
+        assert gap_of(policy, groups) > 0.2  # adapters that change what is said
     finally:
         engine.close()
