@@ -34,18 +34,19 @@ LENGTHS, SIZES = torch.tensor([2, 3, 0, 1]), torch.tensor([2, 2])
 def pairwise(factors):
     """A few combinations of the factors in which every two choices of two factors come together."""
     missing = {pair for a, b in itertools.combinations(factors.items(), 2) for pair in pairs_of(a, b)}
-    met = {
-        chosen: set(itertools.combinations(zip(factors, chosen, strict=True), 2))
-        for chosen in itertools.product(*factors.values())
-    }
+    pairs = {chosen: met(factors, chosen) for chosen in itertools.product(*factors.values())}
     while missing:
-        best = max(met, key=lambda chosen: len(missing & met[chosen]))
-        missing -= met[best]
+        best = max(pairs, key=lambda chosen: len(missing & pairs[chosen]))
+        missing -= pairs[best]
         yield dict(zip(factors, best, strict=True))
 
 
 def pairs_of(a, b):
     return {((a[0], x), (b[0], y)) for x in a[1] for y in b[1]}
+
+
+def met(factors, chosen):
+    return set(itertools.combinations(zip(factors, chosen, strict=True), 2))
 
 
 def make_loss(surrogate="clipped", ratio="token", kl="none", correction="none", entropy_coef=0.0):
