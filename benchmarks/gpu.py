@@ -36,7 +36,7 @@ from gpu_rows import Figures, NotAvailable, Place
 from harness import Bar
 
 MINUTES = 12
-"""What all rows took on one H100 with nothing compiled yet, and a minute (docs/log.md)."""
+"""For the rows' limits together, with nothing compiled yet, and the end of the last one's processes."""
 GRACE_S = 10
 """Seconds that a row's processes have to end once they are asked to."""
 START = "spawn"
@@ -167,7 +167,7 @@ def measure(function: Callable[[Place], Figures], place: Place, limit_s: float, 
                 # Its figures are in; it is shutting down.
                 process.join(min(GRACE_S, max(1.0, start + limit_s - time.monotonic())))
                 break
-    except EOFError:
+    except (EOFError, OSError):
         process.join()
         ended = f"its process ended with exit code {process.exitcode}"
     finally:
@@ -208,7 +208,8 @@ def _end(process: multiprocessing.process.BaseProcess) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number) if _leads_a_group(process.pid) else process.kill()
         process.join(GRACE_S)
-    process.close()
+    if process.exitcode is not None:  # or it hangs in the driver, and later rows run beside it
+        process.close()
 
 
 def _leads_a_group(pid: int) -> bool:
@@ -309,8 +310,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcomes = run(rows, place, args.out, 60 * args.minutes, unmeasured)
     bars = [verdict(bar, outcomes[name].figure(bar.what), unmeasured) for name, row in rows.items() for bar in row.bars]
     failed = [name for name, outcome in outcomes.items() if outcome.failed]
+    reached, missed = bars.count("reached"), bars.count("missed")
     print(
-        f"{bars.count('reached')} reached, {bars.count('missed')} missed, of {len(bars)} bars; all figures: {args.out}"
+        f"{reached} reached, {missed} missed, {len(bars) - reached - missed} not measured, of {len(bars)} bars; all "
+        f"figures: {args.out}"
     )
     if failed:
         print(f"failed: {', '.join(failed)}; their logs lie beside the file", file=sys.stderr)

@@ -77,7 +77,11 @@ def make_engine(settings: Settings, model_folder: Path, site: Site) -> FleetEngi
         gpus = site.devices.tensor_parallel_size if on_gpu else 0
         engine = await launch(name, make, site.place, site.trainers + number, site.engine_cpus, gpus)
         if site.devices.engine_share and not cache:
-            cache["cache_bytes"] = await engine.cache_bytes()
+            try:
+                cache["cache_bytes"] = await engine.cache_bytes()
+            except BaseException:
+                await engine.close()
+                raise
         if options["transfer"] == "shared_memory" and engine.node != this_address():
             await engine.close()
             raise ValueError(

@@ -141,7 +141,7 @@ def simulate_plan(plan: Plan, tail: float = TAIL) -> Simulation:
 def simulator_config(plan: Plan, lengths: LogNormal, max_staleness: int) -> SimulatorConfig:
     """A plan as the simulator takes it; its responses are as long as ``lengths`` are in the mean."""
     b = plan.scenario.batches
-    slots, token_s, token_s_per_response = engine_rates(plan)
+    slots, token_s, token_s_per_response = engine_rates(plan, max_staleness)
     return SimulatorConfig(
         engines=plan.layout.engines,
         slots=slots,
@@ -158,10 +158,11 @@ def simulator_config(plan: Plan, lengths: LogNormal, max_staleness: int) -> Simu
     )
 
 
-def engine_rates(plan: Plan) -> tuple[int, float, float]:
+def engine_rates(plan: Plan, max_staleness: int = 0) -> tuple[int, float, float]:
     """Responses that an engine computes at a time, seconds of its decoding step, and what each response adds to that.
 
-    They are the line through what the plan says of one response alone, and of the fullest engine's part of a step.
+    They are the line through what the plan says of one response alone, and of as many as the fullest engine has
+    at a time: its part of a step's, and of those that follow as far as ``max_staleness`` lets it.
     """
     scenario, b, engine = plan.scenario, plan.scenario.batches, plan.engine
     slots = max(1, min(engine.sequences, engine.tokens // (b.prompt_tokens + b.response_tokens)))
@@ -179,7 +180,7 @@ def engine_rates(plan: Plan) -> tuple[int, float, float]:
         return seconds / b.response_tokens
 
     size = min(slots, b.group_size)
-    full = size * min(slots // size, math.ceil(b.prompts / plan.layout.engines))
+    full = size * min(slots // size, math.ceil(b.prompts * (1 + max_staleness) / plan.layout.engines))
     alone, together = step_s(1, 1), step_s(full // size, size)
     each = max(0.0, together - alone) / max(1, full - 1)
     return slots, max(alone - each, 1e-9), each

@@ -185,7 +185,7 @@ def test_a_bar_is_measured_on_a_gpu_at_full_size_alone(script, monkeypatch, tmp_
     monkeypatch.setattr(gpu, "run", run)
     assert gpu.main(["--only", "head", "--out", str(tmp_path / "x.json")]) == 0
     assert seen == {"toy": True, "device": "cpu", "unmeasured": "CPU", "rows": ["head"], "limit_s": 60.0 * gpu.MINUTES}
-    assert "0 reached, 0 missed, of 6 bars" in capsys.readouterr().out
+    assert "0 reached, 0 missed, 6 not measured, of 6 bars" in capsys.readouterr().out
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
     gpu.main(["--toy"])
     assert (seen["toy"], seen["device"], seen["unmeasured"]) == (True, "cuda", "toy sizes")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,15 @@ class VLLMEngine(VLLMBase):
         try:
             with threads_kept() if self._can_free else nullcontext(), self._explained():
                 self._llm = LLM(**self._arguments, use_tqdm_on_load=False)
-        except BaseException:
-            cleanup_dist_env_and_memory()  # or a sweep's next job would find this one's process group
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the half-built engine
+            with suppress(Exception):
+                release()
             raise
         self.held_gib = (torch.cuda.memory_allocated() - before) / 2**30 if self._can_free else 0.0
-        """GPU memory that the engine holds in this process: weights, KV cache and graphs; also while it sleeps."""
+        """GPU memory that the engine holds in this process: weights, KV cache and graphs.
+
+        PyTorch counts it also while the engine sleeps and has freed it."""
         # vLLM freezes the garbage collector's view of what exists, to spare an engine's own process work. Here that
         # takes in the trainer, whose cycles would never be freed: a sweep would keep every job's model.
         gc.unfreeze()
@@ -116,16 +121,27 @@ class VLLMEngine(VLLMBase):
         """See :meth:`grpo_rl.engines.base.Engine.close`."""
         if self._llm is None:
             return
-        self._llm.llm_engine.engine_core.shutdown()
-        self._llm = None
-        LAYERWISE_INFO.clear()  # vLLM's notes on reloaded layers, which refer back to the layers
-        cleanup_dist_env_and_memory()
-        gc.collect()
-        if self._can_free:
-            # vLLM keeps the pools from which an engine can sleep, and refuses a second engine while they hold anything.
-            from vllm.device_allocator.cumem import CuMemAllocator
+        core, self._llm = self._llm.llm_engine.engine_core, None
+        try:
+            core.shutdown()
+        finally:
+            del core
+            release()
 
-            CuMemAllocator.get_instance().release_pools()
+
+def release() -> None:
+    """Frees what vLLM keeps for itself in a process in which an engine was closed, or did not start.
+
+    It keeps a process group, notes on reloaded layers, which refer back to the layers, and on a GPU the pools from
+    which an engine can sleep: it refuses a second engine while they hold anything.
+    """
+    LAYERWISE_INFO.clear()
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    if torch.cuda.is_available():
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        CuMemAllocator.get_instance().release_pools()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def refusals_explained(gpu_memory_utilization: float, max_model_len: int) -> Ite
         try:
             yield
         except (ValueError, AssertionError, RuntimeError) as error:
-            text = f"{error}\n{report.read_text()}"
+            text = f"{error}\n{report.read_text('utf-8')}"
             if told := refusal(text, gpu_memory_utilization, max_model_len):
                 raise ValueError(told) from error
             raise
@@ -89,7 +89,10 @@ def refusals_explained(gpu_memory_utilization: float, max_model_len: int) -> Ite
 
 @functools.cache
 def report_failures() -> None:
-    """Has this process, one of vLLM's, report the exceptions that vLLM logs; its parent sees only that it ended."""
+    """Has this process report the exceptions that vLLM logs while :func:`refusals_explained` waits for its start.
+
+    Of a process of vLLM's own the waiting one sees only that it ended.
+    """
     # Handlers would be gone: vLLM's processes configure its loggers anew as they start.
     make = logging.getLogRecordFactory()
 
@@ -97,7 +100,7 @@ def report_failures() -> None:
         record = make(*args, **settings)
         # Once vLLM has started there is no report any more.
         if record.exc_info and record.name.startswith("vllm.") and os.path.exists(path := os.environ.get(REPORT, "")):
-            with open(path, "a") as report:
+            with suppress(OSError), open(path, "a", encoding="utf-8", errors="replace") as report:
                 report.write(f"{record.exc_info[1]}\n")
         return record
 

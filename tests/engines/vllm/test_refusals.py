@@ -117,3 +117,4 @@ def test_both_engines_explain_a_start_with_too_little_memory(name, tmp_path, mon
     make = getattr(importlib.import_module(f"grpo_rl.engines.vllm.{module}"), engine)
     with pytest.raises(ValueError, match=r"^inference_model\.max_model_len=512 takes .* leaves .* GiB for them; raise"):
         make(save_tiny_model(tmp_path / "model"), max_model_len=512)
+    assert not torch.distributed.is_initialized(), "the next engine of this process would find the group"
