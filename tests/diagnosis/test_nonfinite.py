@@ -110,6 +110,7 @@ def test_inside_compiled_modules_too(model):
     assert found.endswith("in the output of model.layers.0.mlp.act_fn.")
 
 
+@pytest.mark.slow
 def test_while_a_step_is_looked_into_other_kernels_stay_compiled(model):
     step, compiled = Step(model, torch.bfloat16, compile=True), []
 

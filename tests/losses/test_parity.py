@@ -416,6 +416,7 @@ def test_the_batches_meet_every_clip_and_bound():
             assert 0.001 < met / tokens < 0.9, (name, flag)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", ["trl", "verl"])
 def test_rloos_gradient_equals_the_peers(peer):
     """TRL weighs a response by the product of its ratios, and so equals ours on fresh weights, where that is 1.

@@ -17,6 +17,8 @@ from grpo_rl.envs.ifeval import language as language_module
 from grpo_rl.envs.ifeval.language import detect_language
 from grpo_rl.envs.ifeval.verdicts import variants
 
+pytestmark = pytest.mark.slow
+
 # All 4 of 8,280 are langdetect's, which draws features from the text, and was not seeded when the verdicts were
 # recorded: by the draw, the same text is one language or another. Here stand model, key, instruction, strict or loose,
 # and our verdict; above each, what langdetect takes the deciding text for over 200 seeds.
