@@ -41,7 +41,7 @@ class NotAvailable(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where and at which sizes the rows are measured.
+    """The device on which, and the sizes at which, the rows are measured.
 
     Args:
         toy: sizes that a CPU computes in seconds.
@@ -97,7 +97,7 @@ def recipe(place: Place) -> list[str]:
 
 
 def step_figures(rows: Sequence[Mapping[str, float]]) -> Figures:
-    """What the steps of a run took, by the wall clock, and by each step's own parts.
+    """The times of a run's steps, by the wall clock, and by each step's own parts.
 
     The rate leaves out the first steps, in which code is compiled and an asynchronous run's first groups are sampled,
     and the last ones, in which it samples nothing more. Steps of 9 s twice, 4 s, and then 2 s each, with a second
@@ -220,7 +220,7 @@ def missing(package: str) -> str | None:
 
 
 def liger_missing(place: Place) -> str | None:
-    """Why Liger's kernels can't run here; None where they can. On a CPU its operators stand for them."""
+    """Says why Liger's kernels can't run here; None where they can. On a CPU its operators stand for them."""
     if place.on_gpu and torch.cuda.get_device_capability(place.device) != (9, 0):
         return "Liger's CuTe kernels need a Hopper GPU"
     return missing("liger_kernel") or (missing("cutlass") if place.on_gpu else None)

@@ -206,7 +206,7 @@ def check_agreement(medians: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def ratios(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """How many times faster ours is than each head, and its share of that head's memory.
+    """The factor by which ours is faster than each head, and its share of that head's memory.
 
     >>> ratios({OURS: {"fwd_bwd_s": 2.0, "memory_mib": 1.0}, "naive": {"fwd_bwd_s": 3.0, "memory_mib": 4.0}})["naive"]
     {'our speed-up': 1.5, 'our share of its memory': 0.25}

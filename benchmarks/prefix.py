@@ -70,7 +70,7 @@ class Shape:
         return max(1, max_tokens // (self.prompt + self.responses * self.response))
 
     def shared(self, vocab: int, groups: int = 1) -> list[Group]:
-        """So many groups, each with a prompt of its own."""
+        """Makes so many groups, each with a prompt of its own."""
         lengths = [self.response] * self.responses
         return [random_group(self.prompt, lengths, vocab, group_id=i, seed=i) for i in range(groups)]
 

@@ -1,4 +1,4 @@
-"""How much an engine computes at a time, from what it is asked for and the memory that it has."""
+"""The work that an engine does at a time, by what it is asked for and the memory that it has."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Batch(Protocol):
 
 
 def batch_on(device: torch.device | str) -> Batch | None:
-    """What computes fingerprints on the device in few kernels; None where only one at a time can be computed.
+    """The function that computes fingerprints on the device in few kernels; None where only one at a time can be.
 
     Triton may be there and fail: it builds its launchers with a C compiler and Python's headers.
 

@@ -125,7 +125,7 @@ def _described(tensor: Tensor, row_start: int, column_start: int) -> tuple[int, 
 
 @functools.lru_cache(maxsize=8)  # weights stay where they are: the description crosses to the device once
 def _tiles(described: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which tensor each program reads and which tile of it, [p, 2], and the description of the tensors, [n, FIELDS]."""
+    """The tensor and the tile that each program reads, [p, 2], and the description of the tensors, [n, FIELDS]."""
     counts = torch.tensor([fields[-1] for fields in described])
     index = torch.arange(len(counts)).repeat_interleave(counts)
     within = torch.arange(len(index)) - (counts.cumsum(0) - counts)[index]

@@ -130,7 +130,7 @@ def whole_blocks(tokens: int) -> int:
 
 @no_type_check  # traced: the tests' run-time type checks can't be
 def flex_in_layer(query, key, value, layout: PaddedLayout, scale, window=None, softcap=None):
-    """What :func:`flex_shared_prefix` computes, for a layer that is compiled as one."""
+    """Computes what :func:`flex_shared_prefix` does, for a layer that is compiled as one."""
     tables = layout.tables[window]
     blocks = tables.kv_count.shape[2]
     # Whole blocks, by construction: the kernel needs no bounds.

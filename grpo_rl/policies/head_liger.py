@@ -47,7 +47,7 @@ def liger_log_prob_and_entropy(
     temperature: float = 1.0,
     owner: Float[Tensor, "V E"] | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """What `grpo_rl.policies.head.log_prob_and_entropy` computes, for a head without bias and soft cap."""
+    """Computes what `grpo_rl.policies.head.log_prob_and_entropy` does, for a head without bias and soft cap."""
     if not len(hidden):
         return log_prob_and_entropy(hidden, weight, target_ids, temperature=temperature, owner=owner)
     # Targets are ids of ours: to check them, Liger would wait for the GPU in every call.

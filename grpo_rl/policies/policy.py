@@ -80,7 +80,7 @@ class TrainPolicy:
     _has_compiled = False
     """Whether the kernels without gradient have been compiled."""
     liger = False
-    """Whether Liger's kernels compute the head."""
+    """Tells whether Liger's kernels compute the head."""
     peers: Peers | None = None
     """The processes that train the policy together: each scores a share of the groups that all are given."""
 

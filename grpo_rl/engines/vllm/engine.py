@@ -141,7 +141,8 @@ def release() -> None:
     if torch.cuda.is_available():
         from vllm.device_allocator.cumem import CuMemAllocator
 
-        CuMemAllocator.get_instance().release_pools()
+        if CuMemAllocator.instance is not None:
+            CuMemAllocator.instance.release_pools()
 
 
 @contextmanager

@@ -31,7 +31,7 @@ _CHANGED = re.compile(
 
 
 def refusal(text: str, gpu_memory_utilization: float, max_model_len: int) -> str | None:
-    """What vLLM's error means in terms of our settings; None for other errors.
+    """The meaning of vLLM's error in terms of our settings; None for other errors.
 
     >>> refusal("No available memory for the cache blocks. Try …", 0.1, 1024)
     ... # doctest: +ELLIPSIS
