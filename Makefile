@@ -27,7 +27,7 @@ endif
 help:
 	@echo "make train   install, then train the quickstart (7 to 15 minutes on 2 CPU cores); ARGS='optimizer.lr=2e-5 ...'"
 	@echo "make test    install, then lint, types, tests, doctests"
-	@echo "make quick   install, then lint, types and the fast tests that need no engine (about 2 minutes on 2 CPU cores)"
+	@echo "make quick   install, then lint, types and the fast tests that need no engine (a minute and a half on 2 CPU cores)"
 	@echo "make test-models   install, then all models that transformers has, against their own forward"
 	@echo "make setup   only install, with what the tests need"
 	@echo "make bench   install, then all benchmarks and benchmarks/README.md; wants a quiet machine, and \$$GRPO_RL_DATA"

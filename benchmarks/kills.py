@@ -90,7 +90,7 @@ def fork(arguments: list[str], folder: Path, kill_s: float | None = None, kill_a
             passed = time.monotonic() - begun
             hangs = passed > PATIENCE_S
             if status is None and (hangs or (kill_s is not None and passed >= kill_s)):
-                os.killpg(child, signal.SIGKILL)
+                _kill(child)
                 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
                 status = HUNG if hangs else status
             time.sleep(0.002)
@@ -99,6 +99,13 @@ def fork(arguments: list[str], folder: Path, kill_s: float | None = None, kill_a
             os.killpg(child, signal.SIGKILL)
     operations = count.stat().st_size if count.exists() else 0
     return Start(status, time.monotonic() - begun, operations, log.read_text())
+
+
+def _kill(child: int) -> None:
+    """Kills a fork that runs, and all it started; in its first moments it has no process group of its own."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(child, signal.SIGKILL)
 
 
 def _be_the_run(arguments: list[str], folder: Path, log: Path, count: Path, kill_at: int | None) -> None:

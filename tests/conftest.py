@@ -24,6 +24,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Until tests are collected: of what is imported nothing is garbage, and looking for some takes a fifth of the time.
+gc.disable()
+
 # A busy machine is no failure.
 hypothesis.settings.register_profile("project", deadline=None)
 hypothesis.settings.load_profile("project")
@@ -67,6 +70,7 @@ def pytest_collection_finish(session):
     # A run ends with a collection of garbage, for which all that has been imported is looked through.
     gc.collect()
     gc.freeze()
+    gc.enable()
     session.config.add_cleanup(gc.unfreeze)  # or libraries that are not freed in the end print what they hold
     gc.freeze = gc.unfreeze = lambda: None  # vLLM does both with all there is, for every engine
 

@@ -15,6 +15,8 @@ import pytest
 
 import grpo_rl
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -48,6 +48,7 @@ class Crashing(Good):
         return Reward({"length": 1.0 / len(response)})
 
 
+@pytest.mark.slow
 def test_a_mask_an_id_a_group_or_a_gradient_that_is_wrong_is_named(monkeypatch):
     """Promises that an environment or a collector breaks, not a task."""
     real = SyncCollector.collect

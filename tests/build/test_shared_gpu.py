@@ -24,6 +24,8 @@ from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import save_tiny_model
 from grpo_rl.weights.shared_memory import GPU_BYTES, GpuMemory
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import lazy_stack
-from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives import llm as torchrl
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -69,6 +68,7 @@ class Tokenizer:
         return {"input_ids": [0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize("with_replies", [False, True])
 def test_torchrls_own_grpo_loss_and_its_gradient_equal_ours_on_ragged_groups(aggregation, with_replies):
@@ -76,6 +76,8 @@ def test_torchrls_own_grpo_loss_and_its_gradient_equal_ours_on_ragged_groups(agg
 
     TorchRL keeps its clip bounds in fp32, hence the tolerance.
     """
+    from torchrl.modules.llm import TransformersWrapper  # it imports vLLM, which takes seconds
+
     model = llama()
     policy = TrainPolicy(model)
     groups = []

@@ -251,6 +251,7 @@ def test_abstracts_and_their_summaries_are_judged(real_data, tokenizer, split, c
     assert sum(reward.parts["best_overlap"] for reward in wrong) < 0.5 * len(wrong)
 
 
+@pytest.mark.slow
 def test_thousands_of_responses_are_scored_in_seconds(tokenizer):
     rows = [{"prompt": f"Sum up {n}.", "completion": str(n)} for n in range(512)]
     task = with_rewards(

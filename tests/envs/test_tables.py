@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from datasets import Dataset
 
 from grpo_rl.envs.prompt_response import load_rows
 
@@ -17,6 +16,13 @@ TABLE = [
 ]
 
 
+def table(rows):
+    """The rows as a table of Hugging Face's; its import takes a second."""
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)
+
+
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".parquet", ".JSONL"])
 def test_a_file_of_each_format_is_read_as_it_was_written(tmp_path, ending):
     path = tmp_path / f"rows{ending}"
@@ -25,22 +31,22 @@ def test_a_file_of_each_format_is_read_as_it_was_written(tmp_path, ending):
     elif ending == ".json":
         path.write_text(json.dumps(TABLE, indent=2), encoding="utf-8")
     elif ending == ".csv":
-        Dataset.from_list(TABLE).to_csv(str(path))
+        table(TABLE).to_csv(str(path))
     else:
-        Dataset.from_list(TABLE).to_parquet(str(path))
+        table(TABLE).to_parquet(str(path))
     assert load_rows(path) == TABLE
 
 
 def test_messages_and_lists_come_out_of_a_parquet_file(tmp_path):
     rows = [{"prompt": CHAT, "tags": ["a", "b"]}, {"prompt": [{"role": "system", "content": "S"}, *CHAT], "tags": []}]
-    Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    table(rows).to_parquet(str(tmp_path / "rows.parquet"))
     assert load_rows(tmp_path / "rows.parquet") == rows
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
 def test_columns_that_nobody_wants_are_left_out(tmp_path, ending):
     path = tmp_path / f"rows{ending}"
-    data = Dataset.from_list(TABLE)
+    data = table(TABLE)
     data.to_json(str(path)) if ending == ".jsonl" else data.to_parquet(str(path))
     assert load_rows(path, columns=("prompt", "answer", "count")) == [
         {"prompt": "Say hi.", "count": 1}, {"prompt": "None", "count": 2},
@@ -81,6 +87,7 @@ def test_a_file_that_is_not_there_is_named_with_what_to_give(tmp_path):
         load_rows()
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_says_to_use_a_file(tmp_path):
     code = """
 from grpo_rl.envs import gsm8k, ifeval, math, tables

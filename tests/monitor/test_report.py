@@ -147,6 +147,7 @@ def page_of(run_dir: Path) -> Page:
     return Page(write_report(run_dir).read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_a_whole_run_is_told_on_one_page(tmp_path):
     page = page_of(make_run(tmp_path))
     assert "SmolLM2-135M-Instruct trained with GRPO on gsm8k" in page.text
@@ -172,6 +173,7 @@ def test_a_whole_run_is_told_on_one_page(tmp_path):
     assert "torch 2.13.0+cpu" in page.text and "40 in 9:01" in page.text.replace("Steps 40", "40")
 
 
+@pytest.mark.slow
 def test_the_page_loads_nothing_and_is_small(tmp_path):
     html = write_report(make_run(tmp_path)).read_text()
     page = Page(html)
@@ -183,6 +185,7 @@ def test_the_page_loads_nothing_and_is_small(tmp_path):
     assert len(page.ids) == len(set(page.ids))
 
 
+@pytest.mark.slow
 def test_responses_are_text_whatever_they_hold(tmp_path):
     html = write_report(make_run(tmp_path, steps=2, hostile=HOSTILE)).read_text()
     page = Page(html)
@@ -193,6 +196,7 @@ def test_responses_are_text_whatever_they_hold(tmp_path):
     assert "default-src 'none'" in html
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_its_first_step_has_a_report(tmp_path):
     page = page_of(make_run(tmp_path, steps=1, evaluated=False))
     assert "One step was logged, with a training reward of" in page.text
@@ -330,6 +334,7 @@ def test_colours_follow_the_page_theme():
     assert drawing and "var(--series-0)" in drawing.svg and "#fe01" not in drawing.svg
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page_and_refuses_what_is_no_run_folder(tmp_path, capsys):
     report.main([str(make_run(tmp_path / "run", steps=1))])
     assert capsys.readouterr().out.strip() == str(tmp_path / "run" / "report.html")

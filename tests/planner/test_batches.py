@@ -17,6 +17,8 @@ from grpo_rl.settings.misfits import Misfit, misfits
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import random_group
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = sorted(path.stem for path in FOLDER.glob("grpo_*.yaml"))
 
 
