@@ -278,7 +278,7 @@ def ranked_mass(policy: TrainPolicy, group: Group) -> Float[Tensor, "R V"]:
     """Mass of the likeliest token, of the two likeliest, and so on, at the first tokens of a group's responses."""
     hidden = forward_hidden(policy.model, pack([group], policy.device))[:TOKENS]
     head = policy.model.get_output_embeddings()
-    logits = linear(hidden, head.weight, head.bias).float()
+    logits = linear(hidden, head.weight, head.bias).float() * policy.logit_factor
     if policy.softcap is not None:
         logits = policy.softcap * (logits / policy.softcap).tanh()
     return (logits / policy.temperature).softmax(-1).sort(descending=True).values.cumsum(-1).clamp(max=1).cpu()

@@ -1,7 +1,8 @@
 """Shared-prefix attention: a group's prompt is computed once, and each response attends to it and to itself.
 
 Registered with transformers under :data:`ATTENTION_NAME`; FlexAttention on CUDA, batched products on CPU.
-Letters: T tokens of the micro-batch, N response tokens, H query heads, K key-value heads, D head size.
+Letters: T tokens of the micro-batch, N response tokens, H query heads, K key-value heads, D head size of queries and
+keys, E that of values.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_rl.policies.attention_cpu import Rules, TwoPartAttention
 from grpo_rl.policies.attention_flex import PaddedLayout, flex_in_layer, flex_shared_prefix, whole_blocks
+from grpo_rl.policies.mixers import share_prompts
 from grpo_rl.policies.mode import check_no_noise, switch_off_noise
-from grpo_rl.policies.packing import Layout, Packed
-from grpo_rl.policies.supported import LAYOUT, not_understood, windows_in_masks
+from grpo_rl.policies.packing import LAYOUT, Layout, Packed
+from grpo_rl.policies.supported import not_understood, windows_in_masks
 
 ATTENTION_NAME = "grpo_rl_shared_prefix"
 """The name under which transformers models find :func:`dispatch` (``config._attn_implementation``)."""
@@ -41,6 +43,7 @@ def use_shared_prefix(model: PreTrainedModel) -> PreTrainedModel:
     assert model.config._attn_implementation == ATTENTION_NAME, model.config._attn_implementation
     for name, window in windows.items():
         setattr(model.get_submodule(name), MASK_WINDOW, window)
+    share_prompts(model)
     return switch_off_noise(model)
 
 
@@ -77,7 +80,7 @@ def dispatch(module, query, key, value, attention_mask, **keywords):
     window = keywords.get("sliding_window") or getattr(module, MASK_WINDOW, None)
     scale = keywords.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out = flex_in_layer(query, key, value, layout, scale, window, keywords.get("softcap"))
+    out = flex_in_layer(query, key, value, layout, scale, window, keywords.get("softcap"), keywords.get("s_aux"))
     return out.transpose(1, 2), None
 
 
@@ -86,7 +89,7 @@ def attention(
     module: torch.nn.Module,
     query: Float[Tensor, "1 H T D"],
     key: Float[Tensor, "1 K T D"],
-    value: Float[Tensor, "1 K T D"],
+    value: Float[Tensor, "1 K T E"],
     attention_mask: object,
     *,
     prefix_layout: Layout,
@@ -94,28 +97,32 @@ def attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Float[Tensor, " H"] | None = None,
     **keywords: object,
-) -> tuple[Float[Tensor, "1 T H D"], None]:
+) -> tuple[Float[Tensor, "1 T H E"], None]:
     """Attention of a flat micro-batch with shared prompts, with the signature of transformers' attention functions.
+
+    Args:
+        s_aux: attention sinks, transformers' name of them: a score of each head beside the keys', with a value of zero.
 
     Raises:
         ValueError: a layer asks for something that this attention does not support; `windows_in_masks` finds such
             layers before.
     """
     unknown = not_understood(keywords)
-    if dropout or unknown or attention_mask is not None or query.shape[-1] != value.shape[-1]:
+    if dropout or unknown or attention_mask is not None:
         raise ValueError(
-            f"{type(module).__name__} asks for {', '.join(unknown) or 'dropout, a mask or values of another size'}, "
+            f"{type(module).__name__} asks for {', '.join(unknown) or 'dropout or a mask'}, "
             "which shared-prefix attention does not support"
         )
     sliding_window = sliding_window or getattr(module, MASK_WINDOW, None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.device.type == "cuda":
-        out = flex_shared_prefix(query, key, value, prefix_layout, scale, sliding_window, softcap)
+        out = flex_shared_prefix(query, key, value, prefix_layout, scale, sliding_window, softcap, s_aux)
         return out.transpose(1, 2), None
     # [1, heads, T, D] in shape, but laid out by token: this way nothing is copied.
     by_token = (x[0].transpose(0, 1) for x in (query, key, value))
-    return TwoPartAttention.apply(*by_token, prefix_layout, Rules(scale, sliding_window, softcap))[None], None
+    return TwoPartAttention.apply(*by_token, s_aux, prefix_layout, Rules(scale, sliding_window, softcap))[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, dispatch)

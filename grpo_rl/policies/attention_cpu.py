@@ -5,8 +5,8 @@ arithmetic in a few batched products is several times faster. Only one block of 
 for fp64 input), and the backward pass recomputes it from the log-sum-exp.
 
 The R = H / K query heads that share keys lie side by side in the rows of a block.
-Letters: T tokens of the micro-batch, H query heads, K key-value heads, D head size; s sequences (times key-value
-heads), m = queries x R rows and n keys of a block.
+Letters: T tokens of the micro-batch, H query heads, K key-value heads, D head size of queries and keys, E that of
+values; s sequences (times key-value heads), m = queries x R rows and n keys of a block.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class TwoPartAttention(torch.autograd.Function):
     """Attention of a packed micro-batch, forward and backward.
 
     Softmax over two sets of keys is the mean of the two softmaxes weighted by their partition sums, and the backward
-    pass of each part is exact if it uses the joint output and the joint log-sum-exp.
+    pass of each part is exact if it uses the joint output and the joint log-sum-exp. That holds for sinks too.
     Source of the identity: Ring Attention, https://arxiv.org/abs/2310.01889; Hydragen, https://arxiv.org/abs/2402.05099.
     """
 
@@ -161,14 +161,15 @@ class TwoPartAttention(torch.autograd.Function):
         ctx,
         query: Float[Tensor, "T H D"],
         key: Float[Tensor, "T K D"],
-        value: Float[Tensor, "T K D"],
+        value: Float[Tensor, "T K E"],
+        sinks: Float[Tensor, " H"] | None,
         layout: Layout,
         rules: Rules,
-    ) -> Float[Tensor, "T H D"]:
+    ) -> Float[Tensor, "T H E"]:
         q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
         (total, heads, _), kv_heads = q.shape, k.shape[1]
         place, repeat = Arrangement.of(layout, heads, kv_heads), heads // kv_heads
-        out = torch.zeros_like(q)
+        out = v.new_zeros(total, heads, v.shape[-1])
         lse = q.new_full((total, heads), MASKED, dtype=torch.promote_types(q.dtype, torch.float32))
         for prompt, rows, mask in _prompt_blocks(layout, heads, repeat, rules.window):
             probs, block_lse = _softmax(_scores(_fold(q[rows], kv_heads), _fold(k[prompt], kv_heads), rules)[0], mask)
@@ -190,14 +191,17 @@ class TwoPartAttention(torch.autograd.Function):
                 carried = (ot[seq, rows].flatten(1, 2) * (before - joint).exp_()[..., None]).to(v.dtype)
                 joined = torch.baddbmm(carried, probs.to(v.dtype), vt[seq, keys])
                 ot[seq, rows], lt[seq, rows] = joined.unflatten(1, (-1, repeat)), joint.unflatten(1, (-1, repeat))
-        out, lse = _rows(joint_out, place.queries_back).view_as(q), joint_lse[place.queries_back].view_as(lse)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = _rows(joint_out, place.queries_back).view_as(out), joint_lse[place.queries_back].view_as(lse)
+        if sinks is not None:
+            without, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype))
+            out *= (without - lse).exp_()[..., None]
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.layout, ctx.rules = layout, rules
         return out
 
     @staticmethod
     def backward(ctx, grad_out):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         layout, rules, g = ctx.layout, ctx.rules, grad_out.contiguous()
         heads, kv_heads = q.shape[1], k.shape[1]
         place, repeat = Arrangement.of(layout, heads, kv_heads), heads // kv_heads
@@ -229,7 +233,11 @@ class TwoPartAttention(torch.autograd.Function):
             dq[rows] = _unfold(grads[0], heads)
             for total, grad in zip((dk, dv), grads[1:], strict=True):
                 total[prompt] += _unfold(grad, kv_heads)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
+        dsinks = None
+        if sinks is not None:
+            # A sink is a key whose value is zero, so that of its score's gradient the part of `delta` alone is left.
+            dsinks = (sinks.to(lse.dtype) - lse).exp_().mul_(delta).sum(0).neg_().to(sinks.dtype)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 
 
 class Mask(NamedTuple):
@@ -322,20 +330,20 @@ def _softmax(scores: Float[Tensor, "s m n"], mask: Mask | None) -> tuple[Float[T
 def _block_backward(
     dq: Float[Tensor, "s m D"],
     q: Float[Tensor, "s m D"],
-    g: Float[Tensor, "s m D"],
+    g: Float[Tensor, "s m E"],
     lse: Float[Tensor, "s m"],
     delta: Float[Tensor, "s m"],
     k: Float[Tensor, "s n D"],
-    v: Float[Tensor, "s n D"],
+    v: Float[Tensor, "s n E"],
     mask: Mask | None,
     rules: Rules,
-) -> tuple[Float[Tensor, "s m D"], Float[Tensor, "s n D"], Float[Tensor, "s n D"]]:
+) -> tuple[Float[Tensor, "s m D"], Float[Tensor, "s n D"], Float[Tensor, "s n E"]]:
     """A block's gradients of queries, keys and values.
 
     Args:
         dq: the queries' gradient from other blocks, to which this one's is added.
         g: gradient of the joint output.
-        delta: dot product of ``g`` and the joint output over D.
+        delta: dot product of ``g`` and the joint output over E.
     """
     scores, slope = _scores(q, k, rules)
     scores -= lse[..., None]

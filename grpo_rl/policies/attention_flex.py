@@ -2,7 +2,8 @@
 
 A token sees at most two ranges of keys: its own sequence up to itself and, in a response, its prompt. Three numbers per
 token describe the ranges, windows included, so one compiled kernel serves all layouts and windows.
-Letters: T tokens of the micro-batch, H query heads, K key-value heads, D head size; I, J blocks of queries and keys.
+Letters: T tokens of the micro-batch, H query heads, K key-value heads, D head size of queries and keys, E that of
+values; I, J blocks of queries and keys.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple, no_type_check
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
 from grpo_rl.policies.compiler import why_uncompiled
@@ -34,12 +35,13 @@ all T * T scores; with ``fullgraph`` that is an error."""
 def flex_shared_prefix(
     query: Float[Tensor, "1 H T D"],
     key: Float[Tensor, "1 K T D"],
-    value: Float[Tensor, "1 K T D"],
+    value: Float[Tensor, "1 K T E"],
     layout: Layout,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-) -> Float[Tensor, "1 H T D"]:
+    sinks: Float[Tensor, " H"] | None = None,
+) -> Float[Tensor, "1 H T E"]:
     """Attention of each token over its own sequence and, in a response, over its prompt.
 
     Source: FlexAttention, https://arxiv.org/abs/2412.05496. On CUDA compiled, once for each bucket of lengths, with and
@@ -52,11 +54,12 @@ def flex_shared_prefix(
         window: a token sees this many positions back, its own included; None: all. Responses continue the positions of
             their prompt.
         softcap: scaled scores become ``softcap * tanh(score / softcap)``.
+        sinks: a score of each head that takes part in the softmax beside the keys', with a value of zero.
 
     Raises:
         ValueError: heads are too small for a kernel.
     """
-    check_head_size(query.shape[-1], query.device)
+    check_head_size(min(query.shape[-1], value.shape[-1]), query.device)
     tokens = query.shape[2]
     padded = padded_length(tokens)
     # Contiguous also without padding: other strides would compile another kernel.
@@ -71,8 +74,20 @@ def flex_shared_prefix(
         block_mask=block_mask(layout.spans, padded, window, query.device),
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=None if sinks is None else AuxRequest(lse=True),
     )
-    return out[:, :, :tokens]
+    return (out if sinks is None else with_sinks(*out, sinks))[:, :, :tokens]  # pyright: ignore[reportArgumentType]
+
+
+@no_type_check  # traced: the tests' run-time type checks can't be
+def with_sinks(out, aux, sinks):
+    """Attention's output where each head's sink has taken its share of the softmax.
+
+    Args:
+        out: [1, H, T, E] without sinks.
+        aux: what comes with it; its ``lse`` is the log-sum-exp of the scores, [1, H, T].
+    """
+    return (out * (aux.lse - sinks[:, None]).sigmoid()[..., None]).to(out.dtype)
 
 
 def check_head_size(size: int, device: torch.device) -> None:
@@ -129,7 +144,7 @@ def whole_blocks(tokens: int) -> int:
 
 
 @no_type_check  # traced: the tests' run-time type checks can't be
-def flex_in_layer(query, key, value, layout: PaddedLayout, scale, window=None, softcap=None):
+def flex_in_layer(query, key, value, layout: PaddedLayout, scale, window=None, softcap=None, sinks=None):
     """Computes what :func:`flex_shared_prefix` does, for a layer that is compiled as one."""
     tables = layout.tables[window]
     blocks = tables.kv_count.shape[2]
@@ -141,7 +156,7 @@ def flex_in_layer(query, key, value, layout: PaddedLayout, scale, window=None, s
         return (k >= own_from[q]) & (k <= q) | (k >= shared_from[q]) & (k < shared_to[q])
 
     mask = BlockMask((query.shape[2], query.shape[2]), *tables[1:], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)
-    return flex_attention(
+    out = flex_attention(
         query,
         key,
         value,
@@ -149,7 +164,9 @@ def flex_in_layer(query, key, value, layout: PaddedLayout, scale, window=None, s
         block_mask=mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=None if sinks is None else AuxRequest(lse=True),
     )
+    return out if sinks is None else with_sinks(*out, sinks)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpo_rl.policies.attention import WINDOWS
 from grpo_rl.policies.attention_flex import check_head_size
 from grpo_rl.policies.compiler import keep_compiled_code, why_uncompiled
+from grpo_rl.policies.mixers import mixers
 from grpo_rl.policies.supported import supported_calls
 
 POINTWISE = ("RMSNorm", "MLP")
@@ -60,7 +61,8 @@ def compile_pointwise(model: PreTrainedModel) -> None:
 def compile_layers(model: PreTrainedModel, with_attention: bool) -> None:
     """Makes each decoder layer compile as one, for any number of tokens.
 
-    Layers of a mixture of experts choose what they compute: there, norms and MLPs alone are compiled.
+    Layers of a mixture of experts choose what they compute, and those that carry a state compute group by group: there,
+    norms and MLPs alone are compiled.
 
     Args:
         with_attention: attention is part of the graph, as FlexAttention, which has gradients on CUDA only; a layer that
@@ -71,13 +73,13 @@ def compile_layers(model: PreTrainedModel, with_attention: bool) -> None:
         ValueError: there is no compiler, or it fails; with attention, it asks for what FlexAttention can't compute.
     """
     layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
-    if not layers or model._can_set_experts_implementation():
+    if not layers or model._can_set_experts_implementation() or any(mixers(model)):
         compile_pointwise(model)
         return
     if with_attention:
         calls = supported_calls(model)
         for call in calls:
-            check_head_size(call.key_size, model.device)
+            check_head_size(call.head_size, model.device)
         setattr(model, WINDOWS, {call.any_window for call in calls})
     _prepare(model)
     inside = {part for layer in layers for part in layer.modules()}

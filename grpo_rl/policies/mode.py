@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -50,14 +50,14 @@ def check_no_noise(model: PreTrainedModel) -> None:
             )
 
 
-def _recomputed_without_noise(call: functools.partial[Tensor], *args: object) -> Tensor:
+def _recomputed_without_noise(call: functools.partial[Any], *args: object) -> Any:
     """transformers' checkpointing, with the layer in evaluation mode during its forward pass.
 
     The layer is taken from the call, as copies of a model share this function.
     """
     layer = call.func.__self__  # pyright: ignore[reportFunctionMemberAccess]
 
-    def quietly(*args: object) -> Tensor:
+    def quietly(*args: object) -> Any:
         layer.training = False
         try:
             return call(*args)

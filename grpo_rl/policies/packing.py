@@ -16,6 +16,9 @@ from torch import Tensor
 
 from grpo_rl.data.group import Group
 
+LAYOUT = "prefix_layout"
+"""The keyword that passes the layout of a micro-batch through a model to its layers."""
+
 
 @dataclass(frozen=True)
 class Span:

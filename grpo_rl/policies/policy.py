@@ -25,6 +25,7 @@ from grpo_rl.policies.loading import check_model, load_quantized, load_whole
 from grpo_rl.policies.lora import LoRA, Quantization, adapters_off, add_adapters, has_adapters
 from grpo_rl.policies.packing import Packed, pack
 from grpo_rl.policies.shards import assign, placed_like
+from grpo_rl.policies.supported import logit_factor
 
 Policy = TypeVar("Policy", bound="TrainPolicy")
 X = TypeVar("X")
@@ -92,6 +93,7 @@ class TrainPolicy:
         self.model = use_shared_prefix(model)
         self.temperature = temperature
         self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        self.logit_factor = logit_factor(model)
 
     @classmethod
     def load(
@@ -165,10 +167,11 @@ class TrainPolicy:
         with lookups_in(self.model.get_input_embeddings()) as lookups:
             hidden = forward_hidden(self.model, packed)
         owner = lookups.stand_in if head.weight is self.model.get_input_embeddings().weight else None
+        temperature = self.temperature / self.logit_factor  # a model has a factor or a soft cap
         if self.liger:
-            return liger_log_prob_and_entropy(hidden, head.weight, packed.target_ids, self.temperature, owner)
+            return liger_log_prob_and_entropy(hidden, head.weight, packed.target_ids, temperature, owner)
         return log_prob_and_entropy(
-            hidden, head.weight, packed.target_ids, head.bias, self.temperature, self.softcap, owner=owner
+            hidden, head.weight, packed.target_ids, head.bias, temperature, self.softcap, owner=owner
         )
 
     def add_log_probs(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:

@@ -1,11 +1,12 @@
-"""The attention calls of a model's layers, recorded by running a copy of the model without weights."""
+"""What a model's layers ask of attention and state, and the factor on its logits, by running a copy without weights."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -16,7 +17,10 @@ from transformers.masking_utils import (
     causal_mask_function,
     sliding_window_causal_mask_function,
 )
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from grpo_rl.policies.mixers import goes_on, mixers
 
 PROBE_NAME = "grpo_rl_probe"
 """The name under which the recording functions below are registered with transformers while a copy runs."""
@@ -39,16 +43,14 @@ class AttentionCall:
         layer: name of the calling module.
         kind: name of its class.
         mask: a :class:`Band`, or whatever else the module passed.
-        key_size: head size of queries and keys.
-        value_size: head size of values.
+        head_size: the smaller of the head sizes of keys and of values.
         keywords: arguments of the call beside tensors and mask.
     """
 
     layer: str
     kind: str
     mask: object
-    key_size: int
-    value_size: int
+    head_size: int
     keywords: Mapping[str, object]
 
     @property
@@ -62,8 +64,34 @@ class AttentionCall:
         return self.mask.window if isinstance(self.mask, Band) else self.window
 
 
-def attention_calls(model: PreTrainedModel, **keywords: object) -> list[AttentionCall]:
-    """The attention calls in a forward pass of the model's class with its config, in order; weights are not read.
+@dataclass(frozen=True)
+class MixerCall:
+    """One call of a mixer, a module that keeps its state in transformers' cache (`grpo_rl.policies.mixers`).
+
+    Args:
+        module: its name.
+        kind: name of its class.
+        layer_keywords: keywords that its decoder layer was called with.
+        plain: it got hidden states and keywords, and returned one tensor.
+        goes_on: it computes with the state of earlier tokens (`grpo_rl.policies.mixers.goes_on`).
+    """
+
+    module: str
+    kind: str
+    layer_keywords: Collection[str]
+    plain: bool
+    goes_on: bool
+
+
+class Calls(NamedTuple):
+    """The calls of a forward pass, in order."""
+
+    attention: list[AttentionCall]
+    mixers: list[MixerCall]
+
+
+def trial_calls(model: PreTrainedModel, **keywords: object) -> Calls:
+    """The calls in a forward pass of the model's class with its config; weights are not read.
 
     Args:
         keywords: passed to the forward pass beside ids and positions.
@@ -74,21 +102,23 @@ def attention_calls(model: PreTrainedModel, **keywords: object) -> list[Attentio
     >>> from transformers import MistralConfig, MistralForCausalLM
     >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_key_value_heads=2)
     >>> model = MistralForCausalLM(MistralConfig(num_hidden_layers=1, sliding_window=5, **sizes))
-    >>> [(call.layer, call.mask, call.window) for call in attention_calls(model)]
+    >>> [(call.layer, call.mask, call.window) for call in trial_calls(model).attention]
     [('model.layers.0.self_attn', Band(window=5), 5)]
     """
     config = copy.deepcopy(model.config)
     if model._can_set_experts_implementation():
         config._experts_implementation = "batched_mm"  # its shapes don't depend on the router's choices
-    calls: list[AttentionCall] = []
+    calls = Calls([], [])
     with torch.device("meta"):
         empty = type(model)(config).eval()
+    for name, layer, mixer in list(mixers(empty)):
+        _record_mixer(name, layer, mixer, calls.mixers)
     ids = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
     for part in empty.modules():
         if isinstance(part, PreTrainedModel):  # it would look for padding among the ids, which have no data
             part.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
     names = {module: name for name, module in empty.named_modules()}
-    with _recording(names, calls), torch.no_grad():
+    with _recording(names, calls.attention), torch.no_grad():
         empty.set_attn_implementation(PROBE_NAME)
         try:
             empty.base_model(input_ids=ids, position_ids=ids, use_cache=False, **keywords)
@@ -104,6 +134,61 @@ def attention_calls(model: PreTrainedModel, **keywords: object) -> list[Attentio
     return calls
 
 
+def _record_mixer(name: str, layer: torch.nn.Module, mixer: torch.nn.Module, calls: list[MixerCall]) -> None:
+    of_layer: set[str] = set()
+    asked = False
+
+    def enter(layer: torch.nn.Module, args: tuple, keywords: dict[str, object]) -> None:
+        of_layer.update(keywords)
+
+    def leave(mixer: torch.nn.Module, args: tuple, keywords: dict[str, object], output: object) -> None:
+        nonlocal asked
+        if asked:
+            return
+        hidden, asked = (*args, keywords.get("hidden_states"))[0], True
+        plain = len(args) < 2 and isinstance(hidden, Tensor) and isinstance(output, Tensor)
+        calls.append(MixerCall(name, type(mixer).__name__, of_layer, plain, plain and goes_on(mixer, hidden)))
+
+    layer.register_forward_pre_hook(enter, with_kwargs=True)
+    mixer.register_forward_hook(leave, with_kwargs=True)
+
+
+def measured_logit_factor(model: PreTrainedModel) -> float:
+    """The factor that the model's class puts on the product of head and hidden states, where its config names one.
+
+    Raises:
+        ValueError: its logits are no multiple of that product, or the class can't be run like this.
+    """
+    hidden = torch.tensor([[[-3.0], [-0.5], [0.25], [2.0]]], dtype=torch.float64)
+    head = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.ones_(head.weight)
+    with torch.device("meta"):
+        empty = type(model)(copy.deepcopy(model.config)).eval()
+    setattr(empty, empty.base_model_prefix, _Given(hidden))
+    empty.set_output_embeddings(head)
+    try:
+        with torch.no_grad():
+            factors = empty(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False).logits / hidden
+    except Exception as error:  # the model's own code may fail in any way
+        raise ValueError(
+            f"its config names a factor on its logits, and measuring it ends in {type(error).__name__}: {error}"
+        ) from error
+    if not torch.allclose(factors, factors[0, 0]):
+        raise ValueError("its logits are no multiple of the head's product with the hidden states")
+    return factors[0, 0].item()
+
+
+class _Given(torch.nn.Module):
+    """Returns hidden states that were given, whatever it is asked."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def forward(self, *args: object, **keywords: object) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self._hidden)  # pyright: ignore[reportArgumentType]
+
+
 @contextmanager
 def _recording(names: Mapping[torch.nn.Module, str], calls: list[AttentionCall]) -> Iterator[None]:
     def attend(
@@ -114,8 +199,8 @@ def _recording(names: Mapping[torch.nn.Module, str], calls: list[AttentionCall])
         attention_mask: object = None,
         **rest: object,
     ) -> tuple[Tensor, None]:
-        sizes = query.shape[-1], value.shape[-1]
-        calls.append(AttentionCall(names[module], type(module).__name__, attention_mask, *sizes, rest))
+        size = min(query.shape[-1], value.shape[-1])
+        calls.append(AttentionCall(names[module], type(module).__name__, attention_mask, size, rest))
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     packed = masking_utils.find_packed_sequence_indices

@@ -7,16 +7,21 @@ from collections.abc import Iterator, Mapping
 import torch
 from transformers import PreTrainedModel
 
-from grpo_rl.policies.probe import AttentionCall, Band, attention_calls
+from grpo_rl.policies.mixers import mixers
+from grpo_rl.policies.packing import LAYOUT
+from grpo_rl.policies.probe import AttentionCall, Band, Calls, measured_logit_factor, trial_calls
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+ATTENDING = frozenset({"full_attention", "sliding_attention"})
+WITH_STATE = frozenset({"linear_attention", "conv", "hybrid", "mamba"})
+"""Types of layers that carry a state from token to token; some attend as well."""
+BY_TOKEN = frozenset({"mlp", "moe"})
+"""Types of layers that compute each token by itself."""
+LAYER_TYPES = ATTENDING | WITH_STATE | BY_TOKEN
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """Types with fixed frequencies; those of others depend on the longest sequence in the batch."""
 LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-"""Config names of factors on a model's logits."""
-LAYOUT = "prefix_layout"
-"""The keyword that passes the layout of a micro-batch through a model to its attention."""
-UNDERSTOOD = frozenset({LAYOUT, "scaling", "dropout", "sliding_window", "softcap"})
+"""Config names of factors on a model's logits; what a class does with one is measured."""
+UNDERSTOOD = frozenset({LAYOUT, "scaling", "dropout", "sliding_window", "softcap", "s_aux"})
 """Keywords that shared-prefix attention reads."""
 IGNORED = frozenset({"position_ids", "use_cache"})
 """Keywords that it need not read; any other may matter."""
@@ -67,12 +72,29 @@ def supported_calls(model: PreTrainedModel) -> list[AttentionCall]:
     if not model._can_set_attn_implementation():
         raise _refusal(model, "transformers can't exchange its attention")
     try:
-        calls = attention_calls(model, **{LAYOUT: None})
+        calls = trial_calls(model, **{LAYOUT: None})
     except ValueError as error:
         raise _refusal(model, str(error)) from error
     for reason in _reasons_in_calls(model, calls):
         raise _refusal(model, reason)
-    return calls
+    return calls.attention
+
+
+def logit_factor(model: PreTrainedModel) -> float:
+    """The factor by which the model's logits are its head's product with the hidden states; 1 for most models.
+
+    Raises:
+        ValueError: its config names one, and its logits are no multiple of the product.
+
+    >>> from transformers import GraniteConfig, GraniteForCausalLM
+    >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    >>> logit_factor(GraniteForCausalLM(GraniteConfig(**sizes, num_key_value_heads=2, logits_scaling=8.0)))
+    0.125
+    """
+    config = model.config.get_text_config()
+    if all(getattr(config, name, None) in (None, 1) for name in LOGIT_FACTORS):
+        return 1.0
+    return measured_logit_factor(model)
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> ValueError:
@@ -82,17 +104,24 @@ def _refusal(model: PreTrainedModel, reason: str) -> ValueError:
 def not_understood(keywords: Mapping[str, object]) -> list[str]:
     """Keywords of an attention call that shared-prefix attention does not support.
 
-    >>> not_understood({"scaling": 0.5, "use_cache": False, "s_aux": 1.0, "head_mask": None})
-    ['s_aux']
+    >>> not_understood({"scaling": 0.5, "use_cache": False, "indexer": 1.0, "head_mask": None})
+    ['indexer']
     """
     rest = keywords.keys() - UNDERSTOOD - IGNORED
     return sorted(name for name in rest if keywords[name] is not None and keywords[name] is not False)
 
 
-def _reasons_in_calls(model: PreTrainedModel, calls: list[AttentionCall]) -> Iterator[str]:
-    if not calls:
+def _reasons_in_calls(model: PreTrainedModel, calls: Calls) -> Iterator[str]:
+    if not calls.attention and not calls.mixers:
         yield "none of its layers calls transformers' attention function"
-    for call in calls:
+    for call in calls.mixers:
+        if LAYOUT not in call.layer_keywords:
+            yield f"the layer of its {call.kind} gets no keyword arguments, so it can't be told where responses lie"
+        if not call.plain:
+            yield f"its {call.kind} takes or returns more than hidden states"
+        elif not call.goes_on:
+            yield f"its {call.kind} does not go on from its prompt's state when it is given several tokens at once"
+    for call in calls.attention:
         if LAYOUT not in call.keywords:
             yield f"its {call.kind} gets no keyword arguments, so it can't be told where prompts and responses lie"
         if unknown := not_understood(call.keywords):
@@ -104,18 +133,17 @@ def _reasons_in_calls(model: PreTrainedModel, calls: list[AttentionCall]) -> Ite
                 f"its {call.kind} asks for a window of {call.window} positions under a mask of another "
                 f"({call.mask.window or 'none'})"
             )
-        if call.key_size != call.value_size:
-            yield (
-                f"its {call.kind} has keys of {call.key_size} and values of {call.value_size} numbers a head; "
-                "shared-prefix attention needs equal sizes"
-            )
-    callers = {call.layer for call in calls}
+    known = {call.layer for call in calls.attention} | {call.module for call in calls.mixers}
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
     for name, layers in model.named_modules():
         if not isinstance(layers, torch.nn.ModuleList):
             continue
-        silent = [i for i in range(len(layers)) if not any(c.startswith(f"{name}.{i}.") for c in callers)]
-        if 0 < len(silent) < len(layers):
-            yield f"its {name}.{silent[0]} does not call the attention function, as other layers do"
+        silent = [i for i in range(len(layers)) if not any(c.startswith(f"{name}.{i}.") for c in known)]
+        if len(silent) == len(layers):
+            continue  # no list of decoder layers
+        for i in silent:
+            if len(types) != len(layers) or types[i] not in BY_TOKEN:
+                yield f"its {name}.{i} neither calls the attention function nor keeps a state in transformers' cache"
 
 
 def _reasons(model: PreTrainedModel) -> Iterator[str]:
@@ -126,7 +154,8 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
         yield f"it is several models in one ({', '.join(model.config.sub_configs)}); take one of text alone"
     if other := set(getattr(config, "layer_types", None) or LAYER_TYPES) - LAYER_TYPES:
         yield f"it has layers of type {', '.join(sorted(other))}; supported are {', '.join(sorted(LAYER_TYPES))}"
-    if model._is_stateful:
+    with_state = {module for _, _, module in mixers(model)}
+    if model._is_stateful and not with_state:
         yield "it has a recurrent state, which a response cannot take over from its prompt"
     if looking_ahead := {type(m).__name__ for m in model.modules() if not getattr(m, "is_causal", True)}:
         yield f"its {', '.join(sorted(looking_ahead))} is not causal"
@@ -137,20 +166,23 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
             f"rope_type {', '.join(sorted(other))} makes positions depend on other sequences of the batch; "
             f"supported are {', '.join(sorted(ROPE_TYPES))}"
         )
-    if mixing := {type(m).__name__ for m in model.base_model.modules() if isinstance(m, torch.nn.Conv1d)}:
+    known = {child for mixer in with_state for child in mixer.children()}
+    convolutions = {m for m in model.base_model.modules() if isinstance(m, torch.nn.Conv1d)}
+    if mixing := {type(m).__name__ for m in convolutions - known}:
         yield f"its {', '.join(sorted(mixing))} mixes neighbouring tokens, of whatever sequence they are"
     if getattr(config, "output_router_logits", False):
         yield (
             "output_router_logits asks for the routers' auxiliary loss, which is no part of the loss here; set it to "
             "false in the model's config.json to train without it"
         )
-    for name in LOGIT_FACTORS:
-        if getattr(config, name, None) not in (None, 1):
-            yield f"it scales its logits ({name} is {getattr(config, name)})"
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         yield f"its head is a {type(head).__name__}; logits must be the product of one matrix with the hidden states"
-    known = (model.base_model, head)
-    others = ((name, child) for name, child in model.named_children() if not any(child is one for one in known))
+    try:
+        logit_factor(model)
+    except ValueError as error:
+        yield str(error)
+    used = (model.base_model, head)
+    others = ((name, child) for name, child in model.named_children() if not any(child is one for one in used))
     if between := [name for name, child in others if next(child.parameters(), None) is not None]:
         yield f"its {', '.join(between)} would be left out; logits must be the head's product with the hidden states"

@@ -35,7 +35,7 @@ def export(
         OSError: the disk is full or read-only; names the folder.
     """
     attention = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
         weights = {}
         if ranks and ranks.in_step:

@@ -25,7 +25,7 @@ def test_the_way_back_never_leads_to_padding():
 
 def attention_gradients(q, k, v, upstream, layout):
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    (TwoPartAttention.apply(q, k, v, layout, Rules(0.5)) * upstream).sum().backward()
+    (TwoPartAttention.apply(q, k, v, None, layout, Rules(0.5)) * upstream).sum().backward()
     return q.grad, k.grad, v.grad
 
 
@@ -56,8 +56,32 @@ def test_blocks_of_a_long_sequence_see_all_that_came_before(monkeypatch):
         distance = torch.arange(120)[:, None] - torch.arange(120)
         seen = (distance >= 0) & (distance < (window or 120))
         expected = scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), attn_mask=seen, scale=0.5)
-        out = TwoPartAttention.apply(q, k, v, pack([group]).layout, Rules(0.5, window))
+        out = TwoPartAttention.apply(q, k, v, None, pack([group]).layout, Rules(0.5, window))
         torch.testing.assert_close(out, expected.transpose(0, 1), rtol=0, atol=1e-12)
+
+
+def test_sinks_and_values_of_another_size_equal_dense_attention():
+    """Each head's sink is one more column of scores, whose value is zero."""
+    group = random_group(prompt=9, lengths=[5, 0, 12])
+    layout, tokens, generator = pack([group]).layout, group.num_tokens, torch.Generator().manual_seed(0)
+    q, k, v, up = (
+        torch.randn(tokens, heads, size, dtype=torch.float64, generator=generator)
+        for heads, size in ((4, 8), (2, 8), (2, 6), (4, 6))
+    )
+    sinks = torch.randn(4, dtype=torch.float64, generator=generator)
+    inputs = [x.requires_grad_() for x in (q, k, v, sinks)]
+
+    response = torch.tensor([-1] * 9 + [0] * 5 + [2] * 12)
+    seen = (response == -1) | (response[:, None] == response)
+    seen &= torch.arange(tokens)[:, None] >= torch.arange(tokens)
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * 0.5
+    scores = torch.cat([scores.masked_fill(~seen, -torch.inf), sinks[:, None, None].expand(-1, tokens, 1)], -1)
+    expected = torch.einsum("hqk,khe->qhe", scores.softmax(-1)[..., :-1], v.repeat_interleave(2, 1))
+
+    out = TwoPartAttention.apply(q, k, v, sinks, layout, Rules(0.5))
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    found, wanted = (torch.autograd.grad(x, inputs, up) for x in (out, expected))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 def exact_scores(q, k):

@@ -83,6 +83,25 @@ def test_gradients_equal_those_of_dense_attention(window, softcap, monkeypatch):
     torch.testing.assert_close(grads, expected, rtol=0, atol=1e-12)
 
 
+def test_sinks_and_values_of_another_size_equal_dense_attention(monkeypatch):
+    """Each head's sink is one more key whose score is given, and whose value is zero."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    layout = layout_of(SHAPES)
+    mask = who_sees_whom(layout.spans, 20)
+    query, key, value = qkv(len(mask))
+    sinks = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    inputs = [x.requires_grad_() for x in (query, key, value[..., :6].contiguous(), sinks)]
+    up = torch.randn(1, 4, len(mask), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    key, value = (x.repeat_interleave(2, dim=1) for x in inputs[1:3])
+    scores = (inputs[0] @ key.mT * 0.3).masked_fill(~mask, -torch.inf)
+    with_sink = torch.cat([scores, sinks[:, None, None].expand(1, 4, len(mask), 1)], -1)
+    expected = with_sink.softmax(-1)[..., :-1] @ value
+    out = flex_shared_prefix(*inputs[:3], layout, 0.3, 20, sinks=sinks)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    found, wanted = (torch.autograd.grad(x, inputs, up) for x in (out, expected))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("window", [None, 1, 20, 133])
 def test_blocks_are_those_that_somebody_sees_and_only_full_ones_go_unmasked(window):
     """The reference implementation reads the mask alone; the kernels read the blocks, so they are looked at here."""

@@ -44,6 +44,11 @@ SIZES: dict[str, Any] = dict(
     encoder_ffn_dim=64, ffn_dim=64, ffn_hidden_size=64, word_embed_proj_dim=48, embedding_size=48, n_positions=128,
     n_inner=64, rotary_dim=4, dff=64, num_local_experts=4, num_experts=4, n_routed_experts=4, num_experts_per_tok=2,
     moe_intermediate_size=24, shared_expert_intermediate_size=24, n_group=1, topk_group=1, first_k_dense_replace=1,
+    linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    linear_conv_kernel_dim=3, linear_num_heads=4, linear_head_dim=8,
+    mamba_n_heads=4, mamba_d_head=24, mamba_d_ssm=96, mamba_d_state=8, mamba_d_conv=3,
+    mamba_n_groups=2, mamba_chunk_size=16, mamba_num_heads=4, mamba_head_dim=24, n_mamba_heads=2, mamba_dt_rank=4,
+    ssm_state_size=8, state_size=8, conv_kernel=3, n_groups=2, chunk_size=16, time_step_rank=4, conv_L_cache=3,
     q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10,
 )  # fmt: skip
 """Set where a class's config has such a field."""
@@ -57,7 +62,11 @@ GEMMA4 = dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_atten
               moe_intermediate_size=None)  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     "AXK1ForCausalLM": MLA,
+    "DeepseekV2ForCausalLM": MLA,
     "DeepseekV3ForCausalLM": MLA,
+    "Glm4MoeLiteForCausalLM": MLA,
+    "KimiLinearForCausalLM": MLA,
+    "MiniCPM3ForCausalLM": MLA,
     "LongcatFlashForCausalLM": MLA | dict(num_layers=2, expert_ffn_hidden_size=24, zero_expert_num=2, moe_topk=2),
     "YoutuForCausalLM": MLA,
     "HeliumForCausalLM": dict(head_dim=8),
@@ -71,11 +80,20 @@ OWN: dict[str, dict[str, Any]] = {
         attn_config=dict(kv_n_heads=2, rope_theta=1000.0, clip_qkv=0.5, attn_pdrop=0.3),
         ffn_config=dict(ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, moe_jitter_eps=0.3),
     ),
+    "BambaForCausalLM": dict(attn_layer_indices=[1]),
+    "JambaForCausalLM": dict(attn_layer_period=2, attn_layer_offset=1),
+    "MiMoV2FlashForCausalLM": dict(num_key_value_heads=1),
+    "MiniMaxForCausalLM": dict(layer_types=["full_attention", "linear_attention"], num_hidden_layers=2),
+    "Zamba2ForCausalLM": dict(
+        layer_types=["linear_attention", "hybrid"],
+        layers_block_type=["linear_attention", "hybrid"],
+        num_hidden_layers=2,
+    ),
     "GPTNeoForCausalLM": dict(attention_types=[[["global", "local"], 1]], window_size=WINDOW),
     "Gemma3nForCausalLM": GEMMA3N,
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4UnifiedForCausalLM": GEMMA4,
-    "GraniteMoeHybridForCausalLM": dict(layer_types=["full_attention"] * 2, num_hidden_layers=2, mamba_n_heads=8),
+    "GraniteMoeHybridForCausalLM": dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2),
     "Lfm2MoeForCausalLM": dict(layer_types=["conv", "full_attention"], num_hidden_layers=2),
     "Mamba2ForCausalLM": dict(num_heads=6, head_dim=16),
     "NemotronHForCausalLM": dict(layer_types=["full_attention", "mlp", "moe", "linear_attention"], num_hidden_layers=4),
@@ -92,7 +110,7 @@ OWN: dict[str, dict[str, Any]] = {
     "ReformerModelWithLMHead": dict(axial_pos_embds=False),
 }
 """Settings that some classes need otherwise."""
-AS_THEY_ARE = {"BambaForCausalLM", "FalconH1ForCausalLM", "XLNetLMHeadModel"}
+AS_THEY_ARE = {"XLNetLMHeadModel"}
 """Classes whose config can't be shrunk like this: their default, which is refused and so never needs to be small."""
 
 
@@ -122,7 +140,9 @@ def tiny(config_class: type[PreTrainedConfig], noise: float | None, own: dict[st
 
 def has_field(config: PreTrainedConfig, name: str) -> bool:
     """Whether the config has such a field that can be set, under this name or one of its own."""
-    return name in config.to_dict() or name in config.attribute_map
+    own = getattr(type(config), config.attribute_map.get(name, name), None)
+    computed = isinstance(own, property) and own.fset is None
+    return (name in config.to_dict() or name in config.attribute_map) and not computed
 
 
 CANNOT_RUN = {
@@ -168,7 +188,8 @@ def plain_road(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tens
     batch = pad_sequence([ids for _, ids in sequences], batch_first=True)
     mask = pad_sequence([torch.ones_like(ids) for _, ids in sequences], batch_first=True)
     model.set_attn_implementation("eager")
-    logits = model(batch, attention_mask=mask).logits
+    with KeepFp64():  # some classes round their logits to fp32
+        logits = model(batch, attention_mask=mask).logits
     logits = torch.cat([logits[row, prompt - 1 : len(ids) - 1] for row, (prompt, ids) in enumerate(sequences)])
     log_p = (logits / temperature).log_softmax(-1)
     target = torch.cat([g.response_ids for g in groups()])
@@ -204,7 +225,7 @@ def verdict(name: str, noise: float | None) -> Verdict:
     if refusal and "trial forward" not in refusal:
         return Verdict("refused", refusal)
     size = sum(parameter.numel() for parameter in skeleton.parameters())
-    if size > 3e6:
+    if size > 5e6:
         return Verdict("unbuilt", f"{size} parameters are not tiny")
     model = random_model(model_class, config)
     try:
@@ -246,8 +267,9 @@ def compared(model: PreTrainedModel, expected: tuple[Tensor, Tensor]) -> Verdict
     reference = ReferencePolicy(model, 0.7).score(groups())
     if not all(map(torch.equal, got, again)):
         return Verdict("wrong", f"two scores differ by {(got[0] - again[0]).abs().max():.2g} nats")
-    if not all(map(torch.equal, got, reference)):
-        return Verdict("wrong", f"policy and reference differ by {(got[0] - reference[0]).abs().max():.2g} nats")
+    # Without gradients, PyTorch may compute a product in another order.
+    if (apart := (got[0] - reference[0]).abs().max().item()) > 1e-9:
+        return Verdict("wrong", f"policy and reference differ by {apart:.2g} nats")
     error = max(float((a - b).detach().abs().max()) for a, b in zip(got, expected, strict=True))
     slope = max(float((actual_gradients[n] - expected_gradients[n]).abs().max()) for n in expected_gradients)
     slope /= max(1.0, *(float(g.abs().max()) for g in expected_gradients.values()))
@@ -267,10 +289,13 @@ def table(verdicts: dict[tuple[str, float | None], Verdict]) -> str:
 
 FEW = [
     "ApertusForCausalLM", "BertLMHeadModel", "BloomForCausalLM", "CohereForCausalLM", "CTRLLMHeadModel",
-    "DeepseekV3ForCausalLM", "DogeForCausalLM", "FalconForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
-    "GPT2LMHeadModel", "GPTNeoXForCausalLM", "GptOssForCausalLM", "LlamaForCausalLM", "MambaForCausalLM",
+    "DeepseekV3ForCausalLM", "DogeForCausalLM", "FalconForCausalLM", "FalconH1ForCausalLM",
+    "Gemma2ForCausalLM", "Gemma3ForCausalLM",
+    "GPT2LMHeadModel", "GPTNeoXForCausalLM", "GptOssForCausalLM", "GraniteMoeHybridForCausalLM", "JambaForCausalLM",
+    "Lfm2ForCausalLM", "LlamaForCausalLM", "MambaForCausalLM",
     "MistralForCausalLM", "MixtralForCausalLM", "MoshiForCausalLM", "NemotronForCausalLM", "OPTForCausalLM",
     "Phi3ForCausalLM", "PhiForCausalLM", "PhimoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM",
+    "Qwen3_5ForCausalLM",
     "StableLmForCausalLM", "Starcoder2ForCausalLM",
 ]  # fmt: skip
 """Every way to be equal or refused, in a few seconds."""
@@ -296,11 +321,13 @@ def test_some_models_of_each_kind_are_scored_like_their_own_forward_or_refused()
     refused = {name for (name, _), v in verdicts.items() if v.kind == "refused"}
     assert not equal & refused
     assert {"OPTForCausalLM", "PhimoeForCausalLM", "Qwen2MoeForCausalLM", "CTRLLMHeadModel"} <= equal
-    assert {"DogeForCausalLM", "GptOssForCausalLM", "StableLmForCausalLM", "DeepseekV3ForCausalLM"} <= refused
+    assert {"CohereForCausalLM", "DeepseekV3ForCausalLM", "FalconH1ForCausalLM", "GptOssForCausalLM"} <= equal
+    assert {"GraniteMoeHybridForCausalLM", "Lfm2ForCausalLM", "Qwen3_5ForCausalLM"} <= equal
+    assert {"DogeForCausalLM", "JambaForCausalLM", "MambaForCausalLM", "StableLmForCausalLM"} <= refused
 
 
 @pytest.mark.models
 def test_every_model_of_transformers_is_scored_like_its_own_forward_or_refused():
     verdicts = check(NAMES)
     assert len(NAMES) >= 173
-    assert Counter(v.kind for v in verdicts.values())["equal"] >= 120  # a gate that refused all would be of no use
+    assert Counter(v.kind for v in verdicts.values())["equal"] >= 185  # a gate that refused all would be of no use

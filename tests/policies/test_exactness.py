@@ -22,8 +22,10 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     GemmaForCausalLM,
+    GraniteSWAForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniCPM3ForCausalLM,
     MinistralForCausalLM,
     MistralForCausalLM,
     PreTrainedModel,
@@ -102,6 +104,29 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], dict]] = {
             },
         ),
     ),
+    "granite-sinks": (
+        GraniteSWAForCausalLM,
+        dict(
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention"],
+            logits_scaling=1.6,
+            attention_multiplier=0.4,
+            residual_multiplier=0.7,
+            embedding_multiplier=3.0,
+        ),
+    ),
+    "mla": (
+        MiniCPM3ForCausalLM,
+        dict(
+            num_key_value_heads=6,
+            head_dim=8,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=12,
+            qk_rope_head_dim=8,
+            v_head_dim=10,
+        ),
+    ),
 }
 
 
@@ -159,11 +184,13 @@ def random_loss(log_prob: torch.Tensor, entropy: torch.Tensor, groups: Sequence[
     return (torch.cat(weights, dim=1).to(log_prob.dtype) * torch.stack([log_prob, entropy])).sum()
 
 
-def assert_equal_gradients(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal_gradients(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-9
+) -> None:
     assert actual.keys() == expected.keys()
     for name, gradient in actual.items():
         torch.testing.assert_close(
-            gradient, expected[name], rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+            gradient, expected[name], rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
@@ -174,6 +201,7 @@ def assert_scored_like_the_plain_road(
     checkpointing: bool = False,
     micro_batches: Sequence[Sequence[Group]] | None = None,
     prepare: Callable[[PreTrainedModel], None] = lambda _: None,
+    gradient_tolerance: float = 1e-9,
 ) -> None:
     """Values of all groups at once, and gradients summed over ``micro_batches`` (default: all groups at once).
 
@@ -193,7 +221,7 @@ def assert_scored_like_the_plain_road(
         model.gradient_checkpointing_disable()
     assert scored[0].dtype == scored[1].dtype == torch.float64
     torch.testing.assert_close(scored, expected, rtol=0, atol=1e-9)
-    assert_equal_gradients(actual_gradients, expected_gradients)
+    assert_equal_gradients(actual_gradients, expected_gradients, gradient_tolerance)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
@@ -232,6 +260,8 @@ def test_layers_compiled_as_one_with_their_attention_are_scored_like_the_plain_r
         groups_of(RAGGED, seed=3),
         checkpointing=checkpointing,
         prepare=partial(compiled.compile_layers, with_attention=True),
+        # In a graph, PyTorch takes FlexAttention's log-sum-exp for fp32, whatever it is.
+        gradient_tolerance=1e-5 if "sinks" in family else 1e-9,
     )
 
 

@@ -1,0 +1,173 @@
+"""Layers that carry a state from token to token: a response takes over its prompt's state, with its gradient.
+
+Linear attention, state-space layers and short convolutions of transformers read and write their state through a cache.
+Here each prompt runs once, with a cache that keeps gradients, and all responses of its group run on from it, side by
+side: they never see one another. The arithmetic stays transformers' own, and that of the kernels it uses.
+
+Letters: T tokens of the micro-batch, E hidden size, G responses of a group, R tokens of the longest.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from grpo_rl.policies.packing import LAYOUT, Layout, Span
+
+CACHES = ("cache_params", "past_key_values")
+"""Names under which mixers of transformers take their cache."""
+SHORTEST = 2
+"""Tokens of a continuation, at least: for a single one, mixers step in place, which has no gradient."""
+
+
+class State:
+    """A mixer's state after some tokens, with the part of transformers' cache that mixers use; gradients flow through.
+
+    Args:
+        conv: the last inputs of each convolution, by its number in the mixer.
+        recurrent: recurrent states, likewise.
+    """
+
+    record_past = True  # otherwise mixers step in place
+
+    def __init__(self, conv: dict[int, Tensor] | None = None, recurrent: dict[int, Tensor] | None = None) -> None:
+        self.conv_states = conv or {}
+        self.recurrent_states = recurrent or {}
+
+    @property
+    def layers(self) -> State:
+        """The states of all layers, as a cache has them; a mixer asks for its own only."""
+        return self
+
+    def __getitem__(self, layer_idx: int) -> State:
+        return self
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        """True after the first tokens."""
+        return bool(self.conv_states)
+
+    def update_conv_state(
+        self, inputs: Tensor, layer_idx: int | None = None, conv_kernel_size: int | None = None, state_idx: int = 0
+    ) -> Tensor:
+        """The inputs of a convolution, [sequences, channels, tokens], after those of earlier tokens."""
+        width = conv_kernel_size or inputs.shape[-1]
+        if state_idx in self.conv_states:
+            inputs = torch.cat([self.conv_states[state_idx], inputs], -1)
+        elif inputs.shape[-1] < width:
+            inputs = pad(inputs, (width - inputs.shape[-1], 0))
+        self.conv_states[state_idx] = inputs[..., -width:]
+        return inputs
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int | None = None, state_idx: int = 0) -> Tensor:
+        """Keeps the recurrent state after the last token."""
+        self.recurrent_states[state_idx] = state
+        return state
+
+    def for_each(self, count: int) -> State:
+        """The state of one sequence as that of ``count``."""
+        return State(*({i: x.expand(count, *x.shape[1:]) for i, x in of.items()} for of in self.parts))
+
+    @property
+    def parts(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Both kinds of states."""
+        return self.conv_states, self.recurrent_states
+
+
+class SharesPrompts:
+    """Mixed into the class of a mixer: a micro-batch with shared prompts is run as its layout says."""
+
+    layout: Layout | None = None
+    """The layout of the micro-batch that the mixer's layer was called with."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **keywords: Any) -> Tensor:
+        """The mixer's output, [1, T, E]; without a layout, that of plain sequences."""
+        plain = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        if self.layout is None:
+            return plain(hidden_states, *args, **keywords)
+        cache = cache_name(type(self))
+
+        def run(hidden: Tensor, state: State) -> Tensor:
+            return plain(hidden, *args, **keywords | {cache: state})
+
+        spans = (_mixed(run, hidden_states[:, span.start : span.end], span) for span in self.layout.spans)
+        return torch.cat(list(spans), 1)
+
+
+def _mixed(run: Callable[[Tensor, State], Tensor], hidden: Tensor, span: Span) -> Tensor:
+    """The output of one group: of its prompt, and of each response as it goes on from the prompt."""
+    state = State()
+    (_, prompt_end), *responses = [(start - span.start, end - span.start) for start, end in span.sequences]
+    outputs = [run(hidden[:, :prompt_end], state)]
+    if responses:
+        rows = pad_sequence([hidden[0, start:end] for start, end in responses], batch_first=True)
+        rows = pad(rows, (0, 0, 0, max(0, SHORTEST - rows.shape[1])))
+        mixed = run(rows, state.for_each(len(responses)))
+        outputs += [row[None, : end - start] for row, (start, end) in zip(mixed, responses, strict=True)]
+    return torch.cat(outputs, 1)
+
+
+def cache_name(mixer_class: type[torch.nn.Module]) -> str:
+    """The name under which a mixer takes its cache; empty for a module that is none."""
+    for plain in mixer_class.__mro__:
+        if plain is not SharesPrompts and not issubclass(plain, SharesPrompts):
+            names = inspect.signature(plain.forward).parameters
+            return next((name for name in CACHES if name in names), "")
+    return ""
+
+
+def mixers(model: PreTrainedModel) -> Iterator[tuple[str, GradientCheckpointingLayer, torch.nn.Module]]:
+    """The model's mixers that keep their state in a cache: name, layer, module."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
+    for layer_name, layer in layers.items():
+        for name, module in layer.named_modules(prefix=layer_name):
+            convolves = any(isinstance(child, torch.nn.Conv1d) for child in module.children())
+            if convolves and hasattr(module, "layer_idx") and cache_name(type(module)):
+                yield name, layer, module
+
+
+def goes_on(mixer: torch.nn.Module, hidden: Tensor) -> bool:
+    """True if a mixer that is given several tokens and an earlier state computes with all parts of that state.
+
+    Some of transformers' do so for a single token only. The graph of gradients tells, without weights too.
+
+    Args:
+        hidden: hidden states of at least two tokens, [1, tokens, E].
+    """
+    cache = cache_name(type(mixer))
+    with torch.enable_grad():
+        mixer(hidden, **{cache: (state := State())})
+        leaves = [{i: x.detach().requires_grad_() for i, x in of.items()} for of in state.parts]
+        inputs = [x for of in leaves for x in of.values()]
+        output = mixer(hidden, **{cache: State(*leaves)})
+        return bool(inputs) and None not in torch.autograd.grad(output.sum(), inputs, allow_unused=True)
+
+
+def share_prompts(model: PreTrainedModel) -> None:
+    """Switches the model's mixers to micro-batches with shared prompts, if their layers are called with a layout."""
+    for _, layer, mixer in list(mixers(model)):
+        if isinstance(mixer, SharesPrompts):
+            continue
+        if not any(isinstance(module, SharesPrompts) for module in layer.modules()):
+            layer.register_forward_pre_hook(_tell_mixers, with_kwargs=True)
+        mixer.__class__ = _sharing(type(mixer))
+
+
+def _tell_mixers(layer: torch.nn.Module, args: tuple, keywords: dict[str, Any]) -> None:
+    """Hands the layout of a layer's call to its mixers, again when the layer is recomputed."""
+    for module in layer.modules():
+        if isinstance(module, SharesPrompts):
+            module.layout = keywords.get(LAYOUT)
+
+
+@functools.cache
+def _sharing(mixer_class: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    return type(mixer_class.__name__, (SharesPrompts, mixer_class), {})

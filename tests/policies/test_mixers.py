@@ -1,0 +1,122 @@
+"""Layers with a state: a response goes on from its prompt's, with its gradient, and sees no other response."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
+
+from grpo_rl.policies import mixers
+from grpo_rl.policies.mixers import State, goes_on
+from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.testing import KeepFp64, random_group, to_fp64
+
+VOCAB = 32
+SHARED = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, initializer_range=0.3, tie_word_embeddings=False, pad_token_id=0,
+)  # fmt: skip
+
+
+def qwen(checkpointing: bool = False) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        **SHARED, head_dim=16, layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4,
+        linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, linear_conv_kernel_dim=3,
+    )  # fmt: skip
+    model = to_fp64(Qwen3_5ForCausalLM(config))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def lfm() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return to_fp64(Lfm2ForCausalLM(Lfm2Config(**SHARED, layer_types=["conv", "full_attention"], conv_L_cache=3)))
+
+
+def separate(model: PreTrainedModel, group) -> torch.Tensor:
+    """Log-probabilities of the responses, each after a prompt of its own, by the model alone."""
+    found = []
+    for ids in group.responses:
+        whole = torch.cat([group.prompt_ids, ids])
+        log_p = model(whole[None]).logits[0, len(group.prompt_ids) - 1 : -1].log_softmax(-1)
+        found.append(log_p.gather(-1, ids[:, None])[:, 0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("make", [qwen, lfm])
+@pytest.mark.parametrize(("prompt", "lengths"), [(1, [1, 1]), (1, [5, 1, 0, 2]), (2, [1]), (7, [0, 4]), (40, [70, 1])])
+def test_prompts_and_responses_of_one_token_and_of_many_are_scored_like_separate_sequences(make, prompt, lengths):
+    model, group = make(), random_group(prompt, lengths, VOCAB)
+    with torch.no_grad(), KeepFp64():
+        expected = separate(model, group)
+        torch.testing.assert_close(TrainPolicy(model).score([group])[0], expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("make", [qwen, lfm])
+def test_a_response_does_not_see_the_others_nor_another_group(make):
+    policy = TrainPolicy(make())
+    group, other = random_group(6, [4, 5], VOCAB), random_group(3, [2], VOCAB, group_id=1, seed=1)
+    changed = replace(group, response_ids=torch.cat([group.response_ids[:4], (group.response_ids[4:] + 1) % VOCAB]))
+    with torch.no_grad():
+        before, after = policy.score([other, group])[0], policy.score([other, changed])[0]
+        alone = policy.score([group])[0]
+    torch.testing.assert_close(after[:6], before[:6], rtol=0, atol=1e-12)
+    torch.testing.assert_close(alone, before[2:], rtol=0, atol=1e-12)
+    assert (after - before)[6:].abs().max() > 0.01
+
+
+def test_what_is_handed_over_matters_and_carries_the_gradient(monkeypatch):
+    """The planted fault: responses start from nothing, or from a state without gradient."""
+    model, group = qwen(), random_group(6, [4, 5], VOCAB)
+
+    def scored():
+        model.zero_grad()
+        log_probs, _ = TrainPolicy(model).score([group])
+        log_probs.sum().backward()
+        return log_probs.detach(), model.model.layers[0].linear_attn.in_proj_qkv.weight.grad.clone()
+
+    (values, slope), for_each = scored(), State.for_each
+    monkeypatch.setattr(State, "for_each", lambda self, count: State())
+    assert (scored()[0] - values).abs().max() > 0.01
+    monkeypatch.setattr(State, "for_each", lambda self, count: for_each(detached(self), count))
+    assert torch.equal(scored()[0], values) and (scored()[1] - slope).abs().max() > 1e-3
+
+
+def detached(state: State) -> State:
+    return State(*({i: x.detach() for i, x in of.items()} for of in state.parts))
+
+
+def test_layers_that_are_recomputed_know_the_micro_batch_they_were_called_with():
+    groups = [random_group(5, [3, 2], VOCAB), random_group(2, [6], VOCAB, group_id=1, seed=1)]
+
+    def gradient(checkpointing: bool, together: bool) -> torch.Tensor:
+        model = qwen(checkpointing)
+        policy = TrainPolicy(model)
+        losses = [policy.score([group])[0].sum() for group in groups] if together else []
+        for i, group in enumerate(groups):
+            (losses[i] if together else policy.score([group])[0].sum()).backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    expected = gradient(checkpointing=False, together=False)
+    torch.testing.assert_close(gradient(checkpointing=True, together=True), expected, rtol=0, atol=1e-9)
+
+
+def test_a_mixer_that_forgets_its_state_is_found_without_weights():
+    with torch.device("meta"):
+        mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4))
+        hidden = torch.zeros(1, 4, 32)
+        gated = next(mixer for *_, mixer in mixers.mixers(qwen().to("meta")))
+    assert goes_on(gated, hidden.double())
+    assert not goes_on(next(mixer for *_, mixer in mixers.mixers(mamba)), hidden)
