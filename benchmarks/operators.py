@@ -26,7 +26,7 @@ from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group
 from grpo_rl.training.optimizer import PolicyOptimizer
 
-ROADS: dict[str, Callable[[PreTrainedModel], None]] = {
+VARIANTS: dict[str, Callable[[PreTrainedModel], None]] = {
     "nothing compiled": lambda _: None,
     "norms and MLPs compiled": compile_pointwise,
     "whole layers compiled": lambda model: compile_layers(model, with_attention=False),
@@ -42,6 +42,13 @@ KINDS = {
     ),
 }  # fmt: skip
 """Kind -> PyTorch's names of its operators."""
+NOT_COUNTED = frozenset({
+    "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "empty",
+    "empty_strided", "expand", "lift_fresh", "narrow", "permute", "promote_types", "resize_", "resolve_conj",
+    "result_type", "select", "set_", "slice", "split", "squeeze", "t", "to", "transpose", "unbind", "unsqueeze",
+    "view",
+})  # fmt: skip
+"""Operators that compute and move nothing."""
 
 
 def kind(name: str) -> str | None:
@@ -73,13 +80,13 @@ def no_attention(module, query, key, value, attention_mask, **keywords):
     return NoAttention.apply(query, key, value), None
 
 
-def operators(layers: int, road: str, tokens: int) -> Counter[str]:
+def operators(layers: int, variant: str, tokens: int) -> Counter[str]:
     """How many operators of each kind a forward and backward pass of a model of so many layers takes."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     shape = SHAPES["toy"] | {"num_hidden_layers": layers}
     model = AutoModelForCausalLM.from_config(Qwen3Config(**shape, tie_word_embeddings=True), dtype=torch.bfloat16)
-    ROADS[road](model)
+    VARIANTS[variant](model)
     policy = TrainPolicy(model)
     PolicyOptimizer(model, name="sgd", lr=0.0)
     group = random_group(tokens // 2, [tokens // 8] * 4, vocab=shape["vocab_size"])
@@ -92,8 +99,14 @@ def operators(layers: int, road: str, tokens: int) -> Counter[str]:
         score()  # compiles, and leaves a gradient
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             score()
-    names = (event.name for event in profiled.events() or () if not part_of_another(event))
-    return Counter(filter(None, map(kind, names)))
+    outermost = [event for event in profiled.events() or () if not part_of_another(event)]
+    return Counter(found for event in outermost if (found := kind(event.name) or unknown(event)))
+
+
+def unknown(event: FunctionEvent) -> str | None:
+    """``others`` for an operator that calls no other, and of which it is not known that it computes nothing."""
+    name = event.name.removeprefix("aten::")
+    return "others" if name != event.name and not event.cpu_children and name not in NOT_COUNTED else None
 
 
 def part_of_another(event: FunctionEvent) -> bool:
@@ -107,13 +120,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of the group, half of them its prompt")
     tokens = parser.parse_args().tokens
     torch._inductor.config.cpp.enable_kernel_profile = True  # or compiled kernels have no names in a profile
-    kinds = [*KINDS, "compiled kernels"]
+    kinds = [*KINDS, "others", "compiled kernels"]
     print("| one layer, forward and backward |", " | ".join(kinds), "| all |")
     print("| --- |", " | ".join(["---:"] * len(kinds)), "| ---: |")
-    for road in ROADS:
-        two, one = operators(2, road, tokens), operators(1, road, tokens)
+    for variant in VARIANTS:
+        two, one = operators(2, variant, tokens), operators(1, variant, tokens)
         row = [two[kind] - one[kind] for kind in kinds]
-        print(f"| {road} |", " | ".join(map(str, row)), f"| {sum(row)} |", flush=True)
+        print(f"| {variant} |", " | ".join(map(str, row)), f"| {sum(row)} |", flush=True)
 
 
 if __name__ == "__main__":
