@@ -28,6 +28,9 @@ from grpo_rl.data.batching import groups_to_score
 from grpo_rl.data.group import Group
 from grpo_rl.perf.rates import Rates, machine_rates
 
+ATTENDING = frozenset({"full_attention", "sliding_attention", "hybrid"})
+"""Types of layers with attention, as configs name them; what linear attention adds to its products is left out."""
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -38,7 +41,7 @@ class ModelSizes:
         attention: A, query heads times their size.
         decode_bytes: weights that each decoding step reads: trunk and head, not the embedding's table.
         pushed_bytes: what every push sends: all weights, tied ones once, or adapters alone.
-        windows: for each layer how many positions back a token sees, its own included; None: all.
+        windows: for each layer that attends how many positions back a token sees, its own included; None: all.
         trained: share of the weights that have a gradient: a frozen one's is not computed.
     """
 
@@ -64,17 +67,18 @@ class ModelSizes:
         trunk = [p for p in base if p is not embedding and p is not head]
         vocab, hidden = head.shape
         config = model.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = getattr(config, "num_attention_heads", None) or 1
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         window = getattr(config, "sliding_window", None)
         layers = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
         return cls(
             trunk=sum(map(_numel, trunk)),
             hidden=hidden,
             vocab=vocab,
-            attention=config.num_attention_heads * head_dim,
+            attention=heads * head_dim,
             decode_bytes=sum(map(_numel, [*trunk, head])) * model.dtype.itemsize,
             pushed_bytes=sum(map(_numel, adapters if pushes_adapters else base)) * model.dtype.itemsize,
-            windows=tuple(window if layer == "sliding_attention" else None for layer in layers),
+            windows=tuple(window if kind == "sliding_attention" else None for kind in layers if kind in ATTENDING),
             trained=sum(_numel(p) for p in [*trunk, head] if p.requires_grad) / sum(map(_numel, [*trunk, head])),
         )
 

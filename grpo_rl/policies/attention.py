@@ -103,7 +103,7 @@ def attention(
     """Attention of a flat micro-batch with shared prompts, with the signature of transformers' attention functions.
 
     Args:
-        s_aux: attention sinks, transformers' name of them: a score of each head beside the keys', with a value of zero.
+        s_aux: attention sinks: one extra logit a head in the softmax, with a value of zero; transformers' name.
 
     Raises:
         ValueError: a layer asks for something that this attention does not support; `windows_in_masks` finds such

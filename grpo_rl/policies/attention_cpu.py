@@ -235,7 +235,7 @@ class TwoPartAttention(torch.autograd.Function):
                 total[prompt] += _unfold(grad, kv_heads)
         dsinks = None
         if sinks is not None:
-            # A sink is a key whose value is zero, so that of its score's gradient the part of `delta` alone is left.
+            # A sink's value is zero, so its score's gradient is -p_sink * delta.
             dsinks = (sinks.to(lse.dtype) - lse).exp_().mul_(delta).sum(0).neg_().to(sinks.dtype)
         return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 

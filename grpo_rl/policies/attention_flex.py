@@ -54,7 +54,7 @@ def flex_shared_prefix(
         window: a token sees this many positions back, its own included; None: all. Responses continue the positions of
             their prompt.
         softcap: scaled scores become ``softcap * tanh(score / softcap)``.
-        sinks: a score of each head that takes part in the softmax beside the keys', with a value of zero.
+        sinks: one extra logit a head in the softmax, with a value of zero.
 
     Raises:
         ValueError: heads are too small for a kernel.

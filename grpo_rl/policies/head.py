@@ -11,9 +11,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.embedding import grad_dtype
+from grpo_rl.policies.supported import logit_factor
 
 CPU_TILE = (1024, 2048)
 """Tokens and words of a tile, which stays in a CPU's caches between operations."""
@@ -55,6 +57,13 @@ def log_prob_and_entropy(
     if hidden.device.type == "cuda" and hidden.dtype != torch.float64 and why_uncompiled(hidden.device) is None:
         return _RowTiledHead.apply(hidden, owner, weight.detach(), target_ids, bias, temperature, softcap)
     return _TiledHead.apply(hidden, owner, weight.detach(), target_ids, bias, _Logits(temperature, softcap, tile))
+
+
+def logit_scaling(model: PreTrainedModel) -> tuple[float, float | None]:
+    """The factor on the model's logits, and their soft cap if they have one; no model has both."""
+    factor, softcap = logit_factor(model), getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    assert softcap is None or factor == 1, "measured, logits with a soft cap are no multiple of the head's product"
+    return factor, softcap
 
 
 @dataclass(frozen=True)

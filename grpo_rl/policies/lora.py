@@ -160,11 +160,16 @@ def _other_matrices(model: PreTrainedModel) -> list[str]:
         dict.fromkeys(
             ".".join([*name.split(".")[-2:], own])
             for name, module in model.base_model.named_modules()
-            if not isinstance(module, known)
+            if not isinstance(module, known) and not _is_depthwise(module)
             for own, parameter in module.named_parameters(recurse=False)
             if parameter.ndim > 1
         )
     )
+
+
+def _is_depthwise(module: torch.nn.Module) -> bool:
+    """True for a hybrid's short convolutions, a few numbers a channel: they stay as they are."""
+    return isinstance(module, torch.nn.Conv1d) and module.groups == module.in_channels
 
 
 def last_names(names: Sequence[str]) -> list[str]:

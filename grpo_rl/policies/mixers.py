@@ -9,10 +9,13 @@ Letters: T tokens of the micro-batch, E hidden size, G responses of a group, R t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,12 +24,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo_rl.policies.packing import LAYOUT, Layout, Span
+from grpo_rl.policies.packing import LAYOUT, Layout, Span, bucket
 
 CACHES = ("cache_params", "past_key_values")
 """Names under which mixers of transformers take their cache."""
 SHORTEST = 2
-"""Tokens of a continuation, at least: for a single one, mixers step in place, which has no gradient."""
+"""Tokens of a continuation, at least: for a single one, some mixers step their state in place, without a gradient."""
 
 
 class State:
@@ -72,9 +75,9 @@ class State:
         self.recurrent_states[state_idx] = state
         return state
 
-    def for_each(self, count: int) -> State:
-        """The state of one sequence as that of ``count``."""
-        return State(*({i: x.expand(count, *x.shape[1:]) for i, x in of.items()} for of in self.parts))
+    def copies(self, count: int) -> State:
+        """The state of one sequence as that of ``count``, in memory of their own: kernels may step in place."""
+        return State(*({i: x.repeat(count, *[1] * (x.ndim - 1)) for i, x in of.items()} for of in self.parts))
 
     @property
     def parts(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
@@ -98,21 +101,27 @@ class SharesPrompts:
         def run(hidden: Tensor, state: State) -> Tensor:
             return plain(hidden, *args, **keywords | {cache: state})
 
-        spans = (_mixed(run, hidden_states[:, span.start : span.end], span) for span in self.layout.spans)
+        spans = (_run_group(run, hidden_states[:, span.start : span.end], span) for span in self.layout.spans)
         return torch.cat(list(spans), 1)
 
 
-def _mixed(run: Callable[[Tensor, State], Tensor], hidden: Tensor, span: Span) -> Tensor:
-    """The output of one group: of its prompt, and of each response as it goes on from the prompt."""
+def _run_group(run: Callable[[Tensor, State], Tensor], hidden: Tensor, span: Span) -> Tensor:
+    """The output of one group: of its prompt, and of each response as it continues the prompt.
+
+    Responses of about the same length run together: one long response must not pad all the others.
+    """
     state = State()
     (_, prompt_end), *responses = [(start - span.start, end - span.start) for start, end in span.sequences]
-    outputs = [run(hidden[:, :prompt_end], state)]
-    if responses:
-        rows = pad_sequence([hidden[0, start:end] for start, end in responses], batch_first=True)
+    outputs = {0: run(hidden[:, :prompt_end], state)[0]}
+    by_bucket: dict[int, list[tuple[int, int]]] = {}
+    for start, end in responses:
+        by_bucket.setdefault(bucket(end - start), []).append((start, end))
+    for alike in by_bucket.values():
+        rows = pad_sequence([hidden[0, start:end] for start, end in alike], batch_first=True)
         rows = pad(rows, (0, 0, 0, max(0, SHORTEST - rows.shape[1])))
-        mixed = run(rows, state.for_each(len(responses)))
-        outputs += [row[None, : end - start] for row, (start, end) in zip(mixed, responses, strict=True)]
-    return torch.cat(outputs, 1)
+        mixed = run(rows, state.copies(len(alike)))
+        outputs |= {start: row[: end - start] for row, (start, end) in zip(mixed, alike, strict=True)}
+    return torch.cat([outputs[start] for start in sorted(outputs)])[None]
 
 
 def cache_name(mixer_class: type[torch.nn.Module]) -> str:
@@ -134,10 +143,31 @@ def mixers(model: PreTrainedModel) -> Iterator[tuple[str, GradientCheckpointingL
                 yield name, layer, module
 
 
-def goes_on(mixer: torch.nn.Module, hidden: Tensor) -> bool:
+@contextlib.contextmanager
+def reference_arithmetic(model: PreTrainedModel) -> Iterator[None]:
+    """Lets the model's mixers compute by PyTorch's operators: optional kernels take no tensors without data."""
+    with contextlib.ExitStack() as stack:
+        for file in {sys.modules[type(mixer).__module__] for *_, mixer in mixers(model)}:
+            for name, wrapped in list(vars(file).items()):
+                if inspect.isfunction(wrapped) and inspect.isfunction(plain := getattr(wrapped, "__wrapped__", None)):
+                    stack.enter_context(mock.patch.object(file, name, _known_arguments(plain)))
+        yield
+
+
+def _known_arguments(function: Callable) -> Callable:
+    """Calls the function with those keywords that it has, as transformers calls its kernels."""
+    known = inspect.signature(function).parameters
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        return function(*args, **{name: value for name, value in keywords.items() if name in known})
+
+    return call
+
+
+def continues_from_state(mixer: torch.nn.Module, hidden: Tensor) -> bool:
     """True if a mixer that is given several tokens and an earlier state computes with all parts of that state.
 
-    Some of transformers' do so for a single token only. The graph of gradients tells, without weights too.
+    Some mixers of transformers do so for a single token only. The autograd graph tells, without weights too.
 
     Args:
         hidden: hidden states of at least two tokens, [1, tokens, E].
@@ -148,7 +178,8 @@ def goes_on(mixer: torch.nn.Module, hidden: Tensor) -> bool:
         leaves = [{i: x.detach().requires_grad_() for i, x in of.items()} for of in state.parts]
         inputs = [x for of in leaves for x in of.values()]
         output = mixer(hidden, **{cache: State(*leaves)})
-        return bool(inputs) and None not in torch.autograd.grad(output.sum(), inputs, allow_unused=True)
+        grads = torch.autograd.grad(output.sum(), inputs, allow_unused=True) if inputs else [None]
+        return all(grad is not None for grad in grads)
 
 
 def share_prompts(model: PreTrainedModel) -> None:
@@ -156,8 +187,10 @@ def share_prompts(model: PreTrainedModel) -> None:
     for _, layer, mixer in list(mixers(model)):
         if isinstance(mixer, SharesPrompts):
             continue
+        assert "forward" not in vars(mixer), "a wrapped forward would be called instead of ours"
         if not any(isinstance(module, SharesPrompts) for module in layer.modules()):
             layer.register_forward_pre_hook(_tell_mixers, with_kwargs=True)
+            layer.register_forward_hook(_forget_layout, always_call=True)
         mixer.__class__ = _sharing(type(mixer))
 
 
@@ -166,6 +199,12 @@ def _tell_mixers(layer: torch.nn.Module, args: tuple, keywords: dict[str, Any]) 
     for module in layer.modules():
         if isinstance(module, SharesPrompts):
             module.layout = keywords.get(LAYOUT)
+
+
+def _forget_layout(layer: torch.nn.Module, args: tuple, output: object) -> None:
+    for module in layer.modules():
+        if isinstance(module, SharesPrompts):
+            module.layout = None
 
 
 @functools.cache

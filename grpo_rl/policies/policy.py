@@ -19,13 +19,12 @@ from grpo_rl.policies.allocator import keep_freed_memory
 from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
 from grpo_rl.policies.compiled import compile_model
 from grpo_rl.policies.embedding import lookups_in
-from grpo_rl.policies.head import log_prob_and_entropy
+from grpo_rl.policies.head import log_prob_and_entropy, logit_scaling
 from grpo_rl.policies.head_liger import check_liger, liger_log_prob_and_entropy
 from grpo_rl.policies.loading import check_model, load_quantized, load_whole
 from grpo_rl.policies.lora import LoRA, Quantization, adapters_off, add_adapters, has_adapters
 from grpo_rl.policies.packing import Packed, pack
 from grpo_rl.policies.shards import assign, placed_like
-from grpo_rl.policies.supported import logit_factor
 
 Policy = TypeVar("Policy", bound="TrainPolicy")
 X = TypeVar("X")
@@ -92,8 +91,7 @@ class TrainPolicy:
             )
         self.model = use_shared_prefix(model)
         self.temperature = temperature
-        self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        self.logit_factor = logit_factor(model)
+        self.logit_factor, self.softcap = logit_scaling(model)
 
     @classmethod
     def load(
@@ -114,8 +112,8 @@ class TrainPolicy:
         On CPU the whole process keeps freed memory from then on, see `grpo_rl.policies.allocator`.
 
         Args:
-            compile: compile to fused kernels, layers on one GPU, norms and MLPs elsewhere and in mixtures of experts;
-                None: if a compiler works for the device.
+            compile: compile to fused kernels: layers on one GPU; norms and MLPs elsewhere, in hybrids and mixtures of
+                experts; None: if a compiler works for the device.
             lora: adapters that are trained instead of the model, if their rank is more than 0.
             quantization: of the base model under the adapters.
             peers: the processes that train the policy together; each has its own device, and ``device`` is ignored.
@@ -167,7 +165,7 @@ class TrainPolicy:
         with lookups_in(self.model.get_input_embeddings()) as lookups:
             hidden = forward_hidden(self.model, packed)
         owner = lookups.stand_in if head.weight is self.model.get_input_embeddings().weight else None
-        temperature = self.temperature / self.logit_factor  # a model has a factor or a soft cap
+        temperature = self.temperature / self.logit_factor
         if self.liger:
             return liger_log_prob_and_entropy(hidden, head.weight, packed.target_ids, temperature, owner)
         return log_prob_and_entropy(

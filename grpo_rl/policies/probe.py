@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_rl.policies.mixers import goes_on, mixers
+from grpo_rl.policies.mixers import continues_from_state, mixers, reference_arithmetic
 
 PROBE_NAME = "grpo_rl_probe"
 """The name under which the recording functions below are registered with transformers while a copy runs."""
@@ -72,15 +72,16 @@ class MixerCall:
         module: its name.
         kind: name of its class.
         layer_keywords: keywords that its decoder layer was called with.
-        plain: it got hidden states and keywords, and returned one tensor.
-        goes_on: it computes with the state of earlier tokens (`grpo_rl.policies.mixers.goes_on`).
+        hidden_states_only: it got hidden states and keywords, and returned one tensor.
+        continues: it computes with the state of earlier tokens (`grpo_rl.policies.mixers.continues_from_state`), by the
+            reference arithmetic of transformers; optional kernels are not tried.
     """
 
     module: str
     kind: str
     layer_keywords: Collection[str]
-    plain: bool
-    goes_on: bool
+    hidden_states_only: bool
+    continues: bool
 
 
 class Calls(NamedTuple):
@@ -118,7 +119,7 @@ def trial_calls(model: PreTrainedModel, **keywords: object) -> Calls:
         if isinstance(part, PreTrainedModel):  # it would look for padding among the ids, which have no data
             part.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
     names = {module: name for name, module in empty.named_modules()}
-    with _recording(names, calls.attention), torch.no_grad():
+    with _recording(names, calls.attention), reference_arithmetic(empty), torch.no_grad():
         empty.set_attn_implementation(PROBE_NAME)
         try:
             empty.base_model(input_ids=ids, position_ids=ids, use_cache=False, **keywords)
@@ -146,8 +147,9 @@ def _record_mixer(name: str, layer: torch.nn.Module, mixer: torch.nn.Module, cal
         if asked:
             return
         hidden, asked = (*args, keywords.get("hidden_states"))[0], True
-        plain = len(args) < 2 and isinstance(hidden, Tensor) and isinstance(output, Tensor)
-        calls.append(MixerCall(name, type(mixer).__name__, of_layer, plain, plain and goes_on(mixer, hidden)))
+        only = len(args) < 2 and isinstance(hidden, Tensor) and isinstance(output, Tensor)
+        continues = only and continues_from_state(mixer, hidden)
+        calls.append(MixerCall(name, type(mixer).__name__, of_layer, only, continues))
 
     layer.register_forward_pre_hook(enter, with_kwargs=True)
     mixer.register_forward_hook(leave, with_kwargs=True)
@@ -164,7 +166,8 @@ def measured_logit_factor(model: PreTrainedModel) -> float:
     torch.nn.init.ones_(head.weight)
     with torch.device("meta"):
         empty = type(model)(copy.deepcopy(model.config)).eval()
-    setattr(empty, empty.base_model_prefix, _Given(hidden))
+    given = MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+    empty.base_model.forward = lambda *args, **keywords: given
     empty.set_output_embeddings(head)
     try:
         with torch.no_grad():
@@ -176,17 +179,6 @@ def measured_logit_factor(model: PreTrainedModel) -> float:
     if not torch.allclose(factors, factors[0, 0]):
         raise ValueError("its logits are no multiple of the head's product with the hidden states")
     return factors[0, 0].item()
-
-
-class _Given(torch.nn.Module):
-    """Returns hidden states that were given, whatever it is asked."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self._hidden = hidden
-
-    def forward(self, *args: object, **keywords: object) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self._hidden)  # pyright: ignore[reportArgumentType]
 
 
 @contextmanager

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo_rl.policies.mixers import mixers
+from grpo_rl.policies.mixers import cache_name, mixers
 from grpo_rl.policies.packing import LAYOUT
 from grpo_rl.policies.probe import AttentionCall, Band, Calls, measured_logit_factor, trial_calls
 
@@ -92,9 +93,8 @@ def logit_factor(model: PreTrainedModel) -> float:
     0.125
     """
     config = model.config.get_text_config()
-    if all(getattr(config, name, None) in (None, 1) for name in LOGIT_FACTORS):
-        return 1.0
-    return measured_logit_factor(model)
+    named = any(getattr(config, name, None) not in (None, 1) for name in LOGIT_FACTORS)
+    return measured_logit_factor(model) if named else 1.0
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> ValueError:
@@ -117,10 +117,10 @@ def _reasons_in_calls(model: PreTrainedModel, calls: Calls) -> Iterator[str]:
     for call in calls.mixers:
         if LAYOUT not in call.layer_keywords:
             yield f"the layer of its {call.kind} gets no keyword arguments, so it can't be told where responses lie"
-        if not call.plain:
+        if not call.hidden_states_only:
             yield f"its {call.kind} takes or returns more than hidden states"
-        elif not call.goes_on:
-            yield f"its {call.kind} does not go on from its prompt's state when it is given several tokens at once"
+        elif not call.continues:
+            yield f"its {call.kind} does not continue from its prompt's state when it is given several tokens at once"
     for call in calls.attention:
         if LAYOUT not in call.keywords:
             yield f"its {call.kind} gets no keyword arguments, so it can't be told where prompts and responses lie"
@@ -134,6 +134,10 @@ def _reasons_in_calls(model: PreTrainedModel, calls: Calls) -> Iterator[str]:
                 f"({call.mask.window or 'none'})"
             )
     known = {call.layer for call in calls.attention} | {call.module for call in calls.mixers}
+    for name, module in model.named_modules():
+        layer = isinstance(module, GradientCheckpointingLayer) or not hasattr(module, "layer_idx")
+        if name not in known and not layer and cache_name(type(module)):
+            yield f"its {type(module).__name__} keeps a state that is neither attention's nor a mixer's"
     types = getattr(model.config.get_text_config(), "layer_types", None) or ()
     for name, layers in model.named_modules():
         if not isinstance(layers, torch.nn.ModuleList):

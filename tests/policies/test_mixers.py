@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import types
 from dataclasses import replace
 
 import pytest
@@ -9,6 +12,8 @@ import torch
 from transformers import (
     Lfm2Config,
     Lfm2ForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
@@ -17,8 +22,9 @@ from transformers import (
 )
 
 from grpo_rl.policies import mixers
-from grpo_rl.policies.mixers import State, goes_on
+from grpo_rl.policies.mixers import State, continues_from_state
 from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.testing import KeepFp64, random_group, to_fp64
 
 VOCAB = 32
@@ -45,6 +51,12 @@ def lfm() -> PreTrainedModel:
     return to_fp64(Lfm2ForCausalLM(Lfm2Config(**SHARED, layer_types=["conv", "full_attention"], conv_L_cache=3)))
 
 
+def mamba() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, pad_token_id=0)
+    return to_fp64(Mamba2ForCausalLM(Mamba2Config(**sizes, state_size=8, n_groups=2, conv_kernel=3, chunk_size=16)))
+
+
 def separate(model: PreTrainedModel, group) -> torch.Tensor:
     """Log-probabilities of the responses, each after a prompt of its own, by the model alone."""
     found = []
@@ -55,13 +67,22 @@ def separate(model: PreTrainedModel, group) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("make", [qwen, lfm])
+@pytest.mark.parametrize("make", [qwen, lfm, mamba])
 @pytest.mark.parametrize(("prompt", "lengths"), [(1, [1, 1]), (1, [5, 1, 0, 2]), (2, [1]), (7, [0, 4]), (40, [70, 1])])
 def test_prompts_and_responses_of_one_token_and_of_many_are_scored_like_separate_sequences(make, prompt, lengths):
     model, group = make(), random_group(prompt, lengths, VOCAB)
-    with torch.no_grad(), KeepFp64():
+    weights = torch.randn(sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with KeepFp64():
         expected = separate(model, group)
-        torch.testing.assert_close(TrainPolicy(model).score([group])[0], expected, rtol=0, atol=1e-9)
+        wanted = torch.autograd.grad(expected @ weights, list(model.parameters()))
+    policy = TrainPolicy(model)
+    copied = TrainPolicy(copy.deepcopy(model))  # what was switched to shared prompts can be copied
+    with KeepFp64():
+        found = policy.score([group])[0]
+        assert torch.equal(copied.score([group])[0], found)
+        (found @ weights).backward()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(wanted), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("make", [qwen, lfm])
@@ -87,10 +108,10 @@ def test_what_is_handed_over_matters_and_carries_the_gradient(monkeypatch):
         log_probs.sum().backward()
         return log_probs.detach(), model.model.layers[0].linear_attn.in_proj_qkv.weight.grad.clone()
 
-    (values, slope), for_each = scored(), State.for_each
-    monkeypatch.setattr(State, "for_each", lambda self, count: State())
+    (values, slope), copies = scored(), State.copies
+    monkeypatch.setattr(State, "copies", lambda self, count: State())
     assert (scored()[0] - values).abs().max() > 0.01
-    monkeypatch.setattr(State, "for_each", lambda self, count: for_each(detached(self), count))
+    monkeypatch.setattr(State, "copies", lambda self, count: copies(detached(self), count))
     assert torch.equal(scored()[0], values) and (scored()[1] - slope).abs().max() > 1e-3
 
 
@@ -114,9 +135,24 @@ def test_layers_that_are_recomputed_know_the_micro_batch_they_were_called_with()
 
 
 def test_a_mixer_that_forgets_its_state_is_found_without_weights():
+    hidden = torch.zeros(1, 4, 32, device="meta", dtype=torch.float64)
     with torch.device("meta"):
-        mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4))
-        hidden = torch.zeros(1, 4, 32)
-        gated = next(mixer for *_, mixer in mixers.mixers(qwen().to("meta")))
-    assert goes_on(gated, hidden.double())
-    assert not goes_on(next(mixer for *_, mixer in mixers.mixers(mamba)), hidden)
+        forgetful = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4))
+    for model in (qwen(), lfm(), mamba()):
+        assert continues_from_state(next(mixer for *_, mixer in mixers.mixers(model.to("meta"))), hidden)
+    assert not continues_from_state(next(mixer for *_, mixer in mixers.mixers(forgetful.double())), hidden)
+
+
+def test_the_gate_needs_no_data_where_optional_kernels_are_installed(monkeypatch):
+    """Kernels refuse tensors on the meta device, as they do a CPU's."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as file
+
+    def refuses(*args, **keywords):
+        raise RuntimeError("expected a CUDA tensor")
+
+    for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"):
+        plain, kernel = getattr(file, name).__wrapped__, types.FunctionType(refuses.__code__, {})
+        monkeypatch.setattr(file, name, functools.wraps(plain)(kernel))
+    with pytest.raises(RuntimeError, match="expected a CUDA tensor"):
+        qwen()(torch.tensor([[1, 2]]))
+    refuse_unsupported(qwen())

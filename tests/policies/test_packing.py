@@ -93,27 +93,22 @@ REFUSED = {
     "bidirectional": ("GemmaForCausalLM", dict(use_bidirectional_attention=True), "causal"),
     "encoder": ("BertLMHeadModel", dict(attention_probs_dropout_prob=0.0), "causal"),
     "chunked": ("Llama4ForCausalLM", dict(intermediate_size_mlp=64, num_local_experts=2), "chunked_attention"),
-    "linear-attention": ("Qwen3NextForCausalLM", dict(num_experts=2, num_experts_per_tok=1), "linear_attention"),
-    "state-space": ("MambaForCausalLM", {}, "linear_attention"),
-    "state-space-beside-attention": (
-        "FalconH1ForCausalLM",
-        dict(mamba_d_ssm=96, mamba_n_heads=4, mamba_d_head=24, mamba_d_state=8),
-        "hybrid",
+    # States that a response can't take over.
+    "linear-attention-without-a-cache": (
+        "MiniMaxForCausalLM",
+        dict(num_local_experts=2, layer_types=["full_attention", "linear_attention"]),
+        "MiniMaxLightningAttention keeps a state that is neither",
     ),
-    "convolution": ("Lfm2ForCausalLM", dict(layer_types=["conv", "full_attention"]), "conv"),
+    "state-space": ("MambaForCausalLM", {}, "layer of its MambaMixer gets no keyword arguments"),
+    "state-that-is-forgotten": (
+        "JambaForCausalLM",
+        dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_dt_rank=4),
+        "JambaMambaMixer does not continue from its prompt's state",
+    ),
+    "state-of-another-kind": ("RecurrentGemmaForCausalLM", {}, "recurrent state"),
+    "text-and-vision": ("Mistral3ForConditionalGeneration", {}, "several models in one"),
     # Attention of the model's own making.
     "alibi": ("BloomForCausalLM", dict(n_layer=2, n_head=6), "attention"),
-    "sinks": (
-        "GptOssForCausalLM",
-        dict(num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2),
-        "s_aux",
-    ),
-    "keys-larger-than-values": (
-        "DeepseekV2ForCausalLM",
-        dict(kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10)
-        | dict(num_key_value_heads=6, first_k_dense_replace=2),
-        "keys of 20 and values of 10",
-    ),
     "learnt-mask": ("DogeForCausalLM", {}, "attention mask"),
     "layout-kept-back": ("StableLmForCausalLM", {}, "StableLmAttention gets no keyword arguments"),
     "layout-kept-back-by-nemotron": ("NemotronForCausalLM", {}, "NemotronAttention gets no keyword arguments"),
@@ -129,8 +124,6 @@ REFUSED = {
         "output_router_logits.*false in the model's config.json",
     ),
     # Logits that are not the head's product with the last hidden states.
-    "logit-scale": ("CohereForCausalLM", dict(logit_scale=0.25), "logit_scale"),
-    "logits-scaling": ("GraniteForCausalLM", dict(logits_scaling=8.0), "logits_scaling"),
     "layers-before-the-head": (
         "ModernBertDecoderForCausalLM",
         dict(layer_types=["full_attention"] * 2, bos_token_id=0, eos_token_id=0, cls_token_id=0, sep_token_id=0),
@@ -240,6 +233,9 @@ def test_a_copy_of_a_policys_model_is_recomputed_without_noise_too():
         torch.testing.assert_close(its.grad, mine.grad, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["CohereForCausalLM", "GraniteForCausalLM"])
-def test_a_scale_of_one_is_no_reason_to_refuse(name):
-    TrainPolicy(small(name, logit_scale=1.0, logits_scaling=1.0)).score([random_group(vocab=VOCAB)])
+@pytest.mark.parametrize("name", ["CohereForCausalLM", "GraniteForCausalLM", "HyperCLOVAXForCausalLM"])
+def test_logits_are_scaled_as_the_class_scales_them(name):
+    """Cohere multiplies by ``logit_scale``, Granite divides by ``logits_scaling``, HyperCLOVA X multiplies by it."""
+    factor = {"CohereForCausalLM": 0.25, "GraniteForCausalLM": 0.125, "HyperCLOVAXForCausalLM": 8.0}[name]
+    model = small(name, logit_scale=0.25, logits_scaling=8.0)
+    assert TrainPolicy(model).logit_factor == factor
