@@ -13,6 +13,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -88,20 +89,22 @@ class State:
 class SharesPrompts:
     """Mixed into the class of a mixer: a micro-batch with shared prompts is run as its layout says."""
 
-    layout: Layout | None = None
-    """The layout of the micro-batch that the mixer's layer was called with."""
+    layout: weakref.ref[Layout] | None = None
+    """The layout of the micro-batch that the mixer's layer was called with; the call keeps it alive."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **keywords: Any) -> Tensor:
         """The mixer's output, [1, T, E]; without a layout, that of plain sequences."""
         plain = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         if self.layout is None:
             return plain(hidden_states, *args, **keywords)
+        layout = self.layout()
+        assert layout is not None
         cache = cache_name(type(self))
 
         def run(hidden: Tensor, state: State) -> Tensor:
             return plain(hidden, *args, **keywords | {cache: state})
 
-        spans = (_run_group(run, hidden_states[:, span.start : span.end], span) for span in self.layout.spans)
+        spans = (_run_group(run, hidden_states[:, span.start : span.end], span) for span in layout.spans)
         return torch.cat(list(spans), 1)
 
 
@@ -190,7 +193,6 @@ def share_prompts(model: PreTrainedModel) -> None:
         assert "forward" not in vars(mixer), "a wrapped forward would be called instead of ours"
         if not any(isinstance(module, SharesPrompts) for module in layer.modules()):
             layer.register_forward_pre_hook(_tell_mixers, with_kwargs=True)
-            layer.register_forward_hook(_forget_layout, always_call=True)
         mixer.__class__ = _sharing(type(mixer))
 
 
@@ -198,13 +200,7 @@ def _tell_mixers(layer: torch.nn.Module, args: tuple, keywords: dict[str, Any]) 
     """Hands the layout of a layer's call to its mixers, again when the layer is recomputed."""
     for module in layer.modules():
         if isinstance(module, SharesPrompts):
-            module.layout = keywords.get(LAYOUT)
-
-
-def _forget_layout(layer: torch.nn.Module, args: tuple, output: object) -> None:
-    for module in layer.modules():
-        if isinstance(module, SharesPrompts):
-            module.layout = None
+            module.layout = None if keywords.get(LAYOUT) is None else weakref.ref(keywords[LAYOUT])
 
 
 @functools.cache
