@@ -81,7 +81,7 @@ def no_attention(module, query, key, value, attention_mask, **keywords):
 
 
 def operators(layers: int, variant: str, tokens: int) -> Counter[str]:
-    """How many operators of each kind a forward and backward pass of a model of so many layers takes."""
+    """Counts the operators of a forward and backward pass of a model of so many layers, by kind."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     shape = SHAPES["toy"] | {"num_hidden_layers": layers}

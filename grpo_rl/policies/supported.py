@@ -135,8 +135,8 @@ def _reasons_in_calls(model: PreTrainedModel, calls: Calls) -> Iterator[str]:
             )
     known = {call.layer for call in calls.attention} | {call.module for call in calls.mixers}
     for name, module in model.named_modules():
-        layer = isinstance(module, GradientCheckpointingLayer) or not hasattr(module, "layer_idx")
-        if name not in known and not layer and cache_name(type(module)):
+        mixes = hasattr(module, "layer_idx") and not isinstance(module, GradientCheckpointingLayer)
+        if mixes and name not in known and cache_name(type(module)):
             yield f"its {type(module).__name__} keeps a state that is neither attention's nor a mixer's"
     types = getattr(model.config.get_text_config(), "layer_types", None) or ()
     for name, layers in model.named_modules():

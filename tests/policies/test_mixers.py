@@ -27,6 +27,8 @@ from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.testing import KeepFp64, random_group, to_fp64
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 32
 SHARED = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
