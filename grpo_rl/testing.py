@@ -10,6 +10,7 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,6 +64,36 @@ def random_group(
         rewards=torch.rand(len(lengths), generator=generator) if rewards is None else torch.tensor(rewards),
         truncated=torch.zeros(len(lengths), dtype=torch.bool),
     )
+
+
+def forked_groups(vocab: int = 32) -> list[Group]:
+    """Three groups under one system message, with forks: 151 tokens, 71 of which differ enough to be computed.
+
+    Two prompts begin with the same question; one of them goes on with another group's response and a tool's reply.
+    Responses have a long beginning in common, end where others go on, or are equal.
+
+    >>> [group.num_tokens for group in forked_groups()]
+    [72, 34, 45]
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def piece(first: int, length: int) -> list[int]:
+        """Random tokens, but for the first, in which all pieces differ."""
+        return [first, *torch.randint(vocab, (length - 1,), generator=generator).tolist()]
+
+    system, question, start, end, equal = (piece(i, n) for i, n in enumerate((12, 5, 14, 3, 9)))
+    prompts = [system + question, system + piece(5, 3), system + question + start + end + piece(6, 4)]
+    responses = [
+        [start + end, start + piece(7, 6), start, piece(8, 4)],
+        [equal, equal, piece(9, 1)],
+        [piece(10, 5), piece(11, 2)],
+    ]
+    groups = []
+    for i, (prompt, texts) in enumerate(zip(prompts, responses, strict=True)):
+        group = random_group(len(prompt), [len(text) for text in texts], vocab, group_id=i)
+        ids = torch.tensor(list(itertools.chain(*texts)))
+        groups.append(replace(group, prompt_ids=torch.tensor(prompt), response_ids=ids))
+    return groups
 
 
 def left_if_killed(pid: int) -> set[str]:

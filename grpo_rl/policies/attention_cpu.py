@@ -1,4 +1,4 @@
-"""Shared-prefix attention on CPU: responses over their prompt, then every sequence over itself, as batched products.
+"""Shared-prefix attention on CPU: descendants over each node, then every node over itself, as batched products.
 
 PyTorch's own CPU kernel spends most of its backward pass in tiles too small for the processor's matrix units; the same
 arithmetic in a few batched products is several times faster. Only one block of scores exists at a time, in fp32 (fp64
@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_rl.policies.packing import Layout, bucket
+from grpo_rl.policies.packing import Layout, Node, bucket
 
 BLOCK_SCORES = 1 << 20
 """Scores of a block: few enough to stay in the cores' caches between operations."""
@@ -73,9 +73,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """All sequences of a micro-batch as tables, with the indices to and from tensors laid out as [T, heads].
+    """All nodes of a micro-batch as tables, with the indices to and from tensors laid out as [T, heads].
 
-    Sequences are padded with copies of their last token: the causal mask hides these keys from every real query, and an
+    Nodes are padded with copies of their last token: the causal mask hides these keys from every real query, and an
     infinite log-sum-exp removes these queries from the backward pass.
 
     Args:
@@ -102,14 +102,13 @@ class Arrangement:
 
     @classmethod
     def _computed(cls, layout: Layout, heads: int, kv_heads: int) -> Arrangement:
-        total, repeat = layout.spans[-1].end, heads // kv_heads
+        total, repeat = layout.tokens, heads // kv_heads
         by_bucket: dict[int, list[tuple[int, int]]] = {}
-        for span in layout.spans:
-            for start, end in span.sequences:
-                by_bucket.setdefault(bucket(end - start), []).append((start, end))
+        for node in layout.nodes:
+            by_bucket.setdefault(bucket(node.end - node.start), []).append((node.start, node.end))
         tables, queries, keys, padded_queries, padded_keys, first = [], [], [], [], [], 0
-        for sequences in by_bucket.values():
-            starts, ends = torch.tensor(sequences).T[:, :, None]
+        for nodes in by_bucket.values():
+            starts, ends = torch.tensor(nodes).T[:, :, None]
             token = starts + torch.arange(int((ends - starts).max()))
             padded = (token >= ends).expand(kv_heads, -1, -1)
             token = torch.minimum(token, ends - 1)
@@ -171,12 +170,22 @@ class TwoPartAttention(torch.autograd.Function):
         place, repeat = Arrangement.of(layout, heads, kv_heads), heads // kv_heads
         out = v.new_zeros(total, heads, v.shape[-1])
         lse = q.new_full((total, heads), MASKED, dtype=torch.promote_types(q.dtype, torch.float32))
-        for prompt, rows, mask in _prompt_blocks(layout, heads, repeat, rules.window):
-            probs, block_lse = _softmax(_scores(_fold(q[rows], kv_heads), _fold(k[prompt], kv_heads), rules)[0], mask)
-            out[rows] = _unfold(torch.bmm(probs.to(v.dtype), _fold(v[prompt], kv_heads)), heads)
-            lse[rows] = _unfold(block_lse, heads)
+        for node, rows, mask in _ancestor_blocks(layout, heads, repeat, rules.window):
+            keys = slice(node.start, node.end)
+            probs, block_lse = _softmax(_scores(_fold(q[rows], kv_heads), _fold(k[keys], kv_heads), rules)[0], mask)
+            block_lse = _unfold(block_lse, heads)
+            if node.parent < 0:
+                out[rows] = _unfold(torch.bmm(probs.to(v.dtype), _fold(v[keys], kv_heads)), heads)
+                lse[rows] = block_lse
+                continue
+            before = lse[rows]
+            joint = torch.logaddexp(block_lse, before)
+            probs *= _fold((block_lse - joint).exp_(), kv_heads)[..., None]
+            carried = (out[rows] * (before - joint).exp_()[..., None]).to(v.dtype)
+            joined = torch.baddbmm(_fold(carried, kv_heads), probs.to(v.dtype), _fold(v[keys], kv_heads))
+            out[rows], lse[rows] = _unfold(joined, heads), joint
 
-        # The responses' part from their prompt, which the loop below makes the joint result.
+        # What tokens see of their ancestors, which the loop below makes the joint result.
         joint_out, joint_lse = _rows(out, place.queries), lse.view(-1)[place.queries]
         qa, ka, va = _rows(q, place.queries), _rows(k, place.keys), _rows(v, place.keys)
         for table in place.tables:
@@ -227,12 +236,13 @@ class TwoPartAttention(torch.autograd.Function):
         dq = _rows(dqa, place.queries_back).view_as(q)
         dk, dv = _rows(dka, place.keys_back).view_as(k), _rows(dva, place.keys_back).view_as(v)
 
-        for prompt, rows, mask in _prompt_blocks(layout, heads, repeat, rules.window):
+        for node, rows, mask in _ancestor_blocks(layout, heads, repeat, rules.window):
+            keys = slice(node.start, node.end)
             block = (_fold(x[rows], kv_heads) for x in (dq, q, g, lse, delta))
-            grads = _block_backward(*block, _fold(k[prompt], kv_heads), _fold(v[prompt], kv_heads), mask, rules)
+            grads = _block_backward(*block, _fold(k[keys], kv_heads), _fold(v[keys], kv_heads), mask, rules)
             dq[rows] = _unfold(grads[0], heads)
             for total, grad in zip((dk, dv), grads[1:], strict=True):
-                total[prompt] += _unfold(grad, kv_heads)
+                total[keys] += _unfold(grad, kv_heads)
         dsinks = None
         if sinks is not None:
             # A sink's value is zero, so its score's gradient is -p_sink * delta.
@@ -271,19 +281,18 @@ def _causal_mask(queries: slice, keys: slice, repeat: int, window: int | None) -
     return _mask_of_band(queries.start - keys.start, length, keys.stop - keys.start, repeat, window)
 
 
-def _prompt_blocks(
+def _ancestor_blocks(
     layout: Layout, heads: int, repeat: int, window: int | None
-) -> Iterator[tuple[slice, slice, Mask | None]]:
-    """Each prompt with blocks of the response rows that attend to it, and the window's mask."""
-    for span in layout.spans:
-        prompt = slice(span.start, span.prompt_end)
-        length = span.prompt_end - span.start
-        for rows in _even_slices(span.prompt_end, span.end, BLOCK_SCORES // (heads * length)):
+) -> Iterator[tuple[Node, slice, Mask | None]]:
+    """Each node that has descendants with blocks of their rows, which attend to it, and the window's mask."""
+    for node in layout.nodes:
+        length = node.end - node.start
+        for rows in _even_slices(node.end, node.until, BLOCK_SCORES // (heads * length)):
             mask = None
             if window is not None:
-                positions = span.positions[rows.start - span.start : rows.stop - span.start]
-                mask = Mask.of(positions[:, None] - torch.arange(length), repeat, window)
-            yield prompt, rows, mask
+                keys = torch.arange(node.position, node.position + length)
+                mask = Mask.of(layout.positions[rows, None] - keys, repeat, window)
+            yield node, rows, mask
 
 
 def _scores(

@@ -1,7 +1,7 @@
 """Shared-prefix attention on CUDA: FlexAttention over all groups of a micro-batch, skipping fully masked blocks.
 
-A token sees at most two ranges of keys: its own sequence up to itself and, in a response, its prompt. Three numbers per
-token describe the ranges, windows included, so one compiled kernel serves all layouts and windows.
+A node's descendants lie right behind it, so a token is seen from its own place up to one that all tokens of its node
+share. Three numbers per token describe that, windows included, so one compiled kernel serves all layouts and windows.
 Letters: T tokens of the micro-batch, H query heads, K key-value heads, D head size of queries and keys, E that of
 values; I, J blocks of queries and keys.
 """
@@ -9,7 +9,8 @@ values; I, J blocks of queries and keys.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import astuple
 from typing import NamedTuple, no_type_check
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad
 
 from grpo_rl.policies.compiler import why_uncompiled
-from grpo_rl.policies.packing import Layout, Span, bucket
+from grpo_rl.policies.packing import Layout, Node, bucket
 
 BLOCK = 128
 """Side of the blocks, which are skipped if no query in them sees a key."""
@@ -42,17 +43,17 @@ def flex_shared_prefix(
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "1 H T E"]:
-    """Attention of each token over its own sequence and, in a response, over its prompt.
+    """Attention of each token over its own node and the ancestors of that.
 
-    Source: FlexAttention, https://arxiv.org/abs/2412.05496. On CUDA compiled, once for each bucket of lengths, with and
-    without gradient; on CPU, where it has no backward pass, PyTorch's reference implementation. That also serves a GPU
-    without a compiler: it computes all T * T scores.
+    Source: trees laid flat, Tree Training, https://arxiv.org/abs/2511.00413; FlexAttention,
+    https://arxiv.org/abs/2412.05496. On CUDA compiled, once for each bucket of lengths, with and without gradient; on
+    CPU, where it has no backward pass, PyTorch's reference implementation. That also serves a GPU without a compiler:
+    it computes all T * T scores.
 
     Args:
-        layout: the groups, which cover all T tokens.
+        layout: the nodes, which cover all T tokens.
         scale: factor on the products of queries and keys.
-        window: a token sees this many positions back, its own included; None: all. Responses continue the positions of
-            their prompt.
+        window: a token sees this many positions back, its own included; None: all.
         softcap: scaled scores become ``softcap * tanh(score / softcap)``.
         sinks: one extra logit a head in the softmax, with a value of zero.
 
@@ -71,7 +72,7 @@ def flex_shared_prefix(
         key,
         value,
         score_mod=None if softcap is None else _soft_cap(softcap),
-        block_mask=block_mask(layout.spans, padded, window, query.device),
+        block_mask=block_mask(layout.nodes, padded, window, query.device),
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=None if sinks is None else AuxRequest(lse=True),
@@ -130,8 +131,8 @@ class PaddedLayout(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, tokens: int, windows: Collection[int | None], device: torch.device) -> PaddedLayout:
-        """The layout, with padding after its last group up to ``tokens``."""
-        return cls({window: block_tables(layout.spans, tokens, window, device) for window in windows})
+        """The layout, with padding after its last node up to ``tokens``."""
+        return cls({window: block_tables(layout.nodes, tokens, window, device) for window in windows})
 
 
 def whole_blocks(tokens: int) -> int:
@@ -150,10 +151,10 @@ def flex_in_layer(query, key, value, layout: PaddedLayout, scale, window=None, s
     blocks = tables.kv_count.shape[2]
     # Whole blocks, by construction: the kernel needs no bounds.
     torch._check(query.shape[2] == blocks * BLOCK)
-    own_from, shared_from, shared_to = tables.reach.unbind()
+    until, position, earliest = tables.reach.unbind()
 
     def sees(batch, head, q, k):
-        return (k >= own_from[q]) & (k <= q) | (k >= shared_from[q]) & (k < shared_to[q])
+        return (k <= q) & (q < until[k]) & (position[k] >= earliest[q])
 
     mask = BlockMask((query.shape[2], query.shape[2]), *tables[1:], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)
     out = flex_attention(
@@ -176,65 +177,79 @@ def compiled() -> Callable[..., Tensor]:
 
 
 @functools.lru_cache(maxsize=8)  # all layers share one or two masks, as does the backward pass
-def block_mask(spans: tuple[Span, ...], tokens: int, window: int | None, device: torch.device) -> BlockMask:
+def block_mask(nodes: tuple[Node, ...], tokens: int, window: int | None, device: torch.device) -> BlockMask:
     """The mask, with the blocks that need no computation and those that need no masking.
 
     Args:
-        spans: of a layout.
-        tokens: including padding after the last group; a padding token sees only itself.
+        nodes: of a layout.
+        tokens: including padding after the last node; a padding token sees only itself.
     """
-    tables = block_tables(spans, tokens, window, device)
-    own_from, shared_from, shared_to = tables.reach
+    tables = block_tables(nodes, tokens, window, device)
+    until, position, earliest = tables.reach
 
     @no_type_check  # traced: the tests' run-time type checks can't be
     def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k >= own_from[q]) & (k <= q) | (k >= shared_from[q]) & (k < shared_to[q])
+        return (k <= q) & (q < until[k]) & (position[k] >= earliest[q])
 
     return BlockMask((tokens, tokens), *tables[1:], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)
 
 
 @functools.lru_cache(maxsize=8)
-def block_tables(spans: tuple[Span, ...], tokens: int, window: int | None, device: torch.device) -> BlockTables:
+def block_tables(nodes: tuple[Node, ...], tokens: int, window: int | None, device: torch.device) -> BlockTables:
     """Each token's reach, and which blocks need not be computed or not be masked; see :func:`block_mask`."""
-    reaches = reach(spans, tokens, window).to(device)
-    own_from, shared_from, shared_to = reaches
+    reaches = reach(nodes, tokens, window).to(device)
     first = torch.arange(0, tokens, BLOCK, device=device, dtype=torch.int32)
-
-    def overlap(start: Int[Tensor, " T"], stop: Int[Tensor, " T"]) -> Int[Tensor, "T J"]:
-        return (torch.minimum(stop[:, None], first + BLOCK) - torch.maximum(start[:, None], first)).clamp_(min=0)
-
-    index = torch.arange(tokens, device=device, dtype=torch.int32)
-    seen = overlap(own_from, index + 1) + overlap(shared_from, shared_to)
-    seen = seen.unflatten(0, (-1, BLOCK)).sum(1)
+    seen = torch.zeros(len(first), len(first), device=device, dtype=torch.int32)
+    for start, stop in seen_ranges(nodes, reaches):
+        overlap = torch.minimum(stop[:, None], first + BLOCK) - torch.maximum(start[:, None], first)
+        seen += overlap.clamp_(min=0).unflatten(0, (-1, BLOCK)).sum(1, dtype=torch.int32)
     full = seen == BLOCK * BLOCK
     partly = (seen > 0) & ~full
     return BlockTables(reaches, *_ordered(partly), *_ordered(full), *_ordered(partly.T), *_ordered(full.T))
 
 
-def reach(spans: tuple[Span, ...], tokens: int, window: int | None) -> Int[Tensor, "3 T"]:
-    """Each token's ranges of keys: where its own range starts (it ends with the token), start and end of its prompt's.
+def reach(nodes: tuple[Node, ...], tokens: int, window: int | None) -> Int[Tensor, "3 T"]:
+    """For each token: up to which token it is seen, its position, and the earliest position that it sees.
 
-    >>> from grpo_rl.policies.packing import Span
-    >>> reach((Span(0, 3, (3, 5, 6)),), tokens=7, window=None)
-    tensor([[0, 0, 0, 3, 3, 5, 6],
-            [0, 0, 0, 0, 0, 0, 0],
-            [0, 0, 0, 3, 3, 3, 0]], dtype=torch.int32)
+    >>> from grpo_rl.policies.packing import Node
+    >>> reach((Node(0, 3, 6, 0, -1), Node(3, 5, 5, 3, 0), Node(5, 6, 6, 3, 0)), tokens=7, window=3)
+    tensor([[ 6,  6,  6,  5,  5,  6,  7],
+            [ 0,  1,  2,  3,  4,  3,  0],
+            [-2, -1,  0,  1,  2,  1,  0]], dtype=torch.int32)
     """
-    sequences = []  # length, start, and the range of its prompt
-    for span in spans:
-        for start, end in span.sequences:
-            sequences.append((end - start, start, span.start, span.start if start == span.start else span.prompt_end))
-    real = spans[-1].end
-    # Each padding token is a sequence of its own.
-    lengths, *rest = torch.tensor(sequences, dtype=torch.int32).T
-    own_from, shared_from, shared_to = (pad(x.repeat_interleave(lengths), (0, tokens - real)) for x in rest)
+    real = nodes[-1].end
+    starts, ends, untils, positions, _ = torch.tensor([astuple(node) for node in nodes], dtype=torch.int32).T
+    until, offset = (x.repeat_interleave(ends - starts) for x in (untils, positions - starts))
     index = torch.arange(tokens, dtype=torch.int32)
-    own_from[real:] = index[real:]
-    if window is not None:
-        position = index - own_from + shared_to - shared_from
-        shared_from = torch.maximum(shared_from, shared_from + position - window + 1)
-        own_from = torch.maximum(own_from, index - window + 1)
-    return torch.stack([own_from, shared_from, shared_to])
+    # Each padding token is a sequence of its own.
+    until, position = torch.cat([until, index[real:] + 1]), pad(offset, (0, tokens - real)) + index
+    position[real:] = 0
+    earliest = torch.zeros_like(index) if window is None else position - window + 1
+    earliest[real:] = 0
+    return torch.stack([until, position, earliest])
+
+
+def seen_ranges(
+    nodes: tuple[Node, ...], reaches: Int[Tensor, "3 T"]
+) -> Iterator[tuple[Int[Tensor, " T"], Int[Tensor, " T"]]]:
+    """The ranges of keys that each token sees, nearest first: of its own node, of that one's parent, and so on.
+
+    Args:
+        reaches: of :func:`reach`.
+    """
+    _, position, earliest = reaches
+    index = torch.arange(len(position), device=position.device, dtype=torch.int32)
+    # One entry more: padding is of no node, and roots have no parent. Its range is empty.
+    table = torch.tensor([*(astuple(node) for node in nodes), (0, 0, 0, 0, -1)], dtype=torch.int32)
+    starts, ends, _, positions, parents = table.T.to(position.device)
+    lengths = (ends - starts)[:-1]
+    owner = torch.arange(len(nodes), device=position.device).repeat_interleave(lengths)
+    node = pad(owner, (0, len(position) - len(owner)), value=len(nodes))
+    own_start = torch.where(node < len(nodes), starts[node], index)
+    yield torch.maximum(own_start, index - (position - earliest)), index + 1
+    parents = torch.where(parents < 0, len(nodes), parents).long()
+    while bool((node := parents[node]).lt(len(nodes)).any()):
+        yield starts[node] + (earliest - positions[node]).clamp_(min=0), ends[node]
 
 
 def _ordered(blocks: Bool[Tensor, "I J"]) -> tuple[Int[Tensor, "1 1 I"], Int[Tensor, "1 1 I J"]]:

@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo_rl.policies.packing import LAYOUT, Layout, Span, bucket
+from grpo_rl.policies.packing import LAYOUT, Layout, Node, bucket
 
 CACHES = ("cache_params", "past_key_values")
 """Names under which mixers of transformers take their cache."""
@@ -104,27 +104,29 @@ class SharesPrompts:
         def run(hidden: Tensor, state: State) -> Tensor:
             return plain(hidden, *args, **keywords | {cache: state})
 
-        spans = (_run_group(run, hidden_states[:, span.start : span.end], span) for span in layout.spans)
-        return torch.cat(list(spans), 1)
+        return _run_tree(run, hidden_states[0], layout.nodes)[None]
 
 
-def _run_group(run: Callable[[Tensor, State], Tensor], hidden: Tensor, span: Span) -> Tensor:
-    """The output of one group: of its prompt, and of each response as it continues the prompt.
+def _run_tree(run: Callable[[Tensor, State], Tensor], hidden: Tensor, nodes: Sequence[Node]) -> Tensor:
+    """The output of all nodes, each of which goes on from its parent's state.
 
-    Responses of about the same length run together: one long response must not pad all the others.
+    Siblings without children, of about the same length, run together: one long response must not pad all the others.
     """
-    state = State()
-    (_, prompt_end), *responses = [(start - span.start, end - span.start) for start, end in span.sequences]
-    outputs = {0: run(hidden[:, :prompt_end], state)[0]}
-    by_bucket: dict[int, list[tuple[int, int]]] = {}
-    for start, end in responses:
-        by_bucket.setdefault(bucket(end - start), []).append((start, end))
-    for alike in by_bucket.values():
-        rows = pad_sequence([hidden[0, start:end] for start, end in alike], batch_first=True)
+    states: dict[int, State] = {}
+    outputs: dict[int, Tensor] = {}
+    alike: dict[tuple[int, int], list[Node]] = {}
+    for number, node in enumerate(nodes):
+        if node.parent < 0 or node.until > node.end:
+            states[number] = states[node.parent].copies(1) if node.parent >= 0 else State()
+            outputs[node.start] = run(hidden[None, node.start : node.end], states[number])[0]
+        else:
+            alike.setdefault((node.parent, bucket(node.end - node.start)), []).append(node)
+    for (parent, _), siblings in alike.items():
+        rows = pad_sequence([hidden[node.start : node.end] for node in siblings], batch_first=True)
         rows = pad(rows, (0, 0, 0, max(0, SHORTEST - rows.shape[1])))
-        mixed = run(rows, state.copies(len(alike)))
-        outputs |= {start: row[: end - start] for row, (start, end) in zip(mixed, alike, strict=True)}
-    return torch.cat([outputs[start] for start in sorted(outputs)])[None]
+        mixed = run(rows, states[parent].copies(len(siblings)))
+        outputs |= {node.start: row[: node.end - node.start] for row, node in zip(mixed, siblings, strict=True)}
+    return torch.cat([outputs[node.start] for node in nodes])
 
 
 def cache_name(mixer_class: type[torch.nn.Module]) -> str:

@@ -1,63 +1,71 @@
-"""A micro-batch of groups as one flat sequence: group after group, prompt, response 1, …, response G. No padding.
+"""A micro-batch of groups as one flat sequence in which what responses begin with in common stands once.
 
-Letters: T tokens of the micro-batch, N response tokens.
+Prompts, a system message before several of them, the first words of responses: the micro-batch is a tree of nodes, laid
+flat with every node's descendants right behind it. No padding.
+
+Letters: T tokens of the micro-batch, N response tokens, M of them that differ, S tokens of the groups laid end to end.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from grpo_rl.data.group import Group
+from grpo_rl.data.prefix_tree import Branch, Ids, prefix_tree
 
 LAYOUT = "prefix_layout"
 """The keyword that passes the layout of a micro-batch through a model to its layers."""
+NODE_COST = 8
+"""Tokens that could be computed in the time that one more node takes."""
+ROWS_PER_TOKEN = 32
+"""Tokens that have one more part of their attention joined in the time that computing one token takes."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """One group's place in the flat micro-batch: prompt at [start, prompt_end), responses at [prompt_end, end)."""
+class Node:
+    """Tokens at [start, end) that have the same tokens before them; descendants, which see them, at [end, until).
+
+    Args:
+        position: of the first token.
+        parent: index of the node that this one continues; -1 for a root.
+    """
 
     start: int
-    prompt_end: int
-    edges: tuple[int, ...]
-    """Borders of the responses; response g is at [edges[g], edges[g + 1]). Empty responses have equal borders."""
-
-    @property
-    def end(self) -> int:
-        return self.edges[-1]
-
-    @property
-    def sequences(self) -> tuple[tuple[int, int], ...]:
-        """Borders of the prompt and of every response that is not empty."""
-        responses = zip(self.edges, self.edges[1:], strict=False)
-        return ((self.start, self.prompt_end), *((start, end) for start, end in responses if end > start))
-
-    @functools.cached_property
-    def positions(self) -> Int[Tensor, " T"]:
-        """Position of each token; every response continues the positions of the prompt.
-
-        >>> Span(0, 2, (2, 3, 5)).positions.tolist()
-        [0, 1, 2, 2, 3]
-        """
-        prompt = self.prompt_end - self.start
-        responses = (torch.arange(prompt, prompt + end - start) for start, end in self.sequences[1:])
-        return torch.cat([torch.arange(prompt), *responses])
+    end: int
+    until: int
+    position: int
+    parent: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of a micro-batch's groups; built once, read by the attention of every layer."""
+    """The nodes of a micro-batch, parents before their children; built once, read by the attention of every layer."""
 
-    spans: tuple[Span, ...]
+    nodes: tuple[Node, ...]
     cache: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Index tables that an attention implementation derives from the spans and shares between layers."""
+    """Index tables that an attention implementation derives from the nodes and shares between layers."""
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.nodes[-1].end
+
+    @functools.cached_property
+    def positions(self) -> Int[Tensor, " T"]:
+        """Position of each token; a node continues the positions of its parent.
+
+        >>> Layout((Node(0, 2, 5, 0, -1), Node(2, 3, 3, 2, 0), Node(3, 5, 5, 2, 0))).positions.tolist()
+        [0, 1, 2, 2, 3]
+        """
+        return torch.cat([torch.arange(n.position, n.position + n.end - n.start) for n in self.nodes])
 
 
 @dataclass(frozen=True)
@@ -65,47 +73,106 @@ class Packed:
     """A micro-batch of groups as one flat sequence.
 
     Args:
-        input_ids: [T] every prompt once, then its responses.
-        position_ids: [T] every response continues the positions of its prompt.
-        layout: where groups and responses lie.
-        predict_index: [N] position whose hidden state predicts each response token.
-        target_ids: [N] the response tokens, in the groups' own order.
+        input_ids: [T] tokens of the nodes.
+        position_ids: [T] each token's position in its sequence.
+        layout: where nodes lie.
+        source: [T] the place of each token among the groups laid end to end, each as prompt and responses.
+        predict_index: [M] position whose hidden state predicts a response token.
+        target_ids: [M] the response tokens that differ, or have different tokens before them.
+        row: [N] which of the M each response token is, in the groups' own order; None: each is one of its own.
     """
 
     input_ids: Int[Tensor, " T"]
     position_ids: Int[Tensor, " T"]
     layout: Layout
-    predict_index: Int[Tensor, " N"]
-    target_ids: Int[Tensor, " N"]
+    source: Int[Tensor, " T"]
+    predict_index: Int[Tensor, " M"]
+    target_ids: Int[Tensor, " M"]
+    row: Int[Tensor, " N"] | None = None
 
 
 def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
-    """The groups laid flat, with positions and the index of the state that predicts each response token.
+    """The groups as a tree laid flat, with the index of the state that predicts each response token.
+
+    A group's prompt stands once; so does whatever else sequences begin with in common, where it is long enough to be
+    worth a node.
 
     >>> from grpo_rl.testing import random_group
     >>> packed = pack([random_group(prompt=2, lengths=[1, 2])])
     >>> packed.position_ids.tolist(), packed.predict_index.tolist()
     ([0, 1, 2, 2, 3], [1, 1, 3])
     """
-    ids, positions, predict, spans = [], [], [], []
-    cursor = 0
-    for group in groups:
-        prompt_end = cursor + len(group.prompt_ids)
-        span = Span(cursor, prompt_end, tuple((group.offsets + prompt_end).tolist()))
-        ids += [group.prompt_ids, group.response_ids]
-        for start, end in span.sequences[1:]:
-            # The first token of every response is predicted by the last token of the prompt they share.
-            predict += [torch.tensor([prompt_end - 1]), torch.arange(start, end - 1)]
-        spans.append(span)
-        positions.append(span.positions)
-        cursor = span.end
+    all_ids = torch.cat([ids for group in groups for ids in (group.prompt_ids, group.response_ids)]).cpu()
+    places, group_of = _places(groups)
+    ids = [all_ids.numpy()[place] for place in places]
+
+    def worth(branch: Branch) -> bool:
+        length, members, group = branch.stop - branch.start, branch.members, groups[group_of[branch.members[0]]]
+        if branch.start and length == 1:
+            return False  # layers with a state step a single token in place, without a gradient
+        one_group = len(members) == group.size and group_of[members[0]] == group_of[members[-1]]
+        if one_group and branch.start < len(group.prompt_ids) <= branch.stop:
+            return True
+        below = sum(len(ids[member]) - branch.stop for member in members)
+        return length * (len(members) - 1) > NODE_COST + below / ROWS_PER_TOKEN
+
+    nodes, source, flat = _laid_flat(prefix_tree(ids, worth), places)
+    prompts = [len(groups[g].prompt_ids) for g in group_of]
+    own = np.concatenate([x[prompt:] for x, prompt in zip(flat, prompts, strict=True)])
+    before = np.concatenate([x[prompt - 1 : -1] for x, prompt in zip(flat, prompts, strict=True)])
+    distinct, first, row = np.unique(own, return_index=True, return_inverse=True)
+    if len(distinct) < len(own):
+        own, before = distinct, before[first]
+    else:
+        row = None
+    layout = Layout(nodes)
     return Packed(
-        input_ids=torch.cat(ids).to(device),
-        position_ids=torch.cat(positions).to(device),
-        layout=Layout(tuple(spans)),
-        predict_index=(torch.cat(predict) if predict else torch.empty(0, dtype=torch.long)).to(device),
-        target_ids=torch.cat([group.response_ids for group in groups]).to(device),
+        input_ids=all_ids[source].to(device),
+        position_ids=layout.positions.to(device),
+        layout=layout,
+        source=torch.from_numpy(source).to(device),
+        predict_index=torch.from_numpy(before).to(device),
+        target_ids=all_ids[source[own]].to(device),
+        row=None if row is None else torch.from_numpy(row).to(device),
     )
+
+
+def _places(groups: Sequence[Group]) -> tuple[list[Ids], list[int]]:
+    """Where each sequence's tokens are among the groups laid end to end, and the index of its group."""
+    places, group_of, start = [], [], 0
+    for g, group in enumerate(groups):
+        end = start + len(group.prompt_ids)
+        prompt, responses = np.arange(start, end), np.arange(end, start + group.num_tokens)
+        places += [np.concatenate([prompt, own]) for own in np.split(responses, group.offsets[1:-1].tolist())]
+        group_of += [g] * group.size
+        start += group.num_tokens
+    return places, group_of
+
+
+def _laid_flat(root: Branch, places: Sequence[Ids]) -> tuple[tuple[Node, ...], Ids, list[Ids]]:
+    """The tree's nodes, what each token was read from, and where each sequence's tokens are.
+
+    Args:
+        places: what each sequence's tokens are read from.
+    """
+    nodes: list[Node] = []
+    source, flat = [], [np.empty_like(place) for place in places]
+    cursor, waiting = 0, [(child, -1) for child in reversed(root.children)]
+    while waiting:
+        branch, parent = waiting.pop()
+        waiting += [(child, len(nodes)) for child in reversed(branch.children)]
+        tokens = slice(branch.start, branch.stop)
+        end = cursor + branch.stop - branch.start
+        for member in branch.members:
+            flat[member][tokens] = np.arange(cursor, end)
+        source.append(places[branch.members[0]][tokens])
+        nodes.append(Node(cursor, end, end, branch.start, parent))
+        cursor = end
+    for node in reversed(nodes):
+        if node.parent >= 0:
+            parent = nodes[node.parent]
+            nodes[node.parent] = replace(parent, until=max(parent.until, node.until))
+    return tuple(nodes), np.concatenate(source), flat
 
 
 def bucket(length: int) -> int:

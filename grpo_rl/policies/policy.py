@@ -36,7 +36,7 @@ FIRST_GROUP = Group(
     group_id=0,
     row=0,
     prompt_ids=torch.zeros(64, dtype=torch.long),
-    response_ids=torch.zeros(64, dtype=torch.long),
+    response_ids=torch.arange(64) // 16 % 2,  # the responses differ from their first token on
     log_probs=torch.zeros(64),
     versions=torch.zeros(64, dtype=torch.long),
     trainable=torch.ones(64, dtype=torch.bool),
@@ -167,10 +167,12 @@ class TrainPolicy:
         owner = lookups.stand_in if head.weight is self.model.get_input_embeddings().weight else None
         temperature = self.temperature / self.logit_factor
         if self.liger:
-            return liger_log_prob_and_entropy(hidden, head.weight, packed.target_ids, temperature, owner)
-        return log_prob_and_entropy(
-            hidden, head.weight, packed.target_ids, head.bias, temperature, self.softcap, owner=owner
-        )
+            scored = liger_log_prob_and_entropy(hidden, head.weight, packed.target_ids, temperature, owner)
+        else:
+            scored = log_prob_and_entropy(
+                hidden, head.weight, packed.target_ids, head.bias, temperature, self.softcap, owner=owner
+            )
+        return scored if packed.row is None else (scored[0][packed.row], scored[1][packed.row])
 
     def add_log_probs(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:
         """The groups with ``old_log_probs`` and ``old_entropies``, computed in micro-batches of ``max_tokens``.

@@ -17,7 +17,7 @@ from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.head_liger import liger_log_prob_and_entropy
 from grpo_rl.policies.packing import Layout, pack
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import forked_groups, random_group, save_tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -26,8 +26,9 @@ SHAPES = [(5, [3, 0, 130]), (1, [4, 7]), (140, [1, 60, 1]), (3, [0, 0]), (30, [4
 MIB = 1 << 20
 
 
-def layout_of(shapes) -> Layout:
-    return pack([random_group(p, lengths, group_id=i) for i, (p, lengths) in enumerate(shapes)]).layout
+def layout_of(shapes, others=()) -> Layout:
+    groups = [random_group(p, lengths, 1000, group_id=i, seed=i) for i, (p, lengths) in enumerate(shapes)]
+    return pack([*groups, *others]).layout
 
 
 def random(*shape: int, seed: int = 0, dtype=torch.float32, spread: float = 1.0) -> torch.Tensor:
@@ -115,29 +116,28 @@ def separate_sequences(query, key, value, layout, scale, window, softcap):
     repeat = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
     out = torch.zeros_like(query)
-    for span in layout.spans:
-        prompt = torch.arange(span.start, span.prompt_end, device=query.device)
-        for start, end in [(span.prompt_end, span.prompt_end), *zip(span.edges, span.edges[1:], strict=False)]:
-            tokens = torch.cat([prompt, torch.arange(start, end, device=query.device)])
-            q, k, v = (x[:, :, tokens] for x in (query, key, value))
-            scores = q @ k.mT * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            back = torch.arange(len(tokens), device=query.device)[:, None] - torch.arange(
-                len(tokens), device=query.device
-            )
-            seen = (back >= 0) & (back < (window or len(tokens)))
-            rows = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
-            # Every pass writes the prompt's rows; they are the same in each.
-            out = out.index_copy(2, tokens, rows)
+    behind: list[torch.Tensor] = []  # the tokens up to each node's end
+    for node in layout.nodes:
+        before = behind[node.parent] if node.parent >= 0 else torch.arange(0, device=query.device)
+        behind.append(torch.cat([before, torch.arange(node.start, node.end, device=query.device)]))
+        tokens = behind[-1]
+        q, k, v = (x[:, :, tokens] for x in (query, key, value))
+        scores = q @ k.mT * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        back = torch.arange(len(tokens), device=query.device)[:, None] - torch.arange(len(tokens), device=query.device)
+        seen = (back >= 0) & (back < (window or len(tokens)))
+        rows = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        # Every pass writes its ancestors' rows; they are the same in each.
+        out = out.index_copy(2, tokens, rows)
     return out
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 2.0), (133, 2.0)])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_flex_attention_in_fp32_equals_separate_sequences_in_fp64(kv_heads, window, softcap):
-    layout = layout_of(SHAPES)
-    total = layout.spans[-1].end
+    layout = layout_of(SHAPES, forked_groups())
+    total = layout.tokens
     inputs = [random(1, heads, total, 64, seed=heads + i) for i, heads in enumerate((4, kv_heads, kv_heads))]
     up = [random(1, 4, total, 64, seed=9)]
     exact = values_and_gradients(
@@ -150,14 +150,14 @@ def test_flex_attention_in_fp32_equals_separate_sequences_in_fp64(kv_heads, wind
 
 def test_flex_attention_in_bf16_is_no_further_from_fp64_than_sdpa_on_separate_sequences():
     layout = layout_of([(300, [200] * 4)])
-    total = layout.spans[-1].end
+    total = layout.tokens
     inputs = [random(1, heads, total, 64, seed=heads + i, dtype=torch.bfloat16) for i, heads in enumerate((8, 2, 2))]
     up = [random(1, 8, total, 64, seed=9)]
 
     def sdpa(q, k, v):
         outs = []
-        for g, start in enumerate(layout.spans[0].edges[:-1]):
-            response = slice(start, layout.spans[0].edges[g + 1])
+        for g, node in enumerate(layout.nodes[1:]):
+            response = slice(node.start, node.end)
             q_, k_, v_ = (torch.cat([x[:, :, :300], x[:, :, response]], 2) for x in (q, k, v))
             out = torch.nn.functional.scaled_dot_product_attention(
                 q_, k_, v_, is_causal=True, scale=0.2, enable_gqa=True
@@ -179,7 +179,7 @@ def test_flex_attention_in_bf16_is_no_further_from_fp64_than_sdpa_on_separate_se
 def test_flex_attention_compiles_once_for_a_bucket_of_lengths_whatever_the_layout_and_the_window():
     def run(shapes, window):
         layout = layout_of(shapes)
-        total = layout.spans[-1].end
+        total = layout.tokens
         inputs = [random(1, heads, total, 64, dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2)]
         flex_shared_prefix(*inputs, layout, 0.125, window).sum().backward()
 
@@ -269,7 +269,7 @@ def test_a_model_with_compiled_layers_needs_no_cpp_compiler(tmp_path):
     program = (
         "import torch\n"
         "from grpo_rl.policies.policy import TrainPolicy\n"
-        "from grpo_rl.testing import random_group, save_tiny_model\n"
+        "from grpo_rl.testing import forked_groups, random_group, save_tiny_model\n"
         f"folder = save_tiny_model({str(tmp_path / 'model')!r}, hidden_size=64)\n"
         "policy = TrainPolicy.load(folder, torch.bfloat16, 'cuda', compile=None)\n"
         "assert any(module._compiled_call_impl for module in policy.model.modules())\n"

@@ -14,7 +14,7 @@ from grpo_rl.testing import random_group
 
 
 def test_the_way_back_never_leads_to_padding():
-    layout = pack([random_group(prompt, [3 * prompt, 5], group_id=prompt) for prompt in range(33, 113)]).layout
+    layout = pack([random_group(prompt, [3 * prompt, 5], seed=prompt) for prompt in range(33, 113)]).layout
     heads, kv_heads = 4, 2
     place = Arrangement.of(layout, heads, kv_heads)
     assert len(place.queries) > 100_000, "far past what one thread copies"

@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from grpo_rl.policies import attention_flex as flex
 from grpo_rl.policies.attention_flex import BLOCK, block_mask, flex_shared_prefix, padded_length
-from grpo_rl.policies.packing import Layout, Span, pack
-from grpo_rl.testing import random_group
+from grpo_rl.policies.packing import Layout, pack
+from grpo_rl.testing import forked_groups, random_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")]
 
@@ -24,23 +24,22 @@ SHAPES = [(5, [3, 0, 130]), (1, [4, 7]), (140, [1, 60, 1]), (3, [0, 0]), (30, [4
 CPU = torch.device("cpu")
 
 
-def layout_of(shapes) -> Layout:
-    return pack([random_group(p, lengths, group_id=i) for i, (p, lengths) in enumerate(shapes)]).layout
+def layout_of(shapes, others=()) -> Layout:
+    groups = [random_group(p, lengths, 1000, group_id=i, seed=i) for i, (p, lengths) in enumerate(shapes)]
+    return pack([*groups, *others]).layout
 
 
-def who_sees_whom(spans: tuple[Span, ...], window: int | None) -> torch.Tensor:
-    """The rule: same group, prompt or own response, not later, not too far back."""
-    tokens = []  # group, response (-1 in the prompt), position
-    for group, span in enumerate(spans):
-        prompt = span.prompt_end - span.start
-        tokens += [(group, -1, i) for i in range(prompt)]
-        for response, (start, end) in enumerate(zip(span.edges, span.edges[1:], strict=False)):
-            tokens += [(group, response, prompt + i) for i in range(end - start)]
-    group, response, position = torch.tensor(tokens).T
-    mask = group[:, None] == group
-    mask &= (response == -1) | (response[:, None] == response)
+def who_sees_whom(layout: Layout, window: int | None) -> torch.Tensor:
+    """The rule: own node or an ancestor of it, not later, not too far back."""
+    nodes = layout.nodes
+    owner = [i for i, node in enumerate(nodes) for _ in range(node.start, node.end)]
+    position = torch.tensor([node.position + t - node.start for node in nodes for t in range(node.start, node.end)])
+    lines = []  # each node, its parent, and so on
+    for i, node in enumerate(nodes):
+        lines.append({i} | (lines[node.parent] if node.parent >= 0 else set()))
+    related = torch.tensor([[k in line for k in range(len(nodes))] for line in lines])
     back = position[:, None] - position
-    mask &= back >= 0
+    mask = related[owner][:, owner] & (back >= 0)
     return mask if window is None else mask & (back < window)
 
 
@@ -63,10 +62,10 @@ def qkv(tokens: int, heads: int = 4, kv_heads: int = 2, size: int = 16, dtype=to
 @pytest.mark.parametrize("window", [None, 1, 20, 133])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_values_equal_those_of_dense_attention(window, softcap, kv_heads):
-    layout = layout_of(SHAPES)
-    inputs = qkv(layout.spans[-1].end, kv_heads=kv_heads)
+    layout = layout_of(SHAPES, forked_groups())
+    inputs = qkv(layout.tokens, kv_heads=kv_heads)
     out = flex_shared_prefix(*inputs, layout, 0.3, window, softcap)
-    expected = dense(*inputs, who_sees_whom(layout.spans, window), 0.3, softcap)
+    expected = dense(*inputs, who_sees_whom(layout, window), 0.3, softcap)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
@@ -74,8 +73,8 @@ def test_values_equal_those_of_dense_attention(window, softcap, kv_heads):
 def test_gradients_equal_those_of_dense_attention(window, softcap, monkeypatch):
     """PyTorch refuses CPU tensors with gradient at the door; behind it, its reference implementation takes them."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    layout = layout_of(SHAPES)
-    mask = who_sees_whom(layout.spans, window)
+    layout = layout_of(SHAPES, forked_groups())
+    mask = who_sees_whom(layout, window)
     inputs = [x.requires_grad_() for x in qkv(len(mask))]
     up = torch.randn(1, 4, len(mask), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     grads = torch.autograd.grad(flex_shared_prefix(*inputs, layout, 0.3, window, softcap), inputs, up)
@@ -86,8 +85,8 @@ def test_gradients_equal_those_of_dense_attention(window, softcap, monkeypatch):
 def test_sinks_and_values_of_another_size_equal_dense_attention(monkeypatch):
     """Each head's sink is one more key whose score is given, and whose value is zero."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    layout = layout_of(SHAPES)
-    mask = who_sees_whom(layout.spans, 20)
+    layout = layout_of(SHAPES, forked_groups())
+    mask = who_sees_whom(layout, 20)
     query, key, value = qkv(len(mask))
     sinks = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     inputs = [x.requires_grad_() for x in (query, key, value[..., :6].contiguous(), sinks)]
@@ -105,11 +104,11 @@ def test_sinks_and_values_of_another_size_equal_dense_attention(monkeypatch):
 @pytest.mark.parametrize("window", [None, 1, 20, 133])
 def test_blocks_are_those_that_somebody_sees_and_only_full_ones_go_unmasked(window):
     """The reference implementation reads the mask alone; the kernels read the blocks, so they are looked at here."""
-    spans = layout_of(SHAPES).spans
-    real, tokens = spans[-1].end, padded_length(spans[-1].end)
-    blocks = block_mask(spans, tokens, window, CPU)
+    layout = layout_of(SHAPES, forked_groups())
+    real, tokens = layout.tokens, padded_length(layout.tokens)
+    blocks = block_mask(layout.nodes, tokens, window, CPU)
     mask = torch.eye(tokens, dtype=torch.bool)  # a padded token sees itself alone
-    mask[:real, :real] = who_sees_whom(spans, window)
+    mask[:real, :real] = who_sees_whom(layout, window)
     expected = create_block_mask(lambda b, h, q, k: mask[q, k], 1, 1, tokens, tokens, CPU, BLOCK_SIZE=BLOCK)
     for name in ("kv", "full_kv", "q", "full_q"):
         counts, order = getattr(expected, f"{name}_num_blocks"), getattr(expected, f"{name}_indices")
@@ -120,7 +119,7 @@ def test_blocks_are_those_that_somebody_sees_and_only_full_ones_go_unmasked(wind
 
 def test_some_blocks_are_full_and_most_are_skipped():
     """A prompt of 4 blocks, 4 responses of a block each: a response sees 4 blocks whole and half of its own. Twice."""
-    blocks = block_mask(layout_of([(4 * BLOCK, [BLOCK] * 4)] * 2).spans, 16 * BLOCK, None, CPU)
+    blocks = block_mask(layout_of([(4 * BLOCK, [BLOCK] * 4)] * 2).nodes, 16 * BLOCK, None, CPU)
     assert blocks.full_kv_num_blocks.flatten().tolist() == [0, 1, 2, 3, 4, 4, 4, 4] * 2
     assert blocks.kv_num_blocks.flatten().tolist() == [1] * 16
 
@@ -143,7 +142,7 @@ def test_layouts_windows_and_lengths_of_a_bucket_share_one_kernel(monkeypatch):
     monkeypatch.setattr(flex, "flex_attention", kernel)  # what a CPU tensor goes through
     for shapes, window in [(SHAPES, None), (SHAPES, 20), ([(9, [400, 3])], 7), ([(256, [128, 128])], None)]:
         layout = layout_of(shapes)
-        flex_shared_prefix(*qkv(layout.spans[-1].end), layout, 0.3, window)
+        flex_shared_prefix(*qkv(layout.tokens), layout, 0.3, window)
     assert counter.frame_count == 1
     layout = layout_of([(500, [13])])
     flex_shared_prefix(*qkv(513), layout, 0.3)
@@ -163,17 +162,17 @@ def test_lengths_are_few_whole_blocks_and_at_most_a_third_is_padding():
 def test_the_compiled_cpu_kernel_which_skips_blocks_gives_the_same_values(monkeypatch):
     torch.compiler.reset()
     monkeypatch.setattr(flex, "flex_attention", flex.compiled())
-    layout = layout_of(SHAPES)
-    inputs = qkv(layout.spans[-1].end, dtype=torch.float32)
+    layout = layout_of(SHAPES, forked_groups())
+    inputs = qkv(layout.tokens, dtype=torch.float32)
     for window, softcap in [(None, None), (20, 2.0)]:
         out = flex_shared_prefix(*inputs, layout, 0.3, window, softcap)
-        expected = dense(*inputs, who_sees_whom(layout.spans, window), 0.3, softcap)
+        expected = dense(*inputs, who_sees_whom(layout, window), 0.3, softcap)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
 
 
 def test_block_tables_are_those_that_pytorch_derives_and_contiguous():
     layout = pack([random_group(140, [60] * 4), random_group(9, [200, 0, 300], group_id=1)]).layout
-    tables = flex.block_tables(layout.spans, 1024, None, torch.device("cpu"))
+    tables = flex.block_tables(layout.nodes, 1024, None, torch.device("cpu"))
     derived = BlockMask.from_kv_blocks(*tables[1:5], BLOCK_SIZE=flex.BLOCK)
     for ours, theirs in zip(
         tables[5:9],

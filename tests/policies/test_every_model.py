@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.policies.mixers import mixers
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.policies.supported import refuse_unsupported
-from grpo_rl.testing import KeepFp64, random_group
+from grpo_rl.testing import KeepFp64, forked_groups, random_group
 
 NAMES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 VOCAB = 50
@@ -166,7 +166,8 @@ class Verdict:
 
 
 def groups() -> list[Group]:
-    return [random_group(p, lengths, VOCAB, group_id=i, seed=3 + i) for i, (p, lengths) in enumerate(SHAPES)]
+    ragged = [random_group(p, lengths, VOCAB, group_id=i, seed=3 + i) for i, (p, lengths) in enumerate(SHAPES)]
+    return ragged + [replace(group, group_id=group.group_id + len(ragged)) for group in forked_groups(VOCAB)]
 
 
 def unrounded(model: PreTrainedModel) -> PreTrainedModel:

@@ -37,8 +37,9 @@ from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies import compiled
+from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
-from grpo_rl.testing import KeepFp64, random_group, to_fp64
+from grpo_rl.testing import KeepFp64, forked_groups, random_group, to_fp64
 from grpo_rl.training.micro_batches import scored_micro_batches
 
 VOCAB = 50
@@ -231,6 +232,12 @@ def test_every_family_is_scored_like_the_plain_road(family, checkpointing):
     assert_scored_like_the_plain_road(model, groups_of(RAGGED, seed=3), checkpointing=checkpointing)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_scores_a_tree_of_prefixes_like_the_plain_road(family, checkpointing):
+    assert_scored_like_the_plain_road(fp64_model(family), forked_groups(VOCAB), checkpointing=checkpointing)
+
+
 @pytest.fixture
 def traced(monkeypatch):
     """Layers are compiled as on CUDA, but run by PyTorch's operators in the place of Triton's kernels."""
@@ -257,7 +264,7 @@ OTHERS = [(family, False) for family in FAMILIES] + [("llama-tied", True), ("gem
 def test_layers_compiled_as_one_with_their_attention_are_scored_like_the_plain_road(family, checkpointing):
     assert_scored_like_the_plain_road(
         fp64_model.__wrapped__(family),
-        groups_of(RAGGED, seed=3),
+        groups_of(RAGGED, seed=3) + [replace(g, group_id=g.group_id + len(RAGGED)) for g in forked_groups(VOCAB)],
         checkpointing=checkpointing,
         prepare=partial(compiled.compile_layers, with_attention=True),
         # In a graph, PyTorch takes FlexAttention's log-sum-exp for fp32, whatever it is.
@@ -364,7 +371,11 @@ def test_any_ragged_groups_split_in_any_way_are_scored_like_the_plain_road(famil
 def test_prompts_and_responses_of_hundreds_of_tokens_are_scored_like_the_plain_road(family, overrides):
     """Long enough that queries, keys and heads are computed in several blocks."""
     model = fp64_model.__wrapped__(family, **overrides)
-    assert_scored_like_the_plain_road(model, groups_of([(300, [290, 3, 270]), (2, [310])]))
+    groups = groups_of([(300, [290, 3, 270]), (2, [310])])
+    later = replace(groups[1], group_id=2, prompt_ids=groups[0].response_ids[:280])
+    later = replace(later, prompt_ids=torch.cat([groups[0].prompt_ids, later.prompt_ids]))
+    assert len(pack([*groups, later]).input_ids) == sum(group.num_tokens for group in groups) + 310
+    assert_scored_like_the_plain_road(model, [*groups, later])
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 1000])

@@ -25,7 +25,7 @@ from grpo_rl.policies import mixers
 from grpo_rl.policies.mixers import State, continues_from_state
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.supported import refuse_unsupported
-from grpo_rl.testing import KeepFp64, random_group, to_fp64
+from grpo_rl.testing import KeepFp64, forked_groups, random_group, to_fp64
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +82,21 @@ def test_prompts_and_responses_of_one_token_and_of_many_are_scored_like_separate
     with KeepFp64():
         found = policy.score([group])[0]
         assert torch.equal(copied.score([group])[0], found)
+        (found @ weights).backward()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(wanted), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("make", [qwen, lfm, mamba])
+def test_a_tree_of_prefixes_is_scored_like_separate_sequences(make):
+    model, groups = make(), forked_groups(VOCAB)
+    weights = torch.randn(81, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with KeepFp64():
+        expected = torch.cat([separate(model, group) for group in groups])
+        wanted = torch.autograd.grad(expected @ weights, list(model.parameters()))
+    policy = TrainPolicy(model)
+    with KeepFp64():
+        found = policy.score(groups)[0]
         (found @ weights).backward()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     torch.testing.assert_close([p.grad for p in model.parameters()], list(wanted), rtol=0, atol=1e-9)

@@ -16,7 +16,7 @@ from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
-from grpo_rl.testing import random_group, to_fp64
+from grpo_rl.testing import forked_groups, random_group, to_fp64
 
 VOCAB = 50
 SIZES = dict(
@@ -63,6 +63,41 @@ def test_a_response_sees_neither_its_siblings_nor_another_group():
 def test_a_prompt_is_computed_once():
     groups = [random_group(prompt=10, lengths=[2, 3, 4])]
     assert len(pack(groups).input_ids) == 10 + 2 + 3 + 4
+
+
+def test_what_sequences_begin_with_in_common_is_computed_once():
+    """By hand: 12 of the system message, 5 of a question, 14 of three responses and a later prompt, then the ends."""
+    packed = pack(forked_groups())
+    runs = [(n.position, n.end - n.start, n.parent) for n in packed.layout.nodes]
+    system = [(0, 12, -1)]
+    question = [(12, 5, 0), (17, 14, 1), (31, 3, 2), (31, 6, 2), (31, 7, 2), (38, 5, 5), (38, 2, 5), (17, 4, 1)]
+    other = [(12, 3, 0), (15, 9, 9), (15, 1, 9)]
+    assert runs == system + question + other
+    assert len(packed.input_ids) == 71
+    # 34 tokens of responses stand in several: 14 in two more, 9 in one more; the rest is there once.
+    assert packed.row is not None and len(packed.row) == 81 and len(packed.target_ids) == 81 - 2 * 14 - 9
+    everything = torch.cat([x for g in forked_groups() for x in (g.prompt_ids, g.response_ids)])
+    assert torch.equal(everything[packed.source], packed.input_ids)
+    assert torch.equal(packed.target_ids[packed.row], torch.cat([g.response_ids for g in forked_groups()]))
+
+
+def test_groups_without_anything_in_common_lie_in_their_own_order():
+    groups = [random_group(p, lengths, 10_000, i, seed=i) for i, (p, lengths) in enumerate([(9, [5, 0, 30]), (4, [7])])]
+    packed = pack(groups)
+    assert packed.row is None and torch.equal(packed.source, torch.arange(9 + 35 + 4 + 7))
+
+
+def test_a_common_beginning_too_short_to_be_worth_a_node_is_computed_again():
+    """Four tokens in common of two long responses, then of two hundred, which they are worth; beside another one."""
+
+    def tokens(size: int) -> int:
+        group = random_group(10, [20] * (size + 1), 10_000)
+        same = group.response_ids.view(size + 1, 20).clone()
+        same[1:, :4] = same[1, :4]
+        return len(pack([replace(group, response_ids=same.flatten())]).input_ids)
+
+    assert tokens(2) == 10 + 3 * 20
+    assert tokens(200) == 10 + 20 + 4 + 200 * 16
 
 
 def small(name: str, **config: object) -> PreTrainedModel:
