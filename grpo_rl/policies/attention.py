@@ -28,6 +28,8 @@ ATTENTION_NAME = "grpo_rl_shared_prefix"
 MASK_WINDOW = "grpo_rl_mask_window"
 """Attribute of an attention module whose sliding window transformers puts into the mask and passes in no other way."""
 
+MASK_CHUNK = "grpo_rl_mask_chunk"
+"""Attribute of an attention module whose chunks transformers puts into the mask: a token sees those of its own."""
 WINDOWS = "grpo_rl_windows"
 """Attribute of a model whose layers are compiled on CUDA: sliding windows of its layers, None for full attention."""
 
@@ -117,12 +119,29 @@ def attention(
         )
     sliding_window = sliding_window or getattr(module, MASK_WINDOW, None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if chunk := getattr(module, MASK_CHUNK, None):
+        order, prefix_layout = prefix_layout.in_chunks(chunk)
+        order = order.to(query.device)
+        query, key, value = (x.index_select(2, order) for x in (query, key, value))
+    out = _attend(query, key, value, prefix_layout, Rules(scale, sliding_window, softcap), s_aux)
+    return (out.index_select(1, order.argsort()) if chunk else out), None
+
+
+def _attend(
+    query: Float[Tensor, "1 H T D"],
+    key: Float[Tensor, "1 K T D"],
+    value: Float[Tensor, "1 K T E"],
+    layout: Layout,
+    rules: Rules,
+    sinks: Float[Tensor, " H"] | None,
+) -> Float[Tensor, "1 T H E"]:
+    """Attention by the road of the device."""
     if query.device.type == "cuda":
-        out = flex_shared_prefix(query, key, value, prefix_layout, scale, sliding_window, softcap, s_aux)
-        return out.transpose(1, 2), None
+        out = flex_shared_prefix(query, key, value, layout, rules.scale, rules.window, rules.softcap, sinks)
+        return out.transpose(1, 2)
     # [1, heads, T, D] in shape, but laid out by token: this way nothing is copied.
     by_token = (x[0].transpose(0, 1) for x in (query, key, value))
-    return TwoPartAttention.apply(*by_token, s_aux, prefix_layout, Rules(scale, sliding_window, softcap))[None], None
+    return TwoPartAttention.apply(*by_token, sinks, layout, rules)[None]
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, dispatch)

@@ -67,6 +67,50 @@ class Layout:
         """
         return torch.cat([torch.arange(n.position, n.position + n.end - n.start) for n in self.nodes])
 
+    def in_chunks(self, size: int) -> tuple[Int[Tensor, " T"], Layout]:
+        """The order of tokens, and their layout in it, in which no token sees one of another chunk of its sequence.
+
+        Nodes are cut where a chunk ends. Source: Llama 4's chunked attention, ``masking_utils`` of transformers.
+
+        Args:
+            size: positions of a chunk.
+
+        Two prompt tokens, and responses of one and three; the last token of all is in the second chunk:
+
+        >>> whole = Layout((Node(0, 2, 6, 0, -1), Node(2, 3, 3, 2, 0), Node(3, 6, 6, 2, 0)))
+        >>> order, cut = whole.in_chunks(4)
+        >>> order.tolist(), [(node.start, node.until, node.position) for node in cut.nodes]
+        ([0, 1, 2, 3, 4, 5], [(0, 5, 0), (2, 3, 2), (3, 5, 2), (5, 6, 4)])
+        """
+        if ("chunks", size) not in self.cache:
+            self.cache["chunks", size] = self._in_chunks(size)
+        return self.cache["chunks", size]
+
+    def _in_chunks(self, size: int) -> tuple[Int[Tensor, " T"], Layout]:
+        pieces: list[Node] = []
+        last: list[int] = []  # each node's last piece
+        for node in self.nodes:
+            before, start, position = last[node.parent] if node.parent >= 0 else -1, node.start, node.position
+            while start < node.end:
+                end = min(node.end, start + size - position % size)
+                pieces.append(Node(start, end, end, position, before if position % size else -1))
+                before, position, start = len(pieces) - 1, position + end - start, end
+            last.append(before)
+        children: dict[int, list[int]] = {}
+        for i, piece in enumerate(pieces):
+            children.setdefault(piece.parent, []).append(i)
+        nodes: list[Node] = []
+        cursor, order, waiting = 0, [], [(i, -1) for i in reversed(children[-1])]
+        while waiting:
+            i, parent = waiting.pop()
+            waiting += [(child, len(nodes)) for child in reversed(children.get(i, ()))]
+            piece = pieces[i]
+            order.append(torch.arange(piece.start, piece.end))
+            end = cursor + piece.end - piece.start
+            nodes.append(Node(cursor, end, end, piece.position, parent))
+            cursor = end
+        return torch.cat(order), Layout(_with_descendants(nodes))
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -168,11 +212,16 @@ def _laid_flat(root: Branch, places: Sequence[Ids]) -> tuple[tuple[Node, ...], I
         source.append(places[branch.members[0]][tokens])
         nodes.append(Node(cursor, end, end, branch.start, parent))
         cursor = end
+    return _with_descendants(nodes), np.concatenate(source), flat
+
+
+def _with_descendants(nodes: list[Node]) -> tuple[Node, ...]:
+    """The nodes with ``until`` behind the last descendant of each."""
     for node in reversed(nodes):
         if node.parent >= 0:
             parent = nodes[node.parent]
             nodes[node.parent] = replace(parent, until=max(parent.until, node.until))
-    return tuple(nodes), np.concatenate(source), flat
+    return tuple(nodes)
 
 
 def bucket(length: int) -> int:

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from grpo_rl.policies import attention_flex as flex
+from grpo_rl.policies.attention import MASK_CHUNK, attention
 from grpo_rl.policies.attention_flex import BLOCK, block_mask, flex_shared_prefix, padded_length
 from grpo_rl.policies.packing import Layout, pack
 from grpo_rl.testing import forked_groups, random_group
@@ -97,6 +98,22 @@ def test_sinks_and_values_of_another_size_equal_dense_attention(monkeypatch):
     expected = with_sink.softmax(-1)[..., :-1] @ value
     out = flex_shared_prefix(*inputs[:3], layout, 0.3, 20, sinks=sinks)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    found, wanted = (torch.autograd.grad(x, inputs, up) for x in (out, expected))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 40, 1000])
+def test_in_chunks_a_token_sees_those_of_its_own_chunk_alone(chunk):
+    layout = layout_of(SHAPES, forked_groups())
+    inputs = [x.requires_grad_() for x in qkv(layout.tokens)]
+    position = layout.positions
+    mask = who_sees_whom(layout, None) & (position[:, None] // chunk == position // chunk)
+    module = torch.nn.Identity()
+    setattr(module, MASK_CHUNK, chunk)
+    out = attention(module, *inputs, None, prefix_layout=layout, scaling=0.3)[0].transpose(1, 2)
+    expected = dense(*inputs, mask, 0.3)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    up = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found, wanted = (torch.autograd.grad(x, inputs, up) for x in (out, expected))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
