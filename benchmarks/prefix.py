@@ -1,7 +1,7 @@
 """Measures what computing a prompt once gains in training, of what it could gain: `python benchmarks/prefix.py`.
 
 Forward and backward of `TrainPolicy.score`, bf16, over one group of G responses with R tokens each to a prompt of P,
-against the same code on the same tokens in G groups of one response, each with the prompt. Both are cut into
+against the same code on G groups of one response, each with a prompt of its own. Both are cut into
 micro-batches by the same budget of tokens, training's default. Sharing computes P + GR tokens instead of G(P + R); the
 figure is the smallest speed-up over that ratio. It is below 1 where work does not depend on the trunk's tokens: the
 head sees GR tokens either way.
@@ -75,26 +75,13 @@ class Shape:
         return [random_group(self.prompt, lengths, vocab, group_id=i, seed=i) for i in range(groups)]
 
     def repeated(self, vocab: int, groups: int = 1) -> list[Group]:
-        """The same tokens in groups of one response.
+        """As many tokens in groups of one response, each with a prompt of its own: equal ones would be computed once.
 
         >>> [group.num_tokens for group in Shape(3, 2, 2).repeated(vocab=8)]
         [5, 5]
         """
-        return [
-            Group(
-                group_id=whole.group_id * self.responses + g,
-                row=0,
-                prompt_ids=whole.prompt_ids,
-                response_ids=ids,
-                log_probs=torch.zeros(len(ids)),
-                versions=torch.zeros_like(ids),
-                trainable=torch.ones_like(ids, dtype=torch.bool),
-                offsets=torch.tensor([0, len(ids)]),
-                rewards=torch.zeros(1),
-            )
-            for whole in self.shared(vocab, groups)
-            for g, ids in enumerate(whole.responses)
-        ]
+        alone = Shape(self.prompt, self.response, 1)
+        return alone.shared(vocab, groups * self.responses)
 
 
 SHAPES = (Shape(128, 128, 8), Shape(512, 128, 8), Shape(1024, 128, 16))

@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Shaped
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from grpo_rl.data.group import Group
 from grpo_rl.losses.aggregate import Aggregation
+
+
+LEAST_SHARED = 32
+"""Tokens that all prompts begin with, to be counted once a micro-batch; fewer may be computed for each group."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def micro_batches(groups: Sequence[Group], max_tokens: int, count: int | None = 
     a micro-batch of its own.
 
     Args:
-        max_tokens: tokens computed at a time, prompts counted once.
+        max_tokens: tokens computed at a time: prompts count once, and what all prompts begin with once a micro-batch.
         count: exactly this many micro-batches instead.
 
     Raises:
@@ -86,20 +91,36 @@ def micro_batches(groups: Sequence[Group], max_tokens: int, count: int | None = 
     """
     if count is not None and count > len(groups):
         raise ValueError(f"gradient_accumulation_steps={count} micro-batches cannot be made of {len(groups)} groups")
-    total = sum(group.num_tokens for group in groups)
-    size = count or max(1, -(-total // max_tokens))
+    shared = shared if (shared := shared_prompt(groups)) >= LEAST_SHARED else 0
+    total = sum(group.num_tokens - shared for group in groups)
+    size = count or max(1, -(-total // max(1, max_tokens - shared)))
     ordered = sorted(groups, key=lambda group: group.num_tokens, reverse=True)
     while True:
         bins: list[list[Group]] = [[] for _ in range(min(size, len(groups)))]
-        loads = [0] * len(bins)
+        loads = [shared] * len(bins)
         for group in ordered:
             lightest = loads.index(min(loads))
             bins[lightest].append(group)
-            loads[lightest] += group.num_tokens
+            loads[lightest] += group.num_tokens - shared
         fits = all(load <= max_tokens or len(b) == 1 for b, load in zip(bins, loads, strict=True))
         if fits or count is not None:
             return bins
         size += 1
+
+
+def shared_prompt(groups: Sequence[Group]) -> int:
+    """How many tokens all prompts begin with in common.
+
+    >>> from grpo_rl.testing import forked_groups
+    >>> shared_prompt(forked_groups()), shared_prompt([])
+    (12, 0)
+    """
+    shared = groups[0].prompt_ids if groups else torch.empty(0)
+    for group in groups[1:]:
+        length = min(len(shared), len(group.prompt_ids))
+        differs = shared[:length] != group.prompt_ids[:length]
+        shared = shared[: int(differs.int().argmax()) if differs.any() else length]
+    return len(shared)
 
 
 def micro_batches_of(

@@ -90,7 +90,7 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that a shared-prefix forward pass computes: the prompt once, then every response."""
+        """Tokens of the prompt and of every response; a forward pass computes fewer where they begin alike."""
         return len(self.prompt_ids) + len(self.response_ids)
 
     @property

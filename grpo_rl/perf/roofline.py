@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_rl.data.batching import groups_to_score
 from grpo_rl.data.group import Group
+from grpo_rl.data.prefix_tree import prefix_tree
 from grpo_rl.perf.rates import Rates, machine_rates
 
 ATTENDING = frozenset({"full_attention", "sliding_attention", "hybrid"})
@@ -106,12 +107,14 @@ def floors_s(
     skip_zero_advantage: bool = False,
     mask_truncated: bool = False,
     inference_devices: int = 1,
+    alike: bool = True,
 ) -> dict[str, float]:
     r"""The least seconds of each phase of the step that samples these groups and trains on them.
 
     - ``sample``: $2NP + 4AK$ for the prompts, what they begin with in common computed once, then $2(N + HV)R + 4AK$ for
       the responses or, where that takes longer, reading the weights once for every token of the longest response;
-    - ``score``: $2N(P + R) + 2HVR + 4AK$ where a reference has scored them, else 0;
+    - ``score``: $2N(P + R) + 2HVR + 4AK$ where a reference has scored them, what sequences begin with in common
+      computed once, else 0;
     - ``train``: three times as much in each epoch, twice where weights are frozen;
     - ``sync``: what is pushed read once and written once.
 
@@ -119,6 +122,7 @@ def floors_s(
         skip_zero_advantage: zero-variance groups are not trained on.
         mask_truncated: responses that met the length limit are not trained on; a group of such alone is not computed.
         inference_devices: devices that sample side by side, each as fast as ``rates`` says.
+        alike: responses may begin alike; False: they are not compared.
 
     4 prompt and 3 + 2 response tokens, attention left aside. Sampling: 2·100·4 = 800 operations for the prompt;
     2·140·5 = 1400 for the responses take 1.4 s, less than the 12 s of reading 280 bytes 3 times. Training:
@@ -139,10 +143,22 @@ def floors_s(
         tokens = sum(len(group.response_ids) for group in passed)
         return 2 * (sizes.trunk + sizes.hidden * sizes.vocab) * tokens + 4 * sizes.attention * keys
 
-    def forward(passed: Sequence[Group]) -> int:
-        return sum(prompt(len(group.prompt_ids)) for group in passed) + responses(passed)
+    def prompts(passed: Sequence[Group]) -> int:
+        branches = prefix_tree([group.prompt_ids.numpy() for group in passed])
+        return sum(prompt(branch.stop) - prompt(branch.start) for branch in branches)
 
-    prefill = of_distinct_tokens([group.prompt_ids for group in groups], prompt)
+    def forward(passed: Sequence[Group]) -> int:
+        if not alike:
+            return prompts(passed) + responses(passed)
+        sequences = [np.concatenate([group.prompt_ids, ids]) for group in passed for ids in group.responses]
+        lengths = [len(group.prompt_ids) for group in passed for _ in range(group.size)]
+        total = 0
+        for branch in (b for b in prefix_tree(sequences) if b.stop):
+            predicted = max(0, branch.stop - max(branch.start, min(lengths[member] for member in branch.members)))
+            total += prompt(branch.stop) - prompt(branch.start) + 2 * sizes.hidden * sizes.vocab * predicted
+        return total
+
+    prefill = prompts(groups)
     decode = responses(groups)
     longest = max((int(group.chosen_lengths.max()) for group in groups), default=0)
     read_s = longest * sizes.decode_bytes / rates.bytes_per_s
@@ -163,27 +179,6 @@ def _numel(parameter: Tensor) -> int:
     """The count of numbers that a parameter stands for: those of 4 bits lie two in a byte."""
     state = getattr(parameter, "quant_state", None)
     return state.shape.numel() if state else parameter.numel()
-
-
-def of_distinct_tokens(prompts: Sequence[Int[Tensor, " P"]], work: Callable[[int], int]) -> int:
-    """Work of an engine with a prefix cache: what prompts begin with in common is computed once.
-
-    Args:
-        work: the work of a prompt's first so many tokens.
-
-    >>> from torch import tensor
-    >>> of_distinct_tokens([tensor([1, 2, 3]), tensor([1, 2, 4, 5]), tensor([1, 2, 3])], work=lambda tokens: tokens)
-    5
-    """
-    # Of all prompts before it, a sorted prompt shares most with its neighbour.
-    ordered = sorted(prompts, key=Tensor.tolist)
-    shared = (_shared(a, b) for a, b in zip(ordered, ordered[1:], strict=False))
-    return sum(work(len(prompt)) for prompt in ordered) - sum(map(work, shared))
-
-
-def _shared(a: Int[Tensor, " A"], b: Int[Tensor, " B"]) -> int:
-    length = min(len(a), len(b))
-    return int((a[:length] == b[:length]).cumprod(0).sum())
 
 
 def roofline_metrics(floors: Mapping[str, float], phases_s: Mapping[str, float], step_s: float) -> dict[str, float]:

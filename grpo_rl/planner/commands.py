@@ -59,6 +59,8 @@ def _add_lengths(parser: argparse.ArgumentParser, prompt: str) -> None:
         "--config-name", "-cn", default=DEFAULT_CONFIG, help=f"the config to start from ({DEFAULT_CONFIG})"
     )
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help=prompt)
+    shared = "of these, tokens that all prompts begin with, such as a system message (0)"
+    parser.add_argument("--shared-tokens", type=int, default=0, metavar="N", help=shared)
     response = "assumed length of a response (sampling.max_new_tokens)"
     parser.add_argument("--response-tokens", "--answer-tokens", type=int, metavar="N", help=response)
 
@@ -70,7 +72,7 @@ def _title(command: str, options: argparse.Namespace, overrides: Sequence[str]) 
 
 def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     settings = Settings.read(compose_config(options.config_name, overrides), divides=False)  # the drawing shows it
-    plan = plan_batches(settings, options.prompt_tokens, options.response_tokens, options.gpus)
+    plan = plan_batches(settings, options.prompt_tokens, options.response_tokens, options.gpus, options.shared_tokens)
     title = _title("batches", options, overrides)
     Console(highlight=False).print(picture(plan, title))
     if options.svg:
@@ -86,7 +88,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     settings = Settings.read(cfg)
     model = skeleton(config_source(settings.model.name)).to(getattr(torch, settings.train_model.dtype))
     lengths, shares = (options.prompt_tokens, options.response_tokens), (options.train_share, options.sample_share)
-    scenario, chosen = with_devices(Scenario(settings, model, cluster, *lengths, *shares))
+    scenario, chosen = with_devices(Scenario(settings, model, cluster, *lengths, *shares, options.shared_tokens))
     plan = make_plan(scenario)
     title = _title("plan", options, overrides)
     console = Console(highlight=False)

@@ -33,7 +33,7 @@ def train_s(
     longer counts. Every number of the optimizer's state is read and written once a step.
     """
     groups = batches.assumed_groups(math.ceil(batches.batch_groups / ranks))
-    compute = floors_s(groups, shape.sizes, device.rates(share))["train"]
+    compute = floors_s(groups, shape.sizes, device.rates(share), alike=False)["train"]
     if training.checkpointing:
         compute *= (3 + shape.sizes.trained) / (2 + shape.sizes.trained)
     trained = shape.adapters or shape.parameters
@@ -53,7 +53,7 @@ def train_s(
 def score_s(shape: Shape, batches: BatchPlan, share: float, device: Device, ranks: int, sharded: bool) -> float:
     """Seconds of the forward passes before training, the reference's and the policy's own, on so many devices."""
     groups = batches.assumed_groups(math.ceil(batches.prompts / ranks), reference=True)
-    compute = floors_s(groups, shape.sizes, device.rates(share))["score"]
+    compute = floors_s(groups, shape.sizes, device.rates(share), alike=False)["score"]
     _, micro_batches = micro_batches_of(None, groups, batches.max_tokens)
     gathered = micro_batches * shape.itemsize * shape.parameters if sharded else 0
     travel = gathered * (ranks - 1) / ranks / device.link_bytes_per_s(ranks)
@@ -77,7 +77,9 @@ def sample_s(
     waves = math.ceil(responses / at_once)
     one = device.rates(share)
     rates = Rates(size * one.gemm_flops_per_s, size * one.bytes_per_s)
-    computed = waves * floors_s(batches.assumed_groups(math.ceil(groups / waves)), shape.sizes, rates)["sample"]
+    computed = (
+        waves * floors_s(batches.assumed_groups(math.ceil(groups / waves)), shape.sizes, rates, alike=False)["sample"]
+    )
     keys = responses * shape.sizes.keys_seen(batches.prompt_tokens, batches.prompt_tokens + batches.response_tokens)
     return computed + keys * engine.kv_per_token / shape.layers / one.bytes_per_s
 

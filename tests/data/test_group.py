@@ -16,6 +16,7 @@ from grpo_rl.data import keys
 from grpo_rl.data.batching import MicroBatching, micro_batches
 from grpo_rl.data.group import Group
 from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, to_fp64
 from grpo_rl.training.micro_batches import scored_micro_batches
@@ -120,6 +121,15 @@ def test_micro_batches_hold_every_group_once_and_keep_the_budget(lengths, budget
     assert sorted(g.group_id for micro in split for g in micro) == list(range(len(groups)))
     for micro in split:
         assert len(micro) == 1 or sum(g.num_tokens for g in micro) <= budget
+
+
+def test_a_system_message_counts_once_in_each_micro_batch():
+    """40 shared tokens, 5 of each prompt and 15 of its responses: 40 + 3 x 20 fit into 100 tokens, a fourth does not."""
+    system = torch.arange(40)
+    groups = [random_group(5, [15], vocab=1000, group_id=i, seed=i) for i in range(6)]
+    groups = [replace(group, prompt_ids=torch.cat([system, group.prompt_ids])) for group in groups]
+    assert [len(micro) for micro in micro_batches(groups, 100)] == [3, 3]
+    assert [len(pack(micro).input_ids) for micro in micro_batches(groups, 100)] == [100, 100]
 
 
 def test_a_fixed_count_gives_that_many_micro_batches():

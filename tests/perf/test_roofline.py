@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 
 from grpo_rl.perf import roofline
 from grpo_rl.perf.rates import Rates
-from grpo_rl.perf.roofline import ModelSizes, StepRoofline, floors_s, of_distinct_tokens, roofline_metrics
+from grpo_rl.perf.roofline import ModelSizes, StepRoofline, floors_s, roofline_metrics
 from grpo_rl.policies.loading import load_quantized
 from grpo_rl.policies.lora import LoRA, add_adapters
-from grpo_rl.testing import random_group, save_tiny_model
+from grpo_rl.testing import forked_groups, random_group, save_tiny_model
 
 SIZES = ModelSizes(trunk=100, hidden=4, vocab=10, attention=0, decode_bytes=280, pushed_bytes=300, windows=())
 UNIT = Rates(gemm_flops_per_s=1.0, bytes_per_s=1e9)
@@ -64,7 +64,7 @@ def test_four_bit_weights_are_counted_as_the_numbers_that_they_stand_for(tmp_pat
 
 
 def test_training_is_six_operations_a_trunk_parameter_and_token_and_the_head_on_responses_only():
-    groups = [random_group(prompt=4, lengths=[3, 2]), random_group(prompt=6, lengths=[1, 1, 1], group_id=1)]
+    groups = [random_group(prompt=4, lengths=[3, 2]), random_group(prompt=6, lengths=[1, 1, 1], group_id=1, seed=1)]
     # 6·100 on 9 and 9 tokens, 6·4·10 on 5 and 3.
     assert floors_s(groups, SIZES, UNIT)["train"] == 6 * 100 * (9 + 9) + 6 * 40 * (5 + 3)
     assert floors_s(groups, SIZES, UNIT, epochs=3)["train"] == 3 * floors_s(groups, SIZES, UNIT)["train"]
@@ -99,7 +99,7 @@ def test_attention_multiplies_each_query_with_the_keys_it_sees_and_their_values(
 
 def test_groups_without_advantage_need_no_training_where_they_are_skipped():
     dull = random_group(prompt=4, lengths=[3, 2]).with_advantages(torch.zeros(2))
-    keen = random_group(prompt=4, lengths=[3, 2], group_id=1).with_advantages(torch.tensor([-1.0, 1.0]))
+    keen = random_group(prompt=4, lengths=[3, 2], group_id=1, seed=1).with_advantages(torch.tensor([-1.0, 1.0]))
     skipped, all_of_them = (floors_s([dull, keen], SIZES, UNIT, skip_zero_advantage=skip) for skip in (True, False))
     assert skipped["train"] == all_of_them["train"] / 2 == 6600
     assert skipped["sample"] == all_of_them["sample"] > 0  # they were sampled all the same
@@ -108,7 +108,7 @@ def test_groups_without_advantage_need_no_training_where_they_are_skipped():
 def test_groups_cut_off_as_a_whole_need_no_training_where_cut_responses_are_left_out():
     cut, partly = (
         replace(
-            random_group(prompt=4, lengths=[3, 2], group_id=i).with_advantages(torch.tensor([-1.0, 1.0])),
+            random_group(prompt=4, lengths=[3, 2], group_id=i, seed=i).with_advantages(torch.tensor([-1.0, 1.0])),
             truncated=torch.tensor(truncated),
         )
         for i, truncated in enumerate(([True, True], [True, False]))
@@ -142,15 +142,19 @@ def test_a_push_reads_and_writes_every_parameter():
 
 
 def test_what_prompts_begin_with_in_common_is_computed_once():
-    prompts = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 7], [8], [1, 2, 3, 4]]
-    # A tree: 1 2 3 4, then 5 6, 7, 8.
-    assert of_distinct_tokens([torch.tensor(prompt) for prompt in prompts], lambda tokens: tokens) == 4 + 2 + 1 + 1
-    assert of_distinct_tokens([], len) == 0
     group = random_group(prompt=4)
     again, other = (random_group(prompt=4, group_id=1, seed=seed) for seed in (0, 1))
     one, twice, two = (floors_s(groups, SIZES, UNIT) for groups in ([group], [group, again], [group, other]))
     assert twice["sample"] - one["sample"] == 2 * 140 * 5  # decoding alone
     assert two["sample"] - twice["sample"] == 2 * 100 * 4
+
+
+def test_what_responses_begin_with_in_common_is_trained_on_once():
+    """71 of these 151 tokens are packed, 3 of them twice as a node of their own would cost more; 44 of 81 predicted."""
+    assert floors_s(forked_groups(), SIZES, UNIT)["train"] == 6 * 100 * (71 - 3) + 6 * 40 * 44
+    assert (
+        floors_s(forked_groups(), SIZES, UNIT, alike=False)["train"] == 6 * 100 * (12 + 5 + 21 + 3 + 81) + 6 * 40 * 81
+    )
 
 
 def test_phases_that_had_nothing_to_do_or_did_not_run_have_no_fraction():

@@ -1,0 +1,142 @@
+"""Measures what computing all common beginnings once gains in training: `python benchmarks/trees.py`.
+
+The default model plays conversations of the calculator and the search task in vLLM, one group a prompt, temperature 1.
+Prompts of a task begin with the same system message and examples, and responses of a group with the same words, calls
+and results. Forward and backward of `TrainPolicy.score` over these groups, bf16, in micro-batches of training's default
+budget: with every common beginning computed once, against each group's prompt alone. The figure is the smallest
+speed-up over the ratio of computed tokens. It is below 1 where work does not depend on the trunk's tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from unittest import mock
+
+import harness
+import torch
+from prefix import step
+
+from grpo_rl.collectors.multi_turn import begin, group_of_trajectories, play
+from grpo_rl.data import batching
+from grpo_rl.data.group import Group
+from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.vllm.engine import VLLMEngine
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.calculator import CalculatorEnv
+from grpo_rl.envs.search_qa import SearchQAEnv
+from grpo_rl.policies import packing
+from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
+from grpo_rl.policies.policy import TrainPolicy
+
+NAME = "trees"
+BAR = 0.8
+NEVER = 1 << 60
+"""A cost of nodes, and a length of shared beginnings, that nothing reaches: prompts alone are shared."""
+
+
+def played(env: LLMEnv, engine: VLLMEngine, sampling: Sampling) -> list[Group]:
+    """A group of conversations about each of the environment's next prompts."""
+    prompts, groups = env.next_prompts(env.num_envs), []
+    for prompt in prompts:
+        row = env.task.rows[prompt.row]
+        groups.append([begin(env, row, f"row {prompt.row}", prompt.ids.tolist()) for _ in range(env.repeats)])
+    play(env, engine, sampling, [trajectory for group in groups for trajectory in group])
+    return [group_of_trajectories(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
+
+
+def environments(args: argparse.Namespace, tokenizer) -> Iterator[tuple[str, LLMEnv]]:
+    """The calculator's environment and, where its data is at hand, that of search."""
+    sizes = (args.prompts, args.group, tokenizer)
+    yield "calculator", CalculatorEnv(*sizes, path="arithmetic", max_turns=4)
+    if args.hotpotqa:
+        yield "search", SearchQAEnv(*sizes, path=args.hotpotqa, max_turns=4)
+
+
+def only_prompts() -> mock._patch:
+    """A context in which nothing is shared but prompts, each by the responses to it."""
+    return mock.patch.multiple(packing, NODE_COST=NEVER)
+
+
+def computed_tokens(groups: list[Group], max_tokens: int) -> int:
+    return sum(len(packing.pack(micro).input_ids) for micro in batching.micro_batches(groups, max_tokens))
+
+
+def main() -> None:
+    args = parse()
+    load = harness.require_quiet(args.force)
+    from transformers import AutoTokenizer
+
+    folder = resolve_model(args.model)
+    engine, tokenizer = VLLMEngine(folder, max_model_len=2048), AutoTokenizer.from_pretrained(folder)
+    sampling = Sampling(max_new_tokens=args.response)
+    try:
+        tasks = {name: played(env, engine, sampling) for name, env in environments(args, tokenizer)}
+    finally:
+        engine.close()
+    policy = TrainPolicy.load(folder, torch.bfloat16, args.device)
+    budget, rows = args.micro_batch_tokens, []
+    for name, groups in tasks.items():
+        run = functools.partial(step, policy, groups, budget)
+
+        def alone(run=run) -> dict[str, float]:
+            with only_prompts(), mock.patch.object(batching, "LEAST_SHARED", NEVER):
+                return run()
+
+        results = harness.rounds({f"{name}, tree": run, f"{name}, prompts": alone}, args.steps)
+        tree_s, prompts_s = (median(report["step_s"] for report in reports) for reports in results.values())
+        tree = computed_tokens(groups, budget)
+        with only_prompts(), mock.patch.object(batching, "LEAST_SHARED", NEVER):
+            prompts = computed_tokens(groups, budget)
+        rows.append(
+            {
+                "task": name,
+                "tokens of the sequences": sum(len(g.prompt_ids) * g.size + len(g.response_ids) for g in groups),
+                "prompts once": prompts,
+                "tree": tree,
+                "prompts once s": prompts_s,
+                "tree s": tree_s,
+                "speed-up": prompts_s / tree_s,
+                "token ratio": prompts / tree,
+                "of the token ratio": prompts_s / tree_s / (prompts / tree),
+            }
+        )
+    figure = min(row["of the token ratio"] for row in rows)
+    result = {
+        "shows": "Training forward and backward over conversations with tools, every common beginning computed once, "
+        "against prompts alone; the figure is the speed-up over the ratio of tokens.",
+        "peer": "the same code, which shares prompts alone",
+        "bars": [
+            harness.bar(f"speed-up over token ratio, {row['task']}", row["of the token ratio"], at_least=BAR)
+            for row in rows
+        ],
+        "table": rows,
+        "conversations": [args.prompts, args.group],
+        "micro_batch_tokens": budget,
+        "model": args.model,
+        "device": args.device,
+        "steps": args.steps,
+        "machine": harness.machine(),
+        **load,
+    }
+    harness.finish(NAME, figure, result, args.out)
+
+
+def parse() -> argparse.Namespace:
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a local folder or a hub name")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--prompts", type=harness.at_least_one, default=4, help="groups of each task")
+    parser.add_argument("--group", type=harness.at_least_one, default=8, help="conversations of a group")
+    parser.add_argument("--response", type=harness.at_least_one, default=48, help="tokens of a turn, at most")
+    parser.add_argument("--micro-batch-tokens", type=harness.at_least_one, default=8192)
+    parser.add_argument("--hotpotqa", type=Path, help="HotpotQA's JSON file; without it, the calculator alone")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
