@@ -25,6 +25,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "buffer": ("buffer.py",),
     "collector": ("collector.py",),
     "dialogs": ("dialogs.py",),
+    "trees": ("trees.py",),
     "scoring": ("scoring.py",),
     "push": ("push.py",),
     "step_vs_trl": ("step_vs_trl.py", "--trl-batch", "16", "32"),

@@ -1,1 +1,1 @@
-"""Policies: models that score response tokens with gradient, a group's prompt computed once."""
+"""Policies: models that score response tokens with gradient, common beginnings computed once."""

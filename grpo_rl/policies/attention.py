@@ -1,4 +1,4 @@
-"""Shared-prefix attention: a group's prompt is computed once, and each response attends to it and to itself.
+"""Shared-prefix attention: each token attends to its own node of a tree of prefixes, and to the nodes before that.
 
 Registered with transformers under :data:`ATTENTION_NAME`; FlexAttention on CUDA, batched products on CPU.
 Letters: T tokens of the micro-batch, N response tokens, H query heads, K key-value heads, D head size of queries and
@@ -102,7 +102,7 @@ def attention(
     s_aux: Float[Tensor, " H"] | None = None,
     **keywords: object,
 ) -> tuple[Float[Tensor, "1 T H E"], None]:
-    """Attention of a flat micro-batch with shared prompts, with the signature of transformers' attention functions.
+    """Attention of a flat micro-batch, a tree of prefixes, with the signature of transformers' attention functions.
 
     Args:
         s_aux: attention sinks: one extra logit a head in the softmax, with a value of zero; transformers' name.

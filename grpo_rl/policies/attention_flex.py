@@ -1,4 +1,4 @@
-"""Shared-prefix attention on CUDA: FlexAttention over all groups of a micro-batch, skipping fully masked blocks.
+"""Shared-prefix attention on CUDA: FlexAttention over a whole micro-batch, skipping fully masked blocks.
 
 A node's descendants lie right behind it, so a token is seen from its own place up to one that all tokens of its node
 share. Three numbers per token describe that, windows included, so one compiled kernel serves all layouts and windows.

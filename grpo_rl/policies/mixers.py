@@ -1,7 +1,7 @@
-"""Layers that carry a state from token to token: a response takes over its prompt's state, with its gradient.
+"""Layers that carry a state from token to token: a node takes over its parent's state, with its gradient.
 
 Linear attention, state-space layers and short convolutions of transformers read and write their state through a cache.
-Here each prompt runs once, with a cache that keeps gradients, and all responses of its group run on from it, side by
+Here each node of a micro-batch runs once, with a cache that keeps gradients, and its children run on from it, side by
 side: they never see one another. The arithmetic stays transformers' own, and that of the kernels it uses.
 
 Letters: T tokens of the micro-batch, E hidden size, G responses of a group, R tokens of the longest.
