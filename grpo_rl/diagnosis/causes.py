@@ -276,7 +276,8 @@ def mass_kept(scored: Iterable[Scored]) -> float:
 @torch.no_grad()
 def ranked_mass(policy: TrainPolicy, group: Group) -> Float[Tensor, "R V"]:
     """Mass of the likeliest token, of the two likeliest, and so on, at the first tokens of a group's responses."""
-    hidden = forward_hidden(policy.model, pack([group], policy.device))[:TOKENS]
+    packed = pack([group], policy.device)
+    hidden = packed.by_token(forward_hidden(policy.model, packed))[:TOKENS]
     head = policy.model.get_output_embeddings()
     logits = linear(hidden, head.weight, head.bias).float() * policy.logit_factor
     if policy.softcap is not None:

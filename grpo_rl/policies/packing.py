@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from grpo_rl.data.group import Group
@@ -133,6 +133,10 @@ class Packed:
     predict_index: Int[Tensor, " M"]
     target_ids: Int[Tensor, " M"]
     row: Int[Tensor, " N"] | None = None
+
+    def by_token(self, values: Shaped[Tensor, "M *rest"]) -> Shaped[Tensor, "N *rest"]:
+        """The values of the M rows, for each of the N response tokens."""
+        return values if self.row is None else values[self.row]
 
 
 def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:

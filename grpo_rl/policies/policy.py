@@ -172,7 +172,8 @@ class TrainPolicy:
             scored = log_prob_and_entropy(
                 hidden, head.weight, packed.target_ids, head.bias, temperature, self.softcap, owner=owner
             )
-        return scored if packed.row is None else (scored[0][packed.row], scored[1][packed.row])
+        log_probs, entropies = map(packed.by_token, scored)
+        return log_probs, entropies
 
     def add_log_probs(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:
         """The groups with ``old_log_probs`` and ``old_entropies``, computed in micro-batches of ``max_tokens``.
