@@ -14,7 +14,6 @@ from torch import Tensor
 from grpo_rl.data.group import Group
 from grpo_rl.losses.aggregate import Aggregation
 
-
 LEAST_SHARED = 32
 """Tokens that all prompts begin with, to be counted once a micro-batch; fewer may be computed for each group."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 from torch import Tensor
 
 from grpo_rl.data.group import Group
@@ -134,8 +134,8 @@ class Packed:
     target_ids: Int[Tensor, " M"]
     row: Int[Tensor, " N"] | None = None
 
-    def by_token(self, values: Shaped[Tensor, "M *rest"]) -> Shaped[Tensor, "N *rest"]:
-        """The values of the M rows, for each of the N response tokens."""
+    def by_token(self, values: Tensor) -> Tensor:
+        """Values of the M rows, [M, ...], for each of the N response tokens, [N, ...]."""
         return values if self.row is None else values[self.row]
 
 

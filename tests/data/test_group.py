@@ -124,7 +124,7 @@ def test_micro_batches_hold_every_group_once_and_keep_the_budget(lengths, budget
 
 
 def test_a_system_message_counts_once_in_each_micro_batch():
-    """40 shared tokens, 5 of each prompt and 15 of its responses: 40 + 3 x 20 fit into 100 tokens, a fourth does not."""
+    """40 shared tokens, 5 of each prompt and 15 of its responses: 40 + 3 x 20 are 100 tokens; a fourth is too many."""
     system = torch.arange(40)
     groups = [random_group(5, [15], vocab=1000, group_id=i, seed=i) for i in range(6)]
     groups = [replace(group, prompt_ids=torch.cat([system, group.prompt_ids])) for group in groups]
