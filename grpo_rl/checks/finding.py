@@ -22,7 +22,7 @@ class Finding:
         override: setting without which the model can't be trained.
 
     >>> print(Finding("OK", "pad token", "none is needed"))
-    OK    pad token        none is needed
+    OK    pad token         none is needed
     """
 
     kind: Literal["OK", "note", "FIX"]
@@ -31,7 +31,7 @@ class Finding:
     override: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind:<4}  {self.about:<15}  {self.text}"
+        return f"{self.kind:<4}  {self.about:<16}  {self.text}"
 
 
 class Unfit(Exception):

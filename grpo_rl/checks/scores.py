@@ -75,8 +75,8 @@ def _compared(settings: Settings, parts: Trial, groups: list[Group]) -> Iterator
     else:
         seen, bound = mismatch.metrics(), settings.mismatch.bound
         text = f"log-probs differ by {seen['mismatch/mean']:.2g} nats a token in the mean"
-        text += f" (at most {seen['mismatch/max']:.2g}; a run stops above {bound:g})" if bound else ""
-        text += f"; mass kept {seen['mismatch/mass_kept']:.3f}"
+        text += f" (a run stops above {bound:g})" if bound else ""
+        text += f", {seen['mismatch/max']:.2g} at most; mass kept {seen['mismatch/mass_kept']:.3f}"
         yield Finding("note" if warning else "OK", "sampler, trainer", f"{text}. {warning}" if warning else text)
     yield _gradient(parts)
 
