@@ -98,7 +98,7 @@ def _context(settings: Settings, model: PreTrainedModel) -> Iterator[Finding]:
 
 
 def _memory(settings: Settings, model: PreTrainedModel) -> Iterator[Finding]:
-    """What `grpo-rl plan` says of this machine: its peaks are compared with measured ones by tests."""
+    """The memory that `grpo-rl plan` predicts on this machine; tests compare its peaks with measured ones."""
     with unfit("memory"):
         dtype = getattr(torch, settings.train_model.dtype)
         scenario, _ = with_devices(Scenario(settings, model.to(dtype), Cluster.parse("here", dtype)))

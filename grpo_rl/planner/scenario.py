@@ -168,7 +168,7 @@ _shape = functools.lru_cache(maxsize=4)(Shape.of)  # scenarios differ in other s
 
 
 def config_source(name: str) -> str:
-    """Where a model's ``config.json`` is read from: a folder, which needs nothing else, or the hub.
+    """The place that a model's ``config.json`` is read from: a folder, which needs nothing else, or the hub.
 
     Raises:
         ValueError: it is not there, or can't be fetched.
