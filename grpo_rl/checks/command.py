@@ -35,8 +35,12 @@ def add_check_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if clashing := [word for word in overrides if word.lstrip("+").startswith(("model.name=", "mode="))]:
-        raise ValueError(f"{clashing[0]}: check-model takes the model as NAME, and looks at one process (mode=sync)")
+    given = ("model.name=", "mode=", *(["inference_model.engine="] if options.engine else []))
+    if clashing := [word for word in overrides if word.lstrip("+").startswith(given)]:
+        raise ValueError(
+            f"{clashing[0]}: check-model takes the model as NAME, and looks at one process (mode=sync); the engine is "
+            "given once"
+        )
     cfg = compose_config(DEFAULT_CONFIG, overrides)
     cfg.model.name, cfg.mode = options.name, "sync"
     cfg.inference_model.engine = options.engine or cfg.inference_model.engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -74,6 +75,10 @@ def _compared(settings: Settings, parts: Trial, groups: list[Group]) -> Iterator
         yield Finding("FIX", "sampler, trainer", str(error))
     else:
         seen, bound = mismatch.metrics(), settings.mismatch.bound
+        if not math.isfinite(seen["mismatch/mean"]):  # which a run leaves to its optimizer step
+            text = "log-probs are not finite; try train_model.dtype=float32"
+            yield Finding("FIX", "sampler, trainer", text)
+            return
         text = f"log-probs differ by {seen['mismatch/mean']:.2g} nats a token in the mean"
         text += f" (a run stops above {bound:g})" if bound else ""
         text += f", {seen['mismatch/max']:.2g} at most; mass kept {seen['mismatch/mass_kept']:.3f}"

@@ -28,13 +28,17 @@ def template_findings(tokenizer: PreTrainedTokenizerBase, ends: Collection[int],
     Raises:
         ValueError: the chat template fails on a question.
     """
-    if (largest := max(tokenizer.get_vocab().values(), default=-1)) >= embedded or largest < 0:
-        ids = f"has ids up to {largest}" if largest >= 0 else "is empty"
-        yield Finding(
-            "FIX", "tokenizer", f"it {ids}, and the model embeds {embedded}: they are not of the same model; fetch both"
-        )
+    added, ids = set(tokenizer.added_tokens_decoder), set(tokenizer.get_vocab().values())
+    if not ids or max(ids - added, default=0) >= embedded:
+        told = f"it has ids up to {max(ids)}" if ids else "it is empty"
+        text = f"{told}, and the model embeds {embedded}: they are not of the same model; fetch both again"
+        yield Finding("FIX", "tokenizer", text)
         return
-    yield Finding("OK", "tokenizer", f"{largest + 1} of the model's {embedded} ids")
+    if beyond := sorted(token for token in ids & added if token >= embedded):
+        text = f"{tokenizer.decode(beyond[:1])} ({beyond[0]}) and others" if beyond[1:] else tokenizer.decode(beyond)
+        yield Finding("note", "tokenizer", f"the model embeds {embedded} ids, not {text}: no prompt may hold that")
+    else:
+        yield Finding("OK", "tokenizer", f"{max(ids) + 1} of the model's {embedded} ids")
     if tokenizer.chat_template:
         yield _roles(tokenizer)
     else:
@@ -109,11 +113,10 @@ def _turns(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
         changed, thoughts = _first_change(tokenizer, _conversation(SAID)), _conversation(THOUGHT)
         hidden = _first_change(tokenizer, thoughts) or THOUGHT not in templated(tokenizer, thoughts, tokenize=False)
     except ValueError as error:
-        yield Finding("note", about, f"tasks of one turn only: {error}")
+        yield Finding("note", about, f"{error}{_but_tools(tokenizer)}")
         return
     if changed:
-        text = f"message {changed} changes the ids of those before it: tasks of one turn only; {APPENDING}"
-        yield Finding("note", about, text)
+        yield Finding("note", about, f"message {changed} changes the ids of those before it; {APPENDING}")
     elif hidden:
         yield Finding(
             "note",
@@ -123,6 +126,15 @@ def _turns(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
         )
     else:
         yield Finding("OK", about, "ids of earlier messages stay as they are")
+
+
+def _but_tools(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What is said of tasks where a user's reply can't be written."""
+    try:
+        encode_reply(tokenizer, [{"role": "tool", "content": "5"}])
+    except ValueError:
+        return "; until then, tasks of one turn only"
+    return "; until then, tasks of one turn, and those where tools reply (env.tool_role=tool)"
 
 
 def _conversation(said: str) -> Messages:

@@ -362,7 +362,7 @@ def _sha256(path: Path) -> str:
 
 def load_tokenizer(folder: str | Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with another chat template than its own where one is given."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # by default it asks
     if chat_template:
         tokenizer.chat_template = chat_template
     return tokenizer

@@ -115,6 +115,7 @@ def test_vllm_is_asked_unless_another_engine_is(model, check):
     ("fault", "told"),
     [
         (dict(sampled_at=0.6), "nats a token on fresh weights, more than mismatch.bound=0.2: wrong temperature"),
+        (dict(shifted_by=float("nan")), "log-probs are not finite"),
         (dict(shifted_by=0.5), "nats a token on fresh weights, more than mismatch.bound=0.2: unexplained"),
     ],
 )
@@ -244,7 +245,10 @@ def test_no_code_of_a_folder_is_run_and_nobody_is_asked(copied, check, monkeypat
     edit(copied, "config.json", model_type="foo", auto_map={"AutoConfig": "foo.FooConfig"})
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
     for quick in ([], ["--quick"]):
-        assert check(copied, *quick, *SHORT)[0] == 1
+        assert list(fixes(check(copied, *quick, *SHORT)[1])) == ["model"]
+    edit(copied, "config.json", model_type="llama")
+    edit(copied, "tokenizer_config.json", tokenizer_class="Foo", auto_map={"AutoTokenizer": ["foo.Foo", "foo.Foo"]})
+    assert list(fixes(check(copied, "--quick", *SHORT)[1])) == ["tokenizer"]
     assert not (copied / "ran").exists()
 
 
@@ -263,8 +267,8 @@ def test_a_model_that_does_not_fit_is_told_before_it_is_loaded(check):
 
 
 def test_a_model_is_given_once_and_for_one_process(model, capsys):
-    for override in ("model.name=other", "mode=async"):
-        assert main(["check-model", str(model), override]) == 2
+    for override in ("model.name=other", "mode=async", "inference_model.engine=vllm"):
+        assert main(["check-model", str(model), *ENGINE, override]) == 2
         assert override in capsys.readouterr().err
 
 
@@ -316,7 +320,7 @@ def on_template(model, template, ends=(0,)):
         (f"{{% for m in messages %}}{TURN}{{% endfor %}}{ASKS}", None),
         (  # the first user's message says how many there are
             f"{{% for m in messages %}}{{{{ messages | length if loop.first }}}}{TURN}{{% endfor %}}{ASKS}",
-            "changes earlier turns when later ones come",
+            "use a template that only appends; until then, tasks of one turn only",
         ),
         (  # ids of a response change only when the one after the next comes
             f"{{% for m in messages %}}{TURN}{{{{ 'x' if messages | length > 4 }}}}{{% endfor %}}{ASKS}",
@@ -326,6 +330,13 @@ def on_template(model, template, ends=(0,)):
             "{% for m in messages %}{% set text = m['content'] if loop.revindex0 < 1 else "
             "m['content'].split('</think>')[-1] %}<{{ m['role'] }}>{{ text }}<end>{% endfor %}" + ASKS,
             "strips <think>…</think> from earlier responses",
+        ),
+        (  # as Qwen3's without thoughts: an empty one since the last question, also where a tool replies
+            "{% set at = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}"
+            "{% set at.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<{{ m['role'] }}>"
+            "{% if loop.index0 > at.last and m['role'] == 'assistant' %}<think></think>{% endif %}"
+            "{{ m['content'] }}<end>{% endfor %}" + ASKS,
+            "tasks of one turn, and those where tools reply (env.tool_role=tool)",
         ),
         (  # as DeepSeek-R1's: thoughts are always left out
             "{% for m in messages %}<{{ m['role'] }}>{{ m['content'].split('</think>')[-1] }}<end>{% endfor %}" + ASKS,
@@ -347,6 +358,14 @@ def test_the_token_behind_a_response_has_to_end_generation(model):
     assert on_template(model, "{% for m in messages %}{{ m['content'] }}{% endfor %}")["end of turn"].kind == "note"
     assert on_template(model, None)["end of turn"].kind == "OK"  # the tokenizer's own eos is <end>
     assert on_template(model, None, ends=[7])["end of turn"].kind == "FIX"
+
+
+def test_special_tokens_without_an_embedding_are_a_note_and_words_without_one_a_fault(model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)  # as Gemma 3's of text alone have
+    found = {embedded: next(template_findings(tokenizer, {0}, embedded)) for embedded in (258, 257, 256)}
+    assert [finding.kind for finding in found.values()] == ["OK", "note", "FIX"]
+    assert "not <image>: no prompt may hold that" in found[257].text
 
 
 def test_a_base_model_without_template_is_no_fault(model):
