@@ -13,7 +13,7 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data import keys
-from grpo_rl.envs.chat import Dialog, encode_prompts, encode_reply
+from grpo_rl.envs.chat import Dialog, decode_responses, encode_prompts, encode_reply
 from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
@@ -178,10 +178,7 @@ class LLMEnv(EnvBase):
         self.guard.restore(state)
 
     def _decode_all(self, responses: Sequence[Tensor | Sequence[int]]) -> list[str]:
-        # Tensors go in as they are: of a list, transformers would look at the type of every token.
-        return self.tokenizer.batch_decode(
-            list(responses), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        return decode_responses(self.tokenizer, responses)
 
     # ---- TorchRL ----
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from jinja2 import TemplateError
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs.task import Messages, Task
@@ -63,6 +65,12 @@ def _check_reply(reply: Any) -> None:
         raise TypeError(f"reply returned {reply!r:.80}; it must be None, or messages with a role and a content")
 
 
+def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Tensor | Sequence[int]]) -> list[str]:
+    """The text of each response that is judged: without special tokens, otherwise exactly what was sampled."""
+    # Tensors go in as they are: of a list, transformers would look at the type of every token.
+    return tokenizer.batch_decode(list(responses), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, conversations: list[Messages]) -> list[list[int]]:
     """Ids of each conversation, up to where the policy speaks. Without a chat template: its messages' contents.
 
@@ -72,7 +80,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, conversations: list[Messa
     if not tokenizer.chat_template:
         texts = ["".join(f"{message['content']}\n\n" for message in messages) for messages in conversations]
         return tokenizer(texts)["input_ids"]
-    ids = _templated(tokenizer, conversations, add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids = templated(tokenizer, conversations, add_generation_prompt=True, tokenize=True, return_dict=False)
     return cast("list[list[int]]", ids)
 
 
@@ -92,8 +100,8 @@ def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: Messages, last: int 
     else:
         # What the template writes around a stand-in conversation.
         before: Messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _STAND_IN}]
-        before_reply = _templated(tokenizer, before, add_generation_prompt=False, tokenize=False)
-        text = _templated(tokenizer, [*before, *reply], add_generation_prompt=True, tokenize=False)
+        before_reply = templated(tokenizer, before, add_generation_prompt=False, tokenize=False)
+        text = templated(tokenizer, [*before, *reply], add_generation_prompt=True, tokenize=False)
         if not text.startswith(before_reply):
             raise ValueError(
                 "the tokenizer's chat template changes earlier turns when later ones come, so ids that were sampled "
@@ -105,7 +113,12 @@ def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: Messages, last: int 
     return ids[1:] if tokenizer.chat_template and ids[:1] == [last] else ids
 
 
-def _templated(tokenizer: PreTrainedTokenizerBase, messages: Any, **settings: bool) -> Any:
+def templated(tokenizer: PreTrainedTokenizerBase, messages: Any, **settings: bool) -> Any:
+    """The result of ``apply_chat_template``, of one conversation or several.
+
+    Raises:
+        ValueError: the chat template refuses the messages.
+    """
     try:
         return tokenizer.apply_chat_template(messages, **settings)
     except TemplateError as error:

@@ -13,11 +13,13 @@ from hydra.errors import HydraException
 COMMANDS = {
     "batches": ("planner.commands", "draw how prompts, responses, optimizer steps and micro-batches fit together"),
     "plan": ("planner.commands", "say what a config needs of a cluster: memory and seconds, by role and device"),
+    "check-model": ("checks.command", "say whether a model can be trained here, line by line, or what to do"),
     "doctor": ("cli", "ask every node of a Ray cluster whether it is fit for a run"),
     "replay": ("replay.command", "recompute a step of a run under another loss"),
     "export": ("cli", "write the model of a checkpoint as a folder"),
 }
-"""The module whose ``add_<command>`` declares a command's options, and has its description as docstring; its help."""
+"""The module whose ``add_<command>``, with underscores for dashes, declares a command's options, and has its
+description as docstring; its help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, (module, says) in COMMANDS.items():
         command = commands.add_parser(name, help=says)
         if name in arguments:
-            declare = getattr(importlib.import_module(f"grpo_rl.{module}"), f"add_{name}")
+            declare = getattr(importlib.import_module(f"grpo_rl.{module}"), f"add_{name.replace('-', '_')}")
             command.description = declare.__doc__
             declare(command)
     # Overrides may stand anywhere between the options, which argparse's own positionals may not.

@@ -19,6 +19,7 @@ LAYERS = [
     {"run"},
     {"build"},
     {"planner", "replay"},
+    {"checks"},
     {"cli", "sota", "testing"},
 ]
 LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
@@ -27,9 +28,10 @@ ONLY_MODULES = {"envs": ("data",), "losses": ("data.keys",)}
 ONLY_LIBRARIES = {"losses": {"torch", "tensordict", "torchrl", "jaxtyping"}}
 # Folders that only these may import.
 ONLY_FOR = {
-    "planner": {"cli"},
+    "checks": {"cli"},
+    "planner": {"checks", "cli"},
     "replay": {"cli"},
-    "settings": {"build", "planner", "replay", "run", "cli", "sota"},
+    "settings": {"build", "checks", "planner", "replay", "run", "cli", "sota"},
     "testing": set(),
 }
 # Libraries that only files or folders with these beginnings may import.
@@ -46,6 +48,7 @@ WHOLE_CONFIG = {
     "settings": (
         "sota/",
         "grpo_rl/build/",
+        "grpo_rl/checks/",
         "grpo_rl/settings/",
         "grpo_rl/planner/",
         "grpo_rl/replay/",
@@ -220,7 +223,7 @@ def test_every_file_is_looked_at_once():
         ("grpo_rl/monitor/report.py", "import grpo_rl.cli", "monitor imports cli, which is above it"),
         ("grpo_rl/training/checkpoint.py", "import grpo_rl.planner.plan", "training imports planner, which is above"),
         ("grpo_rl/build/run.py", "import grpo_rl.planner.plan", "build imports planner, which is above it"),
-        ("grpo_rl/replay/table.py", "import grpo_rl.planner.plan", "replay imports planner, which only cli may"),
+        ("grpo_rl/replay/table.py", "import grpo_rl.planner.plan", "replay imports planner, which only checks cli may"),
         ("grpo_rl/run/run.py", "import grpo_rl.build.run", "run imports build, which is above it"),
         ("grpo_rl/weights/push.py", "from grpo_rl.settings.schema import Settings", "weights imports settings, which"),
         ("envs/gsm8k.py", "from grpo_rl import losses", "envs imports losses; it may only data"),

@@ -13,13 +13,13 @@ Imports point one way (`tests/test_layers.py` has the order). `python tools/map.
 """
 ORDER = [
     *("cli", "settings", "build", "run", "collectors", "training", "losses", "policies", "engines", "weights", "data"),
-    *("distributed", "cluster", "monitor", "diagnosis", "perf", "storage", "planner", "replay", "testing"),
+    *("distributed", "cluster", "monitor", "diagnosis", "perf", "storage", "planner", "checks", "replay", "testing"),
 ]
 BESIDE = {
     "sota/": "The training scripts: the algorithm from top to bottom. Curves, seeds, jobs for SLURM and Kubernetes.",
     "benchmarks/": "One script for each claim, with its figures.",
     "tests/": "Tests, in folders that mirror the ones above.",
-    "tools/": "Set-up, and this page.",
+    "tools/": "Set-up, and what writes this page and [that of model classes](model_classes.md).",
     "docs/": "A page for each question; `docs/log.md` says what was tried, and what it gave.",
 }
 

@@ -137,7 +137,7 @@ class Ranks:
         return total
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag, whether it is set on any rank."""
+        """Tells for each flag whether it is set on any rank."""
         joint = torch.tensor([bool(flag) for flag in flags], dtype=torch.int32)
         dist.all_reduce(joint, dist.ReduceOp.MAX)
         return joint.bool().tolist()

@@ -25,7 +25,7 @@ LIMITED_PHASES = ("sample", "score", "train", "sync")
 LOSS = tuple(f"loss/{name}" for name in ("total", "objective", "kl", "entropy"))
 MISMATCH = {"mismatch/mean": "mean", "mismatch/max": "largest"}
 SMOOTH_FROM = 30
-"""From this many points on a rolling mean is drawn over the raw series."""
+"""The number of points from which a rolling mean is drawn over the raw series."""
 
 # Matplotlib writes literal colours; these stand for the page's CSS variables and are swapped after drawing.
 _SERIES = [f"#fe010{i}" for i in range(6)]

@@ -23,7 +23,7 @@ from grpo_rl.storage.whole_file import naming, write_whole
 METRICS_FILE = "metrics.jsonl"
 
 REWARD_STATISTICS = frozenset({"mean", "std", "zero_std_fraction"})
-"""What stands under ``reward/`` beside the named parts of the reward; no part may take one of these names."""
+"""The names under ``reward/`` beside the named parts of the reward; no part may take one of them."""
 
 
 def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[str, float]:

@@ -28,7 +28,7 @@ SAMPLES_PER_STEP = 4
 MAX_SAMPLE_CHARS = 4000
 SUMMARY = "summary.json"
 CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
-"""What a run was started with."""
+"""Files of the config and the overrides that a run was started with."""
 NEGLIGIBLE = 0.001
 """A phase with less than this part of the step, and nothing it had to do, is not shown."""
 TEMPLATES = Environment(

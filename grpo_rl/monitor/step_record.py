@@ -24,7 +24,7 @@ class StepResult(Protocol):
 
 
 Observer = Callable[[TensorDictBase, TensorDictBase, Sequence[Group]], None]
-"""Called with each micro-batch: what `GRPOLoss` was given, what it returned, and the optimizer step's groups."""
+"""A function of each micro-batch: what `GRPOLoss` was given, what it returned, and the optimizer step's groups."""
 
 
 class StepRecord:

@@ -32,7 +32,7 @@ class RewardWatch:
 
     def __init__(self) -> None:
         self.warnings: dict[str, str] = {}
-        """By kind."""
+        """The warnings so far, by kind."""
         self._steps: list[Mapping[str, float]] = []
         self._evaluations: list[Mapping[str, float]] = []
 
@@ -45,7 +45,7 @@ class RewardWatch:
         return watch
 
     def update(self, row: Mapping[str, float]) -> list[str]:
-        """Takes a line of metrics; what is to be warned of now, for the first time."""
+        """Takes a line of metrics, and returns the warnings that are due now for the first time."""
         if "reward/mean" in row:
             self._steps.append(row)
         found = {"length": self._length(), "repetition": self._repetition()}

@@ -20,7 +20,7 @@ from grpo_rl.storage.whole_file import replacing
 
 RATES_FILE = "rates.json"
 PROBE_BYTES = 2**29
-"""More than the caches of all but the largest servers hold."""
+"""Size of the memory that is read: more than the caches of all but the largest servers hold."""
 
 
 @dataclass(frozen=True)

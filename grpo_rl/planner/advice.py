@@ -1,4 +1,4 @@
-"""Which devices should do what, and what to change where something does not fit; every advice was planned itself."""
+"""Advice: a division of devices among roles, and remedies where something does not fit; each was planned itself."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _overlapped(scenario: Scenario) -> Iterator[Plan]:
 
 
 def remedies(plan: Plan) -> dict[str, list[str]]:
-    """For each role that does not fit, the overrides that make it fit, each by itself; else pairs of them, else none.
+    """The overrides that make each role fit that does not, each by itself; else pairs of them, else none.
 
     Each was planned: with it that role fits, and no other lacks more than before.
     """

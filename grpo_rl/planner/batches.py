@@ -1,4 +1,4 @@
-"""How prompts, responses, optimizer steps, micro-batches and devices fit together in a config: the plan, as data.
+"""The batch plan of a config: how prompts, responses, optimizer steps, micro-batches and devices fit together.
 
 Nothing is loaded: lengths are assumed, everything else is counted by the functions that a run uses itself. What does
 not divide is a `Misfit`, which the checks of a config raise and which `grpo-rl batches` draws.
@@ -105,7 +105,7 @@ class BatchPlan:
         return self.prompt_tokens + size * self.response_tokens
 
     def assumed_groups(self, count: int, reference: bool = False) -> list[Group]:
-        """So many groups of a collection, scored by a reference or not."""
+        """Stand-ins for so many groups of a collection, scored by a reference or not."""
         lengths = (self.prompt_tokens, self.response_tokens, self.group_size)
         return [assumed_group(*lengths, i, self.shared_tokens, reference) for i in range(count)]
 

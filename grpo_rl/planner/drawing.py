@@ -52,7 +52,7 @@ SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">
 
 
 def picture(plan: BatchPlan, title: str) -> RenderableType:
-    """What is sampled, what an optimizer step takes, how it is computed, how often, and on which devices."""
+    """The drawing: what is sampled, what an optimizer step takes, how it is computed, how often, on which devices."""
     body = Table.grid(padding=(0, 2))
     body.add_column(style="bold", no_wrap=True)
     body.add_column(width=COLUMNS - 11)

@@ -1,4 +1,4 @@
-"""What a cluster is made of: devices known by name, numbers of one's own, or this machine as it is measured."""
+"""Clusters are made of devices known by name, of numbers of one's own, or of this machine as it is measured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Device:
 
     @property
     def memory(self) -> float:
-        """Bytes."""
+        """The memory in bytes."""
         return self.memory_gib * GIB
 
     def rates(self, share: float = 1.0) -> Rates:

@@ -26,7 +26,7 @@ from grpo_rl.planner.memory import (
 )
 from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE
 from grpo_rl.policies.compiler import has_compiler
-from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
+from grpo_rl.policies.hub import DEFAULT_MODEL, check_class, resolve_model
 from grpo_rl.settings.derived import adapters, responses_at_once
 from grpo_rl.settings.schema import Settings
 
@@ -170,7 +170,7 @@ _shape = functools.lru_cache(maxsize=4)(Shape.of)  # scenarios differ in other s
 
 
 def config_source(name: str) -> str:
-    """Where a model's ``config.json`` is read from: a folder, which needs nothing else, or the hub.
+    """The place that a model's ``config.json`` is read from: a folder, which needs nothing else, or the hub.
 
     Raises:
         ValueError: it is not there, or can't be fetched.
@@ -179,10 +179,11 @@ def config_source(name: str) -> str:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {name!r}: {folder} has no config.json")
+        check_class(folder)
         return str(folder)
     for offline in (True, False):  # what is here is not asked of the network
         with contextlib.suppress(OSError, ValueError):
-            AutoConfig.from_pretrained(name, local_files_only=offline)
+            AutoConfig.from_pretrained(name, local_files_only=offline, trust_remote_code=False)
             return name
     if name == DEFAULT_MODEL:
         return str(resolve_model(name))

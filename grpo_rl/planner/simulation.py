@@ -1,4 +1,4 @@
-"""What becomes of a plan where responses differ in length: simulated on its layout, on layouts near it, and in turns.
+"""Simulates a plan with responses that differ in length: on its layout, on layouts near it, and in turns.
 
 A plan takes all responses to be alike. Here their lengths are log-normal and the collector is that of a run
 (`grpo_rl.planner.simulator`); rates are the plan's own, so that with responses alike and phases in turns the same

@@ -30,7 +30,16 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers import __version__ as transformers_version
 
 from grpo_rl.storage.cache import cache_folder
 
@@ -106,7 +115,7 @@ def _checked(folder: Path, name: str) -> Path:
             f"model {name!r}: {folder} has no config.json with *.safetensors beside it (it has {present}); give the "
             "folder that save_pretrained() wrote"
         )
-    _read_json(folder / "config.json")
+    check_class(folder)
     listed = _listed(folder)
     present = {path.name for path in folder.glob("*.safetensors")}
     if missing := sorted(set(listed.values()) - present):
@@ -117,6 +126,29 @@ def _checked(folder: Path, name: str) -> Path:
         if missing := sorted(name for name, where in listed.items() if where == path.name and name not in here):
             raise ValueError(f"{path} lacks {missing[0]}, which {INDEX} says is there; {FETCH_AGAIN}")
     return folder.resolve()
+
+
+def check_class(folder: Path) -> None:
+    """Refuses a model that is none of transformers' causal language models, before transformers would ask whether to
+    run code that lies in the folder.
+
+    Raises:
+        ValueError: its class is unknown or of another kind, or ``config.json`` is damaged.
+    """
+    config = _read_json(folder / "config.json")
+    kind = config.get("model_type")
+    if kind is None:  # transformers explains it, or finds it in the name
+        return
+    if kind not in CONFIG_MAPPING:
+        own = "; code in a model's folder (trust_remote_code) is never run" if "auto_map" in config else ""
+        raise ValueError(
+            f"{folder} holds a model of type {kind!r}, which transformers {transformers_version} does not have{own}: "
+            "install a version that has it, or take another model"
+        )
+    if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"{folder} holds a model of type {kind!r}, which is no causal language model; take a decoder-only model"
+        )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -328,9 +360,9 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str | Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with another chat template than its own where one is given."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # by default it asks
     if chat_template:
         tokenizer.chat_template = chat_template
     return tokenizer

@@ -49,10 +49,17 @@ def load_whole(folder: str | Path, **settings: Any) -> PreTrainedModel:
         settings: arguments of ``from_pretrained``.
 
     Raises:
-        ValueError: the folder lacks weights; names them.
+        ValueError: the folder lacks weights, or they have other shapes than its config says; names them.
     """
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
+    told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **told, **settings)
     model, found = loaded
+    if wrong := sorted(found["mismatched_keys"]):
+        name, held, expected = wrong[0]
+        raise ValueError(
+            f"{folder} holds {name} with shape {list(held)}, and its config.json asks for {list(expected)} "
+            f"({len(wrong)} such weights): they are not of the same model; fetch or copy it again"
+        )
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(

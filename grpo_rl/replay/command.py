@@ -48,7 +48,7 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _decoder(run: Path, model: str) -> Callable[[Sequence[int]], str] | None:
-    """ids -> text by the run's tokenizer, where this machine has it."""
+    """The function ids -> text of the run's tokenizer; None where this machine lacks it."""
     exported = run / "model"
     converted = [cache_folder() / "models" / CONVERTED] * (model == DEFAULT_MODEL)
     for name in [*([exported] if exported.is_dir() else []), model, *converted]:

@@ -13,7 +13,7 @@ from grpo_rl.monitor.completions import printable
 from grpo_rl.replay.replay import Replay, Token
 
 Decoder = Callable[[Sequence[int]], str]
-"""ids -> text."""
+"""A function from ids to their text."""
 LABELS = {
     "loss/total": "loss",
     "loss/objective": "  objective",

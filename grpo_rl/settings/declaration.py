@@ -50,7 +50,7 @@ KINDS = {
 }
 """The types that a setting can have, in words."""
 BOUNDS = {"at_least": operator.ge, "more_than": operator.gt, "at_most": operator.le, "less_than": operator.lt}
-"""How a value compares to each bound that a setting can have."""
+"""The comparison of a value with each bound that a setting can have."""
 
 
 @dataclass(frozen=True)

@@ -292,7 +292,7 @@ def _sum(counts: dict[str, int], unit: str = "GPU", units: str = "GPUs") -> str:
 
 
 def _remedy(roles: list[_Role], mode: str, alone: bool) -> str:
-    """What to change when the groups need more than there is: the largest one, the last of equals."""
+    """The setting to change when the groups need more than there is: that of the largest, the last of equals."""
     role = max(reversed(roles), key=lambda role: role.count or 0)
     verb, key = ("lower", "num_devices") if role.indices is None else ("shorten", "devices")
     if (role.count or 0) > 1:

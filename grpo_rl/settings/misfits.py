@@ -8,7 +8,7 @@ from typing import Literal
 from grpo_rl.settings.sections import Sections
 
 Where = Literal["cut", "left_over", "micro_batches", "run"]
-"""What a misfit breaks: a group, a collection, an optimizer step, the run."""
+"""The thing that a misfit breaks: a group, a collection, an optimizer step, the run."""
 
 
 class Misfit(ValueError):

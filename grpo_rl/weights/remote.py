@@ -27,7 +27,7 @@ class EngineControl(Protocol):
     dtype: torch.dtype
     takes_adapters: bool
     proves_bytes: bool
-    """Whether it proves weights by digests instead of fingerprints; adapters always by fingerprints."""
+    """True if it proves weights by digests instead of fingerprints; adapters are always proven by fingerprints."""
 
     def submit(self, method: str, *args: Any) -> Future[Any]:
         """Calls one of :class:`grpo_rl.engines.vllm.asynchronous.AsyncVLLMEngine`'s methods."""
@@ -67,7 +67,7 @@ class RemoteTransport(ABC):
         self.deadline_s = deadline_s
         self.on_new_engine: Callable[[], None] | None = None
         self.on_lost: Callable[[EngineControl, EngineDeadError], None] | None = None
-        """Called with an engine that died; without it that is an error. The others get the weights all the same."""
+        """A function of an engine that died; without it that is an error. The others get the weights all the same."""
         self._served: list[EngineControl] = []
         self._proofs = PushProofs()
         self._gone: set[str] = set()

@@ -22,7 +22,7 @@ from grpo_rl.weights.remote import EngineControl, RemoteTransport
 from grpo_rl.weights.transport import Held
 
 ALIGNMENT = 64
-"""Bytes; a cache line."""
+"""Alignment of tensors in bytes: a cache line."""
 HEADER_BYTES = 16
 GPU_BYTES = 256 << 20
 """Size of the memory on a GPU that the trainer and an engine share."""

@@ -37,7 +37,7 @@ class Transport(Protocol):
     takes_adapters: bool
 
     on_new_engine: Callable[[], None] | None
-    """Called, by the thread that trains, when a new engine needs weights: it sends them."""
+    """A function that the thread that trains calls when a new engine needs weights: it sends them."""
 
     def fingerprint(self, name: str, tensor: Tensor) -> SupportsInt:
         """The number that :meth:`send` reports for an engine that holds this tensor; it may be computed later."""

@@ -9,9 +9,11 @@ default, and once with 0.3 for every setting that looks like noise. `make test` 
 from __future__ import annotations
 
 import re
+import runpy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.testing import KeepFp64, forked_groups, random_group
 
+TOOL = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "model_classes.py"))
 NAMES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 VOCAB = 50
 WINDOW = 5
@@ -324,6 +327,19 @@ def has_mixers(name: str) -> bool:
         return any(mixers(model_class(tiny_config(model_class, None))))
 
 
+def kind_of(name: str) -> str:
+    """What an equal class's layers are, as the page on models has it."""
+    model_class = getattr(transformers, name)
+    if has_mixers(name):
+        return "with a state from token to token (hybrids and state-space models)"
+    return "attention, mixture of experts" if model_class._can_set_experts_implementation() else "attention"
+
+
+def model_page(verdicts: dict[tuple[str, float | None], Verdict] | None = None) -> str:
+    """The page on all models, from these verdicts or new ones."""
+    return TOOL["page"](verdicts or check(NAMES), kind_of, transformers.__version__)
+
+
 @pytest.mark.slow
 def test_some_models_of_each_kind_are_scored_like_their_own_forward_or_refused():
     verdicts = check(FEW)
@@ -335,6 +351,41 @@ def test_some_models_of_each_kind_are_scored_like_their_own_forward_or_refused()
     hybrids = {"FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "Lfm2ForCausalLM", "Qwen3_5ForCausalLM"}
     assert hybrids <= equal and all(has_mixers(name) for name in hybrids)
     assert {"DogeForCausalLM", "JambaForCausalLM", "MambaForCausalLM", "StableLmForCausalLM"} <= refused
+    version, on_page = TOOL["of_page"](TOOL["PAGE"].read_text())
+    if version == transformers.__version__:
+        assert {name: on_page[name] for name in FEW} == {name: v.kind for name, v in TOOL["merged"](verdicts).items()}
+
+
+def test_the_page_on_model_classes_names_each_class_once_and_counts_them():
+    text = TOOL["PAGE"].read_text()
+    version, on_page = TOOL["of_page"](text)
+    counts = Counter(on_page.values())
+    assert f"**{counts['equal']} classes are equal, {counts['refused']} are refused, none is wrong**" in text
+    assert f"{counts['unbuilt']} can't be built here" in text
+    assert len(re.findall(r"`\w+`(?=[:, ])", text.partition("## Equal")[2])) == len(on_page)
+    if version != transformers.__version__:
+        pytest.skip(
+            f"the page is on transformers {version}; tools/model_classes.py writes one on the installed version"
+        )
+    assert sorted(on_page) == NAMES, "run python tools/model_classes.py"
+
+
+def test_refusals_with_a_common_cause_share_a_row_and_others_are_shown_whole():
+    refusal = "XForCausalLM cannot be trained here: {}".format
+    assert TOOL["shared_reason"](refusal("its XAttention is not causal")) == "attention that is not causal"
+    assert TOOL["shared_reason"](refusal("it has layers of type a, b; supported are c")) == "layers of type a, b"
+    assert TOOL["shared_reason"](refusal("it is odd")) == "it is odd"
+    assert TOOL["rows"]({"odd": ["b"], "not causal": ["c", "A"]}) == [
+        "| not causal | 2 | `A`, `c` |",
+        "| odd | 1 | `b` |",
+    ]
+
+
+def test_a_class_that_is_equal_without_noise_and_refused_with_it_is_no_verdict():
+    equal, refused, unbuilt = (Verdict(kind, "") for kind in ("equal", "refused", "unbuilt"))
+    assert TOOL["merged"]({("A", None): equal, ("A", 0.3): unbuilt}) == {"A": equal}
+    with pytest.raises(AssertionError, match="A is refused and equal"):
+        TOOL["merged"]({("A", None): equal, ("A", 0.3): refused})
 
 
 @pytest.mark.models
@@ -342,3 +393,5 @@ def test_every_model_of_transformers_is_scored_like_its_own_forward_or_refused()
     verdicts = check(NAMES)
     assert len(NAMES) >= 173
     assert Counter(v.kind for v in verdicts.values())["equal"] >= 185  # a gate that refused all would be of no use
+    if TOOL["of_page"](TOOL["PAGE"].read_text())[0] == transformers.__version__:
+        assert model_page(verdicts) == TOOL["PAGE"].read_text(), "run python tools/model_classes.py"

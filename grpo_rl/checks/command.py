@@ -1,0 +1,93 @@
+"""The command `grpo-rl check-model`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from transformers.utils import logging as transformers_logging
+
+from grpo_rl.checks.finding import Finding, Unfit, unfit
+from grpo_rl.checks.model import unloaded_findings
+from grpo_rl.checks.scores import loaded_findings
+from grpo_rl.planner.scenario import config_source
+from grpo_rl.policies.hub import resolve_model
+from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
+from grpo_rl.settings.schema import Settings
+
+PREVENTING = ("config", "gate", "tokenizer", "chat template", "context", "memory")
+"""Findings that have to be mended before the weights are worth loading."""
+
+
+def add_check_model(parser: argparse.ArgumentParser) -> None:
+    """Says line by line whether a model can be trained here, or what to do: whether it is scored exactly, its chat
+    template, memory, the engine, sampler against trainer. Takes the overrides of `python sota/grpo.py` for one process.
+    Exit code 1: there is something to do.
+    """
+    parser.usage = "grpo-rl check-model [options] NAME [overrides ...]"
+    parser.add_argument("name", metavar="NAME", help="a local folder, or a name on the hub")
+    parser.add_argument("--engine", choices=("vllm", "transformers"), help="that samples (inference_model.engine)")
+    parser.add_argument("--quick", action="store_true", help="read no weights: gate, chat template and memory alone")
+    parser.set_defaults(run_command=_check_model)
+
+
+def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    given = ("model.name=", "mode=", *(["inference_model.engine="] if options.engine else []))
+    if clashing := [word for word in overrides if word.lstrip("+").startswith(given)]:
+        raise ValueError(
+            f"{clashing[0]}: check-model takes the model as NAME, and looks at one process (mode=sync); the engine is "
+            "given once"
+        )
+    cfg = compose_config(DEFAULT_CONFIG, overrides)
+    cfg.model.name, cfg.mode = options.name, "sync"
+    cfg.inference_model.engine = options.engine or cfg.inference_model.engine
+    settings = Settings.read(cfg)
+    transformers_logging.disable_progress_bar()
+    found = []
+    for finding in findings(settings, options.quick):
+        print(finding, flush=True)
+        found.append(finding)
+    if to_do := sum(finding.kind == "FIX" for finding in found):
+        print(f"\n{options.name} can't be trained like this; to fix, above: {to_do}")
+        return 1
+    words = [f"model.name={_written(options.name)}"]
+    words += [f"inference_model.engine={options.engine}"] if options.engine else []
+    has_prompt = "system_prompt" in settings.env and settings.env["system_prompt"]
+    words += [finding.override for finding in found if finding.override and has_prompt]
+    told = ", as far as can be told without weights" if options.quick else ""
+    print(f"\nOK{told}. Train it: {shlex.join(['python', 'sota/grpo.py', *words, *overrides])}")
+    return 0
+
+
+def findings(settings: Settings, quick: bool = False) -> Iterator[Finding]:
+    """The findings on ``model.name``.
+
+    Args:
+        quick: read no weights.
+    """
+    name = settings.model.name
+    try:
+        with unfit("model"):
+            source = config_source(name) if quick else str(resolve_model(name))
+    except Unfit as error:
+        yield error.finding
+        return
+    yield Finding("OK", "model", source)
+    prevented = False
+    for finding in unloaded_findings(settings, source):
+        yield finding
+        prevented = prevented or (finding.kind == "FIX" and finding.about in PREVENTING)
+    if not quick and not prevented:
+        yield from loaded_findings(settings, Path(source))
+
+
+def _written(name: str) -> str:
+    """The name as Hydra reads it in an override.
+
+    >>> _written("org/Model-1.5B"), _written("/my models/a=b")
+    ('org/Model-1.5B', "'/my models/a=b'")
+    """
+    return name if re.fullmatch(r"[\w./~-]+", name) else "'" + name.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,113 @@
+"""Checks of a model without its weights: whether it is scored exactly, its tokenizer, its context and its memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from grpo_rl.checks.finding import Finding, Unfit, unfit
+from grpo_rl.checks.template import template_findings
+from grpo_rl.planner.advice import remedies, with_devices
+from grpo_rl.planner.hardware import GIB, Cluster
+from grpo_rl.planner.plan import make_plan
+from grpo_rl.planner.scenario import Scenario
+from grpo_rl.policies.hub import load_tokenizer
+from grpo_rl.policies.loading import check_model, skeleton
+from grpo_rl.policies.mixers import mixers
+from grpo_rl.policies.supported import supported_calls
+from grpo_rl.settings.derived import adapters
+from grpo_rl.settings.schema import Settings
+
+
+def unloaded_findings(settings: Settings, source: str) -> Iterator[Finding]:
+    """The findings on a model whose weights are not read.
+
+    Args:
+        source: its folder, or its name on the hub.
+    """
+    try:
+        with unfit("config"):
+            model = skeleton(source)
+    except Unfit as error:  # a tokenizer asks for the config, too
+        yield error.finding
+        return
+    checks = [_tokenizer(settings, source, model), _context(settings, model)]
+    try:
+        with unfit("gate"):
+            check_model(source, adapters(settings))
+            yield Finding("OK", "gate", road(model))
+        checks.append(_memory(settings, model))  # which knows models that can be trained alone
+    except Unfit as error:
+        yield error.finding
+    for check in checks:
+        try:
+            yield from check
+        except Unfit as error:
+            yield error.finding
+
+
+def _tokenizer(settings: Settings, source: str, model: PreTrainedModel) -> Iterator[Finding]:
+    with unfit("tokenizer", f"; {source} needs the files that its tokenizer's save_pretrained() writes"):
+        tokenizer = load_tokenizer(source, settings.model.chat_template)
+    embedded = model.get_input_embeddings().weight.shape[0]
+    with unfit("chat template"):
+        yield from template_findings(tokenizer, ends_of(source, model), embedded)
+
+
+def road(model: PreTrainedModel) -> str:
+    """The layers of a model that the gate admits, by how they mix tokens.
+
+    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+    >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_key_value_heads=2)
+    >>> windows = dict(num_hidden_layers=3, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    >>> road(Qwen2ForCausalLM(Qwen2Config(**sizes, **windows)))
+    'scored exactly: 1 x full attention, 2 x attention in windows of 5 tokens'
+    """
+    kinds: Counter[str] = Counter()
+    for call in supported_calls(model):
+        kind = f"attention in windows of {call.any_window} tokens" if call.any_window else "full attention"
+        kind += " with sinks" * (call.keywords.get("s_aux") is not None)
+        kinds[kind + " with soft caps" * (call.keywords.get("softcap") is not None)] += 1
+    kinds.update(type(mixer).__name__ for _, _, mixer in mixers(model))
+    experts = "; mixture of experts" if model._can_set_experts_implementation() else ""
+    return f"scored exactly: {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}{experts}"
+
+
+def ends_of(source: str, model: PreTrainedModel) -> set[int]:
+    """The ids at which engines end a response: of ``generation_config.json``, without one of the config."""
+    try:
+        ends = GenerationConfig.from_pretrained(source).eos_token_id
+    except OSError:
+        ends = GenerationConfig.from_model_config(model.config).eos_token_id
+    return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+
+
+def _context(settings: Settings, model: PreTrainedModel) -> Iterator[Finding]:
+    positions = getattr(model.config, "max_position_embeddings", None)
+    length = settings.inference_model.max_model_len
+    if isinstance(positions, int) and length > positions:
+        yield Finding(
+            "FIX",
+            "context",
+            f"prompt and response may have {length:,} tokens, and the model was made for {positions:,}; set "
+            f"inference_model.max_model_len={positions}",
+        )
+
+
+def _memory(settings: Settings, model: PreTrainedModel) -> Iterator[Finding]:
+    """The memory that `grpo-rl plan` predicts on this machine; tests compare its peaks with measured ones."""
+    with unfit("memory"):
+        dtype = getattr(torch, settings.train_model.dtype)
+        scenario, _ = with_devices(Scenario(settings, model.to(dtype), Cluster.parse("here", dtype)))
+        plan = make_plan(scenario)
+        roles = (f"{role.name} {role.needed / GIB:,.1f} of {role.usable / GIB:,.1f} GiB" for role in plan.roles)
+        text = f"planned for the longest responses: {', '.join(roles)}"
+        if plan.fits:
+            yield Finding("OK", "memory", text)
+            return
+        found = [remedy for of_role in remedies(plan).values() for remedy in of_role]
+        remedy = f"set {' or '.join(found)}" if found else "take a smaller model, or more devices"
+        yield Finding("FIX", "memory", f"{text}; {remedy} (grpo-rl plan says more)")

@@ -1,0 +1,95 @@
+"""Checks of a model with its weights: sampler against trainer, and a gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from grpo_rl.checks.finding import Finding, Unfit, unfit
+from grpo_rl.checks.trial import QUESTIONS, Trial, trial
+from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.data.group import Group
+from grpo_rl.diagnosis.causes import DiagnosisContext
+from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.hub import load_tokenizer
+from grpo_rl.settings.derived import micro_batching
+from grpo_rl.settings.schema import Settings
+from grpo_rl.training.micro_batches import scored_micro_batches
+
+SHOWN = 60
+"""Characters of a response that are shown."""
+
+
+def loaded_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
+    """The findings on a model whose weights are read: it samples, scores what it sampled, and gets a gradient."""
+    with ExitStack() as stack:
+        try:
+            tokenizer = load_tokenizer(folder, settings.model.chat_template)
+            parts = stack.enter_context(trial(settings, folder, tokenizer))
+            chosen = settings.inference_model.engine
+            count = sum(p.numel() for p in parts.policy.model.parameters())
+            yield Finding("OK", "weights", f"{count / 1e6:,.1f} million, finite, proven to have arrived in {chosen}")
+            with unfit("sampling"):
+                groups = parts.groups()
+            yield _sampled(parts, groups)
+            with unfit("sampler, trainer"):
+                yield from _compared(settings, parts, groups)
+        except Unfit as error:
+            yield error.finding
+
+
+def _sampled(parts: Trial, groups: list[Group]) -> Finding:
+    lengths = [len(ids) for group in groups for ids in group.responses]
+    ended = len(lengths) - sum(int(group.truncated.sum()) for group in groups if group.truncated is not None)
+    first = parts.text(groups[0].responses[0])
+    first = first if len(first) <= SHOWN else f"{first[:SHOWN]}…"
+    text = f"{len(lengths)} responses, {sum(lengths)} tokens, {ended} ended within {parts.sampling.max_new_tokens}"
+    return Finding("OK", "sampling", f"{text}; to {QUESTIONS[0]!r}: {first!r}")
+
+
+def _compared(settings: Settings, parts: Trial, groups: list[Group]) -> Iterator[Finding]:
+    # Every second response is rewarded, for a gradient whatever they say.
+    groups = [replace(group, rewards=(torch.arange(group.size) % 2).float()) for group in groups]
+    batching, mismatch = replace(micro_batching(settings), on_policy=True), Mismatch(settings.mismatch.bound)
+    for tokens in scored_micro_batches(parts.policy, AdvantageEstimator()(groups), batching):
+        mismatch.add(tokens.detach(), groups, parts.weights.version)
+        GRPOLoss()(tokens)["loss"].backward()
+    context = DiagnosisContext(
+        parts.policy,
+        parts.weights,
+        parts.engine,
+        parts.sampling,
+        batching.max_tokens,
+        lambda group: repr(QUESTIONS[group.row]),
+        parts.text,
+    )
+    try:
+        warning = mismatch.judge(context)
+    except MismatchError as error:
+        yield Finding("FIX", "sampler, trainer", str(error))
+    else:
+        seen, bound = mismatch.metrics(), settings.mismatch.bound
+        if not math.isfinite(seen["mismatch/mean"]):  # which a run leaves to its optimizer step
+            text = "log-probs are not finite; try train_model.dtype=float32"
+            yield Finding("FIX", "sampler, trainer", text)
+            return
+        text = f"log-probs differ by {seen['mismatch/mean']:.2g} nats a token in the mean"
+        text += f" (a run stops above {bound:g})" if bound else ""
+        text += f", {seen['mismatch/max']:.2g} at most; mass kept {seen['mismatch/mass_kept']:.3f}"
+        yield Finding("note" if warning else "OK", "sampler, trainer", f"{text}. {warning}" if warning else text)
+    yield _gradient(parts)
+
+
+def _gradient(parts: Trial) -> Finding:
+    gradients = {n: p.grad for n, p in parts.policy.model.named_parameters() if p.grad is not None}
+    norm = torch.stack([gradient.float().norm() for gradient in gradients.values()]).norm().item()
+    if broken := [name for name, gradient in gradients.items() if not gradient.isfinite().all()]:
+        told = f"{len(broken)} of {len(gradients)} tensors are not finite, {broken[0]} first"
+        return Finding("FIX", "gradient", f"{told}; try train_model.dtype=float32")
+    return Finding("OK", "gradient", f"of a micro-batch of these responses: finite, norm {norm:.2g}")

@@ -1,0 +1,161 @@
+"""Checks of a tokenizer and its chat template: how responses end, how conversations go on, what is read back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import cast
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_rl.checks.finding import Finding
+from grpo_rl.envs.chat import decode_responses, encode_prompts, encode_reply, templated
+from grpo_rl.envs.task import Messages
+
+SAID = "The sum is 5."
+THOUGHT = f"<think>\n2 and 3 are 5.\n</think>\n\n{SAID}"
+TEXTS = ("2 + 3 = 5\n\n#### 5", "So \\frac{1}{2} , or 0.5 .", "  if x:\n\treturn 'é'", "naïve – 你好 🙂")
+"""Texts that rewards read: numbers, LaTeX, code, characters of several bytes."""
+APPENDING = "a template that only appends (model.chat_template) keeps them"
+
+
+def template_findings(tokenizer: PreTrainedTokenizerBase, ends: Collection[int], embedded: int) -> Iterator[Finding]:
+    """The findings on a tokenizer, without its model.
+
+    Args:
+        ends: ids that end a response, of ``generation_config.json``.
+        embedded: ids that the model has an embedding for.
+
+    Raises:
+        ValueError: the chat template fails on a question.
+    """
+    added, ids = set(tokenizer.added_tokens_decoder), set(tokenizer.get_vocab().values())
+    if not ids or max(ids - added, default=0) >= embedded:
+        told = f"it has ids up to {max(ids)}" if ids else "it is empty"
+        text = f"{told}, and the model embeds {embedded}: they are not of the same model; fetch both again"
+        yield Finding("FIX", "tokenizer", text)
+        return
+    if beyond := sorted(token for token in ids & added if token >= embedded):
+        text = f"{tokenizer.decode(beyond[:1])} ({beyond[0]}) and others" if beyond[1:] else tokenizer.decode(beyond)
+        yield Finding("note", "tokenizer", f"the model embeds {embedded} ids, not {text}: no prompt may hold that")
+    else:
+        yield Finding("OK", "tokenizer", f"{max(ids) + 1} of the model's {embedded} ids")
+    if tokenizer.chat_template:
+        yield _roles(tokenizer)
+    else:
+        yield Finding(
+            "note",
+            "chat template",
+            "none: prompts are the messages' texts, as for a base model; model.chat_template=... gives one",
+        )
+    yield _end_of_turn(tokenizer, ends)
+    pad = tokenizer.pad_token
+    yield Finding("OK", "pad token", f"{pad} ({tokenizer.pad_token_id})" if pad else "none, and nothing here is padded")
+    yield from _turns(tokenizer)
+    yield _reading_back(tokenizer)
+
+
+def _roles(tokenizer: PreTrainedTokenizerBase) -> Finding:
+    question: Messages = [{"role": "user", "content": "2 + 3?"}]
+    encode_prompts(tokenizer, [question])
+    told, override = [], ""
+    try:
+        encode_prompts(tokenizer, [[{"role": "system", "content": "Add."}, *question]])
+    except ValueError:
+        override = "env.system_prompt=null"
+        told.append(f"no system role: {override}")
+    try:
+        templated(tokenizer, [*question, {"role": "assistant", "content": "a call"}, {"role": "tool", "content": "5"}])
+    except ValueError:
+        told.append("no tool role: in tasks with tools env.tool_role=user")
+    if told:
+        return Finding("note", "chat template", "; ".join(told), override)
+    return Finding("OK", "chat template", "there, with system and tool roles")
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> Finding:
+    about, shown = "end of turn", ", ".join(map(str, sorted(ends)))
+    if not ends:
+        end = f" ({tokenizer.eos_token} is {tokenizer.eos_token_id})" if tokenizer.eos_token else ""
+        return Finding(
+            "FIX", about, f"no eos_token_id: no response would end; set it in the model's generation_config.json{end}"
+        )
+    tail = _tail(tokenizer)
+    if not tail:
+        return Finding("note", about, f"the template writes none after a response; generation stops at {shown}")
+    if found := [token for token in tail if token in ends]:
+        return Finding("OK", about, f"{tokenizer.decode(found[:1])} ({found[0]}), where generation stops")
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    end = next((token for token in tail if token in special), tail[0])
+    return Finding(
+        "FIX",
+        about,
+        f"the model writes {tokenizer.decode([end])!r} ({end}) at the end of a response, and generation stops at "
+        f"{shown} alone: responses would run on to sampling.max_new_tokens; add {end} to eos_token_id in the model's "
+        "generation_config.json",
+    )
+
+
+def _tail(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that end a response, as the model was taught."""
+    if not tokenizer.chat_template:
+        return _ids(tokenizer, str(tokenizer.eos_token)) if tokenizer.eos_token else []
+    text = templated(tokenizer, _conversation(SAID)[:2], tokenize=False)
+    text = text[text.rindex(SAID) + len(SAID) :] if SAID in text else ""
+    return _ids(tokenizer, text)
+
+
+def _turns(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+    if not tokenizer.chat_template:
+        return
+    about = "several turns"
+    try:
+        encode_reply(tokenizer, [{"role": "user", "content": "3 + 4?"}])
+        changed, thoughts = _first_change(tokenizer, _conversation(SAID)), _conversation(THOUGHT)
+        hidden = _first_change(tokenizer, thoughts) or THOUGHT not in templated(tokenizer, thoughts, tokenize=False)
+    except ValueError as error:
+        yield Finding("note", about, f"{error}{_but_tools(tokenizer)}")
+        return
+    if changed:
+        yield Finding("note", about, f"message {changed} changes the ids of those before it; {APPENDING}")
+    elif hidden:
+        yield Finding(
+            "note",
+            about,
+            "the template strips <think>…</think> from earlier responses: in tasks of several turns the policy sees "
+            f"what it thought before, as sampled ids are kept, and a chat server would not show it; {APPENDING} there",
+        )
+    else:
+        yield Finding("OK", about, "ids of earlier messages stay as they are")
+
+
+def _but_tools(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What is said of tasks where a user's reply can't be written."""
+    try:
+        encode_reply(tokenizer, [{"role": "tool", "content": "5"}])
+    except ValueError:
+        return "; until then, tasks of one turn only"
+    return "; until then, tasks of one turn, and those where tools reply (env.tool_role=tool)"
+
+
+def _conversation(said: str) -> Messages:
+    questions = ({"role": "user", "content": question} for question in ("2 + 3?", "3 + 2?", "1 + 4?"))
+    return [message for question in questions for message in (question, {"role": "assistant", "content": said})]
+
+
+def _first_change(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> int | None:
+    """The first message, from 1, with which the ids of those before it change; None: there is none."""
+    turns = [messages[: n + 1] for n in range(len(messages))]
+    ids = [list(templated(tokenizer, turn, tokenize=True, return_dict=False)) for turn in turns]
+    return next((n + 1 for n in range(1, len(ids)) if ids[n][: len(ids[n - 1])] != ids[n - 1]), None)
+
+
+def _reading_back(tokenizer: PreTrainedTokenizerBase) -> Finding:
+    texts = decode_responses(tokenizer, [_ids(tokenizer, text) for text in TEXTS])
+    changed = next(((given, got) for given, got in zip(TEXTS, texts, strict=True) if given != got), None)
+    if changed is None:
+        return Finding("OK", "text of ids", "decoded as it was written; ids are never made from it again")
+    return Finding("note", "text of ids", f"rewards read {changed[1]!r} where {changed[0]!r} was written")
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return cast("list[int]", tokenizer(text, add_special_tokens=False)["input_ids"])
