@@ -1,4 +1,4 @@
-"""A model's tensors by the names that its checkpoint has for them: transformers stacks experts in memory, files don't."""
+"""A model's tensors by the names of its checkpoint: transformers stacks experts in memory, files do not."""
 
 from __future__ import annotations
 

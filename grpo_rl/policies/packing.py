@@ -1,6 +1,6 @@
 """A micro-batch of groups as one flat sequence: group after group, prompt, response 1, …, response G. No padding.
 
-Letters: T tokens of the micro-batch, N response tokens.
+Letters: T tokens of the micro-batch, N response tokens, L decoder layers, K experts of a token.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from grpo_rl.data.group import Group
+from grpo_rl.data.group import NO_ROUTE, Group
 
 LAYOUT = "prefix_layout"
 """The keyword that passes the layout of a micro-batch through a model to its layers."""
+
+ROUTES = "routes"
+"""Key of a layout's cache: each flat token's experts by decoder layer, [T, L, K], where a sampler's are replayed."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +102,31 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
         spans.append(span)
         positions.append(span.positions)
         cursor = span.end
+    layout = Layout(tuple(spans))
+    if (routes := flat_routes(groups)) is not None:
+        layout.cache[ROUTES] = routes.to(device)
     return Packed(
         input_ids=torch.cat(ids).to(device),
         position_ids=torch.cat(positions).to(device),
-        layout=Layout(tuple(spans)),
+        layout=layout,
         predict_index=(torch.cat(predict) if predict else torch.empty(0, dtype=torch.long)).to(device),
         target_ids=torch.cat([group.response_ids for group in groups]).to(device),
     )
+
+
+def flat_routes(groups: Sequence[Group]) -> Int[Tensor, "T L K"] | None:
+    """The sampler's experts of each group's prompt and responses, one group after the other; None where none has any.
+
+    Tokens of groups without any are left to the router.
+    """
+    some = next((group.routes for group in groups if group.routes is not None), None)
+    if some is None:
+        return None
+    parts = []
+    for group in groups:
+        for routes, tokens in ((group.prompt_routes, group.prompt_ids), (group.routes, group.response_ids)):
+            parts.append(some.new_full((len(tokens), *some.shape[1:]), NO_ROUTE) if routes is None else routes)
+    return torch.cat(parts)
 
 
 def bucket(length: int) -> int:

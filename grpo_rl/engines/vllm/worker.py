@@ -22,6 +22,7 @@ from grpo_rl.engines.vllm.experts import record_expert_packing
 from grpo_rl.engines.vllm.held import held_digest, module_of, shard_fingerprint
 from grpo_rl.engines.vllm.in_place import is_plain, write_in_place
 from grpo_rl.engines.vllm.lora import held_factor_fingerprint, hold_adapter
+from grpo_rl.engines.vllm.routes import RouteRecorder
 from grpo_rl.engines.vllm.shared_transfer import register
 
 register()  # the entry point does it too, where the package is installed and VLLM_PLUGINS does not leave it out
@@ -38,6 +39,7 @@ class WorkerExtension:
     cache_config: Any
     _loaded: torch.nn.Module | None = None
     """The model, once vLLM has loaded weights into it by their names, if the next can be written over them."""
+    _routes: RouteRecorder
     weight_transfer_engine: Any
     _weight_update_active: bool
 
@@ -81,6 +83,22 @@ class WorkerExtension:
         if size <= 0:
             raise RuntimeError("vLLM does not say how large its KV cache is: an engine in this one's place needs it")
         return size
+
+    def record_routes(self) -> None:
+        """Records the experts of each token from now on.
+
+        Raises:
+            ValueError: as `RouteRecorder`.
+        """
+        self._routes = RouteRecorder(self.model_runner)
+
+    def take_routes(self, key: str, lengths: list[int]) -> list[Tensor]:
+        """See :meth:`grpo_rl.engines.vllm.routes.RouteRecorder.take`."""
+        return self._routes.take(key, lengths)
+
+    def forget_routes(self, keys: list[str]) -> None:
+        """See :meth:`grpo_rl.engines.vllm.routes.RouteRecorder.forget`."""
+        self._routes.forget(keys)
 
     def held_fingerprints(self, shapes: dict[str, list[int]], dtype: str, as_digests: bool) -> dict[str, int]:
         """This worker's share of the fingerprint of each checkpoint tensor, 0 where another worker counts it.
