@@ -22,6 +22,7 @@ from transformers import (
 from grpo_rl.engines.base import Samples, Sampling, StepByGenerate, check_request
 from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.policies.checkpoint_names import CheckpointNames
+from grpo_rl.policies.lora import base_weights
 
 
 class TransformersEngine(StepByGenerate):
@@ -129,12 +130,12 @@ class TransformersEngine(StepByGenerate):
     def fingerprints(self, shapes: Mapping[str, torch.Size], read_back: bool = False) -> dict[str, int]:
         """See :meth:`grpo_rl.engines.base.Engine.fingerprints`."""
         held = self._held()
-        return {name: fingerprint(held[name]) for name in shapes}
+        return {name: fingerprint(held[name].to(self.dtype)) for name in shapes}
 
     def _held(self) -> dict[str, Tensor]:
-        """The model's parameters, or the parts of them that the checkpoint names."""
+        """The model's tensors, or the parts of them that the checkpoint names."""
         names = CheckpointNames(self._model)
-        return dict(view for named in self._model.named_parameters() for view in names.views(*named))
+        return dict(view for named in base_weights(self._model) for view in names.views(*named))
 
     def sleep(self) -> None:
         """Moves the weights to host memory."""

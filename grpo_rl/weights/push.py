@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_rl.engines.base import Engine
 from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.policies.checkpoint_names import CheckpointNames
-from grpo_rl.policies.lora import base_weights, has_adapters
+from grpo_rl.policies.lora import base_weights, has_adapters, saved_buffers
 from grpo_rl.policies.shards import whole
 from grpo_rl.weights.sources import weights_to_send
 from grpo_rl.weights.transport import Held, InProcess, Transport, WeightDeliveryError
@@ -112,10 +112,12 @@ class WeightSync:
         self, frozen: bool, seen: dict[str, tuple[torch.Size, SupportsInt]], mark: Callable[[str, Tensor], SupportsInt]
     ) -> Iterator[tuple[str, Tensor]]:
         """The tensors to send; the shape of each that is taken, and what ``mark`` says of it, are put into ``seen``."""
+        dtype, buffers = self._transport.dtype, saved_buffers(self._model)
         for name, tensor in weights_to_send(self._model, self._transport.takes_adapters, frozen):
-            tensor = whole(tensor.to(self._transport.dtype))  # of a sharded one every rank asks for all
+            # Of a sharded one every rank asks for all.
+            tensor = tensor if name in buffers else whole(tensor.to(dtype))
             for its_name, part in self._names.views(name, tensor):
-                seen[its_name] = part.shape, mark(its_name, part)
+                seen[its_name] = part.shape, mark(its_name, part.to(dtype))
                 yield its_name, part
                 del part
             del tensor  # before the next one is made

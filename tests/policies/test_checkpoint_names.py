@@ -8,9 +8,12 @@ import transformers
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from grpo_rl.distributed.sharded_checkpoint import export_model
 from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.policies.checkpoint_names import CheckpointNames
+from grpo_rl.policies.lora import base_weights
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 
 SIZES = dict(
@@ -38,11 +41,29 @@ def test_parts_of_parameters_are_the_tensors_of_the_saved_file(name, tmp_path):
     saved = load_file(tmp_path / "model.safetensors")
     for source in (model, type(model).from_pretrained(tmp_path)):  # one that was read from a file, and one that was not
         names = CheckpointNames(source)
-        sent = dict(part for named in source.named_parameters() for part in names.views(*named))
-        buffers = saved.keys() - sent.keys()
-        assert sent.keys() <= saved.keys() and all(key.endswith("bias") for key in buffers)
+        sent = dict(part for named in base_weights(source) for part in names.views(*named))
+        assert sent.keys() == saved.keys()
         for key, part in sent.items():
             assert torch.equal(part, saved[key])
+
+
+@pytest.mark.slow
+def test_a_routers_bias_is_sent_and_exported_in_its_own_dtype(tmp_path):
+    model = tiny("DeepseekV3").bfloat16()
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias = torch.nn.Buffer(torch.tensor([3.001, 3.002, 3, 3]))
+    assert not torch.equal(bias.bfloat16().float(), bias)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    came = {}
+
+    class Notes(ScriptedEngine):
+        def update_weights(self, weights, version):
+            came.update(weights)
+            super().update_weights(came.items(), version)
+
+    WeightSync(model, Notes(lambda prompt, g: [])).push()
+    assert torch.equal(came[name], bias) and came["lm_head.weight"].dtype == torch.bfloat16
+    export_model(dict(base_weights(model)), model.config, tmp_path, torch.bfloat16)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")[name], bias)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def held_digest(model: torch.nn.Module, name: str, dtype: torch.dtype) -> int:
     path, _, kind = name.rpartition(".")
     module, index = module_of(model, path)
     module = without_adapter(module)
-    packed, tensor = packed_from(module), getattr(module, kind)
+    packed, tensor = packed_from(module), _tensor(module, kind, name)
     if packed and kind == "weight" and not isinstance(module, VocabParallelEmbedding):
         return packed[index]
     if not tensor.numel():
@@ -82,7 +82,7 @@ def shard_fingerprint(
     path, _, kind = name.rpartition(".")
     module, index = module_of(model, path)
     module = without_adapter(module)
-    whole = _once(last_read, (str(id(module)), kind), lambda: _read(module, kind, dtype))
+    whole = _once(last_read, (str(id(module)), kind), lambda: _read(module, kind, name, dtype))
     rank = getattr(module, "tp_rank", 0)
     if isinstance(module, VocabParallelEmbedding):
         # The vocabulary is padded, and split by rows.
@@ -135,7 +135,10 @@ def module_of(model: torch.nn.Module, path: str) -> tuple[torch.nn.Module, int]:
     try:
         return model.get_submodule(f"{parent}.{leaf}" if parent else leaf), index
     except AttributeError as error:
-        raise LookupError(f"vLLM's {type(model).__name__} has no module for the checkpoint's {path!r}") from error
+        raise LookupError(
+            f"vLLM's {type(model).__name__} has no module for the checkpoint's {path!r}; set "
+            "inference_model.engine=transformers"
+        ) from error
 
 
 def _once(last_read: dict[tuple[str, str], Tensor], key: tuple[str, str], read: Callable[[], Tensor]) -> Tensor:
@@ -145,9 +148,19 @@ def _once(last_read: dict[tuple[str, str], Tensor], key: tuple[str, str], read: 
     return last_read[key]
 
 
-def _read(module: torch.nn.Module, kind: str, dtype: torch.dtype) -> Tensor:
+def _tensor(module: torch.nn.Module, kind: str, name: str) -> Tensor:
+    try:
+        return getattr(module, kind)
+    except AttributeError as error:
+        raise LookupError(
+            f"{name}: vLLM's {type(module).__name__} holds no {kind} that can be proven; set "
+            "inference_model.engine=transformers"
+        ) from error
+
+
+def _read(module: torch.nn.Module, kind: str, name: str, dtype: torch.dtype) -> Tensor:
     """The tensor that the module computes with."""
-    tensor = getattr(module, kind)
+    tensor = _tensor(module, kind, name)
     if tensor.numel() or kind != "weight":
         return tensor.to(dtype)
     # On CPU the weight has gone into a packed form that only a product can read.
