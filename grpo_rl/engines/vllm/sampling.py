@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
+import numpy as np
 import torch
-from torch import Tensor
 from vllm import RequestOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
@@ -43,12 +43,15 @@ def token_counts(output: RequestOutput) -> list[int]:
     return [len(output.prompt_token_ids or ()) + len(response.token_ids) for response in output.outputs]
 
 
-def with_routes(samples: Samples, routes: Sequence[Tensor]) -> Samples:
+def with_routes(samples: Samples, taken: Sequence[tuple[bytes, str, list[int]]]) -> Samples:
     """The samples with the experts of each token.
 
     Args:
-        routes: of each response with its prompt, [P + tokens, L, K]. The prompt's are those of the first.
+        taken: bytes, dtype and shape of those of each response with its prompt, [P + tokens, L, K]. The prompt's are
+            those of the first.
     """
+    arrays = (np.frombuffer(data, dtype).reshape(shape) for data, dtype, shape in taken)
+    routes = [torch.from_numpy(array.copy()) for array in arrays]  # bytes can't be written to
     prompt = len(routes[0]) - int(samples.offsets[1])
     return replace(samples, prompt_routes=routes[0][:prompt], routes=torch.cat([own[prompt:] for own in routes]))
 

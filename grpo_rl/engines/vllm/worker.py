@@ -92,9 +92,10 @@ class WorkerExtension:
         """
         self._routes = RouteRecorder(self.model_runner)
 
-    def take_routes(self, key: str, lengths: list[int]) -> list[Tensor]:
-        """See :meth:`grpo_rl.engines.vllm.routes.RouteRecorder.take`."""
-        return self._routes.take(key, lengths)
+    def take_routes(self, key: str, lengths: list[int]) -> list[tuple[bytes, str, list[int]]]:
+        """Bytes, dtype and shape of each result of :meth:`grpo_rl.engines.vllm.routes.RouteRecorder.take`."""
+        taken = [rows.numpy() for rows in self._routes.take(key, lengths)]
+        return [(rows.tobytes(), str(rows.dtype), list(rows.shape)) for rows in taken]
 
     def forget_routes(self, keys: list[str]) -> None:
         """See :meth:`grpo_rl.engines.vllm.routes.RouteRecorder.forget`."""
