@@ -25,8 +25,10 @@ from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.collectors.base import Collector
 from grpo_rl.engines.base import AsyncEngine, Sampling
 from grpo_rl.envs.base import LLMEnv
+from grpo_rl.policies.checkpoint_names import CheckpointNames
 from grpo_rl.policies.hub import resolve_model
 from grpo_rl.policies.loading import skeleton
+from grpo_rl.policies.lora import saved_buffers
 from grpo_rl.run.run import Run
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
@@ -110,7 +112,14 @@ def make_transport(
         return SharedMemoryTransport(engines, GPU_BYTES, model.deadline_s, devices.train[0])
     if transfer == "shared_memory":
         return SharedMemoryTransport(engines, deadline_s=model.deadline_s)
-    shapes = {name: weight.shape for name, weight in skeleton(model_folder).named_parameters()}
+    plain = skeleton(model_folder)
+    if buffers := list(saved_buffers(plain)):
+        raise ValueError(
+            f"inference_model.transfer=nccl sends numbers of one dtype, and {buffers[0]} keeps its own; set "
+            "inference_model.transfer=ipc on a GPU that both share, or mode=sync"
+        )
+    names = CheckpointNames(plain)
+    shapes = {name: part.shape for named in plain.named_parameters() for name, part in names.views(*named)}
     return NativeTransport(
         engines, shapes, model.deadline_s, devices.tensor_parallel_size, this_address(), devices.train[0]
     )

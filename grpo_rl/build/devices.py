@@ -58,7 +58,7 @@ def plan_devices(settings: Settings, model_folder: Path) -> Devices:
             f"the plan is {devices}, but vLLM in the training process samples on the first GPUs; give it those: "
             f"inference_model.devices={[d.index for d in first]} train_model.devices=[{len(first)}]"
         )
-    check_model(model_folder, adapters(settings))
+    check_model(model_folder, adapters(settings), settings.policy.router_replay)
     return devices
 
 

@@ -87,7 +87,7 @@ def make_site(settings: Settings) -> Iterator[Site]:
             missing or silent.
     """
     model_folder = resolve_model(settings.model.name)
-    check_model(model_folder, adapters(settings))
+    check_model(model_folder, adapters(settings), settings.policy.router_replay)
     heads = AutoConfig.from_pretrained(model_folder).get_text_config().num_attention_heads
     world, parallel = int(os.environ.get("WORLD_SIZE", 1)), settings.train_model.parallel
     if world > 1 and (parallel is None or settings.ray.address):

@@ -42,6 +42,7 @@ def make_policy(settings: Settings, model_folder: Path, devices: Devices, ranks:
         settings.train_model.quantization,
         ranks,
         settings.train_model.head == "liger",
+        settings.policy.router_replay,
     )
 
 

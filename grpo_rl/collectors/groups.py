@@ -26,6 +26,8 @@ def group_of_samples(prompt: Prompt, samples: Samples) -> Group:
         offsets=samples.offsets,
         rewards=torch.zeros(len(samples.offsets) - 1),
         truncated=samples.truncated,
+        routes=samples.routes,
+        prompt_routes=samples.prompt_routes,
     )
 
 

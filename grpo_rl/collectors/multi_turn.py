@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from grpo_rl.collectors.groups import group_of_samples
-from grpo_rl.data.group import Group
+from grpo_rl.data.group import NO_ROUTE, Group
 from grpo_rl.engines.base import Sampler, Samples, Sampling
 from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward
 from grpo_rl.envs.chat import Dialog
@@ -34,6 +34,7 @@ class Trajectory:
         row: of the data, which the conversation is about; ``where`` names it in messages.
         trainable: which tokens the policy chose; a reply's are not.
         turn_starts: where each turn of the policy begins in ``ids``.
+        routes: experts of all tokens, the prompt's and the replies' too, from the last turn, which read them all.
         truncated: the policy reached a token limit before it was done.
         dropped: why there is nothing to train on; None where there is.
     """
@@ -47,6 +48,7 @@ class Trajectory:
     versions: list[int] = field(default_factory=list)
     trainable: list[bool] = field(default_factory=list)
     turn_starts: list[int] = field(default_factory=list)
+    routes: torch.Tensor | None = None
     truncated: bool = False
     dropped: Failure | None = None
     replying_since: float | None = None
@@ -66,6 +68,8 @@ class Trajectory:
         self.log_probs += samples.log_probs.tolist()
         self.versions += samples.versions.tolist()
         self.trainable += [True] * len(ids)
+        if samples.routes is not None and samples.prompt_routes is not None:
+            self.routes = torch.cat([samples.prompt_routes, samples.routes])
 
     def add_reply(self, ids: Sequence[int]) -> None:
         """Appends a reply: tokens that the policy reads and did not choose."""
@@ -262,4 +266,19 @@ def group_of_trajectories(prompt: Prompt, trajectories: Sequence[Trajectory]) ->
         group_of_samples(prompt, samples),
         versions=torch.tensor([version for t in trajectories for version in t.versions], dtype=torch.long),
         trainable=torch.tensor([chosen for t in trajectories for chosen in t.trainable], dtype=torch.bool),
+        **_routes(trajectories),
     )
+
+
+def _routes(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """The group's routes, if they were recorded; a conversation may have ended with a reply that was never read."""
+    known = [t.routes for t in trajectories if t.routes is not None]
+    if not known:
+        return {}
+    prompt = len(trajectories[0].prompt_ids)
+    whole = []
+    for t in trajectories:
+        routes = known[0][:0] if t.routes is None else t.routes[prompt:]
+        missing = len(t.ids) - len(routes)
+        whole.append(torch.cat([routes, known[0].new_full((missing, *known[0].shape[1:]), NO_ROUTE)]))
+    return {"routes": torch.cat(whole), "prompt_routes": known[0][:prompt]}

@@ -1,6 +1,7 @@
 """A group: one prompt and the G responses sampled for it, ragged and without padding.
 
-Dimension letters: P prompt tokens, R response tokens of the whole group, G responses.
+Dimension letters: P prompt tokens, R response tokens of the whole group, G responses, L decoder layers, K experts of a
+token.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from grpo_rl.data import keys
+
+NO_ROUTE = -1
+"""Stands for the experts of a token that the sampler's routers never saw, like the last one of a response."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +44,9 @@ class Group:
         ref_log_probs: [R] the frozen reference's log-probabilities, if there is a reference.
         old_log_probs: [R] the trainer's own log-probabilities before it trains on the group, if they are needed.
         old_entropies: [R] the trainer's entropies, computed with ``old_log_probs``.
+        routes: [R, L, K] the experts that the sampler's routers chose, by decoder layer, or :data:`NO_ROUTE`, if they
+            are replayed; 0 in layers without experts.
+        prompt_routes: [P, L, K] likewise, if there are ``routes``.
 
     >>> group = Group(
     ...     0, 0, torch.tensor([5, 6]), torch.tensor([7, 8, 9]), torch.zeros(3), torch.zeros(3, dtype=torch.long),
@@ -65,6 +72,8 @@ class Group:
     ref_log_probs: Float[Tensor, " R"] | None = None
     old_log_probs: Float[Tensor, " R"] | None = None
     old_entropies: Float[Tensor, " R"] | None = None
+    routes: Int[Tensor, "R L K"] | None = None
+    prompt_routes: Int[Tensor, "P L K"] | None = None
 
     def __post_init__(self) -> None:
         tokens = int(self.offsets[-1])
@@ -146,7 +155,7 @@ class Group:
         tokens = keep.repeat_interleave(self.lengths)
         masks = dict.fromkeys(("rewards", "truncated", "advantages"), keep)
         masks |= dict.fromkeys(("response_ids", "log_probs", "versions", "trainable"), tokens)
-        masks |= dict.fromkeys(("ref_log_probs", "old_log_probs", "old_entropies"), tokens)
+        masks |= dict.fromkeys(("ref_log_probs", "old_log_probs", "old_entropies", "routes"), tokens)
         return replace(
             self,
             offsets=torch.cat([self.offsets[:1], self.lengths[keep].cumsum(0)]),
@@ -191,6 +200,8 @@ class Group:
                 row[keys.REWARD_PARTS + (name,)] = part[g]
             for name, values in self.measures.items():
                 row[keys.MEASURES + (name,)] = values[g]
+            if self.routes is not None and self.prompt_routes is not None:
+                row[keys.ROUTES_FULL] = torch.cat([self.prompt_routes, self.routes[span]])
             if self.ref_log_probs is not None:
                 row[keys.REF_LOG_PROBS_FULL] = torch.cat([torch.zeros(prompt), self.ref_log_probs[span]])
             if self.advantages is not None:
@@ -219,6 +230,7 @@ class Group:
 
         has_advantage = rows[0].get(keys.ADVANTAGE, None) is not None
         has_ref = rows[0].get(keys.REF_LOG_PROBS_FULL, None) is not None
+        has_routes = rows[0].get(keys.ROUTES_FULL, None) is not None
         has_truncated = rows[0].get(keys.TRUNCATED, None) is not None
         return cls(
             group_id=group_ids.pop(),
@@ -235,4 +247,6 @@ class Group:
             truncated=torch.cat([row[keys.TRUNCATED] for row in rows]) if has_truncated else None,
             advantages=torch.stack([row[keys.ADVANTAGE].reshape(()) for row in rows]) if has_advantage else None,
             ref_log_probs=torch.cat([row[keys.REF_LOG_PROBS_FULL][prompt:] for row in rows]) if has_ref else None,
+            routes=torch.cat([row[keys.ROUTES_FULL][prompt:] for row in rows]) if has_routes else None,
+            prompt_routes=rows[0][keys.ROUTES_FULL][:prompt] if has_routes else None,
         )

@@ -26,6 +26,10 @@ LOG_PROBS_RESPONSE = ("log_probs", "response")
 """[R] float32: the sampler's log-probabilities of the response. Written by the policy, read by the collector; written
 by ``Group.to_tensordict``, read by ``Group.from_tensordict``."""
 
+ROUTES_FULL = ("routes", "full")
+"""[T, layers, experts of a token] integers: the experts that the sampler's routers chose, if they are replayed. Written
+and read by ``Group.to_tensordict`` and ``from_tensordict``."""
+
 REF_LOG_PROBS_FULL = ("next", "ref_log_probs", "full")
 """[T] float32: the frozen reference's log-probabilities, 0 on the prompt. Written by ``Group.to_tensordict``."""
 

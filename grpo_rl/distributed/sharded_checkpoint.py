@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from grpo_rl.distributed.ranks import Ranks, agreed
+from grpo_rl.policies.lora import saved_buffers
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.whole_file import make_folder
 
@@ -206,4 +207,6 @@ def export_model(
         plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if generation_config is not None:
         plain.generation_config = generation_config
-    plain.save_pretrained(folder, state_dict={name: weight.to("cpu", dtype) for name, weight in state.items()})
+    buffers = saved_buffers(plain)
+    weights = {name: weight.cpu() if name in buffers else weight.to("cpu", dtype) for name, weight in state.items()}
+    plain.save_pretrained(folder, state_dict=weights)

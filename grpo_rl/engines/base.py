@@ -1,6 +1,6 @@
 """The interface of every inference engine: ids in, ids out, and weights that can be proven to have arrived.
 
-Letters: G responses to one prompt, R tokens of all of them.
+Letters: G responses to one prompt, R tokens of all of them, P of the prompt, L decoder layers, K experts of a token.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class Samples:
         truncated: [G] True where a response reached ``max_new_tokens`` (finish reason "length").
         version: policy version of the weights that sampled the last token.
         token_versions: [R] int64, policy version of each token; None where all have ``version``.
+        routes: [R, L, K] experts that the routers chose, as in `grpo_rl.data.group.Group`, if they are recorded.
+        prompt_routes: [P, L, K] likewise.
     """
 
     response_ids: Int[Tensor, " R"]
@@ -88,6 +90,8 @@ class Samples:
     truncated: Bool[Tensor, " G"]
     version: int
     token_versions: Int[Tensor, " R"] | None = None
+    routes: Int[Tensor, "R L K"] | None = None
+    prompt_routes: Int[Tensor, "P L K"] | None = None
 
     @property
     def versions(self) -> Int[Tensor, " R"]:

@@ -3,8 +3,8 @@ r"""Roofline of a step: what it would take at this machine's measured best, the 
 A floor counts the matrix products of a step, those of causal attention included, and the weights that have to come from
 memory. It leaves out what should be small beside them (element-wise work, the optimizer, rewards), and counts every
 response token in full, though a response's last one need not be fed back: with responses of a few dozen tokens,
-the fraction is below 1 even where nothing is wasted. The counts are those of dense models: an expert that a token does
-not visit would be counted as work. What adapters add to products and reads is left out, being small beside the weights
+the fraction is below 1 even where nothing is wasted. Of a mixture's experts those count that a token visits; decoding
+reads at least as many. What adapters add to products and reads is left out, being small beside the weights
 that they adapt. Source of the counts: PaLM, appendix B, https://arxiv.org/abs/2204.02311, but with the keys that a
 token sees rather than all.
 
@@ -38,7 +38,7 @@ class ModelSizes:
     """The numbers of a model that a floor depends on.
 
     Args:
-        trunk: N, parameters but for those of the embedding and the head.
+        trunk: N, parameters that a token is multiplied by, but for those of the embedding and the head.
         attention: A, query heads times their size.
         decode_bytes: weights that each decoding step reads: trunk and head, not the embedding's table.
         pushed_bytes: what every push sends: all weights, tied ones once, or adapters alone.
@@ -68,16 +68,18 @@ class ModelSizes:
         trunk = [p for p in base if p is not embedding and p is not head]
         vocab, hidden = head.shape
         config = model.config.get_text_config()
+        chosen = getattr(config, "num_experts_per_tok", None)
+        active = sum(_active(p, chosen) for p in trunk)
         heads = getattr(config, "num_attention_heads", None) or 1
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         window = getattr(config, "sliding_window", None)
         layers = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
         return cls(
-            trunk=sum(map(_numel, trunk)),
+            trunk=active,
             hidden=hidden,
             vocab=vocab,
             attention=heads * head_dim,
-            decode_bytes=sum(map(_numel, [*trunk, head])) * model.dtype.itemsize,
+            decode_bytes=(active + _numel(head)) * model.dtype.itemsize,
             pushed_bytes=sum(map(_numel, adapters if pushes_adapters else base)) * model.dtype.itemsize,
             windows=tuple(window if kind == "sliding_attention" else None for kind in layers if kind in ATTENDING),
             trained=sum(_numel(p) for p in [*trunk, head] if p.requires_grad) / sum(map(_numel, [*trunk, head])),
@@ -173,6 +175,12 @@ def floors_s(
         "train": (2 + sizes.trained) * epochs * forward(trained) / flops_per_s,
         "sync": 2 * sizes.pushed_bytes / rates.bytes_per_s,
     }
+
+
+def _active(parameter: Tensor, chosen: int | None) -> int:
+    """Numbers of a parameter that multiply one token: of stacked experts [E, outputs, inputs] the chosen ones."""
+    stacked = chosen is not None and parameter.ndim == 3 and parameter.shape[1] > 1 and len(parameter) > chosen
+    return _numel(parameter) * chosen // len(parameter) if stacked else _numel(parameter)
 
 
 def _numel(parameter: Tensor) -> int:

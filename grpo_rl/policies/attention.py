@@ -21,6 +21,7 @@ from grpo_rl.policies.attention_flex import PaddedLayout, flex_in_layer, flex_sh
 from grpo_rl.policies.mixers import share_prompts
 from grpo_rl.policies.mode import check_no_noise, switch_off_noise
 from grpo_rl.policies.packing import LAYOUT, Layout, Packed
+from grpo_rl.policies.routing import replay_routes
 from grpo_rl.policies.supported import not_understood, windows_in_masks
 
 ATTENTION_NAME = "grpo_rl_shared_prefix"
@@ -34,12 +35,17 @@ WINDOWS = "grpo_rl_windows"
 """Attribute of a model whose layers are compiled on CUDA: sliding windows of its layers, None for full attention."""
 
 
-def use_shared_prefix(model: PreTrainedModel) -> PreTrainedModel:
+def use_shared_prefix(model: PreTrainedModel, router_replay: bool = False) -> PreTrainedModel:
     """The model with its attention switched to shared prefixes, and its noise off (`switch_off_noise`).
 
+    Args:
+        router_replay: its routers take the experts that a micro-batch gives (`grpo_rl.policies.routing`).
+
     Raises:
-        ValueError: the model would be scored wrongly, or keeps an attention of its own.
+        ValueError: the model would be scored wrongly, keeps an attention of its own, or its routers can't replay.
     """
+    if router_replay:
+        replay_routes(model)
     windows = windows_in_masks(model)
     model.set_attn_implementation(ATTENTION_NAME)
     assert model.config._attn_implementation == ATTENTION_NAME, model.config._attn_implementation

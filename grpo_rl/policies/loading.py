@@ -9,22 +9,26 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from grpo_rl.policies.lora import LoRA, Quantization, last_names, targeted
+from grpo_rl.policies.routing import check_replay
 from grpo_rl.policies.supported import refuse_unsupported
 
 
-def check_model(folder: str | Path, lora: LoRA | None = None) -> None:
+def check_model(folder: str | Path, lora: LoRA | None = None, router_replay: bool = False) -> None:
     """Checks that `TrainPolicy.load` can train the folder's model, without reading its weights.
 
     Args:
         lora: adapters that are trained instead of the model, if their rank is more than 0.
+        router_replay: its routers have to take the experts that a sampler chose.
 
     Raises:
-        ValueError: the model would be scored wrongly, or the adapters' targets do not fit it.
+        ValueError: the model would be scored wrongly, the adapters' targets do not fit it, or its routers can't replay.
     """
     model = skeleton(folder)
     refuse_unsupported(model)
     if lora and lora.rank:
         targeted(model, lora.targets)
+    if router_replay:
+        check_replay(model)
 
 
 def skeleton(folder: str | Path) -> PreTrainedModel:

@@ -236,7 +236,7 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The model's parameters under the checkpoint's names, without adapters, quantised ones dequantised.
+    """The model's parameters and saved buffers by name, without adapters, quantised ones dequantised.
 
     >>> [name for name, _ in base_weights(torch.nn.Linear(2, 2))]
     ['weight', 'bias']
@@ -246,6 +246,22 @@ def base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         if adapted and ".lora_" in name:
             continue
         yield name.replace(".base_layer.", ".") if adapted else name, _dequantized(model, name, parameter)
+    for name, buffer in saved_buffers(model).items():
+        yield name.replace(".base_layer.", ".") if adapted else name, buffer
+
+
+def saved_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Numbers of the checkpoint that are not trained, like the bias by which DeepSeek's routers balance experts.
+
+    They keep their own dtype wherever they go: that bias would lose in bfloat16 what it is there for.
+    """
+    kept = ((name, module) for name, module in model.named_modules() if module._buffers)
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in kept
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set
+    }
 
 
 def _dequantized(model: torch.nn.Module, name: str, parameter: Tensor) -> Tensor:

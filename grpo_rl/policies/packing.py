@@ -3,7 +3,8 @@
 Prompts, a system message before several of them, the first words of responses: the micro-batch is a tree of nodes, laid
 flat with every node's descendants right behind it. No padding.
 
-Letters: T tokens of the micro-batch, N response tokens, M of them that differ, S tokens of the groups laid end to end.
+Letters: T tokens of the micro-batch, N response tokens, M of them that differ, L decoder layers,
+K experts of a token.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from grpo_rl.data.group import Group
+from grpo_rl.data.group import NO_ROUTE, Group
 from grpo_rl.data.prefix_tree import Branch, Ids, prefix_tree
 
 LAYOUT = "prefix_layout"
@@ -27,6 +28,9 @@ NODE_COST = 8
 """Tokens that could be computed in the time that one more node takes."""
 ROWS_PER_TOKEN = 32
 """Tokens that have one more part of their attention joined in the time that computing one token takes."""
+
+ROUTES = "routes"
+"""Key of a layout's cache: each flat token's experts by decoder layer, [T, L, K], where a sampler's are replayed."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +178,8 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
     else:
         row = None
     layout = Layout(nodes)
+    if (routes := flat_routes(groups)) is not None:
+        layout.cache[ROUTES] = routes[source].to(device)
     return Packed(
         input_ids=all_ids[source].to(device),
         position_ids=layout.positions.to(device),
@@ -226,6 +232,21 @@ def _with_descendants(nodes: list[Node]) -> tuple[Node, ...]:
             parent = nodes[node.parent]
             nodes[node.parent] = replace(parent, until=max(parent.until, node.until))
     return tuple(nodes)
+
+
+def flat_routes(groups: Sequence[Group]) -> Int[Tensor, "T L K"] | None:
+    """The sampler's experts of each group's prompt and responses, one group after the other; None where none has any.
+
+    Tokens of groups without any are left to the router.
+    """
+    some = next((group.routes for group in groups if group.routes is not None), None)
+    if some is None:
+        return None
+    parts = []
+    for group in groups:
+        for routes, tokens in ((group.prompt_routes, group.prompt_ids), (group.routes, group.response_ids)):
+            parts.append(some.new_full((len(tokens), *some.shape[1:]), NO_ROUTE) if routes is None else routes)
+    return torch.cat(parts)
 
 
 def bucket(length: int) -> int:

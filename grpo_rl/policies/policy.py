@@ -106,6 +106,7 @@ class TrainPolicy:
         quantization: Quantization | None = None,
         peers: Peers | None = None,
         liger: bool = False,
+        router_replay: bool = False,
     ) -> Policy:
         """The policy from a local model folder, ready to train.
 
@@ -118,10 +119,11 @@ class TrainPolicy:
             quantization: of the base model under the adapters.
             peers: the processes that train the policy together; each has its own device, and ``device`` is ignored.
             liger: Liger's kernels compute the head.
+            router_replay: a mixture's routers take the experts of groups that have ``routes``.
 
         Raises:
             ValueError: there is no compiler, the model would be scored wrongly, the adapters' targets do not exist, the
-                folder lacks weights, or Liger can't compute the head.
+                folder lacks weights, Liger can't compute the head, or routers can't replay.
         """
         check_model(folder, lora)
         device = peers.device if peers else device
@@ -138,6 +140,8 @@ class TrainPolicy:
                 add_adapters(model, lora)
             if gradient_checkpointing:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
+            if router_replay:
+                use_shared_prefix(model, router_replay=True)
             policy = cls(model, temperature)
             policy.peers, policy.liger = peers, liger
             if liger:
@@ -215,7 +219,10 @@ class ReferencePolicy(TrainPolicy):
         super().__init__(model if self._shared else model.requires_grad_(False), temperature)
 
     def score(self, groups: Sequence[Group]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-        """See :meth:`TrainPolicy.score`."""
+        """See :meth:`TrainPolicy.score`; the reference's routers choose by themselves."""
+        groups = [
+            replace(group, routes=None, prompt_routes=None) if group.routes is not None else group for group in groups
+        ]
         with adapters_off(self.model) if self._shared else nullcontext():
             return super().score(groups)
 

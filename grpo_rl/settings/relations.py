@@ -26,6 +26,7 @@ def check_relations(settings: Sections) -> None:
     _check_parallel(settings)
     _check_loss(settings)
     _check_reference(settings)
+    _check_replay(settings)
 
 
 def _check_data(settings: Sections) -> None:
@@ -135,4 +136,12 @@ def _check_reference(settings: Sections) -> None:
         raise ValueError(
             "with train_model.lora the reference is the policy without its adapters; leave ref_model.name at null and "
             "ref_model.refresh at never"
+        )
+
+
+def _check_replay(settings: Sections) -> None:
+    if settings.policy.router_replay and settings.inference_model.engine != "vllm":
+        raise ValueError(
+            f"policy.router_replay=true needs inference_model.engine=vllm: {settings.inference_model.engine} records "
+            "no experts, and computes them as the trainer does; set it to false"
         )

@@ -127,6 +127,9 @@ class Policy(Section):
         None, "KL to the sampling policy, in nats per token, above which training on a collection stops", more_than=0
     )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", at_least=0)
+    router_replay: bool = setting(
+        False, "train a mixture with the experts that the sampler's routers chose (docs/models.md)"
+    )
 
 
 class MismatchSection(Section):

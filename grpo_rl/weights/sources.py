@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_rl.distributed.sharded_checkpoint import export_model
-from grpo_rl.policies.lora import adapted_layers, base_weights, factors
+from grpo_rl.policies.lora import adapted_layers, base_weights, factors, saved_buffers
 
 
 def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -58,5 +58,7 @@ def export_merged(model: PreTrainedModel, folder: Path) -> None:
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
-    merged = {name: weight.to("cpu", model.dtype) for name, weight in merged_weights(model)}
+    buffers = saved_buffers(model)
+    weights = merged_weights(model)
+    merged = {name: weight.cpu() if name in buffers else weight.to("cpu", model.dtype) for name, weight in weights}
     export_model(merged, config, folder, model.dtype, model.generation_config)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
+from grpo_rl.collectors.multi_turn import Trajectory, group_of_trajectories
 from grpo_rl.collectors.sync import SyncCollector
-from grpo_rl.engines.base import Sampling
+from grpo_rl.data.group import NO_ROUTE
+from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
+from grpo_rl.envs.base import LLMEnv, Prompt, Reward, ScoreError, Task
+from grpo_rl.envs.chat import Dialog
 from grpo_rl.testing import save_tiny_model
 
 SAMPLING = Sampling(max_new_tokens=8)
@@ -211,3 +216,21 @@ def test_aborted_requests_leave_vllm_and_the_engine_goes_on(tmp_path):
         assert request == 8 and len(samples.response_ids) == 2 and samples.truncated.tolist() == [True]
     finally:
         engine.close()
+
+
+def test_a_conversations_routes_are_those_of_its_last_turn_which_read_all_before_it():
+    def samples(ids, prompt_routes):
+        one = Samples.from_lists([ids], [[0.0] * len(ids)], [False], 0)
+        own = torch.full((len(ids), 1, 1), 7, dtype=torch.int8)
+        own[-1] = NO_ROUTE
+        return replace(one, routes=own, prompt_routes=torch.tensor(prompt_routes, dtype=torch.int8).view(-1, 1, 1))
+
+    first, second = (Trajectory({}, "row 0", [1, 2], Dialog([])) for _ in range(2))
+    first.add_turn(samples([5, 6], [0, 1]), "")
+    first.add_reply([8])
+    first.add_turn(samples([9, 9], [0, 1, 2, 3, 4]), "")
+    second.add_turn(samples([5, 6], [0, 1]), "")
+    second.add_reply([8])  # which the policy never read
+    group = group_of_trajectories(Prompt(0, 0, "?", torch.tensor([1, 2])), [first, second])
+    assert group.prompt_routes.flatten().tolist() == [0, 1]
+    assert group.routes.flatten().tolist() == [2, 3, 4, 7, NO_ROUTE, 7, NO_ROUTE, NO_ROUTE]

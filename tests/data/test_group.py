@@ -42,6 +42,10 @@ def test_to_tensordict_and_back_is_the_same_group():
         trainable=torch.tensor([True, False, True, True, True, False]),
     )
     assert_equal(Group.from_tensordict(group.to_tensordict()), group)
+    routes = torch.arange(6 * 2 * 2, dtype=torch.int8).view(6, 2, 2)
+    routed = replace(group, routes=routes, prompt_routes=-torch.ones(4, 2, 2, dtype=torch.int8))
+    assert_equal(Group.from_tensordict(routed.to_tensordict()), routed)
+    assert torch.equal(routed.with_only([0, 2]).routes, routes[[0, 1, 2, 4, 5]])
 
 
 def test_the_tensordict_has_torchrls_keys_and_shapes():

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from grpo_rl.perf import roofline
 from grpo_rl.perf.rates import Rates
@@ -203,3 +211,23 @@ def test_a_step_within_the_limit_is_not_followed_by_a_measurement(tiny, monkeypa
     assert metrics == pytest.approx(
         {"limit_fraction": 1 / 8} | {f"limit_fraction/{phase}": 1 / 4 for phase in ("sample", "train", "sync")}
     )
+
+
+def test_of_a_mixtures_experts_those_count_that_a_token_visits():
+    config = Qwen3MoeConfig(
+        vocab_size=11,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=5,
+    )
+    sizes = ModelSizes.of(Qwen3MoeForCausalLM(config).bfloat16())
+    attention, norms, router = 8 * 8 + 2 * 8 * 4 + 8 * 8, 8 + 8 + 4 + 4, 6 * 8
+    expert = 3 * 8 * 5
+    assert sizes.trunk == 2 * (attention + norms + router + 2 * expert) + 8
+    assert sizes.decode_bytes == 2 * (sizes.trunk + 11 * 8)
+    assert sizes.pushed_bytes == 2 * (sizes.trunk + 2 * 4 * expert + 2 * 11 * 8)  # all experts, embedding and head

@@ -256,6 +256,10 @@ def test_naming_a_task_chooses_its_config():
         (["ray.address=auto"], "ray.address=auto is of mode=async"),
         (["mode=asink"], "mode is 'asink'; it can be sync, async, or null; did you mean async?"),
         (["mode=async", "train.max_staleness=-1"], "train.max_staleness is -1; it must be 0 or more"),
+        (
+            ["policy.router_replay=true", "inference_model.engine=transformers"],
+            "policy.router_replay=true needs inference_model.engine=vllm: transformers records no experts",
+        ),
         (["mode=async", "inference_model.engine=transformers"], "mode=async samples with inference_model.engine=vllm"),
         (["mode=async", "inference_model.transfer=tcp"], "inference_model.transfer is 'tcp'; it can be shared_memory"),
         (["mode=async", "ray.nodes=2"], "ray.nodes=2 needs a cluster; set ray.address"),

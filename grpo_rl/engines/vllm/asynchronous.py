@@ -27,7 +27,13 @@ from grpo_rl.engines.base import AbortedError, EngineDeadError, Samples, Samplin
 from grpo_rl.engines.fingerprint import add
 from grpo_rl.engines.vllm.common import NamelessExecutor, VLLMBase
 from grpo_rl.engines.vllm.lora import adapter_request
-from grpo_rl.engines.vllm.sampling import samples_with_versions, sampling_params, version_number
+from grpo_rl.engines.vllm.sampling import (
+    samples_with_versions,
+    sampling_params,
+    token_counts,
+    version_number,
+    with_routes,
+)
 from grpo_rl.engines.vllm.shared_transfer import BACKEND
 
 T = TypeVar("T")
@@ -71,6 +77,7 @@ class AsyncVLLMEngine(VLLMBase):
         super().__init__(model, max_model_len, **settings)
         self.name, self.deadline_s = name, deadline_s
         self._keep_cache, self._pauses = keep_cache, 0
+        self._recording: asyncio.Future[Any] | None = None
         self._turns: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
         if self._is_one_worker:
             self._arguments["distributed_executor_backend"] = NamelessExecutor
@@ -96,15 +103,28 @@ class AsyncVLLMEngine(VLLMBase):
         finally:
             response.cancel()
         if any(part.finish_reason == "abort" for part in output.outputs):
+            if self._records_routes:
+                await self._within(
+                    "forgetting routes", self._core.collective_rpc("forget_routes", args=([request_id],))
+                )
             raise AbortedError(f"{request_id} was aborted on {self.name}")
-        return samples_with_versions(output)
+        samples = samples_with_versions(output)
+        if not self._records_routes:
+            return samples
+        call = self._core.collective_rpc("take_routes", args=(request_id, token_counts(output)))
+        return with_routes(samples, (await self._within("routes", call))[0])
 
     async def _sample(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> RequestOutput:
         request: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         if self._keep_cache:
             # Not the version: requests made in a pause are computed by weights of a version that is yet to come.
             request["cache_salt"] = f"pause-{self._pauses}"
-        parameters = sampling_params(n, sampling)
+        if self._records_routes:
+            if self._recording is None:
+                call = self._within("recording routes", self._core.collective_rpc("record_routes"))
+                self._recording = asyncio.ensure_future(call)
+            await asyncio.shield(self._recording)
+        parameters = sampling_params(n, sampling, request_id if self._records_routes else None)
         outputs = self._core.generate(request, parameters, request_id, lora_request=self._adapter)
         return [output async for output in outputs][-1]
 

@@ -42,6 +42,7 @@ class VLLMBase:
         adapter_targets: last names of the layers that it adapts, as the checkpoint has them.
         cache_bytes: of the KV cache on a GPU; None: what vLLM finds to be left of its share. It can tell only while
             nobody else takes or frees memory there.
+        router_replay: records the experts that a mixture's routers choose for each token.
 
     Raises:
         ValueError: vLLM refuses the model or the settings, has too little memory, or has no kernels for adapters in
@@ -61,7 +62,14 @@ class VLLMBase:
         adapter_rank: int = 0,
         adapter_targets: Sequence[str] = (),
         cache_bytes: int | None = None,
+        router_replay: bool = False,
     ) -> None:
+        if router_replay and torch.cuda.is_available():
+            raise ValueError(
+                "policy.router_replay=true on a GPU: vLLM records experts there by a model runner that was never tried "
+                "here; set it to false"
+            )
+        self._records_routes = router_replay
         self.version, self.max_model_len, self.dtype = 0, max_model_len, getattr(torch, dtype)
         self.takes_adapters = adapter_rank > 0
         self._adapter: LoRARequest | None = None

@@ -7,7 +7,7 @@ import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import chain, groupby
+from itertools import chain, count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 import grpo_rl.engines.vllm.environment  # noqa: F401, what vLLM reads at import
 
 # isort: split
-from vllm import LLM
+from vllm import LLM, RequestOutput
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
@@ -25,7 +25,7 @@ from grpo_rl.engines.base import ADAPTER_NAME, Samples, Sampling, check_request
 from grpo_rl.engines.fingerprint import add
 from grpo_rl.engines.vllm.common import VLLMBase
 from grpo_rl.engines.vllm.lora import adapter_request
-from grpo_rl.engines.vllm.sampling import samples_of, sampling_params
+from grpo_rl.engines.vllm.sampling import samples_of, sampling_params, token_counts, with_routes
 
 
 class VLLMEngine(VLLMBase):
@@ -34,11 +34,14 @@ class VLLMEngine(VLLMBase):
     def __init__(self, model: str | Path, max_model_len: int, **settings: Any) -> None:
         super().__init__(model, max_model_len, **settings)
         self._asleep = False
-        self._requests: dict[str, int] = {}
+        self._requests: dict[str, tuple[int, str | None]] = {}
+        self._keys = map(str, count())
         before = torch.cuda.memory_allocated() if self._can_free else 0
         try:
             with threads_kept() if self._can_free else nullcontext(), self._explained():
                 self._llm = LLM(**self._arguments, use_tqdm_on_load=False)
+                if self._records_routes:
+                    self._llm.collective_rpc("record_routes")
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the half-built engine
             with suppress(Exception):
@@ -57,15 +60,27 @@ class VLLMEngine(VLLMBase):
         assert not self._asleep, "wake() the engine before it generates"
         check_request(prompts, n, sampling, self.max_model_len)
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self._llm.generate(requests, sampling_params(n, sampling), use_tqdm=False, lora_request=self._adapter)
-        return [samples_of(output, self.version) for output in outputs]
+        keys = [self._new_key() for _ in prompts]
+        parameters = [sampling_params(n, sampling, key) for key in keys]
+        outputs = self._llm.generate(requests, parameters, use_tqdm=False, lora_request=self._adapter)
+        return [self._samples(output, key) for output, key in zip(outputs, keys, strict=True)]
+
+    def _new_key(self) -> str | None:
+        return next(self._keys) if self._records_routes else None
+
+    def _samples(self, output: RequestOutput, key: str | None) -> Samples:
+        samples = samples_of(output, self.version)
+        if key is None:
+            return samples
+        return with_routes(samples, self._llm.collective_rpc("take_routes", args=(key, token_counts(output)))[0])
 
     def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.submit`."""
         assert not self._asleep, "wake() the engine before it generates"
         check_request([prompt], 1, sampling, self.max_model_len)
-        parameters = sampling_params(1, sampling)
-        self._requests[str(request)] = request
+        key = self._new_key()
+        parameters = sampling_params(1, sampling, key)
+        self._requests[str(request)] = request, key
         self._llm.llm_engine.add_request(
             str(request), {"prompt_token_ids": list(prompt)}, parameters, lora_request=self._adapter
         )
@@ -73,12 +88,15 @@ class VLLMEngine(VLLMBase):
     def step(self) -> list[tuple[int, Samples]]:
         """See :meth:`grpo_rl.engines.base.Engine.step`."""
         outputs = self._llm.llm_engine.step() if self._requests else []
-        return [(self._requests.pop(out.request_id), samples_of(out, self.version)) for out in outputs if out.finished]
+        finished = [(*self._requests.pop(output.request_id), output) for output in outputs if output.finished]
+        return [(request, self._samples(output, key)) for request, key, output in finished]
 
     def abort(self) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.abort`."""
         if self._requests:
             self._llm.llm_engine.abort_request(list(self._requests))
+            if keys := [key for _, key in self._requests.values() if key is not None]:
+                self._llm.collective_rpc("forget_routes", args=(keys,))
             self._requests.clear()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
+import numpy as np
 import torch
 from vllm import RequestOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs
@@ -12,9 +14,16 @@ from vllm.sampling_params import RequestOutputKind
 
 from grpo_rl.engines.base import Samples, Sampling
 
+ROUTES_KEY = "grpo_rl_routes"
+"""Entry of a request's further arguments under which its driver asks for its routes."""
 
-def sampling_params(n: int, sampling: Sampling) -> SamplingParams:
-    """vLLM's parameters: ids and the log-probability of each, once a response is complete."""
+
+def sampling_params(n: int, sampling: Sampling, routes_key: str | None = None) -> SamplingParams:
+    """vLLM's parameters: ids and the log-probability of each, once a response is complete.
+
+    Args:
+        routes_key: under which the routes will be asked for; None: they aren't.
+    """
     return SamplingParams(
         n=n,
         temperature=sampling.temperature,
@@ -25,7 +34,26 @@ def sampling_params(n: int, sampling: Sampling) -> SamplingParams:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args=None if routes_key is None else {ROUTES_KEY: [routes_key, n]},
     )
+
+
+def token_counts(output: RequestOutput) -> list[int]:
+    """Tokens of each response of a finished request with its prompt."""
+    return [len(output.prompt_token_ids or ()) + len(response.token_ids) for response in output.outputs]
+
+
+def with_routes(samples: Samples, taken: Sequence[tuple[bytes, str, list[int]]]) -> Samples:
+    """The samples with the experts of each token.
+
+    Args:
+        taken: bytes, dtype and shape of those of each response with its prompt, [P + tokens, L, K]. The prompt's are
+            those of the first.
+    """
+    arrays = (np.frombuffer(data, dtype).reshape(shape) for data, dtype, shape in taken)
+    routes = [torch.from_numpy(array.copy()) for array in arrays]  # bytes can't be written to
+    prompt = len(routes[0]) - int(samples.offsets[1])
+    return replace(samples, prompt_routes=routes[0][:prompt], routes=torch.cat([own[prompt:] for own in routes]))
 
 
 def samples_of(output: RequestOutput, version: int) -> Samples:

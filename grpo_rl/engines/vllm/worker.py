@@ -18,13 +18,16 @@ import grpo_rl.engines.vllm.environment  # noqa: F401
 from grpo_rl.engines.base import ADAPTER_NAME
 from grpo_rl.engines.fingerprint import batch_on, fingerprint
 from grpo_rl.engines.vllm.cpu import offer_norms, record_packing, refresh_heads
+from grpo_rl.engines.vllm.experts import record_expert_packing
 from grpo_rl.engines.vllm.held import held_digest, module_of, shard_fingerprint
 from grpo_rl.engines.vllm.in_place import is_plain, write_in_place
 from grpo_rl.engines.vllm.lora import held_factor_fingerprint, hold_adapter
+from grpo_rl.engines.vllm.routes import RouteRecorder
 from grpo_rl.engines.vllm.shared_transfer import register
 
 register()  # the entry point does it too, where the package is installed and VLLM_PLUGINS does not leave it out
 record_packing()
+record_expert_packing()
 if not torch.cuda.is_available():
     offer_norms()
 
@@ -36,6 +39,7 @@ class WorkerExtension:
     cache_config: Any
     _loaded: torch.nn.Module | None = None
     """The model, once vLLM has loaded weights into it by their names, if the next can be written over them."""
+    _routes: RouteRecorder
     weight_transfer_engine: Any
     _weight_update_active: bool
 
@@ -79,6 +83,23 @@ class WorkerExtension:
         if size <= 0:
             raise RuntimeError("vLLM does not say how large its KV cache is: an engine in this one's place needs it")
         return size
+
+    def record_routes(self) -> None:
+        """Records the experts of each token from now on.
+
+        Raises:
+            ValueError: as `RouteRecorder`.
+        """
+        self._routes = RouteRecorder(self.model_runner)
+
+    def take_routes(self, key: str, lengths: list[int]) -> list[tuple[bytes, str, list[int]]]:
+        """Bytes, dtype and shape of each result of :meth:`grpo_rl.engines.vllm.routes.RouteRecorder.take`."""
+        taken = [rows.numpy() for rows in self._routes.take(key, lengths)]
+        return [(rows.tobytes(), str(rows.dtype), list(rows.shape)) for rows in taken]
+
+    def forget_routes(self, keys: list[str]) -> None:
+        """See :meth:`grpo_rl.engines.vllm.routes.RouteRecorder.forget`."""
+        self._routes.forget(keys)
 
     def held_fingerprints(self, shapes: dict[str, list[int]], dtype: str, as_digests: bool) -> dict[str, int]:
         """This worker's share of the fingerprint of each checkpoint tensor, 0 where another worker counts it.

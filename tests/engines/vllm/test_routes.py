@@ -1,0 +1,126 @@
+"""The experts that vLLM chooses are recorded, and replaying them takes away what they add to rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from grpo_rl.collectors.groups import group_of_samples
+from grpo_rl.data.group import NO_ROUTE
+from grpo_rl.engines.base import Sampling
+from grpo_rl.envs.base import Prompt
+from grpo_rl.policies.attention import use_shared_prefix
+from grpo_rl.policies.policy import TrainPolicy
+
+pytest.importorskip("vllm")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="these are recorded on a CPU"),
+]
+LAYERS, EXPERTS, CHOSEN = 4, 16, 4
+PROMPTS = [list(range(5, 80)), [3, 9, 4]]  # more than two blocks of the KV cache, and less than one
+SAMPLING = Sampling(max_new_tokens=40)
+
+
+def save(folder):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=200, hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=2, num_key_value_heads=1)
+    config = Qwen3MoeConfig(
+        **sizes,
+        head_dim=32,
+        num_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        eos_token_id=0,
+    )
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("mixture") / "model")
+
+
+def own_choice(model, ids):
+    """The experts that a plain forward of transformers chooses for each token, sorted, [tokens, layers, experts]."""
+    chosen = []
+    handles = [
+        layer.mlp.gate.register_forward_hook(lambda router, args, output: chosen.append(output[2]))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    for handle in handles:
+        handle.remove()
+    return torch.stack(chosen, 1).sort(-1).values
+
+
+def groups_of(engine, n):
+    """A group for each prompt; sampled all together, and then each response by itself."""
+    together = engine.generate(PROMPTS, n, SAMPLING)
+    for i in range(n):
+        engine.submit(i, PROMPTS[1], SAMPLING)
+    alone = {}
+    while len(alone) < n:
+        alone |= dict(engine.step())
+    for prompt, samples in [
+        *zip(PROMPTS, together, strict=True),
+        *((PROMPTS[1], samples) for samples in alone.values()),
+    ]:
+        yield group_of_samples(Prompt(0, 0, "", torch.tensor(prompt)), samples)
+
+
+def test_recorded_experts_are_those_of_a_plain_forward(folder):
+    from grpo_rl.engines.vllm.engine import VLLMEngine
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # Few at a time: requests wait for others, whose blocks of the cache they then get.
+    engine = VLLMEngine(folder, max_model_len=120, dtype="float32", max_num_seqs=2, router_replay=True)
+    try:
+        tokens = 0
+        for group in groups_of(engine, 5):
+            assert group.prompt_routes.shape == (len(group.prompt_ids), LAYERS, CHOSEN)
+            assert group.routes.shape == (len(group.response_ids), LAYERS, CHOSEN)
+            for g, ids in enumerate(group.responses):
+                own = own_choice(model, [*group.prompt_ids.tolist(), *ids.tolist()])
+                routes = group.routes[group.offsets[g] : group.offsets[g + 1]]
+                assert torch.equal(routes[:-1].long().sort(-1).values, own[len(group.prompt_ids) : -1])
+                assert (routes[-1] == NO_ROUTE).all()
+                assert torch.equal(group.prompt_routes.long().sort(-1).values, own[: len(group.prompt_ids)])
+                tokens += len(ids)
+        assert tokens > 300
+        runner = engine._llm.llm_engine.model_executor.driver_worker.worker._routes
+        assert not runner._finished  # all were asked for, none is kept
+        engine.submit(0, PROMPTS[1], SAMPLING)
+        engine.step()
+        engine.abort()
+        engine.generate(PROMPTS, 1, SAMPLING)
+        assert not runner._finished
+    finally:
+        engine.close()
+
+
+def test_replayed_experts_bring_the_trainer_closer_to_the_sampler(folder):
+    from grpo_rl.engines.vllm.engine import VLLMEngine
+
+    engine = VLLMEngine(folder, max_model_len=120, dtype="bfloat16", router_replay=True)
+    try:
+        groups = list(groups_of(engine, 8))
+    finally:
+        engine.close()
+    model = use_shared_prefix(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), router_replay=True)
+    policy = TrainPolicy(model)
+    sampled = torch.cat([group.log_probs for group in groups])
+    with torch.no_grad():
+        replayed = (policy.score(groups)[0] - sampled).abs()
+        own = (policy.score([replace(group, routes=None, prompt_routes=None) for group in groups])[0] - sampled).abs()
+    print(f"mean |sampler - trainer|: {own.mean():.4f} with the trainer's experts, {replayed.mean():.4f} replayed")
+    print(f"largest: {own.max():.3f}, {replayed.max():.3f}")
+    assert replayed.mean() < 0.7 * own.mean()
