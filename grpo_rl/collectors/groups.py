@@ -26,6 +26,8 @@ def group_of_samples(prompt: Prompt, samples: Samples) -> Group:
         offsets=samples.offsets,
         rewards=torch.zeros(len(samples.offsets) - 1),
         truncated=samples.truncated,
+        kept_ids=samples.kept_ids,
+        kept_counts=samples.kept_counts,
     )
 
 
