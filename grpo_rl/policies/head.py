@@ -66,9 +66,9 @@ def log_prob_and_entropy(
     (0.5, 2.0)
     """
     owner = weight if owner is None else owner
-    whole_rows = hidden.device.type == "cuda" and hidden.dtype != torch.float64 and why_uncompiled(hidden.device) is None
-    # The kernels apply the soft cap, to which -inf is a number like any other.
-    if whole_rows and (kept is None or softcap is None):
+    # The kernels apply a soft cap themselves: it would make a finite number of -inf.
+    fits = hidden.device.type == "cuda" and hidden.dtype != torch.float64 and (kept is None or softcap is None)
+    if fits and why_uncompiled(hidden.device) is None:
         cut = None if kept is None else _Cut(kept, (_rows_of_a_tile(weight), len(weight)), len(weight))
         return _RowTiledHead.apply(hidden, owner, weight.detach(), target_ids, bias, temperature, softcap, cut)
     cut = None if kept is None else _Cut(kept, tile, len(weight))

@@ -27,7 +27,7 @@ from grpo_rl.engines.base import AbortedError, EngineDeadError, Samples, Samplin
 from grpo_rl.engines.fingerprint import add
 from grpo_rl.engines.vllm.common import NamelessExecutor, VLLMBase
 from grpo_rl.engines.vllm.lora import adapter_request
-from grpo_rl.engines.vllm.sampling import samples_with_versions, sampling_params, version_number
+from grpo_rl.engines.vllm.sampling import samples_with_versions, version_number
 from grpo_rl.engines.vllm.shared_transfer import BACKEND
 
 T = TypeVar("T")
@@ -97,14 +97,14 @@ class AsyncVLLMEngine(VLLMBase):
             response.cancel()
         if any(part.finish_reason == "abort" for part in output.outputs):
             raise AbortedError(f"{request_id} was aborted on {self.name}")
-        return samples_with_versions(output)
+        return samples_with_versions(output, sampling)
 
     async def _sample(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> RequestOutput:
         request: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         if self._keep_cache:
             # Not the version: requests made in a pause are computed by weights of a version that is yet to come.
             request["cache_salt"] = f"pause-{self._pauses}"
-        parameters = sampling_params(n, sampling)
+        parameters = self._parameters(n, sampling)
         outputs = self._core.generate(request, parameters, request_id, lora_request=self._adapter)
         return [output async for output in outputs][-1]
 

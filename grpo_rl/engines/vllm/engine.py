@@ -25,7 +25,7 @@ from grpo_rl.engines.base import ADAPTER_NAME, Samples, Sampling, check_request
 from grpo_rl.engines.fingerprint import add
 from grpo_rl.engines.vllm.common import VLLMBase
 from grpo_rl.engines.vllm.lora import adapter_request
-from grpo_rl.engines.vllm.sampling import samples_of, sampling_params
+from grpo_rl.engines.vllm.sampling import samples_of
 
 
 class VLLMEngine(VLLMBase):
@@ -34,7 +34,7 @@ class VLLMEngine(VLLMBase):
     def __init__(self, model: str | Path, max_model_len: int, **settings: Any) -> None:
         super().__init__(model, max_model_len, **settings)
         self._asleep = False
-        self._requests: dict[str, int] = {}
+        self._requests: dict[str, tuple[int, Sampling]] = {}
         before = torch.cuda.memory_allocated() if self._can_free else 0
         try:
             with threads_kept() if self._can_free else nullcontext(), self._explained():
@@ -57,15 +57,16 @@ class VLLMEngine(VLLMBase):
         assert not self._asleep, "wake() the engine before it generates"
         check_request(prompts, n, sampling, self.max_model_len)
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self._llm.generate(requests, sampling_params(n, sampling), use_tqdm=False, lora_request=self._adapter)
-        return [samples_of(output, self.version) for output in outputs]
+        parameters = self._parameters(n, sampling)
+        outputs = self._llm.generate(requests, parameters, use_tqdm=False, lora_request=self._adapter)
+        return [samples_of(output, self.version, sampling) for output in outputs]
 
     def submit(self, request: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.submit`."""
         assert not self._asleep, "wake() the engine before it generates"
         check_request([prompt], 1, sampling, self.max_model_len)
-        parameters = sampling_params(1, sampling)
-        self._requests[str(request)] = request
+        parameters = self._parameters(1, sampling)
+        self._requests[str(request)] = request, sampling
         self._llm.llm_engine.add_request(
             str(request), {"prompt_token_ids": list(prompt)}, parameters, lora_request=self._adapter
         )
@@ -73,7 +74,12 @@ class VLLMEngine(VLLMBase):
     def step(self) -> list[tuple[int, Samples]]:
         """See :meth:`grpo_rl.engines.base.Engine.step`."""
         outputs = self._llm.llm_engine.step() if self._requests else []
-        return [(self._requests.pop(out.request_id), samples_of(out, self.version)) for out in outputs if out.finished]
+        finished = []
+        for output in outputs:
+            if output.finished:
+                request, sampling = self._requests.pop(output.request_id)
+                finished.append((request, samples_of(output, self.version, sampling)))
+        return finished
 
     def abort(self) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.abort`."""

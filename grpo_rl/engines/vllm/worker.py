@@ -20,6 +20,7 @@ from grpo_rl.engines.fingerprint import batch_on, fingerprint
 from grpo_rl.engines.vllm.cpu import offer_norms, record_packing, refresh_heads
 from grpo_rl.engines.vllm.held import held_digest, module_of, shard_fingerprint
 from grpo_rl.engines.vllm.in_place import is_plain, write_in_place
+from grpo_rl.engines.vllm.kept import record_kept
 from grpo_rl.engines.vllm.lora import held_factor_fingerprint, hold_adapter
 from grpo_rl.engines.vllm.shared_transfer import register
 
@@ -27,6 +28,7 @@ register()  # the entry point does it too, where the package is installed and VL
 record_packing()
 if not torch.cuda.is_available():
     offer_norms()
+    record_kept()
 
 
 class WorkerExtension:
