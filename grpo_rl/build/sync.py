@@ -53,6 +53,7 @@ def vllm_options(settings: Settings, model_folder: Path, devices: Devices) -> di
         "max_num_seqs": model.max_num_seqs or _sequences(settings, model_folder, devices),
         "adapter_rank": lora.rank if beside else 0,
         "adapter_targets": target_names(model_folder, lora) if beside else (),
+        "sampling": Sampling(**settings.sampling),
     }
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_rl.data.batching import RankInfo, micro_batches_of
-from grpo_rl.data.group import Group
-from grpo_rl.data.kept import Kept
+from grpo_rl.data.group import Group, Kept
 from grpo_rl.policies.allocator import keep_freed_memory
 from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
 from grpo_rl.policies.compiled import compile_model
