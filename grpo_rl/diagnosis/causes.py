@@ -119,10 +119,10 @@ def diagnose(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool
     if context.sampling.cuts and (lost := [s for s in scored if s.group.kept is None]):
         return Explanation(
             "truncation",
-            f"truncated sampling, and the kept sets are lost: the engine was told to cut tokens off, and {len(lost)} of "
-            f"{len(scored)} groups come without the sets that theirs were drawn from, so that the trainer scores the "
-            f"whole distribution, of which the sampler kept {100 * mass_kept(lost):.0f} %. Look for where kept_ids and "
-            "kept_counts are left out between engine.generate and the groups",
+            "truncated sampling, and the kept sets are lost: the engine was told to cut tokens off, and "
+            f"{len(lost)} of {len(scored)} groups come without the sets that theirs were drawn from. The trainer "
+            f"scores the whole distribution, of which the sampler kept {100 * mass_kept(lost):.0f} %. Look for where "
+            "kept_ids and kept_counts are left out between engine.generate and the groups",
         )
     with forked_random_state():  # dropout and sampling draw from it
         return _best(context, scored, thorough)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
+from grpo_rl.collectors.multi_turn import Trajectory, group_of_trajectories
 from grpo_rl.collectors.sync import SyncCollector
-from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
+from grpo_rl.envs.base import LLMEnv, Prompt, Reward, ScoreError, Task
+from grpo_rl.envs.chat import Dialog
 from grpo_rl.testing import save_tiny_model
 
 SAMPLING = Sampling(max_new_tokens=8)
@@ -211,3 +214,20 @@ def test_aborted_requests_leave_vllm_and_the_engine_goes_on(tmp_path):
         assert request == 8 and len(samples.response_ids) == 2 and samples.truncated.tolist() == [True]
     finally:
         engine.close()
+
+
+def test_a_reply_has_no_kept_sets_between_those_of_two_turns():
+    def conversation(*turns):
+        trajectory = Trajectory({}, "row 0", [1], Dialog([]))
+        for turn in turns:
+            trajectory.add_turn(turn, "…")
+            trajectory.add_reply([8, 9])
+        return trajectory
+
+    cut = Samples.from_lists([[5, 6]], [[-0.5, -0.1]], [False], 3, [[[5, 7], [6]]])
+    whole = Samples.from_lists([[4]], [[-1.0]], [False], 3)
+    prompt = Prompt(0, 0, "?", torch.tensor([1]))
+    group = group_of_trajectories(prompt, [conversation(cut, cut), conversation(whole)])
+    assert group.kept_ids.tolist() == [5, 7, 6, 5, 7, 6]
+    assert group.kept_counts.tolist() == [2, 1, 0, 0, 2, 1, 0, 0] + [0, 0, 0]
+    assert group_of_trajectories(prompt, [conversation(whole)] * 2).kept is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.data.kept import Kept
 from grpo_rl.policies.head import log_prob_and_entropy
+from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
+from grpo_rl.testing import random_group, save_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -232,3 +235,29 @@ def test_an_optimizer_that_keeps_fp32_gradients_gets_the_fp32_sum():
     exact, rounded = grad(torch.float32), grad(torch.bfloat16)
     assert exact.dtype == torch.float32 and torch.equal(exact.bfloat16(), rounded)
     assert not torch.equal(exact, rounded.float()), "the sum over tiles was rounded before it was handed over"
+
+
+def test_a_policy_scores_groups_with_and_without_kept_sets_in_one_micro_batch(tmp_path):
+    folder = save_tiny_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole, cut = random_group(prompt=3, lengths=[2, 4], group_id=1), random_group(prompt=5, lengths=[1, 0, 3], seed=1)
+    sets = [sorted({int(token), 7, 40}) for token in cut.response_ids]
+    sets[2] = []
+    kept = Kept.from_lists(sets)
+    cut = replace(cut, kept_ids=kept.ids, kept_counts=kept.counts)
+    policy = TrainPolicy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), temperature=0.7)
+    log_probs, entropies = policy.score([whole, cut])
+    expected = []
+    for group, of_group in ((whole, [[]] * 6), (cut, sets)):
+        rest = iter(of_group)
+        for response in group.responses:
+            logits = (
+                model(torch.cat([group.prompt_ids, response])[None]).logits[0, len(group.prompt_ids) - 1 : -1] / 0.7
+            )
+            for token, of_token in zip(response.tolist(), logits, strict=True):
+                words = next(rest) or list(range(len(of_token)))
+                log_p = of_token[words].log_softmax(-1)
+                expected.append(torch.stack([log_p[words.index(token)], -(log_p.exp() * log_p).sum()]))
+    torch.testing.assert_close(torch.stack([log_probs, entropies]), torch.stack(expected, dim=1), rtol=0, atol=2e-5)
+    reference = ReferencePolicy(model, temperature=0.7).add_log_probs([whole, cut], 64)
+    torch.testing.assert_close(torch.cat([g.ref_log_probs for g in reference]), log_probs, rtol=0, atol=2e-5)

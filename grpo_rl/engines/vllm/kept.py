@@ -7,7 +7,7 @@ all behind the runner is vLLM's own.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,10 +27,11 @@ def record_kept() -> None:
     They are read off the log-probabilities that it samples from, behind temperature, min-p, top-k and top-p: what was
     cut off has -inf.
     """
-    sample, sample_tokens, update = Sampler.sample, GPUModelRunner.sample_tokens, Scheduler.update_from_output
+    sampler, runner, scheduler = cast(Any, Sampler), cast(Any, GPUModelRunner), cast(Any, Scheduler)
+    sample, sample_tokens, update = sampler.sample, runner.sample_tokens, scheduler.update_from_output
 
-    def sample_and_record(self: Any, logits: Tensor, sampling_metadata: Any, *more: Any) -> Any:
-        sampled, log_probs = sample(self, logits, sampling_metadata, *more)
+    def sample_and_record(self: Any, logits: Tensor, sampling_metadata: Any, *more: Any, **settings: Any) -> Any:
+        sampled, log_probs = sample(self, logits, sampling_metadata, *more, **settings)
         processors = sampling_metadata.logitsprocs.argmax_invariant
         cuts = sampling_metadata.top_k is not None or sampling_metadata.top_p is not None
         cuts = cuts or any(isinstance(p, MinPLogitsProcessor) and p.min_p_count for p in processors)
@@ -51,9 +52,8 @@ def record_kept() -> None:
         self.return_sampling_mask = model_runner_output.sampling_masks is not None
         return update(self, scheduler_output, model_runner_output)
 
-    Sampler.sample = sample_and_record
-    GPUModelRunner.sample_tokens = sample_tokens_and_return
-    Scheduler.update_from_output = update_with_kept
+    sampler.sample, runner.sample_tokens = sample_and_record, sample_tokens_and_return
+    scheduler.update_from_output = update_with_kept
 
 
 def kept_sets(log_probs: Float[Tensor, "n V"]) -> SamplingMaskLists:
