@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 from collections.abc import Sequence
 from functools import partial
@@ -71,7 +72,7 @@ class VLLMBase:
         self.version, self.max_model_len, self.dtype = 0, max_model_len, getattr(torch, dtype)
         self.takes_adapters = adapter_rank > 0
         self._adapter: LoRARequest | None = None
-        self._started_for, self._end_ids = sampling, end_ids(model)
+        self._started_for, self._model = sampling, model
         self._can_free = torch.cuda.is_available()
         self._is_one_worker = tensor_parallel_size == 1
         self.proves_bytes = self._is_one_worker and not self._can_free
@@ -112,6 +113,11 @@ class VLLMBase:
             self._arguments |= cpu_arguments(model, self.dtype, max_model_len, max_num_seqs, tensor_parallel_size)
         if adapter_rank:
             self._arguments |= adapter_arguments(adapter_rank, adapter_targets, self.dtype, self._can_free)
+
+    @functools.cached_property
+    def _end_ids(self) -> tuple[int, ...]:
+        """The model's end-of-sequence ids."""
+        return end_ids(self._model)
 
     def _parameters(self, n: int, sampling: Sampling) -> SamplingParams:
         """vLLM's parameters of a request.
