@@ -142,4 +142,4 @@ def test_truncated_sampling_is_on_the_floor_with_its_kept_sets_and_named_without
     found = diagnose(context, lost, thorough=False)
     log_ratio = torch.cat([s.log_probs - s.group.log_probs for s in lost])
     assert found.name == "truncation" and "4 of 4 groups come without the sets" in found.text
-    assert log_ratio.exp().mean() < 0.97
+    assert log_ratio.exp().mean() < 0.99
