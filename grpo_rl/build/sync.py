@@ -54,6 +54,7 @@ def vllm_options(settings: Settings, model_folder: Path, devices: Devices) -> di
         "adapter_rank": lora.rank if beside else 0,
         "adapter_targets": target_names(model_folder, lora) if beside else (),
         "router_replay": settings.policy.router_replay,
+        "sampling": Sampling(**settings.sampling),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from tensordict import TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 
@@ -28,7 +29,7 @@ class EnginePolicy(TensorDictModuleBase):
         self._engine, self._sampling = engine, sampling
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Writes a response, its log-probabilities, policy version and truncation into each row."""
+        """Writes a response, its log-probabilities, policy version, truncation and kept sets, if any, into each row."""
         rows = list(tensordict.unbind(0))
         groups: dict[int, list[TensorDictBase]] = {}
         for row in rows:
@@ -45,8 +46,13 @@ class EnginePolicy(TensorDictModuleBase):
     @staticmethod
     def _write(group: list[TensorDictBase], samples: Samples) -> None:
         log_probs, versions = (x.split(samples.offsets.diff().tolist()) for x in (samples.log_probs, samples.versions))
+        bounds = samples.offsets.tolist()
         for g, (row, ids) in enumerate(zip(group, samples.responses, strict=True)):
             row[keys.TOKENS_RESPONSE] = ids
             row[keys.LOG_PROBS_RESPONSE] = log_probs[g]
             row[keys.VERSIONS] = versions[g]
             row[keys.TRUNCATED] = samples.truncated[g : g + 1]
+            if samples.kept:
+                place = torch.arange(len(samples.response_ids))
+                kept = samples.kept.where((place >= bounds[g]) & (place < bounds[g + 1]))
+                row[keys.KEPT_IDS], row[keys.KEPT_COUNTS] = kept.ids, kept.counts

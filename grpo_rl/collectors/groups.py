@@ -28,6 +28,8 @@ def group_of_samples(prompt: Prompt, samples: Samples) -> Group:
         truncated=samples.truncated,
         routes=samples.routes,
         prompt_routes=samples.prompt_routes,
+        kept_ids=samples.kept_ids,
+        kept_counts=samples.kept_counts,
     )
 
 

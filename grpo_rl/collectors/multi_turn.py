@@ -17,6 +17,7 @@ import torch
 
 from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.group import NO_ROUTE, Group
+from grpo_rl.data.kept import Kept
 from grpo_rl.engines.base import Sampler, Samples, Sampling
 from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward
 from grpo_rl.envs.chat import Dialog
@@ -32,6 +33,7 @@ class Trajectory:
 
     Args:
         row: of the data, which the conversation is about; ``where`` names it in messages.
+        kept: the kept sets of each turn and reply, if it has any, and its number of tokens.
         trainable: which tokens the policy chose; a reply's are not.
         turn_starts: where each turn of the policy begins in ``ids``.
         routes: experts of all tokens, the prompt's and the replies' too, from the last turn, which read them all.
@@ -46,6 +48,7 @@ class Trajectory:
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept: list[tuple[Kept | None, int]] = field(default_factory=list)
     trainable: list[bool] = field(default_factory=list)
     turn_starts: list[int] = field(default_factory=list)
     routes: torch.Tensor | None = None
@@ -67,6 +70,7 @@ class Trajectory:
         self.ids += ids
         self.log_probs += samples.log_probs.tolist()
         self.versions += samples.versions.tolist()
+        self.kept.append((samples.kept, len(ids)))
         self.trainable += [True] * len(ids)
         if samples.routes is not None and samples.prompt_routes is not None:
             self.routes = torch.cat([samples.prompt_routes, samples.routes])
@@ -76,6 +80,7 @@ class Trajectory:
         self.ids += ids
         self.log_probs += [0.0] * len(ids)
         self.versions += [self.versions[-1] if self.versions else 0] * len(ids)
+        self.kept.append((None, len(ids)))
         self.trainable += [False] * len(ids)
 
 
@@ -262,8 +267,11 @@ def group_of_trajectories(prompt: Prompt, trajectories: Sequence[Trajectory]) ->
     samples = Samples.from_lists(
         [t.ids for t in trajectories], [t.log_probs for t in trajectories], [t.truncated for t in trajectories], 0
     )
+    kept = Kept.joined(part for t in trajectories for part in t.kept)
     return replace(
         group_of_samples(prompt, samples),
+        kept_ids=kept and kept.ids,
+        kept_counts=kept and kept.counts,
         versions=torch.tensor([version for t in trajectories for version in t.versions], dtype=torch.long),
         trainable=torch.tensor([chosen for t in trajectories for chosen in t.trainable], dtype=torch.bool),
         **_routes(trajectories),

@@ -1,7 +1,7 @@
 """A group: one prompt and the G responses sampled for it, ragged and without padding.
 
-Dimension letters: P prompt tokens, R response tokens of the whole group, G responses, L decoder layers, K experts of a
-token.
+Dimension letters: P prompt tokens, R response tokens of the whole group, G responses, K ids of their kept sets, L
+decoder layers, X experts of a token.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from grpo_rl.data import keys
+from grpo_rl.data.kept import Kept
 
 NO_ROUTE = -1
 """Stands for the experts of a token that the sampler's routers never saw, like the last one of a response."""
@@ -44,9 +45,12 @@ class Group:
         ref_log_probs: [R] the frozen reference's log-probabilities, if there is a reference.
         old_log_probs: [R] the trainer's own log-probabilities before it trains on the group, if they are needed.
         old_entropies: [R] the trainer's entropies, computed with ``old_log_probs``.
-        routes: [R, L, K] the experts that the sampler's routers chose, by decoder layer, or :data:`NO_ROUTE`, if they
+        routes: [R, L, X] the experts that the sampler's routers chose, by decoder layer, or :data:`NO_ROUTE`, if they
             are replayed; 0 in layers without experts.
-        prompt_routes: [P, L, K] likewise, if there are ``routes``.
+        prompt_routes: [P, L, X] likewise, if there are ``routes``.
+        kept_ids: [K] int32, the ids that the sampler could draw from, token after token, where it cut others off; then
+            all log-probabilities are those of the distribution restricted to them (`grpo_rl.data.kept.Kept`).
+        kept_counts: [R] how many of them belong to each token; 0: nothing was cut off. Given with ``kept_ids``.
 
     >>> group = Group(
     ...     0, 0, torch.tensor([5, 6]), torch.tensor([7, 8, 9]), torch.zeros(3), torch.zeros(3, dtype=torch.long),
@@ -72,14 +76,17 @@ class Group:
     ref_log_probs: Float[Tensor, " R"] | None = None
     old_log_probs: Float[Tensor, " R"] | None = None
     old_entropies: Float[Tensor, " R"] | None = None
-    routes: Int[Tensor, "R L K"] | None = None
-    prompt_routes: Int[Tensor, "P L K"] | None = None
+    routes: Int[Tensor, "R L X"] | None = None
+    prompt_routes: Int[Tensor, "P L X"] | None = None
+    kept_ids: Int[Tensor, " K"] | None = None
+    kept_counts: Int[Tensor, " R"] | None = None
 
     def __post_init__(self) -> None:
         tokens = int(self.offsets[-1])
         assert len(self.rewards) == self.size, (len(self.rewards), self.size)
         for name in ("response_ids", "log_probs", "versions", "trainable"):
             assert len(getattr(self, name)) == tokens, (name, len(getattr(self, name)), tokens)
+        assert self.kept_counts is None or len(self.kept_counts) == tokens, (len(self.kept_counts), tokens)
 
     @property
     def size(self) -> int:
@@ -106,6 +113,11 @@ class Group:
     def responses(self) -> tuple[Tensor, ...]:
         """Ids of each response."""
         return self.response_ids.split(self.lengths.tolist())
+
+    @property
+    def kept(self) -> Kept | None:
+        """The kept sets of the response tokens; None where nothing was cut off."""
+        return None if self.kept_ids is None or self.kept_counts is None else Kept(self.kept_ids, self.kept_counts)
 
     def with_advantages(self, advantages: Float[Tensor, " G"]) -> Group:
         """The same group with advantages."""
@@ -156,8 +168,11 @@ class Group:
         masks = dict.fromkeys(("rewards", "truncated", "advantages"), keep)
         masks |= dict.fromkeys(("response_ids", "log_probs", "versions", "trainable"), tokens)
         masks |= dict.fromkeys(("ref_log_probs", "old_log_probs", "old_entropies", "routes"), tokens)
+        kept = self.kept and self.kept.where(tokens)
         return replace(
             self,
+            kept_ids=kept and kept.ids,
+            kept_counts=kept and kept.counts,
             offsets=torch.cat([self.offsets[:1], self.lengths[keep].cumsum(0)]),
             reward_parts={name: part[keep] for name, part in self.reward_parts.items()},
             measures={name: values[keep] for name, values in self.measures.items()},
@@ -177,6 +192,10 @@ class Group:
         Source: ``torchrl.objectives.llm.GRPOLoss`` and ``MCAdvantage``, TorchRL 0.14.
         """
         rows = []
+        kept_ids = kept_counts = ()
+        if kept := self.kept:
+            kept_counts = kept.counts.split(self.lengths.tolist())
+            kept_ids = kept.ids.split([int(counts.sum()) for counts in kept_counts])
         for g, ids in enumerate(self.responses):
             span = slice(int(self.offsets[g]), int(self.offsets[g + 1]))
             prompt = len(self.prompt_ids)
@@ -194,6 +213,8 @@ class Group:
             row[keys.GROUP_ID] = torch.tensor(self.group_id)
             row[keys.ROW] = torch.tensor(self.row)
             row[keys.VERSIONS] = self.versions[span]
+            if kept:
+                row[keys.KEPT_IDS], row[keys.KEPT_COUNTS] = kept_ids[g], kept_counts[g]
             if self.truncated is not None:
                 row[keys.TRUNCATED] = self.truncated[g].reshape(1)
             for name, part in self.reward_parts.items():
@@ -232,6 +253,7 @@ class Group:
         has_ref = rows[0].get(keys.REF_LOG_PROBS_FULL, None) is not None
         has_routes = rows[0].get(keys.ROUTES_FULL, None) is not None
         has_truncated = rows[0].get(keys.TRUNCATED, None) is not None
+        has_kept = rows[0].get(keys.KEPT_IDS, None) is not None
         return cls(
             group_id=group_ids.pop(),
             row=int(rows[0][keys.ROW]),
@@ -249,4 +271,6 @@ class Group:
             ref_log_probs=torch.cat([row[keys.REF_LOG_PROBS_FULL][prompt:] for row in rows]) if has_ref else None,
             routes=torch.cat([row[keys.ROUTES_FULL][prompt:] for row in rows]) if has_routes else None,
             prompt_routes=rows[0][keys.ROUTES_FULL][:prompt] if has_routes else None,
+            kept_ids=torch.cat([row[keys.KEPT_IDS] for row in rows]) if has_kept else None,
+            kept_counts=torch.cat([row[keys.KEPT_COUNTS] for row in rows]) if has_kept else None,
         )

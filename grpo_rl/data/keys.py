@@ -62,3 +62,10 @@ VERSIONS = "policy_version"
 
 TRUNCATED = "response_truncated"
 """[1] bool: the response reached ``sampling.max_new_tokens``. Written by the policy, read by metrics."""
+
+KEPT_IDS = ("kept", "ids")
+"""[K] int32: ids that the sampler could draw from, token after token, where it cut others off. Written by the policy
+and ``Group.to_tensordict``, read by ``Group.from_tensordict``."""
+
+KEPT_COUNTS = ("kept", "counts")
+"""[R] int64: how many of ``KEPT_IDS`` belong to each response token. Written and read with them."""

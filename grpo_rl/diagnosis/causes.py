@@ -99,8 +99,9 @@ class Scored:
 def diagnose(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool = True) -> Explanation:
     """The best explanation of why sampler and trainer differ on these groups; leaves the random state as it was.
 
-    Whether the engine holds the trainer's weights is a fact, and comes first. Then what can be tried on the tokens at
-    hand: an explanation counts if it takes the difference away, and that with the least left is named.
+    Whether the engine holds the trainer's weights, and whether kept sets came with what it cut, are facts, and come
+    first. Then what can be tried on the tokens at hand: an explanation counts if it takes the difference away, and that
+    with the least left is named.
 
     Args:
         scored: groups with the trainer's log-probabilities, under the weights that the engine was given last.
@@ -114,6 +115,14 @@ def diagnose(context: DiagnosisContext, scored: Sequence[Scored], thorough: bool
             "failed_sync",
             "failed sync: the engine samples from other weights than those that are trained, as after a push that was "
             f"left out: {str(error).rstrip('.')}",
+        )
+    if context.sampling.cuts and (lost := [s for s in scored if s.group.kept is None]):
+        return Explanation(
+            "truncation",
+            "truncated sampling, and the kept sets are lost: the engine was told to cut tokens off, and "
+            f"{len(lost)} of {len(scored)} groups come without the sets that theirs were drawn from. The trainer "
+            f"scores the whole distribution, of which the sampler kept {100 * mass_kept(lost):.0f} %. Look for where "
+            "kept_ids and kept_counts are left out between engine.generate and the groups",
         )
     with forked_random_state():  # dropout and sampling draw from it
         return _best(context, scored, thorough)
@@ -235,7 +244,10 @@ def _swapped(context: DiagnosisContext, worst: Scored, scored: Sequence[Scored])
 
 
 def _truncation(context: DiagnosisContext, tried: Sequence[Scored]) -> Explanation | None:
-    """The top-p or top-k under which the kept part of the trainer's distribution is what the sampler drew from."""
+    """The top-p or top-k under which the kept part of the trainer's distribution is what the sampler drew from.
+
+    The trainer's distribution is that of the kept sets, where responses come with them.
+    """
     share = mass_kept(tried)
     if share > 0.99:
         return None
@@ -254,12 +266,19 @@ def _truncation(context: DiagnosisContext, tried: Sequence[Scored]) -> Explanati
     gaps = {name: (difference + mass.log()).abs() for name, mass in kept.items()}
     name = min(gaps, key=lambda n: gaps[n].mean().item())
     before, after = difference.abs(), gaps[name]
+    cut = f"the engine cuts its distribution about as {name} does, to {100 * share:.0f} % of"
+    if all(s.group.kept for s in tried):
+        why = (
+            f"{cut} the mass of the kept sets that come with its responses. Look for what is cut off after they were "
+            "taken, or changes them on the way"
+        )
+    else:
+        why = (
+            f"{cut} its mass, and the trainer scores all of it. Turn off what cuts there, as a model's own "
+            "generation_config may; or ask for it by sampling.top_p, top_k or min_p: then kept sets come with responses"
+        )
     return Explanation(
-        "truncation",
-        f"truncated sampling: the engine cuts its distribution about as {name} does, to {100 * share:.0f} % of its "
-        f"mass, and the trainer scores all of it ({_from_to(before, after)}). Turn top-p, top-k and min-p off in the "
-        "engine; a model's own generation_config may have set them",
-        _left(before, after, torch.cat(sizes)),
+        "truncation", f"truncated sampling ({_from_to(before, after)}): {why}", _left(before, after, torch.cat(sizes))
     )
 
 
@@ -275,13 +294,22 @@ def mass_kept(scored: Iterable[Scored]) -> float:
 
 @torch.no_grad()
 def ranked_mass(policy: TrainPolicy, group: Group) -> Float[Tensor, "R V"]:
-    """Mass of the likeliest token, of the two likeliest, and so on, at the first tokens of a group's responses."""
+    """Mass of the likeliest token, of the two likeliest, and so on, at the first tokens of a group's responses.
+
+    Of the tokens in kept sets alone, where the group has them.
+    """
     packed = pack([group], policy.device)
     hidden = packed.by_token(forward_hidden(policy.model, packed))[:TOKENS]
     head = policy.model.get_output_embeddings()
     logits = linear(hidden, head.weight, head.bias).float() * policy.logit_factor
     if policy.softcap is not None:
         logits = policy.softcap * (logits / policy.softcap).tanh()
+    if group.kept:
+        cut = group.kept.counts[:TOKENS, None] > 0
+        sets = group.kept.where(torch.arange(len(group.response_ids)) < TOKENS)
+        kept = torch.zeros(logits.shape, dtype=torch.bool)
+        kept[torch.repeat_interleave(sets.counts), sets.ids.long()] = True
+        logits = logits.masked_fill((cut & ~kept).to(logits.device), -torch.inf)
     return (logits / policy.temperature).softmax(-1).sort(descending=True).values.cumsum(-1).clamp(max=1).cpu()
 
 

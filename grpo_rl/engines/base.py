@@ -1,6 +1,7 @@
 """The interface of every inference engine: ids in, ids out, and weights that can be proven to have arrived.
 
-Letters: G responses to one prompt, R tokens of all of them, P of the prompt, L decoder layers, K experts of a token.
+Letters: G responses to one prompt, R tokens of all of them, K ids of their kept sets, P tokens of the prompt, L decoder
+layers, X experts of a token.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from grpo_rl.data.kept import Kept
+
 R = TypeVar("R")
 ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 """Names of a LoRA layer's two factors, as engines take them."""
@@ -30,6 +33,13 @@ class Sampling:
         top_p: mass of the nucleus; 1 samples from the whole distribution.
         max_new_tokens: a response that reaches this many tokens without ending is truncated.
         min_new_tokens: no end of sequence before this many tokens; benchmarks use it to fix the work.
+        top_k: only the so many likeliest tokens are sampled; 0: all.
+        min_p: only tokens of at least this share of the likeliest one's probability are sampled; 0: all.
+        stop: a response ends with the token that completes one of these strings in its text, special tokens left out;
+            the token stays, as it was sampled.
+        ignore_eos: a response goes on behind an end-of-sequence token.
+
+    Engines apply the temperature, then min-p, then top-k, then top-p to what is left, as vLLM does.
 
     Raises:
         ValueError: a setting is out of range.
@@ -39,6 +49,10 @@ class Sampling:
     top_p: float = 1.0
     max_new_tokens: int = 256
     min_new_tokens: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= 2:
@@ -50,6 +64,25 @@ class Sampling:
                 f"sampling.max_new_tokens is {self.max_new_tokens}; it must be at least 1 and at least "
                 f"min_new_tokens ({self.min_new_tokens})"
             )
+        if self.top_k < 0:
+            raise ValueError(f"sampling.top_k is {self.top_k}; it must be 0, which keeps all tokens, or more")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"sampling.min_p is {self.min_p}; it must be in [0, 1), 0 keeping all tokens")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"sampling.stop is {self.stop!r}; it must be a list of strings, none of them empty")
+        if self.stop and self.min_new_tokens:
+            raise ValueError(
+                f"sampling.stop ends responses that min_new_tokens ({self.min_new_tokens}) holds back; use one of them"
+            )
+
+    @property
+    def cuts(self) -> bool:
+        """Tells whether tokens are cut off, so that samples come with their kept sets; greedy ones never do.
+
+        >>> Sampling(top_p=0.9).cuts, Sampling().cuts, Sampling(temperature=0.0, top_k=5).cuts
+        (True, False, False)
+        """
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 class EngineDeadError(RuntimeError):
@@ -77,11 +110,15 @@ class Samples:
         log_probs: [R] float32, of the sampled tokens at the sampling temperature, in nats; those of greedy
             responses at temperature 1.
         offsets: [G + 1] int64.
-        truncated: [G] True where a response reached ``max_new_tokens`` (finish reason "length").
+        truncated: [G] True where a response reached ``max_new_tokens`` (finish reason "length"), and not an end of
+            sequence or a stop string.
         version: policy version of the weights that sampled the last token.
         token_versions: [R] int64, policy version of each token; None where all have ``version``.
-        routes: [R, L, K] experts that the routers chose, as in `grpo_rl.data.group.Group`, if they are recorded.
-        prompt_routes: [P, L, K] likewise.
+        routes: [R, L, X] experts that the routers chose, as in `grpo_rl.data.group.Group`, if they are recorded.
+        prompt_routes: [P, L, X] likewise.
+        kept_ids: [K] int32, the ids that each token was drawn from, token after token, where others were cut off
+            (`grpo_rl.data.kept.Kept`); ``log_probs`` are those of the distribution restricted to them.
+        kept_counts: [R] int64, how many of them belong to each token; given with ``kept_ids``.
     """
 
     response_ids: Int[Tensor, " R"]
@@ -90,8 +127,15 @@ class Samples:
     truncated: Bool[Tensor, " G"]
     version: int
     token_versions: Int[Tensor, " R"] | None = None
-    routes: Int[Tensor, "R L K"] | None = None
-    prompt_routes: Int[Tensor, "P L K"] | None = None
+    routes: Int[Tensor, "R L X"] | None = None
+    prompt_routes: Int[Tensor, "P L X"] | None = None
+    kept_ids: Int[Tensor, " K"] | None = None
+    kept_counts: Int[Tensor, " R"] | None = None
+
+    @property
+    def kept(self) -> Kept | None:
+        """The kept sets of the tokens; None where nothing was cut off."""
+        return None if self.kept_ids is None or self.kept_counts is None else Kept(self.kept_ids, self.kept_counts)
 
     @property
     def versions(self) -> Int[Tensor, " R"]:
@@ -107,13 +151,22 @@ class Samples:
 
     @classmethod
     def from_lists(
-        cls, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], truncated: Sequence[bool], version: int
+        cls,
+        ids: Sequence[Sequence[int]],
+        log_probs: Sequence[Sequence[float]],
+        truncated: Sequence[bool],
+        version: int,
+        kept: Sequence[Sequence[Sequence[int]]] | None = None,
     ) -> Samples:
         """Samples from one list per response.
+
+        Args:
+            kept: the kept set of each token of each response.
 
         >>> Samples.from_lists([[5], [6, 7]], [[-0.5], [-0.1, -0.2]], [False, True], 3).offsets.tolist()
         [0, 1, 3]
         """
+        sets = None if kept is None else Kept.from_lists([*chain.from_iterable(kept)])
         # Not `torch.tensor`, which takes three times as long to read a list.
         return cls(
             response_ids=torch.from_numpy(np.fromiter(chain.from_iterable(ids), np.int64)),
@@ -121,6 +174,8 @@ class Samples:
             offsets=torch.tensor([0, *map(len, ids)]).cumsum(0),
             truncated=torch.tensor(truncated, dtype=torch.bool),
             version=version,
+            kept_ids=sets and sets.ids,
+            kept_counts=sets and sets.counts,
         )
 
 

@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
+    TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from grpo_rl.engines.base import Samples, Sampling, StepByGenerate, check_request
+from grpo_rl.engines.ends import StopString, end_ids, text_decoder
 from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.policies.checkpoint_names import CheckpointNames
 from grpo_rl.policies.lora import base_weights
@@ -53,8 +59,8 @@ class TransformersEngine(StepByGenerate):
         self._max_batch = max_batch
         self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=self.dtype).to(self._device).eval()
         self._model.requires_grad_(False)
-        ends = self._model.generation_config.eos_token_id
-        self._ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        self._ends, self._folder = list(end_ids(model)), model
+        self._decoder: Tokenizer | None = None  # read once stop strings are asked for
         # `generate` fills in what a call leaves open from here: a model's own temperature or repetition penalty would
         # bend the distribution behind the recorder's back.
         self._model.generation_config = GenerationConfig()
@@ -76,46 +82,64 @@ class TransformersEngine(StepByGenerate):
         ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=self._device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self._device)
         room = [min(sampling.max_new_tokens, self.max_model_len - len(p)) for p in prompts]
-        recorder = _Recorder(longest)
+        recorder = _Recorder(longest, sampling.cuts)
         warpers = LogitsProcessorList()
         if sampling.temperature not in (0.0, 1.0):
             warpers.append(TemperatureLogitsWarper(sampling.temperature))
-        if sampling.temperature and sampling.top_p < 1:
-            warpers.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.cuts:
+            if sampling.min_p:
+                warpers.append(MinPLogitsWarper(sampling.min_p))
+            if sampling.top_k:
+                warpers.append(TopKLogitsWarper(sampling.top_k))
+            if sampling.top_p < 1:
+                warpers.append(TopPLogitsWarper(sampling.top_p))
         warpers.append(recorder)
+        ends = [] if sampling.ignore_eos else self._ends
+        stopping = self._stopping([prompt for prompt in prompts for _ in range(n)], sampling)
         sequences = self._model.generate(
             input_ids=ids,
             attention_mask=mask,
             logits_processor=warpers,
+            stopping_criteria=StoppingCriteriaList([stopping] if stopping else []),
             generation_config=GenerationConfig(
                 do_sample=sampling.temperature > 0,
                 top_k=0,
                 num_return_sequences=n,
                 max_new_tokens=max(room),
                 min_new_tokens=sampling.min_new_tokens or None,
-                eos_token_id=self._ends or None,
+                eos_token_id=ends or None,
                 pad_token_id=pad,
             ),
         )
         log_probs = recorder.log_probs(sequences).tolist()
         responses = sequences[:, longest:].tolist()
-        kept = [self._cut(response, room[i // n], sampling.min_new_tokens) for i, response in enumerate(responses)]
+        stops = stopping.lengths if stopping else [None] * len(responses)
+        whole = [
+            _until_end(response, room[i // n], ends, sampling.min_new_tokens, stops[i])
+            for i, response in enumerate(responses)
+        ]
+        kept = [recorder.kept(i, len(ids)) for i, (ids, _) in enumerate(whole)] if sampling.cuts else None
         return [
             Samples.from_lists(
-                [ids for ids, _ in kept[i : i + n]],
-                [log_probs[j][: len(kept[j][0])] for j in range(i, i + n)],
-                [truncated for _, truncated in kept[i : i + n]],
+                [ids for ids, _ in whole[i : i + n]],
+                [log_probs[j][: len(whole[j][0])] for j in range(i, i + n)],
+                [truncated for _, truncated in whole[i : i + n]],
                 self.version,
+                kept and kept[i : i + n],
             )
-            for i in range(0, len(kept), n)
+            for i in range(0, len(whole), n)
         ]
 
-    def _cut(self, response: list[int], room: int, at_least: int) -> tuple[list[int], bool]:
-        """The response up to and with its end of sequence, and whether it was cut at ``room`` tokens instead."""
-        for i, token in enumerate(response[:room]):
-            if token in self._ends and i >= at_least:
-                return response[: i + 1], False
-        return response[:room], True
+    def _stopping(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> _AtStopString | None:
+        """Ends responses at stop strings, if there are any.
+
+        Raises:
+            ValueError: the model has no tokenizer that can look for them.
+        """
+        if not sampling.stop:
+            return None
+        self._decoder = self._decoder or text_decoder(self._folder)
+        return _AtStopString([StopString(self._decoder, prompt, sampling.stop) for prompt in prompts])
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.update_weights`."""
@@ -151,20 +175,61 @@ class TransformersEngine(StepByGenerate):
         gc.collect()
 
 
+def _until_end(
+    response: list[int], room: int, ends: Sequence[int], at_least: int, stop: int | None
+) -> tuple[list[int], bool]:
+    """The response up to and with what ended it, and whether it was truncated at ``room`` tokens instead.
+
+    Args:
+        stop: tokens up to and with the one that completed a stop string, if one did.
+
+    >>> _until_end([5, 6, 2, 9], 4, ends=[2], at_least=0, stop=None), _until_end([5, 6, 7], 3, [2], 0, stop=3)
+    (([5, 6, 2], False), ([5, 6, 7], False))
+    """
+    for i, token in enumerate(response[:room]):
+        if (token in ends and i >= at_least) or i + 1 == stop:
+            return response[: i + 1], False
+    return response[:room], True
+
+
+class _AtStopString(StoppingCriteria):
+    """Ends each response with the token that completes a stop string."""
+
+    def __init__(self, texts: Sequence[StopString]) -> None:
+        self._texts, self._steps = texts, 0
+        self.lengths: list[int | None] = [None] * len(texts)
+        """Tokens of each response that a stop string has ended."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # pyright: ignore
+        self._steps += 1
+        for i, token in enumerate(input_ids[:, -1].tolist()):
+            if self.lengths[i] is None and self._texts[i].completed_by(token):
+                self.lengths[i] = self._steps
+        return torch.tensor([length is not None for length in self.lengths], device=input_ids.device)
+
+
 class _Recorder(LogitsProcessor):
     """Records the log-probability of each sampled token; last in the list, it sees the final distribution.
 
     Only one step's [B, V] is held: its token is known when the next one is sampled.
+
+    Args:
+        cuts: record kept sets, too: the ids that are not at -inf.
     """
 
-    def __init__(self, prompt_length: int) -> None:
-        self._prompt_length = prompt_length
+    def __init__(self, prompt_length: int, cuts: bool) -> None:
+        self._prompt_length, self._cuts = prompt_length, cuts
         self._last: Tensor | None = None
         self._taken: list[Tensor] = []
+        self._kept: list[tuple[Tensor, ...]] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._take(input_ids)
         self._last = scores.float().log_softmax(-1)
+        if self._cuts:
+            kept = (scores > -torch.inf).cpu()
+            kept &= ~kept.all(-1, keepdim=True)  # no set where nothing was cut off
+            self._kept.append(kept.nonzero()[:, 1].split(kept.sum(-1).tolist()))
         return scores
 
     def _take(self, sequences: Tensor) -> None:
@@ -176,3 +241,7 @@ class _Recorder(LogitsProcessor):
         """[B, steps] once generation has ended."""
         self._take(sequences)
         return torch.stack(self._taken, dim=1)
+
+    def kept(self, row: int, tokens: int) -> list[list[int]]:
+        """The kept sets of a row's first tokens."""
+        return [step[row].tolist() for step in self._kept[:tokens]]

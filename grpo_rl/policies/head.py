@@ -1,6 +1,6 @@
 """Log-probability and entropy of sampled tokens, tile by tile: no [N, V] tensor is ever allocated.
 
-Letters: N tokens, E hidden size, V vocabulary; n tokens and v words of a tile.
+Letters: N tokens, E hidden size, V vocabulary, K ids of all kept sets; n tokens and v words of a tile.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from grpo_rl.data.kept import Kept
 from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.embedding import grad_dtype
 from grpo_rl.policies.supported import logit_factor
@@ -32,6 +33,7 @@ def log_prob_and_entropy(
     softcap: float | None = None,
     tile: tuple[int, int] = CPU_TILE,
     owner: Float[Tensor, "V E"] | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Log-probability of each target and entropy of its distribution, in nats, differentiable in both.
 
@@ -43,6 +45,8 @@ def log_prob_and_entropy(
         softcap: logits become ``softcap * tanh(logits / softcap)`` first, as in Gemma 2.
         tile: tokens and words of a tile; not used by the Triton kernels (`grpo_rl.policies.head_triton`).
         owner: the tensor that gets the weight's gradient instead (`grpo_rl.policies.embedding.Lookups.stand_in`).
+        kept: the kept sets of the tokens: softmax is over them alone, where a token has one. Every logit is computed
+            all the same, and a tile's others are set to -inf. With a soft cap, the Triton kernels are not used then.
 
     Returns:
         log-probabilities and entropies, fp32 (fp64 for fp64 input).
@@ -52,11 +56,24 @@ def log_prob_and_entropy(
     >>> lp, h = log_prob_and_entropy(torch.zeros(1, 2), torch.ones(4, 2), torch.tensor([3]))
     >>> lp.exp().item(), h.exp().item()
     (0.25, 4.0)
+
+    The same where the sampler could draw from two of them:
+
+    >>> lp, h = log_prob_and_entropy(
+    ...     torch.zeros(1, 2), torch.ones(4, 2), torch.tensor([3]), kept=Kept.from_lists([[1, 3]])
+    ... )
+    >>> lp.exp().item(), h.exp().item()
+    (0.5, 2.0)
     """
     owner = weight if owner is None else owner
-    if hidden.device.type == "cuda" and hidden.dtype != torch.float64 and why_uncompiled(hidden.device) is None:
-        return _RowTiledHead.apply(hidden, owner, weight.detach(), target_ids, bias, temperature, softcap)
-    return _TiledHead.apply(hidden, owner, weight.detach(), target_ids, bias, _Logits(temperature, softcap, tile))
+    # The kernels apply a soft cap themselves: it would make a finite number of -inf.
+    fits = hidden.device.type == "cuda" and hidden.dtype != torch.float64 and (kept is None or softcap is None)
+    if fits and why_uncompiled(hidden.device) is None:
+        cut = None if kept is None else _Cut(kept, (_rows_of_a_tile(weight), len(weight)), len(weight))
+        return _RowTiledHead.apply(hidden, owner, weight.detach(), target_ids, bias, temperature, softcap, cut)
+    cut = None if kept is None else _Cut(kept, tile, len(weight))
+    make = _Logits(temperature, softcap, tile, cut)
+    return _TiledHead.apply(hidden, owner, weight.detach(), target_ids, bias, make)
 
 
 def logit_scaling(model: PreTrainedModel) -> tuple[float, float | None]:
@@ -66,6 +83,28 @@ def logit_scaling(model: PreTrainedModel) -> tuple[float, float | None]:
     return factor, softcap
 
 
+class _Cut:
+    """Sets the logits of a tile to -inf that are in no kept set."""
+
+    def __init__(self, kept: Kept, tile: tuple[int, int], words: int) -> None:
+        rows, ids = torch.repeat_interleave(kept.counts), kept.ids.long()
+        self._tile, self._across = tile, -(-words // tile[1])
+        place = rows // tile[0] * self._across + ids // tile[1]
+        order = place.argsort()
+        self._rows, self._columns = rows[order] % tile[0], ids[order] % tile[1]
+        tiles = -(-len(kept.counts) // tile[0]) * self._across
+        self._ends = [0, *place.bincount(minlength=tiles).cumsum(0).tolist()]
+        self._is_cut = (kept.counts > 0)[:, None]
+
+    def __call__(self, logits: Float[Tensor, "n v"], first_token: int, first_word: int = 0) -> None:
+        place = first_token // self._tile[0] * self._across + first_word // self._tile[1]
+        inside = slice(self._ends[place], self._ends[place + 1])
+        rows, columns = self._rows[inside], self._columns[inside]
+        values = logits[rows, columns]
+        logits.masked_fill_(self._is_cut[first_token : first_token + len(logits)], -torch.inf)
+        logits[rows, columns] = values
+
+
 @dataclass(frozen=True)
 class _Logits:
     """Computes a tile of logits from a tile of hidden states and a tile of the head."""
@@ -73,6 +112,7 @@ class _Logits:
     temperature: float
     softcap: float | None
     tile: tuple[int, int]
+    cut: _Cut | None = None
 
     def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Logits over temperature, and the slope of the soft cap if there is one."""
@@ -95,10 +135,12 @@ class _TiledHead(torch.autograd.Function):
         # Running values: largest logit z, sum of exp(z - top), sum of exp(z - top) * (z - top). Relative
         # to the top, no result is a small difference of large numbers. The top starts finite: inf - inf would be NaN.
         top = torch.full_like(total, torch.finfo(dtype).min / 2)
-        has_masked = False  # words that the model masks out
+        has_masked = False  # words that the model masks out, or that are in no kept set
         for tokens in _tiles(len(hidden), make.tile[0]):
             for words in _tiles(len(weight), make.tile[1]):
                 logits, _ = make(hidden[tokens], weight[words], None if bias is None else bias[words])
+                if make.cut is not None:
+                    make.cut(logits, tokens.start, words.start)
                 place = target_ids[tokens, None] - words.start
                 inside = (place >= 0) & (place < logits.shape[1])
                 target_logit[tokens] += logits.gather(1, place.where(inside, 0)).where(inside, 0)[:, 0]
@@ -135,6 +177,8 @@ class _TiledHead(torch.autograd.Function):
             sum_weight, sum_bias = torch.zeros_like(word_weight, dtype=total.dtype), total.new_zeros(len(word_weight))
             for tokens in _tiles(len(hidden), make.tile[0]):
                 logits, slope = make(hidden[tokens], word_weight, word_bias)
+                if make.cut is not None:
+                    make.cut(logits, tokens.start, words.start)
                 below = logits.sub_(top[tokens, None])
                 g, share = grad_log_prob[tokens, None], 1 / total[tokens, None]
                 if entropy_counts:
@@ -171,16 +215,19 @@ class _RowTiledHead(torch.autograd.Function):
     """The same on CUDA: tiles of whole rows, their element-wise part in one kernel each way."""
 
     @staticmethod
-    def forward(ctx, hidden, owner, weight, target_ids, bias, temperature, softcap):
+    def forward(ctx, hidden, owner, weight, target_ids, bias, temperature, softcap, cut=None):
         from grpo_rl.policies.head_triton import tile_statistics
 
         parts = []
         for tokens in _row_tiles(hidden, weight):
             logits = linear(hidden[tokens], weight, bias)
+            if cut is not None:
+                cut(logits, tokens.start)
             parts.append(tile_statistics(logits, target_ids[tokens], temperature, softcap))
         log_prob, entropy, *statistics = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, target_ids, bias, *statistics)
         ctx.temperature, ctx.softcap, ctx.weight_grad_dtype = temperature, softcap, grad_dtype(owner)
+        ctx.cut = cut
         return log_prob, entropy
 
     @staticmethod
@@ -197,6 +244,8 @@ class _RowTiledHead(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         for tokens in tiles:
             logits = linear(hidden[tokens], weight, bias)
+            if ctx.cut is not None:
+                ctx.cut(logits, tokens.start)
             rows = (x[tokens] for x in (*statistics, grad_log_prob, grad_entropy))
             grad = tile_gradient_(logits, target_ids[tokens], *rows, ctx.temperature, ctx.softcap)
             grad_hidden[tokens] = grad @ weight
@@ -206,11 +255,15 @@ class _RowTiledHead(torch.autograd.Function):
                 grad_bias += grad.sum(0, dtype=torch.float32)
         grad_weight = None if grad_weight is None else grad_weight.to(ctx.weight_grad_dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, None, None, grad_bias, None, None
+        return grad_hidden, grad_weight, None, None, grad_bias, None, None, None
 
 
 def _row_tiles(hidden: Float[Tensor, "N E"], weight: Float[Tensor, "V E"]) -> list[slice]:
-    return _tiles(max(len(hidden), 1), max(1, GPU_TILE_LOGITS // len(weight)))
+    return _tiles(max(len(hidden), 1), _rows_of_a_tile(weight))
+
+
+def _rows_of_a_tile(weight: Float[Tensor, "V E"]) -> int:
+    return max(1, GPU_TILE_LOGITS // len(weight))
 
 
 def _tiles(count: int, step: int) -> list[slice]:

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from grpo_rl.data.kept import Kept
 from grpo_rl.policies.embedding import grad_dtype
 from grpo_rl.policies.head import log_prob_and_entropy
 
@@ -46,10 +47,14 @@ def liger_log_prob_and_entropy(
     target_ids: Int[Tensor, " N"],
     temperature: float = 1.0,
     owner: Float[Tensor, "V E"] | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """Computes what `grpo_rl.policies.head.log_prob_and_entropy` does, for a head without bias and soft cap."""
-    if not len(hidden):
-        return log_prob_and_entropy(hidden, weight, target_ids, temperature=temperature, owner=owner)
+    """Computes what `grpo_rl.policies.head.log_prob_and_entropy` does, for a head without bias and soft cap.
+
+    With kept sets, which Liger's kernels don't take, it is that function that computes.
+    """
+    if not len(hidden) or kept is not None:
+        return log_prob_and_entropy(hidden, weight, target_ids, temperature=temperature, owner=owner, kept=kept)
     # Targets are ids of ours: to check them, Liger would wait for the GPU in every call.
     os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")
     fused = importlib.import_module(MODULE).LigerFusedLinearScaledCrossEntropyFunction

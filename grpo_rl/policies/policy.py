@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_rl.data.batching import RankInfo, micro_batches_of
-from grpo_rl.data.group import Group
+from grpo_rl.data.group import Group, Kept
 from grpo_rl.policies.allocator import keep_freed_memory
 from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
 from grpo_rl.policies.compiled import compile_model
@@ -159,24 +159,31 @@ class TrainPolicy:
         return self.peers.device if self.peers else self.model.device
 
     def score(self, groups: Sequence[Group]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-        """Log-probability and entropy of every response token, flat in the groups' order, fp32, in nats."""
-        packed = pack(groups, self.device)
-        call_whole = getattr(self.model, CALL_WHOLE, None)
-        return call_whole(self._score, packed) if call_whole else self._score(packed)
+        """Log-probability and entropy of every response token, flat in the groups' order, fp32, in nats.
 
-    def _score(self, packed: Packed) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+        Where the sampler cut its distribution they are those of the model's, restricted to the same kept sets.
+        """
+        packed = pack(groups, self.device)
+        kept = Kept.joined((group.kept, len(group.response_ids)) for group in groups)
+        call_whole = getattr(self.model, CALL_WHOLE, None)
+        arguments = packed, kept and kept.to(self.device)
+        return call_whole(self._score, *arguments) if call_whole else self._score(*arguments)
+
+    def _score(self, packed: Packed, kept: Kept | None) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         head = self.model.get_output_embeddings()
         with lookups_in(self.model.get_input_embeddings()) as lookups:
             hidden = forward_hidden(self.model, packed)
         owner = lookups.stand_in if head.weight is self.model.get_input_embeddings().weight else None
-        temperature = self.temperature / self.logit_factor
+        temperature, targets = self.temperature / self.logit_factor, packed.target_ids
+        if kept is not None:  # equal tokens may have sets that differ by rounding
+            hidden, targets = packed.by_token(hidden), packed.by_token(targets)
         if self.liger:
-            scored = liger_log_prob_and_entropy(hidden, head.weight, packed.target_ids, temperature, owner)
+            scored = liger_log_prob_and_entropy(hidden, head.weight, targets, temperature, owner, kept)
         else:
             scored = log_prob_and_entropy(
-                hidden, head.weight, packed.target_ids, head.bias, temperature, self.softcap, owner=owner
+                hidden, head.weight, targets, head.bias, temperature, self.softcap, owner=owner, kept=kept
             )
-        log_probs, entropies = map(packed.by_token, scored)
+        log_probs, entropies = map(packed.by_token, scored) if kept is None else scored
         return log_probs, entropies
 
     def add_log_probs(self, groups: Sequence[Group], max_tokens: int) -> list[Group]:

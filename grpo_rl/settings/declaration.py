@@ -43,6 +43,7 @@ KINDS = {
     Mapping[str, float]: "a mapping",
     tuple[int, ...]: "a list of whole numbers",
     tuple[float, ...]: "a list of numbers",
+    tuple[str, ...]: "a list of texts",
     tuple[tuple[int, int], ...]: "a list of pairs of whole numbers",
     tuple[Mapping[str, Any], ...]: "a list of mappings",
     str | tuple[str, ...]: "text or a list of names",

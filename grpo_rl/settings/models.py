@@ -159,11 +159,19 @@ class SamplingSection(Section):
     )
     top_p: float = setting(
         1.0,
-        "1: the whole distribution, as importance weights need it",
-        at_least=1,
+        "only the likeliest tokens that have this much of the probability together are sampled; 1: all",
+        more_than=0,
         at_most=1,
-        because="responses would come from a truncated distribution: no importance weight brings back the tokens that "
-        "are cut off, and fresh ratios would start at the mass kept, not at 1. A lower sampling.temperature sharpens "
-        "responses and stays exact (docs/troubleshooting.md)",
     )
+    top_k: int = setting(0, "only the so many likeliest tokens are sampled; 0: all", at_least=0)
+    min_p: float = setting(
+        0.0,
+        "only tokens of at least this share of the likeliest one's probability are sampled; 0: all",
+        at_least=0,
+        less_than=1,
+    )
+    stop: tuple[str, ...] = setting(
+        (), "strings that end a response; the tokens that complete one stay in it, as they were sampled"
+    )
+    ignore_eos: bool = setting(False, "true: a response goes on behind an end of sequence")
     max_new_tokens: int = setting(256, "longest response, in tokens; in a conversation: longest turn", at_least=1)

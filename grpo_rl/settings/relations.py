@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from grpo_rl.data.advantages import check_advantage
+from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.lora import check_quantization
@@ -21,6 +22,7 @@ def check_relations(settings: Sections) -> None:
     """
     read_parts(settings.env.rewards)
     _check_data(settings)
+    _check_sampling(settings)
     _check_mode(settings)
     _check_lora(settings)
     _check_parallel(settings)
@@ -40,6 +42,16 @@ def _check_data(settings: Sections) -> None:
         raise ValueError("env.eval_path needs env.corpus: the documents beside env.path do not answer its questions")
     if settings.evaluate.rows == 1:
         raise ValueError("evaluate.rows is 1; use 0, or at least 2: one row gives no interval")
+
+
+def _check_sampling(settings: Sections) -> None:
+    sampling = settings.sampling
+    Sampling(**sampling)
+    if sampling.ignore_eos and settings.loss.mask_truncated and not sampling.stop:
+        raise ValueError(
+            "with sampling.ignore_eos=true every response meets the length limit, and loss.mask_truncated=true leaves "
+            "those out of the loss; set one of them to false"
+        )
 
 
 def _check_mode(settings: Sections) -> None:

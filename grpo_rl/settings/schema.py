@@ -20,6 +20,12 @@ from grpo_rl.settings.tasks import TASKS
 from grpo_rl.training.checkpoint import IGNORED, REMOVED
 
 ABSENT = object()
+REFUSED = dict.fromkeys(
+    ("sampling.repetition_penalty", "sampling.presence_penalty", "sampling.frequency_penalty"),
+    "a penalty moves each token's logits by what stands before it in prompt and response, and the trainer scores the "
+    "model's own: ratios on fresh weights would not be 1. Use a reward instead; env.rewards has repetition_penalty",
+)
+"""Keys that other trainers have, and why there are none of them here."""
 UNSET = "???"
 """OmegaConf's marker of a value that must be given."""
 
@@ -131,7 +137,7 @@ def check_keys(names: Iterable[str], dataset: str | None = None) -> None:
     """Refuses keys that nothing reads; without a dataset those of any task will do.
 
     Raises:
-        ValueError: names each unknown key and the nearest known one.
+        ValueError: names each unknown key and the nearest known one, or says why there is none.
 
     >>> check_keys(["optimizer.lrr"])
     Traceback (most recent call last):
@@ -141,6 +147,9 @@ def check_keys(names: Iterable[str], dataset: str | None = None) -> None:
     known = declarations(dataset)
     sections = {key.rsplit(".", i)[0] for key in known for i in range(1, key.count(".") + 1)}
     free = tuple(f"{key}." for key, setting in known.items() if setting.free)
+    names = list(names)
+    if refused := [name for name in names if name in REFUSED]:
+        raise ValueError(f"{refused[0]} is no setting: {REFUSED[refused[0]]}")
     unknown = [name for name in names if name not in known and name not in sections and not name.startswith(free)]
     if unknown:
         raise ValueError("\n".join(f"unknown config key {name}{_nearest(name, known)}" for name in unknown))

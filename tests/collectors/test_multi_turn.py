@@ -234,3 +234,20 @@ def test_a_conversations_routes_are_those_of_its_last_turn_which_read_all_before
     group = group_of_trajectories(Prompt(0, 0, "?", torch.tensor([1, 2])), [first, second])
     assert group.prompt_routes.flatten().tolist() == [0, 1]
     assert group.routes.flatten().tolist() == [2, 3, 4, 7, NO_ROUTE, 7, NO_ROUTE, NO_ROUTE]
+
+
+def test_a_reply_has_no_kept_sets_between_those_of_two_turns():
+    def conversation(*turns):
+        trajectory = Trajectory({}, "row 0", [1], Dialog([]))
+        for turn in turns:
+            trajectory.add_turn(turn, "…")
+            trajectory.add_reply([8, 9])
+        return trajectory
+
+    cut = Samples.from_lists([[5, 6]], [[-0.5, -0.1]], [False], 3, [[[5, 7], [6]]])
+    whole = Samples.from_lists([[4]], [[-1.0]], [False], 3)
+    prompt = Prompt(0, 0, "?", torch.tensor([1]))
+    group = group_of_trajectories(prompt, [conversation(cut, cut), conversation(whole)])
+    assert group.kept_ids.tolist() == [5, 7, 6, 5, 7, 6]
+    assert group.kept_counts.tolist() == [2, 1, 0, 0, 2, 1, 0, 0] + [0, 0, 0]
+    assert group_of_trajectories(prompt, [conversation(whole)] * 2).kept is None

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import AutoTokenizer
 
 from grpo_rl.collectors.engine_policy import EnginePolicy
-from grpo_rl.collectors.groups import has_zero_variance
+from grpo_rl.collectors.groups import group_of_samples, has_zero_variance
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.data import keys
 from grpo_rl.data.group import Group
-from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import LLMEnv, Reward, Task
 from grpo_rl.testing import random_group, save_tiny_model
@@ -188,3 +189,15 @@ def test_the_group_size_may_change_between_collections(env, engine):
 def test_resamples_are_none_or_more(env, engine):
     with pytest.raises(ValueError, match=r"train\.max_refills=-1"):
         SyncCollector(env, engine, Sampling(), 6, max_resamples=-1)
+
+
+def test_kept_sets_of_samples_reach_the_group_and_the_rows_of_a_rollout(env):
+    samples = Samples.from_lists(
+        [[5], [], [6, 7]], [[0.0], [], [0.0, 0.0]], [False] * 3, 0, [[[5, 1]], [], [[6], [7, 2]]]
+    )
+    group = group_of_samples(env.next_prompts(1)[0], samples)
+    assert group.kept_ids.tolist() == [5, 1, 6, 7, 2] and group.kept_counts.tolist() == [2, 1, 2]
+    rows = [TensorDict() for _ in range(3)]
+    EnginePolicy._write(rows, samples)
+    assert [row[keys.KEPT_IDS].tolist() for row in rows] == [[5, 1], [], [6, 7, 2]]
+    assert [row[keys.KEPT_COUNTS].tolist() for row in rows] == [[2], [], [1, 2]]

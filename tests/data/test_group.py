@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from grpo_rl.data import keys
 from grpo_rl.data.batching import MicroBatching, micro_batches
 from grpo_rl.data.group import Group
+from grpo_rl.data.kept import Kept
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
@@ -46,6 +47,18 @@ def test_to_tensordict_and_back_is_the_same_group():
     routed = replace(group, routes=routes, prompt_routes=-torch.ones(4, 2, 2, dtype=torch.int8))
     assert_equal(Group.from_tensordict(routed.to_tensordict()), routed)
     assert torch.equal(routed.with_only([0, 2]).routes, routes[[0, 1, 2, 4, 5]])
+    kept = Kept.from_lists([[3, 4], [], [1], [2], [9, 8, 7], []])
+    cut = replace(group, kept_ids=kept.ids, kept_counts=kept.counts)
+    assert_equal(Group.from_tensordict(cut.to_tensordict()), cut)
+
+
+def test_the_kept_sets_of_a_response_go_where_it_goes():
+    kept = Kept.from_lists([[3, 4], [], [1], [2], [9, 8, 7], []])
+    group = replace(random_group(lengths=[3, 1, 2]), kept_ids=kept.ids, kept_counts=kept.counts)
+    part = group.with_only([0, 2])
+    assert part.kept_ids.tolist() == [3, 4, 1, 9, 8, 7] and part.kept_counts.tolist() == [2, 0, 1, 3, 0]
+    assert group.with_only([1]).with_advantages(torch.ones(1)).kept_ids.tolist() == [2]
+    assert random_group(lengths=[3, 1]).with_only([1]).kept is None
 
 
 def test_the_tensordict_has_torchrls_keys_and_shapes():

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.data.group import Group
+from grpo_rl.data.kept import Kept
 from grpo_rl.diagnosis import mismatch
 from grpo_rl.diagnosis.causes import DiagnosisContext, Scored, diagnose, forked_random_state, mass_kept
 from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
@@ -55,6 +57,8 @@ def groups_of(samples, prompts, first_id=0) -> list[Group]:
             trainable=torch.ones_like(s.response_ids, dtype=torch.bool),
             offsets=s.offsets,
             rewards=torch.rand(len(s.offsets) - 1),
+            kept_ids=s.kept_ids,
+            kept_counts=s.kept_counts,
         )
         for i, (prompt, s) in enumerate(zip(prompts, samples, strict=True))
     ]
@@ -67,11 +71,13 @@ class Training:
         fault: changes a step's groups before they are trained on.
         pushes: whether the weights go to the engine after each optimizer step.
         sampled_at: temperature of the engine, if not the trainer's.
+        cuts: settings that cut tokens off.
+        own_cuts: the same, of an engine that says nothing of it.
     """
 
     def __init__(
-        self, model, dtype, *, fault=None, pushes=True, temperature=1.0, sampled_at=None, top_p=1.0, lr=1e-2, seed=0,
-        prompts=4, group_size=4, max_new_tokens=16, **settings,
+        self, model, dtype, *, fault=None, pushes=True, temperature=1.0, sampled_at=None, cuts=None, own_cuts=None,
+        lr=1e-2, seed=0, prompts=4, group_size=4, max_new_tokens=16, **settings,
     ):  # fmt: skip
         torch.manual_seed(seed)
         self.policy = TrainPolicy.load(model, getattr(torch, dtype), temperature=temperature)
@@ -79,7 +85,9 @@ class Training:
         self.weights = WeightSync(self.policy.model, self.engine)
         self.weights.push()
         self.optimizer = PolicyOptimizer(self.policy.model, lr=lr)
-        self.sampling = Sampling(sampled_at or temperature, top_p, max_new_tokens)
+        self.sampling = Sampling(sampled_at or temperature, max_new_tokens=max_new_tokens, **cuts or {})
+        if own_cuts:
+            self.engine.generate = without_kept(self.engine.generate, own_cuts)
         self.mismatch = Mismatch(**settings)
         self.context = DiagnosisContext(
             self.policy, self.weights, self.engine, self.sampling, 4096, lambda g: f"group {g.group_id}", repr
@@ -111,6 +119,34 @@ class Training:
         if self._pushes:
             self.weights.push()
         return self.mismatch.metrics()
+
+
+def without_kept(generate, cuts):
+    """Samples of an engine that cuts tokens off on its own, and returns no kept sets."""
+
+    def call(prompts, n, sampling):
+        return [replace(s, kept_ids=None, kept_counts=None) for s in generate(prompts, n, replace(sampling, **cuts))]
+
+    return call
+
+
+def kept_lost(groups):
+    """The kept sets are left out on the way from the engine."""
+    return [replace(g, kept_ids=None, kept_counts=None) for g in groups]
+
+
+def kept_widened(groups):
+    """Every kept set has ten ids that the engine had cut off."""
+
+    def widened(group):
+        sets = [
+            of_token + [i for i in range(1, 257) if i not in of_token][:10]
+            for of_token in map(Tensor.tolist, group.kept.ids.split(group.kept.counts.tolist()))
+        ]
+        kept = Kept.from_lists(sets)
+        return replace(group, kept_ids=kept.ids, kept_counts=kept.counts)
+
+    return [widened(g) for g in groups]
 
 
 def shifted(groups):
@@ -145,8 +181,14 @@ FAULTS = {
     "temperature": lambda: {"sampled_at": 0.9},
     "stale_weights": lambda: {"fault": Held(lies=True)},
     "swapped_groups": lambda: {"fault": swapped},
-    "truncation": lambda: {"top_p": 0.9},
+    "truncation": lambda: {"own_cuts": {"top_p": 0.9}},
+    "truncation, kept sets lost": lambda: {"cuts": {"top_p": 0.9}, "fault": kept_lost},
+    "truncation, kept sets of top-k lost": lambda: {"cuts": {"top_k": 20}, "fault": kept_lost},
+    "temperature, kept sets": lambda: {"cuts": {"top_p": 0.8}, "sampled_at": 0.8},
+    "shifted, kept sets": lambda: {"cuts": {"top_p": 0.8}, "fault": shifted},
+    "failed_sync, kept sets": lambda: {"cuts": {"top_p": 0.8}, "pushes": False},
 }
+"""Faults by the names that they are told by; behind a comma, what is special."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -155,7 +197,7 @@ def test_a_planted_fault_is_named_within_two_steps_and_by_its_own_name_alone(mod
     training = Training(model, dtype, bound=None, **FAULTS[name]())
     rows = [training.step(), training.step()]
     named = [key for row in rows for key in row if key.startswith("mismatch/") and row[key] == 1.0]
-    assert set(named) == {f"mismatch/{name}"}
+    assert set(named) == {f"mismatch/{name.split(',')[0]}"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -174,7 +216,28 @@ def test_the_temperature_and_the_mass_that_were_used_are_found_out(model):
     with pytest.raises(MismatchError, match=r"sampled at about 0\.9 and are scored at 1 "):
         Training(model, "bfloat16", sampled_at=0.9).step()
     with pytest.raises(MismatchError, match=r"about as top_p=0\.9 does, to 9\d % of its mass"):
-        Training(model, "bfloat16", top_p=0.9).step()
+        Training(model, "bfloat16", own_cuts={"top_p": 0.9}).step()
+
+
+def test_a_truncation_is_told_by_what_went_wrong_with_it(model):
+    """The engine cut on its own; it was told to, and its kept sets are lost; they are not what it drew from."""
+    with pytest.raises(MismatchError, match=r"scores all of it\. Turn off what cuts there"):
+        Training(model, "bfloat16", own_cuts={"top_k": 20}).step()
+    with pytest.raises(MismatchError, match=r"told to cut tokens off, and 4 of 4 groups come without"):
+        Training(model, "bfloat16", cuts={"top_k": 20}, fault=kept_lost).step()
+    with pytest.raises(MismatchError, match=r"about as top_k=20 does.*of the mass of the kept sets"):
+        Training(model, "bfloat16", cuts={"top_k": 20}, fault=kept_widened).step()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cuts", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05, "top_p": 0.95}], ids=str)
+def test_with_kept_sets_truncated_sampling_is_no_fault_and_ratios_are_one(model, dtype, cuts):
+    training = Training(model, dtype, cuts=cuts, temperature=0.8)
+    for _ in range(3):
+        metrics = training.step()
+        assert metrics["mismatch/mean"] < FLOORS[dtype] and training.warning is None
+        assert metrics["mismatch/mass_kept"] == pytest.approx(1, abs=FLOORS[dtype])
+        assert set(metrics) == {"mismatch/mean", "mismatch/max", "mismatch/mass_kept"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -276,7 +339,7 @@ def test_a_log_probability_that_is_not_finite_is_no_mismatch_and_hides_none_that
 
     training._fault = broken
     for _ in range(3):  # the optimizer's guard is told, not this one
-        assert not {f"mismatch/{name}" for name in [*FAULTS, "unexplained"]} & training.step().keys()
+        assert not {f"mismatch/{name.split(',')[0]}" for name in [*FAULTS, "unexplained"]} & training.step().keys()
         assert training.warning is None
     if bound:
         with pytest.raises(MismatchError, match="wrong temperature|stale weights"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from grpo_rl.data.group import Group
-from grpo_rl.diagnosis.causes import DiagnosisContext, Scored, diagnose, score
+from grpo_rl.diagnosis.causes import DiagnosisContext, Scored, diagnose, mass_kept, score
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.envs.gsm8k import GSM8K, load_rows
 from grpo_rl.policies.policy import TrainPolicy
@@ -52,6 +53,8 @@ def sample(engine, prompts, sampling):
             torch.ones_like(s.response_ids, dtype=torch.bool),
             s.offsets,
             torch.zeros(4),
+            kept_ids=s.kept_ids,
+            kept_counts=s.kept_counts,
         )
         for i, (prompt, s) in enumerate(zip(prompts, engine.generate(prompts, 4, sampling), strict=True))
     ]
@@ -72,7 +75,9 @@ def sampled(request, default_model):
     policy = TrainPolicy.load(default_model, torch.bfloat16, temperature=0.9)
     if request.param == "vllm":
         pytest.importorskip("vllm")
-        from grpo_rl.engines.vllm.engine import VLLMEngine as Engine
+        from grpo_rl.engines.vllm.engine import VLLMEngine
+
+        Engine = partial(VLLMEngine, sampling=Sampling(top_p=0.9))
     else:
         from grpo_rl.engines.transformers import TransformersEngine as Engine
     engine = Engine(default_model, max_model_len=512)
@@ -117,3 +122,24 @@ def test_rounding_of_bf16_is_no_fault_and_small_faults_are_named(sampled, monkey
         return replace(s, group=replace(s.group, log_probs=log_probs))
 
     assert diagnose(context, [shifted(s) for s in scored], thorough=False).name == "shifted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 20}], ids=str)
+def test_truncated_sampling_is_on_the_floor_with_its_kept_sets_and_named_without_them(sampled, cut, monkeypatch):
+    policy, engine, weights, prompts, _, _ = sampled
+    floor = (sampled.trainer - sampled.sampler).abs().mean()
+    sampling = replace(SAMPLING, **cut)
+    context = DiagnosisContext(policy, weights, engine, sampling, 8192, lambda g: f"group {g.group_id}", repr)
+    monkeypatch.setattr(weights, "verify", lambda: None)
+    groups = sample(engine, prompts, sampling)
+    scored = score(context, groups)
+    log_ratio = torch.cat([s.log_probs - s.group.log_probs for s in scored])
+    assert log_ratio.abs().mean() < 1.5 * floor and log_ratio.exp().mean() == pytest.approx(1, abs=0.02)
+    assert mass_kept(scored) > 0.98
+
+    lost = score(context, [replace(group, kept_ids=None, kept_counts=None) for group in groups])
+    found = diagnose(context, lost, thorough=False)
+    log_ratio = torch.cat([s.log_probs - s.group.log_probs for s in lost])
+    assert found.name == "truncation" and "4 of 4 groups come without the sets" in found.text
+    assert log_ratio.exp().mean() < 0.99

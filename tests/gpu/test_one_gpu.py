@@ -58,7 +58,7 @@ def test_log_probs_cost_an_engine_less_than_a_twentieth(default_model):
 
     engine = VLLMEngine(default_model, max_model_len=512, gpu_memory_utilization=0.3, max_num_seqs=128)
     try:
-        asked = sampling_params(8, Sampling(temperature=1.0, top_p=1.0, max_new_tokens=256, min_new_tokens=256))
+        asked = sampling_params(8, Sampling(max_new_tokens=256, min_new_tokens=256), ())
         plain = SamplingParams(n=8, max_tokens=256, min_tokens=256, detokenize=False, output_kind=asked.output_kind)
         prompts = [{"prompt_token_ids": list(range(10 + i, 74 + i))} for i in range(16)]
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_rl.data.kept import Kept
 from grpo_rl.policies.head import log_prob_and_entropy
+from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
+from grpo_rl.testing import random_group, save_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,55 @@ def test_values_and_gradients_equal_those_of_full_logits(temperature, with_bias,
     out, out_grads = grads(lambda h, w, b=None: log_prob_and_entropy(h, w, target, b, temperature, softcap, tile))
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(out_grads, expected_grads, rtol=0, atol=1e-12)
+
+
+SETS = ([0, 3, 9], [5], [], list(range(11)), [10, 1], [7, 2, 6, 4], [8, 0])
+"""Kept sets of seven tokens out of eleven words: one word, all of them, in no order; of the third nothing is known."""
+
+
+def restricted(hidden, weight, target, bias, temperature, softcap):
+    """The definition, token by token: the softmax of the kept words' logits, and nothing else."""
+    rows = []
+    for h, t, kept in zip(hidden, target.tolist(), SETS, strict=True):
+        kept = kept or list(range(len(weight)))
+        logits = weight[kept] @ h + (0 if bias is None else bias[kept])
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        log_p = (logits / temperature).log_softmax(-1)
+        rows.append((log_p[kept.index(t)], -(log_p.exp() * log_p).sum()))
+    return tuple(torch.stack(column) for column in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("tile", [(1, 1), (3, 4), (100, 3), (2, 100)])
+def test_with_kept_sets_values_and_gradients_are_those_of_the_distribution_restricted_to_them(
+    temperature, with_bias, softcap, tile
+):
+    g = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=g)  # noqa: E731
+    inputs = [make(7, 5), make(11, 5)] + ([make(11)] if with_bias else [])
+    target, up = torch.tensor([3, 5, 1, 8, 10, 2, 0]), [make(7), make(7)]
+
+    def grads(road, of):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = road(*leaves)
+        used = [(u * o).sum() for u, o, wanted in zip(up, out, of, strict=True) if wanted]
+        return out, torch.autograd.grad(sum(used), leaves)
+
+    kept = Kept.from_lists(SETS)
+    for of in ((1, 1), (1, 0), (0, 1)):
+        expected = grads(lambda h, w, b=None: restricted(h, w, target, b, temperature, softcap), of)
+        found = grads(
+            lambda h, w, b=None: log_prob_and_entropy(h, w, target, b, temperature, softcap, tile, kept=kept), of
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_a_token_outside_of_its_kept_set_has_no_probability():
+    kept = Kept.from_lists([[0, 1]])
+    log_prob, _ = log_prob_and_entropy(torch.ones(1, 2), torch.ones(4, 2), torch.tensor([3]), kept=kept)
+    assert log_prob.item() == -torch.inf
 
 
 def test_gradcheck():
@@ -182,3 +235,29 @@ def test_an_optimizer_that_keeps_fp32_gradients_gets_the_fp32_sum():
     exact, rounded = grad(torch.float32), grad(torch.bfloat16)
     assert exact.dtype == torch.float32 and torch.equal(exact.bfloat16(), rounded)
     assert not torch.equal(exact, rounded.float()), "the sum over tiles was rounded before it was handed over"
+
+
+def test_a_policy_scores_groups_with_and_without_kept_sets_in_one_micro_batch(tmp_path):
+    folder = save_tiny_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole, cut = random_group(prompt=3, lengths=[2, 4], group_id=1), random_group(prompt=5, lengths=[1, 0, 3], seed=1)
+    sets = [sorted({int(token), 7, 40}) for token in cut.response_ids]
+    sets[2] = []
+    kept = Kept.from_lists(sets)
+    cut = replace(cut, kept_ids=kept.ids, kept_counts=kept.counts)
+    policy = TrainPolicy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), temperature=0.7)
+    log_probs, entropies = policy.score([whole, cut])
+    expected = []
+    for group, of_group in ((whole, [[]] * 6), (cut, sets)):
+        rest = iter(of_group)
+        for response in group.responses:
+            logits = (
+                model(torch.cat([group.prompt_ids, response])[None]).logits[0, len(group.prompt_ids) - 1 : -1] / 0.7
+            )
+            for token, of_token in zip(response.tolist(), logits, strict=True):
+                words = next(rest) or list(range(len(of_token)))
+                log_p = of_token[words].log_softmax(-1)
+                expected.append(torch.stack([log_p[words.index(token)], -(log_p.exp() * log_p).sum()]))
+    torch.testing.assert_close(torch.stack([log_probs, entropies]), torch.stack(expected, dim=1), rtol=0, atol=2e-5)
+    reference = ReferencePolicy(model, temperature=0.7).add_log_probs([whole, cut], 64)
+    torch.testing.assert_close(torch.cat([g.ref_log_probs for g in reference]), log_probs, rtol=0, atol=2e-5)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from grpo_rl.data.kept import Kept
 from grpo_rl.policies import head_liger
 from grpo_rl.policies.head import log_prob_and_entropy
 from grpo_rl.policies.policy import TrainPolicy
@@ -69,6 +70,12 @@ def test_a_policy_scores_with_it_and_a_tied_weight_gets_one_gradient_in_the_dtyp
         assert weight.grad.dtype == torch.float32
         gradients.append(weight.grad)
     torch.testing.assert_close(*gradients, rtol=0.05, atol=0.05)
+
+
+def test_kept_sets_are_no_call_of_it():
+    kept, arguments = Kept.from_lists([[2, 4]]), (torch.ones(1, 5), torch.ones(11, 5), torch.tensor([4]))
+    log_prob, _ = head_liger.liger_log_prob_and_entropy(*arguments, kept=kept)
+    assert log_prob.exp().item() == 0.5
 
 
 def test_nothing_to_score_is_no_call_of_it():

@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 
+from grpo_rl.data.kept import Kept
+from grpo_rl.policies import head
 from grpo_rl.policies.head_triton import BLOCK, available, tile_gradient_, tile_statistics
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,6 +121,27 @@ def test_tokens_that_a_model_masks_out_count_nothing():
     torch.testing.assert_close(entropy, -(p * p.log()).sum(-1), rtol=0, atol=1e-12)
     grad = tile_gradient_(logits, target, *of_row, *up)
     assert (grad[:, 1:49] == 0).all() and grad.isfinite().all()
+
+
+def test_the_head_of_whole_rows_counts_kept_sets_alone(monkeypatch):
+    """Two tokens a tile, so that a set is looked up in another tile than the first."""
+    g = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(*shape, generator=g, dtype=torch.float64).to(DEVICE) for shape in ((5, 4), (40, 4))]
+    target = torch.tensor([3, 39, 0, 7, 7], device=DEVICE)
+    up = [torch.randn(5, generator=g, dtype=torch.float64).to(DEVICE) for _ in range(2)]
+    kept = Kept.from_lists([[3, 8, 20], [39], [], [30, 7], [7, 0, 1, 2]]).to(DEVICE)
+    monkeypatch.setattr(head, "GPU_TILE_LOGITS", 2 * 40)
+
+    def results(road):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = road(*leaves)
+        return [*out, *torch.autograd.grad(sum((u * o).sum() for u, o in zip(up, out, strict=True)), leaves)]
+
+    whole, tile = head._Cut(kept, (2, 40), 40), (3, 16)
+    make = head._Logits(0.7, None, tile, head._Cut(kept, tile, 40))
+    rows = results(lambda h, w: head._RowTiledHead.apply(h, w, w.detach(), target, None, 0.7, None, whole))
+    tiled = results(lambda h, w: head._TiledHead.apply(h, w, w.detach(), target, None, make))
+    torch.testing.assert_close(rows, tiled, rtol=0, atol=1e-6)  # the former sums weight gradients in fp32
 
 
 def test_a_tile_may_be_rows_of_a_wider_buffer():

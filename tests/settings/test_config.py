@@ -58,6 +58,8 @@ def test_the_default_passes_the_checks_and_open_r1s_distill_recipe_is_its_math_r
         ("optimizer.lrr=1", r"unknown config key optimizer\.lrr; did you mean optimizer\.lr\?"),
         ("+train.lr=1", r"unknown config key train\.lr; did you mean optimizer\.lr\?"),
         ("env.num_env=4", r"did you mean env\.num_envs\?"),
+        ("+sampling.repetition_penalty=1.1", r"sampling\.repetition_penalty is no setting: .*env\.rewards has"),
+        ("sampling.presence_penalty=0.5", r"sampling\.presence_penalty is no setting: a penalty moves each token"),
         ("zzz=1", r"--cfg job"),
     ],
 )
@@ -101,7 +103,12 @@ def test_an_unknown_key_from_a_file_is_refused_too():
         (["env.dataset=gsm9k"], "did you mean gsm8k"),
         (["train_model.dtype=float16"], "float16"),
         (["evaluate.rows=1"], "evaluate.rows is 1"),
-        (["sampling.top_p=0.9"], "truncated distribution"),
+        (["sampling.top_p=0"], "sampling.top_p is 0; it must be more than 0 and at most 1"),
+        (["sampling.min_p=1"], "sampling.min_p is 1; it must be at least 0 and less than 1"),
+        (["sampling.top_k=-1"], "sampling.top_k is -1; it must be 0 or more"),
+        (["sampling.stop=[5]"], r"sampling.stop is \[5\]; it must be a list of texts"),
+        (["sampling.stop=['']"], "none of them empty"),
+        (["sampling.ignore_eos=true", "loss=dapo"], "every response meets the length limit"),
         (["mismatch.bound=0"], "mismatch.bound is 0; it must be more than 0, or null"),
         (["policy.kl_coef=-0.1"], "policy.kl_coef is -0.1"),
         (["train.optim_batch_size=0"], "train.optim_batch_size is 0"),
@@ -129,6 +136,7 @@ BY_HAND = {
     "a list of whole numbers": "train_model.devices ref_model.devices inference_model.devices env.puzzles.sizes",
     "a list of pairs of whole numbers": "train.repeats_schedule",
     "a list of mappings": "env.examples",
+    "a list of texts": "sampling.stop",
     "text or a list of names": "train_model.lora.targets",
     "text, a list or a mapping": "env.reward",
 }
@@ -166,11 +174,12 @@ def test_a_value_of_a_wrong_type_is_refused_by_name_at_every_key(dataset):
             Settings.read(wrong)
         told = {line.split(" is ")[0]: line.split(" must be ")[1] for line in str(error.value).splitlines()}
         assert all(line.split(" is ")[1].startswith(f"{value!r}; it") for line in str(error.value).splitlines())
+        lists = {"a list of texts", "text or a list of names", "text, a list or a mapping"}
         accepted = {
             "fast": {"text", "text or a list of names", "text, a list or a mapping"},
             0.5: {"a number"},
             True: {"true or false"},
-        }.get(value if not isinstance(value, list) else None, {"text or a list of names", "text, a list or a mapping"})
+        }.get(value if not isinstance(value, list) else None, lists)
         kinds = {key: expected_kind(key, default) for key, default in values_of(dataset).items()}
         assert told.keys() == {key for key in keys if kinds[key] not in accepted}
         assert all(text.split("; quoted")[0].removesuffix(", or null") == kinds[key] for key, text in told.items())

@@ -27,13 +27,7 @@ from grpo_rl.engines.base import AbortedError, EngineDeadError, Samples, Samplin
 from grpo_rl.engines.fingerprint import add
 from grpo_rl.engines.vllm.common import NamelessExecutor, VLLMBase
 from grpo_rl.engines.vllm.lora import adapter_request
-from grpo_rl.engines.vllm.sampling import (
-    samples_with_versions,
-    sampling_params,
-    token_counts,
-    version_number,
-    with_routes,
-)
+from grpo_rl.engines.vllm.sampling import samples_with_versions, token_counts, version_number, with_routes
 from grpo_rl.engines.vllm.shared_transfer import BACKEND
 
 T = TypeVar("T")
@@ -108,7 +102,7 @@ class AsyncVLLMEngine(VLLMBase):
                     "forgetting routes", self._core.collective_rpc("forget_routes", args=([request_id],))
                 )
             raise AbortedError(f"{request_id} was aborted on {self.name}")
-        samples = samples_with_versions(output)
+        samples = samples_with_versions(output, sampling)
         if not self._records_routes:
             return samples
         call = self._core.collective_rpc("take_routes", args=(request_id, token_counts(output)))
@@ -124,7 +118,7 @@ class AsyncVLLMEngine(VLLMBase):
                 call = self._within("recording routes", self._core.collective_rpc("record_routes"))
                 self._recording = asyncio.ensure_future(call)
             await asyncio.shield(self._recording)
-        parameters = sampling_params(n, sampling, request_id if self._records_routes else None)
+        parameters = self._parameters(n, sampling, request_id if self._records_routes else None)
         outputs = self._core.generate(request, parameters, request_id, lora_request=self._adapter)
         return [output async for output in outputs][-1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 from collections.abc import Sequence
 from functools import partial
@@ -13,13 +14,17 @@ import torch
 import grpo_rl.engines.vllm.environment  # noqa: F401, what vLLM reads at import
 
 # isort: split
+from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.capacity import batch_tokens, graph_sizes
+from grpo_rl.engines.ends import end_ids
 from grpo_rl.engines.vllm.cpu import cpu_arguments
 from grpo_rl.engines.vllm.lora import adapter_arguments
 from grpo_rl.engines.vllm.refusals import refusals_explained
+from grpo_rl.engines.vllm.sampling import sampling_params
 from grpo_rl.engines.vllm.worker import WorkerExtension
 
 
@@ -43,6 +48,7 @@ class VLLMBase:
         cache_bytes: of the KV cache on a GPU; None: what vLLM finds to be left of its share. It can tell only while
             nobody else takes or frees memory there.
         router_replay: records the experts that a mixture's routers choose for each token.
+        sampling: what it is started for: kept sets on a GPU and stop strings have to be asked for here.
 
     Raises:
         ValueError: vLLM refuses the model or the settings, has too little memory, or has no kernels for adapters in
@@ -63,6 +69,7 @@ class VLLMBase:
         adapter_targets: Sequence[str] = (),
         cache_bytes: int | None = None,
         router_replay: bool = False,
+        sampling: Sampling = Sampling(),  # noqa: B008, frozen
     ) -> None:
         if router_replay and torch.cuda.is_available():
             raise ValueError(
@@ -73,18 +80,19 @@ class VLLMBase:
         self.version, self.max_model_len, self.dtype = 0, max_model_len, getattr(torch, dtype)
         self.takes_adapters = adapter_rank > 0
         self._adapter: LoRARequest | None = None
+        self._started_for, self._model = sampling, model
         self._can_free = torch.cuda.is_available()
         self._is_one_worker = tensor_parallel_size == 1
         self.proves_bytes = self._is_one_worker and not self._can_free
         self._arguments: dict[str, Any] = {
             "model": str(model),
-            "skip_tokenizer_init": True,  # ids in, ids out
+            "skip_tokenizer_init": not sampling.stop,  # ids in, ids out
             "dtype": dtype,
             "max_model_len": max_model_len,
             "seed": seed,
             "tensor_parallel_size": tensor_parallel_size,
             "distributed_executor_backend": "uni" if self._is_one_worker else "mp",
-            # Log-probabilities after temperature and top-p: those of the distribution that was sampled from.
+            # Log-probabilities after temperature and cuts: those of the distribution that was sampled from.
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": True,
             "enforce_eager": not self._can_free if enforce_eager is None else enforce_eager,
@@ -101,6 +109,7 @@ class VLLMBase:
                 "max_num_batched_tokens": max(max_num_seqs, min(tokens, max_num_seqs * max_model_len)),
                 "enable_chunked_prefill": True,
                 "kv_cache_memory_bytes": cache_bytes,
+                "return_sampling_mask": sampling.cuts,
             }
             if enforce_eager is None:  # mode 0: no compilation
                 self._arguments["compilation_config"] = {
@@ -112,6 +121,27 @@ class VLLMBase:
             self._arguments |= cpu_arguments(model, self.dtype, max_model_len, max_num_seqs, tensor_parallel_size)
         if adapter_rank:
             self._arguments |= adapter_arguments(adapter_rank, adapter_targets, self.dtype, self._can_free)
+
+    @functools.cached_property
+    def _end_ids(self) -> tuple[int, ...]:
+        """The model's end-of-sequence ids."""
+        return end_ids(self._model)
+
+    def _parameters(self, n: int, sampling: Sampling, routes_key: str | None = None) -> SamplingParams:
+        """vLLM's parameters of a request.
+
+        Args:
+            routes_key: under which the routes of its tokens will be asked for; None: they aren't.
+
+        Raises:
+            ValueError: the engine was not started for stop strings, or for cutting tokens off.
+        """
+        if sampling.stop and not self._started_for.stop:
+            raise ValueError("this engine has no tokenizer; start it with a sampling that has stop strings")
+        returns_kept = self._arguments.get("return_sampling_mask", False)
+        if sampling.cuts and self._can_free and not returns_kept:
+            raise ValueError("this engine returns no kept sets; start it with a sampling that cuts tokens off")
+        return sampling_params(n, sampling, self._end_ids, returns_kept, routes_key)
 
 
 class NamelessExecutor(UniProcExecutor):

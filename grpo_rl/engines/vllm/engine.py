@@ -25,7 +25,7 @@ from grpo_rl.engines.base import ADAPTER_NAME, Samples, Sampling, check_request
 from grpo_rl.engines.fingerprint import add
 from grpo_rl.engines.vllm.common import VLLMBase
 from grpo_rl.engines.vllm.lora import adapter_request
-from grpo_rl.engines.vllm.sampling import samples_of, sampling_params, token_counts, with_routes
+from grpo_rl.engines.vllm.sampling import samples_of, token_counts, with_routes
 
 
 class VLLMEngine(VLLMBase):
@@ -34,7 +34,7 @@ class VLLMEngine(VLLMBase):
     def __init__(self, model: str | Path, max_model_len: int, **settings: Any) -> None:
         super().__init__(model, max_model_len, **settings)
         self._asleep = False
-        self._requests: dict[str, tuple[int, str | None]] = {}
+        self._requests: dict[str, tuple[int, Sampling, str | None]] = {}
         self._keys = map(str, count())
         before = torch.cuda.memory_allocated() if self._can_free else 0
         try:
@@ -61,15 +61,15 @@ class VLLMEngine(VLLMBase):
         check_request(prompts, n, sampling, self.max_model_len)
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         keys = [self._new_key() for _ in prompts]
-        parameters = [sampling_params(n, sampling, key) for key in keys]
+        parameters = [self._parameters(n, sampling, key) for key in keys]
         outputs = self._llm.generate(requests, parameters, use_tqdm=False, lora_request=self._adapter)
-        return [self._samples(output, key) for output, key in zip(outputs, keys, strict=True)]
+        return [self._samples(output, sampling, key) for output, key in zip(outputs, keys, strict=True)]
 
     def _new_key(self) -> str | None:
         return next(self._keys) if self._records_routes else None
 
-    def _samples(self, output: RequestOutput, key: str | None) -> Samples:
-        samples = samples_of(output, self.version)
+    def _samples(self, output: RequestOutput, sampling: Sampling, key: str | None) -> Samples:
+        samples = samples_of(output, self.version, sampling)
         if key is None:
             return samples
         return with_routes(samples, self._llm.collective_rpc("take_routes", args=(key, token_counts(output)))[0])
@@ -79,8 +79,8 @@ class VLLMEngine(VLLMBase):
         assert not self._asleep, "wake() the engine before it generates"
         check_request([prompt], 1, sampling, self.max_model_len)
         key = self._new_key()
-        parameters = sampling_params(1, sampling, key)
-        self._requests[str(request)] = request, key
+        parameters = self._parameters(1, sampling, key)
+        self._requests[str(request)] = request, sampling, key
         self._llm.llm_engine.add_request(
             str(request), {"prompt_token_ids": list(prompt)}, parameters, lora_request=self._adapter
         )
@@ -88,14 +88,14 @@ class VLLMEngine(VLLMBase):
     def step(self) -> list[tuple[int, Samples]]:
         """See :meth:`grpo_rl.engines.base.Engine.step`."""
         outputs = self._llm.llm_engine.step() if self._requests else []
-        finished = [(*self._requests.pop(output.request_id), output) for output in outputs if output.finished]
-        return [(request, self._samples(output, key)) for request, key, output in finished]
+        finished = [(output, *self._requests.pop(output.request_id)) for output in outputs if output.finished]
+        return [(request, self._samples(output, sampling, key)) for output, request, sampling, key in finished]
 
     def abort(self) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.abort`."""
         if self._requests:
             self._llm.llm_engine.abort_request(list(self._requests))
-            if keys := [key for _, key in self._requests.values() if key is not None]:
+            if keys := [key for *_, key in self._requests.values() if key is not None]:
                 self._llm.collective_rpc("forget_routes", args=(keys,))
             self._requests.clear()
 

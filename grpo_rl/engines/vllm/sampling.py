@@ -14,25 +14,48 @@ from vllm.sampling_params import RequestOutputKind
 
 from grpo_rl.engines.base import Samples, Sampling
 
+ALL = 1 << 30
+"""A top-k of more tokens than a vocabulary has, where vLLM asks for one."""
 ROUTES_KEY = "grpo_rl_routes"
 """Entry of a request's further arguments under which its driver asks for its routes."""
 
 
-def sampling_params(n: int, sampling: Sampling, routes_key: str | None = None) -> SamplingParams:
+def sampling_params(
+    n: int,
+    sampling: Sampling,
+    end_ids: Sequence[int],
+    return_sampling_mask: bool = False,
+    routes_key: str | None = None,
+) -> SamplingParams:
     """vLLM's parameters: ids and the log-probability of each, once a response is complete.
 
     Args:
+        end_ids: the model's end-of-sequence ids.
+        return_sampling_mask: the engine was started to return kept sets by itself. It then takes neither a temperature
+            of 0 nor requests without a top-k: a greedy response is drawn from the likeliest token alone, its
+            log-probabilities are 0, and a seed decides between equals.
         routes_key: under which the routes will be asked for; None: they aren't.
     """
+    greedy = sampling.temperature == 0
+    native = {"top_k": sampling.top_k or ALL} if return_sampling_mask else {}
+    if return_sampling_mask and greedy:
+        native = {"top_k": 1, "temperature": 1.0, "seed": 0}
+    settings = {"temperature": sampling.temperature, "top_k": sampling.top_k, **native}
     return SamplingParams(
         n=n,
-        temperature=sampling.temperature,
+        **settings,
         top_p=sampling.top_p,
+        min_p=sampling.min_p,
         max_tokens=sampling.max_new_tokens,
         min_tokens=sampling.min_new_tokens,
+        # Not left to vLLM, which adds the tokenizer's own id where it has a tokenizer.
+        ignore_eos=True,
+        stop_token_ids=[] if sampling.ignore_eos else list(end_ids),
+        stop=list(sampling.stop),
+        detokenize=bool(sampling.stop),
+        include_stop_str_in_output=True,
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
-        detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args=None if routes_key is None else {ROUTES_KEY: [routes_key, n]},
     )
@@ -56,22 +79,36 @@ def with_routes(samples: Samples, taken: Sequence[tuple[bytes, str, list[int]]])
     return replace(samples, prompt_routes=routes[0][:prompt], routes=torch.cat([own[prompt:] for own in routes]))
 
 
-def samples_of(output: RequestOutput, version: int) -> Samples:
-    """The responses of a finished request, all sampled by weights of one version."""
+def samples_of(output: RequestOutput, version: int, sampling: Sampling) -> Samples:
+    """The responses of a finished request, all sampled by weights of one version.
+
+    Raises:
+        RuntimeError: tokens were cut off, and vLLM does not say which.
+    """
+    kept = None
+    if sampling.cuts:
+        masks = [response.sampling_mask for response in output.outputs]
+        kept = [mask.token_ids if mask else [] for mask in masks]
+        if any(len(sets) != len(of.token_ids) for sets, of in zip(kept, output.outputs, strict=True)):
+            raise RuntimeError(
+                "vLLM did not return the kept sets of its samples, which sampling.top_p, top_k and min_p need to be "
+                "trained on; turn them off"
+            )
     return Samples.from_lists(
         [response.token_ids for response in output.outputs],
         [cast(FlatLogprobs, response.logprobs).logprobs for response in output.outputs],
         [response.finish_reason == "length" for response in output.outputs],
         version,
+        kept,
     )
 
 
-def samples_with_versions(output: RequestOutput) -> Samples:
+def samples_with_versions(output: RequestOutput, sampling: Sampling) -> Samples:
     """The responses of a finished request, each token with the version of its weights."""
     spans = [span for response in output.outputs for span in response.weight_versions or ()]
     versions = [version_number(span.version) for span in spans]
     lengths = torch.tensor([span.end - span.start for span in spans], dtype=torch.long)
-    samples = samples_of(output, max(versions))
+    samples = samples_of(output, max(versions), sampling)
     token_versions = torch.tensor(versions).repeat_interleave(lengths)
     assert len(token_versions) == len(samples.response_ids), "vLLM did not say which weights sampled each token"
     return replace(samples, token_versions=token_versions)

@@ -21,6 +21,7 @@ from grpo_rl.engines.vllm.cpu import offer_norms, record_packing, refresh_heads
 from grpo_rl.engines.vllm.experts import record_expert_packing
 from grpo_rl.engines.vllm.held import held_digest, module_of, shard_fingerprint
 from grpo_rl.engines.vllm.in_place import is_plain, write_in_place
+from grpo_rl.engines.vllm.kept import record_kept
 from grpo_rl.engines.vllm.lora import held_factor_fingerprint, hold_adapter
 from grpo_rl.engines.vllm.routes import RouteRecorder
 from grpo_rl.engines.vllm.shared_transfer import register
@@ -30,6 +31,7 @@ record_packing()
 record_expert_packing()
 if not torch.cuda.is_available():
     offer_norms()
+    record_kept()
 
 
 class WorkerExtension:

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.vllm.common import VLLMBase
 from grpo_rl.engines.vllm.worker import WorkerExtension
 
@@ -38,6 +39,13 @@ def test_an_engine_on_a_gpu_shares_prompts_and_computes_large_batches_in_parts(o
     assert arguments_of(max_num_seqs=16, max_model_len=64)["max_num_batched_tokens"] == 16 * 64
     on_gpu.total_memory = 24 << 30
     assert arguments_of()["max_num_batched_tokens"] == 8192
+
+
+def test_an_engine_on_a_gpu_returns_kept_sets_if_it_is_started_for_sampling_that_cuts(on_gpu):
+    assert arguments_of(sampling=Sampling(top_p=0.9))["return_sampling_mask"] is True
+    assert arguments_of()["return_sampling_mask"] is False
+    with pytest.raises(ValueError, match="this engine returns no kept sets"):
+        VLLMBase("model", 64)._parameters(1, Sampling(min_p=0.1))
 
 
 def test_an_engine_that_takes_a_dead_ones_place_is_told_its_cache_and_does_not_measure(on_gpu):

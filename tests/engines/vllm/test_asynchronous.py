@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.engines.base import AbortedError, EngineDeadError, Sampling
 from grpo_rl.testing import left_if_killed, save_tiny_model
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 PROMPTS = [[5, 6, 7], [9, 8], list(range(10, 60)), [100]]
 LONG = Sampling(max_new_tokens=300, min_new_tokens=300)
+DIGITS = tuple("0123456789")
 
 
 class Served:
@@ -66,7 +67,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(folders):
-    made = Served(folders[0])
+    made = Served(folders[0], sampling=Sampling(stop=DIGITS))  # with a tokenizer, otherwise as without
     yield made
     made.close()
 
@@ -149,6 +150,20 @@ def test_ids_go_on_where_they_were_and_what_comes_in_a_pause_is_answered_after_i
     assert switch == tokens
     assert torch.equal(samples.response_ids[:switch], alone.response_ids[:switch])
     assert set(late.result(60).versions.tolist()) == {version + 1}
+
+
+def test_a_response_that_a_stop_string_ends_has_versions_and_kept_sets_of_all_its_tokens(served, folders):
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    sampling = Sampling(temperature=2.0, top_k=200, stop=DIGITS, max_new_tokens=300)
+    samples = served.start(served.engine.generate("stops", PROMPTS[0], 8, sampling)).result(60)
+    assert len(samples.versions) == len(samples.kept.counts) == len(samples.response_ids)
+    sets = samples.kept.ids.split(samples.kept.counts.tolist())
+    assert all(token in kept for token, kept in zip(samples.response_ids, sets, strict=True))
+    assert {len(kept) for kept in sets} <= {200, 201, 202, 203} and not samples.truncated.all()
+    for response, truncated in zip(samples.responses, samples.truncated.tolist(), strict=True):
+        text = tokenizer.decode(response, skip_special_tokens=True)
+        assert not set(text[:-1]) & set(DIGITS)
+        assert truncated == (text[-1:] not in DIGITS and response[-1] != tokenizer.eos_token_id)
 
 
 def test_with_the_cache_kept_what_is_asked_for_in_a_pause_reads_nothing_that_older_weights_made(

@@ -1,0 +1,59 @@
+"""The ends of responses, the same in every engine: end-of-sequence ids of a model, and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+_BAD_PREFIX = "Invalid prefix encountered"
+"""Beginning of the message of tokenizers' error where bytes that are no UTF-8 have broken a stream."""
+
+
+def end_ids(model: str | Path) -> tuple[int, ...]:
+    """The end-of-sequence ids of a model folder: those of its generation config, else of its config; all of them."""
+    try:
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # the folder has none
+        ends = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model)).eos_token_id
+    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+
+
+def text_decoder(model: str | Path) -> Tokenizer:
+    """The decoder of a model folder's ids, as stop strings need one.
+
+    Raises:
+        ValueError: the folder has no fast tokenizer.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if not tokenizer.is_fast:
+        raise ValueError(f"sampling.stop looks for text, and {model} has no fast tokenizer; use an end-of-sequence id")
+    return tokenizer.backend_tokenizer
+
+
+class StopString:
+    """Finds the token of a response that completes a stop string, as vLLM's detokenizer does.
+
+    Text is decoded a token at a time behind the prompt; special tokens are left out.
+    """
+
+    def __init__(self, decoder: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
+        self._decoder, self._stop, self._text = decoder, stop, ""
+        self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
+
+    def completed_by(self, token: int) -> bool:
+        """Tells whether a stop string is in the text, with the response's next token."""
+        self._text += self._step(token) or ""
+        return any(stop in self._text for stop in self._stop)
+
+    def _step(self, token: int) -> str | None:
+        try:
+            return self._stream.step(self._decoder, token)
+        except Exception as error:  # the library has no narrower one
+            if not str(error).startswith(_BAD_PREFIX):
+                raise
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return self._stream.step(self._decoder, token)
