@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -21,6 +20,7 @@ from transformers import (
 
 from grpo_rl.engines.base import Samples, Sampling, StepByGenerate, check_request
 from grpo_rl.engines.fingerprint import fingerprint
+from grpo_rl.policies.text_part import from_folder
 
 
 class TransformersEngine(StepByGenerate):
@@ -49,7 +49,7 @@ class TransformersEngine(StepByGenerate):
         self.takes_adapters = self.proves_bytes = False
         self._device = torch.device(device)
         self._max_batch = max_batch
-        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=self.dtype).to(self._device).eval()
+        self._model: Any = from_folder(model, dtype=self.dtype).to(self._device).eval()
         self._model.requires_grad_(False)
         ends = self._model.generation_config.eos_token_id
         self._ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

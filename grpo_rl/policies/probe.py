@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -17,7 +17,6 @@ from transformers.masking_utils import (
     causal_mask_function,
     sliding_window_causal_mask_function,
 )
-from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_rl.policies.mixers import continues_from_state, mixers, reference_arithmetic
@@ -26,6 +25,8 @@ PROBE_NAME = "grpo_rl_probe"
 """The name under which the recording functions below are registered with transformers while a copy runs."""
 LENGTH = 8
 """Tokens of the forward pass."""
+HIDDEN = torch.tensor([-3.0, -0.5, 0.25, 2.0], dtype=torch.float64, device="cpu")
+"""Hidden states of size 1, of four tokens."""
 
 
 @dataclass(frozen=True)
@@ -155,30 +156,52 @@ def _record_mixer(name: str, layer: torch.nn.Module, mixer: torch.nn.Module, cal
     mixer.register_forward_hook(leave, with_kwargs=True)
 
 
+def measured_logits(model: PreTrainedModel) -> Tensor:
+    """The logits that the model's class makes of the :data:`HIDDEN` states with a head of one weight, 1; [4].
+
+    Raises:
+        ValueError: the class can't be run like this; names the error.
+    """
+    # With data, also if the caller builds models on the meta device.
+    head = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64, device="cpu")
+    ids = torch.zeros(1, len(HIDDEN), dtype=torch.long, device="cpu")
+    torch.nn.init.ones_(head.weight)
+    with torch.device("meta"):
+        empty = type(model)(copy.deepcopy(model.config)).eval()
+    given = _Given(HIDDEN[None, :, None])
+    empty.base_model.forward = lambda *args, **keywords: given
+    empty.set_output_embeddings(head)
+    try:
+        with torch.no_grad():
+            return empty(input_ids=ids, use_cache=False).logits.flatten()
+    except Exception as error:  # the model's own code may fail in any way
+        raise ValueError(f"measuring its logits ends in {type(error).__name__}: {error}") from error
+
+
+class _Given:
+    """Last hidden states as a base model's output: whatever else a class asks it for is None."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, place: Any) -> Any:
+        return (self.last_hidden_state,)[place]
+
+
 def measured_logit_factor(model: PreTrainedModel) -> float:
     """The factor that the model's class puts on the product of head and hidden states, where its config names one.
 
     Raises:
         ValueError: its logits are no multiple of that product, or the class can't be run like this.
     """
-    hidden = torch.tensor([[[-3.0], [-0.5], [0.25], [2.0]]], dtype=torch.float64)
-    head = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
-    torch.nn.init.ones_(head.weight)
-    with torch.device("meta"):
-        empty = type(model)(copy.deepcopy(model.config)).eval()
-    given = MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
-    empty.base_model.forward = lambda *args, **keywords: given
-    empty.set_output_embeddings(head)
-    try:
-        with torch.no_grad():
-            factors = empty(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False).logits / hidden
-    except Exception as error:  # the model's own code may fail in any way
-        raise ValueError(
-            f"its config names a factor on its logits, and measuring it ends in {type(error).__name__}: {error}"
-        ) from error
-    if not torch.allclose(factors, factors[0, 0]):
+    factors = measured_logits(model) / HIDDEN
+    if not torch.allclose(factors, factors[0]):
         raise ValueError("its logits are no multiple of the head's product with the hidden states")
-    return factors[0, 0].item()
+    return factors[0].item()
 
 
 @contextmanager
