@@ -22,11 +22,13 @@ from grpo_rl.engines.vllm.held import held_digest, module_of, shard_fingerprint
 from grpo_rl.engines.vllm.in_place import is_plain, write_in_place
 from grpo_rl.engines.vllm.lora import held_factor_fingerprint, hold_adapter
 from grpo_rl.engines.vllm.shared_transfer import register
+from grpo_rl.engines.vllm.torchvision import load_models_without_torchvision
 
 register()  # the entry point does it too, where the package is installed and VLLM_PLUGINS does not leave it out
 record_packing()
 if not torch.cuda.is_available():
     offer_norms()
+    load_models_without_torchvision()
 
 
 class WorkerExtension:
