@@ -20,6 +20,7 @@ from transformers import (
 
 from grpo_rl.engines.base import Samples, Sampling, StepByGenerate, check_request
 from grpo_rl.engines.fingerprint import fingerprint
+from grpo_rl.policies.checkpoint_names import CheckpointNames
 from grpo_rl.policies.text_part import from_folder
 
 
@@ -117,7 +118,7 @@ class TransformersEngine(StepByGenerate):
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`grpo_rl.engines.base.Engine.update_weights`."""
-        held = dict(self._model.named_parameters())
+        held = self._held()
         with torch.no_grad():
             for name, tensor in weights:
                 if name not in held:
@@ -127,8 +128,13 @@ class TransformersEngine(StepByGenerate):
 
     def fingerprints(self, shapes: Mapping[str, torch.Size], read_back: bool = False) -> dict[str, int]:
         """See :meth:`grpo_rl.engines.base.Engine.fingerprints`."""
-        held = dict(self._model.named_parameters())
+        held = self._held()
         return {name: fingerprint(held[name]) for name in shapes}
+
+    def _held(self) -> dict[str, Tensor]:
+        """The model's parameters, or the parts of them that the checkpoint names."""
+        names = CheckpointNames(self._model)
+        return dict(view for named in self._model.named_parameters() for view in names.views(*named))
 
     def sleep(self) -> None:
         """Moves the weights to host memory."""

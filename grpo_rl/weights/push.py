@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_rl.engines.base import Engine
 from grpo_rl.engines.fingerprint import fingerprint
+from grpo_rl.policies.checkpoint_names import CheckpointNames
 from grpo_rl.policies.lora import base_weights, has_adapters
 from grpo_rl.policies.shards import whole
 from grpo_rl.weights.sources import weights_to_send
@@ -34,7 +35,7 @@ class WeightSync:
     holds the tensors of each until they are all there.
 
     Args:
-        model: the trainer's model, whose parameter names are the checkpoint's. Tied weights are sent once.
+        model: the trainer's model, whose weights are sent by the checkpoint's names, tied ones once.
         engine: the engine that samples; or a transport to engines in other processes, which it pauses during a push.
         version: policy version of the weights that the model has now.
         ranks: the processes that train the model together; all of them push, and rank zero has the engine.
@@ -47,6 +48,7 @@ class WeightSync:
         self, model: torch.nn.Module, engine: Engine | Transport, version: int = 0, ranks: Ranks | None = None
     ) -> None:
         self._model, self._ranks = model, ranks
+        self._names = CheckpointNames(model)
         self._transport: Transport = engine if isinstance(engine, Transport) else InProcess(engine)
         self._transport.on_new_engine = self._deliver_to_new
         if engine.takes_adapters and not has_adapters(model):
@@ -112,8 +114,10 @@ class WeightSync:
         """The tensors to send; the shape of each that is taken, and what ``mark`` says of it, are put into ``seen``."""
         for name, tensor in weights_to_send(self._model, self._transport.takes_adapters, frozen):
             tensor = whole(tensor.to(self._transport.dtype))  # of a sharded one every rank asks for all
-            seen[name] = tensor.shape, mark(name, tensor)
-            yield name, tensor
+            for its_name, part in self._names.views(name, tensor):
+                seen[its_name] = part.shape, mark(its_name, part)
+                yield its_name, part
+                del part
             del tensor  # before the next one is made
 
     def verify(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,7 +59,20 @@ def offer_norms() -> None:
     for name, takes in NORMS.items():
         operation = getattr(ir.ops, name)
         kernel = operation.impls["vllm_c"]
-        operation.register_impl(PROVIDER, supports_args=takes, inplace=kernel.inplace)(kernel.impl_fn)
+        operation.register_impl(PROVIDER, supports_args=takes, inplace=kernel.inplace)(_on_rows(kernel.impl_fn))
+
+
+def _on_rows(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel with its tensors' rows one after the other in memory, as it takes them to be.
+
+    Heads of queries that are cut out of a fused product are not: it would norm other numbers, without a word.
+    """
+
+    @functools.wraps(kernel)
+    def call(*args: Any, **keywords: Any) -> Any:
+        return kernel(*(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args), **keywords)
+
+    return call
 
 
 def refresh_heads(model: torch.nn.Module) -> None:

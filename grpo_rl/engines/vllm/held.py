@@ -8,6 +8,7 @@ fingerprint of the weight itself, read exactly by a product with an identity mat
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import SupportsInt, cast
 
 import torch
@@ -17,6 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from grpo_rl.engines.fingerprint import digest, fingerprint, same_or_none
 from grpo_rl.engines.vllm.cpu import packed_from, packed_heads, parts_of, read_by_product
+from grpo_rl.engines.vllm.experts import EXPERT_NAME, expert_place
 from grpo_rl.engines.vllm.lora import without_adapter
 
 
@@ -28,6 +30,12 @@ def held_digest(model: torch.nn.Module, name: str, dtype: torch.dtype) -> int:
     Raises:
         LookupError: the model holds no such weight that can be read.
     """
+    name = name_in(model, name)
+    if EXPERT_NAME.fullmatch(name):
+        place = expert_place(model, name)
+        assert place, "one worker holds all experts"
+        held = place.held_digest()
+        return digest(place.part_of(place.read())) if held is None else held
     path, _, kind = name.rpartition(".")
     module, index = module_of(model, path)
     module = without_adapter(module)
@@ -64,14 +72,17 @@ def shard_fingerprint(
     Raises:
         LookupError: the model has no place for the name, or one of another shape.
     """
+    name = name_in(model, name)
+    if EXPERT_NAME.fullmatch(name):
+        place = expert_place(model, name)
+        if place is None:
+            return 0
+        tensor = _once(last_read, (str(id(place.layer)), place.kind), place.read)
+        return fingerprint(place.part_of(tensor).to(dtype), **place.starts)
     path, _, kind = name.rpartition(".")
     module, index = module_of(model, path)
     module = without_adapter(module)
-    key = (str(id(module)), kind)
-    if key not in last_read:
-        last_read.clear()
-        last_read[key] = _read(module, kind, dtype)
-    whole = last_read[key]
+    whole = _once(last_read, (str(id(module)), kind), lambda: _read(module, kind, dtype))
     rank = getattr(module, "tp_rank", 0)
     if isinstance(module, VocabParallelEmbedding):
         # The vocabulary is padded, and split by rows.
@@ -100,6 +111,14 @@ def shard_fingerprint(
     return fingerprint(whole) if torch.distributed.get_rank() == 0 else 0
 
 
+def name_in(model: torch.nn.Module, name: str) -> str:
+    """The checkpoint's name as vLLM's model has it, but for the layers that vLLM fuses."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return name
+    return replace(mapper, orig_to_new_stacked={}).map_name(name) or name
+
+
 def module_of(model: torch.nn.Module, path: str) -> tuple[torch.nn.Module, int]:
     """The module that holds a checkpoint's module, and which of its fused parts that is.
 
@@ -119,10 +138,18 @@ def module_of(model: torch.nn.Module, path: str) -> tuple[torch.nn.Module, int]:
         raise LookupError(f"vLLM's {type(model).__name__} has no module for the checkpoint's {path!r}") from error
 
 
+def _once(last_read: dict[tuple[str, str], Tensor], key: tuple[str, str], read: Callable[[], Tensor]) -> Tensor:
+    if key not in last_read:
+        last_read.clear()  # before another is read
+        last_read[key] = read()
+    return last_read[key]
+
+
 def _read(module: torch.nn.Module, kind: str, dtype: torch.dtype) -> Tensor:
     """The tensor that the module computes with."""
     tensor = getattr(module, kind)
     if tensor.numel() or kind != "weight":
         return tensor.to(dtype)
     # On CPU the weight has gone into a packed form that only a product can read.
-    return read_by_product(cast(LinearBase, module), cast(int, module.input_size_per_partition), dtype)
+    columns = getattr(module, "input_size_per_partition", None) or module.input_size  # a replicated layer has no parts
+    return read_by_product(cast(LinearBase, module), cast(int, columns), dtype)

@@ -18,6 +18,7 @@ import grpo_rl.engines.vllm.environment  # noqa: F401
 from grpo_rl.engines.base import ADAPTER_NAME
 from grpo_rl.engines.fingerprint import batch_on, fingerprint
 from grpo_rl.engines.vllm.cpu import offer_norms, record_packing, refresh_heads
+from grpo_rl.engines.vllm.experts import record_expert_packing
 from grpo_rl.engines.vllm.held import held_digest, module_of, shard_fingerprint
 from grpo_rl.engines.vllm.in_place import is_plain, write_in_place
 from grpo_rl.engines.vllm.lora import held_factor_fingerprint, hold_adapter
@@ -26,6 +27,7 @@ from grpo_rl.engines.vllm.torchvision import load_models_without_torchvision
 
 register()  # the entry point does it too, where the package is installed and VLLM_PLUGINS does not leave it out
 record_packing()
+record_expert_packing()
 if not torch.cuda.is_available():
     offer_norms()
     load_models_without_torchvision()

@@ -108,6 +108,21 @@ def test_the_norms_on_cpu_are_as_exact_as_pytorchs(dtype):
             assert (a - c).abs().mean() <= 1.1 * (b - c).abs().mean() + 1e-7
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
+def test_the_norms_on_cpu_take_heads_that_are_cut_out_of_a_fused_product():
+    pytest.importorskip("vllm")
+    from vllm import ir
+
+    from grpo_rl.engines.vllm.cpu import PROVIDER, offer_norms
+
+    offer_norms()
+    fused, weight = torch.randn(5, 3 * 32 + 7, generator=torch.Generator().manual_seed(0)), torch.rand(32)
+    heads = fused[:, 7:].view(5, 3, 32)
+    ours = ir.ops.rms_norm.impls[PROVIDER].impl_fn(heads, weight, 1e-5)
+    by_hand = heads * (heads.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+    torch.testing.assert_close(ours, by_hand)
+
+
 def test_an_engines_start_leaves_torch_its_threads():
     """vLLM's start on a GPU sets them to one, a global that each compiled function checks."""
     pytest.importorskip("vllm")

@@ -6,10 +6,19 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.fingerprint import digest
+from grpo_rl.policies.checkpoint_names import CheckpointNames
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 from grpo_rl.weights.shared_memory import SharedMemoryTransport
 
@@ -28,10 +37,12 @@ SIZES = dict(
     max_position_embeddings=128,
     initializer_range=0.1,
 )
+EXPERTS = dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)  # padded to 32 by vLLM
 MODELS = {
     "tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
     "untied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
     "biased": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "mixture": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=True)),
 }
 
 
@@ -99,7 +110,7 @@ class Here:
         return [(s.response_ids.tolist(), s.log_probs.tolist()) for s in self.engine.generate(PROMPTS, 1, GREEDY)]
 
 
-@pytest.fixture(scope="module", params=["untied", "biased"])  # the latter tied
+@pytest.fixture(scope="module", params=["untied", "biased", "mixture"])  # the latter two tied
 def saved(request, tmp_path_factory):
     """Two models of a kind, and the answers of an engine that loaded the second one."""
     folders = [save(request.param, seed, tmp_path_factory.mktemp("model") / str(seed)) for seed in range(2)]
@@ -114,9 +125,11 @@ def push(engine, folder, version, bucket_bytes=1 << 14):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     transport = SharedMemoryTransport([engine], bucket_bytes)
     try:
-        held = transport.send(((n, p.detach()) for n, p in model.named_parameters()), version)["engine 0"]
+        names = CheckpointNames(model)
+        weights = {n: part for name, p in model.named_parameters() for n, part in names.views(name, p.detach())}
+        held = transport.send(weights.items(), version)["engine 0"]
         assert held.version == version
-        wrong = [n for n, p in model.named_parameters() if held.fingerprints[n] != transport.fingerprint(n, p)]
+        wrong = [n for n, part in weights.items() if held.fingerprints[n] != transport.fingerprint(n, part)]
         assert not wrong
     finally:
         transport.close()
@@ -155,12 +168,12 @@ def test_in_one_process_the_first_push_is_read_by_products_and_later_ones_by_dig
             assert bool(products) == (number == 1) and here.answers() == expected
         sync.verify()
         assert products
-        layer = runner.get_model().model.layers[1].mlp.down_proj
+        layer = runner.get_model().model.layers[1].self_attn.o_proj
         product = layer.cpu_linear
         with monkeypatch.context() as patch:
             patch.setattr(layer, "cpu_linear", lambda x, weight, bias: 2 * product(x, weight, bias))
             with pytest.raises(
-                WeightDeliveryError, match=r"1 of \d+ tensors differ .*\(model\.layers\.1\.mlp\.down_proj"
+                WeightDeliveryError, match=r"1 of \d+ tensors differ .*\(model\.layers\.1\.self_attn\.o_proj"
             ):
                 sync.verify()
         # A head that is right does not vouch for the table beside it, nor the other way round.
@@ -173,6 +186,41 @@ def test_in_one_process_the_first_push_is_read_by_products_and_later_ones_by_dig
                 patch.setattr(here.engine, "update_weights", altering(name, here.engine.update_weights))
                 with pytest.raises(WeightDeliveryError, match=rf"1 of \d+ tensors differ .*\({name}\)"):
                     sync.push()
+    finally:
+        here.engine.close()
+
+
+@pytest.mark.slow
+def test_each_expert_answers_for_what_it_computes_with(tmp_path, monkeypatch):
+    from grpo_rl.engines.vllm import experts
+
+    here = Here(save("mixture", 0, tmp_path / "model"))
+    model = AutoModelForCausalLM.from_pretrained(save("mixture", 1, tmp_path / "other"), dtype=torch.bfloat16)
+    reads, unpacked = [], experts.unpacked
+    monkeypatch.setattr(experts, "unpacked", lambda *args: reads.append(args) or unpacked(*args))
+    try:
+        sync = WeightSync(model, here.engine)
+        for number in (1, 2):  # the first is read back, the second answers by digests
+            reads.clear()
+            sync.push()
+            assert bool(reads) == (number == 1)
+        (samples,) = here.engine.generate([PROMPTS[0]], 4, Sampling(max_new_tokens=8, min_new_tokens=8))
+        for ids, sampled in zip(samples.responses, samples.log_probs.view(4, 8), strict=True):
+            logits = model(torch.tensor([PROMPTS[0] + ids.tolist()])).logits[0, len(PROMPTS[0]) - 1 : -1]
+            ours = logits.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+            assert (ours - sampled).abs().mean() < 0.05
+        name = "model.layers.1.mlp.experts.2.down_proj.weight"
+        layer = here.worker.model_runner.get_model().model.layers[1].mlp.experts.routed_experts
+        layer.w2_weight.data[2].view(-1)[7:8].view(torch.int16).bitwise_xor_(1)
+        with pytest.raises(WeightDeliveryError, match=rf"1 of \d+ tensors differ .*\({name}\)"):
+            sync.verify()
+        # What was recorded when it was packed no longer counts: the digest is of what is read back.
+        place = experts.expert_place(here.worker.model_runner.get_model(), name)
+        assert here.fingerprints({name: [64, 24]}) == {name: digest(place.part_of(place.read()))}
+        with monkeypatch.context() as patch:
+            patch.setattr(here.engine, "update_weights", altering(name, here.engine.update_weights))
+            with pytest.raises(WeightDeliveryError, match=rf"1 of \d+ tensors differ .*\({name}\)"):
+                sync.push()
     finally:
         here.engine.close()
 

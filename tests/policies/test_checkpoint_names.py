@@ -1,0 +1,61 @@
+"""The names and parts under which weights are sent are those of the files that transformers writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.transformers import TransformersEngine
+from grpo_rl.policies.checkpoint_names import CheckpointNames
+from grpo_rl.weights.push import WeightDeliveryError, WeightSync
+
+SIZES = dict(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=8, num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=12, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8,
+    qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, max_position_embeddings=64, pad_token_id=0, eos_token_id=1,
+)  # fmt: skip
+
+
+def tiny(name):
+    config_class = getattr(transformers, f"{name}Config")
+    config = config_class(**{key: value for key, value in SIZES.items() if hasattr(config_class(), key)})
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["Qwen3Moe", "Olmoe", "Mixtral", "Phimoe", "DeepseekV3", "GptOss", "GraniteMoe", "Qwen3"]
+)
+def test_parts_of_parameters_are_the_tensors_of_the_saved_file(name, tmp_path):
+    model = tiny(name)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    for source in (model, type(model).from_pretrained(tmp_path)):  # one that was read from a file, and one that was not
+        names = CheckpointNames(source)
+        sent = dict(part for named in source.named_parameters() for part in names.views(*named))
+        buffers = saved.keys() - sent.keys()
+        assert sent.keys() <= saved.keys() and all(key.endswith("bias") for key in buffers)
+        for key, part in sent.items():
+            assert torch.equal(part, saved[key])
+
+
+@pytest.mark.slow
+def test_transformers_engine_takes_a_mixture_by_the_checkpoints_names_and_proves_each_expert(tmp_path):
+    tiny("Qwen3Moe").save_pretrained(tmp_path)
+    engine = TransformersEngine(tmp_path, max_model_len=32, dtype="float32")
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_pretrained(tmp_path))
+    sync = WeightSync(model, engine)
+    sync.push()
+    (samples,) = engine.generate([[3, 4, 5]], 1, Sampling(max_new_tokens=6))
+    logits = model(torch.tensor([[3, 4, 5, *samples.response_ids.tolist()]])).logits[0, 2:-1]
+    log_probs = logits.log_softmax(-1).gather(-1, samples.response_ids[:, None])[:, 0]
+    torch.testing.assert_close(log_probs, samples.log_probs)
+    engine._model.model.layers[1].mlp.experts.gate_up_proj.data[2, -1, -1] += 1
+    with pytest.raises(WeightDeliveryError, match=r"1 of \d+ tensors differ .*layers\.1\.mlp\.experts\.2\.up_proj"):
+        sync.verify()
