@@ -169,7 +169,9 @@ def measured_logits(model: PreTrainedModel) -> Tensor:
     with torch.device("meta"):
         empty = type(model)(copy.deepcopy(model.config)).eval()
     given = _Given(HIDDEN[None, :, None])
-    empty.base_model.forward = lambda *args, **keywords: given
+    for part in empty.modules():
+        if part is not empty and isinstance(part, PreTrainedModel):  # some classes call a part of their base model
+            part.forward = lambda *args, **keywords: given
     empty.set_output_embeddings(head)
     try:
         with torch.no_grad():
@@ -192,14 +194,20 @@ class _Given:
         return (self.last_hidden_state,)[place]
 
 
-def measured_logit_factor(model: PreTrainedModel) -> float:
-    """The factor that the model's class puts on the product of head and hidden states, where its config names one.
+def measured_logit_factor(model: PreTrainedModel, softcap: float | None = None) -> float:
+    r"""The factor that the model's class puts on the product of head and hidden states.
+
+    Args:
+        softcap: c of a class that takes $c\tanh(x / c)$ of the product x, without a factor.
 
     Raises:
-        ValueError: its logits are no multiple of that product, or the class can't be run like this.
+        ValueError: its logits are neither, or the class can't be run like this.
     """
-    factors = measured_logits(model) / HIDDEN
-    if not torch.allclose(factors, factors[0]):
+    logits = measured_logits(model)
+    if softcap and torch.allclose(logits, softcap * torch.tanh(HIDDEN / softcap)):
+        return 1.0
+    factors = logits / HIDDEN
+    if softcap or not torch.allclose(factors, factors[0]):
         raise ValueError("its logits are no multiple of the head's product with the hidden states")
     return factors[0].item()
 

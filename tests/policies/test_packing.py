@@ -239,3 +239,10 @@ def test_logits_are_scaled_as_the_class_scales_them(name):
     factor = {"CohereForCausalLM": 0.25, "GraniteForCausalLM": 0.125, "HyperCLOVAXForCausalLM": 8.0}[name]
     model = small(name, logit_scale=0.25, logits_scaling=8.0)
     assert TrainPolicy(model).logit_factor == factor
+
+
+def test_a_factor_on_the_logits_is_found_whatever_its_name():
+    """MiniCPM 3 divides its hidden states by ``hidden_size / dim_model_base`` before the head."""
+    model = small("MiniCPM3ForCausalLM", q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8,
+                  v_head_dim=10, head_dim=8, dim_model_base=12)  # fmt: skip
+    assert TrainPolicy(model).logit_factor == pytest.approx(12 / model.config.hidden_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import SupportsInt, cast
+from typing import Any, SupportsInt, cast
 
 import torch
 from torch import Tensor
@@ -161,7 +161,8 @@ def parts_in(model: torch.nn.Module, path: str, module: torch.nn.Module) -> tupl
         return 0, count
     # Some names stand for several parts: the class that loads them says for which.
     for part in model.modules():
-        found = getattr(part, "hf_to_vllm_mapper", None) and part.hf_to_vllm_mapper._map_name_with_shard(f".{leaf}.")
+        mapper: Any = getattr(part, "hf_to_vllm_mapper", None)
+        found = mapper._map_name_with_shard(f".{leaf}.") if mapper else None
         if found and found[1] is not None:
             shards = found[1] if isinstance(found[1], tuple) else (found[1],)
             return shards[0], shards[-1] + 1
