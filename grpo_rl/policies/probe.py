@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
+    chunked_causal_mask_function,
     sliding_window_causal_mask_function,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -37,13 +38,20 @@ class Band:
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """A causal mask within chunks: a token sees only positions from the last multiple of ``size`` on."""
+
+    size: int
+
+
+@dataclass(frozen=True)
 class AttentionCall:
     """One call of the attention function.
 
     Args:
         layer: name of the calling module.
         kind: name of its class.
-        mask: a :class:`Band`, or whatever else the module passed.
+        mask: a :class:`Band`, :class:`Chunks`, or whatever else the module passed.
         head_size: the smaller of the head sizes of keys and of values.
         keywords: arguments of the call beside tensors and mask.
     """
@@ -231,16 +239,19 @@ def _recording(names: Mapping[torch.nn.Module, str], calls: list[AttentionCall])
     ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _mask)
     # It would look for several sequences in the positions, which have no data here.
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    # Its mask takes the padding before each sequence from a tensor without data: there is none.
+    masking_utils.chunked_causal_mask_function = lambda size, _: chunked_causal_mask_function(size, _no_padding())
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = packed
+        masking_utils.chunked_causal_mask_function = chunked_causal_mask_function
         for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             del type(registry)._global_mapping[PROBE_NAME]
 
 
-def _mask(*, mask_function: Callable, local_size: int | None = None, **rest: object) -> Band | Callable:
-    """Replaces the mask tensor of transformers by a :class:`Band`, found by sampling the mask at the bands' edges."""
+def _mask(*, mask_function: Callable, local_size: int | None = None, **rest: object) -> Band | Chunks | Callable:
+    """Replaces the mask tensor of transformers by its rule, found by sampling the mask at the edges of windows."""
     edges = {n * (local_size or LENGTH) + step for n in range(4) for step in (-1, 0, 1)}
     # With data, also if the caller builds models on the meta device.
     places = torch.tensor(sorted(edge for edge in edges if edge >= 0), device="cpu")
@@ -250,4 +261,10 @@ def _mask(*, mask_function: Callable, local_size: int | None = None, **rest: obj
         return Band(None)
     if local_size and torch.equal(shown, sliding_window_causal_mask_function(local_size)(*grid)):
         return Band(local_size)
+    if local_size and torch.equal(shown, chunked_causal_mask_function(local_size, _no_padding())(*grid)):
+        return Chunks(local_size)
     return mask_function
+
+
+def _no_padding() -> Tensor:
+    return torch.zeros(1, dtype=torch.long, device="cpu")

@@ -71,7 +71,7 @@ def refusal(text: str, gpu_memory_utilization: float, max_model_len: int) -> str
 
 @contextmanager
 def refusals_explained(gpu_memory_utilization: float, max_model_len: int) -> Iterator[None]:
-    """A context in which vLLM starts; its refusals for lack of memory or of a kernel are raised in terms of our settings.
+    """A context in which vLLM starts; its refusals for lack of memory or a kernel are raised in terms of our settings.
 
     Raises:
         ValueError: vLLM has too little memory, or no kernel for the model.
