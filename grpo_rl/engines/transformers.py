@@ -12,7 +12,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -29,6 +28,7 @@ from grpo_rl.engines.ends import StopString, end_ids, text_decoder
 from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.policies.checkpoint_names import CheckpointNames
 from grpo_rl.policies.lora import base_weights
+from grpo_rl.policies.text_part import from_folder
 
 
 class TransformersEngine(StepByGenerate):
@@ -57,7 +57,7 @@ class TransformersEngine(StepByGenerate):
         self.takes_adapters = self.proves_bytes = False
         self._device = torch.device(device)
         self._max_batch = max_batch
-        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=self.dtype).to(self._device).eval()
+        self._model: Any = from_folder(model, dtype=self.dtype).to(self._device).eval()
         self._model.requires_grad_(False)
         self._ends, self._folder = list(end_ids(model)), model
         self._decoder: Tokenizer | None = None  # read once stop strings are asked for

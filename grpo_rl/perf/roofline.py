@@ -28,9 +28,7 @@ from grpo_rl.data.batching import groups_to_score
 from grpo_rl.data.group import Group
 from grpo_rl.data.prefix_tree import prefix_tree
 from grpo_rl.perf.rates import Rates, machine_rates
-
-ATTENDING = frozenset({"full_attention", "sliding_attention", "hybrid"})
-"""Types of layers with attention, as configs name them; what linear attention adds to its products is left out."""
+from grpo_rl.policies.supported import ATTENDING
 
 
 @dataclass(frozen=True)

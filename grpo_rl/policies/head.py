@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from grpo_rl.data.kept import Kept
 from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.embedding import grad_dtype
-from grpo_rl.policies.supported import logit_factor
+from grpo_rl.policies.supported import SOFTCAP, logit_factor
 
 CPU_TILE = (1024, 2048)
 """Tokens and words of a tile, which stays in a CPU's caches between operations."""
@@ -78,9 +78,7 @@ def log_prob_and_entropy(
 
 def logit_scaling(model: PreTrainedModel) -> tuple[float, float | None]:
     """The factor on the model's logits, and their soft cap if they have one; no model has both."""
-    factor, softcap = logit_factor(model), getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    assert softcap is None or factor == 1, "measured, logits with a soft cap are no multiple of the head's product"
-    return factor, softcap
+    return logit_factor(model), getattr(model.config.get_text_config(), SOFTCAP, None)
 
 
 class _Cut:

@@ -163,6 +163,21 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder / name for name in names) or sorted(folder.glob("*.safetensors"))
 
 
+def weight_names(folder: str | Path) -> set[str]:
+    """The names of the model's weights; none without a local folder.
+
+    Raises:
+        ValueError: a file or the folder's index is damaged.
+    """
+    if not (folder := Path(folder)).is_dir():
+        return set()
+    names = set()
+    for path in weight_files(folder):
+        with _opened(path) as file:
+            names.update(file.keys())
+    return names
+
+
 def _listed(folder: Path) -> dict[str, str]:
     """The file of each weight, by the weight's name; empty without an index."""
     if not (index := folder / INDEX).is_file():

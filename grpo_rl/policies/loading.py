@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from grpo_rl.policies.lora import LoRA, Quantization, last_names, targeted
 from grpo_rl.policies.routing import check_replay
 from grpo_rl.policies.supported import refuse_unsupported
+from grpo_rl.policies.text_part import from_folder, model_config
 
 
 def check_model(folder: str | Path, lora: LoRA | None = None, router_replay: bool = False) -> None:
@@ -32,9 +33,14 @@ def check_model(folder: str | Path, lora: LoRA | None = None, router_replay: boo
 
 
 def skeleton(folder: str | Path) -> PreTrainedModel:
-    """The folder's model on the meta device: names and shapes without weights."""
+    """The folder's model, or the text part of several, on the meta device: names and shapes without weights.
+
+    Raises:
+        ValueError: the folder holds several models, and the text can't be taken out of them.
+    """
+    config = model_config(folder)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        return AutoModelForCausalLM.from_config(config)
 
 
 def target_names(folder: str | Path, lora: LoRA) -> list[str]:
@@ -47,7 +53,9 @@ def target_names(folder: str | Path, lora: LoRA) -> list[str]:
 
 
 def load_whole(folder: str | Path, **settings: Any) -> PreTrainedModel:
-    """The folder's model with all of its weights; transformers alone would fill missing ones with random numbers.
+    """The folder's model, or the text part of several, with all of its weights.
+
+    transformers alone would fill missing ones with random numbers.
 
     Args:
         settings: arguments of ``from_pretrained``.
@@ -55,8 +63,7 @@ def load_whole(folder: str | Path, **settings: Any) -> PreTrainedModel:
     Raises:
         ValueError: the folder lacks weights, or they have other shapes than its config says; names them.
     """
-    told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **told, **settings)
+    loaded = from_folder(folder, output_loading_info=True, ignore_mismatched_sizes=True, **settings)
     model, found = loaded
     if wrong := sorted(found["mismatched_keys"]):
         name, held, expected = wrong[0]

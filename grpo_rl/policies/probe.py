@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
+    chunked_causal_mask_function,
     sliding_window_causal_mask_function,
 )
-from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_rl.policies.mixers import continues_from_state, mixers, reference_arithmetic
@@ -26,6 +26,8 @@ PROBE_NAME = "grpo_rl_probe"
 """The name under which the recording functions below are registered with transformers while a copy runs."""
 LENGTH = 8
 """Tokens of the forward pass."""
+HIDDEN = torch.tensor([-3.0, -0.5, 0.25, 2.0], dtype=torch.float64, device="cpu")
+"""Hidden states of size 1, of four tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,20 @@ class Band:
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """A causal mask within chunks: a token sees only positions from the last multiple of ``size`` on."""
+
+    size: int
+
+
+@dataclass(frozen=True)
 class AttentionCall:
     """One call of the attention function.
 
     Args:
         layer: name of the calling module.
         kind: name of its class.
-        mask: a :class:`Band`, or whatever else the module passed.
+        mask: a :class:`Band`, :class:`Chunks`, or whatever else the module passed.
         head_size: the smaller of the head sizes of keys and of values.
         keywords: arguments of the call beside tensors and mask.
     """
@@ -155,30 +164,60 @@ def _record_mixer(name: str, layer: torch.nn.Module, mixer: torch.nn.Module, cal
     mixer.register_forward_hook(leave, with_kwargs=True)
 
 
-def measured_logit_factor(model: PreTrainedModel) -> float:
-    """The factor that the model's class puts on the product of head and hidden states, where its config names one.
+def measured_logits(model: PreTrainedModel) -> Tensor:
+    """The logits that the model's class makes of the :data:`HIDDEN` states with a head of one weight, 1; [4].
 
     Raises:
-        ValueError: its logits are no multiple of that product, or the class can't be run like this.
+        ValueError: the class can't be run like this; names the error.
     """
-    hidden = torch.tensor([[[-3.0], [-0.5], [0.25], [2.0]]], dtype=torch.float64)
-    head = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    # With data, also if the caller builds models on the meta device.
+    head = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64, device="cpu")
+    ids = torch.zeros(1, len(HIDDEN), dtype=torch.long, device="cpu")
     torch.nn.init.ones_(head.weight)
     with torch.device("meta"):
         empty = type(model)(copy.deepcopy(model.config)).eval()
-    given = MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
-    empty.base_model.forward = lambda *args, **keywords: given
+    given = _Given(HIDDEN[None, :, None])
+    for part in empty.modules():
+        if part is not empty and isinstance(part, PreTrainedModel):  # some classes call a part of their base model
+            part.forward = lambda *args, **keywords: given
     empty.set_output_embeddings(head)
     try:
         with torch.no_grad():
-            factors = empty(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False).logits / hidden
+            return empty(input_ids=ids, use_cache=False).logits.flatten()
     except Exception as error:  # the model's own code may fail in any way
-        raise ValueError(
-            f"its config names a factor on its logits, and measuring it ends in {type(error).__name__}: {error}"
-        ) from error
-    if not torch.allclose(factors, factors[0, 0]):
+        raise ValueError(f"measuring its logits ends in {type(error).__name__}: {error}") from error
+
+
+class _Given:
+    """Last hidden states as a base model's output: whatever else a class asks it for is None."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, place: Any) -> Any:
+        return (self.last_hidden_state,)[place]
+
+
+def measured_logit_factor(model: PreTrainedModel, softcap: float | None = None) -> float:
+    r"""The factor that the model's class puts on the product of head and hidden states.
+
+    Args:
+        softcap: c of a class that takes $c\tanh(x / c)$ of the product x, without a factor.
+
+    Raises:
+        ValueError: its logits are neither, or the class can't be run like this.
+    """
+    logits = measured_logits(model)
+    if softcap and torch.allclose(logits, softcap * torch.tanh(HIDDEN / softcap)):
+        return 1.0
+    factors = logits / HIDDEN
+    if softcap or not torch.allclose(factors, factors[0]):
         raise ValueError("its logits are no multiple of the head's product with the hidden states")
-    return factors[0, 0].item()
+    return factors[0].item()
 
 
 @contextmanager
@@ -200,16 +239,19 @@ def _recording(names: Mapping[torch.nn.Module, str], calls: list[AttentionCall])
     ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _mask)
     # It would look for several sequences in the positions, which have no data here.
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    # Its mask takes the padding before each sequence from a tensor without data: there is none.
+    masking_utils.chunked_causal_mask_function = lambda size, _: chunked_causal_mask_function(size, _no_padding())
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = packed
+        masking_utils.chunked_causal_mask_function = chunked_causal_mask_function
         for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             del type(registry)._global_mapping[PROBE_NAME]
 
 
-def _mask(*, mask_function: Callable, local_size: int | None = None, **rest: object) -> Band | Callable:
-    """Replaces the mask tensor of transformers by a :class:`Band`, found by sampling the mask at the bands' edges."""
+def _mask(*, mask_function: Callable, local_size: int | None = None, **rest: object) -> Band | Chunks | Callable:
+    """Replaces the mask tensor of transformers by its rule, found by sampling the mask at the edges of windows."""
     edges = {n * (local_size or LENGTH) + step for n in range(4) for step in (-1, 0, 1)}
     # With data, also if the caller builds models on the meta device.
     places = torch.tensor(sorted(edge for edge in edges if edge >= 0), device="cpu")
@@ -219,4 +261,10 @@ def _mask(*, mask_function: Callable, local_size: int | None = None, **rest: obj
         return Band(None)
     if local_size and torch.equal(shown, sliding_window_causal_mask_function(local_size)(*grid)):
         return Band(local_size)
+    if local_size and torch.equal(shown, chunked_causal_mask_function(local_size, _no_padding())(*grid)):
+        return Chunks(local_size)
     return mask_function
+
+
+def _no_padding() -> Tensor:
+    return torch.zeros(1, dtype=torch.long, device="cpu")

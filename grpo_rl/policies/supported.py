@@ -12,7 +12,8 @@ from grpo_rl.policies.mixers import cache_name, mixers
 from grpo_rl.policies.packing import LAYOUT
 from grpo_rl.policies.probe import AttentionCall, Band, Calls, measured_logit_factor, trial_calls
 
-ATTENDING = frozenset({"full_attention", "sliding_attention"})
+ATTENDING = frozenset({"full_attention", "sliding_attention", "hybrid"})
+"""Types of layers with attention, as configs name them."""
 WITH_STATE = frozenset({"linear_attention", "conv", "hybrid", "mamba"})
 """Types of layers that carry a state from token to token; some attend as well."""
 BY_TOKEN = frozenset({"mlp", "moe"})
@@ -20,8 +21,8 @@ BY_TOKEN = frozenset({"mlp", "moe"})
 LAYER_TYPES = ATTENDING | WITH_STATE | BY_TOKEN
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """Types with fixed frequencies; those of others depend on the longest sequence in the batch."""
-LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-"""Config names of factors on a model's logits; what a class does with one is measured."""
+SOFTCAP = "final_logit_softcapping"
+"""The config's name of a cap on the logits, $c\\tanh(x / c)$."""
 UNDERSTOOD = frozenset({LAYOUT, "scaling", "dropout", "sliding_window", "softcap", "s_aux"})
 """Keywords that shared-prefix attention reads."""
 IGNORED = frozenset({"position_ids", "use_cache"})
@@ -85,16 +86,14 @@ def logit_factor(model: PreTrainedModel) -> float:
     """The factor by which the model's logits are its head's product with the hidden states; 1 for most models.
 
     Raises:
-        ValueError: its config names one, and its logits are no multiple of the product.
+        ValueError: its logits are no multiple of the product, but for a soft cap.
 
     >>> from transformers import GraniteConfig, GraniteForCausalLM
     >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     >>> logit_factor(GraniteForCausalLM(GraniteConfig(**sizes, num_key_value_heads=2, logits_scaling=8.0)))
     0.125
     """
-    config = model.config.get_text_config()
-    named = any(getattr(config, name, None) not in (None, 1) for name in LOGIT_FACTORS)
-    return measured_logit_factor(model) if named else 1.0
+    return measured_logit_factor(model, getattr(model.config.get_text_config(), SOFTCAP, None))
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> ValueError:
@@ -182,11 +181,11 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         yield f"its head is a {type(head).__name__}; logits must be the product of one matrix with the hidden states"
-    try:
-        logit_factor(model)
-    except ValueError as error:
-        yield str(error)
     used = (model.base_model, head)
     others = ((name, child) for name, child in model.named_children() if not any(child is one for one in used))
     if between := [name for name, child in others if next(child.parameters(), None) is not None]:
         yield f"its {', '.join(between)} would be left out; logits must be the head's product with the hidden states"
+    try:
+        logit_factor(model)
+    except ValueError as error:
+        yield str(error)

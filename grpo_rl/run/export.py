@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_rl.distributed.ranks import Ranks, gathered
 from grpo_rl.distributed.sharded_checkpoint import export_model
 from grpo_rl.policies.hub import load_tokenizer, resolve_model, writing_model
 from grpo_rl.policies.lora import has_adapters
+from grpo_rl.policies.text_part import model_config
 from grpo_rl.storage.whole_file import whole_folder
 from grpo_rl.training import checkpoint
 from grpo_rl.weights.sources import export_merged, merged_weights
@@ -69,7 +70,7 @@ def export_checkpoint(path: Path, folder: Path) -> None:
     if any(".lora_" in name for name in masters):
         raise ValueError(f"{path} is of adapters, without the model under them; the run's own folder model/ has both")
     source = resolve_model(cfg["model"]["name"])
-    config, of_sampling = AutoConfig.from_pretrained(source), None
+    config, of_sampling = model_config(source), None
     if (source / "generation_config.json").is_file():
         of_sampling = GenerationConfig.from_pretrained(source)
     tokenizer = load_tokenizer(source, cfg["model"]["chat_template"])

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTraine
 from grpo_rl.build import devices as build
 from grpo_rl.policies.packing import pack
 from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.policies.probe import Band, Chunks, trial_calls
 from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
@@ -274,3 +275,16 @@ def test_logits_are_scaled_as_the_class_scales_them(name):
     factor = {"CohereForCausalLM": 0.25, "GraniteForCausalLM": 0.125, "HyperCLOVAXForCausalLM": 8.0}[name]
     model = small(name, logit_scale=0.25, logits_scaling=8.0)
     assert TrainPolicy(model).logit_factor == factor
+
+
+def test_a_factor_on_the_logits_is_found_whatever_its_name():
+    """MiniCPM 3 divides its hidden states by ``hidden_size / dim_model_base`` before the head."""
+    model = small("MiniCPM3ForCausalLM", q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8,
+                  v_head_dim=10, head_dim=8, dim_model_base=12)  # fmt: skip
+    assert TrainPolicy(model).logit_factor == pytest.approx(12 / model.config.hidden_size)
+
+
+def test_chunked_attention_is_told_from_a_window():
+    model = small("Llama4ForCausalLM", intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=6,
+                  layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0])  # fmt: skip
+    assert [call.mask for call in trial_calls(model).attention] == [Chunks(6), Band(None)]

@@ -25,6 +25,7 @@ from grpo_rl.engines.vllm.cpu import cpu_arguments
 from grpo_rl.engines.vllm.lora import adapter_arguments
 from grpo_rl.engines.vllm.refusals import refusals_explained
 from grpo_rl.engines.vllm.sampling import sampling_params
+from grpo_rl.engines.vllm.text_part import text_part_arguments
 from grpo_rl.engines.vllm.worker import WorkerExtension
 
 
@@ -35,7 +36,7 @@ class VLLMBase:
     full blocks of their prompt, and prompts are computed in parts beside responses under way.
 
     Args:
-        model: a local model folder.
+        model: a local model folder; of several models in one, the text part is loaded.
         max_model_len: of prompt and response, in tokens.
         seed: of vLLM's sampler.
         tensor_parallel_size: GPUs that share one copy of the model.
@@ -99,6 +100,7 @@ class VLLMBase:
             "max_num_seqs": max_num_seqs,
             "disable_log_stats": True,
             "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
+            **text_part_arguments(model),
         }
         self._explained = partial(refusals_explained, gpu_memory_utilization, max_model_len)
         if self._can_free:

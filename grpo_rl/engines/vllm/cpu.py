@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig
-from vllm import ir
+from vllm import _custom_ops, ir
 from vllm.kernels import vllm_c
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import LinearBase
@@ -37,12 +37,19 @@ def cpu_arguments(
     offer_norms()
     blocks = max_num_seqs * math.ceil(max_model_len / BLOCK) + 1  # vLLM keeps one for itself
     longest = blocks * BLOCK * _token_bytes(model, dtype, tensor_parallel_size)
+    if _has_states(model):
+        longest = CACHE_BYTES  # vLLM makes a block as large as a layer's state
     return {
         "block_size": BLOCK,
         # No more than the longest responses fill: vLLM writes zeros to all of it at its start.
         "kv_cache_memory_bytes": min(CACHE_BYTES, longest),
         "ir_op_priority": {name: [PROVIDER] for name in NORMS},
     }
+
+
+def _has_states(model: str | Path) -> bool:
+    layers = getattr(AutoConfig.from_pretrained(model).get_text_config(), "layer_types", None) or ()
+    return any(not layer.endswith("attention") or layer.startswith("linear") for layer in layers)
 
 
 def _token_bytes(model: str | Path, dtype: torch.dtype, tensor_parallel_size: int) -> int:
@@ -73,6 +80,28 @@ def _on_rows(kernel: Callable[..., Any]) -> Callable[..., Any]:
         return kernel(*(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args), **keywords)
 
     return call
+
+
+@functools.cache
+def rotate_heads_in_rows() -> None:
+    """Has vLLM's C++ rotary embedding for CPUs get queries and keys as [tokens, heads x size].
+
+    Of [tokens, heads, size], as LFM2 passes them, it rotates something else, without a word.
+    """
+    rotate = _custom_ops.rotary_embedding
+
+    @functools.wraps(rotate)
+    def rotary_embedding(
+        positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, *args: Any, **keywords: Any
+    ) -> None:
+        given = [x for x in (query, key) if x is not None]
+        rows = [x.reshape(positions.shape[-1], -1) for x in given]
+        rotate(positions, rows[0], rows[1] if len(rows) > 1 else None, head_size, *args, **keywords)
+        for x, rotated in zip(given, rows, strict=True):  # in place
+            if rotated.data_ptr() != x.data_ptr():
+                x.copy_(rotated.view_as(x))
+
+    _custom_ops.rotary_embedding = rotary_embedding
 
 
 def refresh_heads(model: torch.nn.Module) -> None:
@@ -108,22 +137,38 @@ def record_packing() -> None:
         linear = getattr(layer, "cpu_linear", None)
         # PyTorch's own product, which vLLM falls back on, packs nothing and holds nothing.
         if isinstance(linear, types.FunctionType) and linear.__closure__:
-            cast(Any, linear).packed_from = [digest(part) for part in parts_of(layer, weight)]
+            cast(Any, linear).packed_from = _part_digests(layer, weight)
 
     utils.dispatch_cpu_unquantized_gemm = pack_and_record
 
 
-def packed_from(layer: torch.nn.Module) -> list[int] | None:
-    """Recorded digests of what the layer's packed weight was made from, part by part; None where it is not packed."""
+def _part_digests(layer: torch.nn.Module, weight: Tensor) -> dict[tuple[int, int], int]:
+    """Digests of each part of a fused layer, and of its first parts together; by first part and the one after the last.
+
+    A name of the checkpoint stands for one part or for several, and which is known only of a whole model.
+    """
+    count = len(getattr(layer, "output_partition_sizes", [0]))
+    runs = {(i, i + 1) for i in range(count)} | {(0, i + 1) for i in range(count)}
+    return {run: digest(rows_of(layer, weight, run)) for run in runs}
+
+
+def packed_from(layer: torch.nn.Module) -> dict[tuple[int, int], int] | None:
+    """Recorded digests of what the layer's packed weight was made from, by parts; None where it is not packed."""
     return getattr(getattr(layer, "cpu_linear", None), "packed_from", None)
 
 
-def parts_of(layer: torch.nn.Module, whole: Tensor) -> Sequence[Tensor]:
-    """The rows of a layer's tensor that are the checkpoint's: one part, or several in a fused layer."""
+def rows_of(layer: torch.nn.Module, whole: Tensor, parts: tuple[int, int]) -> Tensor:
+    """The rows of a layer's tensor that are the checkpoint's.
+
+    Args:
+        parts: of a fused layer's parts the first that is meant, and the one after the last.
+    """
     if isinstance(layer, VocabParallelEmbedding):
-        return [whole[: layer.shard_indices.num_org_elements]]  # the vocabulary is padded
+        return whole[: layer.shard_indices.num_org_elements]  # the vocabulary is padded
     sizes = getattr(layer, "output_partition_sizes", None)
-    return whole.split(list(sizes)) if sizes and sum(sizes) == len(whole) else [whole]
+    if not sizes or sum(sizes) != len(whole):
+        return whole
+    return whole[sum(sizes[: parts[0]]) : sum(sizes[: parts[1]])]
 
 
 def read_by_product(module: LinearBase | VocabParallelEmbedding, columns: int, dtype: torch.dtype) -> Tensor:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import SupportsInt, cast
+from typing import Any, SupportsInt, cast
 
 import torch
 from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank as tensor_parallel_rank
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from grpo_rl.engines.fingerprint import digest, fingerprint, same_or_none
-from grpo_rl.engines.vllm.cpu import packed_from, packed_heads, parts_of, read_by_product
+from grpo_rl.engines.vllm.cpu import packed_from, packed_heads, read_by_product, rows_of
 from grpo_rl.engines.vllm.experts import EXPERT_NAME, expert_place
+from grpo_rl.engines.vllm.hybrids import own_form
 from grpo_rl.engines.vllm.lora import without_adapter
 
 
@@ -37,18 +39,21 @@ def held_digest(model: torch.nn.Module, name: str, dtype: torch.dtype) -> int:
         held = place.held_digest()
         return digest(place.part_of(place.read())) if held is None else held
     path, _, kind = name.rpartition(".")
-    module, index = module_of(model, path)
+    if (own := own_form(model, path, kind, dtype)) is not None:
+        return digest(own)
+    module, _ = module_of(model, path)
     module = without_adapter(module)
+    parts = parts_in(model, path, module)
     packed, tensor = packed_from(module), _tensor(module, kind, name)
     if packed and kind == "weight" and not isinstance(module, VocabParallelEmbedding):
-        return packed[index]
+        return packed[parts]
     if not tensor.numel():
         raise LookupError(f"vLLM holds no {name} that can be read")
-    held = digest(parts_of(module, tensor.to(dtype))[index])
+    held = digest(rows_of(module, tensor.to(dtype), parts))
     if isinstance(module, VocabParallelEmbedding):
         # What is looked up is one thing, what a head on CPU multiplies by another: both have to be what was sent.
         heads = [head for head in packed_heads(model) if head.weight.data_ptr() == module.weight.data_ptr()]
-        return same_or_none(held, *(made[0] for head in heads if (made := packed_from(head))))
+        return same_or_none(held, *(made[0, 1] for head in heads if (made := packed_from(head))))
     return held
 
 
@@ -80,7 +85,9 @@ def shard_fingerprint(
         tensor = _once(last_read, (str(id(place.layer)), place.kind), place.read)
         return fingerprint(place.part_of(tensor).to(dtype), **place.starts)
     path, _, kind = name.rpartition(".")
-    module, index = module_of(model, path)
+    if (own := own_form(model, path, kind, dtype)) is not None:
+        return fingerprint(own, row_start=len(own) * tensor_parallel_rank())
+    module, _ = module_of(model, path)
     module = without_adapter(module)
     whole = _once(last_read, (str(id(module)), kind), lambda: _read(module, kind, name, dtype))
     rank = getattr(module, "tp_rank", 0)
@@ -97,14 +104,15 @@ def shard_fingerprint(
             return fingerprint(whole) if rank == 0 else 0
         return fingerprint(whole, column_start=rank * whole.shape[1])
     if isinstance(module, LinearBase) and hasattr(module, "output_partition_sizes"):
-        sizes = module.output_partition_sizes
-        rows = whole.split(list(sizes))[index]
-        if isinstance(module, QKVParallelLinear) and index > 0:
+        parts = parts_in(model, path, module)
+        if isinstance(module, QKVParallelLinear) and parts[0] > 0:
             # With fewer key-value heads than workers, several workers hold the same head; the first one counts it.
             rank, copy = divmod(rank, module.num_kv_head_replicas)
             if copy:
                 return 0
-        return fingerprint(rows, row_start=rank * sizes[index])
+        if parts[1] - parts[0] > 1 and getattr(module, "tp_size", 1) > 1:
+            raise LookupError(f"{name} is split over workers part by part, which can't be read back")
+        return fingerprint(rows_of(module, whole, parts), row_start=rank * module.output_partition_sizes[parts[0]])
     # Anything else is replicated: the first worker counts it.
     if tuple(whole.shape) != tuple(shape):
         raise LookupError(f"{name}: vLLM holds {tuple(whole.shape)} of {tuple(shape)} in {type(module).__name__}")
@@ -139,6 +147,29 @@ def module_of(model: torch.nn.Module, path: str) -> tuple[torch.nn.Module, int]:
             f"vLLM's {type(model).__name__} has no module for the checkpoint's {path!r}; set "
             "inference_model.engine=transformers"
         ) from error
+
+
+def parts_in(model: torch.nn.Module, path: str, module: torch.nn.Module) -> tuple[int, int]:
+    """The first of the fused layer's parts that are the checkpoint's module, and the one after the last.
+
+    Args:
+        path: of the checkpoint's module, as vLLM's model has it but for fused layers.
+        module: vLLM's, which has all of them.
+    """
+    count, leaf = len(getattr(module, "output_partition_sizes", [0])), path.rpartition(".")[2]
+    names = next((names for names in getattr(model, "packed_modules_mapping", {}).values() if leaf in names), [leaf])
+    if len(names) == count:
+        return names.index(leaf), names.index(leaf) + 1
+    if len(names) == 1:
+        return 0, count
+    # Some names stand for several parts: the class that loads them says for which.
+    for part in model.modules():
+        mapper: Any = getattr(part, "hf_to_vllm_mapper", None)
+        found = mapper._map_name_with_shard(f".{leaf}.") if mapper else None
+        if found and found[1] is not None:
+            shards = found[1] if isinstance(found[1], tuple) else (found[1],)
+            return shards[0], shards[-1] + 1
+    raise LookupError(f"vLLM's {type(model).__name__} does not say which rows of {type(module).__name__} are {path!r}")
 
 
 def _once(last_read: dict[tuple[str, str], Tensor], key: tuple[str, str], read: Callable[[], Tensor]) -> Tensor:

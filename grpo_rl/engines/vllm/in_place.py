@@ -7,10 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from grpo_rl.engines.vllm.cpu import parts_of
-from grpo_rl.engines.vllm.held import module_of
+from grpo_rl.engines.vllm.cpu import rows_of
+from grpo_rl.engines.vllm.held import module_of, parts_in
 
 HELD_BYTES = 1 << 29
 """Bytes of tensors that are held before they are written: some are temporary."""
@@ -23,7 +24,7 @@ def is_plain(model: torch.nn.Module) -> bool:
     if torch.distributed.get_world_size() > 1 or next(model.parameters()).device.type != "cuda":
         return False
     for module in model.modules():
-        if any(word in type(module).__name__ for word in DERIVED):
+        if isinstance(module, MambaBase) or any(word in type(module).__name__ for word in DERIVED):
             return False
         method = getattr(module, "quant_method", None)
         if isinstance(module, VocabParallelEmbedding):
@@ -46,8 +47,8 @@ def write_in_place(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]
     held = 0
     for name, tensor in weights:
         path, _, kind = name.rpartition(".")
-        module, index = module_of(model, path)
-        place = parts_of(module, getattr(module, kind))[index]
+        module, _ = module_of(model, path)
+        place = rows_of(module, getattr(module, kind), parts_in(model, path, module))
         if place.shape != tensor.shape:
             raise ValueError(f"{name}: vLLM holds {tuple(place.shape)}, and {tuple(tensor.shape)} came")
         places.append(place)

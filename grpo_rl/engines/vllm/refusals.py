@@ -1,4 +1,4 @@
-"""vLLM's refusals for lack of GPU memory, as one line that names our settings. For vLLM 0.32."""
+"""vLLM's refusals for lack of GPU memory or of a kernel, as one line that names our settings. For vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ _CHANGED = re.compile(
     r"Error in memory profiling\. Initial free memory (?P<before>[\d.]+) GiB, current free memory (?P<after>[\d.]+) GiB"
 )
 
+_NO_KERNEL = re.compile(r"expect head_dim to be multiples of 32|Unexpected head dim size")
+
 
 def refusal(text: str, gpu_memory_utilization: float, max_model_len: int) -> str | None:
     """The meaning of vLLM's error in terms of our settings; None for other errors.
@@ -53,6 +55,11 @@ def refusal(text: str, gpu_memory_utilization: float, max_model_len: int) -> str
             f"{share} asks for {found['asked']} of the {found['total']} GiB of {found['device']}, and {found['free']} "
             f"GiB are free; lower it to {most:g} or less, or end what else holds memory there"
         )
+    if _NO_KERNEL.search(text):
+        return (
+            "vLLM's kernels for linear attention on a CPU take heads of 64 or 128 numbers, and the model's are of "
+            "another size; set inference_model.engine=transformers"
+        )
     if found := _CHANGED.search(text):
         return (
             f"another process on the GPU freed memory while vLLM measured what {share} leaves: {found['before']} GiB "
@@ -64,10 +71,10 @@ def refusal(text: str, gpu_memory_utilization: float, max_model_len: int) -> str
 
 @contextmanager
 def refusals_explained(gpu_memory_utilization: float, max_model_len: int) -> Iterator[None]:
-    """A context in which vLLM starts; its refusals for lack of memory are raised in terms of our settings.
+    """A context in which vLLM starts; its refusals for lack of memory or a kernel are raised in terms of our settings.
 
     Raises:
-        ValueError: vLLM has too little memory.
+        ValueError: vLLM has too little memory, or no kernel for the model.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"

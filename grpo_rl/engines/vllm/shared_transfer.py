@@ -226,10 +226,12 @@ class SharedMemoryEngine(WeightTransferEngine[NothingToAgreeOn, Bucket]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         from grpo_rl.engines.vllm.cpu import refresh_heads
+        from grpo_rl.engines.vllm.hybrids import refresh_convolutions
 
         if self._is_reloading:
             finalize_layerwise_reload(self.model, self.model_config)
             refresh_heads(self.model)
+            refresh_convolutions(self.model)
         self._is_reloading = False
 
     def _open(self, bucket: Bucket) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("vllm")
 
 from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.vllm import common
 from grpo_rl.engines.vllm.common import VLLMBase
 from grpo_rl.engines.vllm.worker import WorkerExtension
 
@@ -23,6 +24,7 @@ def on_gpu(monkeypatch):
     memory = SimpleNamespace(total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    monkeypatch.setattr(common, "text_part_arguments", lambda model: {})  # there is no folder
     return memory
 
 

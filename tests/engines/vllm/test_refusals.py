@@ -118,3 +118,8 @@ def test_both_engines_explain_a_start_with_too_little_memory(name, tmp_path, mon
     with pytest.raises(ValueError, match=r"^inference_model\.max_model_len=512 takes .* leaves .* GiB for them; raise"):
         make(save_tiny_model(tmp_path / "model"), max_model_len=512)
     assert not torch.distributed.is_initialized(), "the next engine of this process would find the group"
+
+
+def test_heads_that_vllm_has_no_kernel_for_are_told_with_the_other_engine():
+    for text in ("chunk_gated_delta_rule_cpu: expect head_dim to be multiples of 32.", "Unexpected head dim size, 32"):
+        assert "inference_model.engine=transformers" in (refusals.refusal(text, 0.5, 64) or "")
