@@ -14,7 +14,17 @@ from grpo_rl.envs.base import Failure, Prompt, Reward
 
 
 def group_of_samples(prompt: Prompt, samples: Samples) -> Group:
-    """The responses to one prompt as a group, not yet rewarded."""
+    """The responses to one prompt as a group, not yet rewarded.
+
+    Raises:
+        RuntimeError: the engine gave log-probabilities that are no numbers.
+    """
+    if bad := int(samples.log_probs.isfinite().logical_not().sum()):
+        raise RuntimeError(
+            f"the engine sampled row {prompt.row} with log-probabilities that are no finite numbers, at {bad} of "
+            f"{len(samples.log_probs)} tokens: its model's arithmetic fails. Try inference_model.engine=transformers, "
+            "or another dtype; `grpo-rl check-model` tries an engine by itself"
+        )
     return Group(
         group_id=prompt.group_id,
         row=prompt.row,

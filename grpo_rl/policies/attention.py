@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import no_type_check
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
@@ -21,8 +21,9 @@ from grpo_rl.policies.attention_flex import PaddedLayout, flex_in_layer, flex_sh
 from grpo_rl.policies.mixers import share_prompts
 from grpo_rl.policies.mode import check_no_noise, switch_off_noise
 from grpo_rl.policies.packing import LAYOUT, Layout, Packed
+from grpo_rl.policies.probe import Chunks, trunk
 from grpo_rl.policies.routing import replay_routes
-from grpo_rl.policies.supported import not_understood, windows_in_masks
+from grpo_rl.policies.supported import masks_to_apply, not_understood
 
 ATTENTION_NAME = "grpo_rl_shared_prefix"
 """The name under which transformers models find :func:`dispatch` (``config._attn_implementation``)."""
@@ -31,6 +32,8 @@ MASK_WINDOW = "grpo_rl_mask_window"
 
 MASK_CHUNK = "grpo_rl_mask_chunk"
 """Attribute of an attention module whose chunks transformers puts into the mask: a token sees those of its own."""
+TEMPERATURE = "grpo_rl_temperature"
+"""Attribute of an attention module that scales its queries by their positions: f and a of :func:`query_scale`."""
 WINDOWS = "grpo_rl_windows"
 """Attribute of a model whose layers are compiled on CUDA: sliding windows of its layers, None for full attention."""
 
@@ -46,11 +49,17 @@ def use_shared_prefix(model: PreTrainedModel, router_replay: bool = False) -> Pr
     """
     if router_replay:
         replay_routes(model)
-    windows = windows_in_masks(model)
+    masks = masks_to_apply(model)
     model.set_attn_implementation(ATTENTION_NAME)
     assert model.config._attn_implementation == ATTENTION_NAME, model.config._attn_implementation
-    for name, window in windows.items():
-        setattr(model.get_submodule(name), MASK_WINDOW, window)
+    for name, mask in masks.items():
+        attribute, size = (MASK_CHUNK, mask.size) if isinstance(mask, Chunks) else (MASK_WINDOW, mask.window)
+        setattr(model.get_submodule(name), attribute, size)
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            # Its own scales go by the places of tokens, which are not their positions here.
+            module.attn_temperature_tuning = False
+            setattr(module, TEMPERATURE, (module.floor_scale, module.attn_scale))
     share_prompts(model)
     return switch_off_noise(model)
 
@@ -69,7 +78,7 @@ def forward_hidden(model: PreTrainedModel, packed: Packed) -> Float[Tensor, "N E
         tokens = whole_blocks(len(ids))
         ids, positions = (pad(x, (0, tokens - len(x))) for x in (ids, positions))
         layout = PaddedLayout.of(layout, tokens, windows, ids.device)
-    hidden = model.base_model(
+    hidden = trunk(model)(
         input_ids=ids[None],
         position_ids=positions[None],
         use_cache=False,
@@ -114,7 +123,7 @@ def attention(
         s_aux: attention sinks: one extra logit a head in the softmax, with a value of zero; transformers' name.
 
     Raises:
-        ValueError: a layer asks for something that this attention does not support; `windows_in_masks` finds such
+        ValueError: a layer asks for something that this attention does not support; `masks_to_apply` finds such
             layers before.
     """
     unknown = not_understood(keywords)
@@ -125,12 +134,30 @@ def attention(
         )
     sliding_window = sliding_window or getattr(module, MASK_WINDOW, None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if temperature := getattr(module, TEMPERATURE, None):
+        scales = query_scale(prefix_layout.positions.to(query.device), *temperature)
+        query = (query * scales[:, None]).to(query.dtype)
     if chunk := getattr(module, MASK_CHUNK, None):
         order, prefix_layout = prefix_layout.in_chunks(chunk)
         order = order.to(query.device)
         query, key, value = (x.index_select(2, order) for x in (query, key, value))
     out = _attend(query, key, value, prefix_layout, Rules(scale, sliding_window, softcap), s_aux)
     return (out.index_select(1, order.argsort()) if chunk else out), None
+
+
+def query_scale(positions: Int[Tensor, " T"], floor: float, scale: float) -> Float[Tensor, " T"]:
+    r"""Factors on queries at these positions p: $1 + a \log(1 + \lfloor (p + 1) / f \rfloor)$.
+
+    Source: Llama 4's attention temperature in transformers; https://arxiv.org/abs/2501.19399.
+
+    Args:
+        floor: f, positions over which the factor stays the same.
+        scale: a.
+
+    >>> query_scale(torch.tensor([0, 6, 7]), floor=8, scale=1.0)
+    tensor([1.0000, 1.0000, 1.6931])
+    """
+    return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
 
 
 def _attend(

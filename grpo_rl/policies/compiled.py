@@ -7,7 +7,7 @@ import torch._inductor.config
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo_rl.policies.attention import WINDOWS
+from grpo_rl.policies.attention import MASK_CHUNK, TEMPERATURE, WINDOWS
 from grpo_rl.policies.attention_flex import check_head_size
 from grpo_rl.policies.compiler import keep_compiled_code, why_uncompiled
 from grpo_rl.policies.mixers import mixers
@@ -61,8 +61,8 @@ def compile_pointwise(model: PreTrainedModel) -> None:
 def compile_layers(model: PreTrainedModel, with_attention: bool) -> None:
     """Makes each decoder layer compile as one, for any number of tokens.
 
-    Layers of a mixture of experts choose what they compute, and those that carry a state compute group by group: there,
-    norms and MLPs alone are compiled.
+    Layers of a mixture of experts choose what they compute, those that carry a state compute node by node, and chunks
+    and temperatures go by positions: there, norms and MLPs alone are compiled.
 
     Args:
         with_attention: attention is part of the graph, as FlexAttention, which has gradients on CUDA only; a layer that
@@ -73,7 +73,8 @@ def compile_layers(model: PreTrainedModel, with_attention: bool) -> None:
         ValueError: there is no compiler, or it fails; with attention, it asks for what FlexAttention can't compute.
     """
     layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
-    if not layers or model._can_set_experts_implementation() or any(mixers(model)):
+    by_position = any(hasattr(module, name) for module in model.modules() for name in (MASK_CHUNK, TEMPERATURE))
+    if not layers or by_position or model._can_set_experts_implementation() or any(mixers(model)):
         compile_pointwise(model)
         return
     if with_attention:

@@ -100,6 +100,14 @@ class Calls(NamedTuple):
     mixers: list[MixerCall]
 
 
+def trunk(model: PreTrainedModel) -> torch.nn.Module:
+    """The part of a model that makes its last hidden states; some classes do not name it as their base model."""
+    if model.base_model is not model:
+        return model.base_model
+    parts = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return parts[0]
+
+
 def trial_calls(model: PreTrainedModel, **keywords: object) -> Calls:
     """The calls in a forward pass of the model's class with its config; weights are not read.
 
@@ -131,7 +139,7 @@ def trial_calls(model: PreTrainedModel, **keywords: object) -> Calls:
     with _recording(names, calls.attention), reference_arithmetic(empty), torch.no_grad():
         empty.set_attn_implementation(PROBE_NAME)
         try:
-            empty.base_model(input_ids=ids, position_ids=ids, use_cache=False, **keywords)
+            trunk(empty)(input_ids=ids, position_ids=ids, use_cache=False, **keywords)
         except Exception as error:  # the model's own code may fail in any way
             if Band.__name__ in str(error):  # Python and torch name the type of an operand that is no tensor
                 raise ValueError(

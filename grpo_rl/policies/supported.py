@@ -10,9 +10,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_rl.policies.mixers import cache_name, mixers
 from grpo_rl.policies.packing import LAYOUT
-from grpo_rl.policies.probe import AttentionCall, Band, Calls, measured_logit_factor, trial_calls
+from grpo_rl.policies.probe import AttentionCall, Band, Calls, Chunks, measured_logit_factor, trial_calls, trunk
 
-ATTENDING = frozenset({"full_attention", "sliding_attention", "hybrid"})
+ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid"})
 """Types of layers with attention, as configs name them."""
 WITH_STATE = frozenset({"linear_attention", "conv", "hybrid", "mamba"})
 """Types of layers that carry a state from token to token; some attend as well."""
@@ -44,11 +44,11 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     Traceback (most recent call last):
     ValueError: LlamaForCausalLM cannot be trained here: rope_type dynamic makes positions depend on other sequences ...
     """
-    windows_in_masks(model)
+    masks_to_apply(model)
 
 
-def windows_in_masks(model: PreTrainedModel) -> dict[str, int]:
-    """Sliding windows, by name of attention module, that transformers passes only as part of the mask.
+def masks_to_apply(model: PreTrainedModel) -> dict[str, Band | Chunks]:
+    """Windows and chunks, by name of attention module, that transformers passes only as part of the mask.
 
     Raises:
         ValueError: as :func:`refuse_unsupported`.
@@ -56,11 +56,15 @@ def windows_in_masks(model: PreTrainedModel) -> dict[str, int]:
     >>> from transformers import PhimoeConfig, PhimoeForCausalLM
     >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     >>> config = PhimoeConfig(**sizes, num_key_value_heads=2, num_local_experts=2, sliding_window=5)
-    >>> windows_in_masks(PhimoeForCausalLM(config))
-    {'model.layers.0.self_attn': 5}
+    >>> masks_to_apply(PhimoeForCausalLM(config))
+    {'model.layers.0.self_attn': Band(window=5)}
     """
-    calls = supported_calls(model)
-    return {c.layer: c.mask.window for c in calls if isinstance(c.mask, Band) and c.mask.window and not c.window}
+    found = {}
+    for call in supported_calls(model):
+        mask = call.mask
+        if isinstance(mask, Chunks) or (isinstance(mask, Band) and mask.window and not call.window):
+            found[call.layer] = mask
+    return found
 
 
 def supported_calls(model: PreTrainedModel) -> list[AttentionCall]:
@@ -125,8 +129,11 @@ def _reasons_in_calls(model: PreTrainedModel, calls: Calls) -> Iterator[str]:
             yield f"its {call.kind} gets no keyword arguments, so it can't be told where prompts and responses lie"
         if unknown := not_understood(call.keywords):
             yield f"its {call.kind} asks for {', '.join(unknown)}, which shared-prefix attention does not support"
-        if not isinstance(call.mask, Band):
-            yield f"its {call.kind} masks its attention with more than a causal mask or a window"
+        if not isinstance(call.mask, Band | Chunks):
+            yield f"its {call.kind} masks its attention with more than a causal mask, a window or chunks"
+        elif isinstance(call.mask, Chunks):
+            if call.window:
+                yield f"its {call.kind} asks for a window of {call.window} positions under a mask of chunks"
         elif call.window != call.mask.window and call.window:
             yield (
                 f"its {call.kind} asks for a window of {call.window} positions under a mask of another "
@@ -170,7 +177,7 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
             f"supported are {', '.join(sorted(ROPE_TYPES))}"
         )
     known = {child for mixer in with_state for child in mixer.children()}
-    convolutions = {m for m in model.base_model.modules() if isinstance(m, torch.nn.Conv1d)}
+    convolutions = {m for m in trunk(model).modules() if isinstance(m, torch.nn.Conv1d)}
     if mixing := {type(m).__name__ for m in convolutions - known}:
         yield f"its {', '.join(sorted(mixing))} mixes neighbouring tokens, of whatever sequence they are"
     if getattr(config, "output_router_logits", False):
@@ -181,7 +188,7 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         yield f"its head is a {type(head).__name__}; logits must be the product of one matrix with the hidden states"
-    used = (model.base_model, head)
+    used = (trunk(model), head)
     others = ((name, child) for name, child in model.named_children() if not any(child is one for one in used))
     if between := [name for name, child in others if next(child.parameters(), None) is not None]:
         yield f"its {', '.join(between)} would be left out; logits must be the head's product with the hidden states"

@@ -191,6 +191,19 @@ def test_resamples_are_none_or_more(env, engine):
         SyncCollector(env, engine, Sampling(), 6, max_resamples=-1)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_log_probabilities_that_are_no_numbers_stop_the_collection(env, engine, monkeypatch, bad):
+    """An engine whose kernels fail gives them beside ids that look like any others; nothing can be trained on them."""
+
+    def broken(prompts, n, sampling, generate=engine.generate):
+        samples = generate(prompts, n, sampling)
+        return [replace(s, log_probs=s.log_probs.index_fill(0, torch.tensor([1]), bad)) for s in samples]
+
+    monkeypatch.setattr(engine, "generate", broken)
+    with pytest.raises(RuntimeError, match="no finite numbers, at 1 of .* inference_model.engine=transformers"):
+        SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=6).collect(3)
+
+
 def test_kept_sets_of_samples_reach_the_group_and_the_rows_of_a_rollout(env):
     samples = Samples.from_lists(
         [[5], [], [6, 7]], [[0.0], [], [0.0, 0.0]], [False] * 3, 0, [[[5, 1]], [], [[6], [7, 2]]]

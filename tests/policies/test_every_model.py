@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from grpo_rl.data.group import Group
 from grpo_rl.policies.mixers import mixers
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
+from grpo_rl.policies.probe import trunk
 from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.testing import KeepFp64, forked_groups, random_group
 
@@ -87,6 +88,13 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     "BambaForCausalLM": dict(attn_layer_indices=[1]),
     "JambaForCausalLM": dict(attn_layer_period=2, attn_layer_offset=1),
+    "Llama4ForCausalLM": dict(
+        attention_chunk_size=WINDOW,
+        floor_scale=4,
+        attn_scale=0.5,
+        no_rope_layers=[0, 1, 0, 1],
+        intermediate_size_mlp=64,
+    ),
     "MiMoV2FlashForCausalLM": dict(num_key_value_heads=1),
     "MiniMaxForCausalLM": dict(layer_types=["full_attention", "linear_attention"], num_hidden_layers=2),
     "Zamba2ForCausalLM": dict(
@@ -184,7 +192,7 @@ def unrounded(model: PreTrainedModel) -> PreTrainedModel:
         return call
 
     for module in model.double().modules():
-        if module is model.base_model or isinstance(module, GradientCheckpointingLayer):
+        if module is trunk(model) or isinstance(module, GradientCheckpointingLayer):
             module.forward = wrapped(module.forward)
     return model
 
@@ -299,7 +307,7 @@ FEW = [
     "DeepseekV3ForCausalLM", "DogeForCausalLM", "FalconForCausalLM", "FalconH1ForCausalLM",
     "Gemma2ForCausalLM", "Gemma3ForCausalLM",
     "GPT2LMHeadModel", "GPTNeoXForCausalLM", "GptOssForCausalLM", "GraniteMoeHybridForCausalLM", "JambaForCausalLM",
-    "Lfm2ForCausalLM", "LlamaForCausalLM", "MambaForCausalLM",
+    "Lfm2ForCausalLM", "Llama4ForCausalLM", "LlamaForCausalLM", "MambaForCausalLM",
     "MistralForCausalLM", "MixtralForCausalLM", "MoshiForCausalLM", "NemotronForCausalLM", "OPTForCausalLM",
     "Phi3ForCausalLM", "PhiForCausalLM", "PhimoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM",
     "Qwen3_5ForCausalLM",

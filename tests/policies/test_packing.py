@@ -128,7 +128,6 @@ REFUSED = {
     "encoder-decoder": ("T5ForConditionalGeneration", dict(d_model=48, d_kv=8, d_ff=64), "decoder"),
     "bidirectional": ("GemmaForCausalLM", dict(use_bidirectional_attention=True), "causal"),
     "encoder": ("BertLMHeadModel", dict(attention_probs_dropout_prob=0.0), "causal"),
-    "chunked": ("Llama4ForCausalLM", dict(intermediate_size_mlp=64, num_local_experts=2), "chunked_attention"),
     # States that a response can't take over.
     "linear-attention-without-a-cache": (
         "MiniMaxForCausalLM",
