@@ -133,7 +133,7 @@ def build_run(
             logs,
             parts,
             RunDiagnosis(parts, mismatch, Sampling(**settings.sampling), alone=ranks is None),
-            HeldOut(env, rows, settings.sampling.max_new_tokens, folder.eval_before, folder.eval_after),
+            HeldOut(env, rows, Sampling(**settings.sampling), folder.eval_before, folder.eval_after),
             partial(step_metrics, mismatch, roofline, settings.train.max_refills > 0),
             interrupt,
             RunOptions(

@@ -19,6 +19,7 @@ class HeldOut:
 
     Args:
         rows: held-out rows; an empty list turns evaluation off.
+        sampling: of training, whose lengths and ends of responses are kept.
         before: rewards of the evaluation before training, if the resumed run has it.
         last: step and rewards of the newest evaluation, if the resumed run has it.
     """
@@ -27,12 +28,13 @@ class HeldOut:
         self,
         env: LLMEnv,
         rows: Sequence[dict[str, Any]],
-        max_new_tokens: int,
+        sampling: Sampling,
         before: Sequence[float] = (),
         last: tuple[int, Sequence[float]] | None = None,
     ) -> None:
         self._env, self.rows = env, list(rows)
-        self._sampling = Sampling(temperature=0.0, max_new_tokens=max_new_tokens)
+        ends = {"max_new_tokens": sampling.max_new_tokens, "stop": sampling.stop, "ignore_eos": sampling.ignore_eos}
+        self._sampling = Sampling(temperature=0.0, **ends)
         self.before = list(before)
         self.evaluated_at, self.after = (last[0], list(last[1])) if last else (None, [])
 
