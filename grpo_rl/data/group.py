@@ -86,7 +86,13 @@ class Group:
         assert len(self.rewards) == self.size, (len(self.rewards), self.size)
         for name in ("response_ids", "log_probs", "versions", "trainable"):
             assert len(getattr(self, name)) == tokens, (name, len(getattr(self, name)), tokens)
-        assert self.kept_counts is None or len(self.kept_counts) == tokens, (len(self.kept_counts), tokens)
+        assert (self.kept_ids is None) == (self.kept_counts is None), "kept sets are ids with their counts"
+        if self.kept_ids is not None and self.kept_counts is not None:
+            assert len(self.kept_counts) == tokens, (len(self.kept_counts), tokens)
+            assert int(self.kept_counts.sum()) == len(self.kept_ids), (int(self.kept_counts.sum()), len(self.kept_ids))
+        assert self.routes is None or len(self.routes) == tokens, (len(self.routes), tokens)
+        if self.prompt_routes is not None:
+            assert len(self.prompt_routes) == len(self.prompt_ids), (len(self.prompt_routes), len(self.prompt_ids))
 
     @property
     def size(self) -> int:

@@ -232,7 +232,8 @@ def _swapped(context: DiagnosisContext, worst: Scored, scored: Sequence[Scored])
     others = [s.group for s in scored if s.group.group_id != worst.group.group_id]
     if not others:
         return None
-    tried = [replace(worst.group, group_id=other.group_id, prompt_ids=other.prompt_ids) for other in others]
+    own = replace(worst.group, routes=None, prompt_routes=None)  # the prompt's are of other tokens
+    tried = [replace(own, group_id=other.group_id, prompt_ids=other.prompt_ids) for other in others]
     best, fitting = min(zip(score(context, tried), others, strict=True), key=lambda pair: pair[0].gap)
     return Explanation(
         "swapped_groups",

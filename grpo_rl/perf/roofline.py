@@ -30,6 +30,11 @@ from grpo_rl.data.prefix_tree import prefix_tree
 from grpo_rl.perf.rates import Rates, machine_rates
 from grpo_rl.policies.supported import ATTENDING
 
+EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+"""The names under which configs say how many experts a token visits."""
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""The names of windows in configs, by type of layer; a chunk is counted as a window of its size."""
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -66,11 +71,11 @@ class ModelSizes:
         trunk = [p for p in base if p is not embedding and p is not head]
         vocab, hidden = head.shape
         config = model.config.get_text_config()
-        chosen = getattr(config, "num_experts_per_tok", None)
+        chosen = next((n for name in EXPERTS_OF_A_TOKEN if (n := getattr(config, name, None))), None)
         active = sum(_active(p, chosen) for p in trunk)
         heads = getattr(config, "num_attention_heads", None) or 1
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        window = getattr(config, "sliding_window", None)
+        window = {kind: getattr(config, name, None) for kind, name in WINDOWS.items()}
         layers = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
         return cls(
             trunk=active,
@@ -79,7 +84,7 @@ class ModelSizes:
             attention=heads * head_dim,
             decode_bytes=(active + _numel(head)) * model.dtype.itemsize,
             pushed_bytes=sum(map(_numel, adapters if pushes_adapters else base)) * model.dtype.itemsize,
-            windows=tuple(window if kind == "sliding_attention" else None for kind in layers if kind in ATTENDING),
+            windows=tuple(window.get(kind) for kind in layers if kind in ATTENDING),
             trained=sum(_numel(p) for p in [*trunk, head] if p.requires_grad) / sum(map(_numel, [*trunk, head])),
         )
 

@@ -1,8 +1,8 @@
 """Shared-prefix attention: each token attends to its own node of a tree of prefixes, and to the nodes before that.
 
 Registered with transformers under :data:`ATTENTION_NAME`; FlexAttention on CUDA, batched products on CPU.
-Letters: T tokens of the micro-batch, N response tokens, H query heads, K key-value heads, D head size of queries and
-keys, E that of values.
+Letters: T tokens of the micro-batch, M response tokens that differ, H query heads, K key-value heads, D head size of
+queries and keys, E that of values.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def use_shared_prefix(model: PreTrainedModel, router_replay: bool = False) -> Pr
     return switch_off_noise(model)
 
 
-def forward_hidden(model: PreTrainedModel, packed: Packed) -> Float[Tensor, "N E"]:
-    """Hidden states (after the final norm) that predict each response token.
+def forward_hidden(model: PreTrainedModel, packed: Packed) -> Float[Tensor, "M E"]:
+    """Hidden states (after the final norm) that predict the response tokens, those that differ once.
 
     Raises:
         ValueError: the model's attention was not set by :func:`use_shared_prefix`, or its mode was changed since.

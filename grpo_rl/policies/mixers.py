@@ -4,7 +4,7 @@ Linear attention, state-space layers and short convolutions of transformers read
 Here each node of a micro-batch runs once, with a cache that keeps gradients, and its children run on from it, side by
 side: they never see one another. The arithmetic stays transformers' own, and that of the kernels it uses.
 
-Letters: T tokens of the micro-batch, E hidden size, G responses of a group, R tokens of the longest.
+Letters: T tokens of the micro-batch, E hidden size.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
 Prompts, a system message before several of them, the first words of responses: the micro-batch is a tree of nodes, laid
 flat with every node's descendants right behind it. No padding.
 
-Letters: T tokens of the micro-batch, N response tokens, M of them that differ, L decoder layers,
-K experts of a token.
+Letters: T tokens of the micro-batch, N response tokens, M of them that differ, S tokens of the groups laid end to end,
+L decoder layers, K experts of a token.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -124,7 +125,6 @@ class Packed:
         input_ids: [T] tokens of the nodes.
         position_ids: [T] each token's position in its sequence.
         layout: where nodes lie.
-        source: [T] the place of each token among the groups laid end to end, each as prompt and responses.
         predict_index: [M] position whose hidden state predicts a response token.
         target_ids: [M] the response tokens that differ, or have different tokens before them.
         row: [N] which of the M each response token is, in the groups' own order; None: each is one of its own.
@@ -133,7 +133,6 @@ class Packed:
     input_ids: Int[Tensor, " T"]
     position_ids: Int[Tensor, " T"]
     layout: Layout
-    source: Int[Tensor, " T"]
     predict_index: Int[Tensor, " M"]
     target_ids: Int[Tensor, " M"]
     row: Int[Tensor, " N"] | None = None
@@ -159,12 +158,12 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
     ids = [all_ids.numpy()[place] for place in places]
 
     def worth(branch: Branch) -> bool:
-        length, members, group = branch.stop - branch.start, branch.members, groups[group_of[branch.members[0]]]
+        length, members = branch.stop - branch.start, branch.members
         if branch.start and length == 1:
             return False  # layers with a state step a single token in place, without a gradient
-        one_group = len(members) == group.size and group_of[members[0]] == group_of[members[-1]]
-        if one_group and branch.start < len(group.prompt_ids) <= branch.stop:
-            return True
+        for g, count in Counter(group_of[member] for member in members).items():
+            if count == groups[g].size > 1 and branch.start < len(groups[g].prompt_ids) <= branch.stop:
+                return True
         below = sum(len(ids[member]) - branch.stop for member in members)
         return length * (len(members) - 1) > NODE_COST + below / ROWS_PER_TOKEN
 
@@ -179,12 +178,11 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
         row = None
     layout = Layout(nodes)
     if (routes := flat_routes(groups)) is not None:
-        layout.cache[ROUTES] = routes[source].to(device)
+        layout.cache[ROUTES] = routes[_with_a_route(source, flat, places, routes)].to(device)
     return Packed(
         input_ids=all_ids[source].to(device),
         position_ids=layout.positions.to(device),
         layout=layout,
-        source=torch.from_numpy(source).to(device),
         predict_index=torch.from_numpy(before).to(device),
         target_ids=all_ids[source[own]].to(device),
         row=None if row is None else torch.from_numpy(row).to(device),
@@ -232,6 +230,22 @@ def _with_descendants(nodes: list[Node]) -> tuple[Node, ...]:
             parent = nodes[node.parent]
             nodes[node.parent] = replace(parent, until=max(parent.until, node.until))
     return tuple(nodes)
+
+
+def _with_a_route(source: Ids, flat: Sequence[Ids], places: Sequence[Ids], routes: Int[Tensor, "S L K"]) -> Ids:
+    """What each token was read from, in the first of its sequences whose sampler computed it.
+
+    A response's last token was sampled there, and not computed; in a sequence that goes on it was.
+
+    Args:
+        flat: where each sequence's tokens are.
+        places: what they were read from.
+    """
+    tokens, read = np.concatenate(flat), np.concatenate(places)
+    known = (routes != NO_ROUTE).flatten(1).any(1).numpy()[read]
+    chosen = source.copy()
+    chosen[tokens[known][::-1]] = read[known][::-1]  # of several, the last that is written stays
+    return chosen
 
 
 def flat_routes(groups: Sequence[Group]) -> Int[Tensor, "T L K"] | None:

@@ -35,6 +35,7 @@ from transformers import (
 
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
+from grpo_rl.data.kept import Kept
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies import compiled
 from grpo_rl.policies.packing import pack
@@ -236,6 +237,23 @@ def test_every_family_is_scored_like_the_plain_road(family, checkpointing):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_scores_a_tree_of_prefixes_like_the_plain_road(family, checkpointing):
     assert_scored_like_the_plain_road(fp64_model(family), forked_groups(VOCAB), checkpointing=checkpointing)
+
+
+def test_tokens_that_sequences_share_keep_each_its_own_kept_set():
+    """Sets differ by rounding between equal tokens; here they are drawn, and every third token has none."""
+    generator = torch.Generator().manual_seed(0)
+    groups = []
+    for group in forked_groups(VOCAB):
+        drawn = [torch.randperm(VOCAB, generator=generator)[:7].tolist() for _ in group.response_ids]
+        sets = [[token, *(set(own) - {token})] for token, own in zip(group.response_ids.tolist(), drawn, strict=True)]
+        kept = Kept.from_lists([[] if i % 3 == 2 else own for i, own in enumerate(sets)])
+        groups.append(replace(group, kept_ids=kept.ids, kept_counts=kept.counts))
+    groups[1] = forked_groups(VOCAB)[1]  # nothing was cut there
+    policy = TrainPolicy(fp64_model("llama-tied"))
+    found = policy.score(groups)
+    alone = [policy.score([group.with_only([g])]) for group in groups for g in range(group.size)]
+    for together, each in zip(found, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(together, torch.cat(each), rtol=0, atol=1e-12)
 
 
 @pytest.fixture

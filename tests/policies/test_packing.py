@@ -77,15 +77,21 @@ def test_what_sequences_begin_with_in_common_is_computed_once():
     assert len(packed.input_ids) == 71
     # 34 tokens of responses stand in several: 14 in two more, 9 in one more; the rest is there once.
     assert packed.row is not None and len(packed.row) == 81 and len(packed.target_ids) == 81 - 2 * 14 - 9
-    everything = torch.cat([x for g in forked_groups() for x in (g.prompt_ids, g.response_ids)])
-    assert torch.equal(everything[packed.source], packed.input_ids)
     assert torch.equal(packed.target_ids[packed.row], torch.cat([g.response_ids for g in forked_groups()]))
 
 
 def test_groups_without_anything_in_common_lie_in_their_own_order():
     groups = [random_group(p, lengths, 10_000, i, seed=i) for i, (p, lengths) in enumerate([(9, [5, 0, 30]), (4, [7])])]
     packed = pack(groups)
-    assert packed.row is None and torch.equal(packed.source, torch.arange(9 + 35 + 4 + 7))
+    everything = torch.cat([x for g in groups for x in (g.prompt_ids, g.response_ids)])
+    assert packed.row is None and torch.equal(packed.input_ids, everything)
+
+
+def test_two_groups_with_one_prompt_share_it_whatever_it_saves():
+    """30 tokens for 16 responses of 1,000: sharing costs more than it saves, but each group's prompt stands once."""
+    group = random_group(30, [1000] * 8, 10_000)
+    other = random_group(30, [1000] * 8, 10_000, group_id=1, seed=1)
+    assert len(pack([group, replace(other, prompt_ids=group.prompt_ids)]).input_ids) == 30 + 16_000
 
 
 def test_a_common_beginning_too_short_to_be_worth_a_node_is_computed_again():

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpo_rl.data.group import NO_ROUTE, Group
 from grpo_rl.policies.attention import use_shared_prefix
+from grpo_rl.policies.packing import ROUTES, pack
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.policies.routing import check_replay
 from grpo_rl.testing import KeepFp64, random_group, to_fp64
@@ -132,6 +133,20 @@ def test_groups_without_routes_beside_others_are_left_to_the_router():
     given = with_routes(given)
     alone = [policy.score([group])[0] for group in (plain, given)]
     torch.testing.assert_close(policy.score([plain, given])[0], torch.cat(alone))
+
+
+@pytest.mark.parametrize("ended_first", [True, False])
+def test_a_token_that_several_sequences_share_takes_the_route_of_one_that_computed_it(ended_first):
+    """One response is the beginning of another: its last token was sampled, and computed in the longer one alone."""
+    lengths = [9, 20] if ended_first else [20, 9]
+    group = with_routes(random_group(prompt=4, lengths=lengths, vocab=VOCAB))
+    short, long = (slice(9), slice(9, 29)) if ended_first else (slice(20, 29), slice(20))
+    ids, routes = group.response_ids.clone(), group.routes.clone()
+    ids[short], routes[short] = ids[long][:9], routes[long][:9]
+    routes[short.stop - 1] = NO_ROUTE
+    packed = pack([replace(group, response_ids=ids, routes=routes)])
+    assert len(packed.input_ids) == 4 + 20
+    assert torch.equal(packed.layout.cache[ROUTES], torch.cat([group.prompt_routes, routes[long]]))
 
 
 def test_models_that_cant_replay_are_refused_by_name():
