@@ -1,8 +1,8 @@
 """Measures what computing a prompt once gains in training, of what it could gain: `python benchmarks/prefix.py`.
 
 Forward and backward of `TrainPolicy.score`, bf16, over one group of G responses with R tokens each to a prompt of P,
-against the same code on G groups of one response, each with a prompt of its own. Both are cut into
-micro-batches by the same budget of tokens, training's default. Sharing computes P + GR tokens instead of G(P + R); the
+against the same code on the same tokens in G groups of one response, each with the prompt, with sharing between groups
+off. Both are cut into micro-batches by the same budget of tokens, training's default. Sharing computes P + GR tokens instead of G(P + R); the
 figure is the smallest speed-up over that ratio. It is below 1 where work does not depend on the trunk's tokens: the
 head sees GR tokens either way.
 
@@ -22,20 +22,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
+from unittest import mock
 
 import harness
 import torch
 
+from grpo_rl.data import batching
 from grpo_rl.data.batching import micro_batches
 from grpo_rl.data.group import Group
+from grpo_rl.policies import packing
 from grpo_rl.policies.hub import DEFAULT_MODEL, resolve_model
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group
 
+T = TypeVar("T")
 NAME = "prefix"
 SPEEDUP_BAR, SHARE_BAR = 0.8, 1.1
 SHORT = 4
 """Tokens of a response, where the responses' attention to the prompt should not count."""
+NEVER = 1 << 60
+"""A cost of sharing, and a length of shared beginnings, that nothing reaches."""
 MANY = 16
 """Responses, where the prompt's share is compared with that of one."""
 
@@ -75,13 +82,26 @@ class Shape:
         return [random_group(self.prompt, lengths, vocab, group_id=i, seed=i) for i in range(groups)]
 
     def repeated(self, vocab: int, groups: int = 1) -> list[Group]:
-        """As many tokens in groups of one response, each with a prompt of its own: equal ones would be computed once.
+        """The same tokens in groups of one response.
 
         >>> [group.num_tokens for group in Shape(3, 2, 2).repeated(vocab=8)]
         [5, 5]
         """
-        alone = Shape(self.prompt, self.response, 1)
-        return alone.shared(vocab, groups * self.responses)
+        return [
+            Group(
+                group_id=whole.group_id * self.responses + g,
+                row=0,
+                prompt_ids=whole.prompt_ids,
+                response_ids=ids,
+                log_probs=torch.zeros(len(ids)),
+                versions=torch.zeros_like(ids),
+                trainable=torch.ones_like(ids, dtype=torch.bool),
+                offsets=torch.tensor([0, len(ids)]),
+                rewards=torch.zeros(1),
+            )
+            for whole in self.shared(vocab, groups)
+            for g, ids in enumerate(whole.responses)
+        ]
 
 
 SHAPES = (Shape(128, 128, 8), Shape(512, 128, 8), Shape(1024, 128, 16))
@@ -99,6 +119,12 @@ def step(policy: TrainPolicy, groups: Sequence[Group], max_tokens: int) -> dict[
     return {"step_s": time.perf_counter() - start}
 
 
+def prompts_alone(run: Callable[[], T]) -> T:
+    """The result of a call in which nothing is shared but prompts, each by the responses to it."""
+    with mock.patch.object(packing, "NODE_COST", NEVER), mock.patch.object(batching, "LEAST_SHARED", NEVER):
+        return run()
+
+
 def speedups(
     run: Callable[[Sequence[Group]], dict[str, float]],
     shapes: Sequence[Shape],
@@ -114,8 +140,9 @@ def speedups(
     rows = []
     for shape in shapes:
         groups = shape.filling(fill) if fill else 1
-        arms = {"shared": shape.shared(vocab, groups), "repeated": shape.repeated(vocab, groups)}
-        results = harness.rounds({f"{k} {shape}": functools.partial(run, v) for k, v in arms.items()}, steps)
+        shared, repeated = (functools.partial(run, made(vocab, groups)) for made in (shape.shared, shape.repeated))
+        arms = {f"shared {shape}": shared, f"repeated {shape}": functools.partial(prompts_alone, repeated)}
+        results = harness.rounds(arms, steps)
         shared_s, repeated_s = (median(report["step_s"] for report in reports) for reports in results.values())
         rows.append(
             {

@@ -15,11 +15,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from unittest import mock
 
 import harness
 import torch
-from prefix import step
+from prefix import prompts_alone, step
 
 from grpo_rl.collectors.multi_turn import begin, group_of_trajectories, play
 from grpo_rl.data import batching
@@ -35,8 +34,6 @@ from grpo_rl.policies.policy import TrainPolicy
 
 NAME = "trees"
 BAR = 0.8
-NEVER = 1 << 60
-"""A cost of nodes, and a length of shared beginnings, that nothing reaches: prompts alone are shared."""
 
 
 def played(env: LLMEnv, engine: VLLMEngine, sampling: Sampling) -> list[Group]:
@@ -55,11 +52,6 @@ def environments(args: argparse.Namespace, tokenizer) -> Iterator[tuple[str, LLM
     yield "calculator", CalculatorEnv(*sizes, path="arithmetic", max_turns=4)
     if args.hotpotqa:
         yield "search", SearchQAEnv(*sizes, path=args.hotpotqa, max_turns=4)
-
-
-def only_prompts() -> mock._patch:
-    """A context in which nothing is shared but prompts, each by the responses to it."""
-    return mock.patch.multiple(packing, NODE_COST=NEVER)
 
 
 def computed_tokens(groups: list[Group], max_tokens: int) -> int:
@@ -83,15 +75,11 @@ def main() -> None:
     for name, groups in tasks.items():
         run = functools.partial(step, policy, groups, budget)
 
-        def alone(run=run) -> dict[str, float]:
-            with only_prompts(), mock.patch.object(batching, "LEAST_SHARED", NEVER):
-                return run()
-
+        alone = functools.partial(prompts_alone, run)
         results = harness.rounds({f"{name}, tree": run, f"{name}, prompts": alone}, args.steps)
         tree_s, prompts_s = (median(report["step_s"] for report in reports) for reports in results.values())
-        tree = computed_tokens(groups, budget)
-        with only_prompts(), mock.patch.object(batching, "LEAST_SHARED", NEVER):
-            prompts = computed_tokens(groups, budget)
+        tokens = functools.partial(computed_tokens, groups, budget)
+        tree, prompts = tokens(), prompts_alone(tokens)
         rows.append(
             {
                 "task": name,

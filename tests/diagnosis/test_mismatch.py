@@ -213,7 +213,7 @@ def test_with_a_bound_it_stops_the_run_before_the_weights_move(model, dtype, nam
 
 
 def test_the_temperature_and_the_mass_that_were_used_are_found_out(model):
-    with pytest.raises(MismatchError, match=r"sampled at about 0\.9 and are scored at 1 "):
+    with pytest.raises(MismatchError, match=r"sampled at about 0\.(9|899|901) and are scored at 1 "):
         Training(model, "bfloat16", sampled_at=0.9).step()
     with pytest.raises(MismatchError, match=r"about as top_p=0\.9 does, to 9\d % of its mass"):
         Training(model, "bfloat16", own_cuts={"top_p": 0.9}).step()

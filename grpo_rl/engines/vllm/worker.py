@@ -1,7 +1,6 @@
 """Our extension of vLLM's workers: they take weights by their checkpoint names, and prove what they hold.
 
-vLLM mixes the class into its worker by its name, in each of its processes; so what has to be registered there before a
-model is built is registered when this is imported.
+vLLM mixes the class into its worker by its name, in each of its processes.
 """
 
 from __future__ import annotations
@@ -12,32 +11,17 @@ from typing import Any, SupportsInt
 import torch
 from torch import Tensor
 
-import grpo_rl.engines.vllm.environment  # noqa: F401
+import grpo_rl.engines.vllm.registered  # noqa: F401
 
 # isort: split
 from grpo_rl.engines.base import ADAPTER_NAME
 from grpo_rl.engines.fingerprint import batch_on, fingerprint
-from grpo_rl.engines.vllm.cpu import offer_norms, record_packing, refresh_heads, rotate_heads_in_rows
-from grpo_rl.engines.vllm.experts import record_expert_packing
+from grpo_rl.engines.vllm.cpu import refresh_heads
 from grpo_rl.engines.vllm.held import held_digest, module_of, shard_fingerprint
-from grpo_rl.engines.vllm.hybrids import record_decays, refresh_convolutions
+from grpo_rl.engines.vllm.hybrids import refresh_convolutions
 from grpo_rl.engines.vllm.in_place import is_plain, write_in_place
-from grpo_rl.engines.vllm.kept import record_kept
 from grpo_rl.engines.vllm.lora import held_factor_fingerprint, hold_adapter
 from grpo_rl.engines.vllm.routes import RouteRecorder
-from grpo_rl.engines.vllm.shared_transfer import register
-from grpo_rl.engines.vllm.text_part import TextPartLoader  # noqa: F401, registered with vLLM
-from grpo_rl.engines.vllm.torchvision import load_models_without_torchvision
-
-register()  # the entry point does it too, where the package is installed and VLLM_PLUGINS does not leave it out
-record_packing()
-record_expert_packing()
-record_decays()
-if not torch.cuda.is_available():
-    offer_norms()
-    record_kept()
-    rotate_heads_in_rows()
-    load_models_without_torchvision()
 
 
 class WorkerExtension:

@@ -1,0 +1,26 @@
+"""Everything of ours that vLLM's processes have to know before a model is built there; importing it registers it."""
+
+from __future__ import annotations
+
+import torch
+
+import grpo_rl.engines.vllm.environment  # noqa: F401
+
+# isort: split
+from grpo_rl.engines.vllm.cpu import offer_norms, record_packing, rotate_heads_in_rows
+from grpo_rl.engines.vllm.experts import record_expert_packing
+from grpo_rl.engines.vllm.hybrids import record_decays
+from grpo_rl.engines.vllm.kept import record_kept
+from grpo_rl.engines.vllm.shared_transfer import register
+from grpo_rl.engines.vllm.text_part import TextPartLoader  # noqa: F401, registered with vLLM
+from grpo_rl.engines.vllm.torchvision import load_models_without_torchvision
+
+register()  # the entry point does it too, where the package is installed and VLLM_PLUGINS does not leave it out
+record_packing()
+record_expert_packing()
+record_decays()
+if not torch.cuda.is_available():
+    offer_norms()
+    record_kept()
+    rotate_heads_in_rows()
+    load_models_without_torchvision()
