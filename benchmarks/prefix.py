@@ -2,9 +2,9 @@
 
 Forward and backward of `TrainPolicy.score`, bf16, over one group of G responses with R tokens each to a prompt of P,
 against the same code on the same tokens in G groups of one response, each with the prompt, with sharing between groups
-off. Both are cut into micro-batches by the same budget of tokens, training's default. Sharing computes P + GR tokens instead of G(P + R); the
-figure is the smallest speed-up over that ratio. It is below 1 where work does not depend on the trunk's tokens: the
-head sees GR tokens either way.
+off. Both are cut into micro-batches by the same budget of tokens, training's default. Sharing computes P + GR tokens
+instead of G(P + R); the figure is the smallest speed-up over that ratio. It is below 1 where work does not depend on
+the trunk's tokens: the head sees GR tokens either way.
 
 The prompt's share: what a step takes more with the prompt than with a prompt of one token. It must not depend on G, for
 a prompt is computed once. But a response's tokens attend to the prompt, and that attention does grow with G, with
