@@ -133,6 +133,8 @@ class Replays:
     number: int
     """Of the decoder layer."""
     experts: int
+    on_replay: Callable[[Tensor, Tensor], None] | None = None
+    """Told the router's own choice and the given one, [T, K] each."""
 
     @torch.compiler.disable
     def forward(self, *args: Any, **keywords: Any) -> Any:
@@ -142,16 +144,21 @@ class Replays:
         routes = layout.cache.get(ROUTES) if layout else None
         if routes is None:
             return plain(*args, **keywords)
-        with _Forced(routes[:, self.number], self.experts):
+        with _Forced(routes[:, self.number], self.experts, self.on_replay):
             return plain(*args, **keywords)
 
 
 class _Forced(TorchFunctionMode):
     """Has the choice of the K largest among E numbers be the one that is given, but for tokens without one."""
 
-    def __init__(self, routes: Int[Tensor, "T K"], experts: int) -> None:
+    def __init__(
+        self,
+        routes: Int[Tensor, "T K"],
+        experts: int,
+        on_replay: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._routes, self._experts = routes, experts
+        self._routes, self._experts, self._on_replay = routes, experts, on_replay
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -164,6 +171,8 @@ class _Forced(TorchFunctionMode):
         if scores.shape[-1] != self._experts or indices.shape != self._routes.shape:
             return result  # a choice among groups of experts
         given = self._routes.to(indices)
+        if self._on_replay:
+            self._on_replay(indices, given)
         indices = torch.where(given < 0, indices, given)
         return torch.return_types.topk((scores.gather(-1, indices).to(values), indices))
 
