@@ -113,6 +113,7 @@ def charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
         above_0("Gradient norm", {"grad_norm": "before clipping"}, "Spikes come before a run falls apart."),
         Chart("Loss", last(LOSS), "Its value says little in policy gradients; its parts should stay in proportion."),
         above_0("Sampler against trainer", MISMATCH, "Log-probabilities on the same weights: small gaps are rounding."),
+        above_0("Busiest expert", {"router/load_max_over_mean": "worst layer"}, "Its tokens over the layer's mean."),
         above_0("Staleness", last(stale), "Versions between the weights that sampled a token and those trained."),
         above_0("Throughput", rates, "Tokens per second."),
         above_0("Time of a step", phases, "Seconds per phase, stacked.", stacked=True),

@@ -5,6 +5,10 @@ the model is sharded, the reduction of what FSDP2 keeps together with the embedd
 of the layers' eager code, or of the kernels that `grpo_rl.policies.compiled` makes of it.
 `tests/planner/test_tracker.py` holds all this against PyTorch's own tracker.
 
+Of a mixture all experts are held, and a token's activations are those of the experts that it visits, computed together
+by transformers' `grouped_mm`, with the gate that most have: an activation of one factor, times the other. All of its
+layers are taken for ones with experts, though a few may be dense.
+
 Letters: T tokens of a micro-batch, H hidden size, I of the MLP, V vocabulary, L parameters of a layer, w bytes of a
 number in the dtype that is computed in.
 """
@@ -20,13 +24,15 @@ from transformers import PreTrainedModel
 
 from grpo_rl.engines.capacity import batch_tokens, logits_bytes, sequences
 from grpo_rl.perf.roofline import ModelSizes
+from grpo_rl.planner.experts import Experts
 from grpo_rl.policies.head import CPU_TILE, GPU_TILE_LOGITS
 from grpo_rl.policies.lora import LoRA, targeted
 from grpo_rl.policies.mixers import mixers
 from grpo_rl.policies.supported import refuse_unsupported
 
 Kind = Literal["cuda", "cpu"]
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+DOWN = ("down_proj", "output_linear")
+"""Names of an MLP's last product; it reads as many numbers as the MLP is wide."""
 QUANTIZED_BYTES = {"nf4": 0.5 + 0.127 / 8, "fp4": 0.5 + 0.127 / 8, "int8": 1.0}
 """Bytes of a weight: 4 bits and 0.127 more of quantised scales (QLoRA, https://arxiv.org/abs/2305.14314, section 3)."""
 CPU_CACHE_GIB = 2
@@ -45,7 +51,10 @@ class Shape:
 
     Args:
         sizes: what a step's operations are counted from, in the dtype that is computed in.
+        layer: parameters of the largest layer.
+        root: parameters outside the layers: embedding, last norm, head.
         largest: parameters of a layer's largest tensor.
+        intermediate: numbers between the products of the MLP; of a mixture's shared experts, which every token visits.
         norms: sum of the widths of a layer's norms.
         head_norms: the same of the norms of queries and keys, whose output no product reads.
         positions: tokens that the model was made for.
@@ -56,6 +65,7 @@ class Shape:
     itemsize: int
     parameters: int
     layer: int
+    root: int
     largest: int
     layers: int
     intermediate: int
@@ -66,6 +76,7 @@ class Shape:
     head_norms: int
     tied: bool
     positions: int
+    experts: Experts
     adapters: int = 0
 
     @classmethod
@@ -73,21 +84,26 @@ class Shape:
         """The shape of a model, which may have no weights.
 
         Raises:
-            ValueError: the model can't be trained here, or it has experts or layers with a state, whose memory is not
-                planned.
+            ValueError: the model can't be trained here, or it has layers with a state or latent attention, or experts
+                that are not understood, whose memory is not planned.
         """
         _refuse_unsupported(model)
         config = model.config.get_text_config()
-        if experts := [name for name in EXPERTS if (getattr(config, name, None) or 1) > 1]:
-            raise ValueError(f"{type(model).__name__} has experts ({experts[0]}); plans are of dense models")
         if any(mixers(model)):
             raise ValueError(f"{type(model).__name__} has layers that carry a state; plans are of attention alone")
+        if getattr(config, "kv_lora_rank", None):
+            raise ValueError(f"{type(model).__name__} has latent attention (kv_lora_rank), whose memory is not planned")
+        experts = Experts.of(model)
         layers = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         widths = {"q_norm": heads * head_dim, "k_norm": kv_heads * head_dim}
-        names = [name for name, m in layers[0].named_modules() if type(m).__name__.endswith("Norm")]
+        sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+        layer = layers[sizes.index(max(sizes))]
+        parameters = sum(p.numel() for p in model.parameters())
+        last = [m for name, m in layer.named_modules() if name.endswith(DOWN) and isinstance(m, torch.nn.Linear)]
+        names = [name for name, m in layer.named_modules() if type(m).__name__.endswith("Norm")]
         norms = [name.rpartition(".")[2] for name in names]
         adapters = 0
         if lora and lora.rank:
@@ -96,11 +112,12 @@ class Shape:
         return cls(
             sizes=ModelSizes.of(model),
             itemsize=model.dtype.itemsize,
-            parameters=sum(p.numel() for p in model.parameters()),
-            layer=sum(p.numel() for p in layers[0].parameters()),
-            largest=max(p.numel() for p in layers[0].parameters()),
+            parameters=parameters,
+            layer=max(sizes),
+            root=parameters - sum(sizes),
+            largest=max(p.numel() for p in layer.parameters()),
             layers=len(layers),
-            intermediate=config.intermediate_size,
+            intermediate=sum(m.in_features for m in last) if experts.chosen else config.intermediate_size,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -109,16 +126,12 @@ class Shape:
             tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
             positions=config.max_position_embeddings,
             adapters=adapters,
+            experts=experts,
         )
 
     def can_split_keys(self, size: int) -> bool:
         """Tells whether so many devices can have equal parts of the key-value heads, each of them split or repeated."""
         return self.kv_heads % size == 0 or size % self.kv_heads == 0
-
-    @property
-    def root(self) -> int:
-        """Parameters outside the layers: embedding, last norm, head."""
-        return self.parameters - self.layers * self.layer
 
     @property
     def table(self) -> int:
@@ -131,12 +144,16 @@ class Shape:
         A norm keeps its input in fp32, the normalised numbers and its output, which is the next products' input; the
         attention queries, keys, values, its output (on CUDA laid out twice) and a log-sum-exp a head; the MLP both
         factors, the activation and their product. Fused kernels keep a norm's input and output, and make the MLP's
-        activation again.
+        activation again. Each expert of a token keeps its input and output beside what an MLP does, which is never
+        fused, four places in the order of tokens and of experts (int64) and two weights; a router its probabilities.
         """
         w, queries, keys = self.itemsize, self.sizes.attention, self.kv_heads * self.head_dim
         norms = self.norms * (2 * w if fused else 4 + 2 * w) + self.head_norms * (w if fused else 4 + w)
         attention = w * (2 * queries + 2 * keys) + 4 * self.heads + (w * queries if kind == "cuda" else 0)
-        return norms + attention + w * self.intermediate * (3 if fused else 4)
+        experts, hidden = self.experts, self.sizes.hidden
+        routed = experts.chosen * (w * (4 * experts.intermediate + 2 * hidden) + 4 * 8 + 2 * 4)
+        routed += 4 * experts.number * (experts.chosen > 0)
+        return norms + attention + w * self.intermediate * (3 if fused else 4) + routed
 
 
 @dataclass(frozen=True)
@@ -177,7 +194,9 @@ def kept_state(shape: Shape, training: Training, ranks: int) -> dict[str, float]
     """
     w, trained = shape.itemsize, shape.adapters or shape.parameters
     stepped = 4 if training.masters else w
-    frozen = shape.parameters * training.frozen_bytes if shape.adapters else 0.0
+    # Only linear layers are quantised, and stacked experts are none.
+    stacked = shape.experts.parameters
+    frozen = (shape.parameters - stacked) * training.frozen_bytes + stacked * w if shape.adapters else 0.0
     return {
         "weights": (frozen + (0 if training.masters and ranks > 1 else w * trained)) / ranks,
         "fp32 masters": 4 * trained / ranks if training.masters else 0.0,
@@ -215,7 +234,9 @@ def training_moments(
     kept = shape.layers * unit
     scored = ((4 + 2 * w) + w + (w if kind == "cuda" else 4 + w)) * hidden  # the last norm, its output, its gradient
     # Amid an MLP's backward pass there are two gradients of the stream, and three of its own.
-    working = (own if training.checkpointing else 0) + w * (2 * hidden + 3 * shape.intermediate)
+    experts = shape.experts
+    mlp = 3 * shape.intermediate + experts.chosen * (3 * experts.intermediate + 2 * hidden)
+    working = (own if training.checkpointing else 0) + w * (2 * hidden + mlp)
     # A norm as it was kept, gradients of the stream and of three products, and fp32 numbers on the way.
     norm = ((4 + 2 * w) + 5 * w + 4 * 4) * hidden
     table, root = (shape.table, shape.root) if trains_all else (0, 0)
@@ -256,7 +277,10 @@ def reference_activations(shape: Shape, tokens: int, kind: Kind = "cuda") -> dic
     """Bytes that a reference on a device of its own needs beside its weights."""
     w, hidden = shape.itemsize, shape.sizes.hidden
     # The widest place of a layer: the stream, a norm in fp32, and three vectors of the MLP.
+    # Of each expert its input, both factors, activation and product; or its input, output, and that weighted, twice.
+    experts = shape.experts
     working = (2 * w + 8) * hidden + 3 * w * shape.intermediate
+    working += experts.chosen * w * max(hidden + 4 * experts.intermediate, 4 * hidden)
     return {"activations": tokens * working, "logits": logits_tile(shape, tokens, kind)}
 
 
@@ -307,7 +331,11 @@ def engine_memory(
     vocab, share = shape.sizes.vocab, memory * utilization if kind == "cuda" else None
     at_once = max_num_seqs or sequences(responses, vocab, share)
     # Of each token both factors of the MLP and their product, and a few of the stream; of each response fp32 logits.
-    stream = 4 * w * shape.sizes.hidden + 3 * w * shape.intermediate / size
+    hidden, experts = shape.sizes.hidden, shape.experts
+    stream = 4 * w * hidden + 3 * w * shape.intermediate / size
+    # Two buffers of vLLM's kernel (`TritonExperts.workspace_shapes`): each is used for vectors of both widths.
+    inner = experts.intermediate / size
+    stream += experts.chosen * w * (max(inner, hidden) + max(2 * inner, hidden))
     weights, work = w * shape.parameters / size, batch_tokens(memory) * stream + at_once * logits_bytes(vocab)
     return EngineMemory(
         budget=memory * utilization if kind == "cuda" else weights + work + CPU_CACHE_GIB * 2**30,

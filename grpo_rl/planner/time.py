@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 from grpo_rl.data.batching import micro_batches_of
 from grpo_rl.perf.rates import Rates
@@ -67,7 +68,8 @@ def sample_s(
     """Seconds of sampling a collection on so many engines of ``size`` devices; infinite where none fits.
 
     An engine's responses run in waves of as many as its KV cache holds, and each wave reads the weights once for every
-    token. Keys and values are read beside that, as attention's kernels do nothing else.
+    token, of a mixture the experts that the wave's responses visit together if each chooses by itself. Keys and values
+    are read beside that, as attention's kernels do nothing else.
     """
     groups = math.ceil(batches.prompts / engines)
     responses = groups * batches.group_size
@@ -77,9 +79,10 @@ def sample_s(
     waves = math.ceil(responses / at_once)
     one = device.rates(share)
     rates = Rates(size * one.gemm_flops_per_s, size * one.bytes_per_s)
-    computed = (
-        waves * floors_s(batches.assumed_groups(math.ceil(groups / waves)), shape.sizes, rates, alike=False)["sample"]
-    )
+    sizes, experts = shape.sizes, shape.experts
+    more = experts.visited(at_once) - experts.visited(1)  # than the floor counts
+    sizes = replace(sizes, decode_bytes=sizes.decode_bytes + round(more * experts.parameters * shape.itemsize))
+    computed = waves * floors_s(batches.assumed_groups(math.ceil(groups / waves)), sizes, rates, alike=False)["sample"]
     keys = responses * shape.sizes.keys_seen(batches.prompt_tokens, batches.prompt_tokens + batches.response_tokens)
     return computed + keys * engine.kv_per_token / shape.layers / one.bytes_per_s
 

@@ -22,6 +22,7 @@ from grpo_rl.policies.mixers import share_prompts
 from grpo_rl.policies.mode import check_no_noise, switch_off_noise
 from grpo_rl.policies.packing import LAYOUT, Layout, Packed
 from grpo_rl.policies.probe import Chunks, trunk
+from grpo_rl.policies.router_record import record_routers
 from grpo_rl.policies.routing import replay_routes
 from grpo_rl.policies.supported import masks_to_apply, not_understood
 
@@ -49,6 +50,7 @@ def use_shared_prefix(model: PreTrainedModel, router_replay: bool = False) -> Pr
     """
     if router_replay:
         replay_routes(model)
+    record_routers(model)
     masks = masks_to_apply(model)
     model.set_attn_implementation(ATTENTION_NAME)
     assert model.config._attn_implementation == ATTENTION_NAME, model.config._attn_implementation

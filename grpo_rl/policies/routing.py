@@ -31,7 +31,7 @@ def replay_routes(model: PreTrainedModel) -> None:
     Raises:
         ValueError: as :func:`check_replay`.
     """
-    for name, layer, router, experts in list(routers(model)):
+    for name, layer, router, experts in _routers_to_replay(model):
         if isinstance(router, Replays):
             continue
         check_router(model, router, experts)
@@ -46,7 +46,7 @@ def check_replay(model: PreTrainedModel) -> None:
     Raises:
         ValueError: it has no routers, or one can't; names it.
     """
-    found = list(routers(model))
+    found = _routers_to_replay(model)
     if not found:
         raise ValueError(
             f"policy.router_replay=true: {type(model).__name__} has no experts to choose from; set it to false"
@@ -62,26 +62,38 @@ def routers(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module, Any,
     Raises:
         ValueError: a layer has stacked experts and not one router; names it.
     """
-    for name, layer in model.named_modules():
-        if not isinstance(layer, GradientCheckpointingLayer):
-            continue
-        stacked = {
-            parameter.shape[0]
-            for module in layer.modules()
-            for parameter in module.parameters(recurse=False)
-            if parameter.ndim == 3 and parameter.shape[1] > 1 and not isinstance(module, torch.nn.Conv1d)
-        }
-        if not stacked:
-            continue
+    for name, layer, weights in stacked_experts(model):
+        stacked = {len(weight) for weight in weights}
         number = stacked.pop()
         found = [module for module in layer.modules() if _scores(module, number)]
         if stacked or len(found) != 1:
             names = ", ".join(sorted({type(module).__name__ for module in found})) or "none that is known"
             raise ValueError(
-                f"policy.router_replay=true: which module of {type(model).__name__}'s {name} chooses the experts is "
-                f"not clear ({names}); set it to false"
+                f"which module of {type(model).__name__}'s {name} chooses the experts is not clear ({names})"
             )
         yield name, layer, found[0], number
+
+
+def stacked_experts(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module, list[torch.nn.Parameter]]]:
+    """The layers that have experts: name, layer, and the weights [E, ...] of all its experts."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, GradientCheckpointingLayer):
+            continue
+        weights = [
+            parameter
+            for module in layer.modules()
+            for parameter in module.parameters(recurse=False)
+            if parameter.ndim == 3 and parameter.shape[1] > 1 and not isinstance(module, torch.nn.Conv1d)
+        ]
+        if weights:
+            yield name, layer, weights
+
+
+def _routers_to_replay(model: PreTrainedModel) -> list[tuple[str, torch.nn.Module, Any, int]]:
+    try:
+        return list(routers(model))
+    except ValueError as error:
+        raise ValueError(f"policy.router_replay=true: {error}; set it to false") from error
 
 
 def _scores(module: torch.nn.Module, experts: int) -> bool:
@@ -133,6 +145,8 @@ class Replays:
     number: int
     """Of the decoder layer."""
     experts: int
+    on_replay: Callable[[Tensor, Tensor], None] | None = None
+    """Told the router's own choice and the given one, [T, K] each."""
 
     @torch.compiler.disable
     def forward(self, *args: Any, **keywords: Any) -> Any:
@@ -142,16 +156,21 @@ class Replays:
         routes = layout.cache.get(ROUTES) if layout else None
         if routes is None:
             return plain(*args, **keywords)
-        with _Forced(routes[:, self.number], self.experts):
+        with _Forced(routes[:, self.number], self.experts, self.on_replay):
             return plain(*args, **keywords)
 
 
 class _Forced(TorchFunctionMode):
     """Has the choice of the K largest among E numbers be the one that is given, but for tokens without one."""
 
-    def __init__(self, routes: Int[Tensor, "T K"], experts: int) -> None:
+    def __init__(
+        self,
+        routes: Int[Tensor, "T K"],
+        experts: int,
+        on_replay: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._routes, self._experts = routes, experts
+        self._routes, self._experts, self._on_replay = routes, experts, on_replay
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -164,6 +183,8 @@ class _Forced(TorchFunctionMode):
         if scores.shape[-1] != self._experts or indices.shape != self._routes.shape:
             return result  # a choice among groups of experts
         given = self._routes.to(indices)
+        if self._on_replay:
+            self._on_replay(indices, given)
         indices = torch.where(given < 0, indices, given)
         return torch.return_types.topk((scores.gather(-1, indices).to(values), indices))
 

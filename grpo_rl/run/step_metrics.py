@@ -12,6 +12,7 @@ from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.monitor.metrics import memory_metrics, reward_metrics
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.perf.roofline import StepRoofline
+from grpo_rl.policies.router_record import router_metrics, router_record
 from grpo_rl.run.parts import Parts
 
 
@@ -47,6 +48,9 @@ def step_metrics(
     metrics |= parts.collector.metrics()
     if resamples:
         metrics["reward/sampled_mean"] = float(torch.cat([group.rewards for group in sampled]).mean())
+    if routers := router_record(parts.policy.model):
+        taken, peers = routers.take(), parts.policy.peers
+        metrics |= router_metrics(peers.gather(taken) if peers else [taken])
     metrics |= mismatch.metrics()
     if roofline:
         metrics |= roofline.metrics(groups, record.phases_s, step_s)

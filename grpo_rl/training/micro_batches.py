@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,6 +15,7 @@ from grpo_rl.data.batching import MicroBatching, groups_to_score, micro_batches_
 from grpo_rl.data.group import Group
 from grpo_rl.losses.aggregate import StepTotals, token_weights
 from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.policies.router_record import router_record
 
 
 def scored_micro_batches(
@@ -40,8 +42,10 @@ def scored_micro_batches(
         if any(of_rank != ids[0] for of_rank in ids):
             raise ValueError(f"processes were given different groups for one step: {ids}; broadcast them, in one order")
     micros, owned = micro_batches_of(policy.peers, to_score, batching.max_tokens, batching.count)
+    record = router_record(getattr(policy, "model", None))  # what scores by a stored table has no model
     for i, micro in enumerate(micros):
-        log_prob, entropy = policy.score(micro)
+        with record.recording() if record and i < owned else nullcontext():
+            log_prob, entropy = policy.score(micro)
         trainable = torch.cat([group.trained_tokens(batching.mask_truncated) for group in micro])
         lengths, sizes = torch.cat([group.lengths for group in micro]), torch.tensor([group.size for group in micro])
         weight = token_weights(

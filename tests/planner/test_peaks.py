@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_rl.planner.memory import Shape, Training, training_footprint
 from grpo_rl.policies.policy import TrainPolicy
@@ -28,6 +28,13 @@ SIZES = {
 SMALL = SIZES | {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768}
 """Half as wide: activations are the largest part. A process's growth needs ``SIZES``: libraries' own would be too much
 of it."""
+MIXTURE = SMALL | {
+    "vocab_size": 2048,
+    "moe_intermediate_size": 192,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "head_dim": 32,
+}
 Lengths = tuple[int, list[int]]
 LONG: Lengths = (256, [224] * 8)
 SHORT: Lengths = (128, [112] * 8)
@@ -69,6 +76,12 @@ print(json.dumps(resident()[1] - before))
 """
 
 
+def model_of(sizes: dict) -> PreTrainedModel:
+    if "num_experts" in sizes:
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+
+
 def growth_of_a_process(sizes: dict, lengths: Lengths) -> float:
     """Bytes at most in the second step, beyond those before the model was loaded, by the kernel."""
     argument = json.dumps([sizes, *lengths])
@@ -79,7 +92,7 @@ def growth_of_a_process(sizes: dict, lengths: Lengths) -> float:
 
 def peak_of_tensors(sizes: dict, lengths: Lengths, checkpointing: bool, folder: Path) -> float:
     """Bytes of tensors at most in the second step, by PyTorch's tracker."""
-    LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16().save_pretrained(folder)
+    model_of(sizes).bfloat16().save_pretrained(folder)
     groups = [random_group(*lengths, vocab=sizes["vocab_size"], group_id=i) for i in range(2)]
     policy = TrainPolicy.load(folder, torch.bfloat16, gradient_checkpointing=checkpointing)
     optimizer, tracker = PolicyOptimizer(policy.model), MemTracker()
@@ -97,7 +110,7 @@ def peak_of_tensors(sizes: dict, lengths: Lengths, checkpointing: bool, folder: 
 def planned(sizes: dict, lengths: Lengths, checkpointing: bool) -> float:
     prompt, responses = lengths
     with torch.device("meta"):
-        shape = Shape.of(LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16())
+        shape = Shape.of(model_of(sizes).bfloat16())
     return training_footprint(shape, Training(checkpointing=checkpointing), 1, prompt + sum(responses), "cpu").total
 
 
@@ -107,6 +120,13 @@ def test_the_tensors_of_a_real_step_take_what_is_planned(checkpointing, tied, tm
     sizes = SMALL | {"tie_word_embeddings": tied}
     peak = peak_of_tensors(sizes, LONG, checkpointing, tmp_path)
     assert planned(sizes, LONG, checkpointing) == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_tensors_of_a_real_step_of_a_mixture_take_what_is_planned(checkpointing, tmp_path):
+    peak = peak_of_tensors(MIXTURE, LONG, checkpointing, tmp_path)
+    assert planned(MIXTURE, LONG, checkpointing) == pytest.approx(peak, rel=0.1)
 
 
 @pytest.mark.slow

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from grpo_rl.cli import main
 from grpo_rl.planner.advice import best_in_turns, best_overlapped, remedies, with_devices
+from grpo_rl.planner.experts import Experts
 from grpo_rl.planner.hardware import GIB, Cluster, Device
 from grpo_rl.planner.memory import (
     Shape,
@@ -25,6 +39,7 @@ from grpo_rl.planner.memory import (
 )
 from grpo_rl.planner.plan import Layout, make_plan, plan_layout
 from grpo_rl.planner.scenario import Scenario
+from grpo_rl.planner.time import sample_s
 from grpo_rl.policies.attention import forward_hidden, use_shared_prefix
 from grpo_rl.policies.compiled import compile_pointwise
 from grpo_rl.policies.compiler import has_compiler
@@ -122,11 +137,17 @@ def saved_bytes(model, groups) -> int:
 
 SMALL = {"vocab_size": 50, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "head_dim": 8}
 
+SMALL_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3}
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer_of_a_real_model_keeps_as_many_bytes_as_planned(kind, dtype):
-    config, of = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[kind]
+    config, of = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen3_moe": (functools.partial(Qwen3MoeConfig, **SMALL_EXPERTS), Qwen3MoeForCausalLM),
+    }[kind]
     groups = [random_group(prompt=30, lengths=[20, 50], vocab=50), random_group(prompt=9, lengths=[40], group_id=1)]
     tokens = sum(group.num_tokens for group in groups)
     models = [of(config(**SMALL, num_key_value_heads=2, num_hidden_layers=n)).to(dtype).train() for n in (2, 5)]
@@ -422,12 +443,126 @@ def test_a_wrong_scenario_is_told_in_one_line_best_overlapped(words, message, ca
     assert error.startswith("error: ") and message in error and "\n" not in error
 
 
-def test_a_model_with_experts_is_not_planned(capsys, tmp_path):
-    config = json.loads((LLAMA_70B / "config.json").read_text())
-    config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+def test_latent_attention_and_experts_of_an_unknown_number_are_not_planned(capsys, tmp_path):
+    sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    latent = {"kv_lora_rank": 4, "q_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+    DeepseekV3Config(**sizes, **latent, num_key_value_heads=2, n_routed_experts=8).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["DeepseekV3ForCausalLM"]}))
     assert main(["plan", f"model.name={tmp_path}", "cluster=8xH100"]) == 2
-    assert "MixtralForCausalLM has experts (num_experts); plans are of dense models" in capsys.readouterr().err
+    assert (
+        "DeepseekV3ForCausalLM has latent attention (kv_lora_rank), whose memory is not planned"
+        in capsys.readouterr().err
+    )
+    model = mixture(num_hidden_layers=2)
+    vars(model.config)["num_experts_per_tok"] = None
+    with pytest.raises(ValueError, match="Qwen3MoeForCausalLM's config has no num_experts_per_tok, which the plan"):
+        Experts.of(model)
+
+
+# Qwen3-30B-A3B: 8 of 128 experts, each three matrices 2048 x 768; 32 heads of 128, 4 of keys and values; 48 layers.
+A3B = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "tie_word_embeddings": False, "max_position_embeddings": 40960,
+}  # fmt: skip
+EXPERT = 3 * 2048 * 768
+BESIDE_EXPERTS = 2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 128 + 2 * 2048  # attention and norms
+A3B_TABLE = 151936 * 2048
+MIXTURE = 48 * (BESIDE_EXPERTS + 128 * 2048 + 128 * EXPERT) + 2 * A3B_TABLE + 2048
+
+
+def mixture(**changes):
+    with torch.device("meta"):
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**(A3B | changes))).bfloat16()
+
+
+@pytest.fixture(scope="module")
+def a3b():
+    return mixture()
+
+
+def test_memory_is_that_of_all_experts_and_work_that_of_those_a_token_visits(a3b):
+    shape = Shape.of(a3b)
+    assert shape.parameters == MIXTURE == 30_532_122_624  # the card: 30.5B, 3.3B activated
+    assert (shape.layer, shape.root) == (BESIDE_EXPERTS + 128 * 2048 + 128 * EXPERT, 2 * A3B_TABLE + 2048)
+    assert shape.largest == 128 * 2 * 2048 * 768
+    assert (shape.experts.number, shape.experts.chosen, shape.experts.intermediate) == (128, 8, 768)
+    assert shape.experts.parameters == 48 * 128 * EXPERT
+    assert shape.intermediate == 0  # no shared experts
+    assert shape.sizes.trunk == 48 * (BESIDE_EXPERTS + 128 * 2048 + 8 * EXPERT) + 2048
+    assert round((shape.sizes.trunk + 2 * A3B_TABLE) / 1e9, 1) == 3.4  # with the embedding, which the card leaves out
+    kept = kept_state(shape, Training(), 16)
+    assert kept["fp32 masters"] == kept["gradients"] == kept["optimizer"] / 2 == 4 * MIXTURE / 16
+    assert shape.sizes.pushed_bytes == 2 * MIXTURE
+    engine = engine_memory(shape, 4, 80 * GIB, 0.9)
+    assert engine.weights == 2 * MIXTURE / 4
+
+
+def test_a_micro_batch_keeps_the_vectors_of_every_expert_that_a_token_visits(a3b):
+    """Against a model that visits one expert less: all that an expert's token keeps, and its part of the peak."""
+    shapes = [Shape.of(model) for model in (a3b, mixture(num_experts_per_tok=7))]
+    kept = [shape.kept_per_token(True, "cuda") for shape in shapes]
+    # In bf16 input and output 2048, factors, activation and product 4 x 768; 4 places and 2 weights.
+    expert = 2 * (2 * 2048 + 4 * 768) + 4 * 8 + 2 * 4
+    assert kept[0] - kept[1] == expert
+    peaks = [
+        next(
+            m for m in training_moments(shape, Training(checkpointing=True), 16, 1000) if m.moment.startswith("a layer")
+        )
+        for shape in shapes
+    ]
+    # With checkpointing one layer is kept, and its gradients: three vectors inside the expert, two of the stream.
+    assert peaks[0].parts["activations"] - peaks[1].parts["activations"] == 1000 * (expert + 2 * (3 * 768 + 2 * 2048))
+
+
+def test_dense_layers_and_shared_experts_of_a_mixture_are_counted():
+    plain, first_dense = (Shape.of(mixture(num_hidden_layers=4, mlp_only_layers=dense)) for dense in ([], [0]))
+    # The dense layer has an MLP of width 6144, and neither experts nor a router.
+    assert first_dense.parameters == plain.parameters - 128 * EXPERT - 128 * 2048 + 3 * 2048 * 6144
+    assert (first_dense.layer, first_dense.root) == (plain.layer, plain.root)
+    with torch.device("meta"):
+        config = Qwen2MoeConfig(**(A3B | {"num_hidden_layers": 2}), shared_expert_intermediate_size=5632)
+        shared = Shape.of(Qwen2MoeForCausalLM(config).bfloat16())
+    assert (shared.intermediate, shared.experts.intermediate) == (5632, 768)
+
+
+def test_only_linear_layers_of_a_mixture_under_adapters_are_quantised(a3b):
+    shape = Shape.of(a3b, LoRA(rank=8, targets=["q_proj"]))
+    weights = kept_state(shape, Training(frozen_bytes=0.5), 1)["weights"]
+    beside = MIXTURE - 48 * 128 * EXPERT
+    assert weights == 2 * 48 * 128 * EXPERT + 0.5 * beside + 2 * 48 * 8 * (2048 + 4096)
+
+
+def test_a_mixture_takes_less_time_than_a_dense_model_of_its_size(a3b):
+    with torch.device("meta"):  # an MLP as wide as all experts together
+        config = Qwen3Config(**(A3B | {"intermediate_size": 128 * 768}))
+        dense = Qwen3ForCausalLM(config).bfloat16()
+    assert Shape.of(dense).parameters == MIXTURE - 48 * 128 * 2048  # but for the routers
+    overrides = [*LARGE, "train_model.num_devices=16", "inference_model.num_devices=8",
+                 "inference_model.tensor_parallel_size=8"]  # fmt: skip
+    plans = {}
+    for name, model in {"mixture": a3b, "dense": dense}.items():
+        plans[name] = make_plan(scenario_of(model, "24xH100,network_gb_s=400", *overrides))
+    mixed, plain = plans["mixture"].seconds, plans["dense"].seconds
+    assert mixed["train"] < 0.5 * plain["train"] and mixed["sample"] < plain["sample"]
+    assert mixed["sync"] == pytest.approx(plain["sync"], rel=0.01)  # all weights are pushed
+
+
+def test_decoding_reads_the_experts_that_all_responses_visit_together(a3b):
+    shape, device = Shape.of(a3b), Cluster.parse("8xH100").device
+    scenario = scenario_of(
+        a3b, "8xH100", "env.num_envs=1", "env.repeats=2", "train.optim_batch_size=2", prompt_tokens=1
+    )
+    engine = replace(scenario.engine(8), sequences=2)
+    taken = sample_s(shape, engine, scenario.batches, 1.0, device, 1, 8)
+    once = sample_s(shape, replace(engine, sequences=1), scenario.batches, 1.0, device, 1, 8)
+    # Two responses of 512 tokens visit 8 and, of the other 120, 8 / 128 of them: 7.5 experts more than one.
+    tokens = scenario.batches.response_tokens
+    read = tokens * 2 * (shape.sizes.trunk + A3B_TABLE) / (8 * device.rates().bytes_per_s)
+    more = tokens * 2 * 48 * 7.5 * EXPERT / (8 * device.rates().bytes_per_s)
+    assert taken == pytest.approx(read + more, rel=0.01)
+    assert once == pytest.approx(2 * read, rel=0.01)  # one after the other
 
 
 def test_a_folder_without_weights_is_enough_and_one_without_a_config_is_not(capsys, tmp_path):

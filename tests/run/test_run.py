@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import math
 import os
 import re
 import runpy
@@ -20,7 +21,7 @@ from unittest.mock import MagicMock
 import pandas as pd
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.envs.gsm8k import GSM8K
@@ -145,6 +146,26 @@ def test_epochs_kl_entropy_and_accumulation_all_run(tiny, tmp_path):
     first, second = read_metrics(folder)
     assert first["limit_fraction/score"] > 0
     assert first["kl/sampler"] > 0 and second["kl/ref"] > 0 and second["loss/kl"] > 0 and second["loss/entropy"] < 0
+
+
+@pytest.mark.slow
+def test_a_run_of_a_mixture_logs_its_routers_every_step(tiny, tmp_path):
+    model = tmp_path / "mixture"
+    shutil.copytree(tiny[0].partition("=")[2], model)
+    config = Qwen3MoeConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=128, pad_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(model)
+    overrides = [f"model.name={model}", "train.total_dialog_turns=32", "train_model.compile=false", "evaluate.rows=0"]
+    rows = read_metrics(run([*tiny, *overrides], tmp_path / "run"))
+    steps = [row for row in rows if "grad_norm" in row]
+    assert len(steps) == 2
+    for row in steps:
+        assert 1 <= row["router/load_max_over_mean"] <= 2  # of 4 experts, each token to 2
+        assert math.log(4) / 2 < row["router/entropy"] <= math.log(4)
+        assert "router/replayed_differ" not in row
 
 
 def test_a_sweep_runs_every_job_in_one_process(tiny, tmp_path, monkeypatch):
