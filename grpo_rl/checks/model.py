@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from grpo_rl.checks.finding import Finding, Unfit, unfit
+from grpo_rl.checks.memory import memory_findings
 from grpo_rl.checks.template import template_findings
-from grpo_rl.planner.advice import remedies, with_devices
-from grpo_rl.planner.hardware import GIB, Cluster
-from grpo_rl.planner.plan import make_plan
-from grpo_rl.planner.scenario import Scenario
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.policies.loading import check_model, skeleton
 from grpo_rl.policies.mixers import mixers
@@ -39,7 +35,7 @@ def unloaded_findings(settings: Settings, source: str) -> Iterator[Finding]:
         with unfit("gate"):
             check_model(source, adapters(settings))
             yield Finding("OK", "gate", road(model))
-        checks.append(_memory(settings, model))  # which knows models that can be trained alone
+        checks.append(memory_findings(settings, model))  # which knows models that can be trained alone
     except Unfit as error:
         yield error.finding
     for check in checks:
@@ -95,19 +91,3 @@ def _context(settings: Settings, model: PreTrainedModel) -> Iterator[Finding]:
             f"prompt and response may have {length:,} tokens, and the model was made for {positions:,}; set "
             f"inference_model.max_model_len={positions}",
         )
-
-
-def _memory(settings: Settings, model: PreTrainedModel) -> Iterator[Finding]:
-    """The memory that `grpo-rl plan` predicts on this machine; tests compare its peaks with measured ones."""
-    with unfit("memory"):
-        dtype = getattr(torch, settings.train_model.dtype)
-        scenario, _ = with_devices(Scenario(settings, model.to(dtype), Cluster.parse("here", dtype)))
-        plan = make_plan(scenario)
-        roles = (f"{role.name} {role.needed / GIB:,.1f} of {role.usable / GIB:,.1f} GiB" for role in plan.roles)
-        text = f"planned for the longest responses: {', '.join(roles)}"
-        if plan.fits:
-            yield Finding("OK", "memory", text)
-            return
-        found = [remedy for of_role in remedies(plan).values() for remedy in of_role]
-        remedy = f"set {' or '.join(found)}" if found else "take a smaller model, or more devices"
-        yield Finding("FIX", "memory", f"{text}; {remedy} (grpo-rl plan says more)")

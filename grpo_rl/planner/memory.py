@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from grpo_rl.engines.capacity import batch_tokens, logits_bytes, sequences
 from grpo_rl.perf.roofline import ModelSizes
+from grpo_rl.planner.errors import NotPlannedError
 from grpo_rl.policies.head import CPU_TILE, GPU_TILE_LOGITS
 from grpo_rl.policies.lora import LoRA, targeted
 from grpo_rl.policies.mixers import mixers
@@ -73,15 +74,15 @@ class Shape:
         """The shape of a model, which may have no weights.
 
         Raises:
-            ValueError: the model can't be trained here, or it has experts or layers with a state, whose memory is not
-                planned.
+            ValueError: the model can't be trained here.
+            NotPlannedError: it has experts or layers with a state, whose memory is not planned.
         """
         _refuse_unsupported(model)
         config = model.config.get_text_config()
         if experts := [name for name in EXPERTS if (getattr(config, name, None) or 1) > 1]:
-            raise ValueError(f"{type(model).__name__} has experts ({experts[0]}); plans are of dense models")
+            raise NotPlannedError(f"{type(model).__name__} has experts ({experts[0]}); plans are of dense models")
         if any(mixers(model)):
-            raise ValueError(f"{type(model).__name__} has layers that carry a state; plans are of attention alone")
+            raise NotPlannedError(f"{type(model).__name__} has layers that carry a state; plans are of attention alone")
         layers = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -19,6 +19,8 @@ from transformers import (
     GptOssForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from grpo_rl.checks import trial
@@ -108,6 +110,28 @@ def test_vllm_is_asked_unless_another_engine_is(model, check):
     code, lines = check(model, *SHORT)
     assert code == 0 and lines["weights"][1].endswith("arrived in vllm")
     assert lines["sampler, trainer"][0] == "OK"
+
+
+def mixture():
+    sizes = SIZES | dict(vocab_size=257, eos_token_id=0, max_position_embeddings=512)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=2))
+
+
+def hybrid():
+    sizes = SIZES | dict(vocab_size=257, eos_token_id=0, pad_token_id=0, max_position_embeddings=512)
+    return Lfm2ForCausalLM(Lfm2Config(**sizes, num_hidden_layers=2, layer_types=["conv", "full_attention"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", [mixture, hybrid])
+def test_mixtures_and_hybrids_are_looked_at_with_their_weights(copied, check, made):
+    torch.manual_seed(0)
+    made().to(torch.bfloat16).save_pretrained(copied)
+    code, lines = check(copied, *SHORT, *ENGINE)
+    assert code == 0 and not fixes(lines)
+    for about in ("weights", "sampling", "sampler, trainer", "gradient"):
+        assert lines[about][0] == "OK", lines[about]
 
 
 @pytest.mark.slow
@@ -264,6 +288,13 @@ def test_a_folder_without_weights_is_checked_quickly_and_told_otherwise(copied, 
 def test_a_model_that_does_not_fit_is_told_before_it_is_loaded(check):
     _, lines = check(ROOT / "tests" / "planner" / "data" / "llama-70b", "--quick")
     assert re.search(r"train [\d,]{3,}\.\d of [\d,]+\.\d GiB", fixes(lines)["memory"])
+
+
+def test_a_kind_of_model_that_is_not_planned_is_a_note(copied, check):
+    hybrid().config.save_pretrained(copied)
+    code, lines = check(copied, "--quick", *SHORT)
+    assert code == 0 and lines["memory"][0] == "note"
+    assert lines["memory"][1].startswith("not planned: Lfm2ForCausalLM has layers that carry a state")
 
 
 def test_a_model_is_given_once_and_for_one_process(model, capsys):
