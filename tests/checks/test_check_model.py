@@ -27,6 +27,7 @@ from grpo_rl.checks import trial
 from grpo_rl.checks.model import road
 from grpo_rl.checks.template import template_findings
 from grpo_rl.cli import main
+from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.testing import run_script, save_tiny_model
 
@@ -107,9 +108,27 @@ def test_a_model_in_order_has_every_line_and_its_command_line_trains_it(tiny_run
 @pytest.mark.slow
 def test_vllm_is_asked_unless_another_engine_is(model, check):
     pytest.importorskip("vllm")
-    code, lines = check(model, *SHORT)
+    code, lines = check(model, *SHORT, "sampling.top_k=20", "sampling.stop=[ab]")  # which vLLM is started for
     assert code == 0 and lines["weights"][1].endswith("arrived in vllm")
     assert lines["sampler, trainer"][0] == "OK"
+
+
+@pytest.mark.slow
+def test_responses_are_sampled_as_in_training_but_for_their_length(model, check, monkeypatch):
+    asked = []
+
+    class Asked(TransformersEngine):
+        def generate(self, prompts, n, sampling):
+            asked.append(sampling)
+            return super().generate(prompts, n, sampling)
+
+    monkeypatch.setattr(trial, "make_engine", lambda settings, folder, devices: Asked(folder, 256))
+    cuts = dict(temperature=0.9, top_p=0.8, top_k=20, min_p=0.01)
+    words = [*(f"sampling.{name}={value}" for name, value in cuts.items()), "sampling.stop=[ab]"]
+    more = ["sampling.ignore_eos=true", "sampling.max_new_tokens=40", "inference_model.max_model_len=256"]
+    code, lines = check(model, *words, *more, *ENGINE)
+    assert asked == [Sampling(**cuts, stop=("ab",), ignore_eos=True, max_new_tokens=32)]
+    assert code == 0 and lines["sampler, trainer"][0] == "OK"  # which scored with the kept sets
 
 
 def mixture():
