@@ -33,7 +33,7 @@ def unloaded_findings(settings: Settings, source: str) -> Iterator[Finding]:
     checks = [_tokenizer(settings, source, model), _context(settings, model)]
     try:
         with unfit("gate"):
-            check_model(source, adapters(settings))
+            check_model(source, adapters(settings), settings.policy.router_replay)
             yield Finding("OK", "gate", road(model))
         checks.append(memory_findings(settings, model))  # which knows models that can be trained alone
     except Unfit as error:

@@ -316,6 +316,15 @@ def test_a_kind_of_model_that_is_not_planned_is_a_note(copied, check):
     assert lines["memory"][1].startswith("not planned: Lfm2ForCausalLM has layers that carry a state")
 
 
+def test_router_replay_is_for_models_with_routers(model, copied, check):
+    replay = "policy.router_replay=true"
+    code, lines = check(model, "--quick", *SHORT, replay)
+    assert code == 1 and list(fixes(lines)) == ["gate"]
+    assert fixes(lines)["gate"].startswith(f"{replay}: LlamaForCausalLM has no experts to choose from")
+    mixture().config.save_pretrained(copied)
+    assert check(copied, "--quick", *SHORT, replay)[0] == 0
+
+
 def test_a_model_is_given_once_and_for_one_process(model, capsys):
     for override in ("model.name=other", "mode=async", "inference_model.engine=vllm"):
         assert main(["check-model", str(model), *ENGINE, override]) == 2
