@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from grpo_rl.checks.finding import Finding, Unfit, unfit
 from grpo_rl.checks.memory import memory_findings
 from grpo_rl.checks.template import template_findings
+from grpo_rl.engines.ends import end_ids
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.policies.loading import check_model, skeleton
 from grpo_rl.policies.mixers import mixers
@@ -50,7 +51,7 @@ def _tokenizer(settings: Settings, source: str, model: PreTrainedModel) -> Itera
         tokenizer = load_tokenizer(source, settings.model.chat_template)
     embedded = model.get_input_embeddings().weight.shape[0]
     with unfit("chat template"):
-        yield from template_findings(tokenizer, ends_of(source, model), embedded)
+        yield from template_findings(tokenizer, end_ids(source), embedded)
 
 
 def road(model: PreTrainedModel) -> str:
@@ -70,15 +71,6 @@ def road(model: PreTrainedModel) -> str:
     kinds.update(type(mixer).__name__ for _, _, mixer in mixers(model))
     experts = "; mixture of experts" if model._can_set_experts_implementation() else ""
     return f"scored exactly: {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}{experts}"
-
-
-def ends_of(source: str, model: PreTrainedModel) -> set[int]:
-    """The ids at which engines end a response: of ``generation_config.json``, without one of the config."""
-    try:
-        ends = GenerationConfig.from_pretrained(source).eos_token_id
-    except OSError:
-        ends = GenerationConfig.from_model_config(model.config).eos_token_id
-    return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
 
 
 def _context(settings: Settings, model: PreTrainedModel) -> Iterator[Finding]:

@@ -419,6 +419,13 @@ def test_the_token_behind_a_response_has_to_end_generation(model):
     assert on_template(model, None, ends=[7])["end of turn"].kind == "FIX"
 
 
+def test_without_a_generation_config_generation_stops_at_the_ends_of_the_config(copied, check):
+    without(copied, "generation_config.json")
+    assert check(copied, "--quick", *SHORT)[1]["end of turn"] == ("OK", "<end> (0), where generation stops")
+    edit(copied, "config.json", eos_token_id=5)
+    assert "generation stops at 5 alone" in fixes(check(copied, "--quick", *SHORT)[1])["end of turn"]
+
+
 def test_special_tokens_without_an_embedding_are_a_note_and_words_without_one_a_fault(model):
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens(["<image>"], special_tokens=True)  # as Gemma 3's of text alone have
