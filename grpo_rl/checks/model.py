@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from grpo_rl.checks.finding import Finding, Unfit, unfit
+from grpo_rl.checks.memory import memory_findings
 from grpo_rl.checks.template import template_findings
-from grpo_rl.planner.advice import remedies, with_devices
-from grpo_rl.planner.hardware import GIB, Cluster
-from grpo_rl.planner.plan import make_plan
-from grpo_rl.planner.scenario import Scenario
+from grpo_rl.engines.ends import end_ids
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.policies.loading import check_model, skeleton
 from grpo_rl.policies.mixers import mixers
@@ -37,9 +34,9 @@ def unloaded_findings(settings: Settings, source: str) -> Iterator[Finding]:
     checks = [_tokenizer(settings, source, model), _context(settings, model)]
     try:
         with unfit("gate"):
-            check_model(source, adapters(settings))
+            check_model(source, adapters(settings), settings.policy.router_replay)
             yield Finding("OK", "gate", road(model))
-        checks.append(_memory(settings, model))  # which knows models that can be trained alone
+        checks.append(memory_findings(settings, model))  # which knows models that can be trained alone
     except Unfit as error:
         yield error.finding
     for check in checks:
@@ -54,7 +51,7 @@ def _tokenizer(settings: Settings, source: str, model: PreTrainedModel) -> Itera
         tokenizer = load_tokenizer(source, settings.model.chat_template)
     embedded = model.get_input_embeddings().weight.shape[0]
     with unfit("chat template"):
-        yield from template_findings(tokenizer, ends_of(source, model), embedded)
+        yield from template_findings(tokenizer, end_ids(source), embedded)
 
 
 def road(model: PreTrainedModel) -> str:
@@ -76,15 +73,6 @@ def road(model: PreTrainedModel) -> str:
     return f"scored exactly: {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}{experts}"
 
 
-def ends_of(source: str, model: PreTrainedModel) -> set[int]:
-    """The ids at which engines end a response: of ``generation_config.json``, without one of the config."""
-    try:
-        ends = GenerationConfig.from_pretrained(source).eos_token_id
-    except OSError:
-        ends = GenerationConfig.from_model_config(model.config).eos_token_id
-    return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
-
-
 def _context(settings: Settings, model: PreTrainedModel) -> Iterator[Finding]:
     positions = getattr(model.config, "max_position_embeddings", None)
     length = settings.inference_model.max_model_len
@@ -95,19 +83,3 @@ def _context(settings: Settings, model: PreTrainedModel) -> Iterator[Finding]:
             f"prompt and response may have {length:,} tokens, and the model was made for {positions:,}; set "
             f"inference_model.max_model_len={positions}",
         )
-
-
-def _memory(settings: Settings, model: PreTrainedModel) -> Iterator[Finding]:
-    """The memory that `grpo-rl plan` predicts on this machine; tests compare its peaks with measured ones."""
-    with unfit("memory"):
-        dtype = getattr(torch, settings.train_model.dtype)
-        scenario, _ = with_devices(Scenario(settings, model.to(dtype), Cluster.parse("here", dtype)))
-        plan = make_plan(scenario)
-        roles = (f"{role.name} {role.needed / GIB:,.1f} of {role.usable / GIB:,.1f} GiB" for role in plan.roles)
-        text = f"planned for the longest responses: {', '.join(roles)}"
-        if plan.fits:
-            yield Finding("OK", "memory", text)
-            return
-        found = [remedy for of_role in remedies(plan).values() for remedy in of_role]
-        remedy = f"set {' or '.join(found)}" if found else "take a smaller model, or more devices"
-        yield Finding("FIX", "memory", f"{text}; {remedy} (grpo-rl plan says more)")

@@ -22,7 +22,7 @@ def template_findings(tokenizer: PreTrainedTokenizerBase, ends: Collection[int],
     """The findings on a tokenizer, without its model.
 
     Args:
-        ends: ids that end a response, of ``generation_config.json``.
+        ends: ids that end a response, see `grpo_rl.engines.ends.end_ids`.
         embedded: ids that the model has an embedding for.
 
     Raises:

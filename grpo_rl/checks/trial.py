@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -44,7 +44,7 @@ class Trial:
     sampling: Sampling
 
     def groups(self) -> list[Group]:
-        """Responses to each question, sampled as in training."""
+        """Responses to each question, sampled as in training, but for their length."""
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
         prompts = encode_prompts(self.tokenizer, chats)
         samples = self.engine.generate(prompts, RESPONSES, self.sampling)
@@ -66,7 +66,8 @@ def trial(settings: Settings, folder: Path, tokenizer: PreTrainedTokenizerBase) 
     torch.manual_seed(settings.train.seed)
     chosen = settings.inference_model.engine
     with unfit("settings"):
-        sampling = Sampling(settings.sampling.temperature, max_new_tokens=min(TOKENS, settings.sampling.max_new_tokens))
+        sampling = Sampling(**settings.sampling)
+        sampling = replace(sampling, max_new_tokens=min(TOKENS, sampling.max_new_tokens))
         devices = plan_devices(settings, folder)
         # Compiling takes longer than all else here, and changes no more than rounding.
         settings = settings.with_values({"train_model.compile": bool(settings.train_model.compile)})

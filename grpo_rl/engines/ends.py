@@ -14,10 +14,14 @@ _BAD_PREFIX = "Invalid prefix encountered"
 
 
 def end_ids(model: str | Path) -> tuple[int, ...]:
-    """The end-of-sequence ids of a model folder: those of its generation config, else of its config; all of them."""
+    """The end-of-sequence ids of a model: those of its generation config, else of its config; all of them.
+
+    Args:
+        model: its folder, or its name on the hub.
+    """
     try:
         ends = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # the folder has none
+    except OSError:  # there is none
         ends = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model)).eos_token_id
     return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from grpo_rl.planner.errors import NotPlannedError
 from grpo_rl.policies.routing import stacked_experts
 
 
@@ -30,7 +31,7 @@ class Experts:
         """The experts of a model, which may have no weights.
 
         Raises:
-            ValueError: its config does not say how many of them a token visits, or its layers have different ones.
+            NotPlannedError: its config does not say how many of them a token visits, or its layers have different ones.
         """
         layers = [weights for _, _, weights in stacked_experts(model)]
         if not layers:
@@ -38,12 +39,14 @@ class Experts:
         config, name = model.config.get_text_config(), type(model).__name__
         chosen = getattr(config, "num_experts_per_tok", None)
         if not isinstance(chosen, int):
-            raise ValueError(f"{name}'s config has no num_experts_per_tok, which the plan of a mixture needs")
+            raise NotPlannedError(f"{name}'s config has no num_experts_per_tok, which the plan of a mixture needs")
         numbers = {len(weight) for weights in layers for weight in weights}
         # The last product's weights, [I, H] or [H, I] of each expert, are the smallest: the others' have two factors.
         widths = {min(w.numel() // len(w) for w in weights) // config.hidden_size for weights in layers}
         if len(numbers) > 1 or len(widths) > 1:
-            raise ValueError(f"{name}'s layers have different experts ({numbers} of {widths}); plans are of equal ones")
+            raise NotPlannedError(
+                f"{name}'s layers have different experts ({numbers} of {widths}); plans are of equal ones"
+            )
         total = sum(weight.numel() for weights in layers for weight in weights)
         return cls(numbers.pop(), chosen, widths.pop(), total)
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from grpo_rl.engines.capacity import batch_tokens, logits_bytes, sequences
 from grpo_rl.perf.roofline import ModelSizes
+from grpo_rl.planner.errors import NotPlannedError
 from grpo_rl.planner.experts import Experts
 from grpo_rl.policies.head import CPU_TILE, GPU_TILE_LOGITS
 from grpo_rl.policies.lora import LoRA, targeted
@@ -84,15 +85,18 @@ class Shape:
         """The shape of a model, which may have no weights.
 
         Raises:
-            ValueError: the model can't be trained here, or it has layers with a state or latent attention, or experts
-                that are not understood, whose memory is not planned.
+            ValueError: the model can't be trained here.
+            NotPlannedError: it has layers with a state or latent attention, or experts that are not understood, whose
+                memory is not planned.
         """
         _refuse_unsupported(model)
         config = model.config.get_text_config()
         if any(mixers(model)):
-            raise ValueError(f"{type(model).__name__} has layers that carry a state; plans are of attention alone")
+            raise NotPlannedError(f"{type(model).__name__} has layers that carry a state; plans are of attention alone")
         if getattr(config, "kv_lora_rank", None):
-            raise ValueError(f"{type(model).__name__} has latent attention (kv_lora_rank), whose memory is not planned")
+            raise NotPlannedError(
+                f"{type(model).__name__} has latent attention (kv_lora_rank), whose memory is not planned"
+            )
         experts = Experts.of(model)
         layers = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
         heads = config.num_attention_heads

@@ -33,6 +33,7 @@ from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -129,8 +130,8 @@ def _checked(folder: Path, name: str) -> Path:
 
 
 def check_class(folder: Path) -> None:
-    """Refuses a model that is none of transformers' causal language models, before transformers would ask whether to
-    run code that lies in the folder.
+    """Refuses a model that is none of transformers' causal language models, nor has a text part, before transformers
+    would ask whether to run code that lies in the folder. Of a text part `grpo_rl.policies.text_part` judges.
 
     Raises:
         ValueError: its class is unknown or of another kind, or ``config.json`` is damaged.
@@ -145,9 +146,12 @@ def check_class(folder: Path) -> None:
             f"{folder} holds a model of type {kind!r}, which transformers {transformers_version} does not have{own}: "
             "install a version that has it, or take another model"
         )
-    if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    found = CONFIG_MAPPING[kind]
+    has_text = found in MODEL_FOR_MULTIMODAL_LM_MAPPING and "text_config" in found.sub_configs
+    if found not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_text:
         raise ValueError(
-            f"{folder} holds a model of type {kind!r}, which is no causal language model; take a decoder-only model"
+            f"{folder} holds a model of type {kind!r}, which is no causal language model and has none inside; take a "
+            "decoder-only model"
         )
 
 

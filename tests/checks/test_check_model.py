@@ -19,12 +19,15 @@ from transformers import (
     GptOssForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from grpo_rl.checks import trial
 from grpo_rl.checks.model import road
 from grpo_rl.checks.template import template_findings
 from grpo_rl.cli import main
+from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.testing import run_script, save_tiny_model
 
@@ -105,9 +108,49 @@ def test_a_model_in_order_has_every_line_and_its_command_line_trains_it(tiny_run
 @pytest.mark.slow
 def test_vllm_is_asked_unless_another_engine_is(model, check):
     pytest.importorskip("vllm")
-    code, lines = check(model, *SHORT)
+    code, lines = check(model, *SHORT, "sampling.top_k=20", "sampling.stop=[ab]")  # which vLLM is started for
     assert code == 0 and lines["weights"][1].endswith("arrived in vllm")
     assert lines["sampler, trainer"][0] == "OK"
+
+
+@pytest.mark.slow
+def test_responses_are_sampled_as_in_training_but_for_their_length(model, check, monkeypatch):
+    asked = []
+
+    class Asked(TransformersEngine):
+        def generate(self, prompts, n, sampling):
+            asked.append(sampling)
+            return super().generate(prompts, n, sampling)
+
+    monkeypatch.setattr(trial, "make_engine", lambda settings, folder, devices: Asked(folder, 256))
+    cuts = dict(temperature=0.9, top_p=0.8, top_k=20, min_p=0.01)
+    words = [*(f"sampling.{name}={value}" for name, value in cuts.items()), "sampling.stop=[ab]"]
+    more = ["sampling.ignore_eos=true", "sampling.max_new_tokens=40", "inference_model.max_model_len=256"]
+    code, lines = check(model, *words, *more, *ENGINE)
+    assert asked == [Sampling(**cuts, stop=("ab",), ignore_eos=True, max_new_tokens=32)]
+    assert code == 0 and lines["sampler, trainer"][0] == "OK"  # which scored with the kept sets
+
+
+def mixture():
+    sizes = SIZES | dict(vocab_size=257, eos_token_id=0, max_position_embeddings=512)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=2))
+
+
+def hybrid():
+    sizes = SIZES | dict(vocab_size=257, eos_token_id=0, pad_token_id=0, max_position_embeddings=512)
+    return Lfm2ForCausalLM(Lfm2Config(**sizes, num_hidden_layers=2, layer_types=["conv", "full_attention"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", [mixture, hybrid])
+def test_mixtures_and_hybrids_are_looked_at_with_their_weights(copied, check, made):
+    torch.manual_seed(0)
+    made().to(torch.bfloat16).save_pretrained(copied)
+    code, lines = check(copied, *SHORT, *ENGINE)
+    assert code == 0 and not fixes(lines)
+    for about in ("weights", "sampling", "sampler, trainer", "gradient"):
+        assert lines[about][0] == "OK", lines[about]
 
 
 @pytest.mark.slow
@@ -266,6 +309,22 @@ def test_a_model_that_does_not_fit_is_told_before_it_is_loaded(check):
     assert re.search(r"train [\d,]{3,}\.\d of [\d,]+\.\d GiB", fixes(lines)["memory"])
 
 
+def test_a_kind_of_model_that_is_not_planned_is_a_note(copied, check):
+    hybrid().config.save_pretrained(copied)
+    code, lines = check(copied, "--quick", *SHORT)
+    assert code == 0 and lines["memory"][0] == "note"
+    assert lines["memory"][1].startswith("not planned: Lfm2ForCausalLM has layers that carry a state")
+
+
+def test_router_replay_is_for_models_with_routers(model, copied, check):
+    replay = "policy.router_replay=true"
+    code, lines = check(model, "--quick", *SHORT, replay)
+    assert code == 1 and list(fixes(lines)) == ["gate"]
+    assert fixes(lines)["gate"].startswith(f"{replay}: LlamaForCausalLM has no experts to choose from")
+    mixture().config.save_pretrained(copied)
+    assert check(copied, "--quick", *SHORT, replay)[0] == 0
+
+
 def test_a_model_is_given_once_and_for_one_process(model, capsys):
     for override in ("model.name=other", "mode=async", "inference_model.engine=vllm"):
         assert main(["check-model", str(model), *ENGINE, override]) == 2
@@ -358,6 +417,13 @@ def test_the_token_behind_a_response_has_to_end_generation(model):
     assert on_template(model, "{% for m in messages %}{{ m['content'] }}{% endfor %}")["end of turn"].kind == "note"
     assert on_template(model, None)["end of turn"].kind == "OK"  # the tokenizer's own eos is <end>
     assert on_template(model, None, ends=[7])["end of turn"].kind == "FIX"
+
+
+def test_without_a_generation_config_generation_stops_at_the_ends_of_the_config(copied, check):
+    without(copied, "generation_config.json")
+    assert check(copied, "--quick", *SHORT)[1]["end of turn"] == ("OK", "<end> (0), where generation stops")
+    edit(copied, "config.json", eos_token_id=5)
+    assert "generation stops at 5 alone" in fixes(check(copied, "--quick", *SHORT)[1])["end of turn"]
 
 
 def test_special_tokens_without_an_embedding_are_a_note_and_words_without_one_a_fault(model):
