@@ -23,7 +23,7 @@ def group_of_samples(prompt: Prompt, samples: Samples) -> Group:
         raise RuntimeError(
             f"the engine sampled row {prompt.row} with log-probabilities that are no finite numbers, at {bad} of "
             f"{len(samples.log_probs)} tokens: its model's arithmetic fails. Try inference_model.engine=transformers, "
-            "or another dtype; `grpo-rl check-model` tries an engine by itself"
+            "or another dtype"
         )
     return Group(
         group_id=prompt.group_id,

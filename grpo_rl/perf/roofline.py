@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from grpo_rl.data.batching import groups_to_score
 from grpo_rl.data.group import Group
@@ -34,6 +34,11 @@ EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 """The names under which configs say how many experts a token visits."""
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """The names of windows in configs, by type of layer; a chunk is counted as a window of its size."""
+
+
+def experts_of_a_token(config: PreTrainedConfig) -> int | None:
+    """The number of experts that a token visits, as the config says; None: it doesn't, or has none."""
+    return next((n for name in EXPERTS_OF_A_TOKEN if (n := getattr(config, name, None))), None)
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class ModelSizes:
         trunk = [p for p in base if p is not embedding and p is not head]
         vocab, hidden = head.shape
         config = model.config.get_text_config()
-        chosen = next((n for name in EXPERTS_OF_A_TOKEN if (n := getattr(config, name, None))), None)
+        chosen = experts_of_a_token(config)
         active = sum(_active(p, chosen) for p in trunk)
         heads = getattr(config, "num_attention_heads", None) or 1
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from grpo_rl.perf.roofline import experts_of_a_token
 from grpo_rl.planner.errors import NotPlannedError
 from grpo_rl.policies.routing import stacked_experts
 
@@ -37,9 +38,9 @@ class Experts:
         if not layers:
             return cls()
         config, name = model.config.get_text_config(), type(model).__name__
-        chosen = getattr(config, "num_experts_per_tok", None)
+        chosen = experts_of_a_token(config)
         if not isinstance(chosen, int):
-            raise NotPlannedError(f"{name}'s config has no num_experts_per_tok, which the plan of a mixture needs")
+            raise NotPlannedError(f"{name}'s config does not say how many experts a token visits, which its plan needs")
         numbers = {len(weight) for weights in layers for weight in weights}
         # The last product's weights, [I, H] or [H, I] of each expert, are the smallest: the others' have two factors.
         widths = {min(w.numel() // len(w) for w in weights) // config.hidden_size for weights in layers}

@@ -456,7 +456,7 @@ def test_latent_attention_and_experts_of_an_unknown_number_are_not_planned(capsy
     )
     model = mixture(num_hidden_layers=2)
     vars(model.config)["num_experts_per_tok"] = None
-    with pytest.raises(ValueError, match="Qwen3MoeForCausalLM's config has no num_experts_per_tok, which the plan"):
+    with pytest.raises(ValueError, match="Qwen3MoeForCausalLM's config does not say how many experts a token visits"):
         Experts.of(model)
 
 
