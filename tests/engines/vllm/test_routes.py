@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.group import NO_ROUTE
-from grpo_rl.engines.base import AbortedError, Sampling
+from grpo_rl.engines.base import AbortedError, Samples, Sampling
 from grpo_rl.envs.base import Prompt
 from grpo_rl.policies.attention import use_shared_prefix
 from grpo_rl.policies.policy import TrainPolicy
@@ -232,6 +232,7 @@ def test_routes_that_nobody_takes_are_forgotten_behind_the_abort(end):
     }
     assert calls == [("record_routes",), *expected[end]]
     if end == "taken":
+        assert isinstance(result, Samples) and result.routes is not None and result.prompt_routes is not None
         assert result.routes.shape == result.prompt_routes.shape == (1, 1, 2)
     else:
         assert isinstance(result, asyncio.CancelledError if end == "cancelled" else AbortedError)
