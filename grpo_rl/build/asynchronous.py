@@ -116,7 +116,7 @@ def make_transport(
     if buffers := list(saved_buffers(plain)):
         raise ValueError(
             f"inference_model.transfer=nccl sends numbers of one dtype, and {buffers[0]} keeps its own; set "
-            "inference_model.transfer=ipc on a GPU that both share, or mode=sync"
+            "inference_model.transfer=shared_memory"
         )
     names = CheckpointNames(plain)
     shapes = {name: part.shape for named in plain.named_parameters() for name, part in names.views(*named)}

@@ -29,7 +29,10 @@ class EnginePolicy(TensorDictModuleBase):
         self._engine, self._sampling = engine, sampling
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Writes a response, its log-probabilities, policy version, truncation and kept sets, if any, into each row."""
+        """Writes a response, its log-probabilities, policy version and truncation into each row.
+
+        Kept sets and the experts of each token, of prompt and response, come with them where the engine gives any.
+        """
         rows = list(tensordict.unbind(0))
         groups: dict[int, list[TensorDictBase]] = {}
         for row in rows:
@@ -45,7 +48,8 @@ class EnginePolicy(TensorDictModuleBase):
 
     @staticmethod
     def _write(group: list[TensorDictBase], samples: Samples) -> None:
-        log_probs, versions = (x.split(samples.offsets.diff().tolist()) for x in (samples.log_probs, samples.versions))
+        lengths = samples.offsets.diff().tolist()
+        log_probs, versions = samples.log_probs.split(lengths), samples.versions.split(lengths)
         bounds = samples.offsets.tolist()
         for g, (row, ids) in enumerate(zip(group, samples.responses, strict=True)):
             row[keys.TOKENS_RESPONSE] = ids
@@ -56,3 +60,5 @@ class EnginePolicy(TensorDictModuleBase):
                 place = torch.arange(len(samples.response_ids))
                 kept = samples.kept.where((place >= bounds[g]) & (place < bounds[g + 1]))
                 row[keys.KEPT_IDS], row[keys.KEPT_COUNTS] = kept.ids, kept.counts
+            if samples.routes is not None and samples.prompt_routes is not None:
+                row[keys.ROUTES_FULL] = torch.cat([samples.prompt_routes, samples.routes.split(lengths)[g]])

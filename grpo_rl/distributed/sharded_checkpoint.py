@@ -199,7 +199,7 @@ def export_model(
     """Writes whole weights as a model that ``from_pretrained`` reads.
 
     Args:
-        state: of a model without adapters, by the names of its parameters; tied weights once.
+        state: of a model without adapters, by the names of its parameters and saved buffers; tied weights once.
         config: of the model.
         generation_config: how it is sampled from where nothing else is asked; None: as its class has it.
     """
@@ -208,5 +208,8 @@ def export_model(
     if generation_config is not None:
         plain.generation_config = generation_config
     buffers = saved_buffers(plain)
+    # transformers would write the file without them, and fill them in when it is read.
+    missing = {*dict(plain.named_parameters()), *buffers} - state.keys()
+    assert not missing, f"the model's {sorted(missing)[:3]} are not among the weights to be written"
     weights = {name: weight.cpu() if name in buffers else weight.to("cpu", dtype) for name, weight in state.items()}
     plain.save_pretrained(folder, state_dict=weights)

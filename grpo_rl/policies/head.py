@@ -90,7 +90,7 @@ class _Cut:
         place = rows // tile[0] * self._across + ids // tile[1]
         order = place.argsort()
         self._rows, self._columns = rows[order] % tile[0], ids[order] % tile[1]
-        tiles = -(-len(kept.counts) // tile[0]) * self._across
+        tiles = max(1, -(-len(kept.counts) // tile[0])) * self._across  # rows without a token are a tile all the same
         self._ends = [0, *place.bincount(minlength=tiles).cumsum(0).tolist()]
         self._is_cut = (kept.counts > 0)[:, None]
 

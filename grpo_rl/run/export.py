@@ -11,7 +11,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from grpo_rl.distributed.ranks import Ranks, gathered
 from grpo_rl.distributed.sharded_checkpoint import export_model
 from grpo_rl.policies.hub import load_tokenizer, resolve_model, writing_model
-from grpo_rl.policies.lora import has_adapters
+from grpo_rl.policies.loading import load_whole, skeleton
+from grpo_rl.policies.lora import has_adapters, saved_buffers
 from grpo_rl.policies.text_part import model_config
 from grpo_rl.storage.whole_file import whole_folder
 from grpo_rl.training import checkpoint
@@ -60,7 +61,7 @@ def export_checkpoint(path: Path, folder: Path) -> None:
 
     Raises:
         ValueError: the path is no checkpoint, or one of adapters; the folder is not empty; the initial model, which
-            gives config and tokenizer, is missing.
+            gives config, tokenizer and what is not trained, is missing.
         OSError: the disk is full or read-only; the partial folder is removed.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -74,9 +75,13 @@ def export_checkpoint(path: Path, folder: Path) -> None:
     if (source / "generation_config.json").is_file():
         of_sampling = GenerationConfig.from_pretrained(source)
     tokenizer = load_tokenizer(source, cfg["model"]["chat_template"])
+    dtype = getattr(torch, cfg["train_model"]["dtype"])
+    weights = dict(masters)
+    if saved_buffers(skeleton(source)):  # they are not trained, so that the optimizer does not have them
+        weights |= saved_buffers(load_whole(source, dtype=dtype))
     try:
         with whole_folder(folder) as partial, writing_model(partial):
-            export_model(masters, config, partial, getattr(torch, cfg["train_model"]["dtype"]), of_sampling)
+            export_model(weights, config, partial, dtype, of_sampling)
             tokenizer.save_pretrained(partial)
     except OSError as error:
         remedy = "free some space or give another folder"

@@ -180,3 +180,11 @@ def test_weights_on_a_shared_gpu_go_through_its_memory(folder, monkeypatch):
     engine = SimpleNamespace(dtype=torch.bfloat16, takes_adapters=False, proves_bytes=False)
     asynchronous.make_transport(settings, folder, plan_of(settings), [engine])
     assert sizes == [(GPU_BYTES, "cuda:0")]
+
+
+def test_nccl_refuses_buffers_of_their_own_dtype_and_names_a_transfer_that_carries_them(folder, monkeypatch):
+    settings = settings_of(folder)
+    monkeypatch.setattr(asynchronous, "check_transfer", lambda *_: "nccl")
+    monkeypatch.setattr(asynchronous, "saved_buffers", lambda _: {"gate.e_score_correction_bias": torch.zeros(4)})
+    with pytest.raises(ValueError, match=r"bias keeps its own; set inference_model\.transfer=shared_memory$"):
+        asynchronous.make_transport(settings, folder, plan_of(settings), [])

@@ -214,3 +214,17 @@ def test_kept_sets_of_samples_reach_the_group_and_the_rows_of_a_rollout(env):
     EnginePolicy._write(rows, samples)
     assert [row[keys.KEPT_IDS].tolist() for row in rows] == [[5, 1], [], [6, 7, 2]]
     assert [row[keys.KEPT_COUNTS].tolist() for row in rows] == [[2], [], [1, 2]]
+
+
+def test_routes_of_samples_reach_the_rows_of_a_rollout_with_those_of_the_prompt():
+    prompt_routes, routes = torch.tensor([[[9, 8]], [[7, 6]]]), torch.tensor([[[1, 2]], [[3, 4]], [[5, 6]]])
+    samples = replace(
+        Samples.from_lists([[5], [], [6, 7]], [[0.0], [], [0.0, 0.0]], [False] * 3, 0),
+        routes=routes,
+        prompt_routes=prompt_routes,
+    )
+    rows = [TensorDict() for _ in range(3)]
+    EnginePolicy._write(rows, samples)
+    whole = [row[keys.ROUTES_FULL].tolist() for row in rows]
+    of_prompt = [[[9, 8]], [[7, 6]]]
+    assert whole == [[*of_prompt, [[1, 2]]], of_prompt, [*of_prompt, [[3, 4]], [[5, 6]]]]

@@ -136,6 +136,12 @@ def test_every_end_of_sequence_id_of_the_generation_config_ends_a_response_or_no
         assert any(id in sample.response_ids for id in ENDS)
 
 
+def test_where_top_k_is_the_whole_vocabulary_kept_sets_are_empty(engine, folder):
+    vocabulary = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
+    (sample,) = engine.generate([PROMPTS[0]], 2, Sampling(max_new_tokens=4, top_k=vocabulary))
+    assert sample.kept.counts.tolist() == [0] * len(sample.response_ids)
+
+
 def test_an_engine_without_a_tokenizer_refuses_stop_strings(folder):
     pytest.importorskip("vllm")
     from grpo_rl.engines.vllm.common import VLLMBase
@@ -168,8 +174,13 @@ def test_kept_sets_that_vllm_leaves_out_are_an_error_and_not_the_whole_distribut
         response.sampling_mask = mask
         output = Namespace(outputs=[response])
         with pytest.raises(RuntimeError, match="did not return the kept sets"):
-            samples_of(output, 0, Sampling(top_p=0.5))  # pyright: ignore
-        assert samples_of(output, 0, Sampling()).kept is None  # pyright: ignore
+            samples_of(output, 0, Sampling(top_p=0.5), 10)  # pyright: ignore
+        assert samples_of(output, 0, Sampling(), 10).kept is None  # pyright: ignore
+        with pytest.raises(RuntimeError, match=r"vLLM \S+ did .*top_p=1.0, top_k=9 and min_p=0.0 .*start the engine"):
+            samples_of(output, 0, Sampling(top_k=9), 10)  # pyright: ignore
+        for top_k in (10, 11):  # of ten tokens it cuts none off, and vLLM drops it
+            kept = samples_of(output, 0, Sampling(top_k=top_k), 10).kept  # pyright: ignore
+            assert kept is not None and kept.counts.tolist() == [0, 0] and not len(kept.ids)
 
 
 def test_a_stop_string_may_begin_within_a_token_and_end_within_another(folder):

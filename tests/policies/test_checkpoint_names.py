@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -13,7 +15,12 @@ from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.policies.checkpoint_names import CheckpointNames
+from grpo_rl.policies.loading import load_whole
 from grpo_rl.policies.lora import base_weights
+from grpo_rl.run.export import export_checkpoint
+from grpo_rl.testing import save_tiny_model
+from grpo_rl.training import checkpoint
+from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.weights.push import WeightDeliveryError, WeightSync
 
 SIZES = dict(
@@ -22,6 +29,7 @@ SIZES = dict(
     moe_intermediate_size=12, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8,
     qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, max_position_embeddings=64, pad_token_id=0, eos_token_id=1,
 )  # fmt: skip
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def tiny(name):
@@ -52,7 +60,6 @@ def test_a_routers_bias_is_sent_and_exported_in_its_own_dtype(tmp_path):
     model = tiny("DeepseekV3").bfloat16()
     bias = model.model.layers[1].mlp.gate.e_score_correction_bias = torch.nn.Buffer(torch.tensor([3.001, 3.002, 3, 3]))
     assert not torch.equal(bias.bfloat16().float(), bias)
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
     came = {}
 
     class Notes(ScriptedEngine):
@@ -61,9 +68,39 @@ def test_a_routers_bias_is_sent_and_exported_in_its_own_dtype(tmp_path):
             super().update_weights(came.items(), version)
 
     WeightSync(model, Notes(lambda prompt, g: [])).push()
-    assert torch.equal(came[name], bias) and came["lm_head.weight"].dtype == torch.bfloat16
+    assert torch.equal(came[BIAS], bias) and came["lm_head.weight"].dtype == torch.bfloat16
     export_model(dict(base_weights(model)), model.config, tmp_path, torch.bfloat16)
-    assert torch.equal(load_file(tmp_path / "model.safetensors")[name], bias)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")[BIAS], bias)
+
+
+@pytest.mark.slow
+def test_an_exported_checkpoint_has_the_routers_bias_that_no_optimizer_holds(tmp_path):
+    source, folder = save_tiny_model(tmp_path / "source"), tmp_path / "exported"  # of which the tokenizer stays
+    bias = torch.tensor([3.001, 3.002, 3, 3])
+    made = tiny("DeepseekV3")
+    made.model.layers[1].mlp.gate.e_score_correction_bias.copy_(bias)
+    made.bfloat16().save_pretrained(source, state_dict=made.state_dict() | {BIAS: bias})
+    model = load_whole(source, dtype=torch.bfloat16)
+    model.lm_head.weight.data += 1  # as if it had been trained
+    optimizer = PolicyOptimizer(model, "sgd")
+    config = {"model": {"name": str(source), "chat_template": None}, "train_model": {"dtype": "bfloat16"}}
+    state = {"optimizer": optimizer.state_dict(), "config": json.dumps(config)}
+    export_checkpoint(checkpoint.save(tmp_path / "checkpoints", 1, state), folder)
+    assert torch.equal(load_file(folder / "model.safetensors")[BIAS], bias)
+    exported = load_whole(folder, dtype=torch.bfloat16)
+    assert exported.state_dict().keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(exported.state_dict()[name], tensor), name
+
+
+@pytest.mark.slow
+def test_a_model_is_not_written_without_one_of_its_tensors(tmp_path):
+    model = tiny("DeepseekV3")
+    weights = dict(base_weights(model))
+    for name in (BIAS, "model.norm.weight"):
+        with pytest.raises(AssertionError, match=name):
+            export_model({key: x for key, x in weights.items() if key != name}, model.config, tmp_path, torch.float32)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_the_head_of_whole_rows_counts_kept_sets_alone(monkeypatch):
     inputs = [torch.randn(*shape, generator=g, dtype=torch.float64).to(DEVICE) for shape in ((5, 4), (40, 4))]
     target = torch.tensor([3, 39, 0, 7, 7], device=DEVICE)
     up = [torch.randn(5, generator=g, dtype=torch.float64).to(DEVICE) for _ in range(2)]
-    kept = Kept.from_lists([[3, 8, 20], [39], [], [30, 7], [7, 0, 1, 2]]).to(DEVICE)
+    sets = [[3, 8, 20], [39], [], [30, 7], [7, 0, 1, 2]]
     monkeypatch.setattr(head, "GPU_TILE_LOGITS", 2 * 40)
 
     def results(road):
@@ -137,11 +137,28 @@ def test_the_head_of_whole_rows_counts_kept_sets_alone(monkeypatch):
         out = road(*leaves)
         return [*out, *torch.autograd.grad(sum((u * o).sum() for u, o in zip(up, out, strict=True)), leaves)]
 
-    whole, tile = head._Cut(kept, (2, 40), 40), (3, 16)
-    make = head._Logits(0.7, None, tile, head._Cut(kept, tile, 40))
-    rows = results(lambda h, w: head._RowTiledHead.apply(h, w, w.detach(), target, None, 0.7, None, whole))
-    tiled = results(lambda h, w: head._TiledHead.apply(h, w, w.detach(), target, None, make))
-    torch.testing.assert_close(rows, tiled, rtol=0, atol=1e-6)  # the former sums weight gradients in fp32
+    def of_the_kept_words(hidden, weight):
+        rows = []
+        for h, t, kept in zip(hidden, target.tolist(), (of or list(range(40)) for of in sets), strict=True):
+            log_p = (weight[kept] @ h / 0.7).log_softmax(-1)
+            rows.append((log_p[kept.index(t)], -(log_p.exp() * log_p).sum()))
+        return tuple(torch.stack(column) for column in zip(*rows, strict=True))
+
+    cut = head._Cut(Kept.from_lists(sets).to(DEVICE), (2, 40), 40)
+    rows = results(lambda h, w: head._RowTiledHead.apply(h, w, w.detach(), target, None, 0.7, None, cut))
+    # The sum of the weight's gradients over tiles is in fp32.
+    torch.testing.assert_close(rows, results(of_the_kept_words), rtol=0, atol=1e-6)
+
+
+def test_the_head_of_whole_rows_takes_kept_sets_of_no_token():
+    hidden = torch.zeros(0, 4, device=DEVICE, requires_grad=True)
+    weight = torch.ones(40, 4, device=DEVICE, requires_grad=True)
+    target, kept = torch.zeros(0, dtype=torch.long, device=DEVICE), Kept.from_lists([]).to(DEVICE)
+    cut = head._Cut(kept, (head._rows_of_a_tile(weight), 40), 40)
+    log_prob, entropy = head._RowTiledHead.apply(hidden, weight, weight.detach(), target, None, 1.0, None, cut)
+    assert log_prob.shape == entropy.shape == (0,)
+    (log_prob.sum() + entropy.sum()).backward()
+    assert hidden.grad.shape == (0, 4) and not weight.grad.any()
 
 
 def test_a_tile_may_be_rows_of_a_wider_buffer():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,6 +73,7 @@ class AsyncVLLMEngine(VLLMBase):
         self.name, self.deadline_s = name, deadline_s
         self._keep_cache, self._pauses = keep_cache, 0
         self._recording: asyncio.Future[Any] | None = None
+        self._forgetting: set[asyncio.Future[None]] = set()  # held until done: event loops only refer to them weakly
         self._turns: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
         if self._is_one_worker:
             self._arguments["distributed_executor_backend"] = NamelessExecutor
@@ -87,26 +89,37 @@ class AsyncVLLMEngine(VLLMBase):
         """See :meth:`grpo_rl.engines.base.AsyncEngine.generate`."""
         check_request([prompt], n, sampling, self.max_model_len)
         response = asyncio.ensure_future(self._sample(request_id, prompt, n, sampling))
+        awaits_routes = self._records_routes
         try:
             # A long response may take longer than the deadline; meanwhile the process has to pass health checks.
             while not (await asyncio.wait({response}, timeout=self.deadline_s))[0]:
                 await self.check_health()
             output = response.result()
+            if any(part.finish_reason == "abort" for part in output.outputs):
+                raise AbortedError(f"{request_id} was aborted on {self.name}")
+            samples = samples_with_versions(output, sampling, self._vocabulary)
+            if not self._records_routes:
+                return samples
+            call = self._core.collective_rpc("take_routes", args=(request_id, token_counts(output)))
+            (taken,) = await self._within("routes", call)
+            awaits_routes = False
+            return with_routes(samples, taken)
         except CoreDeadError as error:
             raise self._dead(f"sampling {request_id}") from error
         finally:
             response.cancel()
-        if any(part.finish_reason == "abort" for part in output.outputs):
-            if self._records_routes:
-                await self._within(
-                    "forgetting routes", self._core.collective_rpc("forget_routes", args=([request_id],))
-                )
-            raise AbortedError(f"{request_id} was aborted on {self.name}")
-        samples = samples_with_versions(output, sampling)
-        if not self._records_routes:
-            return samples
-        call = self._core.collective_rpc("take_routes", args=(request_id, token_counts(output)))
-        return with_routes(samples, (await self._within("routes", call))[0])
+            # No request is made before recording has begun.
+            if awaits_routes and self._recording and self._recording.done() and not self._recording.exception():
+                # Not waited for: whoever cancels this need not wait, and what ended it is not to be hidden.
+                forgetting = asyncio.ensure_future(self._forget_routes(request_id, response))
+                self._forgetting.add(forgetting)
+                forgetting.add_done_callback(self._forgetting.discard)
+
+    async def _forget_routes(self, request_id: str, response: asyncio.Future[Any]) -> None:
+        """Drops what is recorded of a request's routes, if the process lives."""
+        await asyncio.wait({response})  # vLLM is told that it is aborted before
+        with suppress(EngineDeadError):
+            await self._within("forgetting routes", self._core.collective_rpc("forget_routes", args=([request_id],)))
 
     async def _sample(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> RequestOutput:
         request: dict[str, Any] = {"prompt_token_ids": list(prompt)}

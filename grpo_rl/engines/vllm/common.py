@@ -27,6 +27,7 @@ from grpo_rl.engines.vllm.refusals import refusals_explained
 from grpo_rl.engines.vllm.sampling import sampling_params
 from grpo_rl.engines.vllm.text_part import text_part_arguments
 from grpo_rl.engines.vllm.worker import WorkerExtension
+from grpo_rl.policies.text_part import model_config
 
 
 class VLLMBase:
@@ -128,6 +129,11 @@ class VLLMBase:
     def _end_ids(self) -> tuple[int, ...]:
         """The model's end-of-sequence ids."""
         return end_ids(self._model)
+
+    @functools.cached_property
+    def _vocabulary(self) -> int:
+        """Tokens of the model's vocabulary."""
+        return model_config(self._model).get_text_config().vocab_size
 
     def _parameters(self, n: int, sampling: Sampling, routes_key: str | None = None) -> SamplingParams:
         """vLLM's parameters of a request.

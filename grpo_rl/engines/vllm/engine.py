@@ -69,7 +69,7 @@ class VLLMEngine(VLLMBase):
         return next(self._keys) if self._records_routes else None
 
     def _samples(self, output: RequestOutput, sampling: Sampling, key: str | None) -> Samples:
-        samples = samples_of(output, self.version, sampling)
+        samples = samples_of(output, self.version, sampling, self._vocabulary)
         if key is None:
             return samples
         return with_routes(samples, self._llm.collective_rpc("take_routes", args=(key, token_counts(output)))[0])

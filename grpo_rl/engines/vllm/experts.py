@@ -135,8 +135,11 @@ def record_expert_packing() -> None:
         process(self, layer)
         layer.packed_from = None
         if is_packed(self):
+            # Once for each tensor: gate and up of an expert are one.
+            held = {(place.kind, place.number): getattr(layer, place.kind)[place.number] for place in places}
+            marks = {of: digest(tensor) for of, tensor in held.items()}
             layer.packed_from = {
-                (place.projection, place.number, digest(getattr(layer, place.kind)[place.number])): mark
+                (place.projection, place.number, marks[place.kind, place.number]): mark
                 for place, mark in zip(places, came, strict=True)
             }
 

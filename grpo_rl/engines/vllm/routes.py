@@ -47,7 +47,7 @@ class RouteRecorder:
         )
         self._finished: dict[tuple[str, int], Tensor] = {}
         self._taken: set[str] = set()  # requests
-        self._forgotten: set[str] = set()  # keys
+        self._forgotten: set[str] = set()  # keys of requests that this worker has yet to hear the end of
         for layer in layers:
             layer.router.set_capture_fn(functools.partial(self._record, layer.layer_id))
         execute = runner.execute_model
@@ -57,6 +57,9 @@ class RouteRecorder:
                 if request not in self._taken:
                     self._keep(request)
                 self._taken.discard(request)
+            if self._forgotten:
+                going_on = runner.requests.keys() - scheduled.finished_req_ids
+                self._forgotten &= {self._key(request) for request in going_on}
             return execute(scheduled, *args, **keywords)
 
         runner.execute_model = execute_and_keep
@@ -71,8 +74,7 @@ class RouteRecorder:
     def _keep(self, request: str, only: str | None = None) -> bool:
         """Keeps the routes of a request, if they will be asked for, and tells whether."""
         state = self._runner.requests.get(request)
-        arguments = (state and state.sampling_params and state.sampling_params.extra_args) or {}
-        key, siblings = arguments.get(ROUTES_KEY, (None, 0))
+        key, siblings = _asked(state)
         is_asked_for = key is not None and key not in self._forgotten and only in (None, key)
         if is_asked_for:
             blocks = torch.tensor(state.block_ids[self._group])
@@ -97,6 +99,19 @@ class RouteRecorder:
         return taken
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Keeps no routes of these requests: they are aborted."""
-        self._forgotten.update(keys)
-        self._finished = {key: rows for key, rows in self._finished.items() if key[0] not in self._forgotten}
+        """Keeps no routes of these requests: they are aborted, or nobody waits for them.
+
+        vLLM has to be told of an abort first, so that none of them begins any more.
+        """
+        self._finished = {key: rows for key, rows in self._finished.items() if key[0] not in keys}
+        self._forgotten |= set(keys) & {self._key(request) for request in self._runner.requests}
+
+    def _key(self, request: str) -> str | None:
+        return _asked(self._runner.requests[request])[0]
+
+
+def _asked(state: Any) -> tuple[str | None, int]:
+    """The key under which a request's routes will be asked for, if they will, and the number of its siblings."""
+    arguments = (state and state.sampling_params and state.sampling_params.extra_args) or {}
+    key, siblings = arguments.get(ROUTES_KEY, (None, 0))
+    return key, siblings

@@ -8,6 +8,7 @@ from typing import cast
 
 import numpy as np
 import torch
+import vllm
 from vllm import RequestOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
@@ -79,20 +80,36 @@ def with_routes(samples: Samples, taken: Sequence[tuple[bytes, str, list[int]]])
     return replace(samples, prompt_routes=routes[0][:prompt], routes=torch.cat([own[prompt:] for own in routes]))
 
 
-def samples_of(output: RequestOutput, version: int, sampling: Sampling) -> Samples:
+def cuts_among(sampling: Sampling, vocabulary: int) -> bool:
+    """Tells whether any of a vocabulary's tokens can be cut off: a top-k of them all is none.
+
+    >>> cuts_among(Sampling(top_k=4), 5), cuts_among(Sampling(top_k=5), 5), cuts_among(Sampling(top_k=5, min_p=0.1), 5)
+    (True, False, True)
+    """
+    return replace(sampling, top_k=0 if sampling.top_k >= vocabulary else sampling.top_k).cuts
+
+
+def samples_of(output: RequestOutput, version: int, sampling: Sampling, vocabulary: int) -> Samples:
     """The responses of a finished request, all sampled by weights of one version.
+
+    Args:
+        vocabulary: tokens of the model's.
 
     Raises:
         RuntimeError: tokens were cut off, and vLLM does not say which.
     """
     kept = None
     if sampling.cuts:
-        masks = [response.sampling_mask for response in output.outputs]
-        kept = [mask.token_ids if mask else [] for mask in masks]
+        kept = [[[]] * len(response.token_ids) for response in output.outputs]
+        if cuts_among(sampling, vocabulary):  # vLLM drops a top-k of all tokens, and returns no sets then
+            masks = [response.sampling_mask for response in output.outputs]
+            kept = [mask.token_ids if mask else [] for mask in masks]
         if any(len(sets) != len(of.token_ids) for sets, of in zip(kept, output.outputs, strict=True)):
             raise RuntimeError(
-                "vLLM did not return the kept sets of its samples, which sampling.top_p, top_k and min_p need to be "
-                "trained on; turn them off"
+                f"vLLM {vllm.__version__} did not return the kept sets of its samples, without which responses that "
+                f"were sampled with sampling.top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p} "
+                "can't be trained on; start the engine for such a sampling with vLLM 0.32, or set "
+                "sampling.top_p=1, top_k=0 and min_p=0"
             )
     return Samples.from_lists(
         [response.token_ids for response in output.outputs],
@@ -103,12 +120,12 @@ def samples_of(output: RequestOutput, version: int, sampling: Sampling) -> Sampl
     )
 
 
-def samples_with_versions(output: RequestOutput, sampling: Sampling) -> Samples:
+def samples_with_versions(output: RequestOutput, sampling: Sampling, vocabulary: int) -> Samples:
     """The responses of a finished request, each token with the version of its weights."""
     spans = [span for response in output.outputs for span in response.weight_versions or ()]
     versions = [version_number(span.version) for span in spans]
     lengths = torch.tensor([span.end - span.start for span in spans], dtype=torch.long)
-    samples = samples_of(output, max(versions), sampling)
+    samples = samples_of(output, max(versions), sampling, vocabulary)
     token_versions = torch.tensor(versions).repeat_interleave(lengths)
     assert len(token_versions) == len(samples.response_ids), "vLLM did not say which weights sampled each token"
     return replace(samples, token_versions=token_versions)

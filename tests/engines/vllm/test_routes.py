@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace as Namespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.group import NO_ROUTE
-from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.base import AbortedError, Samples, Sampling
 from grpo_rl.envs.base import Prompt
 from grpo_rl.policies.attention import use_shared_prefix
 from grpo_rl.policies.policy import TrainPolicy
@@ -124,3 +126,113 @@ def test_replayed_experts_bring_the_trainer_closer_to_the_sampler(folder):
     print(f"mean |sampler - trainer|: {own.mean():.4f} with the trainer's experts, {replayed.mean():.4f} replayed")
     print(f"largest: {own.max():.3f}, {replayed.max():.3f}")
     assert replayed.mean() < 0.7 * own.mean()
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """A recorder beside a runner without a model, whose step takes in what began and what ended, as vLLM's does."""
+    from grpo_rl.engines.vllm import routes
+    from grpo_rl.engines.vllm.sampling import ROUTES_KEY
+
+    class Layer(torch.nn.Module):
+        layer_id, moe_config = 0, Namespace(experts_per_token=2, num_logical_experts=4)
+        router = Namespace(set_capture_fn=lambda record: None)
+
+    class Runner:
+        model_config = Namespace(hf_text_config=Namespace(num_hidden_layers=1))
+
+        def __init__(self):
+            spec = object.__new__(routes.FullAttentionSpec)
+            object.__setattr__(spec, "block_size", 4)
+            group = Namespace(kv_cache_spec=spec, layer_names=["attention"])
+            self.kv_cache_config = Namespace(kv_cache_groups=[group], num_blocks=8)
+            self.requests = {}
+
+        def get_model(self):
+            return Layer()
+
+        def begin(self, name, key, siblings=1):
+            parameters = Namespace(extra_args={ROUTES_KEY: [key, siblings]})
+            self.requests[name] = Namespace(sampling_params=parameters, block_ids=[[len(self.requests)]])
+
+        def execute_model(self, scheduled):
+            for name in scheduled.finished_req_ids:
+                self.requests.pop(name, None)
+
+        def end(self, *names):
+            self.execute_model(Namespace(finished_req_ids=set(names)))
+
+    monkeypatch.setattr(routes, "MoERunner", Layer)
+    return routes.RouteRecorder(Runner())
+
+
+def test_of_forgotten_requests_nothing_is_kept_once_they_are_gone(recorder):
+    runner = recorder._runner
+    runner.begin("0_a", "a", 2)
+    runner.begin("1_a", "a", 2)
+    runner.begin("b", "b")
+    runner.end("0_a")
+    assert recorder._finished.keys() == {("a", 0)}
+    recorder.forget(["a", "never begun"])
+    assert not recorder._finished and recorder._forgotten == {"a"}, "one response is still under way"
+    runner.end("1_a")
+    assert not recorder._finished and not recorder._forgotten
+    runner.end("b")
+    assert recorder._finished.keys() == {("b", 0)}
+    assert [len(rows) for rows in recorder.take("b", [3])] == [3] and not recorder._finished
+
+
+@pytest.mark.parametrize("end", ["cancelled", "aborted", "taken"])
+def test_routes_that_nobody_takes_are_forgotten_behind_the_abort(end):
+    """Of a request whose caller was cancelled, too: vLLM ends it itself, and says so to nobody."""
+    from grpo_rl.engines.vllm.asynchronous import AsyncVLLMEngine
+
+    calls = []
+
+    class Core:
+        errored = False
+
+        async def generate(self, request, parameters, name, lora_request):
+            try:
+                if end == "cancelled":
+                    await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                await asyncio.sleep(0.01)
+                calls.append("abort")
+                raise
+            logprobs, spans = Namespace(logprobs=[-1.0]), [Namespace(version="default", start=0, end=1)]
+            reason = "abort" if end == "aborted" else "stop"
+            response = Namespace(token_ids=[7], logprobs=logprobs, finish_reason=reason, weight_versions=spans)
+            yield Namespace(outputs=[response], prompt_token_ids=[5])
+
+        async def collective_rpc(self, method, args=()):
+            calls.append((method, *args))
+            rows = torch.zeros(2, 1, 2, dtype=torch.int8).numpy()
+            return [[(rows.tobytes(), "int8", rows.shape)]] if method == "take_routes" else []
+
+    engine = object.__new__(AsyncVLLMEngine)
+    settings = dict(name="engine", deadline_s=5.0, max_model_len=9, _keep_cache=False, _recording=None, _adapter=None)
+    vars(engine).update(settings, _llm=Core(), _records_routes=True, _forgetting=set(), _can_free=False)
+    vars(engine).update(_arguments={}, _end_ids=(), _vocabulary=9)
+
+    async def run():
+        request = asyncio.ensure_future(engine.generate("r", [5], 1, Sampling()))
+        await asyncio.sleep(0.05)
+        if end == "cancelled":
+            request.cancel()
+        (result,) = await asyncio.gather(request, return_exceptions=True)
+        await asyncio.gather(*engine._forgetting)
+        return result
+
+    result = asyncio.run(run())
+    expected = {
+        "cancelled": ["abort", ("forget_routes", ["r"])],
+        "aborted": [("forget_routes", ["r"])],
+        "taken": [("take_routes", "r", [2])],
+    }
+    assert calls == [("record_routes",), *expected[end]]
+    if end == "taken":
+        assert isinstance(result, Samples) and result.routes is not None and result.prompt_routes is not None
+        assert result.routes.shape == result.prompt_routes.shape == (1, 1, 2)
+    else:
+        assert isinstance(result, asyncio.CancelledError if end == "cancelled" else AbortedError)
