@@ -160,13 +160,13 @@ def test_mixtures_and_hybrids_are_looked_at_with_their_weights(copied, check, ma
         (
             dict(sampled_at=0.6),
             "sampler, trainer",
-            "nats a token on fresh weights, more than mismatch.bound=0.2: wrong temperature",
+            "more than mismatch.bound=0.2: wrong temperature",
         ),
         (dict(shifted_by=float("nan")), "sampling", "log-probabilities that are no finite numbers"),
         (
             dict(shifted_by=0.5),
             "sampler, trainer",
-            "nats a token on fresh weights, more than mismatch.bound=0.2: unexplained",
+            "more than mismatch.bound=0.2: unexplained",
         ),
     ],
 )
