@@ -17,13 +17,12 @@ def group_of_samples(prompt: Prompt, samples: Samples) -> Group:
     """The responses to one prompt as a group, not yet rewarded.
 
     Raises:
-        RuntimeError: the engine gave log-probabilities that are no numbers.
+        RuntimeError: none of the log-probabilities is a number. A few that are not are named when they are trained on.
     """
-    if bad := int(samples.log_probs.isfinite().logical_not().sum()):
+    if len(samples.log_probs) and not samples.log_probs.isfinite().any():
         raise RuntimeError(
-            f"the engine sampled row {prompt.row} with log-probabilities that are no finite numbers, at {bad} of "
-            f"{len(samples.log_probs)} tokens: its model's arithmetic fails. Try inference_model.engine=transformers, "
-            "or another dtype"
+            f"the engine sampled row {prompt.row} with log-probabilities none of which is a finite number: its model's "
+            "arithmetic fails. Try inference_model.engine=transformers, or another dtype"
         )
     return Group(
         group_id=prompt.group_id,

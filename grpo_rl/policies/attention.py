@@ -147,7 +147,7 @@ def attention(
     return (out.index_select(1, order.argsort()) if chunk else out), None
 
 
-def query_scale(positions: Int[Tensor, " T"], floor: float, scale: float) -> Float[Tensor, " T"]:
+def query_scale(positions: Int[Tensor, " T"], floor: int | float, scale: int | float) -> Float[Tensor, " T"]:
     r"""Factors on queries at these positions p: $1 + a \log(1 + \lfloor (p + 1) / f \rfloor)$.
 
     Source: Llama 4's attention temperature in transformers; https://arxiv.org/abs/2501.19399.

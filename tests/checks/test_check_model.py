@@ -162,7 +162,7 @@ def test_mixtures_and_hybrids_are_looked_at_with_their_weights(copied, check, ma
             "sampler, trainer",
             "more than mismatch.bound=0.2: wrong temperature",
         ),
-        (dict(shifted_by=float("nan")), "sampling", "log-probabilities that are no finite numbers"),
+        (dict(shifted_by=float("nan")), "sampling", "none of which is a finite number"),
         (
             dict(shifted_by=0.5),
             "sampler, trainer",

@@ -197,10 +197,10 @@ def test_log_probabilities_that_are_no_numbers_stop_the_collection(env, engine, 
 
     def broken(prompts, n, sampling, generate=engine.generate):
         samples = generate(prompts, n, sampling)
-        return [replace(s, log_probs=s.log_probs.index_fill(0, torch.tensor([1]), bad)) for s in samples]
+        return [replace(s, log_probs=torch.full_like(s.log_probs, bad)) for s in samples]
 
     monkeypatch.setattr(engine, "generate", broken)
-    with pytest.raises(RuntimeError, match="no finite numbers, at 1 of .* inference_model.engine=transformers"):
+    with pytest.raises(RuntimeError, match="none of which is a finite number.* inference_model.engine=transformers"):
         SyncCollector(env, engine, Sampling(max_new_tokens=5), total_dialog_turns=6).collect(3)
 
 
