@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,10 +120,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a local folder or a hub name")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompts", type=harness.at_least_one, default=4, help="groups of each task")
-    parser.add_argument("--group", type=harness.at_least_one, default=8, help="conversations of a group")
-    parser.add_argument("--response", type=harness.at_least_one, default=48, help="tokens of a turn, at most")
+    parser.add_argument("--group", type=harness.at_least_one, default=6, help="conversations of a group")
+    parser.add_argument("--response", type=harness.at_least_one, default=24, help="tokens of a turn, at most")
     parser.add_argument("--micro-batch-tokens", type=harness.at_least_one, default=8192)
-    parser.add_argument("--hotpotqa", type=Path, help="HotpotQA's JSON file; without it, the calculator alone")
+    data = os.environ.get("GRPO_RL_DATA")
+    parser.add_argument(
+        "--hotpotqa",
+        type=Path,
+        default=Path(data) / "hotpotqa" / "hotpotqa_train.json" if data else None,
+        help="HotpotQA's JSON file (default: under $GRPO_RL_DATA); without it, the calculator alone",
+    )
     return parser.parse_args()
 
 
