@@ -60,7 +60,7 @@ def merged(verdicts: Mapping[tuple[str, float | None], Any]) -> dict[str, Any]:
 
 
 def shared_reason(text: str) -> str:
-    """What a refusal has in common with others, as the page says it; the refusal itself where that is nothing."""
+    """The reason that a refusal shares with others, as the page says it; the refusal itself where it shares none."""
     text = text.partition(" cannot be trained here: ")[2] or text
     for start, said in REASONS.items():
         if found := re.match(start, text):

@@ -129,7 +129,7 @@ def _turns(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
 
 
 def _but_tools(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What is said of tasks where a user's reply can't be written."""
+    """The end of a message on a template in which a user's reply can't be written: the tasks that are left."""
     try:
         encode_reply(tokenizer, [{"role": "tool", "content": "5"}])
     except ValueError:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import torch
 from jaxtyping import Shaped
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from grpo_rl.data.group import Group
+from grpo_rl.data.prefix_tree import common_length
 from grpo_rl.losses.aggregate import Aggregation
 
 LEAST_SHARED = 32
@@ -109,18 +109,14 @@ def micro_batches(groups: Sequence[Group], max_tokens: int, count: int | None = 
 
 
 def shared_prompt(groups: Sequence[Group]) -> int:
-    """How many tokens all prompts begin with in common.
+    """The number of tokens that all prompts begin with in common.
 
     >>> from grpo_rl.testing import forked_groups
     >>> shared_prompt(forked_groups()), shared_prompt([])
     (12, 0)
     """
-    shared = groups[0].prompt_ids if groups else torch.empty(0)
-    for group in groups[1:]:
-        length = min(len(shared), len(group.prompt_ids))
-        differs = shared[:length] != group.prompt_ids[:length]
-        shared = shared[: int(differs.int().argmax()) if differs.any() else length]
-    return len(shared)
+    prompts = [group.prompt_ids.numpy() for group in groups]
+    return min((common_length(prompts[0], prompt) for prompt in prompts), default=0)
 
 
 def micro_batches_of(

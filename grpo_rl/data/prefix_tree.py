@@ -1,7 +1,4 @@
-"""What sequences of tokens begin with in common, as a tree: no branch's tokens need to be computed twice.
-
-Letters: S sequences, L tokens of a sequence.
-"""
+"""The tree of what sequences of tokens begin with in common: no branch's tokens need to be computed twice."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ def prefix_tree(sequences: Sequence[Ids], worth: Callable[[Branch], bool] | None
     # Sorted, the sequences that begin alike lie side by side; bytes in this order sort as the numbers do.
     keys = [ids.astype(">u4").tobytes() for ids in sequences]
     order = sorted(range(len(sequences)), key=keys.__getitem__)
-    shared = [_shared(sequences[a], sequences[b]) for a, b in zip(order, order[1:], strict=False)]
+    shared = [common_length(sequences[a], sequences[b]) for a, b in zip(order, order[1:], strict=False)]
     waiting = [(root, 0, len(order))]
     while waiting:
         parent, first, last = waiting.pop()
@@ -71,8 +68,8 @@ def prefix_tree(sequences: Sequence[Ids], worth: Callable[[Branch], bool] | None
     return root
 
 
-def _shared(a: Ids, b: Ids) -> int:
-    """How many tokens two sequences begin with in common."""
+def common_length(a: Ids, b: Ids) -> int:
+    """The number of tokens that two sequences begin with in common."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -86,11 +86,27 @@ class State:
         return self.conv_states, self.recurrent_states
 
 
-class SharesPrompts:
-    """Mixed into the class of a mixer: a micro-batch with shared prompts is run as its layout says."""
+class ToldLayout:
+    """Mixed into the class of a module that has to know the layout of the micro-batch at hand."""
 
     layout: weakref.ref[Layout] | None = None
-    """The layout of the micro-batch that the mixer's layer was called with; the call keeps it alive."""
+    """The layout that the module's layer was called with; the call keeps it alive."""
+
+
+def tell_layout(layer: torch.nn.Module) -> None:
+    """Has a layer hand the layout of each call to its :class:`ToldLayout` modules, again when it is recomputed."""
+    if _tell not in layer._forward_pre_hooks.values():
+        layer.register_forward_pre_hook(_tell, with_kwargs=True)
+
+
+def _tell(layer: torch.nn.Module, args: tuple, keywords: dict[str, Any]) -> None:
+    for module in layer.modules():
+        if isinstance(module, ToldLayout):
+            module.layout = None if keywords.get(LAYOUT) is None else weakref.ref(keywords[LAYOUT])
+
+
+class SharesPrompts(ToldLayout):
+    """Mixed into the class of a mixer: a micro-batch with shared prompts is run as its layout says."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **keywords: Any) -> Tensor:
         """The mixer's output, [1, T, E]; without a layout, that of plain sequences."""
@@ -132,7 +148,7 @@ def _run_tree(run: Callable[[Tensor, State], Tensor], hidden: Tensor, nodes: Seq
 def cache_name(mixer_class: type[torch.nn.Module]) -> str:
     """The name under which a mixer takes its cache; empty for a module that is none."""
     for plain in mixer_class.__mro__:
-        if plain is not SharesPrompts and not issubclass(plain, SharesPrompts):
+        if not issubclass(plain, ToldLayout):
             names = inspect.signature(plain.forward).parameters
             return next((name for name in CACHES if name in names), "")
     return ""
@@ -193,16 +209,8 @@ def share_prompts(model: PreTrainedModel) -> None:
         if isinstance(mixer, SharesPrompts):
             continue
         assert "forward" not in vars(mixer), "a wrapped forward would be called instead of ours"
-        if not any(isinstance(module, SharesPrompts) for module in layer.modules()):
-            layer.register_forward_pre_hook(_tell_mixers, with_kwargs=True)
+        tell_layout(layer)
         mixer.__class__ = _sharing(type(mixer))
-
-
-def _tell_mixers(layer: torch.nn.Module, args: tuple, keywords: dict[str, Any]) -> None:
-    """Hands the layout of a layer's call to its mixers, again when the layer is recomputed."""
-    for module in layer.modules():
-        if isinstance(module, SharesPrompts):
-            module.layout = None if keywords.get(LAYOUT) is None else weakref.ref(keywords[LAYOUT])
 
 
 @functools.cache

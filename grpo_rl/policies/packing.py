@@ -190,7 +190,7 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
 
 
 def _places(groups: Sequence[Group]) -> tuple[list[Ids], list[int]]:
-    """Where each sequence's tokens are among the groups laid end to end, and the index of its group."""
+    """The places of each sequence's tokens among the groups laid end to end, and the index of its group."""
     places, group_of, start = [], [], 0
     for g, group in enumerate(groups):
         end = start + len(group.prompt_ids)
@@ -233,7 +233,7 @@ def _with_descendants(nodes: list[Node]) -> tuple[Node, ...]:
 
 
 def _with_a_route(source: Ids, flat: Sequence[Ids], places: Sequence[Ids], routes: Int[Tensor, "S L K"]) -> Ids:
-    """What each token was read from, in the first of its sequences whose sampler computed it.
+    """The place that each token was read from, in the first of its sequences whose sampler computed it.
 
     A response's last token was sampled there, and not computed; in a sequence that goes on it was.
 

@@ -78,7 +78,7 @@ class TrainPolicy:
     """
 
     _has_compiled = False
-    """Whether the kernels without gradient have been compiled."""
+    """Tells whether the kernels without gradient have been compiled."""
     liger = False
     """Tells whether Liger's kernels compute the head."""
     peers: Peers | None = None

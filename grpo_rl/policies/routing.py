@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_rl.data.group import NO_ROUTE
-from grpo_rl.policies.packing import LAYOUT, ROUTES, Layout
+from grpo_rl.policies.mixers import ToldLayout, tell_layout
+from grpo_rl.policies.packing import ROUTES
 
 
 def replay_routes(model: PreTrainedModel) -> None:
@@ -37,7 +37,7 @@ def replay_routes(model: PreTrainedModel) -> None:
         check_router(model, router, experts)
         router.__class__ = _replaying(type(router))
         router.number, router.experts = int(name.rpartition(".")[2]), experts
-        layer.register_forward_pre_hook(_tell_router, with_kwargs=True)
+        tell_layout(layer)
 
 
 def check_replay(model: PreTrainedModel) -> None:
@@ -137,20 +137,18 @@ def _refusal(model: PreTrainedModel, router: torch.nn.Module, what: str) -> Valu
     return ValueError(f"policy.router_replay=true: {type(model).__name__}'s {router_class} {what}; set it to false")
 
 
-class Replays:
+class Replays(ToldLayout):
     """Mixed into the class of a router: the experts of a micro-batch are those that its layout gives."""
 
-    layout: weakref.ref[Layout] | None = None
-    """The layout of the micro-batch that the router's layer was called with; the call keeps it alive."""
     number: int
-    """Of the decoder layer."""
+    """The decoder layer's number."""
     experts: int
     on_replay: Callable[[Tensor, Tensor], None] | None = None
-    """Told the router's own choice and the given one, [T, K] each."""
+    """It is called with the router's own choice and the given one, [T, K] each."""
 
     @torch.compiler.disable
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """What the router returns, for the given experts where there are any."""
+        """The router's output, for the given experts where there are any."""
         plain = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         layout = self.layout and self.layout()
         routes = layout.cache.get(ROUTES) if layout else None
@@ -187,13 +185,6 @@ class _Forced(TorchFunctionMode):
             self._on_replay(indices, given)
         indices = torch.where(given < 0, indices, given)
         return torch.return_types.topk((scores.gather(-1, indices).to(values), indices))
-
-
-def _tell_router(layer: torch.nn.Module, args: tuple, keywords: dict[str, Any]) -> None:
-    """Hands the layout of a layer's call to its router, again when the layer is recomputed."""
-    for module in layer.modules():
-        if isinstance(module, Replays):
-            module.layout = None if keywords.get(LAYOUT) is None else weakref.ref(keywords[LAYOUT])
 
 
 @functools.cache

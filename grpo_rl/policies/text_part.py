@@ -21,7 +21,7 @@ RENAMED = {
 }
 """Beginnings of the text part's weights in such checkpoints -> in a checkpoint of it alone."""
 OF_THE_WHOLE = ("dtype", "quantization_config", "eos_token_id")
-"""What the whole's config says for its text part too."""
+"""Settings that the whole's config gives for its text part too."""
 
 
 def model_config(folder: str | Path) -> PreTrainedConfig:
@@ -78,7 +78,7 @@ def text_name(name: str) -> str | None:
 
 
 def from_folder(folder: str | Path, **settings: Any) -> Any:
-    """What ``AutoModelForCausalLM.from_pretrained`` returns, for the text part alone where there are several models.
+    """The result of ``AutoModelForCausalLM.from_pretrained``, for the text part alone where there are several models.
 
     Other parts' weights are not read.
     """

@@ -336,7 +336,7 @@ def has_mixers(name: str) -> bool:
 
 
 def kind_of(name: str) -> str:
-    """What an equal class's layers are, as the page on models has it."""
+    """The kind of an equal class's layers, as the page on models has it."""
     model_class = getattr(transformers, name)
     if has_mixers(name):
         return "with a state from token to token (hybrids and state-space models)"

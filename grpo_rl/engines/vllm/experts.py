@@ -27,7 +27,7 @@ GATE, UP, DOWN = range(3)
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """Where a worker holds one projection of one expert, or its share of it.
+    """The place where a worker holds one projection of one expert, or its share of it.
 
     Args:
         layer: vLLM's `RoutedExperts`.
