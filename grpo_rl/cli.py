@@ -15,6 +15,7 @@ COMMANDS = {
     "plan": ("planner.commands", "say what a config needs of a cluster: memory and seconds, by role and device"),
     "check-model": ("checks.command", "say whether a model can be trained here, line by line, or what to do"),
     "doctor": ("cli", "ask every node of a Ray cluster whether it is fit for a run"),
+    "from-trl": ("migration.from_trl", "convert a GRPO config of TRL, and name what differs"),
     "replay": ("replay.command", "recompute a step of a run under another loss"),
     "export": ("cli", "write the model of a checkpoint as a folder"),
 }

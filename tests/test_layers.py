@@ -20,6 +20,7 @@ LAYERS = [
     {"build"},
     {"planner", "replay"},
     {"checks"},
+    {"migration"},
     {"cli", "sota", "testing"},
 ]
 LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
@@ -29,6 +30,7 @@ ONLY_LIBRARIES = {"losses": {"torch", "tensordict", "torchrl", "jaxtyping"}}
 # Folders that only these may import.
 ONLY_FOR = {
     "checks": {"cli"},
+    "migration": {"cli"},
     "planner": {"checks", "cli"},
     "replay": {"cli"},
     "settings": {"build", "checks", "planner", "replay", "run", "cli", "sota"},

@@ -13,13 +13,14 @@ Imports point one way (`tests/test_layers.py` has the order). `python tools/map.
 """
 ORDER = [
     *("cli", "settings", "build", "run", "collectors", "training", "losses", "policies", "engines", "weights", "data"),
-    *("distributed", "cluster", "monitor", "diagnosis", "perf", "storage", "planner", "checks", "replay", "testing"),
+    *("distributed", "cluster", "monitor", "diagnosis", "perf", "storage", "planner", "checks", "replay"),
+    *("migration", "testing"),
 ]
 BESIDE = {
     "sota/": "The training scripts: the algorithm from top to bottom. Curves, seeds, jobs for SLURM and Kubernetes.",
     "benchmarks/": "One script for each claim, with its figures.",
     "tests/": "Tests, in folders that mirror the ones above.",
-    "tools/": "Set-up, and what writes this page and [that of model classes](model_classes.md).",
+    "tools/": "Set-up, and what writes this page, [that of model classes](model_classes.md) and [that of TRL](from_trl.md).",
     "docs/": "A page for each question; `docs/log.md` says what was tried, and what it gave.",
 }
 

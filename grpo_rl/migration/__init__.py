@@ -1,0 +1,1 @@
+"""Converts the configs of other trainers to ours, and names every difference."""

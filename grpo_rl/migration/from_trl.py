@@ -1,0 +1,368 @@
+"""``grpo-rl from-trl``: writes the config that trains as a GRPO config of TRL does, and names every difference."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_rl.migration.trl_config import read_trl
+from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, MISSING, RENAMED, SAME, UNNEEDED
+
+KNOWN_DATASETS = {"openai/gsm8k": "gsm8k", "gsm8k": "gsm8k", "google/IFEval": "ifeval"}
+"""Data sets of the hub that have a task here."""
+REWARDS = {
+    "format": "format",
+    "think_format_reward": "format",
+    "tag_count": "tag_count",
+    "reasoning_steps": "reasoning_steps",
+    "length": "length",
+    "cosine": "cosine",
+    "repetition_penalty": "repetition_penalty",
+    "soft_overlong_punishment": "soft_overlong_punishment",
+    "get_soft_overlong_punishment": "soft_overlong_punishment",
+    "code_format": "code_format",
+}
+"""TRL's and Open-R1's names of rewards, and ours in ``env.rewards``."""
+ACCURACY = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward")
+"""Their rewards that compare a mathematical answer with the gold one: the task ``math`` here."""
+OPEN_R1 = ("max_completion_len", "soft_punish_cache", "dataset_prompt_column")
+"""Fields that Open-R1 adds to TRL's, and that are read here."""
+LOSS_TYPES = {
+    "grpo": {"aggregate": "sequence_mean"},
+    "dapo": {"aggregate": "token_mean"},
+    "bnpo": {"aggregate": "token_mean"},
+    "dr_grpo": {"aggregate": "constant"},
+    "cispo": {"surrogate": "cispo", "aggregate": "token_mean"},
+    "sapo": {"surrogate": "sapo", "aggregate": "sequence_mean"},
+}
+
+
+@dataclass
+class Converted:
+    """A config of ours, and how it differs from TRL's.
+
+    Args:
+        config: nested settings; only what is not left to the defaults of config/grpo.yaml.
+        task: the value of ``env.dataset``.
+        differences: a line each for what has no counterpart, or another meaning; begins with TRL's field.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    task: str = "prompt_response"
+    differences: list[str] = field(default_factory=list)
+
+    def put(self, key: str, value: Any) -> None:
+        """Sets ``section.key`` to a value."""
+        *path, last = key.split(".")
+        section = self.config
+        for name in path:
+            section = section.setdefault(name, {})
+        section[last] = value
+
+    def differs(self, name: str, value: Any, why: str) -> None:
+        """Adds a difference."""
+        text = f"{value!r}"
+        self.differences.append(f"{name}={text if len(text) <= 60 else text[:57] + '...'}: {why}")
+
+    def as_yaml(self, source: str) -> str:
+        """The config as a file for ``--config-dir . --config-name NAME``, the differences as its first comment."""
+        notes = "".join(f"#   {line}\n" for line in self.differences) or "#   none\n"
+        head = {"defaults": ["grpo", {"env": self.task}, "_self_"]}
+        return (
+            f"# Converted from TRL's {source} by grpo-rl from-trl. Differences:\n{notes}"
+            + yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
+            + yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True, width=110)
+        )
+
+
+def convert(
+    given: Mapping[str, Any],
+    *,
+    processes: int | None = None,
+    rows: int | None = None,
+    rewards: Sequence[str] = (),
+) -> Converted:
+    """The config here that trains as TRL would with these fields, and what differs.
+
+    Args:
+        processes: TRL's training processes; None: its ``num_processes`` field, else 1.
+        rows: rows of the training data, for ``num_train_epochs``.
+        rewards: names of rewards, or ``module:function``, where the config has no ``reward_funcs``.
+
+    Raises:
+        ValueError: batch sizes that TRL refuses too, or fp16.
+
+    >>> made = convert({"learning_rate": 2e-6, "max_steps": 10, "num_generations": 4, "repetition_penalty": 1.1})
+    >>> made.config["optimizer"]["lr"], made.config["train"]["total_dialog_turns"], made.differences[0]
+    (2e-06, 80, "repetition_penalty=1.1: its log-probabilities would not be the policy's")
+    """
+    made = Converted()
+    named = {RENAMED.get(name, name): value for name, value in given.items()}
+    fields = {**DEFAULTS, **{name: value for name, value in named.items() if value is not None}}
+    for name in named:
+        _name_difference(made, name, named[name])
+    for name, key in SAME.items():
+        if name in fields and name not in ("chat_template", "system_prompt"):
+            made.put(key, fields[name])
+    for name in ("chat_template", "system_prompt"):
+        if name in named:
+            made.put(SAME[name], named[name])
+    _convert_loss(made, fields, named)
+    _convert_batches(made, fields, processes, rows)
+    _convert_optimizer(made, fields)
+    _convert_model(made, fields)
+    _convert_engine(made, fields)
+    _convert_run(made, fields)
+    _convert_task(made, fields, list(fields.get("reward_funcs") or rewards))
+    return made
+
+
+def _name_difference(made: Converted, name: str, value: Any) -> None:
+    known = [*SAME, *CONVERTED, *UNNEEDED, *OPEN_R1]
+    without_effect = value is None or value is False or value == "main"
+    if name in MISSING and not without_effect and (name, value) != ("repetition_penalty", 1.0):
+        made.differs(name, value, MISSING[name])
+    elif name not in known and name not in MISSING:
+        near = difflib.get_close_matches(name, [*known, *MISSING], 1, 0.8)
+        made.differs(name, value, f"no field of TRL 1.16{f'; did you mean {near[0]}?' if near else ''}; left out")
+
+
+def _convert_loss(made: Converted, fields: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+    kind = fields["loss_type"]
+    if kind not in LOSS_TYPES:
+        made.differs("loss_type", kind, f"not here; grpo is used. Here are {', '.join(LOSS_TYPES)}")
+        kind = "grpo"
+    for key, value in LOSS_TYPES[kind].items():
+        made.put(f"loss.{key}", value)
+    made.put("loss.ratio", fields["importance_sampling_level"])
+    high = fields.get("epsilon_high", fields["epsilon"])
+    if kind == "cispo":
+        # TRL caps the ratio at epsilon_high itself, and has no lower bound.
+        made.put("loss.clip_low", 1.0)
+        made.put("loss.clip_high", max(high - 1, 0.0))
+        if high < 1:
+            made.differs("epsilon_high", high, "TRL's cispo caps every ratio at it, below 1; the cap is 1 here")
+    else:
+        made.put("loss.clip_high", high)
+    scale = {True: "group", False: "none"}.get(fields["scale_rewards"], fields["scale_rewards"])
+    made.put("loss.advantage", {"group": "zscore", "batch": "batch_std", "none": "no_std"}.get(scale, "zscore"))
+    if fields["multi_objective_aggregation"] == "normalize_then_sum":
+        made.put("loss.advantage", "multi_reward")
+    made.put("loss.kl", "k3_is" if fields["use_bias_correction_kl"] else "k3")
+    # TRL without vLLM samples with the trainer's own model; here a sampler always has log-probs of its own.
+    correct = fields["vllm_importance_sampling_correction"] and fields["use_vllm"]
+    level, _, how = fields["vllm_importance_sampling_mode"].partition("_")
+    made.put("loss.correction", how if correct else "none")
+    if correct:
+        made.put("loss.correction_level", level)
+        made.put("loss.correction_low", fields.get("vllm_importance_sampling_clip_min", 0.0))
+        made.put("loss.correction_high", fields["vllm_importance_sampling_clip_max"])
+        if how == "truncate" and fields.get("vllm_importance_sampling_clip_min"):
+            made.differs("vllm_importance_sampling_clip_min", named["vllm_importance_sampling_clip_min"],
+                         "truncation has an upper bound alone here")  # fmt: skip
+    if fields.get("sync_ref_model"):
+        made.put("ref_model.refresh", "steps")
+        made.put("ref_model.refresh_steps", fields.get("ref_model_sync_steps", 512))
+        if (alpha := fields.get("ref_model_mixup_alpha", 0.6)) != 1:
+            made.differs("ref_model_mixup_alpha", alpha, "the reference becomes a whole copy of the policy here")
+
+
+def _convert_batches(made: Converted, fields: Mapping[str, Any], processes: int | None, rows: int | None) -> None:
+    ranks = processes or int(fields.get("num_processes") or 1)
+    per_pass = int(fields["per_device_train_batch_size"]) * ranks
+    accumulated = int(fields["gradient_accumulation_steps"])
+    optim_batch, group = per_pass * accumulated, int(fields["num_generations"])
+    collection = int(
+        fields.get("generation_batch_size") or per_pass * int(fields.get("steps_per_generation") or accumulated)
+    )
+    if collection % group or optim_batch % group:
+        raise ValueError(
+            f"a generation batch of {collection} and an optimizer step of {optim_batch} responses "
+            f"({per_pass // ranks} per device x {ranks} processes x {accumulated} accumulated) don't divide into "
+            f"groups of {group}; "
+            "give TRL's number of training processes as --processes N"
+        )
+    optim_batch = min(optim_batch, collection)
+    made.put("env.num_envs", collection // group)
+    made.put("train.optim_batch_size", optim_batch)
+    if ranks > 1:
+        made.put("train_model.num_devices", ranks)
+        made.put("train_model.parallel", "fsdp" if fields.get("fsdp") else "ddp")
+    iterations = int(fields["num_iterations"])
+    if int(fields["max_steps"]) > 0:
+        steps = int(fields["max_steps"])
+        made.put("train.total_dialog_turns", steps * optim_batch // iterations)
+    elif rows:
+        made.put("train.total_dialog_turns", int(rows * group * float(fields["num_train_epochs"])))
+        steps = int(rows * group * float(fields["num_train_epochs"])) * iterations // optim_batch
+    else:
+        steps = 0
+        made.differs("num_train_epochs", fields["num_train_epochs"], "give --rows N, or set train.total_dialog_turns = "
+                     f"rows x {group} x epochs; it is left at its default")  # fmt: skip
+    warmup = float(fields["warmup_steps"])
+    if 0 < warmup < 1 and not steps:
+        made.differs("warmup_steps", warmup, "a share of steps whose number isn't known; optimizer.warmup_steps is 0")
+    made.put("optimizer.warmup_steps", round(warmup * steps) if warmup < 1 else int(warmup))
+    if (every := fields["save_steps"]) and fields["save_strategy"] == "steps":
+        made.put(
+            "train.checkpoint_frequency", max(round(every * steps), 1) if every < 1 and steps else int(max(every, 1))
+        )
+
+
+def _convert_optimizer(made: Converted, fields: Mapping[str, Any]) -> None:
+    made.put("optimizer.betas", [fields["adam_beta1"], fields["adam_beta2"]])
+    name = str(fields.get("optim", "adamw_torch"))
+    made.put("optimizer.name", "sgd" if name == "sgd" else "adamw")
+    if name != "sgd" and not name.startswith("adamw_torch"):
+        made.differs("optim", name, "AdamW with fp32 state is used")
+    schedule = str(fields["lr_scheduler_type"])
+    kinds = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant",
+             "constant_with_warmup": "constant"}  # fmt: skip
+    made.put("optimizer.schedule", kinds.get(schedule, "constant"))
+    if schedule not in kinds:
+        made.differs("lr_scheduler_type", schedule, "constant is used; here are linear, cosine, constant")
+    if share := (fields.get("lr_scheduler_kwargs") or {}).get("min_lr_rate"):
+        made.put("optimizer.min_lr_fraction", share)
+
+
+def _convert_model(made: Converted, fields: Mapping[str, Any]) -> None:
+    dtype = (fields.get("model_init_kwargs") or {}).get("dtype") or fields.get("dtype") or "bfloat16"
+    if fields.get("fp16") or dtype == "float16":
+        raise ValueError(
+            "fp16 is not trained here: its gradients overflow without a loss scale; set bf16 in TRL's config"
+        )
+    made.put("train_model.dtype", dtype if dtype in ("bfloat16", "float32") else "bfloat16")
+    if fields.get("use_peft"):
+        made.put("train_model.lora.rank", fields.get("lora_r", 16))
+        made.put("train_model.lora.alpha", fields.get("lora_alpha", 32))
+        made.put("train_model.lora.dropout", fields.get("lora_dropout", 0.05))
+        made.put("train_model.lora.targets", fields.get("lora_target_modules") or "all-linear")
+    if fields.get("load_in_4bit"):
+        made.put("train_model.quantization", fields.get("bnb_4bit_quant_type", "nf4"))
+    elif fields.get("load_in_8bit"):
+        made.differs("load_in_8bit", True, "int8 is for CPUs here; load_in_4bit is train_model.quantization=nf4")
+    if fields.get("use_liger_kernel"):
+        made.differs(
+            "use_liger_kernel", True, "train_model.head=liger, with the extra liger-kernel[cutedsl], on Hopper"
+        )
+
+
+def _convert_engine(made: Converted, fields: Mapping[str, Any]) -> None:
+    length = (
+        fields.get("vllm_max_model_length") or fields.get("max_prompt_length", 512) + fields["max_completion_length"]
+    )
+    made.put("inference_model.max_model_len", int(length))
+    # A micro-batch holds at least one response.
+    made.put("train.micro_batch_tokens", max(8192, int(length)))
+    if fields["use_vllm"] and fields["vllm_mode"] == "server":
+        made.put("inference_model.num_devices", fields.get("vllm_tensor_parallel_size", 1))
+    if fields.get("min_p"):
+        made.put("sampling.min_p", fields["min_p"])
+
+
+def _convert_run(made: Converted, fields: Mapping[str, Any]) -> None:
+    if fields["save_strategy"] == "no":
+        made.put("train.checkpoint_frequency", 0)
+    elif fields["save_strategy"] != "steps":
+        made.differs("save_strategy", fields["save_strategy"], "set train.checkpoint_frequency, in steps")
+    made.put("train.keep_checkpoints", fields.get("save_total_limit") or 0)
+    if fields.get("eval_strategy", "no") != "no":
+        made.put("evaluate.frequency", int(fields.get("eval_steps") or 0) or 100)
+        made.differs("eval_strategy", fields["eval_strategy"], "choose how many rows: evaluate.rows=200")
+    report = fields.get("report_to") or "none"
+    names = [report] if isinstance(report, str) else list(report)
+    made.put("logger.backend", "wandb" if "wandb" in names or "all" in names else "none")
+    for other in sorted({*names} - {"wandb", "all", "none"}):
+        made.differs("report_to", other, "metrics.jsonl is always written")
+    if "project" in fields:
+        made.put("logger.project", fields["project"])
+    if fields.get("resume_from_checkpoint"):
+        made.differs("resume_from_checkpoint", fields["resume_from_checkpoint"], "TRL's checkpoints can't be resumed; "
+                     "give its model folder as model.name")  # fmt: skip
+
+
+def _convert_task(made: Converted, fields: Mapping[str, Any], rewards: list[str]) -> None:
+    path, weights = fields.get("dataset_name"), list(fields.get("reward_weights") or [])
+    weights += [1.0] * (len(rewards) - len(weights))
+    if path in KNOWN_DATASETS and not rewards:
+        made.task = KNOWN_DATASETS[path]
+        made.differs("dataset_name", path, f"the task {made.task} with its own rewards")
+        return
+    if path:
+        made.put("env.path", path)
+    named: dict[str, Any] = {}
+    functions: dict[str, float] = {}
+    for name, weight in zip(rewards, weights, strict=False):
+        if name in ACCURACY:
+            made.task = "math"
+            made.put("env.reward.correctness", weight)
+            made.put("env.reward.answer_format", 0.0)
+            made.differs("reward_funcs", name, "the task math: math-verify on the last \\boxed{} of the response")
+        elif name in REWARDS:
+            named[REWARDS[name]] = weight
+            if REWARDS[name] == "soft_overlong_punishment":
+                named[REWARDS[name]] = {
+                    "weight": weight,
+                    "max_len": fields.get("max_completion_len", fields["max_completion_length"]),
+                    "cache": fields.get("soft_punish_cache", 256),
+                }
+        elif "." in name or ":" in name:
+            module, _, function = name.replace(":", ".").rpartition(".")
+            functions[f"{module}:{function}"] = weight
+        else:
+            made.differs("reward_funcs", name, "not here; write it as a function, env.reward=module:function")
+    if named:
+        made.put("env.rewards", named)
+    if made.task != "math":
+        if column := fields.get("dataset_prompt_column"):
+            made.put("env.prompt_column", column)
+        made.put("env.reward", functions or None)
+        if not functions and not named:
+            made.put("env.reward", "???")
+            made.differs(
+                "reward_funcs", rewards or None, "none is known; give --rewards, or env.reward=module:function"
+            )
+    elif functions:
+        made.differs(
+            "reward_funcs", list(functions), "the task math takes rewards by name; use prompt_response for these"
+        )
+
+
+def add_from_trl(parser: argparse.ArgumentParser) -> None:
+    """Converts a GRPO config of TRL (YAML, JSON, or a Python script, which is not run) into one for
+    grpo-rl train --config-dir . --config-name NAME, and names every difference.
+    """
+    parser.add_argument("config", type=Path, metavar="FILE", help="TRL's config, or a script with GRPOConfig(...)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the YAML file to write (NAME_grpo_rl.yaml)")
+    parser.add_argument("--processes", type=int, metavar="N", help="TRL's training processes (its num_processes, or 1)")
+    parser.add_argument("--rows", type=int, metavar="N", help="rows of the training data, for num_train_epochs")
+    parser.add_argument(
+        "--rewards", default="", metavar="A,B", help="where FILE names none: rewards, or module:function"
+    )
+    parser.set_defaults(run_command=_run)
+
+
+def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if overrides:
+        raise ValueError(f"from-trl takes no overrides such as {overrides[0]}; give them to grpo-rl train")
+    fields, unknown = read_trl(options.config)
+    rewards = [name for name in options.rewards.split(",") if name]
+    made = convert(fields, processes=options.processes, rows=options.rows, rewards=rewards)
+    if rewards:
+        unknown = [line for line in unknown if not line.startswith("reward_funcs")]
+    made.differences[:0] = unknown
+    output = options.output or Path(f"{options.config.stem}_grpo_rl.yaml")
+    if output.exists():
+        raise ValueError(f"{output} exists; give another --output")
+    output.write_text(made.as_yaml(options.config.name), encoding="utf-8")
+    print(f"Differences ({len(made.differences)}):")
+    for line in made.differences or ["none"]:
+        print(f"  {line}")
+    print(f"Written: {output}. Next: grpo-rl train --config-dir {output.parent} --config-name {output.stem}")
+    return 0

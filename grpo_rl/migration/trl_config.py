@@ -1,0 +1,88 @@
+"""Reads a GRPO config of TRL: a YAML or JSON file as ``trl grpo --config`` and Open-R1 take, or a Python script.
+
+A script is parsed and never run: values that are no literals are named and left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a TRL config, and a line for each value that can't be known without running the script.
+
+    Raises:
+        ValueError: there is no such file, it can't be parsed, or holds no config.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} can't be read ({error}); give TRL's YAML or JSON config, or a Python script"
+        ) from None
+    if path.suffix == ".py":
+        return _read_script(path, text)
+    try:
+        fields = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path} is no {path.suffix.lstrip('.') or 'YAML'}: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds {type(fields).__name__}, not fields with values such as `learning_rate: 1e-6`")
+    return {str(name): _number(value) for name, value in fields.items()}, []
+
+
+def _number(value: Any) -> Any:
+    """Turns text such as 1e-6, which YAML takes for a string, into the number that TRL's parser makes of it."""
+    if isinstance(value, str):
+        try:
+            return float(value) if any(c.isdigit() for c in value) else value
+        except ValueError:
+            return value
+    return value
+
+
+def _read_script(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"{path} is no Python ({error})") from None
+    fields: dict[str, Any] = {}
+    unknown: list[str] = []
+    # The arguments of these calls, under TRL's names for them; None: the field's own name.
+    renamed = {
+        "GRPOConfig": None,
+        "LoraConfig": {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
+                       "target_modules": "lora_target_modules"},
+        "GRPOTrainer": {"model": "model_name_or_path"},
+    }  # fmt: skip
+    called = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if name == "load_dataset" and node.args and isinstance(node.args[0], ast.Constant):
+            fields.setdefault("dataset_name", node.args[0].value)
+        if name not in renamed:
+            continue
+        called.add(name)
+        names = renamed[name]
+        for keyword in node.keywords:
+            ours = keyword.arg if names is None else names.get(keyword.arg or "")
+            if ours is None:
+                if keyword.arg == "reward_funcs":
+                    unknown.append(f"reward_funcs={ast.unparse(keyword.value)}: name them as --rewards module:function")
+                continue
+            try:
+                fields[ours] = ast.literal_eval(keyword.value)
+            except ValueError:
+                unknown.append(f"{ours}={ast.unparse(keyword.value)}: no literal, so its value isn't known; left out")
+    if "GRPOConfig" not in called:
+        raise ValueError(f"{path} has no call of GRPOConfig; give the file that makes the config")
+    if "LoraConfig" in called:
+        fields["use_peft"] = True
+    return fields, unknown

@@ -1,0 +1,215 @@
+"""grpo-rl from-trl: six published configs train the same way here, and each field of TRL has a line."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from grpo_rl.cli import main
+from grpo_rl.migration.from_trl import convert
+from grpo_rl.migration.trl_config import read_trl
+from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, MISSING, RENAMED, SAME, UNNEEDED
+from grpo_rl.settings.compose import FOLDER
+from grpo_rl.settings.schema import Settings
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("trl_fields", ROOT / "tools" / "trl_fields.py")
+assert spec and spec.loader
+trl_fields = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(trl_fields)
+
+LORA = {"rank": 16, "alpha": 32, "dropout": 0.05, "targets": "all-linear"}
+"""TRL's defaults of adapters."""
+PUBLISHED = Path(__file__).parent / "published"
+MORE = {
+    "open_r1_math_1_5b.yaml": ["--rewards", "accuracy,format,tag_count", "--rows", "70000"],
+    "open_r1_code_1_5b.yaml": ["--processes", "7"],
+    "open_r1_simple_rl_7b.yaml": ["--processes", "7", "--rows", "7500"],
+    "open_r1_distill_7b.yaml": ["--processes", "8", "--rows", "10000"],
+    "open_r1_codeforces_7b.yaml": ["--processes", "8", "--rows", "8000"],
+    "length_of_20.py.txt": ["--rewards", "grpo_rl.envs.rewards.examples:reward_len"],
+}
+"""What a person adds to each on the command line: what the file itself doesn't say. (.txt: pytest would import it.)"""
+
+
+def read_published(name):
+    return read_trl(published(name))
+
+
+@functools.cache
+def published(name) -> Path:
+    """The file under its true ending."""
+    folder = Path(tempfile.mkdtemp())
+    return Path(shutil.copy(PUBLISHED / name, folder / name.removesuffix(".txt")))
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    """A folder with our configs and the converted ones beside them."""
+    folder = tmp_path_factory.mktemp("converted") / "config"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__", "*.py"))
+    for name, more in MORE.items():
+        output = str(folder / converted(name))
+        assert main(["from-trl", str(published(name)), "--output", output, *more]) == 0
+    return folder
+
+
+def converted(name) -> str:
+    return f"{name.partition('.')[0]}.yaml"
+
+
+def settings_of(configs, name) -> Settings:
+    with initialize_config_dir(str(configs), version_base="1.3"):
+        return Settings.read(compose(Path(converted(name)).stem, overrides=["mode=sync"]))
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_published_config_becomes_settings_without_an_error(configs, name):
+    settings = settings_of(configs, name)
+    assert settings.model.name == read_published(name)[0]["model_name_or_path"]
+
+
+def test_the_batch_of_seven_processes_is_theirs(configs):
+    # 16 per device x 7 processes x 16 accumulated = 1792 responses a step, 256 prompts of 7 responses.
+    settings = settings_of(configs, "open_r1_math_1_5b")
+    assert (settings.train.optim_batch_size, settings.env.num_envs, settings.env.repeats) == (1792, 256, 7)
+    # One epoch of 70,000 prompts: 490,000 responses, 273 whole steps; a tenth of them warm up.
+    assert settings.train.total_dialog_turns == 490_000
+    assert settings.optimizer.warmup_steps == 27
+    assert settings.train_model.num_devices == 7
+
+
+def test_defaults_that_trl_has_and_we_have_not_are_written(configs):
+    settings = settings_of(configs, "length_of_20")
+    assert settings.optimizer.lr == 1e-6 and settings.optimizer.schedule == "linear"
+    assert settings.loss.aggregate == "token_mean" and settings.loss.clip_high == 0.2
+    assert (settings.loss.correction, settings.loss.correction_level) == ("mask", "sequence")
+    assert (settings.loss.correction_low, settings.loss.correction_high) == (0.0, 3.0)
+    assert settings.train_model.gradient_checkpointing and settings.sampling.max_new_tokens == 1024
+    assert settings.train.total_dialog_turns == 2 * 4  # 2 steps of 4 responses
+    assert settings.train.seed == 42
+
+
+def test_rewards_keep_their_weights(configs):
+    simple = settings_of(configs, "open_r1_simple_rl_7b")
+    assert simple.env.dataset == "math" and simple.env.rewards == {"format": 0.5}
+    assert simple.env.task["reward"]["correctness"] == 1.0
+    code = settings_of(configs, "open_r1_codeforces_7b")
+    assert code.env.dataset == "prompt_response" and code.env.rewards == {"code_format": 0.1}
+    length = settings_of(configs, "open_r1_distill_7b").env.rewards["soft_overlong_punishment"]
+    assert length == {"weight": 1.0, "max_len": 32768, "cache": 4196}
+
+
+def test_dr_grpo_is_the_constant_normalizer_and_no_std(configs):
+    settings = settings_of(configs, "open_r1_codeforces_7b")
+    assert (settings.loss.aggregate, settings.loss.advantage) == ("constant", "no_std")
+    assert settings.env.task["prompt_column"] == "prompt_c++17"
+    assert settings.loss.normalizer is None  # max_new_tokens, which is TRL's max_completion_length
+    assert settings.loss.mask_truncated and settings.optimizer.clip_grad_norm == 0.2
+
+
+def test_what_has_no_counterpart_is_the_files_first_comment(configs):
+    text = (configs / "open_r1_codeforces_7b.yaml").read_text()
+    assert "#   reward_funcs='cf_code': not here; write it as a function" in text
+    assert "#   push_to_hub=True:" in text
+    assert "#   callbacks=['push_to_hub_revision']: no field of TRL 1.16; left out" in text
+    assert "attn_implementation" not in text  # needs no counterpart
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "value"),
+    [
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, ("loss", "clip_high"), 4.0),  # the cap itself in TRL
+        ({"loss_type": "sapo"}, ("loss", "aggregate"), "sequence_mean"),
+        ({"importance_sampling_level": "sequence"}, ("loss", "ratio"), "sequence"),
+        ({"scale_rewards": True}, ("loss", "advantage"), "zscore"),
+        ({"scale_rewards": "batch"}, ("loss", "advantage"), "batch_std"),
+        ({"use_bias_correction_kl": False}, ("loss", "kl"), "k3"),
+        ({"warmup_ratio": 0.1, "max_steps": 200}, ("optimizer", "warmup_steps"), 20),
+        ({"max_steps": 6, "num_iterations": 2}, ("train", "total_dialog_turns"), 24),  # 3 collections of 8
+        ({"steps_per_generation": 4}, ("env", "num_envs"), 4),  # 8 x 4 responses, groups of 8
+        ({"save_steps": 0.5, "max_steps": 10}, ("train", "checkpoint_frequency"), 5),
+        ({"use_peft": True}, ("train_model", "lora"), LORA),
+    ],
+)  # fmt: skip
+def test_a_field_becomes_the_setting_of_the_same_effect(fields, key, value):
+    made = convert(fields).config
+    assert made[key[0]][key[1]] == value
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_generations": 7}, "don't divide into groups of 7; give TRL's number of training processes"),
+        ({"fp16": True}, "fp16 is not trained here"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_the_remedy(fields, message):
+    with pytest.raises(ValueError, match=message):
+        convert(fields)
+
+
+def test_a_misspelt_field_gets_the_nearest_name():
+    assert "did you mean num_generations?" in convert({"num_generation": 4}).differences[0]
+
+
+def test_a_script_is_never_run(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os\nos.mkdir('ran')\nGRPOConfig(learning_rate=LR, beta=0.1)\n")
+    fields, unknown = read_trl(script)
+    assert fields == {"beta": 0.1} and unknown == ["learning_rate=LR: no literal, so its value isn't known; left out"]
+    assert not (tmp_path / "ran").exists() and not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "- 1", "holds list, not fields"),
+        ("a.yaml", "a: [", "is no yaml"),
+        ("a.py", "x = (", "is no Python"),
+        ("a.py", "x = 1", "has no call of GRPOConfig"),
+    ],
+)
+def test_a_file_that_is_no_config_is_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_trl(tmp_path / name)
+
+
+def test_an_output_that_exists_is_kept(tmp_path, capsys):
+    (tmp_path / "there.yaml").write_text("mine")
+    source = str(published("length_of_20.py.txt"))
+    assert main(["from-trl", source, "--output", str(tmp_path / "there.yaml")]) == 2
+    assert "exists; give another --output" in capsys.readouterr().err
+    assert (tmp_path / "there.yaml").read_text() == "mine"
+
+
+def test_the_page_of_the_docs_has_these_tables():
+    assert (ROOT / "docs" / "from_trl.md").read_text() == trl_fields.page(), "run python tools/trl_fields.py"
+
+
+def test_every_written_config_is_plain_yaml(configs):
+    for name in MORE:
+        assert yaml.safe_load((configs / converted(name)).read_text())["defaults"][0] == "grpo"
+
+
+@pytest.mark.slow
+def test_every_field_of_trl_is_in_exactly_one_table():
+    trl = pytest.importorskip("trl")
+    fields = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
+    fields |= {field.name: field for field in dataclasses.fields(trl.ModelConfig)}
+    tables = [SAME, CONVERTED, UNNEEDED, MISSING]
+    assert not {name for name in fields if sum(name in table for table in tables) != 1}
+    for name, default in DEFAULTS.items():
+        if name in fields and name not in ("optim",):
+            theirs = fields[name].default
+            assert getattr(theirs, "value", theirs) == default, name
+    assert not set(RENAMED) & set(fields)
