@@ -20,7 +20,7 @@ BESIDE = {
     "sota/": "The training scripts: the algorithm from top to bottom. Curves, seeds, jobs for SLURM and Kubernetes.",
     "benchmarks/": "One script for each claim, with its figures.",
     "tests/": "Tests, in folders that mirror the ones above.",
-    "tools/": "Set-up, and what writes this page, [that of model classes](model_classes.md) and [that of TRL](from_trl.md).",
+    "tools/": "Set-up, and what writes this page, [model classes](model_classes.md) and [TRL's fields](from_trl.md).",
     "docs/": "A page for each question; `docs/log.md` says what was tried, and what it gave.",
 }
 
