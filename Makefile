@@ -1,6 +1,7 @@
 # make train: trains a small real model on this machine; everything it needs is installed first, into .venv.
 # make test:  lint, types, tests and doctests, likewise.
 # make quick: lint, types and the fast tests that need no engine, for the inner loop.
+# make docs: the site, in site/; every warning and broken link is an error.
 # make test-models: every causal language model of transformers against its own forward, a minute or two.
 # make gpu-check: tests marked gpu, then benchmarks/gpu.py (12 minutes at most); without a GPU at toy sizes.
 # Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=3, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
@@ -21,7 +22,7 @@ ifeq ($(shell uname),Darwin)
 ENGINE := inference_model.engine=transformers
 endif
 
-.PHONY: help setup train test quick test-models lint types pytest quick-tests bench gpu-check clean
+.PHONY: docs help setup train test quick test-models lint types pytest quick-tests bench gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +30,7 @@ help:
 	@echo "make test    install, then lint, types, tests, doctests"
 	@echo "make quick   install, then lint, types and the fast tests that need no engine (a minute and a half on 2 CPU cores)"
 	@echo "make test-models   install, then all models that transformers has, against their own forward"
+	@echo "make docs    install, then the docs as a site in site/; warnings and broken links are errors"
 	@echo "make setup   only install, with what the tests need"
 	@echo "make bench   install, then all benchmarks and benchmarks/README.md; wants a quiet machine, and \$$GRPO_RL_DATA"
 	@echo "make gpu-check   install, then the tests marked gpu and benchmarks/gpu.py; without a GPU at toy sizes"
@@ -69,6 +71,10 @@ quick-tests: $(DEV)
 		-m "not slow and not engine and not alone and not models and not network" \
 		$(addprefix --ignore=,$(ENGINE_FOLDERS)) $(ARGS)
 
+docs: $(DEV)
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 test-models: $(DEV)
 	.venv/bin/python -m pytest -m models tests/policies -s $(ARGS)
 
@@ -83,4 +89,4 @@ gpu-check: $(DEV)
 	exit $$status
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,122 @@
+"""The docs as a site: built without a warning, every page in the navigation, blocks and commands that work."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_rl.cli import COMMANDS
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.settings.compose import choosing_configs, compose_config
+from grpo_rl.settings.schema import Settings
+from grpo_rl.testing import run_script
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "sota" / "README.md", *sorted(DOCS.glob("*.md"))]
+LINE = re.compile(r"`([^`\n]+)`")
+
+
+@pytest.fixture(scope="module")
+def run(tiny_run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site") / "run"
+    return run_script(ROOT / "sota" / "grpo.py", tiny_run, folder)
+
+
+def block(page: str, name: str) -> str:
+    """The Python block of a page behind the comment with its name."""
+    (found,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    return found
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of each line that runs a script or grpo-rl, in blocks and tables; continued lines are joined."""
+    found = []
+    for page in PAGES:
+        if page.name == "log.md":  # which tells of what was there once
+            continue
+        text = re.sub(r"\\\n\s*", "", page.read_text())
+        lines = [line for part in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) for line in part.splitlines()]
+        for line in [*lines, *LINE.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL))]:
+            command = re.sub(r"\s+#.*$", "", line.strip().removeprefix("$ "))
+            if re.match(r"(grpo-rl|python sota/grpo\w*\.py|torchrun .*sota/grpo)( |$)", command):
+                found.append((page.name, command))
+    return found
+
+
+PLACEHOLDERS = ("NAME", "experiment=mine")
+"""Of lines that stand for many."""
+TRAINS = [(page, line) for page, line in commands() if "sota/" in line and not any(x in line for x in PLACEHOLDERS)]
+
+
+@pytest.mark.parametrize(("page", "command"), TRAINS)
+def test_a_command_of_the_docs_that_trains_has_settings_that_are_right(page, command):
+    words = shlex.split(command)
+    words = words[next(i for i, word in enumerate(words) if word.startswith("sota/")) :]
+    if {"--cfg", "--help"} & set(words):
+        return
+    # Hydra's own options, and values of a sweep, of which the first counts.
+    name = words[words.index("--config-name") + 1] if "--config-name" in words else "grpo_gsm8k"
+    overrides = [word for word in words[1:] if "=" in word and not word.startswith("hydra.")]
+    if "--multirun" in words:
+        overrides = [re.sub(r"=([^,\[\]]+),.*", r"=\1", word) for word in overrides]
+    overrides += ["mode=async" if "async" in words[0] else "mode=sync"]
+    Settings.read(compose_config(name, choosing_configs(overrides)))
+
+
+def test_commands_of_the_docs_exist():
+    known = {command.split()[1] for _, command in commands() if command.startswith("grpo-rl ")}
+    assert known and not known - {*COMMANDS, "train"}
+
+
+def test_every_page_is_in_the_navigation():
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = set(re.findall(r"^\s*- (?:[\w ]+: )?([\w/]+\.md)$", text, re.MULTILINE))
+    assert {page.name for page in DOCS.glob("*.md")} <= listed
+
+
+def test_blocks_of_the_first_page_run_on_a_run(run, capsys):
+    exec(block("start.md", "completions"), {"run": run})
+    assert "completion" in capsys.readouterr().out
+    exec(block("start.md", "model"), {"run": run})
+    assert "Kim has 7 pens" in capsys.readouterr().out
+    names: dict = {}
+    exec(block("start.md", "reward"), names)
+    assert names["brevity"](["two words", "word " * 11]) == [1.0, 0.0]
+
+
+def test_the_page_on_metrics_has_every_metric_of_a_run(run):
+    text = (DOCS / "metrics.md").read_text()
+    named = [re.sub(r"<\w+>", "[^`]+", name) for name in re.findall(r"`([\w/<>]+)`", text)]
+    families = re.compile("|".join(f"(?:{name})" for name in named))
+    missing = {name for row in read_metrics(run) for name in row if not families.fullmatch(name)}
+    assert not missing - {"step"} - quantiles(missing)
+
+
+def quantiles(names: set[str]) -> set[str]:
+    """Those that the page has as `p10`, `p50`, `p90` behind one family."""
+    return {name for name in names if name.startswith("reward_distribution/") and name.endswith(("p50", "p90"))}
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr
+    home = (tmp_path / "site" / "index.html").read_text()
+    assert not re.findall(r'(?:src|href)="(?:https?:)?//(?!squidfunk)[^"]*\.(?:js|css)', home)  # nothing from a network
+    assert (tmp_path / "site" / "recipes.html").exists() and (tmp_path / "site" / "api" / "losses.html").exists()
+
+
+def test_the_sites_settings_are_strict():
+    text = re.sub(r"!!\S+", "", (ROOT / "mkdocs.yml").read_text())
+    assert yaml.safe_load(text)["strict"] is True
