@@ -108,6 +108,8 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 hydra.main(version_base="1.3", config_path=str(FOLDER), config_name=config_name)(run)()
             except (HydraException, YAMLError) as error:
                 raise SystemExit(f"error: {explained(error, arguments, where)}") from error
+            except ValueError as error:  # of a job of a sweep, or of options that exclude each other
+                raise SystemExit(f"error: {error}") from error
             except OSError as error:
                 if error.errno not in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT):
                     raise

@@ -92,6 +92,7 @@ TABLE = [
     (["quickstart"], "'quickstart' can't be read as KEY=VALUE"),
     (["env.repeats=[1"], "'env.repeats=[1' can't be read as KEY=VALUE"),
     (["--multirum", "optimizer.lr=1,2"], "unknown option '--multirum'; did you mean --multirun?"),
+    (["--run", "--multirun", "optimizer.lr=1,2"], "Only one of --run, --multirun, --cfg, --info and"),
     (["--help", "optimzer"], "unknown section or setting 'optimzer'; did you mean optimizer?"),
 ]
 """Wrong input, and what its one line says."""
