@@ -44,7 +44,7 @@ def load_rows(
         rows = [{name: row[name] for name in _wanted(row, columns)} for _, row in file_rows(file, "a prompt")]
     elif ending in FORMATS:
         rows = _table(file, columns)
-    elif not file.exists() and _HUB_NAME.fullmatch(str(path)):
+    elif not file.exists() and is_hub_name(str(path)):
         data = hub_data(str(path), split)
         rows = data.select_columns(_wanted(data.column_names, columns)).to_list()
     else:
@@ -52,6 +52,15 @@ def load_rows(
     if not rows:
         raise ValueError(f"env.path={path} has no rows")
     return rows
+
+
+def is_hub_name(path: str) -> bool:
+    """Tells whether a path has the form of a name of the hub.
+
+    >>> is_hub_name("trl-lib/tldr"), is_hub_name("my/own/rows")
+    (True, False)
+    """
+    return bool(_HUB_NAME.fullmatch(path))
 
 
 def _wanted(present: Iterable[str], columns: Collection[str] | None) -> list[str]:

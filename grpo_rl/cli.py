@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra.errors import HydraException
-
 COMMANDS = {
     "batches": ("planner.commands", "draw how prompts, responses, optimizer steps and micro-batches fit together"),
     "plan": ("planner.commands", "say what a config needs of a cluster: memory and seconds, by role and device"),
@@ -40,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{unknown[0]!r} is neither an option nor an override such as env.repeats=8")
     try:
         return options.run_command(options, overrides)
-    except (ValueError, OSError, HydraException) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 

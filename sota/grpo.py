@@ -10,13 +10,17 @@ Every rank runs this loop; only rank zero samples.
 
 from hydra.core.hydra_config import HydraConfig
 
-from grpo_rl.build.run import sync_run
+from grpo_rl.monitor.phases import start_phase
 from grpo_rl.settings.config import main
-from grpo_rl.training.micro_batches import scored_micro_batches
 
 
 @main(config_name="grpo_gsm8k")
 def grpo(settings):
+    # Here, not above: a wrong setting is told before the seconds that these take.
+    with start_phase("importing torch and the rest"):
+        from grpo_rl.build.run import sync_run
+        from grpo_rl.training.micro_batches import scored_micro_batches
+
     max_tokens, epochs, stop_kl = settings.train.micro_batch_tokens, settings.train.epochs, settings.policy.stop_kl
     with sync_run(settings, HydraConfig.get().runtime.output_dir) as run:  # its folder, model, engine and environment
         parts = run.parts

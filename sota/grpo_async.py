@@ -7,20 +7,25 @@ tokens then come from several policy versions.
 
 from hydra.core.hydra_config import HydraConfig
 
-from grpo_rl.build.asynchronous import async_run
-from grpo_rl.build.site import make_site
+from grpo_rl.monitor.phases import start_phase
 from grpo_rl.settings.config import main
-from grpo_rl.training.micro_batches import scored_micro_batches
 
 
 @main(config_name="grpo_gsm8k", mode="async")
 def grpo_async(settings):
+    # Here, not above: a wrong setting is told before the seconds that this takes.
+    with start_phase("importing torch, Ray and the rest"):
+        from grpo_rl.build.site import make_site
+
     with make_site(settings) as site:  # which devices do what, and where
         return site.run(train, settings, HydraConfig.get().runtime.output_dir)
 
 
 def train(settings, folder, site):
     """The run, in each of the processes that train."""
+    from grpo_rl.build.asynchronous import async_run
+    from grpo_rl.training.micro_batches import scored_micro_batches
+
     max_tokens, epochs, stop_kl = settings.train.micro_batch_tokens, settings.train.epochs, settings.policy.stop_kl
     with async_run(settings, folder, site) as run:
         parts = run.parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.policies.loading import check_model
 from grpo_rl.settings.derived import adapters
 from grpo_rl.settings.devices import Devices, allocate
+from grpo_rl.settings.machine import check_engine
 from grpo_rl.settings.schema import Settings
 
 if TYPE_CHECKING:
@@ -29,11 +29,7 @@ def plan_devices(settings: Settings, model_folder: Path) -> Devices:
         ValueError: the plan does not fit the machine or the model, or asks for more than the script supports; the
             engine is not installed; or the model can't be trained, see `grpo_rl.policies.loading.check_model`.
     """
-    if settings.inference_model.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise ValueError(
-            "vLLM is not installed; install the extra `vllm` (CUDA) or `cpu`, or set "
-            "inference_model.engine=transformers"
-        )
+    check_engine(settings)
     config = AutoConfig.from_pretrained(model_folder).get_text_config()
     devices = allocate(settings, num_attention_heads=config.num_attention_heads)
     if len(devices.train) > 1 and settings.train_model.parallel is None:

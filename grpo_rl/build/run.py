@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.base import LLMEnv
+from grpo_rl.monitor.phases import start_phase
 from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.hub import load_tokenizer, resolve_model, weight_files
@@ -45,8 +46,9 @@ def sync_run(settings: Settings, folder: str | Path) -> AbstractContextManager[R
         ValueError: the settings do not fit this machine, the model or the data; before anything expensive starts.
         RunIsOver: the run to go on with is finished; a `SystemExit` with code 0.
     """
-    model = resolve_model(settings.model.name)
-    plan = devices.plan_devices(settings, model)
+    with start_phase(f"finding {settings.model.name}"):
+        model = resolve_model(settings.model.name)
+        plan = devices.plan_devices(settings, model)
     make_ranks = partial(devices.make_ranks, settings, plan)
     make_engine = partial(sync.make_engine, settings, model, plan)
     return build_run(settings, folder, model, plan, make_ranks, make_engine, partial(sync.make_collector, settings))
@@ -71,11 +73,12 @@ def build_run(
             responses.
     """
     # Wrong data and settings are found before the folder is claimed and a model is loaded.
-    tokenizer = load_tokenizer(model, settings.model.chat_template)
-    env = make_env(settings, tokenizer)
+    with start_phase(f"reading the data of {settings.env.dataset}"):
+        tokenizer = load_tokenizer(model, settings.model.chat_template)
+        env = make_env(settings, tokenizer)
+        rows = eval_rows(settings, env)
     loss, buffer = training.make_loss(settings), training.make_buffer(settings)
     advantages = training.make_advantages(settings, env.task.reward_parts)
-    rows = eval_rows(settings, env)
     with ExitStack() as stack:
         ranks = make_ranks()
         if ranks:
@@ -84,25 +87,30 @@ def build_run(
         logs = stack.enter_context(_open_logs(settings, folder, env, loss))
         interrupt = stack.enter_context(Interrupt(logs.note))
 
-        policy = training.make_policy(settings, model, plan, ranks)
+        with logs.start_phase("loading the model"):
+            policy = training.make_policy(settings, model, plan, ranks)
         if settings.train_model.compile is None and (why := why_uncompiled(policy.device)):
             logs.note(f"Nothing is compiled, and steps take longer: {why}")
-        reference = training.make_reference(settings, model, plan, policy)
+        with logs.start_phase("loading the reference") if settings.policy.kl_coef else nullcontext():
+            reference = training.make_reference(settings, model, plan, policy)
         optimizer = training.make_optimizer(settings, policy, ranks)
         stack.callback(optimizer.close)
         # Measured once per machine, before an engine takes the machine's memory.
         batching, roofline = derived.micro_batching(settings), None
         if ranks is None and settings.mode != "async":  # what others do meanwhile, this process can't measure
-            roofline = StepRoofline(
-                policy.model,
-                settings.train.epochs,
-                batching.skip_zero_advantage,
-                batching.mask_truncated,
-                len(plan.inference),
-                pushes_adapters=derived.pushes_adapters(settings),
-            )
+            with logs.start_phase("measuring this machine"):
+                roofline = StepRoofline(
+                    policy.model,
+                    settings.train.epochs,
+                    batching.skip_zero_advantage,
+                    batching.mask_truncated,
+                    len(plan.inference),
+                    pushes_adapters=derived.pushes_adapters(settings),
+                )
         if folder.rank_zero:
-            engine = make_engine()
+            name = "vLLM" if settings.inference_model.engine == "vllm" else "the transformers engine"
+            with logs.start_phase(f"starting {name}"):
+                engine = make_engine()
         else:
             engine = NullTransport(getattr(torch, settings.train_model.dtype), derived.pushes_adapters(settings))
         stack.callback(engine.close)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import grpo_rl.cluster  # noqa: F401, before torchrl, which imports ray
+
+# isort: split
 import functools
 import os
 import threading

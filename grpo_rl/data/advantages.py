@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from grpo_rl.data.group import Group
-from grpo_rl.losses.kl import KL, REWARD_KL, kl_estimate
+from grpo_rl.losses.choices import KL, check_advantage
+from grpo_rl.losses.choices import Advantage as Kind
+from grpo_rl.losses.kl import kl_estimate
 
-Kind = Literal["zscore", "no_std", "leave_one_out", "batch_std", "batch_zscore", "multi_reward"]
-"""The values of ``loss.advantage``."""
 GROUP_KINDS = ("zscore", "no_std", "leave_one_out")
 """The kinds that are computed for each group by itself; the others need all groups of a collection."""
 
@@ -226,26 +225,3 @@ def kl_penalty(group: Group, kl: KL = "k1") -> Float[Tensor, " G"]:
         )
     estimate = torch.where(group.trainable, kl_estimate(kl, group.old_log_probs, group.ref_log_probs), 0.0)
     return estimate.new_zeros(group.size).index_add(0, torch.repeat_interleave(group.lengths), estimate)
-
-
-def check_advantage(
-    kind: str, clip: float | None = None, kl_coef: float = 0.0, kl: str = "k1", reward_clip: float | None = None
-) -> None:
-    """Refuses settings of :class:`AdvantageEstimator` that give no advantage.
-
-    Raises:
-        ValueError: names the setting and its valid values.
-    """
-    if kind not in get_args(Kind):
-        raise ValueError(f"unknown advantage {kind!r}; choose one of {', '.join(get_args(Kind))}")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"loss.advantage_clip is {clip}; use more than 0, or null")
-    if reward_clip is not None and not reward_clip > 0:
-        raise ValueError(f"train.reward_clip is {reward_clip}; use more than 0, or null")
-    if kl_coef and kl not in REWARD_KL:
-        raise ValueError(f"loss.kl={kl} differs by its gradient, and a reward has none; use {', '.join(REWARD_KL)}")
-    if kind == "multi_reward" and (kl_coef or reward_clip is not None):
-        raise ValueError(
-            "loss.advantage=multi_reward looks at parts of the reward, not at their sum; use loss.kl_in=loss and leave "
-            "train.reward_clip at null"
-        )

@@ -6,14 +6,12 @@ Letters: N response tokens of a micro-batch, B responses of a micro-batch, P pro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Aggregation = Literal["sequence_mean", "token_mean", "constant", "prompt_mean"]
-"""The values of ``loss.aggregate``."""
+from grpo_rl.losses.choices import Aggregation, check_aggregation
 
 
 @dataclass(frozen=True)
@@ -106,18 +104,6 @@ def token_weights(
         )
     prompt = torch.repeat_interleave(group_sizes)[response]
     return weights / sum_over_response(weights, prompt).clamp(min=1) / totals.prompts
-
-
-def check_aggregation(how: str, normalizer: int | float | None) -> None:
-    """Checks the aggregation.
-
-    Raises:
-        ValueError: names the setting and its valid values.
-    """
-    if how not in get_args(Aggregation):
-        raise ValueError(f"unknown aggregation {how!r}; choose one of {', '.join(get_args(Aggregation))}")
-    if how == "constant" and not (normalizer and normalizer > 0):
-        raise ValueError(f"loss.normalizer is {normalizer}; loss.aggregate=constant divides by it, use more than 0")
 
 
 def sum_over_response(values: Float[Tensor, " N"], response: Int[Tensor, " N"]) -> Float[Tensor, " N"]:

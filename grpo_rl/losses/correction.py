@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_rl.losses.aggregate import sum_over_response
-
-Correction = Literal["none", "truncate", "mask"]
-"""The values of ``loss.correction``."""
-Level = Literal["token", "sequence"]
-"""The values of ``loss.correction_level``: a weight per token, or per response."""
+from grpo_rl.losses.choices import Correction, Level
 
 
 def correction_weight(
@@ -56,19 +50,3 @@ def correction_weight(
         return rho.clamp(max=high), rho > high
     outside = ~((rho >= low) & (rho <= high))
     return rho.masked_fill(outside, 0.0), outside
-
-
-def check_correction(how: str, level: str, low: float, high: float) -> None:
-    """Checks the settings of the correction.
-
-    Raises:
-        ValueError: names the setting and its valid values.
-    """
-    if how not in get_args(Correction):
-        raise ValueError(f"loss.correction is {how!r}; it can be {', '.join(get_args(Correction))}")
-    if level not in get_args(Level):
-        raise ValueError(f"loss.correction_level is {level!r}; it can be {', '.join(get_args(Level))}")
-    if not 0 <= low <= 1 <= high:
-        raise ValueError(
-            f"loss.correction_low is {low} and loss.correction_high {high}; a weight of 1 must lie between them"
-        )

@@ -6,7 +6,6 @@ Letters: N response tokens of a micro-batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from jaxtyping import Bool
@@ -15,9 +14,10 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import LossModule
 
-from grpo_rl.losses.correction import Correction, Level, check_correction, correction_weight
-from grpo_rl.losses.kl import KL, k3, kl_estimate
-from grpo_rl.losses.surrogate import Ratio, Surrogate, check_clips, clipped_tokens, leveled_log_ratio, surrogate_loss
+from grpo_rl.losses.choices import KL, Correction, Level, Ratio, Surrogate, check_loss
+from grpo_rl.losses.correction import correction_weight
+from grpo_rl.losses.kl import k3, kl_estimate
+from grpo_rl.losses.surrogate import clipped_tokens, leveled_log_ratio, surrogate_loss
 
 LOSSES = ("loss_objective", "loss_kl", "loss_entropy")
 """The terms of the loss; their sum is the entry ``loss``, which is minimised."""
@@ -107,20 +107,12 @@ class GRPOLoss(LossModule):
         correction_high: float = 2.0,
     ) -> None:
         super().__init__()
-        for name, value, choices in (("surrogate", surrogate, Surrogate), ("ratio", ratio, Ratio), ("kl", kl, KL)):
-            if value not in get_args(choices):
-                raise ValueError(f"loss.{name} is {value!r}; it can be {', '.join(get_args(choices))}")
-        check_clips(clip_low, clip_high, dual_clip)
-        check_correction(correction, correction_level, correction_low, correction_high)
-        if dual_clip is not None and surrogate != "clipped":
-            raise ValueError(f"loss.dual_clip is {dual_clip}, and loss.surrogate={surrogate} has none; set it to null")
-        if not (tau_pos > 0 and tau_neg > 0):
-            raise ValueError(f"loss.tau_pos is {tau_pos} and loss.tau_neg {tau_neg}; both must be more than 0")
-        if kl_coef and kl == "k1":
-            raise ValueError(
-                "loss.kl=k1 in the loss has a gradient of mean zero, so it would have no effect; use k2, k3, k3+ or "
-                "k3_is, or loss.kl_in=reward"
-            )
+        check_loss(
+            clip_low, clip_high, kl_coef, entropy_coef,
+            surrogate=surrogate, ratio=ratio, dual_clip=dual_clip, tau_pos=tau_pos, tau_neg=tau_neg, kl=kl,
+            correction=correction, correction_level=correction_level,
+            correction_low=correction_low, correction_high=correction_high,
+        )  # fmt: skip
         self.kl_coef, self.entropy_coef, self.kl = kl_coef, entropy_coef, kl
         self.ratio, self.correction = ratio, correction
         self._surrogate = {"kind": surrogate, "clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}

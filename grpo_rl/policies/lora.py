@@ -5,123 +5,24 @@ Letters: r rank, E inputs and F outputs of a linear layer.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-ALL_LINEAR = "all-linear"
-Quantization = Literal["nf4", "fp4", "int8"]
-MAX_PUSHED_RANK = 512
-"""The largest rank for which vLLM has adapter slots."""
+from grpo_rl.policies.adapters import ALL_LINEAR, LoRA
+
 _ADAPTER = "default"
 """peft's name of the adapter."""
 
 # peft imports bitsandbytes if it is installed, also for a model in full precision. It warns of a kernel that it could
 # not fetch, and in every call of every int8 layer that inputs are rounded.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-
-@dataclass(frozen=True)
-class LoRA:
-    r"""Trains $W + \frac{\alpha}{r} BA$ instead of targeted weights $W$: A is [r, E], B is [F, r], W is frozen.
-
-    Source: https://arxiv.org/abs/2106.09685, section 4.1. All linear layers, alpha 32 and about ten times the
-    learning rate of full training are a good start at any rank, see https://thinkingmachines.ai/blog/lora/.
-
-    Args:
-        rank: r; 0 or None: no adapters, the whole model is trained.
-        alpha: the product BA is scaled by ``alpha / rank``.
-        dropout: probability of dropping an input of A in training. The engine drops nothing: with more than 0 the ratio
-            of fresh weights is not 1 but scatters around it, as if weights were stale.
-        targets: names of linear layers in the model, like ``q_proj``, or ``all-linear``: all but the head. A model with
-            matrices that are no linear layers, like stacked experts, needs names: those matrices stay frozen.
-        push: the engine gets ``merged`` weights, or the ``adapter`` beside its base.
-        export: the run saves a ``merged`` model, or an ``adapter`` folder for peft.
-        seed: of A's random initialisation; B starts at zero, so the policy starts equal to its base.
-
-    Raises:
-        ValueError: a setting is out of range, or peft is not installed.
-
-    >>> LoRA(rank=16, targets="q_proj")
-    Traceback (most recent call last):
-    ValueError: train_model.lora.targets is 'q_proj'; give a list of names, as in [q_proj], or all-linear
-    """
-
-    rank: int | None = 0
-    alpha: float | int = 32
-    dropout: float | int = 0.0
-    targets: str | Sequence[str] = ALL_LINEAR
-    push: str = "merged"
-    export: str = "merged"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        rank, alpha, dropout, targets = self.rank, self.alpha, self.dropout, self.targets
-        if isinstance(rank, bool) or not isinstance(rank or 0, int) or (rank or 0) < 0:
-            raise ValueError(f"train_model.lora.rank is {rank}; it must be a whole number, 0 for no adapters")
-        if not isinstance(alpha, int | float) or not 0 < alpha < float("inf"):
-            raise ValueError(f"train_model.lora.alpha is {alpha}; it must be more than 0, usually 32")
-        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-            raise ValueError(f"train_model.lora.dropout is {dropout}; it must be at least 0 and less than 1")
-        named = isinstance(targets, Sequence) and not isinstance(targets, str)
-        if targets != ALL_LINEAR and not (named and targets and all(isinstance(target, str) for target in targets)):
-            example = targets if isinstance(targets, str) else "q_proj"
-            raise ValueError(
-                f"train_model.lora.targets is {targets!r}; give a list of names, as in [{example}], or {ALL_LINEAR}"
-            )
-        for name, value in {"push": self.push, "export": self.export}.items():
-            if value not in ("merged", "adapter"):
-                raise ValueError(f"train_model.lora.{name} is {value!r}; it can be merged or adapter")
-        if rank and self.push == "adapter" and rank > MAX_PUSHED_RANK:
-            raise ValueError(
-                f"train_model.lora.rank is {rank}, and vLLM holds adapters of rank {MAX_PUSHED_RANK} at most; lower "
-                "it or set train_model.lora.push=merged"
-            )
-        if rank:
-            _need("peft", "train_model.lora.rank", "lora")
-
-
-def check_quantization(quantization: str | None, lora: LoRA, compiled: bool | None) -> None:
-    """Checks the quantisation of the base model.
-
-    Raises:
-        ValueError: the kind is unknown, there are no adapters, MLPs are compiled, or bitsandbytes is not installed.
-    """
-    if quantization is None:
-        return
-    if quantization not in (kinds := get_args(Quantization)):
-        raise ValueError(
-            f"train_model.quantization is {quantization!r}; it can be null, {', '.join(kinds)} (4, 4, 8 bits)"
-        )
-    if not lora.rank:
-        raise ValueError(
-            f"train_model.quantization={quantization} without adapters: weights of so few bits can't be trained; set "
-            "train_model.lora.rank, or quantization=null"
-        )
-    if quantization == "int8" and torch.cuda.is_available():
-        raise ValueError(
-            "train_model.quantization=int8 on a GPU: bitsandbytes rounds the layers' inputs to 8 bits there, the "
-            "engine does not, and how far they then differ was never measured; use nf4"
-        )
-    if compiled:
-        raise ValueError(
-            f"train_model.compile=true with quantization={quantization}: bitsandbytes' products would break "
-            "the graph of every compiled MLP; leave compile at null"
-        )
-    _need("bitsandbytes", "train_model.quantization", "qlora")
-
-
-def _need(library: str, key: str, extra: str) -> None:
-    if importlib.util.find_spec(library) is None:
-        raise ValueError(f"{key} needs {library}, which is not installed; install the extra `{extra}`")
 
 
 def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:

@@ -21,8 +21,8 @@ from grpo_rl.policies.compiled import compile_model
 from grpo_rl.policies.embedding import lookups_in
 from grpo_rl.policies.head import log_prob_and_entropy, logit_scaling
 from grpo_rl.policies.head_liger import check_liger, liger_log_prob_and_entropy
-from grpo_rl.policies.loading import check_model, load_quantized, load_whole
-from grpo_rl.policies.lora import LoRA, Quantization, adapters_off, add_adapters, has_adapters
+from grpo_rl.policies.loading import Quantization, check_model, load_quantized, load_whole
+from grpo_rl.policies.lora import LoRA, adapters_off, add_adapters, has_adapters
 from grpo_rl.policies.packing import Packed, pack
 from grpo_rl.policies.shards import assign, placed_like
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.lineage import LineageLog
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
+from grpo_rl.monitor.phases import start_phase
 from grpo_rl.monitor.progress import Progress
 from grpo_rl.monitor.step_record import Observer
 from grpo_rl.monitor.wandb import WandbLog
@@ -45,7 +47,7 @@ class RunLogs:
         loss: GRPOLoss | None = None,
         rank_zero: bool = True,
     ) -> None:
-        self.folder = folder
+        self.folder, self.rank_zero = folder, rank_zero
         self.metrics = MetricsLog(folder)
         self.completions = CompletionsLog(folder) if logger.completions and rank_zero else None
         self.lineage = LineageLog(folder, config, loss) if loss and rank_zero else None
@@ -81,6 +83,10 @@ class RunLogs:
     def note(self, text: str) -> None:
         """Shows a line to the user."""
         self.progress.note(text)
+
+    def start_phase(self, what: str, live: bool = False) -> AbstractContextManager[None]:
+        """A context for a phase of the run's start, told to the user with its seconds; see `grpo_rl.monitor.phases`."""
+        return start_phase(what, self.note, self.rank_zero, live)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs numbers of a step, and warns about suspected reward hacking."""

@@ -215,7 +215,9 @@ class Run:
     def evaluate_before(self) -> None:
         """Evaluates the initial model on held-out data; a resumed run has done so already."""
         if self._held_out.rows and self.step == 0:
-            metrics = self._evaluate()
+            what = f"evaluating {len(self._held_out.rows)} held-out rows"
+            with self.logs.start_phase(what, live=self.logs.progress.is_live):
+                metrics = self._evaluate()
             self.logs.log(0, metrics)
             self.logs.progress.update(0, metrics)
 

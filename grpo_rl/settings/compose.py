@@ -10,8 +10,11 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 import grpo_rl.config
+from grpo_rl.settings.command_line import option
+from grpo_rl.settings.composing_errors import explained
 from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.tasks import TASKS
@@ -54,17 +57,25 @@ def dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
     >>> dataset_of(["--config-name=grpo_math"], "grpo_gsm8k"), dataset_of(["+experiment=mine"], "grpo_gsm8k")
     ('math', None)
     """
-    name = config_name.removeprefix("grpo_")
-    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
-        option, _, value = word.partition("=")
-        if option in ("--config-name", "-cn"):
-            name = (value or following).removeprefix("grpo_")
-        if option.lstrip("+") == "experiment":
-            return None  # an experiment may choose a task
+    name = (option(arguments, "--config-name") or config_name).removeprefix("grpo_")
+    if any(word.lstrip("+").startswith("experiment=") for word in arguments):
+        return None  # an experiment may choose a task
     for word in arguments:
         if word.startswith("env="):
             name = word.removeprefix("env=")
     return name if name in TASKS else None
+
+
+def folders(arguments: Sequence[str]) -> list[Path]:
+    """The folders in which a command line's configs are looked for: the project's, and that of ``--config-dir``.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    own = option(arguments, "--config-dir")
+    if own and not Path(own).is_dir():
+        raise ValueError(f"--config-dir {own}: there is no such folder; give one that holds YAML files of your own")
+    return [FOLDER, *([Path(own)] if own else [])]
 
 
 def choosing_configs(arguments: Sequence[str]) -> list[str]:
@@ -80,24 +91,26 @@ def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
     """The config that a script would get from these arguments; not checked beyond the names of its keys.
 
     Raises:
-        ValueError: an unknown key.
-        HydraException: an unknown config, or an override that Hydra can't read.
+        ValueError: an unknown key or config, or an override or a file that can't be read.
 
     >>> compose_config("grpo_gsm8k", ["env.dataset=countdown", "env.repeats=16"]).env.repeats
     16
     """
     words = choosing_configs(overrides)
     check_overrides(words, dataset_of(words, config_name))
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return compose(config_name, overrides=words)
+    try:
+        with initialize_config_dir(str(FOLDER), version_base="1.3"):
+            return compose(config_name, overrides=words)
+    except (HydraException, YAMLError) as error:
+        raise ValueError(explained(error, [config_name, *words], [FOLDER])) from error
 
 
 def with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
     """A run's settings with another loss.
 
     Raises:
-        ValueError: an override that has no part in a loss, or settings that don't go together.
-        HydraException: an unknown preset, or an override that Hydra can't read.
+        ValueError: an override that has no part in a loss or can't be read, an unknown preset, or settings that don't
+            go together.
     """
     keys = [word.lstrip("+").partition("=")[0] for word in overrides]
     if others := [key for key in keys if key != "loss" and not key.startswith("loss.") and key not in OF_A_LOSS]:

@@ -1,4 +1,7 @@
-"""The decorator of a script's main function: Hydra's own, with settings that are checked before anything starts."""
+"""The decorator of a script's main function: Hydra's own, with settings that are checked before anything starts.
+
+What takes seconds to import, torch first of all, is imported by the function itself, after the check.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,17 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
-from transformers.utils import logging as transformers_logging
+from yaml import YAMLError
 
 from grpo_rl.policies.allocator import give_back
-from grpo_rl.settings.compose import FOLDER, check_overrides, choosing_configs, dataset_of
+from grpo_rl.settings.command_line import arranged
+from grpo_rl.settings.compose import FOLDER, check_overrides, choosing_configs, dataset_of, folders
+from grpo_rl.settings.composing_errors import explained
+from grpo_rl.settings.help import help_text, topic
+from grpo_rl.settings.machine import check_machine
+from grpo_rl.settings.own_files import check_own_files, own_files
 from grpo_rl.settings.schema import Settings
+from grpo_rl.settings.tasks import TASKS
 
 
 class RunIsOver(SystemExit):
@@ -36,6 +45,26 @@ def _fixed_folder() -> str | None:
     return None if "${now" in as_written else HydraConfig.get().runtime.output_dir
 
 
+def _checked(cfg: DictConfig, mode: str) -> Settings:
+    """The settings of a script that runs this mode.
+
+    Raises:
+        ValueError: a setting is wrong, or this machine lacks what it asks for; with the remedy.
+    """
+    if cfg.mode is None:
+        cfg.mode = mode
+    if cfg.mode != mode:
+        other = {"sync": "; run sota/grpo.py", "async": "; run sota/grpo_async.py"}.get(cfg.mode, "")
+        raise ValueError(f"this script is of mode={mode}{other}")
+    if cfg.resume == "auto" and (folder := _fixed_folder()):
+        cfg.resume = folder
+    dataset = cfg.env.dataset if OmegaConf.select(cfg, "env.dataset", throw_on_missing=False) in TASKS else None
+    check_own_files(own_files(HydraConfig.get(), FOLDER), dataset)
+    settings = Settings.read(cfg)
+    check_machine(settings, mode)
+    return settings
+
+
 def main(config_name: str, mode: str = "sync") -> Callable:
     """Decorator for a script's main function: Hydra's own, with our checks; wrong input is reported in one line.
 
@@ -45,17 +74,11 @@ def main(config_name: str, mode: str = "sync") -> Callable:
     def decorate(function: Callable[[Settings], object]) -> Callable[[], None]:
         @functools.wraps(function)
         def run(cfg: DictConfig) -> object:
-            transformers_logging.disable_progress_bar()  # the live view replaces them
+            # The live view replaces progress bars; transformers reads this where it is imported.
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             tqdm.set_lock(threading.RLock())  # tqdm's own lock may stay in /dev/shm when the run is killed
             try:
-                if cfg.mode is None:
-                    cfg.mode = mode
-                if cfg.mode != mode:
-                    other = {"sync": "; run sota/grpo.py", "async": "; run sota/grpo_async.py"}.get(cfg.mode, "")
-                    raise ValueError(f"this script is of mode={mode}{other}")
-                if cfg.resume == "auto" and (folder := _fixed_folder()):
-                    cfg.resume = folder
-                return function(Settings.read(cfg))
+                return function(_checked(cfg, mode))
             except RunIsOver:
                 return None  # exit code 0, as for a run that ends
             except ValueError as error:
@@ -69,16 +92,23 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 give_back()
 
         def entry() -> None:
-            sys.argv[1:] = choosing_configs(sys.argv[1:])
             try:
-                check_overrides(sys.argv[1:], dataset_of(sys.argv[1:], config_name))
+                sys.argv[1:] = arguments = arranged(choosing_configs(sys.argv[1:]))
+                dataset, where = dataset_of(arguments, config_name), folders(arguments)
+                if (about := topic(arguments)) is not None:
+                    says = function.__globals__["__doc__"] or ""
+                    print(help_text(about, says.partition(": `")[0] + ".", config_name, where, dataset))
+                    return
+                check_overrides(arguments, dataset)
             except ValueError as error:
                 raise SystemExit(f"error: {error}") from None
             # Otherwise Hydra shortens every traceback, even those of bugs.
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")
             try:
                 hydra.main(version_base="1.3", config_path=str(FOLDER), config_name=config_name)(run)()
-            except HydraException as error:
+            except (HydraException, YAMLError) as error:
+                raise SystemExit(f"error: {explained(error, arguments, where)}") from error
+            except ValueError as error:  # of a job of a sweep, or of options that exclude each other
                 raise SystemExit(f"error: {error}") from error
             except OSError as error:
                 if error.errno not in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT):

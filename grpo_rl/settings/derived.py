@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from grpo_rl.data.batching import MicroBatching
-from grpo_rl.policies.lora import LoRA
+from grpo_rl.policies.adapters import LoRA
 from grpo_rl.settings.sections import Sections
 from grpo_rl.training.schedules import GroupSizes
+
+if TYPE_CHECKING:
+    from grpo_rl.data.batching import MicroBatching
 
 
 def group_sizes(settings: Sections) -> GroupSizes:
@@ -66,6 +68,8 @@ def kl_in_reward(settings: Sections) -> float:
 
 def micro_batching(settings: Sections) -> MicroBatching:
     """The way an optimizer step's groups are split and weighted."""
+    from grpo_rl.data.batching import MicroBatching  # torch, which the check of a config does without
+
     loss = settings.loss
     return MicroBatching(
         max_tokens=settings.train.micro_batch_tokens,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from grpo_rl.settings.misfits import divisors
 from grpo_rl.settings.sections import Sections
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -109,21 +110,10 @@ def allocate(
     if mode not in ("sync", "async"):
         raise ValueError(f"mode is {mode!r}; it is sync or async")
     if visible is None:
+        import torch  # here, not above: this file is also imported to check a config, which does without
+
         visible = torch.cuda.device_count()
-    roles = [_Role.read(cfg, name) for name in ("train", "ref", "inference")]
-    for role in roles:
-        if counts_only and role.indices is not None:
-            raise ValueError(
-                f"{role.section}.devices={list(role.indices)}, but with ray.address Ray chooses among the GPUs of all "
-                f"nodes; set {role.section}.num_devices={len(role.indices)} and leave the list null"
-            )
-    if not cfg.policy.kl_coef > 0:
-        asked = roles.pop(1)
-        if asked.count is not None:
-            raise ValueError(
-                f"{asked.section} asks for {_devices(asked.count)}, but with policy.kl_coef={cfg.policy.kl_coef} no "
-                f"reference is loaded; set policy.kl_coef above 0, or leave {asked.section} null"
-            )
+    roles = _roles(cfg, counts_only)
     alone = visible == 1 and not counts_only  # a cluster's trainers and engines have GPUs of their own
     plan = _give_out(roles, mode, visible, alone) if visible else _on_cpu(roles, mode, cores, world)
     asked = cfg.inference_model.tensor_parallel_size
@@ -138,6 +128,34 @@ def allocate(
     shares = bool(visible) and mode == "async" and plan["inference"] == plan["train"]
     engine_share = _engine_share(cfg, plan["train"][0]) if shares else 0.0
     return Devices(plan["train"], plan.get("ref", ()), plan["inference"], tensor_parallel_size, engine_share)
+
+
+def check_on_cpu(cfg: Sections, mode: str = "sync") -> None:
+    """Refuses what :func:`allocate` would on a machine without a GPU, before torch is imported.
+
+    Raises:
+        ValueError: GPUs are asked for.
+    """
+    _check_on_cpu(_roles(cfg, counts_only=False), mode)
+
+
+def _roles(cfg: Sections, counts_only: bool) -> list[_Role]:
+    """The roles of the run; that of the reference only where one is loaded."""
+    roles = [_Role.read(cfg, name) for name in ("train", "ref", "inference")]
+    for role in roles:
+        if counts_only and role.indices is not None:
+            raise ValueError(
+                f"{role.section}.devices={list(role.indices)}, but with ray.address Ray chooses among the GPUs of all "
+                f"nodes; set {role.section}.num_devices={len(role.indices)} and leave the list null"
+            )
+    if not cfg.policy.kl_coef > 0:
+        asked = roles.pop(1)
+        if asked.count is not None:
+            raise ValueError(
+                f"{asked.section} asks for {_devices(asked.count)}, but with policy.kl_coef={cfg.policy.kl_coef} no "
+                f"reference is loaded; set policy.kl_coef above 0, or leave {asked.section} null"
+            )
+    return roles
 
 
 def _engine_share(cfg: Sections, device: torch.device) -> float:
@@ -186,8 +204,7 @@ def _devices(count: int) -> str:
     return f"{count} device" + ("s" if count > 1 else "")
 
 
-def _on_cpu(roles: list[_Role], mode: str, cores: int | None, world: int) -> dict[str, tuple[torch.device, ...]]:
-    """One device for all roles in sync mode; in async mode one for each process, all of which share the cores."""
+def _check_on_cpu(roles: list[_Role], mode: str) -> None:
     for role in roles:
         remedy = f"leave it null, and set {role.section}.num_devices to split the CPU's cores"
         remedy = "leave it null to use the CPU" if mode == "sync" else remedy
@@ -195,6 +212,13 @@ def _on_cpu(roles: list[_Role], mode: str, cores: int | None, world: int) -> dic
             raise ValueError(f"{role.section}.devices={list(role.indices)}, but no GPU is visible; {remedy}")
         if mode == "sync" and (role.count or 1) > 1:
             raise ValueError(f"{role.section}.num_devices={role.count}, but no GPU is visible; {remedy}")
+
+
+def _on_cpu(roles: list[_Role], mode: str, cores: int | None, world: int) -> dict[str, tuple[torch.device, ...]]:
+    """One device for all roles in sync mode; in async mode one for each process, all of which share the cores."""
+    import torch
+
+    _check_on_cpu(roles, mode)
     if mode == "sync":
         _say_everything_shares_the_cpu()
         return {role.name: (torch.device("cpu"),) for role in roles}
@@ -275,6 +299,8 @@ class FarDevice:
 
 
 def _gpu(index: int) -> Any:
+    import torch
+
     return torch.device("cuda", index) if index < 128 else FarDevice(index)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from grpo_rl.policies.lora import Quantization
+from grpo_rl.policies.adapters import Quantization
 from grpo_rl.settings.declaration import Section, setting
 from grpo_rl.training.schedules import Refresh
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from grpo_rl.data.advantages import check_advantage
-from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.sampling import Sampling
 from grpo_rl.envs.rewards.registry import read_parts
-from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.policies.lora import check_quantization
+from grpo_rl.losses.choices import check_advantage, check_loss
+from grpo_rl.policies.adapters import check_quantization
 from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.derived import adapters, group_sizes, kl_in_reward, loss_terms
 from grpo_rl.settings.models import LoRASection
@@ -133,7 +132,7 @@ def _check_loss(settings: Sections) -> None:
         raise ValueError(
             f"loss.normalizer is {loss.normalizer}, and loss.aggregate={loss.aggregate} reads none: use null"
         )
-    GRPOLoss(**loss_terms(settings))
+    check_loss(**loss_terms(settings))
     group_sizes(settings)
     check_advantage(loss.advantage, loss.advantage_clip, kl_in_reward(settings), loss.kl)
 

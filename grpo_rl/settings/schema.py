@@ -17,7 +17,7 @@ from grpo_rl.settings.misfits import misfits
 from grpo_rl.settings.relations import check_relations
 from grpo_rl.settings.sections import Env, Sections, declarations
 from grpo_rl.settings.tasks import TASKS
-from grpo_rl.training.checkpoint import IGNORED, REMOVED
+from grpo_rl.training.former_settings import IGNORED, REMOVED
 
 ABSENT = object()
 REFUSED = dict.fromkeys(
@@ -73,6 +73,7 @@ class Settings(Sections):
         if dataset not in TASKS:
             raise ValueError(declarations(None)["env.dataset"].wrong_value("env.dataset", dataset or "null"))
         known, names = declarations(dataset), leaves(values)
+        _check_sections(values, known)
         check_keys(names, dataset)
         if missing := sorted(key for key in known if select(values, key, ABSENT) is ABSENT):
             what, remedy = "the config", "build it on grpo_gsm8k by `defaults: [grpo_gsm8k]`"
@@ -131,6 +132,16 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(section, {})
         node[name] = value
     return tree
+
+
+def _check_sections(values: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuses a value in the place of a section, whose keys would all be missing."""
+    for key in known:
+        names = key.split(".")
+        for section in (".".join(names[:depth]) for depth in range(1, len(names))):
+            value = select(values, section, ABSENT)
+            if value is not ABSENT and not isinstance(value, Mapping):
+                raise ValueError(f"{section} is {value!r}, and it is a section; set its keys, such as {key}")
 
 
 def check_keys(names: Iterable[str], dataset: str | None = None) -> None:

@@ -6,11 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Any, Literal
 
-from grpo_rl.data.advantages import Kind as Advantage
-from grpo_rl.losses.aggregate import Aggregation
-from grpo_rl.losses.correction import Correction, Level
-from grpo_rl.losses.kl import KL
-from grpo_rl.losses.surrogate import Ratio, Surrogate
+from grpo_rl.losses.choices import KL, Advantage, Aggregation, Correction, Level, Ratio, Surrogate
 from grpo_rl.settings.declaration import REQUIRED, Section, declared, setting
 from grpo_rl.settings.models import InferenceModel, Model, RefModel, SamplingSection, TrainModel
 from grpo_rl.settings.tasks import TASKS

@@ -30,6 +30,7 @@ from grpo_rl.monitor.lineage import RESPONSES, TOKENS
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.whole_file import make_folder, sync
+from grpo_rl.training.former_settings import IGNORED, REMOVED
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints inside the run's folder."""
@@ -61,13 +62,6 @@ MAY_DIFFER = (
     "ray",
 )
 """Config keys that a resumed run may change: none of them touches what is computed, but for rounding."""
-IGNORED = ("inference_model.push_changes", "inference_model.start_s", "mismatch.first_tokens")
-"""Config keys of older checkpoints that exist no more, and never touched what is computed."""
-REMOVED: Mapping[str, object] = {
-    "policy.kl_gain": 0.1,
-    "train.reward_scale": 1.0,
-}
-"""Config keys of older checkpoints that exist no more, with the only value that still means the same."""
 
 
 def seed_rng(seed: int) -> None:

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.losses.correction import check_correction, correction_weight
+from grpo_rl.losses.choices import check_correction
+from grpo_rl.losses.correction import correction_weight
 
 RATIOS = [0.25, 0.5, 1.0, 2.0, 4.0]
 RESPONSE = torch.tensor([0, 0, 2, 2, 3])  # products 1/8, 2 and 4; response 1 is empty

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from typing import get_args
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torchrl.trainers.trainers import OptimizerHook
 
 from grpo_rl.losses.aggregate import Aggregation, StepTotals, token_weights
+from grpo_rl.losses.choices import check_loss
 from grpo_rl.losses.grpo import LOSSES, METRIC_SUMS, GRPOLoss
 from grpo_rl.losses.kl import KL
 from grpo_rl.losses.surrogate import Ratio, Surrogate
@@ -388,3 +390,11 @@ def test_an_entry_that_is_missing_is_named_with_who_writes_it(settings, missing,
 def test_settings_that_cannot_be_meant_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         GRPOLoss(**settings)
+
+
+def test_the_check_of_settings_takes_what_the_loss_takes_with_the_same_defaults():
+    of_loss, of_check = (
+        {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+        for function in (GRPOLoss.__init__, check_loss)
+    )
+    assert {"self": inspect.Parameter.empty, **of_check} == of_loss

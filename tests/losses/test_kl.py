@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.losses.kl import REWARD_KL, k3, kl_estimate
+from grpo_rl.losses.choices import REWARD_KL
+from grpo_rl.losses.kl import k3, kl_estimate
 
 LOG_PROBS = st.floats(-20, 0)
 LOGITS = st.floats(-3, 3)

@@ -18,8 +18,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from grpo_rl.policies.adapters import LoRA, check_quantization
 from grpo_rl.policies.compiler import has_compiler
-from grpo_rl.policies.lora import LoRA, adapted_layers, adapters_off, add_adapters, base_weights, check_quantization
+from grpo_rl.policies.lora import adapted_layers, adapters_off, add_adapters, base_weights
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.testing import KeepFp64, random_group, save_tiny_model, to_fp64
 from grpo_rl.training.optimizer import PolicyOptimizer

@@ -32,6 +32,7 @@ from grpo_rl.run.claim import claim
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.run.summary import read_evaluation, write_evaluation
+from grpo_rl.settings import config as settings_config
 from grpo_rl.settings.sections import Train
 from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
@@ -173,6 +174,19 @@ def test_a_sweep_runs_every_job_in_one_process(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--multirun", *overrides, f"hydra.sweep.dir={tmp_path}"])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     assert [read_metrics(tmp_path / job)[-1]["lr"] for job in "01"] == [1e-3 / 2, 1e-4 / 2]  # second of 4 warm-up steps
+
+
+def test_a_run_says_what_it_does_before_its_first_step(tiny, tmp_path, capsys):
+    run([*tiny, "train.total_dialog_turns=16"], tmp_path / "run")
+    told = [line.rpartition(" … ")[0] for line in capsys.readouterr().out.splitlines() if line.endswith(" s")]
+    assert [line for line in told if line and "measuring" not in line] == [
+        "importing torch and the rest",
+        "finding " + tiny[0].partition("=")[2],
+        "reading the data of gsm8k",
+        "loading the model",
+        "starting the transformers engine",
+        "evaluating 4 held-out rows",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -539,6 +553,7 @@ def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Section, "__getattribute__", recorded)
     monkeypatch.setattr(Settings, "read", unrecorded(checked))
+    monkeypatch.setattr(settings_config, "check_machine", unrecorded(settings_config.check_machine))
     for name in ("as_json", "as_text"):
         monkeypatch.setattr(Settings, name, unrecorded(getattr(Settings, name)))
     overrides = [*tiny, "logger.backend=wandb", "logger.mode=offline", "train.total_dialog_turns=16"]

@@ -1,0 +1,66 @@
+"""Sampling: the settings by which an engine samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of sampling.
+
+    Args:
+        temperature: logits are divided by it; 0 is greedy.
+        top_p: mass of the nucleus; 1 samples from the whole distribution.
+        max_new_tokens: a response that reaches this many tokens without ending is truncated.
+        min_new_tokens: no end of sequence before this many tokens; benchmarks use it to fix the work.
+        top_k: only the so many likeliest tokens are sampled; 0: all.
+        min_p: only tokens of at least this share of the likeliest one's probability are sampled; 0: all.
+        stop: a response ends with the token that completes one of these strings in its text, special tokens left out;
+            the token stays, as it was sampled.
+        ignore_eos: a response goes on behind an end-of-sequence token.
+
+    Engines apply the temperature, then min-p, then top-k, then top-p to what is left, as vLLM does.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature <= 2:
+            raise ValueError(f"sampling.temperature is {self.temperature}; it must be in [0, 2], 0 being greedy")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p is {self.top_p}; it must be in (0, 1]")
+        if self.max_new_tokens < 1 or self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"sampling.max_new_tokens is {self.max_new_tokens}; it must be at least 1 and at least "
+                f"min_new_tokens ({self.min_new_tokens})"
+            )
+        if self.top_k < 0:
+            raise ValueError(f"sampling.top_k is {self.top_k}; it must be 0, which keeps all tokens, or more")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"sampling.min_p is {self.min_p}; it must be in [0, 1), 0 keeping all tokens")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"sampling.stop is {self.stop!r}; it must be a list of strings, none of them empty")
+        if self.stop and self.min_new_tokens:
+            raise ValueError(
+                f"sampling.stop ends responses that min_new_tokens ({self.min_new_tokens}) holds back; use one of them"
+            )
+
+    @property
+    def cuts(self) -> bool:
+        """Tells whether tokens are cut off, so that samples come with their kept sets; greedy ones never do.
+
+        >>> Sampling(top_p=0.9).cuts, Sampling().cuts, Sampling(temperature=0.0, top_k=5).cuts
+        (True, False, False)
+        """
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)

@@ -1,0 +1,131 @@
+"""The choices in a config's section ``loss``, and the checks of its numbers.
+
+Nothing here imports torch: a wrong setting is reported before the seconds that its import takes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Surrogate = Literal["clipped", "cispo", "sapo", "plain"]
+"""The values of ``loss.surrogate``."""
+Ratio = Literal["token", "sequence", "sequence_token"]
+"""The values of ``loss.ratio``: the ratio of each token, or of its response."""
+Aggregation = Literal["sequence_mean", "token_mean", "constant", "prompt_mean"]
+"""The values of ``loss.aggregate``."""
+Correction = Literal["none", "truncate", "mask"]
+"""The values of ``loss.correction``."""
+Level = Literal["token", "sequence"]
+"""The values of ``loss.correction_level``: a weight per token, or per response."""
+KL = Literal["k1", "k2", "k3", "k3+", "k3_is"]
+"""The values of ``loss.kl``."""
+REWARD_KL = ("k1", "k2", "k3")
+"""The kinds with different values, for a KL in the reward; the others differ only in their gradient."""
+Advantage = Literal["zscore", "no_std", "leave_one_out", "batch_std", "batch_zscore", "multi_reward"]
+"""The values of ``loss.advantage``."""
+
+
+def check_loss(
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    *,
+    surrogate: str = "clipped",
+    ratio: str = "token",
+    dual_clip: float | None = None,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    kl: str = "k3",
+    correction: str = "none",
+    correction_level: str = "token",
+    correction_low: float = 0.5,
+    correction_high: float = 2.0,
+) -> None:
+    """Refuses arguments of `grpo_rl.losses.grpo.GRPOLoss` that give no loss.
+
+    Raises:
+        ValueError: a setting is unknown or out of range, or the KL estimate would have no effect.
+    """
+    for name, value, choices in (("surrogate", surrogate, Surrogate), ("ratio", ratio, Ratio), ("kl", kl, KL)):
+        if value not in get_args(choices):
+            raise ValueError(f"loss.{name} is {value!r}; it can be {', '.join(get_args(choices))}")
+    check_clips(clip_low, clip_high, dual_clip)
+    check_correction(correction, correction_level, correction_low, correction_high)
+    if dual_clip is not None and surrogate != "clipped":
+        raise ValueError(f"loss.dual_clip is {dual_clip}, and loss.surrogate={surrogate} has none; set it to null")
+    if not (tau_pos > 0 and tau_neg > 0):
+        raise ValueError(f"loss.tau_pos is {tau_pos} and loss.tau_neg {tau_neg}; both must be more than 0")
+    if kl_coef and kl == "k1":
+        raise ValueError(
+            "loss.kl=k1 in the loss has a gradient of mean zero, so it would have no effect; use k2, k3, k3+ or "
+            "k3_is, or loss.kl_in=reward"
+        )
+
+
+def check_clips(clip_low: float, clip_high: float, dual_clip: float | None = None) -> None:
+    """Checks that the clips are bounds around a ratio of 1.
+
+    Raises:
+        ValueError: names the clip and its valid values.
+    """
+    if not 0 <= clip_low <= 1 or not clip_high >= 0:
+        raise ValueError(
+            f"loss.clip_low is {clip_low} and loss.clip_high {clip_high}; need clip_low in [0, 1], clip_high >= 0"
+        )
+    if dual_clip is not None and not dual_clip >= 1 + clip_high:
+        raise ValueError(
+            f"loss.dual_clip is {dual_clip}; it bounds ratios of negative advantages beyond 1 + loss.clip_high; use at "
+            f"least {1 + clip_high} (3 is usual), or null"
+        )
+
+
+def check_correction(how: str, level: str, low: float, high: float) -> None:
+    """Checks the settings of the correction.
+
+    Raises:
+        ValueError: names the setting and its valid values.
+    """
+    if how not in get_args(Correction):
+        raise ValueError(f"loss.correction is {how!r}; it can be {', '.join(get_args(Correction))}")
+    if level not in get_args(Level):
+        raise ValueError(f"loss.correction_level is {level!r}; it can be {', '.join(get_args(Level))}")
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(
+            f"loss.correction_low is {low} and loss.correction_high {high}; a weight of 1 must lie between them"
+        )
+
+
+def check_aggregation(how: str, normalizer: int | float | None) -> None:
+    """Checks the aggregation.
+
+    Raises:
+        ValueError: names the setting and its valid values.
+    """
+    if how not in get_args(Aggregation):
+        raise ValueError(f"unknown aggregation {how!r}; choose one of {', '.join(get_args(Aggregation))}")
+    if how == "constant" and not (normalizer and normalizer > 0):
+        raise ValueError(f"loss.normalizer is {normalizer}; loss.aggregate=constant divides by it, use more than 0")
+
+
+def check_advantage(
+    kind: str, clip: float | None = None, kl_coef: float = 0.0, kl: str = "k1", reward_clip: float | None = None
+) -> None:
+    """Refuses settings of `grpo_rl.data.advantages.AdvantageEstimator` that give no advantage.
+
+    Raises:
+        ValueError: names the setting and its valid values.
+    """
+    if kind not in get_args(Advantage):
+        raise ValueError(f"unknown advantage {kind!r}; choose one of {', '.join(get_args(Advantage))}")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"loss.advantage_clip is {clip}; use more than 0, or null")
+    if reward_clip is not None and not reward_clip > 0:
+        raise ValueError(f"train.reward_clip is {reward_clip}; use more than 0, or null")
+    if kl_coef and kl not in REWARD_KL:
+        raise ValueError(f"loss.kl={kl} differs by its gradient, and a reward has none; use {', '.join(REWARD_KL)}")
+    if kind == "multi_reward" and (kl_coef or reward_clip is not None):
+        raise ValueError(
+            "loss.advantage=multi_reward looks at parts of the reward, not at their sum; use loss.kl_in=loss and leave "
+            "train.reward_clip at null"
+        )

@@ -1,0 +1,72 @@
+"""One line for each way in which a config can't be composed: what was wrong, and the nearest name that exists."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
+from yaml import MarkedYAMLError, YAMLError
+
+KINDS = {"": "config", "env": "task", "experiment": "recipe"}
+"""The word for a member of each config group, where it is not the group's name; ``""``: files of the folder itself."""
+NEEDS_PLUS = re.compile(r"To append to your default list use (\S+)")
+CHOSEN_ALREADY = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (\S+)'")
+
+
+def explained(error: Exception, arguments: Sequence[str] = (), folders: Iterable[Path] = ()) -> str:
+    """The error of composing a config as one line, with the remedy.
+
+    Args:
+        error: Hydra's, or that of a YAML file.
+        arguments: the command line; a name that it does not hold is told with the file that does.
+        folders: the folders with configs, whose names are offered for an unknown ``--config-name``.
+    """
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        known = error.options or sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+        line = unknown(KINDS.get(group, group), name, known)
+        return line if any(name in word for word in arguments) else f"{_holder(name, folders)}{line}"
+    if isinstance(error, ConfigCompositionException) and (plus := NEEDS_PLUS.search(str(error))):
+        return f"{plus[1].lstrip('+')} adds a config that the command did not have; write it with a plus: {plus[1]}"
+    if isinstance(error, ConfigCompositionException) and (twice := CHOSEN_ALREADY.search(str(error))):
+        return f"{twice[1]} is chosen already, and a plus adds another; write {twice[1]}={twice[2]} without it"
+    if isinstance(error, OverrideParseException):
+        what = _joined(error).partition(" See https")[0]
+        return f"{error.override!r} can't be read as KEY=VALUE ({what}); quote texts with signs in them: 'KEY=\"a, b\"'"
+    if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark or error.context_mark):
+        name = mark.name if mark.name.startswith("<") else Path(mark.name).resolve()
+        what = " ".join(filter(None, (error.problem, error.context)))
+        return f"{name}, line {mark.line + 1}, column {mark.column + 1} is no YAML: {what}; correct that line"
+    if isinstance(error, YAMLError):
+        return f"a config file is no YAML: {_joined(error)}"
+    cause = f" ({_joined(error.__cause__)})" if error.__cause__ else ""
+    return _joined(error) + cause
+
+
+def _holder(name: str, folders: Iterable[Path]) -> str:
+    """The file that asks for a config of this name, as the beginning of a line."""
+    files = (path for folder in folders for path in sorted(folder.rglob("*.yaml")))
+    return next((f"{path}: " for path in files if re.search(rf"\b{re.escape(name)}\b", path.read_text("utf-8"))), "")
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """The line about a name that does not exist.
+
+    >>> unknown("loss", "drgrpo", ["dapo", "dr_grpo"])
+    "unknown loss 'drgrpo'; did you mean dr_grpo? (all: dapo, dr_grpo)"
+    >>> unknown("recipe", "x", [])
+    "unknown recipe 'x'; there is none"
+    """
+    known = list(known)
+    if not known:
+        return f"unknown {kind} {name!r}; there is none"
+    close = difflib.get_close_matches(name, known, n=1)
+    guess = f"did you mean {close[0]}? (all: {', '.join(known)})" if close else f"choose one of {', '.join(known)}"
+    return f"unknown {kind} {name!r}; {guess}"
+
+
+def _joined(error: BaseException) -> str:
+    return " ".join(str(error).split())

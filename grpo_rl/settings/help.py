@@ -1,0 +1,145 @@
+"""Help: what `--help` prints, from the declarations of settings and the first comment lines of config files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from grpo_rl.settings.composing_errors import unknown
+from grpo_rl.settings.declaration import REQUIRED, Setting, plain
+from grpo_rl.settings.sections import Sections, declarations
+
+FLAGS = ("--help", "-h")
+FIRST = (
+    "model.name",
+    "env.dataset",
+    "env.path",
+    "env.eval_path",
+    "env.num_envs",
+    "env.repeats",
+    "sampling.max_new_tokens",
+    "train.total_dialog_turns",
+    "train.optim_batch_size",
+    "optimizer.lr",
+    "policy.kl_coef",
+    "evaluate.rows",
+    "resume",
+)
+"""The settings that people change first."""
+EXAMPLES = {
+    "+experiment=quickstart": "a small model learns in minutes, on a laptop too",
+    "model.name=Qwen/Qwen2.5-0.5B-Instruct env.path=train.jsonl optimizer.lr=1e-6": "your model, your problems",
+    "env.dataset=countdown loss=dr_grpo": "another task, another loss",
+    "--config-dir configs --config-name mine": "configs/mine.yaml, which begins with `defaults: [grpo_gsm8k, _self_]`",
+    "--multirun optimizer.lr=1e-6,1e-5": "a sweep",
+    "resume=auto": "go on with the newest run of this config",
+}
+MORE = {
+    "--help optimizer": "the settings of a section, explained; --help optimizer.lr: one of them",
+    "--cfg job": "the config of a command line, without running it; docs/settings.md explains all",
+    "--hydra-help": "Hydra's own options, such as --multirun and --config-dir",
+}
+_LINK = re.compile(r"\s*\(https?://[^)]*\)|:\s*(https?://|github\.com/).*")
+
+
+def topic(arguments: Sequence[str]) -> str | None:
+    """What a command line asks help on: a section, a key, or ``""`` for all; None: it asks for none.
+
+    >>> topic(["--help", "optimizer"]), topic(["loss=dapo", "-h"]), topic(["loss=dapo"])
+    ('optimizer', '', None)
+    """
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        if word in FLAGS:
+            return "" if "=" in following or following.startswith(("-", "+", "~")) else following
+    return None
+
+
+def help_text(about: str, says: str, config_name: str, folders: Sequence[Path], dataset: str | None = None) -> str:
+    """The help on a section or key, or on the script itself.
+
+    Args:
+        about: what :func:`topic` gives.
+        says: the script's docstring, whose first paragraph is shown.
+        config_name: its default config.
+        folders: the folders with configs: the project's, and the user's.
+        dataset: the task whose settings are shown beside those of all tasks.
+
+    Raises:
+        ValueError: there is no such section or key; with the nearest.
+    """
+    lines = _settings(about, dataset) if about else _overview(says, config_name, folders)
+    return "\n".join(lines)
+
+
+def _overview(says: str, config_name: str, folders: Sequence[Path]) -> Iterator[str]:
+    command = f"python {sys.argv[0]}" if sys.argv[0].endswith(".py") else Path(sys.argv[0]).name
+    yield says
+    yield ""
+    yield f"usage: {command} [KEY=VALUE ...] [+experiment=RECIPE] [--config-name NAME (now {config_name})]"
+    known = declarations(None)
+    yield from _block("Settings that people change first, with their defaults:", _pairs(FIRST, known), 40)
+    yield from _block("Recipes, +experiment=NAME:", _members("experiment", folders))
+    yield from _block("Tasks, env.dataset=NAME:", _members("env", folders))
+    yield from _block("Losses, loss=NAME:", _members("loss", folders))
+    yield from _block("Examples:", [(f"{command} {words}", says) for words, says in EXAMPLES.items()], 76)
+    yield from _block("More:", MORE.items())
+
+
+def _settings(about: str, dataset: str | None) -> Iterator[str]:
+    known = declarations(dataset)
+    keys = [key for key in known if key == about or key.startswith(f"{about}.")]
+    if not keys:
+        sections = list(dict.fromkeys(key.rpartition(".")[0] for key in known if "." in key))
+        raise ValueError(unknown("section or setting", about, [*sections, *known] if "." in about else sections))
+    if section := Sections.__dataclass_fields__.get(about):
+        makes = section.default_factory
+        yield f"{about}: {makes.__doc__}" if isinstance(makes, type) else about
+    yield from _block("", _pairs(keys, known), 40)
+
+
+def _pairs(keys: Iterable[str], known: dict[str, Setting]) -> list[tuple[str, str]]:
+    """Each setting with its default, and what it means with its range."""
+    pairs = []
+    for key in keys:
+        if known[key].default is REQUIRED:  # the task's config has it
+            pairs.append((key, known[key].comment))
+            continue
+        setting = known[key]
+        default = setting.default if isinstance(setting.default, str) else json.dumps(plain(setting.default))
+        limits = f" ({setting.bounds})" if setting.bounds else ""
+        pairs.append((f"{key}={default}", setting.comment + limits))
+    return pairs
+
+
+def _members(group: str, folders: Sequence[Path]) -> list[tuple[str, str]]:
+    """Each config of a group with its first comment, without links."""
+    files = {path.stem: path for folder in folders for path in sorted((folder / group).glob("*.yaml"))}
+    return [(name, _first_comment(path)) for name, path in files.items()]
+
+
+def _first_comment(path: Path) -> str:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") and not line.startswith("# @package"):
+            return _LINK.sub("", line.lstrip("# ")).rstrip(" :,")
+    return ""
+
+
+def _block(title: str, pairs: Iterable[tuple[str, str]], column: int = 22) -> Iterator[str]:
+    """A table of two columns under a title; a left side that is too long has a line of its own."""
+    width = min(shutil.get_terminal_size((120, 24)).columns, 120)
+    column = min(column, width // 2)
+    if title:
+        yield f"\n{title}"
+    for left, right in pairs:
+        start = f"  {left}".ljust(column)
+        if len(start) > column:
+            yield start
+            start = " " * column
+        text = textwrap.wrap(right, width - column - 1, break_long_words=False) or [""]
+        yield f"{start} {text[0]}".rstrip()
+        yield from (" " * (column + 1) + line for line in text[1:])

