@@ -39,8 +39,8 @@ FACTS = (
 )
 """The settings that advisories go by, or name with their values."""
 RULES: dict[str, tuple[Rule, str]] = {
-    "reward_falls": (learning.reward_falls, "the-reward-falls"),
-    "bad_steps": (learning.bad_steps, "nan-infinity-"),
+    "unstable": (learning.unstable, "training-is-unstable"),
+    "bad_steps": (learning.bad_steps, "nan-and-infinity"),
     "scorers_fail": (machine.scorers_fail, "scorers-fail"),
     "cut_off": (learning.cut_off, "responses-are-cut-off"),
     "zero_rewards": (learning.zero_rewards, "all-rewards-are-equal-and-nothing-is-learned"),
@@ -62,15 +62,15 @@ RULES: dict[str, tuple[Rule, str]] = {
 }
 """Each advisory's condition and section, causes before what follows from them."""
 CAUSES = {
-    "cut_off": ("reward_falls",),
-    "zero_rewards": ("reward_falls", "scorers_fail", "cut_off"),
-    "no_variance": ("reward_falls", "scorers_fail", "cut_off", "zero_rewards", "entropy_collapse"),
-    "entropy_collapse": ("reward_falls",),
-    "repetition": ("reward_falls",),
-    "length_limit": ("reward_falls", "cut_off", "paid_for_length"),
-    "length_collapse": ("reward_falls", "zero_rewards"),
-    "kl_runaway": ("reward_falls",),
-    "off_policy": ("reward_falls",),
+    "cut_off": ("unstable",),
+    "zero_rewards": ("unstable", "scorers_fail", "cut_off"),
+    "no_variance": ("unstable", "scorers_fail", "cut_off", "zero_rewards", "entropy_collapse"),
+    "entropy_collapse": ("unstable",),
+    "repetition": ("unstable",),
+    "length_limit": ("unstable", "cut_off", "paid_for_length"),
+    "length_collapse": ("unstable", "zero_rewards"),
+    "kl_runaway": ("unstable",),
+    "off_policy": ("unstable",),
 }
 """What is not told while one of these, from which it would follow, is the case: one cause, one advisory."""
 PAGE = "docs/troubleshooting.md"

@@ -173,15 +173,15 @@ def memory_metrics(engine_gib: float = 0.0) -> dict[str, float]:
         # Linux counts in KiB, macOS in bytes.
         unit = 2**30 if sys.platform == "darwin" else 2**20
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-        return {"memory/peak_gib": peak, "memory/limit_gib": _memory_limit() / 2**30}
+        return {"memory/peak_gib": peak, "memory/limit_gib": memory_limit() / 2**30}
     peak = torch.cuda.max_memory_allocated() / 2**30
     roles = {"memory/engine_gib": engine_gib, "memory/peak_beside_engine_gib": peak - engine_gib} if engine_gib else {}
-    limit = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
+    limit = torch.cuda.get_device_properties().total_memory / 2**30
     return {"memory/peak_gib": peak, "memory/limit_gib": limit} | roles
 
 
 @cache
-def _memory_limit(bound: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+def memory_limit(bound: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     """Bytes that this machine has, or that the container may take where it has a bound of its own."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:

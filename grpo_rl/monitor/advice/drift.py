@@ -32,7 +32,7 @@ def kl_runaway(history: History, facts: Facts) -> Finding | None:
     seen = f"the KL to the reference went from {was:.2g} to {now:.2g} nats a token in {WINDOW} steps"
     seen += f", its target is {target:.2g}" if beyond else f", and the reward stays at {mean(rewards[1]):.3g}"
     remedy = f"{times(facts, 'policy.kl_coef', 4)}, or {times(facts, 'optimizer.lr', 0.5)}"
-    first, last = span(history.last("kl/ref"), lambda value: value > (was + now) / 2)
+    first, last = span(history.last("kl/ref", 2 * WINDOW), lambda value: value > (was + now) / 2)
     return Finding(seen, remedy, first, last)
 
 
@@ -42,8 +42,10 @@ def mismatch_rises(history: History, facts: Facts) -> Finding | None:
     if not last or middle(last) < max(HIGH_MISMATCH, DOUBLED * middle(first)):
         return None
     seen = f"mismatch/mean, of sampler and trainer, went from {middle(first):.2g} to {middle(last):.2g} nats a token"
-    remedy = f"loss.correction=truncate, {times(facts, 'optimizer.lr', 0.5)}, or train_model.dtype=float32 to find the cause"
-    begin, end = span(history.last("mismatch/mean"), lambda value: value >= HIGH_MISMATCH)
+    remedy = (
+        f"loss.correction=truncate, {times(facts, 'optimizer.lr', 0.5)}, or train_model.dtype=float32 to find the cause"
+    )
+    begin, end = span(history.last("mismatch/mean", 2 * WINDOW), lambda value: value >= HIGH_MISMATCH)
     return Finding(seen, remedy, begin, end)
 
 
@@ -52,16 +54,20 @@ def off_policy(history: History, facts: Facts) -> Finding | None:
     ess = history.last("ess")
     if len(ess) < WINDOW:
         return None
-    clipped = [a + b for a, b in zip(history.values("clip/low_fraction"), history.values("clip/high_fraction"), strict=True)]
+    clipped = [
+        a + b for a, b in zip(history.values("clip/low_fraction"), history.values("clip/high_fraction"), strict=True)
+    ]
     now = middle([value for _, value in ess])
     if now >= HALF and not middle(clipped) > HALF:
         return None
-    seen = f"ess is {now:.2f} and {middle(clipped):.0%} of the tokens are clipped (medians of {WINDOW} steps): the policy "
+    seen = (
+        f"ess is {now:.2f} and {middle(clipped):.0%} of the tokens are clipped (medians of {WINDOW} steps): the policy "
+    )
     seen += f"is far from the one that sampled (kl/sampler {middle(history.values('kl/sampler')):.2g} nats a token)"
     remedies = [times(facts, "optimizer.lr", 0.5)]
     if (facts.get("train.epochs") or 1) > 1:
         remedies.insert(0, change(facts, "train.epochs", 1))
     if "time/wait_s" in history.row and facts.get("train.max_staleness", 1):
         remedies.insert(0, change(facts, "train.max_staleness", max((facts.get("train.max_staleness") or 2) - 1, 0)))
-    first, last = span(ess, lambda value: value < HALF)
+    first, last = span(history.last("ess", 2 * WINDOW), lambda value: value < HALF)
     return Finding(seen, ", or ".join(remedies), first, last)

@@ -46,7 +46,7 @@ def paid_for_length(history: History, facts: Facts) -> Finding | None:
         f"responses grew from {mean(first):.0f} to {mean(last):.0f} tokens, and inside a group the longer ones earn more "
         f"(correlation {correlation:.2f}): length may be what the reward pays for"
     )
-    begin, end = span(history.last("response/mean_length"), lambda value: value >= LONGER * mean(first))
+    begin, end = span(history.last("response/mean_length", 2 * WINDOW), lambda value: value >= LONGER * mean(first))
     return Finding(seen, f"env.rewards.soft_overlong_punishment takes from long responses; {READ}", begin, end)
 
 
@@ -59,5 +59,5 @@ def repetition(history: History, facts: Facts) -> Finding | None:
         f"responses repeat themselves: {mean(last):.0%} of their 4-grams were there before, {mean(first):.0%} in the first "
         f"{WINDOW} steps"
     )
-    begin, end = span(history.last("response/repetition"), lambda value: value >= REPEATED)
+    begin, end = span(history.last("response/repetition", 2 * WINDOW), lambda value: value >= REPEATED)
     return Finding(seen, f"env.rewards.repetition_penalty takes from them; {READ}", begin, end)

@@ -63,6 +63,9 @@ class History:
         """Lines of evaluations: the best before the newest, and the newest."""
         self.paid = False
         """Whether any reward was not 0."""
+        self.alike: tuple[int, int, list[float]] = (0, 0, [])
+        """Since when all responses to all prompts earn the same, for how many steps, and the shares of zero-variance groups
+        in the two steps before; no steps where rewards differ."""
         self._steps: deque[Row] = deque(maxlen=2 * WINDOW)
         self._count = 0
         self._best: list[Row] = []
@@ -71,6 +74,15 @@ class History:
         """Takes a line of metrics."""
         if "reward/mean" in row:
             self.row = row
+            if row.get("reward/std", 1.0) or row.get("reward/zero_std_fraction") != 1:
+                self.alike = (0, 0, [])
+            else:
+                since, steps, before = self.alike
+                self.alike = (
+                    (since, steps + 1, before)
+                    if steps
+                    else (int(row["step"]), 1, self.values("reward/zero_std_fraction", 2))
+                )
             self._steps.append(row)
             self._count += 1
             self.paid |= bool(row["reward/mean"] or row.get("reward/std", 0.0))
@@ -176,9 +188,22 @@ def falling(values: Sequence[float]) -> bool:
 
 
 def span(points: Sequence[Point], shows: Callable[[float], bool]) -> tuple[int, int]:
-    """The first and the last step whose value shows a condition; the whole window if none does."""
-    steps = [step for step, value in points if shows(value)] or [step for step, _ in points]
-    return steps[0], steps[-1]
+    """The steps, first and last, of the newest stretch that shows a condition; the whole window if no value does.
+
+    A stretch has no gap of two values.
+
+    >>> span([(1, 0.9), (2, 0.1), (3, 0.1), (4, 0.9), (5, 0.1), (6, 0.8), (7, 0.1)], lambda value: value > 0.5)
+    (4, 6)
+    """
+    shown = [index for index, (_, value) in enumerate(points) if shows(value)]
+    if not shown:
+        return points[0][0], points[-1][0]
+    first = shown[-1]
+    for index in reversed(shown):
+        if first - index > 2:
+            break
+        first = index
+    return points[first][0], points[shown[-1]][0]
 
 
 def middle(values: Sequence[float]) -> float:
@@ -212,7 +237,7 @@ def times(facts: Facts, name: str, factor: float) -> str:
     now = facts.get(name)
     if not isinstance(now, int | float) or isinstance(now, bool) or not now:
         return change(facts, name, "higher" if factor > 1 else "lower")
-    return change(facts, name, max(round(now * factor), 1) if isinstance(now, int) else now * factor)
+    return change(facts, name, round(now * factor) if isinstance(now, int) and now * factor >= 1 else now * factor)
 
 
 def _text(value: object) -> str:

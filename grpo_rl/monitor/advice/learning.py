@@ -12,6 +12,7 @@ from statistics import fmean
 
 from grpo_rl.monitor.advice.history import (
     EARLY,
+    FEW_GROUPS,
     WINDOW,
     Facts,
     Finding,
@@ -29,7 +30,7 @@ from grpo_rl.monitor.advice.history import (
     times,
 )
 
-MOSTLY, HALF = 0.8, 0.5
+MOSTLY, HALF, QUARTER = 0.8, 0.5, 0.25
 """Shares above which a condition is extreme, and told after ``EARLY`` steps, and above which it is told if it stays.
 Above 0.8 more than four of five samples are wasted. A healthy quickstart begins with 0.59 of its responses cut off, but
 is below 0.5 at the third step, and its mean over ten steps is 0.21."""
@@ -63,7 +64,7 @@ def cut_off(history: History, facts: Facts) -> Finding | None:
     remedy = times(facts, "sampling.max_new_tokens", 2)
     if limit and 4 * limit > (facts.get("inference_model.max_model_len") or math.inf):
         remedy += f" with room for it, {times(facts, 'inference_model.max_model_len', 2)}"
-    first, last = span(steps, lambda value: value >= HALF)
+    first, last = span(history.last("response/truncated_fraction", 2 * WINDOW), lambda value: value >= HALF)
     return Finding(seen, f"{remedy}, or ask for shorter responses (env.system_prompt, env.examples)", first, last)
 
 
@@ -83,15 +84,20 @@ def zero_rewards(history: History, facts: Facts) -> Finding | None:
 
 def no_variance(history: History, facts: Facts) -> Finding | None:
     """Nearly all groups are zero-variance groups, and their rewards are not 0."""
-    steps = _share(history, facts, "reward/zero_std_fraction", EARLY, MOSTLY)
-    rewards, spread = history.values("reward/mean", len(steps)), history.values("reward/std", len(steps))
+    # One reward for all is judged soon; where prompts differ, collapsed entropy may be the cause, which takes longer to tell.
+    constant = history.alike[1] >= EARLY
+    steps = _share(history, facts, "reward/zero_std_fraction", EARLY if constant else WINDOW, MOSTLY)
+    rewards = history.values("reward/mean", len(steps))
     if not steps or falling([value for _, value in steps]) or not any(rewards):
         return None
     share = mean([value for _, value in steps])
     first, last = span(steps, lambda value: value >= HALF)
-    if spread and not any(spread) and len(set(rewards)) == 1:
+    if constant and len(set(rewards)) == 1:
         seen = f"every response of the last {len(steps)} steps earns the same, {rewards[-1]:.3g}"
         return Finding(seen, "env.reward and env.rewards: a reward that tells responses apart", first, last)
+    earlier, later = history.halves("reward/mean")
+    if earlier and rises(earlier, later):
+        return None  # few groups are enough as long as the reward rises by them
     seen = f"in {share:.0%} of the groups of the last {len(steps)} steps all responses earn the same"
     seen += f" (mean reward {mean(rewards):.3g})"
     remedies = [change(facts, "train.max_refills", 5)] if not facts.get("train.max_refills") else []
@@ -132,7 +138,7 @@ def entropy_collapse(history: History, facts: Facts) -> Finding | None:
     remedies = [change(facts, "policy.entropy_coef", 0.001)] if not facts.get("policy.entropy_coef") else []
     remedies += [change(facts, "policy.kl_coef", 0.01)] if not facts.get("policy.kl_coef") else []
     remedies.append(times(facts, "optimizer.lr", 0.5))
-    begin, end = span(history.last("entropy"), lambda value: value <= bound)
+    begin, end = span(history.last("entropy", 2 * WINDOW), lambda value: value <= bound)
     return Finding(seen, ", or ".join(remedies), begin, end)
 
 
@@ -152,7 +158,7 @@ def length_limit(history: History, facts: Facts) -> Finding | None:
     seen += f"off{f' at {limit}' if limit else ''}, {mean(first):.0%} at first"
     remedy = f"{times(facts, 'sampling.max_new_tokens', 2)} if the length is of use, else "
     remedy += "env.rewards.soft_overlong_punishment or loss=dr_grpo"
-    begin, end = span(history.last("response/truncated_fraction"), lambda value: value >= mean(last) / 2)
+    begin, end = span(history.last("response/truncated_fraction", 2 * WINDOW), lambda value: value >= mean(last) / 2)
     return Finding(seen, remedy, begin, end)
 
 
@@ -166,19 +172,38 @@ def length_collapse(history: History, facts: Facts) -> Finding | None:
     seen += f"{mean(rewards[0]):.3g} to {mean(rewards[1]):.3g}"
     remedies = [change(facts, "policy.kl_coef", 0.01)] if not facts.get("policy.kl_coef") else []
     remedies = [times(facts, "optimizer.lr", 0.5), *remedies, "a reward that a short response can't earn (env.rewards)"]
-    begin, end = span(history.last("response/mean_length"), lambda value: value <= SHORTER * mean(first))
+    begin, end = span(history.last("response/mean_length", 2 * WINDOW), lambda value: value <= SHORTER * mean(first))
     return Finding(seen, ", or ".join(remedies), begin, end)
 
 
-def reward_falls(history: History, facts: Facts) -> Finding | None:
-    """The reward fell far below its best and stays there, and the policy is unstable."""
+def unstable(history: History, facts: Facts) -> Finding | None:
+    """The reward fell far below its best and stays there, or all responses became alike at once: steps are too large."""
+    return _collapses(history, facts) or _falls(history, facts)
+
+
+def _collapses(history: History, facts: Facts) -> Finding | None:
+    """From one step to the next no prompt's responses differ in reward any more, where most did before."""
+    since, steps, before = history.alike
+    # Learning takes variance away bit by bit: the quickstart needs ten steps from none to half of its groups.
+    if steps < EARLY or steps * groups_of(facts) < FEW_GROUPS or not before or max(before) > QUARTER:
+        return None
+    seen = (
+        f"since then all responses to all prompts earn {history.row['reward/mean']:.3g}, where {1 - mean(before):.0%} "
+    )
+    seen += "of the groups had variance just before: the policy collapsed within a step"
+    return Finding(seen, _smaller_steps(facts), since, int(history.row["step"]))
+
+
+def _falls(history: History, facts: Facts) -> Finding | None:
     best, last = history.best_and_last()
     if not best:
         return None
     fall = mean_reward(best) - mean_reward(last)
     spread = max(mean([row.get("reward/std", 0.0) for row in rows]) for rows in (best, last))
     # Groups, not responses, count: the responses to one prompt resemble each other.
-    errors = [row.get("reward/std", 0.0) ** 2 / groups_of(facts) / len(rows) ** 2 for rows in (best, last) for row in rows]
+    errors = [
+        row.get("reward/std", 0.0) ** 2 / groups_of(facts) / len(rows) ** 2 for rows in (best, last) for row in rows
+    ]
     if fall <= max(ERRORS * math.sqrt(math.fsum(errors)), SPREADS * spread, 0.0):
         return None
     if not all(row["reward/mean"] < mean_reward(best) - fall / 2 for row in last):
@@ -187,9 +212,12 @@ def reward_falls(history: History, facts: Facts) -> Finding | None:
     if not signs:
         return None
     seen = f"the reward fell from {mean_reward(best):.3g} (step {int(best[-1]['step'])}) to {mean_reward(last):.3g}"
-    remedies = [times(facts, "optimizer.lr", 0.1)]
-    remedies += [change(facts, "policy.kl_coef", 0.01)] if not facts.get("policy.kl_coef") else []
-    return Finding(f"{seen}, and {signs[0]}", ", or ".join(remedies), int(last[0]["step"]), int(last[-1]["step"]))
+    return Finding(f"{seen}, and {signs[0]}", _smaller_steps(facts), int(last[0]["step"]), int(last[-1]["step"]))
+
+
+def _smaller_steps(facts: Facts) -> str:
+    kl = f", or {change(facts, 'policy.kl_coef', 0.01)}" if not facts.get("policy.kl_coef") else ""
+    return times(facts, "optimizer.lr", 0.1) + kl + "; begin again, or from an earlier checkpoint"
 
 
 def bad_steps(history: History, facts: Facts) -> Finding | None:
@@ -218,7 +246,9 @@ def _signs(best: list, last: list) -> list[str]:
     found = []
 
     def both(name: str) -> tuple[float, float]:
-        before, after = (middle([r[name] for r in rows if math.isfinite(r.get(name, math.nan))]) for rows in (best, last))
+        before, after = (
+            middle([r[name] for r in rows if math.isfinite(r.get(name, math.nan))]) for rows in (best, last)
+        )
         return before, after
 
     norm, entropy, ess = both("grad_norm"), both("entropy"), both("ess")

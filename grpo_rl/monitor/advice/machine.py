@@ -38,9 +38,15 @@ FULL = 0.95
 def trainer_waits(history: History, facts: Facts) -> Finding | None:
     """The trainer of an asynchronous run waits for responses most of the time."""
     steps = _parts(history, "wait")
-    if len(steps) < WINDOW or middle([value for _, value in steps]) < WAITS:
+    waits, totals = dict(history.last("time/wait_s")), dict(history.total("time/"))
+    if len(steps) < WINDOW:
         return None
-    share = middle([value for _, value in steps])
+    # A sum, as groups come in waves; without the longest wait, which may be an engine's that was replaced.
+    longest = max(waits, key=lambda step: waits[step])
+    share = sum(waits[step] for step, _ in steps if step != longest)
+    share /= sum(totals[step] for step, _ in steps if step != longest) or 1.0
+    if share < WAITS:
+        return None
     remedies = [f"more engines (inference_model.num_devices{_now(facts, 'inference_model.num_devices')})"]
     remedies.append(times(facts, "env.num_envs", 2))
     if "train.max_staleness" in facts and (facts["train.max_staleness"] or 0) < 4:
@@ -78,7 +84,9 @@ def small_micro_batches(history: History, facts: Facts) -> Finding | None:
     seen = f"an optimizer step is divided into {count:.0f} micro-batches of {tokens:.0f} response tokens"
     remedy = change(facts, "train.micro_batch_tokens", 8 * FEW_TOKENS)
     if accumulates:
-        remedy = f"{change(facts, 'train.gradient_accumulation_steps', None)} with train.micro_batch_tokens={8 * FEW_TOKENS}"
+        remedy = (
+            f"{change(facts, 'train.gradient_accumulation_steps', None)} with train.micro_batch_tokens={8 * FEW_TOKENS}"
+        )
     return Finding(seen, remedy, counts[0][0], counts[-1][0])
 
 
@@ -95,8 +103,12 @@ def scorers_fail(history: History, facts: Facts) -> Finding | None:
         return None
     seen = f"scorers failed on {count:.0f} of about {responses} responses in {len(failed) - 1} steps"
     kinds = [name.removeprefix("failed/") for name in history.row if name.startswith("failed/") and name != GROUPS]
-    remedy = "env.score_timeout_s" + _now(facts, "env.score_timeout_s") if "timeout" in kinds else "env.reward, env.rewards"
-    return Finding(f"{seen} ({', '.join(kinds)})", f"{remedy}: the first failure of each kind was told", grown[0], grown[-1])
+    remedy = (
+        "env.score_timeout_s" + _now(facts, "env.score_timeout_s") if "timeout" in kinds else "env.reward, env.rewards"
+    )
+    return Finding(
+        f"{seen} ({', '.join(kinds)})", f"{remedy}: the first failure of each kind was told", grown[0], grown[-1]
+    )
 
 
 def memory_full(history: History, facts: Facts) -> Finding | None:
