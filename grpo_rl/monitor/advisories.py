@@ -111,9 +111,9 @@ class Advisories:
     >>> for step in range(1, 11):
     ...     row = {"step": step, "reward/mean": 0.5, "response/truncated_fraction": 0.97}
     ...     for advisory in advisories.update(row):
-    ...         print(advisory)  # doctest: +NORMALIZE_WHITESPACE
-    Since step 1: 97% of the responses of the last 5 steps are cut off at 24 tokens. Try sampling.max_new_tokens=48 (now
-    24), or ask for shorter responses (env.system_prompt, env.examples). See docs/troubleshooting.md#responses-are-cut-off
+    ...         print(advisory.name, advisory.seen, advisory.setting, sep="; ")  # doctest: +NORMALIZE_WHITESPACE
+    cut_off; 97% of the responses of the last 5 steps are cut off at 24 tokens; sampling.max_new_tokens=48 (now 24), or
+    ask for shorter responses (env.system_prompt, env.examples)
 
     Args:
         facts: settings by their dotted names, as of :func:`facts_of`; those that are missing are not named.
@@ -169,7 +169,9 @@ def advisories_of(rows: Iterable[Row], facts: Facts) -> list[Advisory]:
 
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of ``FACTS`` by their dotted names, from a config as a run folder keeps it; what it lacks is left out.
+    """The settings of ``FACTS`` by their dotted names, from a config as a run folder keeps it.
+
+    What the config lacks is left out.
 
     >>> facts_of({"env": {"num_envs": 4, "path": "x"}, "optimizer": {"lr": 0.1}})
     {'env.num_envs': 4, 'optimizer.lr': 0.1}

@@ -63,7 +63,7 @@ def write_report(run_dir: str | Path) -> Path:
         title=f"{_subject(config)}: training report",
         subject=f"Training report · {_subject(config)}",
         headline=headline(rows, summary),
-        note=" ".join([_note(rows, summary), *(f"{a}." for a in advisories_of(rows, facts_of(config))), *unread]).strip(),
+        note=" ".join([_note(rows, summary, config), *unread]).strip(),
         tiles=_tiles(rows, summary),
         phases=phase_times(rows),
         drawings=[{**vars(drawing), "svg": Markup(drawing.svg)} for drawing in drawings],
@@ -164,13 +164,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> str:
+def _note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     notes = []
     if not summary.get("finished"):
         last = int(max((row["step"] for row in rows), default=0))
         notes.append(f"The run has not ended, or was stopped: this shows it up to step {last}.")
     if summary.get("finished") and summary.get("eval_gain") is None:
         notes.append("Held-out reward was not measured before and after (evaluate.rows), so there is no gain to state.")
+    notes += [f"{advisory}." for advisory in advisories_of(rows, facts_of(config))]
     return " ".join(notes)
 
 

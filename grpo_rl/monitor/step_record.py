@@ -100,8 +100,8 @@ class StepRecord:
     def metrics(self, sampled_tokens: int, step_s: float) -> dict[str, float]:
         """The metrics of a step that sampled so many tokens and took so many seconds.
 
-        ``train/micro_batches`` counts those of all its optimizer steps; ``train/micro_batch_tokens`` is the mean number of
-        response tokens in one, prompts aside.
+        ``train/micro_batches`` counts those of all its optimizer steps; ``train/micro_batch_tokens`` is the mean number
+        of response tokens in one, prompts aside.
         """
         steps = max(len(self._results), 1)
         metrics = {name.replace("_", "/"): self._sums[name] / steps for name in LOSSES}

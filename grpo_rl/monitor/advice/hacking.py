@@ -28,9 +28,9 @@ def held_out_falls(history: History, facts: Facts) -> Finding | None:
     if fall <= ERRORS * error or fall <= 0 or not after > before:
         return None
     seen = (
-        f"held-out reward fell from {best['eval/reward']:.3f} (step {int(best['step'])}) to {now['eval/reward']:.3f} while "
-        f"the training reward rose from {before:.3f} to {after:.3f}: the policy learns what pays and not what is asked, or "
-        "the training problems by heart"
+        f"held-out reward fell from {best['eval/reward']:.3f} (step {int(best['step'])}) to {now['eval/reward']:.3f} "
+        f"while the training reward rose from {before:.3f} to {after:.3f}: the policy learns what pays and not what is "
+        "asked, or the training problems by heart"
     )
     remedy = f"env.reward, env.path: {READ}, and go back to that step's checkpoint"
     return Finding(seen, remedy, int(now["step"]), int(now["step"]))
@@ -43,8 +43,8 @@ def paid_for_length(history: History, facts: Facts) -> Finding | None:
     if not first or mean(last) < LONGER * mean(first) or not correlation >= BY_LENGTH:
         return None
     seen = (
-        f"responses grew from {mean(first):.0f} to {mean(last):.0f} tokens, and inside a group the longer ones earn more "
-        f"(correlation {correlation:.2f}): length may be what the reward pays for"
+        f"responses grew from {mean(first):.0f} to {mean(last):.0f} tokens, and inside a group the longer ones earn "
+        f"more (correlation {correlation:.2f}): length may be what the reward pays for"
     )
     begin, end = span(history.last("response/mean_length", 2 * WINDOW), lambda value: value >= LONGER * mean(first))
     return Finding(seen, f"env.rewards.soft_overlong_punishment takes from long responses; {READ}", begin, end)
@@ -56,8 +56,8 @@ def repetition(history: History, facts: Facts) -> Finding | None:
     if not first or mean(last) < REPEATED or mean(last) < mean(first) + MORE_REPEATED:
         return None
     seen = (
-        f"responses repeat themselves: {mean(last):.0%} of their 4-grams were there before, {mean(first):.0%} in the first "
-        f"{WINDOW} steps"
+        f"responses repeat themselves: {mean(last):.0%} of their 4-grams were there before, {mean(first):.0%} in the "
+        f"first {WINDOW} steps"
     )
     begin, end = span(history.last("response/repetition", 2 * WINDOW), lambda value: value >= REPEATED)
     return Finding(seen, f"env.rewards.repetition_penalty takes from them; {READ}", begin, end)

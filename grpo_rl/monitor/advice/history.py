@@ -6,12 +6,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 WINDOW = 10
-"""Steps over which a metric is averaged before it is judged. A healthy quickstart's single steps differ by half of their
-own value (reward 0.42 after 0.59); means of ten by less than a sixth of it."""
+"""Steps over which a metric is averaged before it is judged: the mean of ten scatters a third as much as one step."""
 EARLY = 5
 """Steps after which what is extreme is judged: five of a run's steps are the least in which a trend can be told from
 noise, and so many that a smoke run of three or four steps is never judged."""
@@ -19,6 +18,9 @@ Z = 2.0
 """Standard errors of an interval's ends: 95 % of a normal distribution lie between them."""
 FEW_GROUPS = 20
 """Groups of the least sample of which a share is judged: of 20, all of a kind, the interval begins at 0.83."""
+
+TIME, FAILED = "sum/time", "sum/failed"
+"""Metrics that a history adds: seconds of a step, and responses of the whole run whose scorers failed."""
 
 Row = Mapping[str, float]
 Facts = Mapping[str, Any]
@@ -64,8 +66,8 @@ class History:
         self.paid = False
         """Whether any reward was not 0."""
         self.alike: tuple[int, int, list[float]] = (0, 0, [])
-        """Since when all responses to all prompts earn the same, for how many steps, and the shares of zero-variance groups
-        in the two steps before; no steps where rewards differ."""
+        """Since when all responses to all prompts earn the same, for how many steps, and the shares of zero-variance
+        groups in the two steps before; no steps where rewards differ."""
         self._steps: deque[Row] = deque(maxlen=2 * WINDOW)
         self._count = 0
         self._best: list[Row] = []
@@ -73,6 +75,7 @@ class History:
     def add(self, row: Row) -> None:
         """Takes a line of metrics."""
         if "reward/mean" in row:
+            row = {**row, TIME: _sum(row, "time/"), FAILED: _sum(row, "failed/") - row.get("failed/groups", 0)}
             self.row = row
             if row.get("reward/std", 1.0) or row.get("reward/zero_std_fraction") != 1:
                 self.alike = (0, 0, [])
@@ -119,11 +122,6 @@ class History:
         series = self._series.get(name)
         return [value for _, value in (series.first[:steps] if series and first else self.last(name, steps))]
 
-    def total(self, prefix: str, steps: int = WINDOW, without: str = "") -> list[Point]:
-        """The sum of all metrics of a kind, but for one, in each of the newest steps."""
-        rows = list(self._steps)[-steps:]
-        return [(int(r["step"]), sum(r[n] for n in r if n.startswith(prefix) and n != without)) for r in rows]
-
     def ends(self, name: str, steps: int = WINDOW) -> tuple[list[float], list[float]]:
         """The metric's first and its last values, so many of each; empty while they would overlap."""
         series = self._series.get(name)
@@ -140,6 +138,10 @@ class History:
 def mean_reward(rows: Sequence[Row]) -> float:
     """The mean reward of these steps; minus infinity of none."""
     return fmean(row["reward/mean"] for row in rows) if rows else -math.inf
+
+
+def _sum(row: Row, kind: str) -> float:
+    return sum(row[name] for name in row if name.startswith(kind))
 
 
 def groups_of(facts: Facts) -> int:
@@ -168,7 +170,11 @@ def share_interval(share: float, count: int) -> tuple[float, float]:
 
 def standard_error(values: Sequence[float]) -> float:
     """The standard error of the mean, from the scatter of the values; infinite for a single one."""
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    if len(values) < 2:
+        return math.inf
+    centre = fmean(values)
+    # By hand: `statistics.stdev` adds fractions, which takes most of the time of all conditions together.
+    return math.sqrt(math.fsum((x - centre) ** 2 for x in values) / (len(values) - 1) / len(values))
 
 
 def rises(before: Sequence[float], after: Sequence[float], errors: float = Z) -> bool:

@@ -41,7 +41,7 @@ LONGER, SHORTER = 1.25, 0.4
 """Mean length as a part of that of the first steps. Responses of the quickstart go to 0.64 of theirs, and earn more."""
 ERRORS, SPREADS = 4.0, 0.5
 """Standard errors, and standard deviations of a response's reward, by which the reward has to fall. The best five of
-many steps are chosen for being high: over 1,000 steps of noise by 3 standard errors, so two, as elsewhere, would not do."""
+many steps are chosen for being high: by about 3 standard errors over 1,000 steps of noise, so two would not do."""
 UNSTABLE = 3.0
 """Growth of the gradient's norm, or change of the entropy either way, that shows that the weights came off course."""
 BAD_STEPS = 3
@@ -84,7 +84,7 @@ def zero_rewards(history: History, facts: Facts) -> Finding | None:
 
 def no_variance(history: History, facts: Facts) -> Finding | None:
     """Nearly all groups are zero-variance groups, and their rewards are not 0."""
-    # One reward for all is judged soon; where prompts differ, collapsed entropy may be the cause, which takes longer to tell.
+    # One reward for all is judged soon; else collapsed entropy may be the cause, which takes longer to tell.
     constant = history.alike[1] >= EARLY
     steps = _share(history, facts, "reward/zero_std_fraction", EARLY if constant else WINDOW, MOSTLY)
     rewards = history.values("reward/mean", len(steps))
@@ -177,7 +177,7 @@ def length_collapse(history: History, facts: Facts) -> Finding | None:
 
 
 def unstable(history: History, facts: Facts) -> Finding | None:
-    """The reward fell far below its best and stays there, or all responses became alike at once: steps are too large."""
+    """The reward fell far below its best and stays there, or all responses became alike at once."""
     return _collapses(history, facts) or _falls(history, facts)
 
 

@@ -7,6 +7,8 @@ import math
 
 from grpo_rl.monitor.advice.history import (
     EARLY,
+    FAILED,
+    TIME,
     WINDOW,
     Facts,
     Finding,
@@ -23,14 +25,12 @@ WAITS, SAMPLES = 0.5, 0.85
 """Parts of a step's time in which the trainer waits for engines, or nothing but sampling goes on. An asynchronous
 quickstart waits 8 % of its time; a 0.6B model on an H100 samples 77 % of its synchronous step, and is well used."""
 FEW_RESPONSES = 64
-"""Responses of a collection up to which more of them take hardly any longer: a decoding step reads all weights anyway."""
+"""Responses of a collection up to which more of them take hardly any longer: each decoding step reads all weights."""
 FEW_TOKENS, MANY = 1024, 4
-"""Tokens of a micro-batch, and micro-batches of an optimizer step. On an H100 512 tokens took 70 ms and 16,384 tokens 172:
-what few tokens take is launching kernels, 13 times as long a token."""
-FAILED, IN_STEPS = 0.01, 3
+"""Tokens of a micro-batch, and micro-batches of an optimizer step. On an H100 512 tokens took 70 ms and 16,384 tokens
+172: a token of the small one took 13 times as long, most of it for launching kernels."""
+FAILING, IN_STEPS = 0.01, 3
 """Share of responses whose scorer failed, and steps in which one did, of the last ``WINDOW``."""
-GROUPS = "failed/groups"
-"""The one of the counts of failures that is of groups, not of responses."""
 FULL = 0.95
 """Peak of the memory over what there is: beyond, a batch that is a twentieth longer does not fit."""
 
@@ -38,7 +38,7 @@ FULL = 0.95
 def trainer_waits(history: History, facts: Facts) -> Finding | None:
     """The trainer of an asynchronous run waits for responses most of the time."""
     steps = _parts(history, "wait")
-    waits, totals = dict(history.last("time/wait_s")), dict(history.total("time/"))
+    waits, totals = dict(history.last("time/wait_s")), dict(history.last(TIME))
     if len(steps) < WINDOW:
         return None
     # A sum, as groups come in waves; without the longest wait, which may be an engine's that was replaced.
@@ -93,16 +93,18 @@ def small_micro_batches(history: History, facts: Facts) -> Finding | None:
 def scorers_fail(history: History, facts: Facts) -> Finding | None:
     """Scorers fail on responses again and again."""
     # Counted over the whole run; a kind that has not occurred yet has no count.
-    failed = history.total("failed/", WINDOW + 1, without=GROUPS)
+    failed = history.last(FAILED, WINDOW + 1)
     grown = [now for (_, was), (now, is_) in itertools.pairwise(failed) if is_ > was]
     if len(grown) < IN_STEPS:
         return None
     count = failed[-1][1] - failed[0][1]
     responses = (len(failed) - 1) * groups_of(facts) * int(facts.get("env.repeats") or 1)
-    if count < FAILED * responses:
+    if count < FAILING * responses:
         return None
     seen = f"scorers failed on {count:.0f} of about {responses} responses in {len(failed) - 1} steps"
-    kinds = [name.removeprefix("failed/") for name in history.row if name.startswith("failed/") and name != GROUPS]
+    kinds = [
+        name.removeprefix("failed/") for name in history.row if name.startswith("failed/") and name != "failed/groups"
+    ]
     remedy = (
         "env.score_timeout_s" + _now(facts, "env.score_timeout_s") if "timeout" in kinds else "env.reward, env.rewards"
     )
@@ -128,7 +130,7 @@ def memory_full(history: History, facts: Facts) -> Finding | None:
 
 def _parts(history: History, phase: str) -> list[tuple[int, float]]:
     """The part of the time of each of the last steps that a phase took."""
-    totals = dict(history.total("time/", WINDOW))
+    totals = dict(history.last(TIME))
     return [(step, value / totals[step]) for step, value in history.last(f"time/{phase}_s") if totals.get(step)]
 
 
