@@ -173,7 +173,7 @@ def standard_error(values: Sequence[float]) -> float:
     if len(values) < 2:
         return math.inf
     centre = fmean(values)
-    # By hand: `statistics.stdev` adds fractions, which takes most of the time of all conditions together.
+    # By hand, as `statistics.stdev` adds fractions, which is slow.
     return math.sqrt(math.fsum((x - centre) ** 2 for x in values) / (len(values) - 1) / len(values))
 
 
