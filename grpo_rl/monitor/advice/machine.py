@@ -65,7 +65,7 @@ def sampling_dominates(history: History, facts: Facts) -> Finding | None:
         return None
     seen = f"sampling takes {share:.0%} of a step's time, for {responses} responses at a time"
     remedy = f"{times(facts, 'env.num_envs', 4)} with {times(facts, 'train.optim_batch_size', 4)}"
-    remedy = change(facts, "inference_model.engine", "vllm") if slow else remedy
+    remedy = f"{change(facts, 'inference_model.engine', 'vllm')} where it can be installed" if slow else remedy
     return Finding(seen, remedy, *span(steps, lambda value: value >= SAMPLES))
 
 
