@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +163,8 @@ def begin_peak() -> None:
 def memory_metrics(engine_gib: float = 0.0) -> dict[str, float]:
     """``memory/peak_gib``: of the GPU since :func:`begin_peak`, where there is one, else of this process so far.
 
+    ``memory/limit_gib`` is what the GPU has, or what this machine, or the container, lets its processes have together.
+
     Args:
         engine_gib: what an engine in this process holds of the GPU. ``memory/peak_beside_engine_gib`` is the rest of
             the peak, which may come in sampling: then some of it is what the engine took for a batch.
@@ -168,10 +172,22 @@ def memory_metrics(engine_gib: float = 0.0) -> dict[str, float]:
     if not torch.cuda.is_available():
         # Linux counts in KiB, macOS in bytes.
         unit = 2**30 if sys.platform == "darwin" else 2**20
-        return {"memory/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+        return {"memory/peak_gib": peak, "memory/limit_gib": memory_limit() / 2**30}
     peak = torch.cuda.max_memory_allocated() / 2**30
     roles = {"memory/engine_gib": engine_gib, "memory/peak_beside_engine_gib": peak - engine_gib} if engine_gib else {}
-    return {"memory/peak_gib": peak} | roles
+    limit = torch.cuda.get_device_properties().total_memory / 2**30
+    return {"memory/peak_gib": peak, "memory/limit_gib": limit} | roles
+
+
+@cache
+def memory_limit(bound: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """Bytes that this machine has, or that the container may take where it has a bound of its own."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(machine, int(bound.read_text()))
+    except (OSError, ValueError):  # no such file, or "max": no bound
+        return machine
 
 
 def _all_or_none(tensors: list[Tensor | None]) -> list[Tensor]:

@@ -17,11 +17,11 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from grpo_rl.monitor.advisories import advisories_of, facts_of
 from grpo_rl.monitor.charts import LIMITED_PHASES, charts, draw, number
 from grpo_rl.monitor.completions import logged_steps, printable, read_step
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.monitor.progress import duration
-from grpo_rl.monitor.watch import RewardWatch
 from grpo_rl.storage.whole_file import write_whole
 
 SAMPLES_PER_STEP = 4
@@ -63,7 +63,7 @@ def write_report(run_dir: str | Path) -> Path:
         title=f"{_subject(config)}: training report",
         subject=f"Training report · {_subject(config)}",
         headline=headline(rows, summary),
-        note=" ".join([_note(rows, summary), *unread]).strip(),
+        note=" ".join([_note(rows, summary, config), *unread]).strip(),
         tiles=_tiles(rows, summary),
         phases=phase_times(rows),
         drawings=[{**vars(drawing), "svg": Markup(drawing.svg)} for drawing in drawings],
@@ -164,14 +164,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> str:
+def _note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     notes = []
     if not summary.get("finished"):
         last = int(max((row["step"] for row in rows), default=0))
         notes.append(f"The run has not ended, or was stopped: this shows it up to step {last}.")
     if summary.get("finished") and summary.get("eval_gain") is None:
         notes.append("Held-out reward was not measured before and after (evaluate.rows), so there is no gain to state.")
-    notes += [f"{warning}." for warning in RewardWatch.over(rows).warnings.values()]
+    notes += [f"{advisory}." for advisory in advisories_of(rows, facts_of(config))]
     return " ".join(notes)
 
 

@@ -42,7 +42,7 @@ class StepRecord:
         self.phases_s: dict[str, float] = {}
         self._sums: dict[str, float] = defaultdict(float)
         self._results: list[StepResult] = []
-        self._trained_tokens = 0
+        self._trained_tokens = self._micro_batches = 0
         self.begin(())
 
     def begin(self, groups: Sequence[Group]) -> None:
@@ -72,6 +72,7 @@ class StepRecord:
         for name, value in values.items():
             self._sums[name] += value
         self._trained_tokens += len(tokens)
+        self._micro_batches += 1
         self._kl_sum += values["kl_sampler"]
         self._kl_tokens += values["tokens"]
         self.loss_is_finite &= all(math.isfinite(values[name]) for name in LOSSES)
@@ -97,7 +98,11 @@ class StepRecord:
         self._results.append(result)
 
     def metrics(self, sampled_tokens: int, step_s: float) -> dict[str, float]:
-        """The metrics of a step that sampled so many tokens and took so many seconds."""
+        """The metrics of a step that sampled so many tokens and took so many seconds.
+
+        ``train/micro_batches`` counts those of all its optimizer steps; ``train/micro_batch_tokens`` is the mean number
+        of response tokens in one, prompts aside.
+        """
         steps = max(len(self._results), 1)
         metrics = {name.replace("_", "/"): self._sums[name] / steps for name in LOSSES}
         metrics["loss/total"] = sum(metrics.values())
@@ -127,5 +132,10 @@ class StepRecord:
                 "grad_norm": sum(r.grad_norm for r in self._results) / steps,
                 "lr": self._results[-1].lr,
                 "train/optimizer_steps": len(self._results),
+            }
+        if self._micro_batches:
+            metrics |= {
+                "train/micro_batches": self._micro_batches,
+                "train/micro_batch_tokens": self._trained_tokens / self._micro_batches,
             }
         return metrics | time_metrics(self.phases_s, step_s, sampled_tokens, self._trained_tokens)

@@ -14,6 +14,7 @@ from rich.panel import Panel
 from grpo_rl.data.group import Group
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.monitor.advisories import Advisories, facts_of
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.lineage import LineageLog
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
@@ -21,7 +22,6 @@ from grpo_rl.monitor.phases import start_phase
 from grpo_rl.monitor.progress import Progress
 from grpo_rl.monitor.step_record import Observer
 from grpo_rl.monitor.wandb import WandbLog
-from grpo_rl.monitor.watch import RewardWatch
 from grpo_rl.settings.sections import Logger
 
 
@@ -31,7 +31,7 @@ class RunLogs:
     Args:
         config: the whole config as JSON.
         step: the step the run resumes after.
-        resumes: whether there are earlier metrics, whose warnings are not repeated.
+        resumes: whether there are earlier metrics, whose advisories are not repeated.
         loss: the loss, which gives the lineage each token's terms; None: no lineage is stored.
         rank_zero: whether this is rank zero; other ranks write metrics only and show nothing.
     """
@@ -51,7 +51,9 @@ class RunLogs:
         self.metrics = MetricsLog(folder)
         self.completions = CompletionsLog(folder) if logger.completions and rank_zero else None
         self.lineage = LineageLog(folder, config, loss) if loss and rank_zero else None
-        self._watch = RewardWatch.over(read_metrics(folder)) if resumes else RewardWatch()
+        self.advisories = Advisories(facts_of(json.loads(config)))
+        for row in read_metrics(folder) if resumes else ():
+            self.advisories.update(row)
         self.wandb = None
         if logger.backend == "wandb" and rank_zero:
             self.wandb = WandbLog(
@@ -89,10 +91,10 @@ class RunLogs:
         return start_phase(what, self.note, self.rank_zero, live)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs numbers of a step, and warns about suspected reward hacking."""
+        """Logs numbers of a step, and shows the advisories that they raise."""
         self.metrics.log(step, metrics)
-        for warning in self._watch.update({"step": step, **metrics}):
-            self.note(f"Warning. {warning}")
+        for advisory in self.advisories.update({"step": step, **metrics}):
+            self.note(f"Advisory. {advisory}")
         if self.wandb:
             self.wandb.log(step, metrics)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from grpo_rl.monitor.progress import summary_panel
@@ -28,7 +29,8 @@ def end_run(logs: RunLogs, parts: Parts, summary: dict[str, object], checkpoint:
 
 def write_end(logs: RunLogs, summary: dict[str, object], checkpoint: Path) -> Path | None:
     """Writes the summary, completed in place, and the report; returns the report's path, None where it failed."""
-    summary |= {"versions": versions(), "checkpoint": str(checkpoint)}
+    advisories = [asdict(advisory) for advisory in logs.advisories.raised]
+    summary |= {"advisories": advisories, "versions": versions(), "checkpoint": str(checkpoint)}
     write_summary(logs.folder, summary)
     return try_write_report(logs.folder, logs.note)
 

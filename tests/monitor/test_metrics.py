@@ -5,13 +5,14 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from grpo_rl.data.group import Group
-from grpo_rl.monitor.metrics import MetricsLog, memory_metrics, read_metrics, reward_metrics, time_metrics
+from grpo_rl.monitor.metrics import MetricsLog, memory_limit, memory_metrics, read_metrics, reward_metrics, time_metrics
 from grpo_rl.testing import random_group
 
 
@@ -203,9 +204,22 @@ def test_a_full_disk_is_told_with_the_file(tmp_path):
 def test_a_gpus_peak_is_divided_between_trainer_and_engine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 30 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=80 << 30))
     assert memory_metrics(12.5) == {
         "memory/peak_gib": 30.0,
+        "memory/limit_gib": 80.0,
         "memory/engine_gib": 12.5,
         "memory/peak_beside_engine_gib": 17.5,
     }
-    assert memory_metrics() == {"memory/peak_gib": 30.0}
+    assert memory_metrics() == {"memory/peak_gib": 30.0, "memory/limit_gib": 80.0}
+
+
+def test_the_memory_of_a_cpu_is_the_machines_or_the_containers(tmp_path):
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:"))
+    for text, limit in ((str(1 << 30), 1 << 30), ("max", machine), (str(machine + 1), machine)):
+        (bound := tmp_path / text).write_text(f"{text}\n")
+        assert memory_limit(bound) == limit
+    assert memory_limit(tmp_path / "none") == machine
+    metrics = memory_metrics()
+    assert 0 < metrics["memory/peak_gib"] <= metrics["memory/limit_gib"]

@@ -1,0 +1,1 @@
+"""The conditions under which a run is given an advisory."""

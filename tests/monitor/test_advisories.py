@@ -1,0 +1,390 @@
+"""Advisories: each planted trouble is told once, with step and setting; healthy runs, real and noisy, hear nothing."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpo_rl.monitor.advice.history import History, share_interval
+from grpo_rl.monitor.advisories import CAUSES, FACTS, PAGE, RULES, Advisories, Advisory, advisories_of, facts_of
+from grpo_rl.monitor.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+GROUPS, SIZE = 16, 8
+SETTINGS = {
+    "env": {"num_envs": GROUPS, "repeats": SIZE, "score_timeout_s": 60},
+    "inference_model": {"engine": "vllm", "max_model_len": 512, "num_devices": 1, "gpu_memory_utilization": 0.5},
+    "loss": {"mask_truncated": False},
+    "optimizer": {"lr": 5e-5},
+    "policy": {"entropy_coef": 0.0, "kl_coef": 0.02, "target_kl": None},
+    "sampling": {"ignore_eos": False, "max_new_tokens": 256, "temperature": 1.0},
+    "train": {
+        "epochs": 1,
+        "gradient_accumulation_steps": None,
+        "max_refills": 0,
+        "max_staleness": 2,
+        "micro_batch_tokens": 8192,
+        "optim_batch_size": 128,
+        "reward_clip": None,
+    },
+    "train_model": {"gradient_checkpointing": False},
+}
+FROM = 21
+"""The step at which a planted trouble begins, if it does not last from the first step on."""
+
+
+def facts(**changed):
+    return facts_of(SETTINGS) | {name.replace("__", "."): value for name, value in changed.items()}
+
+
+def healthy(steps=60, seed=0, groups=GROUPS):
+    """Lines of a run that learns: rewards are drawn response by response, the rest scatters as in real runs."""
+    rng = random.Random(seed)
+    speed, ends_at = rng.uniform(8, 40), rng.uniform(0.5, 0.85)
+    cut, calm = rng.uniform(0, 0.6), rng.uniform(0.15, 0.8)
+    rows = []
+    for step in range(1, steps + 1):
+        learned = 1 - math.exp(-step / speed)
+        chance = 0.1 + (ends_at - 0.1) * learned
+        rewards = []
+        for _ in range(groups):  # prompts differ in how hard they are, so that responses to one resemble each other
+            of_prompt = rng.betavariate(2 * chance, 2 * (1 - chance))
+            rewards.append([float(rng.random() < of_prompt) for _ in range(SIZE)])
+        flat = [reward for group in rewards for reward in group]
+        mean = sum(flat) / len(flat)
+        truncated = sum(rng.random() < cut * (1 - learned) for _ in flat) / len(flat)
+        entropy = (1.5 - (1.5 - calm) * learned) * rng.uniform(0.9, 1.1)
+        rows.append(
+            {
+                "step": step,
+                "reward/mean": mean,
+                "reward/std": math.sqrt(mean * (1 - mean)),
+                "reward/zero_std_fraction": sum(len(set(group)) == 1 for group in rewards) / groups,
+                "response/mean_length": 120 * (1 - 0.3 * learned) * rng.uniform(0.9, 1.1),
+                "response/truncated_fraction": truncated,
+                "response/repetition": rng.uniform(0, 0.02),
+                "response/length_correlation": rng.uniform(-0.4, 0.2),
+                "entropy": entropy,
+                "grad_norm": rng.lognormvariate(0, 0.4),
+                "lr": 5e-5,
+                "kl/sampler": rng.lognormvariate(-6, 0.4),
+                "kl/ref": 0.08 * learned * rng.lognormvariate(0, 0.4),
+                "clip/low_fraction": 0.0,  # always 0 with one optimizer step a collection
+                "clip/high_fraction": 0.0,
+                "ess": rng.uniform(0.97, 1.0),
+                "mismatch/mean": 0.035 * rng.lognormvariate(0, 0.25),
+                "time/sample_s": rng.uniform(3, 5),
+                "time/train_s": rng.uniform(2, 4),
+                "time/sync_s": 0.2,
+                "time/other_s": 0.1,
+                "train/optimizer_steps": 1,
+                "train/micro_batches": 2,
+                "train/micro_batch_tokens": 7000.0,
+                "optimizer/skipped_steps": int(step > 5),
+                "memory/peak_gib": 60.0 + rng.uniform(0, 4),
+                "memory/limit_gib": 79.2,
+            }
+        )
+    return rows
+
+
+def plant(since=FROM, until=10**9, steps=60, seed=0, **metrics):
+    """The healthy run, with metrics of other values (functions of the step) from a step on."""
+    rows = healthy(steps, seed)
+    for row in rows:
+        if since <= row["step"] <= until:
+            row |= {name.replace("__", "/"): value(row["step"]) for name, value in metrics.items()}
+    return rows
+
+
+def at(value):
+    return lambda step: value
+
+
+def noisy(value, share=0.03):
+    rng = random.Random(1)
+    return lambda step: value * (1 + rng.uniform(-share, share))
+
+
+NO_REWARD = {
+    "reward__mean": at(0.0),
+    "reward__std": at(0.0),
+    "reward__zero_std_fraction": at(1.0),
+    "grad_norm": at(0.0),
+}
+SICK = {
+    "cut_off": (plant(1, response__truncated_fraction=noisy(0.95)), {}, 1, "sampling.max_new_tokens=512 (now 256)"),
+    "cut_off later": (
+        plant(response__truncated_fraction=noisy(0.7)), {}, FROM, "sampling.max_new_tokens=512 (now 256)"
+    ),
+    "cut_off, so that nothing is learned": (
+        plant(1, response__truncated_fraction=noisy(0.97), **NO_REWARD), {}, 1, "sampling.max_new_tokens=512 (now 256)"
+    ),
+    "zero_rewards": (plant(1, **NO_REWARD), {}, 1, "env.examples"),
+    "no_variance": (
+        plant(1, reward__mean=at(0.5), reward__std=at(0.0), reward__zero_std_fraction=at(1.0), grad_norm=at(0.0)),
+        {}, 1, "env.reward",
+    ),
+    "no_variance of most groups": (
+        plant(1, reward__mean=noisy(0.5), reward__std=noisy(0.5), reward__zero_std_fraction=noisy(0.94)),
+        {}, 1, "train.max_refills=5 (now 0)",
+    ),
+    "no_gradient": (plant(grad_norm=at(0.0)), {"train__reward_clip": 0.1}, FROM, "train.reward_clip=null (now 0.1)"),
+    "entropy_collapse": (
+        plant(
+            entropy=noisy(0.03), reward__mean=noisy(0.5), reward__std=noisy(0.5), reward__zero_std_fraction=noisy(0.9)
+        ),
+        {}, FROM, "policy.entropy_coef=0.001 (now 0)",
+    ),
+    "length_limit": (
+        plant(
+            response__mean_length=lambda step: 110 + 6 * (step - FROM),
+            response__truncated_fraction=lambda step: min(0.02 * (step - FROM), 0.4),
+        ),
+        {}, None, "sampling.max_new_tokens=512 (now 256)",
+    ),
+    "length_collapse": (
+        plant(
+            response__mean_length=noisy(12), reward__mean=noisy(0.08), reward__zero_std_fraction=noisy(0.3)
+        ),
+        {}, FROM, "optimizer.lr=2.5e-05 (now 5e-05)",
+    ),
+    "kl_runaway": (
+        plant(kl__ref=lambda step: 0.08 * 1.15 ** (step - FROM), reward__mean=noisy(0.5)),
+        {}, None, "policy.kl_coef=0.08 (now 0.02)",
+    ),
+    "kl_runaway beyond its target": (
+        plant(kl__ref=lambda step: 0.01 * 1.1 ** (step - FROM)),
+        {"policy__target_kl": 0.02}, None, "policy.kl_coef=0.08 (now 0.02)",
+    ),
+    "mismatch_rises": (plant(mismatch__mean=noisy(0.15)), {}, FROM, "loss.correction=truncate"),
+    "off_policy": (
+        plant(1, ess=noisy(0.35), clip__low_fraction=noisy(0.3), clip__high_fraction=noisy(0.1)),
+        {"train__epochs": 4}, 1, "train.epochs=1 (now 4)",
+    ),
+    "off_policy when asynchronous": (
+        plant(1, ess=noisy(0.35), time__wait_s=at(0.1)),
+        {}, 1, "train.max_staleness=1 (now 2)",
+    ),
+    "unstable": (
+        plant(
+            reward__mean=noisy(0.05), reward__std=noisy(0.2), grad_norm=noisy(30), entropy=noisy(6),
+            clip__high_fraction=noisy(0.3), reward__zero_std_fraction=noisy(0.7),
+        ),
+        {}, FROM, "optimizer.lr=5e-06 (now 5e-05)",
+    ),
+    "unstable at once": (
+        plant(
+            1,
+            reward__mean=lambda step: 0.3 if step < 3 else 0.5,
+            reward__std=lambda step: 0.4 if step < 3 else 0.0,
+            reward__zero_std_fraction=lambda step: 0.06 if step < 3 else 1.0,
+        ),
+        {"optimizer__lr": 1}, 3, "optimizer.lr=0.1 (now 1)",
+    ),
+    "bad_steps": (
+        plant(optimizer__skipped_steps=lambda step: 1 + (step - FROM + 3) // 3),
+        {}, FROM, "optimizer.lr=5e-06 (now 5e-05)",
+    ),
+    "scorers_fail": (
+        plant(failed__timeout=lambda step: 4 * (step - FROM + 1)), {}, FROM, "env.score_timeout_s (now 60)"
+    ),
+    "trainer_waits": (plant(1, time__wait_s=noisy(20), time__sample_s=at(0.0)), {}, 1, "train.max_staleness=3 (now 2)"),
+    "sampling_dominates": (
+        plant(1, time__sample_s=noisy(60)), {"env__repeats": 4}, 1, "env.num_envs=64 (now 16)"
+    ),
+    "sampling_dominates by a slow engine": (
+        plant(1, time__sample_s=noisy(60)), {"inference_model__engine": "transformers"}, 1,
+        "inference_model.engine=vllm (now transformers)",
+    ),
+    "small_micro_batches": (
+        plant(1, train__micro_batches=at(40), train__micro_batch_tokens=noisy(300)),
+        {"train__micro_batch_tokens": 512}, 1, "train.micro_batch_tokens=8192 (now 512)",
+    ),
+    "memory_full": (
+        plant(memory__peak_gib=noisy(77.5, 0.002)), {}, FROM, "train_model.gradient_checkpointing=true (now false)"
+    ),
+    "paid_for_length": (
+        plant(response__mean_length=noisy(230), response__length_correlation=noisy(0.7)),
+        {}, FROM, "env.rewards.soft_overlong_punishment",
+    ),
+    "repetition": (plant(response__repetition=noisy(0.5)), {}, FROM, "env.rewards.repetition_penalty"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trouble", SICK)
+def test_a_planted_trouble_is_told_alone_with_its_step_and_its_setting(trouble):
+    rows, changed, since, setting = SICK[trouble]
+    (advisory,) = advisories_of(rows, facts(**changed))
+    assert advisory.name == re.split("[ ,]", trouble)[0] and advisory.until is None
+    assert setting in advisory.setting and str(advisory).startswith(f"Since step {advisory.since}: ")
+    assert "\n" not in str(advisory)
+    if since:
+        assert advisory.since == since
+    else:  # it grows slowly, and is a trouble some time after it began
+        assert FROM < advisory.since <= FROM + 25
+
+
+def test_every_advisory_is_planted_once_at_least():
+    held_out = {"held_out_falls"}  # its own test below
+    assert {re.split("[ ,]", trouble)[0] for trouble in SICK} | held_out == set(RULES)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart_lora", "quickstart_async"])
+def test_real_healthy_runs_hear_nothing(name):
+    """SmolLM2-135M's runs: +1.08 held out in 15 steps, and rewards of 0.7 to 1.9 in 20 and in 16 steps."""
+    rows = read_metrics(Path(__file__).parent / "healthy" / f"{name}.jsonl")
+    small = {} if name == "quickstart" else {"env__num_envs": 6}
+    of_quickstart = {"sampling__max_new_tokens": 24, "train__micro_batch_tokens": 4096, "policy__kl_coef": 0.0}
+    assert len(rows) >= 16 and advisories_of(rows, facts(**of_quickstart, **small)) == []
+
+
+@pytest.mark.parametrize("groups", [4, 16])
+def test_noisy_healthy_runs_hear_nothing(groups):
+    told = {
+        seed: found
+        for seed in range(60)
+        if (found := advisories_of(healthy(100, seed, groups), facts(env__num_envs=groups)))
+    }
+    assert told == {}
+
+
+def test_an_epoch_of_noise_alone_is_no_trend():
+    """A reward that goes nowhere for 1,000 steps: the best of many windows is high by chance."""
+    rng = random.Random(0)
+    rows = [
+        {
+            "step": step,
+            "reward/mean": sum(rng.random() < 0.3 for _ in range(32)) / 32,
+            "reward/std": 0.46,
+            "reward/zero_std_fraction": 0.1,
+            "entropy": rng.lognormvariate(0, 0.5),
+            "grad_norm": rng.lognormvariate(0, 1.5),
+        }
+        for step in range(1, 1001)
+    ]
+    assert advisories_of(rows, facts(env__num_envs=4)) == []
+
+
+def test_a_smoke_run_of_four_steps_hears_nothing():
+    for rows, changed, *_ in SICK.values():
+        assert advisories_of([row for row in rows if row["step"] <= 4], facts(**changed)) == []
+
+
+def test_a_learning_rate_of_0_is_no_trouble():
+    rows = [row | {"lr": 0.0, "reward/mean": 0.3 + 0.01 * (row["step"] % 3)} for row in healthy(40)]
+    assert advisories_of(rows, facts(optimizer__lr=0.0)) == []
+
+
+def test_responses_that_are_meant_to_have_the_limits_length_are_not_cut_off():
+    rows = plant(1, response__truncated_fraction=at(1.0))
+    assert advisories_of(rows, facts(sampling__ignore_eos=True)) == []
+    assert [a.name for a in advisories_of(rows, facts())] == ["cut_off"]
+
+
+def test_what_gets_better_is_left_alone():
+    rows = plant(1, response__truncated_fraction=lambda step: max(0.95 - 0.05 * step, 0.0))
+    assert advisories_of(rows, facts()) == []
+    rising = plant(reward__zero_std_fraction=noisy(0.92), reward__mean=lambda step: 0.4 + 0.01 * step)
+    assert advisories_of(rising, facts()) == []
+
+
+def test_an_advisory_ends_with_the_last_step_that_showed_it():
+    rows = plant(21, 45, response__truncated_fraction=noisy(0.9))
+    (advisory,) = advisories_of(rows, facts())
+    assert (advisory.since, advisory.until) == (21, 45)
+    assert str(advisory).startswith("Since step 21 until step 45: ")
+
+
+def test_an_advisory_that_comes_back_goes_on_and_is_told_once():
+    rows = plant(1, 20, steps=90, response__truncated_fraction=noisy(0.9))
+    for row in rows[60:]:
+        row["response/truncated_fraction"] = 0.9
+    advisories = Advisories(facts())
+    told = [(row["step"], found.name) for row in rows for found in advisories.update(row)]
+    assert told == [(5, "cut_off")]
+    assert [(a.since, a.until) for a in advisories.raised] == [(1, None)]
+
+
+def test_a_cause_is_told_and_not_what_follows_from_it():
+    assert all({name, *causes} <= set(RULES) and name not in causes for name, causes in CAUSES.items())
+    order = list(RULES)  # in one step causes are looked at first
+    assert all(order.index(cause) < order.index(name) for name, causes in CAUSES.items() for cause in causes)
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "found"),
+    [
+        ([(10, 1.0, 0.05), (20, 0.7, 0.05)], ["held_out_falls"]),  # 0.3 is 4.2 standard errors of 0.071
+        ([(10, 1.0, 0.05), (20, 0.9, 0.05)], []),  # 1.4 standard errors
+        ([(10, 0.7, 0.05), (20, 1.0, 0.05)], []),
+        ([(0, 1.0, 0.05), (30, 0.5, 0.05)], ["held_out_falls"]),  # below what it had before training
+        ([(10, 0.5, 0.0), (20, 1.0, 0.0), (30, 0.9, 0.0)], ["held_out_falls"]),  # below its best, above its start
+    ],
+)
+def test_a_held_out_reward_that_falls_while_training_rises(evaluations, found):
+    def lines(training):
+        for step in range(31):
+            yield from [{"step": step, "reward/mean": training(step), "reward/std": 0.5}] if step else []
+            for at_step, reward, error in evaluations:
+                if step == at_step:
+                    yield {"step": step, "eval/reward": reward, "eval/standard_error": error}
+
+    assert [a.name for a in advisories_of(lines(lambda step: step / 10), facts())] == found
+    assert advisories_of(lines(lambda step: 3 - step / 300), facts()) == []  # both fall: another trouble
+
+
+def test_a_resumed_run_repeats_nothing():
+    rows = plant(1, response__truncated_fraction=noisy(0.95))
+    first, resumed = Advisories(facts()), Advisories(facts())
+    assert sum(len(first.update(row)) for row in rows[:20]) == 1
+    for row in rows[:20]:
+        resumed.update(row)
+    assert [found for row in rows[20:] for found in resumed.update(row)] == []
+    assert first.raised == resumed.raised
+
+
+def test_facts_and_settings_of_advisories_exist():
+    cfg = OmegaConf.load(ROOT / "config" / "grpo.yaml")
+    cfg.loss = OmegaConf.load(ROOT / "config" / "loss" / "grpo.yaml")
+    assert [name for name in FACTS if OmegaConf.select(cfg, name, default="missing") == "missing"] == []
+    found = facts_of(OmegaConf.to_container(cfg, resolve=False))
+    assert set(found) == set(FACTS) and found["env.repeats"] == 8
+    assert facts_of({"env": None, "train": 3}) == {}
+
+
+def test_without_facts_a_setting_is_named_without_its_value():
+    (advisory,) = advisories_of(plant(1, response__truncated_fraction=noisy(0.95)), {"env.num_envs": GROUPS})
+    assert advisory.setting.startswith("a higher sampling.max_new_tokens, ")
+
+
+def test_each_advisory_has_its_section_in_the_docs():
+    """Anchors as GitHub makes them: lower case, spaces to hyphens, other punctuation left out."""
+    text = re.sub(r"```.*?```", "", (ROOT / PAGE).read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    assert {section for _, section in RULES.values()} <= anchors
+    assert isinstance(advisories_of(SICK["cut_off"][0], facts())[0], Advisory)
+    assert {a.page for a in advisories_of(SICK["cut_off"][0], facts())} == {f"{PAGE}#responses-are-cut-off"}
+
+
+def test_values_that_are_not_finite_are_passed_over():
+    rows = plant(1, grad_norm=lambda step: math.nan if step % 2 else math.inf, entropy=at(math.nan))
+    assert advisories_of(rows, facts()) == []
+
+
+def test_what_is_kept_does_not_grow_with_the_run():
+    history = History()
+    for row in healthy(300):
+        history.add(row)
+    assert len(history.values("reward/mean", 10**6)) == 20 and len(history.halves("entropy")[1]) == 10
+
+
+def test_wilsons_interval():
+    # By hand, z = 2, 10 of 10: (1 + 4 / 20 -+ 2 sqrt(4 / 400)) / (1 + 4 / 10) = (1.2 -+ 0.2) / 1.4.
+    assert share_interval(1.0, 10) == pytest.approx((1.0 / 1.4, 1.0))
