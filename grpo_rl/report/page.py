@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from grpo_rl.report import advisories, configuration, headline, roofline
+from grpo_rl.report import advisories, charts, configuration, headline, roofline
 from grpo_rl.report.files import REPORT
 from grpo_rl.storage.whole_file import write_whole
 
@@ -56,6 +56,13 @@ SUMMARY = Section("summary", "Summary", headline.build)
 
 SECTIONS: list[Section] = [
     Section("advisories", "Advice", advisories.build),
+    Section(
+        "charts",
+        "Curves",
+        charts.build,
+        "Numbers read first → last, means over the first and the last tenth. Point to read values, drag to zoom, "
+        "double-click to zoom out.",
+    ),
     Section(
         "roofline",
         "A step against the machine's roofline",
