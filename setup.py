@@ -43,7 +43,7 @@ setup(
     },
     package_data={
         "grpo_rl": ["py.typed"],
-        "grpo_rl.monitor": ["*.j2"],
+        "grpo_rl.report": ["assets/*"],
         "grpo_rl.envs": ["data/*.jsonl"],
         "grpo_rl.config": ["**/*.yaml"],
     },
@@ -94,6 +94,7 @@ setup(
             "liger-kernel==0.8.*; sys_platform == 'linux' and platform_machine == 'x86_64'",  # it requires triton
             "mkdocs-material>=9.8,<10",
             "mkdocstrings[python]>=1.0,<2",
+            "playwright>=1.61,<2",  # the report's page in a browser; without a Chromium its tests are skipped
             "pyright[nodejs]>=1.1.414,<1.2",  # [nodejs]: node as a wheel, not downloaded at the first run
             "pytest>=9.2,<10",
             "pytest-xdist>=3.8,<4",

@@ -14,7 +14,7 @@ from grpo_rl.distributed.sharded_checkpoint import ABANDONED
 from grpo_rl.monitor.completions import COMPLETIONS_FOLDER
 from grpo_rl.monitor.lineage import RESPONSES, TOKENS
 from grpo_rl.monitor.metrics import METRICS_FILE
-from grpo_rl.monitor.report import CONFIG, SUMMARY, read_summary
+from grpo_rl.report.files import CONFIG, SUMMARY, read_summary
 from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock, in_use
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.training import checkpoint

@@ -27,7 +27,7 @@ from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.monitor.report import write_report
+from grpo_rl.report.page import write_report
 from grpo_rl.run.claim import claim
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.lock import FolderLock
@@ -53,7 +53,7 @@ def comparable(folder):
 
 @pytest.fixture(scope="module")
 def finished(tiny, tmp_path_factory):
-    return run(tiny, tmp_path_factory.mktemp("whole") / "run", charts=True)
+    return run(tiny, tmp_path_factory.mktemp("whole") / "run")
 
 
 def test_a_run_leaves_all_its_files(finished):
@@ -365,11 +365,11 @@ def test_a_report_that_fails_makes_no_failure_of_a_finished_run(tiny, tmp_path, 
     def broken(*_):
         raise KeyError("group_id")
 
-    monkeypatch.setattr("grpo_rl.monitor.report.read_step", broken)
+    monkeypatch.setattr("grpo_rl.report.headline.headline", broken)
     folder = run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0"], tmp_path / "run")
     said = " ".join(capsys.readouterr().out.split())
     assert "The report can't be written (KeyError: 'group_id'); all else is there" in said
-    assert f"python -m grpo_rl.monitor.report {folder}" in said
+    assert f"grpo-rl report {folder}" in said
     assert json.loads((folder / "summary.json").read_text())["finished"] and (folder / "model").is_dir()
 
 

@@ -1,0 +1,28 @@
+"""What the run says about itself: advisories, each with what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.monitor.advisories import advisories_of, facts_of
+from grpo_rl.report.files import read_config, read_rows
+
+
+def build(run_dir: Path) -> dict[str, Any] | None:
+    """The advisories over the run's metrics; None where there is none."""
+    facts = facts_of(read_config(run_dir))
+    found = [
+        {
+            "id": advisory.name,
+            "title": f"{advisory.name.replace('_', ' ').capitalize()}, {_when(advisory.since, advisory.until)}",
+            "text": f"{advisory.seen[:1].upper()}{advisory.seen[1:]}.",
+            "remedy": f"Try {advisory.setting}. See {advisory.page}",
+        }
+        for advisory in advisories_of(read_rows(run_dir), facts)
+    ]
+    return {"advisories": found} if found else None
+
+
+def _when(since: int, until: int | None) -> str:
+    return f"since step {since}" if until is None else f"steps {since} to {until}"

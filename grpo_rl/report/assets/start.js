@@ -1,0 +1,79 @@
+// Fills the page: the head at once, then section after section, so that the first paint waits for none of them.
+(function () {
+  const updates = {};
+
+  function show(id, data) {
+    const root = document.getElementById(id), fill = root.querySelector(".fill");
+    root.hidden = false;
+    document.querySelector(`nav a[href="#${id}"]`)?.removeAttribute("hidden");
+    if (data.left_out) {
+      fill.replaceChildren(el("p", {class: "note", text: `Left out: ${data.left_out}`}));
+      updates[id] = null;
+    } else if (updates[id]) {
+      updates[id](data);
+    } else {
+      fill.replaceChildren();
+      updates[id] = sections[id](fill, data);
+    }
+  }
+
+  function showSafely(id, data) {
+    try {
+      show(id, data);
+    } catch (error) {
+      // One section that fails must not take the others with it.
+      document.querySelector(`#${id} .fill`).append(el("p", {class: "note", text: `This part can't be shown: ${error}`}));
+      console.error(error);
+    }
+  }
+
+  document.getElementById("theme").addEventListener("click", () => {
+    setTheme(remembered("theme", isDark() ? "light" : "dark") ?? (isDark() ? "light" : "dark"));
+  });
+  systemDark.addEventListener("change", () => setTheme());
+  setTheme(remembered("theme"));
+
+  // What a live page showed at first, to see whether the server's first reply differs from it.
+  const atFirst = {}, live = "live" in document.body.dataset;
+  const waiting = [...document.querySelectorAll('script[type="application/json"]')];
+  function next() {
+    const script = waiting.shift();
+    if (!script) return document.body.dataset.ready = "";
+    const id = script.id.slice("data-".length), data = JSON.parse(script.textContent);
+    if (live) atFirst[id] = JSON.stringify(data);
+    showSafely(id, data);
+    script.remove();
+    setTimeout(next);
+  }
+  next();
+  if (live) setTimeout(look, 1000);
+
+  // Asks the server for the sections that changed; seldom once the run has ended, for it may be resumed.
+  const versions = {}, says = document.getElementById("live");
+  let state = "";
+  async function look() {
+    let wait = 2000;
+    try {
+      const have = Object.entries(versions).map((pair) => pair.join(":")).join(",");
+      const reply = await fetch(`data.json?have=${have}`);
+      if (!reply.ok) throw new Error(await reply.text());
+      for (const [id, now] of Object.entries(await reply.json())) {
+        if (id in versions || JSON.stringify(now.data) !== atFirst[id]) showSafely(id, now.data);
+        versions[id] = now.version;
+        if (id === "summary") state = now.data.state;
+      }
+      tell({ended: "The run has ended.", running: "Live: this page follows the run.",
+        stopped: "No process is working on this run; the page follows it if one begins."}[state] ?? "Live.");
+      if (state === "ended") wait = 15000;
+    } catch (error) {
+      tell(error instanceof TypeError ? "The server has ended; this is the last that it said." : `Can't be read now: ${error.message}`);
+      wait = 5000;
+    }
+    setTimeout(look, wait);
+  }
+
+  function tell(text) {
+    says.hidden = false;
+    if (says.textContent !== text) says.textContent = text;
+  }
+})();
