@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.panel import Panel
+from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data.group import Group
 from grpo_rl.envs.base import LLMEnv
@@ -17,19 +18,22 @@ from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.lineage import LineageLog
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.monitor.progress import Progress
+from grpo_rl.monitor.sampling_log import SamplingLog
 from grpo_rl.monitor.step_record import Observer
+from grpo_rl.monitor.token_log import TokenLog, TokenPieces
 from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.monitor.watch import RewardWatch
 from grpo_rl.settings.sections import Logger
 
 
 class RunLogs:
-    """The terminal view, ``metrics.jsonl``, completions, lineage and W&B of a run; used as a context manager.
+    """The terminal view, ``metrics.jsonl``, responses, tokens, lineage and W&B of a run; used as a context manager.
 
     Args:
         config: the whole config as JSON.
         step: the step the run resumes after.
         resumes: whether there are earlier metrics, whose warnings are not repeated.
+        tokenizer: reads the tokens of recorded groups; None: none are recorded.
         loss: the loss, which gives the lineage each token's terms; None: no lineage is stored.
         rank_zero: whether this is rank zero; other ranks write metrics only and show nothing.
     """
@@ -44,11 +48,16 @@ class RunLogs:
         resumes: bool = False,
         loss: GRPOLoss | None = None,
         rank_zero: bool = True,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.folder = folder
         self.metrics = MetricsLog(folder)
         self.completions = CompletionsLog(folder) if logger.completions and rank_zero else None
         self.lineage = LineageLog(folder, config, loss) if loss and rank_zero else None
+        self.tokens = None
+        if logger.token_groups and tokenizer and rank_zero:
+            self.tokens = TokenLog(folder, logger.token_groups, TokenPieces(tokenizer))
+        self.sampling = SamplingLog(folder) if rank_zero else None
         self._watch = RewardWatch.over(read_metrics(folder)) if resumes else RewardWatch()
         self.wandb = None
         if logger.backend == "wandb" and rank_zero:
@@ -76,7 +85,12 @@ class RunLogs:
     @property
     def observers(self) -> list[Observer]:
         """Functions called with each micro-batch."""
-        return [lambda tokens, losses, _: self.lineage.add(tokens, losses)] if self.lineage else []
+        found: list[Observer] = []
+        if lineage := self.lineage:
+            found.append(lambda tokens, losses, _: lineage.add(tokens, losses))
+        if log := self.tokens:
+            found.append(lambda tokens, _losses, _groups: log.add(tokens))
+        return found
 
     def note(self, text: str) -> None:
         """Shows a line to the user."""
@@ -98,10 +112,12 @@ class RunLogs:
         """Logs a training step: its numbers, and its groups as text."""
         self.log(step, metrics)
         if self.completions or self.wandb:
-            rows = completion_rows(groups, env.decode, env.gold)
+            rows = completion_rows(groups, env.decode, env.gold, turns=env.max_turns > 1)
             if self.completions:
                 self.completions.log(step, rows)
             if self.wandb:
                 self.wandb.table(step, rows)
+        if self.tokens:
+            self.tokens.write(step, groups)
         response = env.decode(groups[0].responses[0])
         self.progress.update(step, metrics, sample=f"{env.query(groups[0].row)}\n{response}")

@@ -197,7 +197,7 @@ class Run:
         """Logs the step with its groups as trained on; evaluates and saves when due."""
         self.step += 1
         parts = self.parts
-        metrics = self._step_metrics(parts, groups, self.record)
+        metrics = self._step_metrics(parts, groups, self.record) | {"time/at_s": self.seconds}
         for event in parts.collector.events():
             self.logs.note(event)
         frequency = self.options.evaluate_frequency
@@ -205,6 +205,7 @@ class Run:
             metrics |= self._evaluate()
         metrics |= parts.schedules.after_step(metrics)
         self.logs.log_step(self.step, metrics, groups, parts.env)
+        self._log_sampling()
         self._held_out.keep(self.folder.path, self.step)
         if self.logs.lineage:
             self.logs.lineage.write(self.step, groups, metrics.get("kl/coef", 0.0))
@@ -215,13 +216,32 @@ class Run:
     def evaluate_before(self) -> None:
         """Evaluates the initial model on held-out data; a resumed run has done so already."""
         if self._held_out.rows and self.step == 0:
-            metrics = self._evaluate()
+            metrics = {"time/at_s": self.seconds} | self._evaluate()
             self.logs.log(0, metrics)
+            self._held_out.keep_responses(self.folder.path)
             self.logs.progress.update(0, metrics)
 
     def _evaluate(self) -> dict[str, float]:
         self.logs.progress.phase("evaluating")
-        return self._held_out.evaluate(self.step, self.parts.engine, self.parts.weights.on_rank_zero).metrics()
+        start = time.perf_counter()
+        evaluation = self._held_out.evaluate(self.step, self.parts.engine, self.parts.weights.on_rank_zero)
+        return evaluation.metrics() | {"time/evaluate_s": time.perf_counter() - start}
+
+    def _log_sampling(self) -> None:
+        """Stores when engines sampled, on the run's clock."""
+        zero = self.seconds - time.perf_counter()
+        rows = [
+            {
+                "engine": group.engine,
+                "group_id": group.group_id,
+                "policy_version": group.version,
+                "begun_s": zero + group.begun_s,
+                "ended_s": zero + group.ended_s,
+            }
+            for group in self.parts.collector.take_sampled()
+        ]
+        if self.logs.sampling:
+            self.logs.sampling.write(self.step, rows)
 
     def save_checkpoint(self) -> Path:
         """Writes a checkpoint of the current step, unless there is one."""
@@ -244,7 +264,7 @@ class Run:
         """
         path = self.save_checkpoint()
         if self._held_out.rows and self._held_out.evaluated_at != self.step:
-            metrics = self._evaluate()
+            metrics = {"time/at_s": self.seconds} | self._evaluate()
             if not self.logs.has(self.step, "eval/reward"):
                 self.logs.log(self.step, metrics)
             self._held_out.keep(self.folder.path, self.step)
