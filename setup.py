@@ -43,7 +43,7 @@ setup(
     },
     package_data={
         "grpo_rl": ["py.typed"],
-        "grpo_rl.monitor": ["*.j2"],
+        "grpo_rl.report": ["assets/*"],
         "grpo_rl.envs": ["data/*.jsonl"],
         "grpo_rl.config": ["**/*.yaml"],
     },

@@ -297,7 +297,7 @@ def _import_all() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from grpo_rl.monitor.metrics import MetricsLog
-    from grpo_rl.monitor.report import write_report
+    from grpo_rl.report.page import write_report
     from grpo_rl.settings.compose import compose_config
     from grpo_rl.settings.schema import Settings
     from grpo_rl.testing import save_tiny_model

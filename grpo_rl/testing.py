@@ -176,16 +176,10 @@ def tiny_run(folder: str | Path) -> list[str]:
     ]
 
 
-def run_script(script: str | Path, overrides: Sequence[str], folder: str | Path, charts: bool = False) -> Path:
-    """Runs a script of sota/ in this process; the run's folder.
-
-    Args:
-        charts: in its report, which take a third of a tiny run's time.
-    """
+def run_script(script: str | Path, overrides: Sequence[str], folder: str | Path) -> Path:
+    """Runs a script of sota/ in this process; the run's folder."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", [str(script), *overrides, f"hydra.run.dir={folder}"]))
-        if not charts:
-            stack.enter_context(mock.patch("grpo_rl.monitor.report.draw", return_value=None))
         runpy.run_path(str(script), run_name="__main__")
     return Path(folder)
 

@@ -97,7 +97,7 @@ def test_the_wheel_holds_data_templates_and_configs(wheel):
     assert "grpo_rl/config/grpo_gsm8k.yaml" in names and "grpo_rl/py.typed" in names
     assert any(name.startswith("grpo_rl/config/experiment/") for name in names)
     assert any(name.startswith("grpo_rl/envs/data/") and name.endswith(".jsonl") for name in names)
-    assert any(name.startswith("grpo_rl/monitor/") and name.endswith(".j2") for name in names)
+    assert any(name.startswith("grpo_rl/report/assets/") and name.endswith(".j2") for name in names)
 
 
 def test_the_sdist_builds_the_same_wheel(unpacked_sdist, wheel, tmp_path):

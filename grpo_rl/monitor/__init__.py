@@ -1,1 +1,1 @@
-"""Shows what happens in a run: metrics, logs, terminal view and report."""
+"""Shows what happens in a run: metrics, logs and terminal view."""

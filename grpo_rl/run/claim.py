@@ -13,8 +13,8 @@ import yaml
 from grpo_rl.distributed.sharded_checkpoint import ABANDONED
 from grpo_rl.monitor.lineage import RESPONSES, TOKENS
 from grpo_rl.monitor.metrics import METRICS_FILE
-from grpo_rl.monitor.report import CONFIG, SUMMARY, read_summary
 from grpo_rl.monitor.step_parts import STEP_FOLDERS
+from grpo_rl.report.files import CONFIG, SUMMARY, read_summary
 from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock, in_use
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.training import checkpoint

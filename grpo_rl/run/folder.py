@@ -13,10 +13,10 @@ from typing import Any
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor import lineage
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
-from grpo_rl.monitor.report import CONFIG, OVERRIDES, SUMMARY
 from grpo_rl.monitor.step_parts import STEP_FOLDERS, StepParts
+from grpo_rl.report.files import CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY
 from grpo_rl.run.claim import claim, is_finished, set_logs_aside
-from grpo_rl.run.summary import EVALUATION, REPORT, read_evaluation, try_write_report
+from grpo_rl.run.summary import read_evaluation, try_write_report
 from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import write_whole

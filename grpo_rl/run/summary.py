@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from grpo_rl.monitor.progress import summary_panel
-from grpo_rl.monitor.report import SUMMARY, versions, write_report
+from grpo_rl.report.files import EVALUATION, SUMMARY, versions
+from grpo_rl.report.page import write_report
 from grpo_rl.run.claim import MODEL
 from grpo_rl.run.export import export
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.parts import Parts
 from grpo_rl.storage.whole_file import write_whole
-
-EVALUATION, REPORT = "evaluation.json", "report.html"
 
 
 def end_run(logs: RunLogs, parts: Parts, summary: dict[str, object], checkpoint: Path, adapters: str) -> None:
@@ -62,6 +61,6 @@ def try_write_report(folder: Path, say: Callable[[str], None]) -> Path | None:
     except Exception as error:  # a report that fails must not make a finished run fail
         say(
             f"Warning. The report can't be written ({type(error).__name__}: {error}); all else is there. Once that "
-            f"is fixed: python -m grpo_rl.monitor.report {folder}"
+            f"is fixed: grpo-rl report {folder}"
         )
         return None

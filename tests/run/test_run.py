@@ -27,7 +27,7 @@ from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
-from grpo_rl.monitor.report import write_report
+from grpo_rl.report.page import write_report
 from grpo_rl.run.claim import claim
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.lock import FolderLock
@@ -52,7 +52,7 @@ def comparable(folder):
 
 @pytest.fixture(scope="module")
 def finished(tiny, tmp_path_factory):
-    return run(tiny, tmp_path_factory.mktemp("whole") / "run", charts=True)
+    return run(tiny, tmp_path_factory.mktemp("whole") / "run")
 
 
 def test_a_run_leaves_all_its_files(finished):
@@ -106,7 +106,8 @@ def test_a_step_is_set_against_what_the_machine_does_at_its_best(finished, own_c
         # A model of 100,000 parameters keeps no machine busy.
         assert 0 < row["limit_fraction"] < 0.5
         parts = [row[f"limit_fraction/{name}"] * row[f"time/{name}_s"] for name in ("sample", "train", "sync")]
-        step_s = sum(seconds for name, seconds in row.items() if name.startswith("time/"))
+        phases = ("sample", "score", "train", "sync", "other")
+        step_s = sum(row[f"time/{phase}_s"] for phase in phases)
         assert sum(parts) == pytest.approx(row["limit_fraction"] * step_s, rel=1e-2)
     assert "A step against the machine's roofline" in (finished / "report.html").read_text().replace("&#39;", "'")
 
@@ -351,11 +352,11 @@ def test_a_report_that_fails_makes_no_failure_of_a_finished_run(tiny, tmp_path, 
     def broken(*_):
         raise KeyError("group_id")
 
-    monkeypatch.setattr("grpo_rl.monitor.report.read_step", broken)
+    monkeypatch.setattr("grpo_rl.report.headline.headline", broken)
     folder = run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0"], tmp_path / "run")
     said = " ".join(capsys.readouterr().out.split())
     assert "The report can't be written (KeyError: 'group_id'); all else is there" in said
-    assert f"python -m grpo_rl.monitor.report {folder}" in said
+    assert f"grpo-rl report {folder}" in said
     assert json.loads((folder / "summary.json").read_text())["finished"] and (folder / "model").is_dir()
 
 

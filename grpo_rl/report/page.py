@@ -1,0 +1,171 @@
+"""``report.html``: sections of data built in Python, and the scripts that show them, assembled into one file.
+
+The file loads nothing. Data go in as JSON, and scripts set them as text, never as HTML: responses are hostile text. A
+content security policy allows the one script and the one style by their hashes, so that a script in the data that got
+through all the same would stay dead.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from grpo_rl.report import advisories, configuration, headline, roofline
+from grpo_rl.report.files import REPORT
+from grpo_rl.storage.whole_file import write_whole
+
+ASSETS = Path(__file__).parent / "assets"
+TEMPLATES = Environment(
+    loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page: data from the run folder, and the script that shows them.
+
+    ``assets/<id>.js`` defines ``sections.<id> = function (root, data) {...}``: it fills the element ``root``, which has
+    its heading already. It may return a function that takes new data while the page is live; otherwise the section is
+    filled anew. ``assets/<id>.css`` is its style, if there is one.
+
+    Args:
+        id: also the name of its assets, and of its element in the page.
+        build: data of a run folder, as what JSON can say; None: the run has nothing for this section, and it is left
+            out. Numbers that are not finite become null. A ``ValueError`` leaves the section out, and is shown.
+        note: one sentence below the title.
+    """
+
+    id: str
+    title: str
+    build: Callable[[Path], Mapping[str, Any] | None]
+    note: str = ""
+
+
+SUMMARY = Section("summary", "Summary", headline.build)
+"""The head of the page, which every page has; its data have ``title``, ``subject``, ``headline`` and ``note``."""
+
+SECTIONS: list[Section] = [
+    Section("advisories", "Advice", advisories.build),
+    Section(
+        "roofline",
+        "A step against the machine's roofline",
+        roofline.build,
+        "Each bar is the time taken, its dark part what the machine would need at its measured best (medians).",
+    ),
+    Section("configuration", "Configuration", configuration.build),
+]
+"""Sections of a run, in the order of the page."""
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Writes ``report.html`` into the run folder and returns its path.
+
+    What the folder lacks is left out of the page: a run killed at its first step, or one without evaluation or
+    completions, still gets a report of what there is. A section that can't be built is left out too, with the reason.
+
+    Raises:
+        ValueError: there is no run folder, or its metrics or its summary are not what they should be.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir} is not a run folder; give one like outputs/2026-01-31/12-00-00")
+    path = run_dir / REPORT
+    write_whole(path, assemble(SECTIONS, build(SECTIONS, run_dir)))
+    return path
+
+
+def build(sections: Sequence[Section], run_dir: Path) -> dict[str, str]:
+    """The data of each section that the run has, as JSON, by id; those of the head come first.
+
+    Raises:
+        ValueError: the metrics or the summary can't be read; the head needs them.
+    """
+    found = {SUMMARY.id: as_json(SUMMARY.build(run_dir))}
+    for section in sections:
+        try:
+            data = section.build(run_dir)
+        except ValueError as error:
+            data = {"left_out": str(error)}
+        if data is not None:
+            found[section.id] = as_json(data)
+    return found
+
+
+def assemble(sections: Sequence[Section], data: Mapping[str, str], live: bool = False) -> str:
+    """The page of these data (see :func:`build`).
+
+    Args:
+        live: the page asks its server for new data.
+    """
+    script, style = Markup(joined("js")), Markup(joined("css"))
+    policy = {
+        "default-src": "'none'",
+        "script-src": _hash(script),
+        "style-src": _hash(style),
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    } | ({"connect-src": "'self'"} if live else {})
+    return TEMPLATES.get_template("page.html.j2").render(
+        summary=json.loads(data[SUMMARY.id]),
+        sections=[{**vars(section), "empty": section.id not in data} for section in sections],
+        data={name: Markup(json_for_html(text)) for name, text in data.items()},
+        policy="; ".join(f"{name} {value}" for name, value in policy.items()),
+        script=script,
+        style=style,
+        live=live,
+    )
+
+
+def as_json(data: object) -> str:
+    """The data as JSON, in which a number that is not finite is null.
+
+    >>> as_json({"x": [1.5, float("nan")], "text": "</script>"})
+    '{"x":[1.5,null],"text":"</script>"}'
+    """
+    try:
+        text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:  # a NaN is rare, and looking for it takes longer than writing the rest
+        text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # Byte-level tokens cut in the middle of a character can decode to a lone surrogate, which UTF-8 cannot hold.
+    return text.encode("utf-8", "replace").decode()
+
+
+def json_for_html(text: str) -> str:
+    """The same JSON without a ``<``, so that no text in it can end the script that holds it, or begin a comment.
+
+    >>> json_for_html('["</script>"]')
+    '["\\\\u003c/script>"]'
+    """
+    return text.replace("<", "\\u003c")
+
+
+@cache
+def joined(kind: str) -> str:
+    """All assets of a kind, ``js`` or ``css``, as one text: the plotting library, the page's, then the sections'."""
+    first = {"js": ["uplot.js", "page.js"], "css": ["uplot.css", "page.css"]}[kind]
+    rest = sorted(path.name for path in ASSETS.glob(f"*.{kind}") if path.name not in (*first, "start.js"))
+    last = ["start.js"] if kind == "js" else []
+    return "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in (*first, *rest, *last))
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
