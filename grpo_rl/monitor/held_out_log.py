@@ -1,4 +1,4 @@
-"""Held-out responses of each evaluation, step 0 before training, as a Parquet dataset (`grpo_rl.monitor.step_parts`)."""
+"""Held-out responses of each evaluation, step 0: before training; a Parquet dataset (`grpo_rl.monitor.step_parts`)."""
 
 from __future__ import annotations
 

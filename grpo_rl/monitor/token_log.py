@@ -38,6 +38,8 @@ SCHEMA = pa.schema(
 )
 UNFINISHED = "\ufffd"
 """Stands in decoded text for bytes that are only a part of a character."""
+MOST_BYTES = 4
+"""Bytes of a character in UTF-8, and so the most tokens that it takes."""
 
 
 class TokenPieces:
@@ -86,10 +88,25 @@ class TokenPieces:
         with_before = self._decode([ids[before:end] for before, end in zip(befores, ends, strict=True)])
         before_alone = self._decode([ids[before:start] for before, start in zip(befores, starts, strict=True)])
         pieces = [""] * len(ids)
-        for end, both, first in zip(ends, with_before, before_alone, strict=True):
-            pieces[end - 1] = both[len(first) :]
+        for start, end, both, first in zip(starts, ends, with_before, before_alone, strict=True):
+            text = both[len(first) :]
+            parts = self._characters(ids[start:end], alone[start:end]) if end - start > 1 else [text]
+            # Python and a tokenizer's own decoder may disagree on how many characters broken bytes are.
+            pieces[start:end] = parts if "".join(parts) == text else [*[""] * (end - start - 1), text]
         # A tokenizer that needs more context than one unit before: then each token stands as it reads alone.
         return pieces if "".join(pieces) == whole else alone
+
+    def _characters(self, ids: list[int], alone: list[str]) -> list[str]:
+        """The pieces of tokens whose bytes may form characters together, each character at its last token."""
+        pieces, start = [], 0
+        while start < len(ids):
+            spans = range(start + 1, min(start + MOST_BYTES, len(ids)) + 1)
+            texts = self._decode([ids[start:end] for end in spans])
+            whole = next(((end, text) for end, text in zip(spans, texts, strict=True) if UNFINISHED not in text), None)
+            end, text = whole or (start + 1, alone[start])  # bytes that are no character
+            pieces += [*[""] * (end - start - 1), text]
+            start = end
+        return pieces
 
     def _decode(self, many: list[list[int]]) -> list[str]:
         return self._tokenizer.batch_decode(many, skip_special_tokens=True, clean_up_tokenization_spaces=False)
