@@ -16,6 +16,7 @@ COMMANDS = {
     "check-model": ("checks.command", "say whether a model can be trained here, line by line, or what to do"),
     "doctor": ("cli", "ask every node of a Ray cluster whether it is fit for a run"),
     "replay": ("replay.command", "recompute a step of a run under another loss"),
+    "report": ("report.command", "write the page of a run or a comparison, or serve it live; --demo shows one"),
     "export": ("cli", "write the model of a checkpoint as a folder"),
 }
 """The module whose ``add_<command>``, with underscores for dashes, declares a command's options, and has its

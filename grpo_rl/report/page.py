@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from grpo_rl.report import advisories, configuration, headline, roofline
+from grpo_rl.report import advisories, charts, configuration, headline, roofline
 from grpo_rl.report.files import REPORT
 from grpo_rl.storage.whole_file import write_whole
 
@@ -40,14 +40,15 @@ class Section:
 
     Args:
         id: also the name of its assets, and of its element in the page.
-        build: data of a run folder, as what JSON can say; None: the run has nothing for this section, and it is left
-            out. Numbers that are not finite become null. A ``ValueError`` leaves the section out, and is shown.
+        build: data of a run folder (of a comparison: of a list of them), as what JSON can say; None: there is nothing
+            for this section, and it is left out. Numbers that are not finite become null. A ``ValueError`` leaves the
+            section out, and is shown.
         note: one sentence below the title.
     """
 
     id: str
     title: str
-    build: Callable[[Path], Mapping[str, Any] | None]
+    build: Callable[[Any], Mapping[str, Any] | None]
     note: str = ""
 
 
@@ -56,6 +57,13 @@ SUMMARY = Section("summary", "Summary", headline.build)
 
 SECTIONS: list[Section] = [
     Section("advisories", "Advice", advisories.build),
+    Section(
+        "charts",
+        "Curves",
+        charts.build,
+        "Numbers read first → last, means over the first and the last tenth. Point to read values, drag to zoom, "
+        "double-click to zoom out.",
+    ),
     Section(
         "roofline",
         "A step against the machine's roofline",
@@ -84,16 +92,16 @@ def write_report(run_dir: str | Path) -> Path:
     return path
 
 
-def build(sections: Sequence[Section], run_dir: Path) -> dict[str, str]:
-    """The data of each section that the run has, as JSON, by id; those of the head come first.
+def build(sections: Sequence[Section], source: Path | Sequence[Path], head: Section = SUMMARY) -> dict[str, str]:
+    """The data of each section that the run has, or the runs have, as JSON, by id; those of the head come first.
 
     Raises:
         ValueError: the metrics or the summary can't be read; the head needs them.
     """
-    found = {SUMMARY.id: as_json(SUMMARY.build(run_dir))}
+    found = {SUMMARY.id: as_json(head.build(source))}
     for section in sections:
         try:
-            data = section.build(run_dir)
+            data = section.build(source)
         except ValueError as error:
             data = {"left_out": str(error)}
         if data is not None:

@@ -21,8 +21,7 @@ function el(tag, properties = {}, ...children) {
 function number(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "n/a";
   if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
-  const text = value.toPrecision(3);
-  return text.includes("e") ? text : String(Number(text));
+  return value !== 0 && Math.abs(value) < 1e-4 ? value.toExponential(2) : String(Number(value.toPrecision(3)));
 }
 
 function percent(value) {

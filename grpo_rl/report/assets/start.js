@@ -17,9 +17,9 @@
     }
   }
 
-  function showSafely(id, text) {
+  function showSafely(id, data) {
     try {
-      show(id, JSON.parse(text));
+      show(id, data);
     } catch (error) {
       // One section that fails must not take the others with it.
       document.querySelector(`#${id} .fill`).append(el("p", {class: "note", text: `This part can't be shown: ${error}`}));
@@ -37,9 +37,39 @@
   function next() {
     const script = waiting.shift();
     if (!script) return document.body.dataset.ready = "";
-    showSafely(script.id.slice("data-".length), script.textContent);
+    showSafely(script.id.slice("data-".length), JSON.parse(script.textContent));
     script.remove();
     setTimeout(next);
   }
   next();
+  if ("live" in document.body.dataset) setTimeout(look, 1000);
+
+  // Asks the server for the sections that changed; seldom once the run has ended, for it may be resumed.
+  const versions = {}, says = document.getElementById("live");
+  let state = "";
+  async function look() {
+    let wait = 2000;
+    try {
+      const have = Object.entries(versions).map((pair) => pair.join(":")).join(",");
+      const reply = await fetch(`data.json?have=${have}`);
+      if (!reply.ok) throw new Error(await reply.text());
+      for (const [id, now] of Object.entries(await reply.json())) {
+        if (id in versions || id === "summary" || !(id in updates)) showSafely(id, now.data);
+        versions[id] = now.version;
+        if (id === "summary") state = now.data.state;
+      }
+      tell({ended: "The run has ended.", running: "Live: this page follows the run.",
+        stopped: "No process is working on this run; the page follows it if one begins."}[state] ?? "Live.");
+      if (state === "ended") wait = 15000;
+    } catch (error) {
+      tell(error instanceof TypeError ? "The server has ended; this is the last that it said." : `Can't be read now: ${error.message}`);
+      wait = 5000;
+    }
+    setTimeout(look, wait);
+  }
+
+  function tell(text) {
+    says.hidden = false;
+    if (says.textContent !== text) says.textContent = text;
+  }
 })();

@@ -1,0 +1,206 @@
+"""The comparison of several runs, or of the runs of a sweep: what differs, what each gained, their curves together."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.monitor.metrics import METRICS_FILE
+from grpo_rl.report import charts, headline
+from grpo_rl.report.configuration import flat
+from grpo_rl.report.files import CONFIG, EVALUATION, read_config, read_rows, read_summary
+from grpo_rl.report.page import Section
+from grpo_rl.training.evaluate import paired_gain
+
+SAME_FOR_A_PAIR = ("env.", "evaluate.")
+"""Settings that decide which held-out rows there are and what they earn: rows pair up where these are the same."""
+NOT_A_DIFFERENCE = ("resume", "logger.name")
+"""Settings that say nothing of what a run does."""
+
+
+def run_folders(given: Sequence[Path]) -> list[Path]:
+    """The run folders of these: a sweep's folder stands for its runs.
+
+    Raises:
+        ValueError: a folder holds no run.
+    """
+    found = []
+    for folder in given:
+        if not (folder / "multirun.yaml").exists() and (is_run(folder) or (len(given) == 1 and not _inside(folder))):
+            found.append(folder)
+        elif inside := _inside(folder):
+            found += inside
+        else:
+            raise ValueError(f"{folder} holds no run: neither {METRICS_FILE} nor {CONFIG}, nor folders that do")
+    return found
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run wrote to this folder."""
+    return (folder / METRICS_FILE).exists() or (folder / CONFIG).exists()
+
+
+def _inside(folder: Path) -> list[Path]:
+    def order(path: Path) -> tuple[bool, int, str]:
+        return not path.name.isdigit(), int(path.name) if path.name.isdigit() else 0, path.name
+
+    return sorted((path for path in folder.iterdir() if path.is_dir() and is_run(path)), key=order)
+
+
+def names_of(runs: Sequence[Path]) -> list[str]:
+    """A short name for each run: what of its path is its own.
+
+    >>> names_of([Path("outputs/2026-01-31/12-00-00"), Path("outputs/2026-01-31/13-00-00")])
+    ['12-00-00', '13-00-00']
+    >>> names_of([Path("a/run"), Path("b/run")])
+    ['a/run', 'b/run']
+    """
+    paths = [run.resolve() if run.name in ("", ".", "..") else run for run in runs]
+    for parts in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{i}: {path}" for i, path in enumerate(paths)]
+
+
+def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The settings in which the runs differ: their value in each run, None where it has no such setting.
+
+    >>> differences([{"optimizer": {"lr": 1e-5}, "seed": 0}, {"optimizer": {"lr": 2e-5}, "seed": 0}])
+    {'optimizer.lr': [1e-05, 2e-05]}
+    """
+    settings = [flat(config) for config in configs]
+    keys = {key: None for setting in settings for key in setting if key not in NOT_A_DIFFERENCE}
+    columns = {key: [setting.get(key) for setting in settings] for key in keys}
+    return {key: values for key, values in columns.items() if any(value != values[0] for value in values)}
+
+
+def read_held_out(run_dir: Path) -> list[float]:
+    """The reward of each held-out row at the run's last evaluation, NaN where a row has none; empty without one."""
+    try:
+        rewards = json.loads((run_dir / EVALUATION).read_text())["rewards"]
+        return [math.nan if reward is None else float(reward) for reward in rewards]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def compared(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    """Each run's name, steps, change of reward with its interval, and the paired difference from the first run."""
+    configs = [read_config(run) for run in runs]
+    first, held_out = flat(configs[0]), [read_held_out(run) for run in runs]
+    found = []
+    for run, name, config, rewards in zip(runs, names_of(runs), configs, held_out, strict=True):
+        rows, summary = read_rows(run), read_summary(run)
+        row: dict[str, Any] = {"name": name, "steps": int(max((line["step"] for line in rows), default=0))}
+        row["ended"] = bool(summary.get("finished"))
+        if change := headline.held_out_change(summary):
+            row["gain"] = {**change._asdict(), "of": "held-out, paired"}
+        elif unpaired := headline.unpaired_change(rows):
+            row["gain"] = {**unpaired[0]._asdict(), "of": "held-out, unpaired"}
+        elif len(training := headline.finite(rows, "reward/mean")) >= headline.FEWEST_STEPS:
+            row["gain"] = {**headline.training_change(training)._asdict(), "of": "training"}
+        row |= _difference(rewards, held_out[0], flat(config), first) if run != runs[0] else {}
+        found.append(row)
+    return found
+
+
+def _difference(rewards: list[float], of_first: list[float], setting: dict[str, Any], first: dict[str, Any]) -> dict:
+    """The paired difference from the first run's held-out rewards, or why there is none."""
+    if not rewards or not of_first:
+        return {"unpaired": "no held-out rewards"}
+    keys = {key for key in {*setting, *first} if key.startswith(SAME_FOR_A_PAIR)}
+    if other := sorted(key for key in keys if setting.get(key) != first.get(key)):
+        return {"unpaired": f"other {', '.join(other[:3])}"}
+    try:
+        gain = paired_gain(of_first, rewards)
+    except ValueError as error:
+        return {"unpaired": str(error)}
+    return {"difference": {"gain": gain.mean, "low": gain.low, "high": gain.high}, "rows": len(rewards)}
+
+
+def head(runs: Sequence[Path]) -> dict[str, Any]:
+    """The head of the comparison: the run that gained most, and whether its interval is apart from the others'."""
+    table = [row for row in compared(runs) if "gain" in row]
+    kinds = {row["gain"]["of"] for row in table}
+    best = max(table, key=lambda row: row["gain"]["gain"], default=None)
+    if best is None:
+        text = f"{len(runs)} runs; none is long enough to say what it gained."
+    elif len({kind.split(",")[0] for kind in kinds}) > 1:
+        text = f"{len(runs)} runs; some measured held-out reward and some did not, so their gains don't compare."
+    else:
+        others = [row["gain"]["high"] for row in table if row is not best]
+        apart = bool(others) and best["gain"]["low"] > max(others)
+        gain = best["gain"]
+        what = f"{best['name']} gained most of {len(runs)} runs: {gain['gain']:+.3f}, 95 % interval "
+        text = what + f"{gain['low']:+.3f} to {gain['high']:+.3f}" + (
+            ", above every other run's interval." if apart else "; the intervals of others reach into it."
+        )  # fmt: skip
+    running = sum(not read_summary(run).get("finished") for run in runs)
+    return {
+        "title": f"Comparison of {len(runs)} runs",
+        "subject": f"Comparison of {len(runs)} runs",
+        "headline": text,
+        "note": "Each interval is a 95 % interval by itself: of many runs, the best looks better than it is."
+        + (f" {running} of the runs have not ended, or were stopped." if running else ""),
+        "tiles": [],
+        "state": "running" if running else "ended",
+        "step": 0,
+        "footer": " · ".join(map(str, runs)),
+    }
+
+
+def build(runs: Sequence[Path]) -> dict[str, Any]:
+    """The table of the runs, and the settings in which they differ."""
+    return {"runs": compared(runs), "settings": _texts(differences([read_config(run) for run in runs]))}
+
+
+def sweep(runs: Sequence[Path]) -> dict[str, Any] | None:
+    """For each setting that differs, the runs in the order of its values; None where a setting says no more."""
+    settings = differences([read_config(run) for run in runs])
+    gains = compared(runs)
+    known = [i for i, run in enumerate(gains) if "gain" in run]
+    if len(known) < 2 or not settings:
+        return None
+
+    def order(value: Any) -> tuple[int, float, str]:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return (0, value, "") if is_number else (1, 0.0, str(value))
+
+    panels = []
+    for key, values in settings.items():
+        ordered = sorted(known, key=lambda i: order(values[i]))
+        panels.append(
+            {
+                "key": key,
+                "runs": [{"value": str(values[i]), "name": gains[i]["name"], **gains[i]["gain"]} for i in ordered],
+            }
+        )
+    return {"panels": panels}
+
+
+def curves(runs: Sequence[Path]) -> dict[str, Any] | None:
+    """The curves of all runs, one metric a chart."""
+    rows = {name: read_rows(run) for name, run in zip(names_of(runs), runs, strict=True)}
+    rows = {name: lines for name, lines in rows.items() if lines}
+    return charts.curves(rows) if rows else None
+
+
+def _texts(settings: dict[str, list[Any]]) -> dict[str, list[str]]:
+    return {key: ["–" if value is None else str(value) for value in values] for key, values in settings.items()}
+
+
+SUMMARY = Section("summary", "Summary", head)
+SECTIONS = [
+    Section(
+        "comparison",
+        "Runs",
+        build,
+        "Gain: from before training to its end. Difference: the held-out rewards at the end against those of the first "
+        "run, row by row (paired bootstrap).",
+    ),
+    Section("sweep", "Settings against gain", sweep, "A mark is a run's gain, its line the 95 % interval."),
+    Section("charts", "Curves", curves, "One metric a chart, a line a run. Point to read values, drag to zoom."),
+]

@@ -1,0 +1,16 @@
+"""The recorded run that ``grpo-rl report --demo`` shows."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+RECORDED = Path(__file__).parent / "assets" / "demo.tar.xz"
+"""A run of ``+experiment=quickstart``: 15 steps of SmolLM2-135M-Instruct on two CPU cores."""
+
+
+def unpack(folder: Path) -> Path:
+    """Unpacks the recorded run into a folder, and returns the run's own folder there."""
+    with tarfile.open(RECORDED) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "quickstart"

@@ -1,0 +1,129 @@
+"""A run's page, served while the run goes on: on loopback, read-only, with what changed since a reader last asked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+LOOPBACK = "127.0.0.1"
+NAMES = (LOOPBACK, "localhost")
+"""Names that a reader may call the server by. A site that points a name of its own here could read the page."""
+FRESH_S = 1.0
+"""Data are built at most this often, however many read them."""
+
+
+class LivePage:
+    """The data of a page, built anew when they may have changed, and then shared by all readers.
+
+    Args:
+        build: the data of each section as JSON, by id.
+        assemble: the page of such data.
+        signature: equal as long as the data are.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], dict[str, str]],
+        assemble: Callable[[dict[str, str]], str],
+        signature: Callable[[], object],
+    ) -> None:
+        self._build, self._assemble, self._signature = build, assemble, signature
+        self._lock = threading.Lock()
+        self._of: object = None
+        self._looked = 0.0
+        self._data: dict[str, str] = {}
+        self._versions: dict[str, str] = {}
+
+    def page(self) -> str:
+        """The whole page."""
+        return self._assemble(self._refresh()[0])
+
+    def changes(self, have: dict[str, str]) -> str:
+        """JSON of the sections whose version is not the one that the reader has: their version and data, by id."""
+        data, versions = self._refresh()
+        changed = [name for name in data if have.get(name) != versions[name]]
+        parts = [f'{json.dumps(name)}:{{"version":"{versions[name]}","data":{data[name]}}}' for name in changed]
+        return "{" + ",".join(parts) + "}"
+
+    def _refresh(self) -> tuple[dict[str, str], dict[str, str]]:
+        with self._lock:
+            if time.monotonic() - self._looked >= FRESH_S or not self._data:
+                now = self._signature()
+                if now != self._of or not self._data:
+                    self._data = self._build()
+                    self._versions = {name: _version(text) for name, text in self._data.items()}
+                    self._of = now
+                self._looked = time.monotonic()
+            return self._data, self._versions
+
+
+def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
+    """A server of the page on loopback; ``port`` 0 takes a free one.
+
+    It knows two addresses, ``/`` and ``/data.json``, and reads no file by a name that a reader gives.
+
+    Raises:
+        ValueError: the port is taken.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        server_version, sys_version = "grpo-rl", ""
+
+        def do_GET(self) -> None:
+            url = urlsplit(self.path)
+            if self.headers.get("Host", "").rpartition(":")[0] not in NAMES:
+                self._send(HTTPStatus.FORBIDDEN, "This page is read on this machine alone.", "text/plain")
+            elif url.path not in ("/", "/data.json"):
+                self._send(HTTPStatus.NOT_FOUND, "There is nothing here.", "text/plain")
+            else:
+                try:
+                    if url.path == "/":
+                        self._send(HTTPStatus.OK, page.page(), "text/html")
+                    else:
+                        words = parse_qs(url.query).get("have", [""])[0].split(",")
+                        have = {name: version for name, _, version in (word.partition(":") for word in words)}
+                        self._send(HTTPStatus.OK, page.changes(have), "application/json")
+                except (ValueError, OSError) as error:  # a file of the run is damaged, or half written
+                    self._send(HTTPStatus.SERVICE_UNAVAILABLE, str(error), "text/plain")
+
+        do_HEAD = do_GET
+
+        def _send(self, status: HTTPStatus, text: str, kind: str) -> None:
+            content = text.encode()
+            self.send_response(status)
+            for name, value in {
+                "Content-Type": f"{kind}; charset=utf-8",
+                "Content-Length": str(len(content)),
+                "Cache-Control": "no-store",
+                "X-Content-Type-Options": "nosniff",
+                "Cross-Origin-Resource-Policy": "same-origin",
+                "X-Frame-Options": "DENY",
+            }.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass  # a line for each look of each reader helps nobody
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            pass  # a reader that closed its window in the middle of an answer
+
+    try:
+        return Server((LOOPBACK, port), Handler)
+    except OSError as error:
+        raise ValueError(f"port {port} can't be used ({error.strerror}); leave --port out for a free one") from error
+
+
+def _version(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
