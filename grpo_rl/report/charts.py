@@ -143,7 +143,8 @@ def _known(names: Sequence[str]) -> Iterator[Chart]:
     group = "Machine"
     rates = {"throughput/sample_tokens_per_s": "sampling", "throughput/train_tokens_per_s": "training"}
     yield Chart(group, "Throughput", rates, "Tokens per second.", 0)
-    yield Chart(group, "Time of a step", below("time/", frozenset({"at_s"})), "Seconds per phase, stacked.", 0, stacked=True)
+    phases = below("time/", frozenset({"at_s"}))
+    yield Chart(group, "Time of a step", phases, "Seconds per phase, stacked.", 0, stacked=True)
     roofline = {"limit_fraction": "whole step"} | {f"limit_fraction/{phase}": phase for phase in LIMITED_PHASES}
     yield Chart(
         group, "Share of the machine's roofline", roofline, "Time at the machine's measured best, over the time taken.",

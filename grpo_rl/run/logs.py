@@ -18,11 +18,10 @@ from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.lineage import LineageLog
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.monitor.progress import Progress
-from grpo_rl.monitor.sampling_log import SamplingLog
 from grpo_rl.monitor.step_record import Observer
-from grpo_rl.monitor.token_log import TokenLog, TokenPieces
 from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.monitor.watch import RewardWatch
+from grpo_rl.run.records import Records
 from grpo_rl.settings.sections import Logger
 
 
@@ -54,10 +53,7 @@ class RunLogs:
         self.metrics = MetricsLog(folder)
         self.completions = CompletionsLog(folder) if logger.completions and rank_zero else None
         self.lineage = LineageLog(folder, config, loss) if loss and rank_zero else None
-        self.tokens = None
-        if logger.token_groups and tokenizer and rank_zero:
-            self.tokens = TokenLog(folder, logger.token_groups, TokenPieces(tokenizer))
-        self.sampling = SamplingLog(folder) if rank_zero else None
+        self.records = Records(folder, logger.token_groups, tokenizer) if tokenizer and rank_zero else None
         self._watch = RewardWatch.over(read_metrics(folder)) if resumes else RewardWatch()
         self.wandb = None
         if logger.backend == "wandb" and rank_zero:
@@ -88,8 +84,8 @@ class RunLogs:
         found: list[Observer] = []
         if lineage := self.lineage:
             found.append(lambda tokens, losses, _: lineage.add(tokens, losses))
-        if log := self.tokens:
-            found.append(lambda tokens, _losses, _groups: log.add(tokens))
+        if self.records:
+            found.append(self.records.observe)
         return found
 
     def note(self, text: str) -> None:
@@ -117,7 +113,7 @@ class RunLogs:
                 self.completions.log(step, rows)
             if self.wandb:
                 self.wandb.table(step, rows)
-        if self.tokens:
-            self.tokens.write(step, groups)
+        if self.records:
+            self.records.write(step, groups)
         response = env.decode(groups[0].responses[0])
         self.progress.update(step, metrics, sample=f"{env.query(groups[0].row)}\n{response}")

@@ -205,7 +205,9 @@ class Run:
             metrics |= self._evaluate()
         metrics |= parts.schedules.after_step(metrics)
         self.logs.log_step(self.step, metrics, groups, parts.env)
-        self._log_sampling()
+        sampled = parts.collector.take_sampled()
+        if self.logs.records:
+            self.logs.records.write_sampled(self.step, sampled, self.seconds - time.perf_counter())
         self._held_out.keep(self.folder.path, self.step)
         if self.logs.lineage:
             self.logs.lineage.write(self.step, groups, metrics.get("kl/coef", 0.0))
@@ -226,22 +228,6 @@ class Run:
         start = time.perf_counter()
         evaluation = self._held_out.evaluate(self.step, self.parts.engine, self.parts.weights.on_rank_zero)
         return evaluation.metrics() | {"time/evaluate_s": time.perf_counter() - start}
-
-    def _log_sampling(self) -> None:
-        """Stores when engines sampled, on the run's clock."""
-        zero = self.seconds - time.perf_counter()
-        rows = [
-            {
-                "engine": group.engine,
-                "group_id": group.group_id,
-                "policy_version": group.version,
-                "begun_s": zero + group.begun_s,
-                "ended_s": zero + group.ended_s,
-            }
-            for group in self.parts.collector.take_sampled()
-        ]
-        if self.logs.sampling:
-            self.logs.sampling.write(self.step, rows)
 
     def save_checkpoint(self) -> Path:
         """Writes a checkpoint of the current step, unless there is one."""
