@@ -99,7 +99,8 @@ def _known(names: Sequence[str]) -> Iterator[Chart]:
     parts = below("reward/", REWARD_STATISTICS | {"sampled_mean"})
     yield Chart(group, "Reward parts", parts, "What the reward is made of, as means over responses.")
     spread = {f"reward_distribution/total/p{p}": f"{p} % earn less" for p in (90, 50, 10)}
-    yield Chart(group, "Spread of the reward", spread, "Quantiles over the responses of a step.")
+    spread["reward/std"] = "standard deviation"
+    yield Chart(group, "Spread of the reward", spread, "Over the responses of a step.")
     yield Chart(group, "Measured beside the reward", below("measure/"), "What the task logs and does not pay for.")
     yield Chart(
         group, "Zero-variance groups", {"reward/zero_std_fraction": "of all groups"},

@@ -211,7 +211,7 @@ def tiles(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> li
         ]:
             tile(label, number(statistics.median(rates)), "tokens/s (median)")
     if fractions := finite(rows, "limit_fraction"):
-        tile("Of the machine's roofline", f"{statistics.median(fractions):.0%}", "of a step's time (median)")
+        tile("Roofline", f"{statistics.median(fractions):.0%}", "of the machine's best (median)")
     if peaks := finite(rows, "memory/peak_gib"):
         tile("Peak memory", f"{max(peaks):.3g} GiB", "of the training process")
     return found

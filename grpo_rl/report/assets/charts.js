@@ -112,10 +112,9 @@ sections.charts = function (root, first) {
     // What the legend says: the values under the cursor, or the first and the last tenth.
     function tell(index) {
       entries.forEach((entry, i) => {
-        const column = card.raw?.[i + 1];
-        if (!column) return;
-        entry.value.textContent = index === null || index === undefined ? ends(points(spec.series[i])[1])
-          : column[index] === undefined ? "–" : text(column[index]);
+        const [metric, , run] = spec.series[i], value = index === null ? null : card.raw[i + 1][index];
+        entry.value.textContent = index === null ? ends(data.runs[run].columns[metric].values)
+          : value === undefined ? "–" : text(value);
       });
     }
 
@@ -233,6 +232,7 @@ sections.charts = function (root, first) {
       event.preventDefault();
     }
 
+    tell(null);
     near.observe(card.element);
     card.element.card = card;
     sized.observe(plot);

@@ -1,0 +1,138 @@
+"""Fixtures of the page's tests: a made run, and a real browser where one is installed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.monitor.completions import CompletionsLog
+from grpo_rl.monitor.metrics import MetricsLog
+
+
+@pytest.fixture
+def make_run():
+    """A function that makes a run folder."""
+    return _make_run
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A Chromium, from $CHROMIUM or the system; tests that need one are skipped where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; see CONTRIBUTING.md")
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if not path:
+        pytest.skip("no Chromium on this machine; CONTRIBUTING.md says how to get one")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def _make_run(run_dir: Path, steps: int = 40, evaluated: bool = True, hostile: str = "") -> Path:
+    """A run folder as a quickstart leaves it: a small model that learns the format first and the sums later."""
+    rng = random.Random(0)
+    metrics, completions = MetricsLog(run_dir), CompletionsLog(run_dir)
+    (run_dir / ".hydra").mkdir()
+    (run_dir / ".hydra" / "config.yaml").write_text(
+        "env:\n  dataset: gsm8k\n  repeats: 8\nmodel:\n  name: HuggingFaceTB/SmolLM2-135M-Instruct\n"
+        "optimizer:\n  name: adamw\n  lr: 5.0e-05\ntrain:\n  optim_batch_size: 32\n  seed: 0\nresume: null\n"
+    )
+    (run_dir / ".hydra" / "overrides.yaml").write_text("- +experiment=quickstart\n- optimizer.lr=5e-5\n")
+    if evaluated:
+        metrics.log(0, {"eval/reward": 0.412})
+    for step in range(1, steps + 1):
+        learned = 1 / (1 + math.exp(-(step - 14) / 5))
+        correct = 0.25 + 1.1 * learned + rng.gauss(0, 0.09)
+        style = 0.2 + 0.75 * (1 - math.exp(-step / 6)) + rng.gauss(0, 0.03)
+        sample_s, train_s = 4.2 + rng.random(), 6.5 + rng.random()
+        metrics.log(
+            step,
+            {
+                "reward/mean": correct + style,
+                "reward/std": 0.8 - 0.4 * learned,
+                "reward/correctness": correct,
+                "reward/reasoning_format": style / 2,
+                "reward/answer_format": style / 2,
+                "reward/zero_std_fraction": 0.5 * abs(learned - 0.4),
+                "advantage/mean": 0.0,
+                "advantage/std": 0.93,
+                "kl/ref": 0.03 * learned + 0.002 * rng.random(),
+                "kl/sampler": 0.002 + 0.0004 * rng.random(),
+                "entropy": 1.4 - 0.8 * learned + rng.gauss(0, 0.03),
+                "loss/total": rng.gauss(0, 0.01),
+                "loss/objective": rng.gauss(0, 0.01),
+                "loss/kl": 0.001 * learned,
+                "clip/low_fraction": 0.0,
+                "clip/high_fraction": 0.004 * rng.random(),
+                "ess": 0.99,
+                "lr": 5e-5 * min(1, step / 4),
+                "grad_norm": float("inf") if step == 21 else 1.1 + rng.gauss(0, 0.2),
+                "response/mean_length": 62 - 20 * learned + rng.gauss(0, 2),
+                "response/max_length": 96.0,
+                "response/truncated_fraction": max(0.3 - 0.3 * learned + rng.gauss(0, 0.02), 0),
+                "staleness/mean": 0.0,
+                "staleness/max": 0.0,
+                "mismatch/mean": 0.038 + rng.gauss(0, 0.002),
+                "mismatch/max": 0.9 + rng.random() / 2,
+                "throughput/sample_tokens_per_s": 2100 / sample_s,
+                "throughput/train_tokens_per_s": 9000 / train_s,
+                "time/sample_s": sample_s,
+                "time/train_s": train_s,
+                "time/score_s": 1.9 + rng.random() / 4,
+                "time/sync_s": 0.3,
+                "time/other_s": 0.4,
+                "limit_fraction": 5.0 / (sample_s + train_s + 2.5),
+                "limit_fraction/sample": 1.2 / sample_s,
+                "limit_fraction/train": 3.7 / train_s,
+            },
+        )
+        if evaluated and step % 10 == 0:
+            metrics.log(step, {"eval/reward": 0.412 + 1.1 * learned})
+        bare = "She has 3 boxes of 4 apples so 3 + 4 = 7 apples. The answer is 7 apples and so on and so on"
+        tagged = "<reasoning>3 boxes of 4 apples are 12. 12 - 5 = 7.</reasoning>\n<answer>7</answer>"
+        completions.log(
+            step,
+            [
+                {
+                    "group_id": 4 * step + g,
+                    "row": 17 * step % 500 + g,
+                    "prompt": "Solve the problem. Think inside <reasoning> and </reasoning>, then give the final "
+                    "number inside <answer> and </answer>.\n"
+                    "Tom has 3 boxes with 4 apples each and eats 5. How many are left?",
+                    "completion": hostile or (tagged if learned > 0.5 else bare),
+                    "answer": "7",
+                    "reward": 3.0 if learned > 0.5 else 2.0,
+                    "reward_correctness": 2.0,
+                    "reward_reasoning_format": 0.5 if learned > 0.5 else 0.0,
+                    "reward_answer_format": 0.5 if learned > 0.5 else 0.0,
+                    "advantage": 0.5,
+                    "tokens": 24,
+                    "truncated": learned <= 0.5,
+                    "policy_version": step - 1,
+                }
+                for g in range(4)
+                for _ in range(2)
+            ],
+        )
+    if evaluated:
+        (run_dir / "summary.json").write_text(
+            json.dumps(
+                {
+                    "eval_before": 0.412,
+                    "eval_after": 1.508,
+                    "eval_gain": 1.096,
+                    "eval_gain_ci95": [0.957, 1.229],
+                    "finished": True,
+                    "steps": steps,
+                    "seconds": 541.7,
+                    "versions": {"grpo_rl": "0.1.0", "torch": "2.13.0+cpu"},
+                }
+            )
+        )
+    return run_dir

@@ -1,0 +1,227 @@
+"""The page in a real browser: what is shown, what is asked of the network, and what hostile text comes to."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+
+from grpo_rl.monitor.metrics import MetricsLog
+from grpo_rl.report import compare, serve
+from grpo_rl.report import page as pages
+from grpo_rl.report.command import signature
+
+pytestmark = pytest.mark.slow
+
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2>\x1b[2J\u202e{{7*7}}"
+
+
+class Tab:
+    """A page opened, with what it asked for and complained of."""
+
+    def __init__(self, page) -> None:
+        self.page, self.requests, self.complaints = page, [], []
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.on("console", lambda said: self.complaints.append(f"{said.type}: {said.text}"))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+
+    def open(self, url: str) -> Tab:
+        self.page.goto(url)
+        self.page.wait_for_selector("body[data-ready]")
+        return self
+
+    def card(self, title: str):
+        return self.page.locator("article.chart", has=self.page.get_by_role("heading", name=title, exact=True))
+
+
+@pytest.fixture
+def tab(browser):
+    context = browser.new_context(viewport={"width": 1200, "height": 900}, color_scheme="light")
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    yield Tab(context.new_page())
+    context.close()
+
+
+def url_of(run_dir) -> str:
+    return pages.write_report(run_dir).resolve().as_uri()
+
+
+def until(tab: Tab, condition: str) -> None:
+    """Waits for a condition; playwright's own wait would evaluate text in the page, which its policy forbids."""
+    deadline = time.monotonic() + 20
+    while not tab.page.evaluate(condition):
+        assert time.monotonic() < deadline, condition
+        tab.page.wait_for_timeout(50)
+
+
+def test_the_page_of_a_run_asks_for_nothing_and_complains_of_nothing(tab, tmp_path, make_run):
+    url = url_of(make_run(tmp_path))
+    tab.open(url)
+    tab.page.mouse.wheel(0, 6000)
+    tab.page.wait_for_timeout(300)
+    assert tab.requests == [url] and tab.complaints == []
+    assert tab.page.locator("article.chart").count() == 19
+    assert tab.page.get_by_role("heading", level=1).inner_text().startswith("Held-out reward rose")
+
+
+def test_charts_are_drawn_when_they_come_near(tab, tmp_path, make_run):
+    tab.open(url_of(make_run(tmp_path)))
+    tab.page.wait_for_timeout(200)
+    drawn = tab.page.locator(".uplot").count()
+    assert 0 < drawn < 19
+    tab.card("Throughput").scroll_into_view_if_needed()
+    tab.card("Throughput").locator(".uplot").wait_for()
+
+
+def test_hostile_text_and_numbers_are_shown_as_text(tab, tmp_path, make_run):
+    run = make_run(tmp_path, steps=3)
+    (run / ".hydra" / "config.yaml").write_text(json.dumps({"model": {"name": HOSTILE}, "long": "x" * 1_000_000}))
+    (run / ".hydra" / "overrides.yaml").write_text(json.dumps([HOSTILE]))
+    MetricsLog(run).log(4, {"reward/mean": math.nan, "grad_norm": math.inf, f"reward/{HOSTILE}": 1.0})
+    url = url_of(run)
+    tab.open(url)
+    tab.page.wait_for_timeout(300)
+    assert tab.page.evaluate("window.hacked") is None
+    assert tab.requests == [url] and tab.complaints == []
+    assert tab.page.locator("img").count() == 0
+    assert "<script>window.hacked=1</script>" in tab.page.locator("#configuration pre").inner_text()
+    assert "(1 not finite)" in tab.card("Gradient norm").locator(".legend").inner_text()
+    assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_pointing_at_a_chart_reads_all_of_them(tab, tmp_path, make_run):
+    tab.open(url_of(make_run(tmp_path)))
+    legend = tab.card("Reward parts").locator(".legend")
+    before = legend.inner_text()
+    assert "→" in before
+    tab.card("Reward").locator(".u-over").hover()
+    assert "→" not in legend.inner_text() and "→" not in tab.card("Reward").locator(".legend").inner_text()
+    tab.page.mouse.move(5, 5)
+    assert legend.inner_text() == before
+
+
+def test_dragging_zooms_all_charts_and_a_double_click_resets(tab, tmp_path, make_run):
+    tab.open(url_of(make_run(tmp_path)))
+    over = tab.card("Reward").locator(".u-over")
+    box = over.bounding_box()
+    reset = tab.page.get_by_role("button", name="Reset zoom")
+    assert not reset.is_visible()
+    tab.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    tab.page.mouse.down()
+    tab.page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 60, steps=4)
+    tab.page.mouse.up()
+    assert reset.is_visible()
+    # The left edge of another chart is now at half of the 40 steps.
+    other = tab.card("Reward parts").locator(".plot")
+    tab.card("Reward parts").locator(".u-over").hover(position={"x": 1, "y": 40})
+    assert left_edge(tab, other) == pytest.approx(20, abs=1)
+    over.dblclick()
+    assert not reset.is_visible()
+    tab.card("Reward parts").locator(".u-over").hover(position={"x": 1, "y": 40})
+    assert left_edge(tab, other) == pytest.approx(0, abs=1)
+
+
+def left_edge(tab: Tab, plot) -> float:
+    """The x value at the left edge of a chart."""
+    return plot.evaluate("(node) => node.card.plot.posToVal(0, 'x')")
+
+
+def test_the_keyboard_reads_and_zooms(tab, tmp_path, make_run):
+    tab.open(url_of(make_run(tmp_path)))
+    plot = tab.card("Reward").locator(".plot")
+    plot.focus()
+    for key in ("Home", "ArrowRight", "ArrowRight"):
+        tab.page.keyboard.press(key)
+    said = tab.card("Reward").get_by_role("status").inner_text()
+    assert said.startswith("Step 3: mean reward ")
+    tab.page.keyboard.press("+")
+    assert tab.page.get_by_role("button", name="Reset zoom").is_visible()
+    tab.page.keyboard.press("Escape")
+    assert not tab.page.get_by_role("button", name="Reset zoom").is_visible()
+    tab.card("Reward").get_by_role("button", name="Log scale: Reward").press("Enter")
+    assert plot.evaluate("(node) => node.card.plot.scales.y.distr") == 3
+
+
+def test_search_finds_charts_by_metric_and_settings_by_key(tab, tmp_path, make_run):
+    tab.open(url_of(make_run(tmp_path)))
+    tab.page.get_by_label("Search metrics").fill("kl/ref")
+    shown = [card for card in tab.page.locator("article.chart").all() if card.is_visible()]
+    assert [card.get_by_role("heading").inner_text() for card in shown] == ["KL divergence"]
+    tab.page.get_by_label("Search settings").fill("optim_batch")
+    assert tab.page.locator("#configuration tbody tr").all_inner_texts() == ["train.optim_batch_size\t32"]
+    tab.page.get_by_role("button", name="Copy overrides").click()
+    assert tab.page.evaluate("navigator.clipboard.readText()") == "+experiment=quickstart optimizer.lr=5e-5"
+
+
+def test_curves_are_drawn_over_time_and_smoothed(tab, tmp_path, make_run):
+    tab.open(url_of(make_run(tmp_path)))
+    plot = tab.card("Reward").locator(".plot")
+    assert plot.evaluate("(node) => node.card.plot.series.length") == 3  # x, as logged, smoothed
+    tab.page.get_by_label("Smoothing").fill("0")
+    assert plot.evaluate("(node) => node.card.plot.series.length") == 2
+    tab.page.get_by_label("Over").select_option("time")
+    last = tab.page.evaluate("() => document.querySelector('.plot').card.plot.data[0].at(-1)")
+    assert 5 < last < 15  # 40 steps of about 14 s, in minutes
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_page_fits_a_phone_in_light_and_dark(browser, tmp_path, make_run, scheme, width):
+    context = browser.new_context(viewport={"width": width, "height": 700}, color_scheme=scheme)
+    tab = Tab(context.new_page()).open(url_of(make_run(tmp_path)))
+    assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    dark = "getComputedStyle(document.body).backgroundColor"
+    before = tab.page.evaluate(dark)
+    tab.page.get_by_role("button", name="Use dark colours" if scheme == "light" else "Use light colours").click()
+    assert tab.page.evaluate(dark) != before
+    context.close()
+
+
+def test_a_comparison_shows_every_run(tab, tmp_path, make_run):
+    runs = [make_run(tmp_path / name, steps=steps) for name, steps in (("a", 10), ("b", 20))]
+    page = pages.assemble(compare.SECTIONS, pages.build(compare.SECTIONS, runs, compare.SUMMARY))
+    (tmp_path / "c.html").write_text(page)
+    tab.open((tmp_path / "c.html").as_uri())
+    assert tab.page.locator("#comparison tbody tr").count() == 2
+    assert tab.card("Reward").locator(".legend button").all_inner_texts()[0].startswith("a ")
+    assert tab.complaints == []
+
+
+@contextmanager
+def served(run_dir):
+    live = serve.LivePage(
+        partial(pages.build, pages.SECTIONS, run_dir),
+        partial(pages.assemble, pages.SECTIONS, live=True),
+        partial(signature, [run_dir]),
+    )
+    with serve.make_server(live) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_live_page_follows_the_run_to_its_end(tab, tmp_path):
+    with served(tmp_path) as url:
+        tab.open(url)
+        heading, live = tab.page.get_by_role("heading", level=1), tab.page.locator("#live")
+        assert heading.inner_text() == "No training step was logged yet."
+        log = MetricsLog(tmp_path)
+        for step in range(1, 7):
+            log.log(step, {"reward/mean": float(step)})
+        until(tab, "document.querySelector('h1').textContent.startsWith('Training reward rose')")
+        tab.card("Reward").locator(".uplot").wait_for()
+        log.log(7, {"reward/mean": 7.0})
+        until(tab, "document.querySelector('.plot').card.plot.data[0].at(-1) === 7")
+        (tmp_path / "summary.json").write_text(json.dumps({"finished": True, "steps": 7, "seconds": 1.0}))
+        until(tab, "document.querySelector('#live').textContent === 'The run has ended.'")
+        assert live.is_visible() and tab.complaints == []
+        assert all(request.startswith(url) for request in tab.requests)

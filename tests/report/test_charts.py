@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import math
+
+from grpo_rl.report.charts import MAX_POINTS, columns_of, curves
+
+
+def test_a_long_run_is_averaged_in_bins():
+    run = columns_of([{"step": i, "lr": float(i), "lucky": 1.0} for i in range(1, 2 * MAX_POINTS + 1)])
+    assert len(run["step"]) == MAX_POINTS and run["step"][:2] == [2, 4] and run["step"][-1] == 2 * MAX_POINTS
+    assert run["columns"]["lr"]["values"][:2] == [1.5, 3.5]
+
+
+def test_a_value_that_is_not_finite_is_left_out_of_its_bin():
+    rows = [{"step": i, "x": math.inf if i == 1 else 3.0} for i in range(1, 2 * MAX_POINTS + 1)]
+    assert columns_of(rows)["columns"]["x"]["values"][:2] == [3, 3]
+
+
+def test_an_evaluation_and_a_step_share_a_point():
+    run = columns_of([{"step": 1, "lr": 1.0}, {"step": 2, "lr": 1.0}, {"step": 2, "eval/reward": 0.5}])
+    assert run["step"] == [1, 2] and run["columns"]["eval/reward"] == {"at": [1], "values": [0.5]}
+
+
+def test_time_and_tokens_add_up_over_steps():
+    step = {"time/sample_s": 2.0, "time/train_s": 3.0, "throughput/train_tokens_per_s": 100.0}
+    run = columns_of([{"step": 0, "eval/reward": 1.0}, {"step": 1, **step}, {"step": 2, **step}])
+    assert run["time"] == [0, 5, 10] and run["tokens"] == [0, 300, 600]
+    assert columns_of([{"step": 1, **step}, {"step": 2, "lr": 1.0}])["time"] is None
+
+
+def test_every_metric_is_drawn_once_and_a_staleness_of_zero_not_at_all():
+    names = ["reward/mean", "reward/correctness", "my/own", "odd", "staleness/mean", "staleness/max", "time/train_s"]
+    drawn = curves({"run": [{"step": 1} | dict.fromkeys(names, 0.0)]})["charts"]
+    series = [metric for chart in drawn for metric, _, _ in chart["series"]]
+    assert sorted(series) == sorted(set(names) - {"staleness/mean", "staleness/max"})
+    assert [chart["title"] for chart in drawn if chart["group"] == "Everything else"] == ["my", "Counters"]
+
+
+def test_runs_are_drawn_in_one_chart_a_metric():
+    step = {"loss/total": 1.0, "loss/kl": 0.1}
+    drawn = curves({"a": [{"step": 1, **step}], "b": [{"step": 1, **step, "lr": 1.0}]})["charts"]
+    assert [(chart["title"], chart["series"]) for chart in drawn] == [
+        ("Loss: total", [["loss/total", "a", 0], ["loss/total", "b", 1]]),
+        ("Loss: kl", [["loss/kl", "a", 0], ["loss/kl", "b", 1]]),
+        ("Learning rate", [["lr", "b", 1]]),
+    ]

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_rl import cli
+from grpo_rl.monitor.metrics import MetricsLog
+from grpo_rl.report import compare, demo
+from grpo_rl.training.evaluate import paired_gain
+
+
+def run_of(folder: Path, lr: float, rewards: list[float], gain: tuple[float, ...] = (), **env) -> Path:
+    """A finished run with this learning rate, held-out rewards, and gain with its interval."""
+    MetricsLog(folder).log(1, {"reward/mean": 0.5})
+    config = {"optimizer": {"lr": lr}, "env": {"dataset": "gsm8k"} | env}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "evaluation.json").write_text(json.dumps({"step": 1, "rewards": rewards}))
+    summary = {"finished": True, "steps": 1}
+    if gain:
+        summary |= {"eval_before": 0.0, "eval_after": gain[0], "eval_gain": gain[0], "eval_gain_ci95": gain[1:]}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_runs_are_compared_row_by_row(tmp_path):
+    a = run_of(tmp_path / "a", 1e-5, [0.0, 1.0, 0.0, 1.0])
+    b = run_of(tmp_path / "b", 2e-5, [1.0, 1.0, 0.0, 2.0])
+    first, second = compare.compared([a, b])
+    expected = paired_gain([0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 2.0])
+    assert second["difference"] == {"gain": 0.5, "low": expected.low, "high": expected.high} and second["rows"] == 4
+    assert "difference" not in first and "gain" not in first  # one step is too few to say
+    assert compare.build([a, b])["settings"] == {"optimizer.lr": ["1e-05", "2e-05"]}
+
+
+def test_other_held_out_rows_are_not_paired(tmp_path):
+    a = run_of(tmp_path / "a", 1e-5, [0.0, 1.0])
+    b = run_of(tmp_path / "b", 1e-5, [1.0, 1.0], dataset="math")
+    c = run_of(tmp_path / "c", 1e-5, [1.0, 1.0, 1.0])
+    _, other, longer = compare.compared([a, b, c])
+    assert other["unpaired"] == "other env.dataset" and "difference" not in other
+    assert longer["unpaired"].startswith("2 rewards before and 3 after")
+
+
+def test_the_best_of_a_sweep_is_named_with_what_its_interval_allows(tmp_path):
+    low = run_of(tmp_path / "0", 1e-5, [0.0, 1.0], (0.1, 0.0, 0.2))
+    high = run_of(tmp_path / "1", 2e-5, [0.0, 1.0], (0.9, 0.8, 1.0))
+    near = run_of(tmp_path / "2", 4e-5, [0.0, 1.0], (0.85, 0.7, 0.95))
+    assert compare.head([low, high])["headline"] == (
+        "1 gained most of 2 runs: +0.900, 95 % interval +0.800 to +1.000, above every other run's interval."
+    )
+    assert compare.head([low, high, near])["headline"].endswith("; the intervals of others reach into it.")
+    (panel,) = compare.sweep([high, low, near])["panels"]
+    assert panel["key"] == "optimizer.lr" and [run["value"] for run in panel["runs"]] == ["1e-05", "2e-05", "4e-05"]
+
+
+def test_a_sweeps_folder_stands_for_its_runs_in_their_order(tmp_path):
+    (tmp_path / "multirun.yaml").touch()
+    for name in ("10", "2", "0"):
+        run_of(tmp_path / name, 1e-5, [])
+    (tmp_path / "notes").mkdir()
+    assert [run.name for run in compare.run_folders([tmp_path])] == ["0", "2", "10"]
+    assert compare.run_folders([tmp_path / "2"]) == [tmp_path / "2"]
+    assert compare.run_folders([tmp_path / "notes"]) == [tmp_path / "notes"]  # of a run that has not made a step
+    with pytest.raises(ValueError, match="holds no run"):
+        compare.run_folders([tmp_path / "2", tmp_path / "notes"])
+
+
+def test_the_command_writes_one_page_for_a_sweep_and_for_several_runs(tmp_path, monkeypatch, capsys):
+    (tmp_path / "sweep").mkdir()
+    runs = [run_of(tmp_path / "sweep" / str(i), 1e-5 * i, [0.0, 1.0]) for i in (1, 2)]
+    assert cli.main(["report", str(tmp_path / "sweep")]) == 0
+    assert "Comparison of 2 runs" in (tmp_path / "sweep" / "report.html").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", *map(str, runs)]) == 0
+    assert "Comparison of 2 runs" in (tmp_path / "comparison.html").read_text()
+    assert capsys.readouterr().out.split() == [str(tmp_path / "sweep" / "report.html"), "comparison.html"]
+
+
+def test_the_recorded_run_is_small_whole_and_without_paths_of_a_machine(tmp_path):
+    assert demo.RECORDED.stat().st_size < 300_000
+    run = demo.unpack(tmp_path)
+    assert json.loads((run / "summary.json").read_text())["finished"]
+    for name in ("summary.json", "config.yaml", "overrides.yaml", "metrics.jsonl"):
+        assert not any(place in (run / name).read_text() for place in ("/tmp", "/root", "/home"))

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from grpo_rl import cli
+from grpo_rl.monitor.metrics import MetricsLog
+from grpo_rl.report import page as pages
+from grpo_rl.report.page import SECTIONS, Section, assemble, build, write_report
+from grpo_rl.report.roofline import phase_times
+
+HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)> {{ 7 * 7 }}"
+
+
+class Page(HTMLParser):
+    """The elements, attributes and data of a page, as a browser's parser sees them."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags, self.attributes, self.ids, self.data = [], [], [], {}
+        self._words, self._script = [], None
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        self.ids += [value for name, value in attrs if name == "id"]
+        given = dict(attrs)
+        self._script = given.get("id", "") if tag == "script" else None
+
+    def handle_data(self, data):
+        if self._script and self._script.startswith("data-"):
+            self.data[self._script.removeprefix("data-")] = json.loads(data)
+        elif self._script is None:
+            self._words.append(data)
+
+    def handle_endtag(self, tag):
+        self._script = None
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self._words).split())
+
+
+def page_of(run_dir: Path) -> Page:
+    return Page(write_report(run_dir).read_text(encoding="utf-8"))
+
+
+def titles(page: Page) -> list[str]:
+    return [chart["title"] for chart in page.data["charts"]["charts"]]
+
+
+def test_a_whole_run_is_told_on_one_page(tmp_path, make_run):
+    page = page_of(make_run(tmp_path))
+    assert "SmolLM2-135M-Instruct trained with GRPO on gsm8k" in page.text
+    assert "Held-out reward rose from 0.412 to 1.508: a gain of +1.096, 95 % interval +0.957 to +1.229." in page.text
+    assert titles(page) == [
+        "Reward",
+        "Held-out reward",
+        "Reward parts",
+        "Spread of the reward",
+        "Zero-variance groups",
+        "Response length",
+        "Cut-off and repetitive responses",
+        "Entropy",
+        "KL divergence",
+        "Clipped tokens",
+        "Gradient norm",
+        "Loss",
+        "Learning rate",
+        "Sampler against trainer",
+        "Throughput",
+        "Time of a step",
+        "Share of the machine's roofline",
+        "advantage",
+        "Counters",
+    ]
+    assert page.data["configuration"]["overrides"] == ["+experiment=quickstart", "optimizer.lr=5e-5"]
+    assert ["train.optim_batch_size", "32"] in page.data["configuration"]["settings"]
+    assert ["torch", "2.13.0+cpu"] in page.data["configuration"]["versions"]
+    steps = next(tile for tile in page.data["summary"]["tiles"] if tile["label"] == "Steps")
+    assert steps == {"label": "Steps", "value": "40", "detail": "in 9:01", "tone": ""}
+
+
+def test_the_page_refers_to_nothing_outside_itself(tmp_path, make_run):
+    html = write_report(make_run(tmp_path)).read_text()
+    page = Page(html)
+    assert not {"img", "iframe", "image", "object"} & set(page.tags)
+    targets = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "data", "action")]
+    assert targets and all(target.startswith(("#", "data:,")) for target in targets)
+    assert "url(" not in html and "connect-src" not in html
+    assert len(html) < 400_000
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_no_text_of_a_run_can_end_the_script_that_holds_it(tmp_path, make_run):
+    make_run(tmp_path, steps=2)
+    (tmp_path / ".hydra" / "config.yaml").write_text(json.dumps({"model": {"name": HOSTILE}, "note": HOSTILE}))
+    html = write_report(tmp_path).read_text()
+    page = Page(html)
+    assert page.data["configuration"]["settings"] == [["model.name", HOSTILE], ["note", HOSTILE]]
+    scripts = [tag for tag in page.tags if tag == "script"]
+    assert len(scripts) == len(page.data) + 1 and "img" not in page.tags
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+
+
+def test_the_policy_allows_the_pages_own_script_and_style_alone(tmp_path, make_run):
+    policy = dict(page_of(make_run(tmp_path, steps=1)).attributes)["content"]  # the last meta tag's
+    html = write_report(tmp_path).read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)[1].replace("&#39;", "'")
+    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
+    live = assemble(SECTIONS, build(SECTIONS, tmp_path), live=True)
+    assert "connect-src &#39;self&#39;" in live
+
+
+def test_a_run_killed_at_its_first_step_has_a_report(tmp_path, make_run):
+    page = page_of(make_run(tmp_path, steps=1, evaluated=False))
+    assert "One step is too few to say whether training helped; its training reward was" in page.text
+    assert "up to step 1" in page.text and "Held-out reward" not in titles(page)
+
+
+def test_an_empty_folder_has_a_report(tmp_path):
+    page = page_of(tmp_path)
+    assert "No training step was logged yet." in page.text and set(page.data) == {"summary"}
+
+
+def test_a_summary_that_is_none_is_named_with_the_remedy(tmp_path, make_run):
+    make_run(tmp_path, steps=1)
+    for rubbish in (b"{", b"\xff", b"[]"):
+        (tmp_path / "summary.json").write_bytes(rubbish)
+        with pytest.raises(ValueError, match=r"summary\.json (is not JSON|holds list).*; remove it"):
+            write_report(tmp_path)
+
+
+def test_a_section_that_cannot_be_read_says_so_and_leaves_the_others(tmp_path, make_run):
+    def broken(_):
+        raise ValueError("part-7 can't be read")
+
+    make_run(tmp_path, steps=1)
+    found = build([Section("broken", "Broken", broken), *SECTIONS], tmp_path)
+    assert json.loads(found["broken"]) == {"left_out": "part-7 can't be read"}
+    assert {"summary", "charts", "configuration"} <= set(found)
+
+
+def test_every_section_has_its_script():
+    scripts = pages.joined("js")
+    for section in SECTIONS:
+        assert f"sections.{section.id} = function" in scripts
+
+
+def test_a_step_is_set_against_the_machines_limit_phase_by_phase(tmp_path):
+    rows = [  # steps of 10 s, 12 s and 16 s; the floor of each is 6 s
+        {
+            "time/sample_s": spent,
+            "time/score_s": 1e-6,  # no reference: the phase is there and has nothing to do
+            "time/train_s": 7.0,
+            "time/other_s": 1.0,
+            "limit_fraction": 6.0 / (spent + 8.0),
+            "limit_fraction/sample": 2.0 / spent,
+            "limit_fraction/train": 4.0 / 7.0,
+        }
+        for spent in (2.0, 4.0, 8.0)
+    ]
+    told = {phase["name"]: phase for phase in phase_times(rows)}
+    assert list(told) == ["step", "sample", "train", "other"]
+    assert told["step"]["spent_s"] == pytest.approx(12.0, rel=1e-6) and told["step"]["share"] == pytest.approx(0.5)
+    assert told["sample"]["length"] == pytest.approx(1 / 3, rel=1e-6) and told["train"]["floor_s"] == 4.0
+
+
+def test_a_number_that_is_not_finite_is_null_in_the_page(tmp_path):
+    log = MetricsLog(tmp_path)
+    for step, norm in enumerate([1.0, math.inf, math.nan, 2.0]):
+        log.log(step, {"grad_norm": norm, "memory/peak_gib": math.nan})
+    page = page_of(tmp_path)
+    assert page.data["charts"]["runs"][0]["columns"]["grad_norm"] == {"values": [1, None, None, 2]}
+
+
+def test_the_command_writes_the_page_and_refuses_what_is_no_run_folder(tmp_path, make_run, capsys):
+    run = make_run(tmp_path / "run", steps=1)
+    assert cli.main(["report", str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html") and (run / "report.html").exists()
+    assert cli.main(["report", str(tmp_path / "nothing")]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+    assert cli.main(["report"]) == 2 and cli.main(["report", str(run), "--demo"]) == 2

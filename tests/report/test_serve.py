@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+
+from grpo_rl.monitor.metrics import MetricsLog
+from grpo_rl.report import page as pages
+from grpo_rl.report import serve
+from grpo_rl.report.command import signature
+from grpo_rl.report.files import is_running
+
+
+@contextmanager
+def served(run_dir):
+    """The port of a server of a run's live page."""
+    live = serve.LivePage(
+        partial(pages.build, pages.SECTIONS, run_dir),
+        partial(pages.assemble, pages.SECTIONS, live=True),
+        partial(signature, [run_dir]),
+    )
+    with serve.make_server(live) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def get(port: int, path: str, host: str | None = None, method: str = "GET") -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request(method, path, headers={"Host": host or f"127.0.0.1:{port}"})
+    response = connection.getresponse()
+    return response.status, response.read(), dict(response.headers)
+
+
+def changes(port: int, have: dict[str, str]) -> dict:
+    words = ",".join(f"{name}:{version}" for name, version in have.items())
+    return json.loads(get(port, f"/data.json?have={words}")[1])
+
+
+def test_a_reader_gets_only_the_sections_that_changed(tmp_path, make_run, monkeypatch):
+    monkeypatch.setattr(serve, "FRESH_S", 0.0)
+    make_run(tmp_path, steps=3, evaluated=False)
+    with served(tmp_path) as port:
+        first = changes(port, {})
+        assert {"summary", "charts", "roofline", "configuration"} <= set(first)
+        have = {name: section["version"] for name, section in first.items()}
+        assert changes(port, have) == {}
+        MetricsLog(tmp_path).log(4, {"reward/mean": 0.5})
+        second = changes(port, have)
+        assert set(second) == {"summary", "charts"}
+        assert second["charts"]["data"]["runs"][0]["step"] == [1, 2, 3, 4]
+
+
+def test_a_folder_without_a_step_is_served_and_then_followed(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve, "FRESH_S", 0.0)
+    with served(tmp_path) as port:
+        assert b"No training step was logged yet." in get(port, "/")[1]
+        MetricsLog(tmp_path).log(1, {"reward/mean": 0.5})
+        assert "charts" in changes(port, {})
+
+
+def test_no_file_is_read_by_a_readers_name(tmp_path, make_run):
+    make_run(tmp_path, steps=1)
+    (tmp_path.parent / "secret").write_text("secret")
+    with served(tmp_path) as port:
+        for path in ("/../secret", "/metrics.jsonl", "//etc/passwd", "/%2e%2e/secret", "/..%2fsecret", "/config.yaml"):
+            assert get(port, path)[0] == 404
+
+
+def test_another_name_for_this_machine_reads_nothing(tmp_path):
+    with served(tmp_path) as port:
+        status, content, _ = get(port, "/", host="evil.example:80")
+        assert status == 403 and b"<" not in content
+        assert get(port, "/", host="localhost:1234")[0] == 200  # a port forwarded by ssh
+
+
+def test_the_server_listens_on_loopback_and_takes_no_writes(tmp_path):
+    with served(tmp_path) as port:
+        assert get(port, "/", method="POST")[0] == 501
+        assert get(port, "/", method="HEAD")[:2] == (200, b"")
+        addresses = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+        for address in addresses - {"127.0.0.1"}:
+            if not address.startswith("127."):
+                with pytest.raises(OSError):
+                    socket.create_connection((address, port), timeout=1).close()
+
+
+def test_many_readers_share_one_build(tmp_path, make_run):
+    make_run(tmp_path, steps=1)
+    built = []
+
+    def build():
+        built.append(1)
+        return pages.build(pages.SECTIONS, tmp_path)
+
+    live = serve.LivePage(build, str, lambda: 0)
+    threads = [threading.Thread(target=live.changes, args=({},)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert built == [1]
+
+
+def test_damage_is_told_to_the_reader_and_mended_files_are_served(tmp_path, make_run, monkeypatch):
+    monkeypatch.setattr(serve, "FRESH_S", 0.0)
+    make_run(tmp_path, steps=1)
+    whole = (tmp_path / "summary.json").read_text()
+    with served(tmp_path) as port:
+        (tmp_path / "summary.json").write_text("{")
+        status, content, headers = get(port, "/data.json")
+        assert status == 503 and b"summary.json is not JSON" in content and "text/plain" in headers["Content-Type"]
+        (tmp_path / "summary.json").write_text(whole)
+        assert get(port, "/data.json")[0] == 200
+
+
+def test_a_taken_port_is_an_error_that_says_what_to_do(tmp_path):
+    live = serve.LivePage(dict, str, lambda: 0)
+    with serve.make_server(live) as server, pytest.raises(ValueError, match="leave --port out"):
+        serve.make_server(live, server.server_address[1])
+
+
+@pytest.mark.parametrize(
+    ("holder", "running"),
+    [
+        ({}, False),
+        ({"pid": os.getpid(), "host": socket.gethostname()}, True),
+        ({"pid": 2**22 + 1, "host": socket.gethostname()}, False),  # above the greatest id of a process
+        ({"pid": 1, "host": "elsewhere"}, None),
+        ([], False),
+    ],
+)
+def test_a_run_goes_on_while_its_process_lives(tmp_path, holder, running):
+    assert is_running(tmp_path) is False
+    (tmp_path / ".lock").write_text(json.dumps(holder))
+    assert is_running(tmp_path) is running
