@@ -58,10 +58,9 @@ class StepParts:
         """
         path = self.path(step)
         try:
-            if columns is not None:
-                present = pq.read_schema(path).names
-                columns = [name for name in columns if name in present]
-            return pq.read_table(path, columns=columns)
+            with pq.ParquetFile(path) as file:  # a tenth of the time of `read_table`, which looks for a dataset
+                names = file.schema_arrow.names
+                return file.read(None if columns is None else [name for name in columns if name in names])
         # Where a file is cut or damaged decides which of them it is.
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} can't be read ({error}); remove it to do without what it holds") from error

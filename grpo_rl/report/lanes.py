@@ -86,20 +86,20 @@ def curve(changes: Mapping[float, int]) -> list[list[float]]:
     points, number = [], 0
     for time in sorted(changes):
         number += changes[time]
-        points.append([_rounded(time), number])
+        points.append([time, number])
     if len(points) <= POINTS:
-        return points
+        return [[_rounded(time), number] for time, number in points]
     begun, length = points[0][0], (points[-1][0] - points[0][0]) / POINTS
     most: dict[int, list[float]] = {}
     before = 0
     for time, number in points:
         place = min(int((time - begun) / length), POINTS - 1)
         # What was in flight when the stretch began counts for it too.
-        found = most.setdefault(place, [_rounded(begun + place * length), before])
+        found = most.setdefault(place, [begun + place * length, before])
         found[1] = max(found[1], number)
         before = number
-    thinned = [most[place] for place in sorted(most)]
-    return [*thinned, points[-1]]
+    thinned = [[_rounded(most[place][0]), most[place][1]] for place in sorted(most)]
+    return [*thinned, [_rounded(points[-1][0]), points[-1][1]]]
 
 
 def _rounded(seconds: float) -> float:

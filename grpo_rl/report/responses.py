@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,11 +56,12 @@ def build(run_dir: Path) -> dict[str, Any] | None:
         chosen.setdefault(step, {}).setdefault(group_id, "best or worst of the run")
     groups = [group for step in sorted(chosen) for group in _groups(run_dir, step, chosen[step])]
     _shorten(groups)
+    counts = Counter(reward for step in steps.values() for rewards in step.rewards.values() for reward in rewards)
     place = {(group["step"], group["id"]): number for number, group in enumerate(groups)}
     return {
         "groups": groups,
-        "best": [_mark(steps, place, *found) for found in best],
-        "worst": [_mark(steps, place, *found) for found in worst],
+        "best": [_mark(steps, place, counts, *found) for found in best],
+        "worst": [_mark(steps, place, counts, *found) for found in worst],
         "all_groups": sum(len(step.rewards) for step in steps.values()),
         "all_steps": len(steps),
         "all_responses": total,
@@ -101,8 +104,8 @@ def _extremes(steps: Mapping[int, _Step]) -> tuple[list[tuple[int, int, int]], l
         for number, reward in enumerate(rewards)
         if math.isfinite(reward) and number < MOST_OF_GROUP
     ]
-    best = sorted(found, key=lambda one: -one[0])[:EXTREMES]
-    worst = sorted(found, key=lambda one: one[0])[:EXTREMES]
+    best = heapq.nlargest(EXTREMES, found, key=lambda one: one[0])
+    worst = heapq.nsmallest(EXTREMES, found, key=lambda one: one[0])
     return [one[1:] for one in best], [one[1:] for one in worst]
 
 
@@ -220,11 +223,15 @@ def _shorten(groups: Sequence[dict[str, Any]]) -> None:
 
 
 def _mark(
-    steps: Mapping[int, _Step], place: Mapping[tuple[int, int], int], step: int, group_id: int, number: int
+    steps: Mapping[int, _Step],
+    place: Mapping[tuple[int, int], int],
+    counts: Mapping[float, int],
+    step: int,
+    group_id: int,
+    number: int,
 ) -> dict[str, Any]:
     reward = steps[step].rewards[group_id][number]
-    alike = sum(one == reward for content in steps.values() for of in content.rewards.values() for one in of)
-    return {"group": place[step, group_id], "response": number, "reward": _rounded(reward), "alike": alike}
+    return {"group": place[step, group_id], "response": number, "reward": _rounded(reward), "alike": counts[reward]}
 
 
 def _rounded(value: float | None) -> float | None:

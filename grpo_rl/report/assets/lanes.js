@@ -1,6 +1,6 @@
 sections.lanes = function (root, data) {
   const NAMES = {sample: "Engine: sample", wait: "Trainer: wait for responses", score: "Trainer: score", train: "Trainer: train", sync: "Push weights", other: "Trainer: other", evaluate: "Engine: evaluate"};
-  const MOST_BARS = 400, ROW = 38, BAR = 16;
+  const LEAST_WIDTH = 8, ROW = 38, BAR = 16;  // pixels: of a step with its phases, of a lane, of its bars
   let view = [0, 1], cursor = 0, dragged = null, told = false;
   const note = el("p", {class: "note"});
   const button = (text, name, act) => el("button", {type: "button", text, "aria-label": name, onclick: () => { act(); draw(); }});
@@ -31,11 +31,11 @@ sections.lanes = function (root, data) {
   function pan(share) { const by = share * (view[1] - view[0]); set(view[0] + by, view[1] + by); }
 
   // The bars of a row: begin, seconds. Of many steps several become one bar, as long as all of them together.
-  function bars(phase) {
+  function bars(phase, most) {
     if (phase === "evaluate") return data.evaluations.map(([, begun, seconds]) => [begun, seconds]);
     const place = data.phases.indexOf(phase);
     const visible = data.steps.filter((step) => step.begun <= view[1] && endOf(step) >= view[0]);
-    const together = Math.ceil(visible.length / MOST_BARS), made = [];
+    const together = Math.ceil(visible.length / most), made = [];
     for (let i = 0; i < visible.length; i += together) {
       const some = visible.slice(i, i + together);
       const before = some.reduce((sum, step) => sum + step.phases.slice(0, place).reduce((a, b) => a + b, 0), 0);
@@ -46,6 +46,7 @@ sections.lanes = function (root, data) {
 
   function draw() {
     const width = Math.max(box.clientWidth, 280), x = (time) => (time - view[0]) / (view[1] - view[0]) * width;
+    const most = Math.ceil(width / LEAST_WIDTH);
     const rows = [...data.phases, ...(data.evaluations.length ? ["evaluate"] : [])];
     const stale = data.steps.some((step) => step.stale[1] > 0), lanes = rows.length + data.engines.length + (stale ? 1 : 0);
     const height = lanes * ROW + 24, all = data.steps.reduce((sum, step) => sum + lengthOf(step), 0) + data.evaluations.reduce((sum, one) => sum + one[2], 0);
@@ -55,30 +56,29 @@ sections.lanes = function (root, data) {
     rows.forEach((phase, i) => {
       const y = i * ROW, spent = phase === "evaluate" ? data.evaluations.reduce((sum, one) => sum + one[2], 0) : data.steps.reduce((sum, step) => sum + step.phases[data.phases.indexOf(phase)], 0);
       picture.append(title(`${NAMES[phase]} · ${percent(spent / all)} of the time`, y), svg("rect", {x: 0, y: y + ROW - BAR - 4, width, height: BAR, class: "lane-back"}));
-      for (const [begun, seconds] of bars(phase)) {
+      for (const [begun, seconds] of bars(phase, most)) {
         const at = clipped(begun, seconds);
         if (at) picture.append(svg("rect", {x: at[0].toFixed(2), width: at[1].toFixed(2), y: y + ROW - BAR - 4, height: BAR, class: `lane-bar lane-${phase}`}));
       }
     });
     data.engines.forEach((engine, i) => {
-      const y = (rows.length + i) * ROW, base = y + ROW - 4, most = Math.max(...engine.curve.map((point) => point[1]), 1);
-      picture.append(title(`${engine.name}: groups in flight, at most ${most}`, y), svg("rect", {x: 0, y: base - BAR, width, height: BAR, class: "lane-back"}));
-      let path = "", level = 0;
+      const y = (rows.length + i) * ROW, base = y + ROW - 4, top = Math.max(...engine.curve.map((point) => point[1]), 1);
+      picture.append(title(`${engine.name}: groups in flight, at most ${top}`, y), svg("rect", {x: 0, y: base - BAR, width, height: BAR, class: "lane-back"}));
+      let path = "";
       for (const [time, count] of engine.curve) {
         const at = Math.min(Math.max(x(time), 0), width).toFixed(2);
-        path += path ? `H${at}V${(base - BAR * count / most).toFixed(2)}` : `M${at} ${base}V${(base - BAR * count / most).toFixed(2)}`;
-        level = count;
+        path += path ? `H${at}V${(base - BAR * count / top).toFixed(2)}` : `M${at} ${base}V${(base - BAR * count / top).toFixed(2)}`;
       }
       picture.append(svg("path", {d: `${path}V${base}Z`, class: "lane-engine"}));
     });
     if (stale) {
-      const y = (lanes - 1) * ROW, base = y + ROW - 4, most = Math.max(...data.steps.map((step) => step.stale[1] ?? 0), 1);
-      picture.append(title(`Staleness of trained tokens, mean; the bar's height is ${most} versions`, y), svg("rect", {x: 0, y: base - BAR, width, height: BAR, class: "lane-back"}));
-      const shown = data.steps.filter((step) => step.begun <= view[1] && endOf(step) >= view[0]), each = Math.ceil(shown.length / MOST_BARS);
+      const y = (lanes - 1) * ROW, base = y + ROW - 4, top = Math.max(...data.steps.map((step) => step.stale[1] ?? 0), 1);
+      picture.append(title(`Mean staleness; full height: ${top} versions`, y), svg("rect", {x: 0, y: base - BAR, width, height: BAR, class: "lane-back"}));
+      const shown = data.steps.filter((step) => step.begun <= view[1] && endOf(step) >= view[0]), each = Math.ceil(shown.length / most);
       for (let i = 0; i < shown.length; i += each) {
         const some = shown.slice(i, i + each), mean = some.reduce((sum, step) => sum + (step.stale[0] ?? 0), 0) / some.length;
         const at = clipped(some[0].begun, endOf(some[some.length - 1]) - some[0].begun);
-        if (at) picture.append(svg("rect", {x: at[0].toFixed(2), width: at[1].toFixed(2), y: (base - BAR * mean / most).toFixed(2), height: (BAR * mean / most).toFixed(2), class: "lane-bar lane-stale"}));
+        if (at) picture.append(svg("rect", {x: at[0].toFixed(2), width: at[1].toFixed(2), y: (base - BAR * mean / top).toFixed(2), height: (BAR * mean / top).toFixed(2), class: "lane-bar lane-stale"}));
       }
     }
     for (let i = 0; i <= 4; i++) {
@@ -143,7 +143,7 @@ sections.lanes = function (root, data) {
 
   function fill() {
     note.textContent = (data.assumed ? "When steps began was not recorded: they are drawn one after the other, without what lay between them. " : "")
-      + "Phases of a step are drawn in their order, what is left of its time at its end; gaps are checkpoints and logs. Drag to zoom in, double-click for all."
+      + "Phases of a step are drawn in their order, what is left of its time at its end; gaps are checkpoints and logs. Where there is no room, several steps are drawn as one. Drag to zoom in, double-click for all."
       + (data.engines.length ? " Engines sample while the trainer trains; a group counts from when an engine got it until all its responses were there." : "");
     draw();
   }
