@@ -142,9 +142,8 @@ def test_a_group_of_each_step_is_recorded_token_by_token(finished):
         spoken = recorded[~recorded["special"]].groupby("response")["text"].agg("".join)
         assert spoken.reindex(range(len(texts)), fill_value="").tolist() == texts
     scored = tokens.dropna(subset="log_prob")
-    assert (
-        len(scored) and (scored["sampler_log_prob"] - scored["log_prob"]).abs().max() < 0.1
-    )  # both of the same weights
+    assert len(scored)
+    assert (scored["sampler_log_prob"] - scored["log_prob"]).abs().max() < 0.1  # both of the same weights
 
 
 def test_held_out_responses_are_kept_before_and_after(finished):

@@ -109,7 +109,7 @@ sections.tokens = function (root, data) {
 
   function fill() {
     note.textContent = `${data.shown_steps} of ${data.all_steps.toLocaleString("en")} recorded steps, and of each a few responses of the groups in tokens.parquet: the first, the best, the worst. `
-      + "The stronger a token's colour and the higher the bar below it, the larger the number. Trainer's numbers are from before the first update on the token's group.";
+      + "The stronger a token's colour and the higher the bar below it, the larger the number. Trainer's numbers are from the first optimizer step that took the group; mostly that is the first after sampling, on the sampler's weights.";
     if (!data.responses.length) return strip.replaceChildren();
     current ??= data.responses[0];
     draw();
