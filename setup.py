@@ -92,6 +92,7 @@ setup(
             "codetiming>=1.4,<2",  # verl imports it, and ray
             "hypothesis>=6.170,<7",
             "liger-kernel==0.8.*; sys_platform == 'linux' and platform_machine == 'x86_64'",  # it requires triton
+            "playwright>=1.61,<2",  # the report's page in a browser; without a Chromium its tests are skipped
             "pyright[nodejs]>=1.1.414,<1.2",  # [nodejs]: node as a wheel, not downloaded at the first run
             "pytest>=9.2,<10",
             "pytest-xdist>=3.8,<4",

@@ -51,7 +51,7 @@ def curves(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
     """Columns of each run, and the charts that show them; of several runs, one metric a chart, and a line a run."""
     columns = [columns_of(rows) | {"name": name} for name, rows in runs.items()]
     names = {metric: None for run in columns for metric in run["columns"]}
-    stale = any(any(run["columns"].get("staleness/max", {"values": []})["values"]) for run in columns)
+    stale = any(row.get("staleness/max", 0) > 0 for rows in runs.values() for row in rows)
     drawn = []
     for chart in charts(list(names), stale):
         series = {metric: label for metric, label in chart.series.items() if metric in names}

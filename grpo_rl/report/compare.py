@@ -134,7 +134,7 @@ def head(runs: Sequence[Path]) -> dict[str, Any]:
         others = [row["gain"]["high"] for row in table if row is not best]
         apart = bool(others) and best["gain"]["low"] > max(others)
         gain = best["gain"]
-        what = f"{best['name']} gained most of {len(runs)} runs: {gain['gain']:+.3f}, 95 % interval "
+        what = f"Run {best['name']} gained most of {len(runs)}: {gain['gain']:+.3f}, 95 % interval "
         text = what + f"{gain['low']:+.3f} to {gain['high']:+.3f}" + (
             ", above every other run's interval." if apart else "; the intervals of others reach into it."
         )  # fmt: skip
@@ -171,6 +171,8 @@ def sweep(runs: Sequence[Path]) -> dict[str, Any] | None:
 
     panels = []
     for key, values in settings.items():
+        if all(values[i] == values[known[0]] for i in known):
+            continue
         ordered = sorted(known, key=lambda i: order(values[i]))
         panels.append(
             {
@@ -178,7 +180,7 @@ def sweep(runs: Sequence[Path]) -> dict[str, Any] | None:
                 "runs": [{"value": str(values[i]), "name": gains[i]["name"], **gains[i]["gain"]} for i in ordered],
             }
         )
-    return {"panels": panels}
+    return {"panels": panels} if panels else None
 
 
 def curves(runs: Sequence[Path]) -> dict[str, Any] | None:

@@ -144,8 +144,8 @@ def training_change(rewards: Sequence[float]) -> Change:
     A step's mean is one observation: its groups are of prompts that other steps do not have, and the interval knows
     how much such means scatter. Where neighbouring steps resemble each other, a mean is known less well than their
     number says: the variance of the mean is then that of Newey and West (https://doi.org/10.2307/1913610) with
-    $\lfloor 4(n/100)^{2/9} \rfloor$ lags, where it is the larger. What the policy learns within an end widens the
-    interval, too.
+    $\lfloor 4(n/100)^{2/9} \rfloor$ lags, where it is the larger, which with few steps corrects a part of it. What the
+    policy learns within an end widens the interval, too.
 
     Means 1 and 4 of three steps each, variance 1/3 each, 4 degrees of freedom: 3 ± 2.776 * sqrt(2/3):
 

@@ -3,13 +3,16 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
 import socket
 import threading
+import time
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 
+from grpo_rl import cli
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.report import page as pages
 from grpo_rl.report import serve
@@ -144,3 +147,24 @@ def test_a_run_goes_on_while_its_process_lives(tmp_path, holder, running):
     assert is_running(tmp_path) is False
     (tmp_path / ".lock").write_text(json.dumps(holder))
     assert is_running(tmp_path) is running
+
+
+def test_the_command_serves_the_recorded_run_until_ctrl_c(monkeypatch, capsys):
+    found = {}
+
+    def read_and_interrupt():
+        while "http" not in (said := capsys.readouterr().out):
+            time.sleep(0.05)
+        port = int(said.split(":")[2].split("/")[0])
+        found["page"] = get(port, "/")[1]
+        found["changes"] = changes(port, {})
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("grpo_rl.report.command._has_display", lambda: False)
+    reader = threading.Thread(target=read_and_interrupt)
+    reader.start()
+    assert cli.main(["report", "--demo"]) == 0
+    reader.join()
+    assert b"SmolLM2-135M-Instruct trained with GRPO on gsm8k" in found["page"]
+    assert found["changes"]["charts"]["data"]["runs"][0]["step"] == list(range(16))
+    assert capsys.readouterr().err == ""

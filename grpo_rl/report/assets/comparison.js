@@ -8,14 +8,14 @@ sections.comparison = function (root, data) {
   const rows = data.runs.map((run, i) => el("tr", {},
     el("th", {scope: "row"}, swatch(i), run.name, run.ended ? null : el("span", {class: "help", text: " (not ended)"})),
     el("td", {text: number(run.steps)}),
-    ...keys.map((key) => el("td", {text: data.settings[key][i]})),
     run.gain ? el("td", {class: tone(run.gain)}, span(run.gain), el("div", {class: "help", text: run.gain.of}))
       : el("td", {text: "too few steps to say"}),
     measured ? el("td", run.difference ? {class: tone(run.difference), text: span(run.difference)}
-      : {text: i ? `not comparable: ${run.unpaired}` : "–"}) : null));
+      : {text: i ? `not comparable: ${run.unpaired}` : "–"}) : null,
+    ...keys.map((key) => el("td", {text: data.settings[key][i]}))));
   root.append(el("div", {class: "card scroll", tabIndex: 0, role: "region", "aria-label": "Table of the runs"}, el("table", {},
-    el("thead", {}, el("tr", {}, head("Run"), head("Steps"), ...keys.map(head), head("Gain (95 % interval)"),
-      measured ? head("Difference from the first (95 % interval)") : null)),
+    el("thead", {}, el("tr", {}, head("Run"), head("Steps"), head("Gain (95 % interval)"),
+      measured ? head("Difference from the first (95 % interval)") : null, ...keys.map(head))),
     el("tbody", {}, ...rows))));
 };
 

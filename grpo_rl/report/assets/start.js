@@ -33,16 +33,20 @@
   systemDark.addEventListener("change", () => setTheme());
   setTheme(remembered("theme"));
 
+  // What a live page showed at first, to see whether the server's first reply differs from it.
+  const atFirst = {}, live = "live" in document.body.dataset;
   const waiting = [...document.querySelectorAll('script[type="application/json"]')];
   function next() {
     const script = waiting.shift();
     if (!script) return document.body.dataset.ready = "";
-    showSafely(script.id.slice("data-".length), JSON.parse(script.textContent));
+    const id = script.id.slice("data-".length), data = JSON.parse(script.textContent);
+    if (live) atFirst[id] = JSON.stringify(data);
+    showSafely(id, data);
     script.remove();
     setTimeout(next);
   }
   next();
-  if ("live" in document.body.dataset) setTimeout(look, 1000);
+  if (live) setTimeout(look, 1000);
 
   // Asks the server for the sections that changed; seldom once the run has ended, for it may be resumed.
   const versions = {}, says = document.getElementById("live");
@@ -54,7 +58,7 @@
       const reply = await fetch(`data.json?have=${have}`);
       if (!reply.ok) throw new Error(await reply.text());
       for (const [id, now] of Object.entries(await reply.json())) {
-        if (id in versions || id === "summary" || !(id in updates)) showSafely(id, now.data);
+        if (id in versions || JSON.stringify(now.data) !== atFirst[id]) showSafely(id, now.data);
         versions[id] = now.version;
         if (id === "summary") state = now.data.state;
       }
