@@ -204,6 +204,8 @@ def differences(folder: Path, whole: Path) -> list[str]:
     views: dict[str, Callable[[Path], Any]] = {
         "metrics": lambda run: [without_clocks(row) for row in read_metrics(run)],
         "completions": lambda run: pq.read_table(run / "completions.parquet").to_pylist(),
+        "tokens": lambda run: pq.read_table(run / "tokens.parquet").to_pylist(),
+        "held_out": lambda run: pq.read_table(run / "held_out.parquet").to_pylist(),
         "lineage": lambda run: pq.read_table(run / "lineage").to_pylist(),
         "lineage_answers": lambda run: pq.read_table(run / "lineage_answers").to_pylist(),
         "checkpoint": checkpoint,

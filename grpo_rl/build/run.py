@@ -175,7 +175,8 @@ def _open_logs(settings: Settings, folder: RunFolder, env: LLMEnv, loss: Any) ->
     folder.prepare()
     steps, loss = derived.total_steps(settings), loss if settings.train.lineage else None
     path, config, rank_zero = folder.path, folder.config, folder.rank_zero
-    with RunLogs(path, settings.logger, config, steps, folder.step, folder.resumes, loss, rank_zero) as logs:
+    resumes, tokenizer = folder.resumes, env.tokenizer
+    with RunLogs(path, settings.logger, config, steps, folder.step, resumes, loss, rank_zero, tokenizer) as logs:
         for note in folder.notes:
             logs.note(note)
         env.guard.tell_in(folder.path, logs.note)

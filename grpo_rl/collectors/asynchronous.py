@@ -7,11 +7,13 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from grpo_rl.collectors.base import Sampled
 from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
 from grpo_rl.collectors.multi_turn import begin, converse, group_of_trajectories, judge
 from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
@@ -67,6 +69,7 @@ class AsyncCollector:
         """Responses sampled so far whose groups were handed out or dropped."""
         self._zero_variance: list[Group] = []
         self._metrics: dict[str, float] = {}
+        self._sampled: list[Sampled] = []
         weights.subscribe(self._on_push)
 
     def collect(self, group_size: int) -> list[Group]:
@@ -155,6 +158,15 @@ class AsyncCollector:
         """Messages about engines that were lost or replaced since the last call."""
         return self._engines.events()
 
+    def take_sampled(self) -> list[Sampled]:
+        """See :meth:`Collector.take_sampled`."""
+
+        async def take() -> list[Sampled]:  # on the loop, where groups end
+            sampled, self._sampled = self._sampled, []
+            return sampled
+
+        return self._engines.run(take())
+
     def close(self) -> None:
         """Cancels the groups in flight; the engines stay alive."""
         self._engines.run(self._scheduler.close())
@@ -177,7 +189,8 @@ class AsyncCollector:
 
     async def _respond(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
         name = f"group-{prompt.group_id}-{self._scheduler.resampled}"
-        samples = await engine.generate(name, prompt.ids.tolist(), self._group_size, self._sampling)
+        with self._timed(engine, prompt):
+            samples = await engine.generate(name, prompt.ids.tolist(), self._group_size, self._sampling)
         results = await self._in_turn(lambda: self._env.score(prompt.row, samples.responses))
         return rewarded(group_of_samples(prompt, samples), results)
 
@@ -198,12 +211,22 @@ class AsyncCollector:
 
         conversations = [asyncio.ensure_future(play(i)) for i in range(self._group_size)]
         try:
-            await asyncio.gather(*conversations)
+            with self._timed(engine, prompt):
+                await asyncio.gather(*conversations)
         finally:
             for conversation in conversations:
                 conversation.cancel()
         results = await self._in_turn(lambda: judge(env, played))
         return rewarded(group_of_trajectories(prompt, played), results)
+
+    @contextmanager
+    def _timed(self, engine: AsyncEngine, prompt: Prompt) -> Iterator[None]:
+        """Notes when the engine samples the group, also if it does not get to the end."""
+        begun_s, version = time.perf_counter(), self.staleness.version
+        try:
+            yield
+        finally:
+            self._sampled.append(Sampled(engine.name, prompt.group_id, version, begun_s, time.perf_counter()))
 
     async def _in_turn(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._scorers, work)

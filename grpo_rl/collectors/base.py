@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from grpo_rl.data.group import Group
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """When an engine sampled a group.
+
+    Args:
+        version: of the engine's weights when it began.
+        begun_s, ended_s: of ``time.perf_counter()``.
+    """
+
+    engine: str
+    group_id: int
+    version: int
+    begun_s: float
+    ended_s: float
 
 
 class Collector(Protocol):
@@ -38,6 +55,10 @@ class Collector(Protocol):
 
     def events(self) -> list[str]:
         """Messages for the user about what has happened since the last call."""
+        ...
+
+    def take_sampled(self) -> list[Sampled]:
+        """The groups that engines have sampled since the last call; empty where sampling is a phase of the step."""
         ...
 
     def close(self) -> None:

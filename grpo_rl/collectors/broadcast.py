@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grpo_rl.collectors.base import Collector
+from grpo_rl.collectors.base import Collector, Sampled
 from grpo_rl.data.group import Group
 
 
@@ -55,6 +55,10 @@ class BroadcastCollector:
     def events(self) -> list[str]:
         """See :meth:`Collector.events`; rank zero tells them."""
         return self._collector.events() if self._collector else []
+
+    def take_sampled(self) -> list[Sampled]:
+        """See :meth:`Collector.take_sampled`; rank zero stores them."""
+        return self._collector.take_sampled() if self._collector else []
 
     def close(self) -> None:
         """See :meth:`Collector.close`."""

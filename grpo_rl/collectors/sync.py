@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from grpo_rl.collectors.base import Sampled
 from grpo_rl.collectors.groups import group_of_samples, has_zero_variance, rewarded
 from grpo_rl.collectors.multi_turn import begin, group_of_trajectories, judge, play
 from grpo_rl.data.group import Group
@@ -99,6 +100,10 @@ class SyncCollector:
 
     def events(self) -> list[str]:
         """Empty: what goes wrong here is raised."""
+        return []
+
+    def take_sampled(self) -> list[Sampled]:
+        """Empty: sampling is a phase of the step."""
         return []
 
     def close(self) -> None:

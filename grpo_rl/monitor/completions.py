@@ -1,8 +1,4 @@
-"""Every response of a run, as a Parquet dataset: a folder with one part a step.
-
-``pandas.read_parquet("completions.parquet")`` reads the whole folder. A part appears under its name only once it is
-complete, so a run that is killed loses at most the step it was in, and resuming deletes whole parts.
-"""
+"""Every response of a run, as a Parquet dataset (`grpo_rl.monitor.step_parts`)."""
 
 from __future__ import annotations
 
@@ -13,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+from torch import Tensor
 
 from grpo_rl.data.group import Group
-from grpo_rl.storage.whole_file import replacing
+from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, StepParts, encodable
 
-COMPLETIONS_FOLDER = "completions.parquet"
+TURN_ENDS = "turn_ends"
+"""The column that tells turns of the policy from the replies between them, where the task replies."""
 
 _BEFORE_PARTS = [
     ("step", pa.int64()),
@@ -35,7 +32,6 @@ _AFTER_PARTS = [
     ("truncated", pa.bool_()),
     ("policy_version", pa.int64()),
 ]
-_PART = re.compile(r"part-(\d+)\.parquet")
 
 # CSI, OSC, DCS/SOS/PM/APC strings, then the two-byte sequences: ECMA-48, sections 5.3 to 5.6.
 _ESCAPE = re.compile(
@@ -46,13 +42,17 @@ _ESCAPE = re.compile(
 
 
 def completion_rows(
-    groups: Sequence[Group], decode: Callable[[Sequence[int]], str], answer: Callable[[int], object] = lambda row: None
+    groups: Sequence[Group],
+    decode: Callable[[Sequence[int]], str],
+    answer: Callable[[int], object] = lambda row: None,
+    turns: bool = False,
 ) -> list[dict[str, Any]]:
     """One dict a response, with the columns of the Parquet parts but ``step``.
 
     Args:
         decode: ids -> text, used on prompts and on responses.
         answer: index of a dataset row -> its gold answer, or None where the task has none.
+        turns: whether the task replies; then ``turn_ends`` says where turns and replies end in ``completion``.
 
     ``policy_version`` is that of the response's first token: the oldest weights that had a part in it.
 
@@ -65,13 +65,14 @@ def completion_rows(
     for group in groups:
         prompt, gold = decode(group.prompt_ids.tolist()), answer(group.row)
         for g, ids in enumerate(group.responses):
-            start = int(group.offsets[g])
+            start, text = int(group.offsets[g]), decode(ids.tolist())
+            chosen = group.trainable[start : start + len(ids)]
             rows.append(
                 {
                     "group_id": group.group_id,
                     "row": group.row,
                     "prompt": prompt,
-                    "completion": decode(ids.tolist()),
+                    "completion": text,
                     "answer": None if gold is None else str(gold),
                     "reward": group.rewards[g].item(),
                     **{f"reward_{name}": part[g].item() for name, part in group.reward_parts.items()},
@@ -80,16 +81,37 @@ def completion_rows(
                     "tokens": len(ids),
                     "truncated": None if group.truncated is None else bool(group.truncated[g]),
                     "policy_version": int(group.versions[start]) if len(ids) else None,
+                    **({TURN_ENDS: turn_ends(ids, chosen, text, decode)} if turns else {}),
                 }
             )
     return rows
+
+
+def turn_ends(ids: Tensor, chosen: Tensor, text: str, decode: Callable[[Sequence[int]], str]) -> list[int]:
+    """Where each turn of the policy and each reply ends in a response's text, in characters; a turn comes first.
+
+    Args:
+        chosen: which of the ids the policy chose.
+        text: all ids decoded.
+
+    >>> import torch
+    >>> ids, chosen = torch.tensor([7, 8, 9, 5]), torch.tensor([True, True, False, True])
+    >>> turn_ends(ids, chosen, "7895", lambda ids: "".join(map(str, ids)))
+    [2, 3, 4]
+    """
+    changes = (chosen[1:] != chosen[:-1]).nonzero().flatten() + 1
+    # What a token reads as may depend on those before it, so turns are not decoded by themselves.
+    ends = [_common(decode(ids[:end].tolist()), text) for end in changes.tolist()]
+    first = [] if len(chosen) == 0 or chosen[0] else [0]
+    return [*first, *ends, len(text)]
 
 
 class CompletionsLog:
     """Writes ``completions.parquet/part-<step>.parquet``, one a step."""
 
     def __init__(self, run_dir: str | Path) -> None:
-        self.path = Path(run_dir) / COMPLETIONS_FOLDER
+        self._parts = StepParts(Path(run_dir) / COMPLETIONS_FOLDER)
+        self.path = self._parts.folder
         self.path.mkdir(parents=True, exist_ok=True)
 
     def log(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
@@ -101,23 +123,18 @@ class CompletionsLog:
         # A measure may have no meaning for the responses of some groups.
         parts = list(dict.fromkeys(name for row in rows for name in row if name.startswith(("reward_", "measure_"))))
         # Without a schema a column that is all null in one step would get a type that other parts disagree with.
-        schema = pa.schema([*_BEFORE_PARTS, *((name, pa.float32()) for name in parts), *_AFTER_PARTS])
-        table = pa.Table.from_pylist([_encodable(row) | {"step": step} for row in rows], schema=schema)
-        with replacing(_part(self.path, step)) as temporary:
-            pq.write_table(table, temporary, compression="zstd")
+        turns = [(TURN_ENDS, pa.list_(pa.int32()))] if rows and TURN_ENDS in rows[0] else []
+        schema = pa.schema([*_BEFORE_PARTS, *((name, pa.float32()) for name in parts), *_AFTER_PARTS, *turns])
+        self._parts.write(step, pa.Table.from_pylist([_encodable(row) | {"step": step} for row in rows], schema=schema))
 
     def truncate(self, step: int) -> None:
         """Drops the parts after ``step`` and what a killed run left half written."""
-        for number, part in _parts(self.path):
-            if number > step:
-                part.unlink()
-        for temporary in self.path.glob(".part-*.tmp"):
-            temporary.unlink()
+        self._parts.truncate(step)
 
 
 def logged_steps(run_dir: str | Path) -> list[int]:
     """Steps that have a part, in order; empty where the run wrote none."""
-    return [number for number, _ in _parts(Path(run_dir) / COMPLETIONS_FOLDER)]
+    return StepParts(Path(run_dir) / COMPLETIONS_FOLDER).steps()
 
 
 def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
@@ -126,12 +143,7 @@ def read_step(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
     Raises:
         ValueError: there is no part of the step, or it can't be read; names it.
     """
-    path = _part(Path(run_dir) / COMPLETIONS_FOLDER, step)
-    try:
-        return pq.read_table(path).to_pylist()
-    # Where a file is cut or damaged decides which of them it is.
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} can't be read ({error}); remove it to do without its responses") from error
+    return StepParts(Path(run_dir) / COMPLETIONS_FOLDER).read(step).to_pylist()
 
 
 def printable(text: str) -> str:
@@ -147,15 +159,10 @@ def printable(text: str) -> str:
     return "".join(c for c in text if c == "\n" or not unicodedata.category(c).startswith("C"))
 
 
-def _part(folder: Path, step: int) -> Path:
-    return folder / f"part-{step:08d}.parquet"
-
-
-def _parts(folder: Path) -> list[tuple[int, Path]]:
-    found = [(match, path) for path in folder.glob("part-*.parquet") if (match := _PART.fullmatch(path.name))]
-    return sorted((int(match[1]), path) for match, path in found)
+def _common(a: str, b: str) -> int:
+    """Characters that two texts have in common at their beginnings."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _encodable(row: dict[str, Any]) -> dict[str, Any]:
-    # Byte-level tokens cut in the middle of a character can decode to a lone surrogate, which UTF-8 cannot hold.
-    return {k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for k, v in row.items()}
+    return {name: encodable(value) if isinstance(value, str) else value for name, value in row.items()}

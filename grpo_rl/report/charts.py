@@ -144,7 +144,8 @@ def _known(names: Sequence[str]) -> Iterator[Chart]:
     group = "Machine"
     rates = {"throughput/sample_tokens_per_s": "sampling", "throughput/train_tokens_per_s": "training"}
     yield Chart(group, "Throughput", rates, "Tokens per second.", 0)
-    yield Chart(group, "Time of a step", below("time/"), "Seconds per phase, stacked.", 0, stacked=True)
+    phases = below("time/", frozenset({"at_s"}))
+    yield Chart(group, "Time of a step", phases, "Seconds per phase, stacked.", 0, stacked=True)
     roofline = {"limit_fraction": "whole step"} | {f"limit_fraction/{phase}": phase for phase in LIMITED_PHASES}
     yield Chart(
         group, "Share of the machine's roofline", roofline, "Time at the machine's measured best, over the time taken.",
@@ -198,7 +199,7 @@ def _sums(points: Sequence[Mapping[str, float]], parts: Sequence[float | None], 
 
 
 def _step_s(point: Mapping[str, float]) -> float | None:
-    phases = [value for name, value in point.items() if name.startswith("time/")]
+    phases = [value for name, value in point.items() if name.startswith("time/") and name != "time/at_s"]
     return sum(phases) if phases else None
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from grpo_rl.report import advisories, charts, configuration, headline, roofline
+from grpo_rl.report import advisories, charts, configuration, headline, held_out, lanes, responses, roofline, tokens
 from grpo_rl.report.files import REPORT
 from grpo_rl.storage.whole_file import write_whole
 
@@ -70,6 +70,10 @@ SECTIONS: list[Section] = [
         roofline.build,
         "Each bar is the time taken, its dark part what the machine would need at its measured best (medians).",
     ),
+    Section("lanes", "Trainer and engines over time", lanes.build),
+    Section("responses", "Responses", responses.build),
+    Section("tokens", "Tokens", tokens.build),
+    Section("held_out", "Held-out responses before and after", held_out.build),
     Section("configuration", "Configuration", configuration.build),
 ]
 """Sections of a run, in the order of the page."""

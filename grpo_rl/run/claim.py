@@ -11,9 +11,9 @@ from pathlib import Path
 import yaml
 
 from grpo_rl.distributed.sharded_checkpoint import ABANDONED
-from grpo_rl.monitor.completions import COMPLETIONS_FOLDER
 from grpo_rl.monitor.lineage import RESPONSES, TOKENS
 from grpo_rl.monitor.metrics import METRICS_FILE
+from grpo_rl.monitor.step_parts import STEP_FOLDERS
 from grpo_rl.report.files import CONFIG, SUMMARY, read_summary
 from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock, in_use
 from grpo_rl.storage import checkpoint_file
@@ -122,7 +122,7 @@ def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> C
 
 def set_logs_aside(folder: Path) -> None:
     """Renames what a run logged before its first checkpoint to ``.abandoned``, replacing earlier such files."""
-    for name in (COMPLETIONS_FOLDER, TOKENS, RESPONSES, METRICS_FILE):
+    for name in (*STEP_FOLDERS, TOKENS, RESPONSES, METRICS_FILE):
         path = folder / name
         aside = path.with_name(f"{name}{ABANDONED}")
         if path.is_dir():

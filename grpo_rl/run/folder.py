@@ -12,8 +12,8 @@ from typing import Any
 
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor import lineage
-from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
+from grpo_rl.monitor.step_parts import STEP_FOLDERS, StepParts
 from grpo_rl.report.files import CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY
 from grpo_rl.run.claim import claim, is_finished, set_logs_aside
 from grpo_rl.run.summary import read_evaluation, try_write_report
@@ -214,5 +214,6 @@ class RunFolder:
         for name in (SUMMARY, REPORT, *([] if evaluated else [EVALUATION])):
             (self.path / name).unlink(missing_ok=True)
         checkpoint.set_aside_later(self.path / checkpoint.CHECKPOINTS, last)
-        CompletionsLog(self.path).truncate(last)
+        for name in STEP_FOLDERS:
+            StepParts(self.path / name).truncate(last)
         lineage.truncate(self.path, last)

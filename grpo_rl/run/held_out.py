@@ -10,6 +10,7 @@ import numpy as np
 
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
+from grpo_rl.monitor.held_out_log import HeldOutLog
 from grpo_rl.run.summary import write_evaluation
 from grpo_rl.training.evaluate import Evaluation, evaluate, paired_gain
 
@@ -36,20 +37,28 @@ class HeldOut:
         ends = {"max_new_tokens": sampling.max_new_tokens, "stop": sampling.stop, "ignore_eos": sampling.ignore_eos}
         self._sampling = Sampling(temperature=0.0, **ends)
         self.before = list(before)
+        self._newest: Evaluation | None = None
         self.evaluated_at, self.after = (last[0], list(last[1])) if last else (None, [])
 
     def evaluate(self, step: int, engine: Sampler, on_rank_zero: Callable[[Callable[[], Any]], Any]) -> Evaluation:
         """Evaluates after a step, on rank zero for all ranks; step 0 is the evaluation before training."""
         evaluation = on_rank_zero(lambda: evaluate(self._env, engine, self.rows, self._sampling))
-        self.evaluated_at, self.after = step, evaluation.rewards
+        self.evaluated_at, self.after, self._newest = step, evaluation.rewards, evaluation
         if step == 0:
             self.before = evaluation.rewards
         return evaluation
 
     def keep(self, folder: Path, step: int) -> None:
-        """Stores the rewards of this step's evaluation; called after its metrics are logged."""
+        """Stores the rewards and responses of this step's evaluation; called after its metrics are logged."""
         if self.evaluated_at == step:
+            self.keep_responses(folder)
             write_evaluation(folder, step, self.after)
+
+    def keep_responses(self, folder: Path) -> None:
+        """Stores the responses of the newest evaluation as text, beside those of evaluations before it."""
+        if self._newest is not None and self.evaluated_at is not None:
+            gold = [self._env.task.gold(row) for row in self.rows]
+            HeldOutLog(folder).write(self.evaluated_at, self._newest, gold)
 
     def summary(self, step: int) -> dict[str, object]:
         """Held-out reward before and after ``step``, with the paired gain and its 95 % interval, as far as known."""

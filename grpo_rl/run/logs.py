@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.panel import Panel
+from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data.group import Group
 from grpo_rl.envs.base import LLMEnv
@@ -22,16 +23,18 @@ from grpo_rl.monitor.phases import start_phase
 from grpo_rl.monitor.progress import Progress
 from grpo_rl.monitor.step_record import Observer
 from grpo_rl.monitor.wandb import WandbLog
+from grpo_rl.run.records import Records
 from grpo_rl.settings.sections import Logger
 
 
 class RunLogs:
-    """The terminal view, ``metrics.jsonl``, completions, lineage and W&B of a run; used as a context manager.
+    """The terminal view, ``metrics.jsonl``, responses, tokens, lineage and W&B of a run; used as a context manager.
 
     Args:
         config: the whole config as JSON.
         step: the step the run resumes after.
         resumes: whether there are earlier metrics, whose advisories are not repeated.
+        tokenizer: reads the tokens of recorded groups; None: none are recorded.
         loss: the loss, which gives the lineage each token's terms; None: no lineage is stored.
         rank_zero: whether this is rank zero; other ranks write metrics only and show nothing.
     """
@@ -46,11 +49,13 @@ class RunLogs:
         resumes: bool = False,
         loss: GRPOLoss | None = None,
         rank_zero: bool = True,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.folder, self.rank_zero = folder, rank_zero
         self.metrics = MetricsLog(folder)
         self.completions = CompletionsLog(folder) if logger.completions and rank_zero else None
         self.lineage = LineageLog(folder, config, loss) if loss and rank_zero else None
+        self.records = Records(folder, logger.token_groups, tokenizer) if tokenizer and rank_zero else None
         self.advisories = Advisories(facts_of(json.loads(config)))
         for row in read_metrics(folder) if resumes else ():
             self.advisories.update(row)
@@ -80,7 +85,12 @@ class RunLogs:
     @property
     def observers(self) -> list[Observer]:
         """Functions called with each micro-batch."""
-        return [lambda tokens, losses, _: self.lineage.add(tokens, losses)] if self.lineage else []
+        found: list[Observer] = []
+        if lineage := self.lineage:
+            found.append(lambda tokens, losses, _: lineage.add(tokens, losses))
+        if self.records:
+            found.append(self.records.observe)
+        return found
 
     def note(self, text: str) -> None:
         """Shows a line to the user."""
@@ -106,10 +116,12 @@ class RunLogs:
         """Logs a training step: its numbers, and its groups as text."""
         self.log(step, metrics)
         if self.completions or self.wandb:
-            rows = completion_rows(groups, env.decode, env.gold)
+            rows = completion_rows(groups, env.decode, env.gold, turns=env.max_turns > 1)
             if self.completions:
                 self.completions.log(step, rows)
             if self.wandb:
                 self.wandb.table(step, rows)
+        if self.records:
+            self.records.write(step, groups)
         response = env.decode(groups[0].responses[0])
         self.progress.update(step, metrics, sample=f"{env.query(groups[0].row)}\n{response}")

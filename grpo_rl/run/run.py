@@ -197,7 +197,7 @@ class Run:
         """Logs the step with its groups as trained on; evaluates and saves when due."""
         self.step += 1
         parts = self.parts
-        metrics = self._step_metrics(parts, groups, self.record)
+        metrics = self._step_metrics(parts, groups, self.record) | {"time/at_s": self.seconds}
         for event in parts.collector.events():
             self.logs.note(event)
         frequency = self.options.evaluate_frequency
@@ -205,6 +205,9 @@ class Run:
             metrics |= self._evaluate()
         metrics |= parts.schedules.after_step(metrics)
         self.logs.log_step(self.step, metrics, groups, parts.env)
+        sampled = parts.collector.take_sampled()
+        if self.logs.records:
+            self.logs.records.write_sampled(self.step, sampled, self.seconds - time.perf_counter())
         self._held_out.keep(self.folder.path, self.step)
         if self.logs.lineage:
             self.logs.lineage.write(self.step, groups, metrics.get("kl/coef", 0.0))
@@ -218,12 +221,16 @@ class Run:
             what = f"evaluating {len(self._held_out.rows)} held-out rows"
             with self.logs.start_phase(what, live=self.logs.progress.is_live):
                 metrics = self._evaluate()
+            metrics = {"time/at_s": self.seconds} | metrics
             self.logs.log(0, metrics)
+            self._held_out.keep_responses(self.folder.path)
             self.logs.progress.update(0, metrics)
 
     def _evaluate(self) -> dict[str, float]:
         self.logs.progress.phase("evaluating")
-        return self._held_out.evaluate(self.step, self.parts.engine, self.parts.weights.on_rank_zero).metrics()
+        start = time.perf_counter()
+        evaluation = self._held_out.evaluate(self.step, self.parts.engine, self.parts.weights.on_rank_zero)
+        return evaluation.metrics() | {"time/evaluate_s": time.perf_counter() - start}
 
     def save_checkpoint(self) -> Path:
         """Writes a checkpoint of the current step, unless there is one."""
@@ -246,7 +253,7 @@ class Run:
         """
         path = self.save_checkpoint()
         if self._held_out.rows and self._held_out.evaluated_at != self.step:
-            metrics = self._evaluate()
+            metrics = {"time/at_s": self.seconds} | self._evaluate()
             if not self.logs.has(self.step, "eval/reward"):
                 self.logs.log(self.step, metrics)
             self._held_out.keep(self.folder.path, self.step)

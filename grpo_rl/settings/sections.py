@@ -154,6 +154,12 @@ class Logger(Section):
     project: str = setting("grpo_rl", "the run's project in wandb")
     name: str | None = setting(None, "the run's name in wandb")
     completions: bool = setting(True, "write every response to completions.parquet")
+    token_groups: int = setting(
+        1,
+        "groups of a step that are written to tokens.parquet token by token, with the log-probs of sampler and "
+        "trainer; 0: none",
+        at_least=0,
+    )
 
 
 class Ray(Section):

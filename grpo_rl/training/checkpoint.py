@@ -25,9 +25,9 @@ from grpo_rl.distributed.sharded_checkpoint import (
     save_shards,
     set_aside,
 )
-from grpo_rl.monitor.completions import COMPLETIONS_FOLDER
 from grpo_rl.monitor.lineage import RESPONSES, TOKENS
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
+from grpo_rl.monitor.step_parts import STEP_FOLDERS
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.whole_file import make_folder, sync
 from grpo_rl.training.former_settings import IGNORED, REMOVED
@@ -142,7 +142,7 @@ def sync_logs(run: Path) -> None:
         run: the run's folder.
     """
     last = max((step_of(path) for path in checkpoints(run / CHECKPOINTS)), default=-1)
-    for name in (COMPLETIONS_FOLDER, TOKENS, RESPONSES):
+    for name in (*STEP_FOLDERS, TOKENS, RESPONSES):
         written = [path for path in (run / name).glob("[!.]*.parquet") if step_of(path) > last]
         for path in written:
             sync(path)

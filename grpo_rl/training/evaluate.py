@@ -24,6 +24,7 @@ class Evaluation:
         rewards: total reward of each row; NaN where its scorer failed.
         parts: mean of each named part of the reward.
         measures: mean of each number beside the reward, over the rows that have it.
+        prompts: as text, the way the policy read them.
         completions: the responses as text.
         lengths: tokens of each response.
         truncated: which responses reached the length limit.
@@ -32,6 +33,7 @@ class Evaluation:
     rewards: list[float]
     parts: dict[str, float]
     measures: dict[str, float]
+    prompts: list[str]
     completions: list[str]
     lengths: list[int]
     truncated: list[bool]
@@ -84,6 +86,7 @@ def evaluate(env: LLMEnv, engine: Sampler, rows: Sequence[dict[str, Any]], sampl
         rewards=[result.total if isinstance(result, Reward) else math.nan for result in results],
         parts=_means([reward.parts for reward in judged]),
         measures=_means([reward.measures for reward in judged]),
+        prompts=[env.decode(trajectory.prompt_ids) for trajectory in trajectories],
         completions=[trajectory.dialog.text for trajectory in trajectories],
         lengths=[sum(trajectory.trainable) for trajectory in trajectories],
         truncated=[trajectory.truncated for trajectory in trajectories],

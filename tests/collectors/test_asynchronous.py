@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import defaultdict
 
 import pytest
@@ -153,6 +154,20 @@ def test_groups_of_an_engine_that_died_are_sampled_again(tokenizer, loop):
     out = collections(collector, weights)
     assert sorted(g.group_id for g in itertools.chain.from_iterable(out)) == [0, 1, 2, 3]
     assert engine.asked.count("group-0-0") == 1 and "group-0-1" in engine.asked
+
+
+def test_it_tells_when_which_engine_sampled_each_group_once(tokenizer, loop):
+    collector, _, weights = made(tokenizer, loop, total=6, engine=Engine(tokenizer, dies_at=[0]))
+    begun_s = time.perf_counter()
+    collections(collector, weights)
+    sampled = collector.take_sampled()
+    # The engine died with group 0 in its hands, which was sampled again.
+    assert sorted(group.group_id for group in sampled) == [0, 0, 1]
+    assert all(group.engine == "engine 0" and group.version == 0 for group in sampled)
+    for group in sampled:  # generating sleeps 0.01 s
+        assert begun_s <= group.begun_s and group.ended_s - group.begun_s >= 0.009
+        assert group.ended_s <= time.perf_counter()
+    assert collector.take_sampled() == []
 
 
 def test_groups_that_teach_nothing_or_have_no_rewards_are_dropped_and_counted(tokenizer, loop):

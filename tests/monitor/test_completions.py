@@ -113,3 +113,17 @@ def test_hostile_text_loses_what_a_terminal_would_obey(hostile, shown):
 @given(st.text(st.characters(max_codepoint=0x2FF)))
 def test_no_text_gets_a_control_character_through(text):
     assert all(c == "\n" or (c >= " " and not "\x7f" <= c < "\xa0") for c in printable(text))
+
+
+def test_turns_of_a_conversation_are_told_apart_where_the_task_replies(tmp_path):
+    group = dataclasses.replace(
+        random_group(lengths=[4, 2]),
+        prompt_ids=torch.tensor([0]),
+        response_ids=torch.tensor([0, 1, 2, 3, 4, 5]),
+        trainable=torch.tensor([True, False, False, True, True, True]),
+    )
+    found = completion_rows([group], lambda ids: "".join("abcdef"[i] * (i + 1) for i in ids), turns=True)
+    # a | bb ccc | dddd, then eeeee ffffff in one turn.
+    assert [row["turn_ends"] for row in found] == [[1, 6, 10], [11]]
+    CompletionsLog(tmp_path).log(1, found)
+    assert [list(ends) for ends in pd.read_parquet(tmp_path / "completions.parquet")["turn_ends"]] == [[1, 6, 10], [11]]

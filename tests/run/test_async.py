@@ -10,10 +10,12 @@ import time
 import uuid
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.report.lanes import build
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm")
@@ -101,6 +103,21 @@ def test_sampling_goes_on_while_it_trains_within_the_bound_and_every_group_is_ac
     assert trained_groups(folder) == list(range(4 * STEPS)), "each group is trained on once"
     assert all(row["mismatch/mean"] < 0.02 for row in rows if "mismatch/mean" in row)
     assert [row["policy_version"] for row in rows] == list(range(1, STEPS + 1))
+
+
+def test_the_run_stores_when_the_engine_sampled_each_group(ran):
+    folder, rows, _ = ran
+    sampled = pd.read_parquet(folder / "sampling.parquet")
+    assert sorted(sampled["group_id"]) == list(range(4 * STEPS)) and set(sampled["engine"]) == {"engine 0"}
+    assert (sampled["ended_s"] > sampled["begun_s"]).all() and sampled["ended_s"].max() < rows[-1]["time/at_s"]
+    lanes = build(folder)
+    assert lanes["engines"][0]["groups"] == 4 * STEPS and lanes["engines"][0]["curve"][-1][1] == 0
+    # A step's responses are there before it is trained on.
+    ended = sampled.groupby("group_id")["ended_s"].max()
+    for step in lanes["steps"]:
+        groups = {row["group_id"] for row in read_step(folder, step["step"])}
+        trained = step["begun"] + sum(step["phases"][: lanes["phases"].index("train")])
+        assert ended[list(groups)].max() <= trained + 0.05
 
 
 def test_nothing_that_the_run_started_is_left(ran):

@@ -107,7 +107,8 @@ def test_a_step_is_set_against_what_the_machine_does_at_its_best(finished, own_c
         # A model of 100,000 parameters keeps no machine busy.
         assert 0 < row["limit_fraction"] < 0.5
         parts = [row[f"limit_fraction/{name}"] * row[f"time/{name}_s"] for name in ("sample", "train", "sync")]
-        step_s = sum(seconds for name, seconds in row.items() if name.startswith("time/"))
+        phases = ("sample", "score", "train", "sync", "other")
+        step_s = sum(row[f"time/{phase}_s"] for phase in phases)
         assert sum(parts) == pytest.approx(row["limit_fraction"] * step_s, rel=1e-2)
     assert "A step against the machine's roofline" in (finished / "report.html").read_text().replace("&#39;", "'")
 
@@ -130,6 +131,44 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, tiny, 
     columns = ["step", "completion", "reward", "advantage"]
     a, b = (pd.read_parquet(f / "completions.parquet")[columns] for f in (cut, finished))
     pd.testing.assert_frame_equal(a, b)
+    for name in ("tokens.parquet", "held_out.parquet"):
+        pd.testing.assert_frame_equal(*(pd.read_parquet(f / name) for f in (cut, finished)))
+
+
+def test_a_group_of_each_step_is_recorded_token_by_token(finished):
+    responses, tokens = (pd.read_parquet(finished / name) for name in ("completions.parquet", "tokens.parquet"))
+    assert tokens["step"].unique().tolist() == [1, 2, 3, 4]
+    for (step, group_id), recorded in tokens.groupby(["step", "group_id"]):
+        texts = responses.query(f"step == {step} and group_id == {group_id}")["completion"].tolist()
+        spoken = recorded[~recorded["special"]].groupby("response")["text"].agg("".join)
+        assert spoken.reindex(range(len(texts)), fill_value="").tolist() == texts
+    scored = tokens.dropna(subset="log_prob")
+    assert len(scored)
+    assert (scored["sampler_log_prob"] - scored["log_prob"]).abs().max() < 0.1  # both of the same weights
+
+
+def test_held_out_responses_are_kept_before_and_after(finished):
+    kept = pd.read_parquet(finished / "held_out.parquet")
+    assert kept[["step", "row"]].to_numpy().tolist() == [[step, row] for step in (0, 4) for row in range(4)]
+    after = kept.query("step == 4")
+    assert after["reward"].tolist() == pytest.approx(json.loads((finished / "evaluation.json").read_text())["rewards"])
+    assert after["answer"].tolist() == ["0", "1", "2", "3"] and after["prompt"].str.contains("?", regex=False).all()
+
+
+def test_the_runs_clock_goes_on_after_a_resume(finished, tiny, tmp_path):
+    cut = tmp_path / "cut"
+    shutil.copytree(finished, cut)
+    run([*tiny, f"resume={checkpoints(cut / 'checkpoints')[1]}"], tmp_path / "unused")
+    rows = read_metrics(cut)
+    ended = [row["time/at_s"] for row in rows]
+    assert ended == sorted(ended) and len(ended) == 6  # evaluation, four steps, evaluation
+    assert [row["time/at_s"] for row in rows[:3]] == [row["time/at_s"] for row in read_metrics(finished)[:3]]
+    assert all(row["time/evaluate_s"] > 0 for row in (rows[0], rows[-1]))
+
+
+def test_no_token_is_recorded_where_none_is_asked_for(tiny, tmp_path):
+    folder = run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0", "logger.token_groups=0"], tmp_path / "run")
+    assert not (folder / "tokens.parquet").exists() and not (folder / "held_out.parquet").exists()
 
 
 def test_a_checkpoint_of_another_config_is_refused(finished, tiny, tmp_path):

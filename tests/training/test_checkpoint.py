@@ -563,7 +563,7 @@ def test_a_checkpoint_whose_metrics_are_lost_is_passed_over(tmp_path, capsys):
 
 def test_logs_since_the_last_checkpoint_are_on_the_disk_when_a_checkpoint_appears(tmp_path, monkeypatch):
     parts = {
-        step: [tmp_path / f"completions.parquet/part-{step:08d}.parquet"]
+        step: [tmp_path / name / f"part-{step:08d}.parquet" for name in ("completions.parquet", "tokens.parquet")]
         + [tmp_path / name / f"step_{step:06d}.parquet" for name in ("lineage", "lineage_answers")]
         for step in (1, 2, 3)
     }
@@ -579,7 +579,7 @@ def test_logs_since_the_last_checkpoint_are_on_the_disk_when_a_checkpoint_appear
 
     monkeypatch.setattr(os, "fsync", note)
     checkpoint.sync_logs(tmp_path)
-    folders = [tmp_path / name for name in ("completions.parquet", "lineage", "lineage_answers")]
+    folders = [tmp_path / name for name in ("completions.parquet", "tokens.parquet", "lineage", "lineage_answers")]
     assert set(synced) == {*parts[2], *parts[3], *folders, tmp_path / "metrics.jsonl", tmp_path}
     # A folder's list of names after the files that it names.
     assert all(synced.index(path) < synced.index(path.parent) for path in parts[2] + parts[3])

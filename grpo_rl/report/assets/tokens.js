@@ -1,0 +1,124 @@
+sections.tokens = function (root, data) {
+  // What a token can be coloured by: its number, or null, and where the scale ends.
+  const kinds = {
+    log_prob: {name: "sampler's log-prob", ends: ["likely, 0", (top) => `unlikely, −${number(top)} and less`], of: (t) => t.sampler === null ? null : -t.sampler},
+    entropy: {name: "entropy", ends: ["certain, 0", (top) => `open, ${number(top)} nats and more`], of: (t) => t.entropy},
+    mismatch: {name: "|sampler − trainer|", ends: ["equal, 0", (top) => `${number(top)} nats and more`], of: (t) => gap(t)},
+    version: {name: "policy version", ends: [], of: (t) => t.version},
+  };
+  let current = null, focused = 0;
+  const note = el("p", {class: "note"});
+  const slider = el("input", {type: "range", min: 0, step: 1, value: 0, "aria-label": "Step of the tokens", oninput: () => toStep(Number(slider.value))});
+  const place = el("output", {class: "place"});
+  const which = choice("Response", [], () => go(data.responses[Number(which.value)]));
+  const colourBy = choice("Colour by", Object.entries(kinds).map(([id, kind]) => [id, kind.name]), draw);
+  const legend = el("p", {class: "scale"});
+  const strip = el("div", {class: "strip", role: "listbox", "aria-label": "Tokens: arrow keys move from one to the next", "aria-orientation": "horizontal",
+    onkeydown: keys, onmouseover: (event) => tell(event.target), onfocusin: (event) => tell(event.target)});
+  const detail = el("dl", {class: "facts detail", role: "status"});
+  root.append(note, el("div", {class: "controls"}, labelled("Step", slider), place, labelled("Response", which), labelled("Colour by", colourBy)),
+    el("div", {class: "card"}, legend, strip, detail));
+
+  const steps = () => [...new Set(data.responses.map((response) => response.step))];
+  const gap = (t) => t.sampler === null || t.trainer === null || t.read ? null : Math.abs(t.sampler - t.trainer);
+
+  function token(i) {
+    return {text: data.texts[current.texts[i]], id: current.ids[i], sampler: current.sampler[i], trainer: current.trainer[i],
+      entropy: current.entropy[i], version: current.versions[i], special: current.special.includes(i), read: current.read.includes(i)};
+  }
+
+  function toStep(at) {
+    const here = data.responses.filter((response) => response.step === current?.step).indexOf(current);
+    const there = data.responses.filter((response) => response.step === steps()[at]);
+    go(there[Math.min(Math.max(here, 0), there.length - 1)]);
+  }
+
+  function go(response) {
+    current = response;
+    focused = 0;
+    draw();
+  }
+
+  function draw() {
+    const all = steps(), at = all.indexOf(current.step);
+    slider.max = all.length - 1;
+    slider.value = at;
+    slider.disabled = all.length < 2;
+    slider.setAttribute("aria-valuetext", `step ${current.step}`);
+    place.textContent = `${current.step} (${at + 1} of ${all.length})`;
+    which.replaceChildren(...data.responses.map((response, i) => [response, i]).filter(([response]) => response.step === current.step).map(([response, i]) =>
+      el("option", {value: i, text: `group ${response.group}, response ${response.response + 1}${response.reward === undefined ? "" : `, reward ${number(response.reward)}`}`})));
+    which.value = data.responses.indexOf(current);
+    const kind = kinds[colourBy.value], byVersion = colourBy.value === "version";
+    const first = Math.min(...current.versions), last = Math.max(...current.versions);
+    const low = byVersion ? first : 0, high = byVersion ? Math.max(last, first + 1) : data.scales[colourBy.value];
+    legend.replaceChildren(...(byVersion
+      ? [el("span", {text: first === last ? `all tokens are of version ${first}` : `version ${first}`}), ...(first === last ? [] : [el("span", {class: "ramp", "aria-hidden": "true"}), el("span", {text: `version ${last}`})])]
+      : [el("span", {text: kind.ends[0]}), el("span", {class: "ramp", "aria-hidden": "true"}), el("span", {text: kind.ends[1](high)})]),
+      ...(current.read.length ? [el("span", {class: "token read", text: "read, not trained on"})] : []),
+      ...(current.special.length ? [el("span", {class: "token special", text: "special token"})] : []));
+    const made = [];
+    let before = null;
+    for (let i = 0; i < current.ids.length; i++) {
+      const one = token(i), value = kind.of(one);
+      if (one.version !== before && (byVersion || before !== null)) made.push(el("span", {class: "version", "aria-hidden": "true", text: `v${one.version}`}));
+      before = one.version;
+      const span = el("span", {class: `token${one.special ? " special" : ""}${one.read ? " read" : ""}${one.text === "" ? " part" : ""}`,
+        role: "option", "aria-selected": "false", tabIndex: i === focused ? 0 : -1, text: visible(one.text)});
+      span.dataset.at = i;
+      if (value !== null && !one.read) span.style.setProperty("--v", Math.min(Math.max((value - low) / (high - low), 0), 1).toFixed(3));
+      made.push(span);
+    }
+    strip.replaceChildren(...made);
+    if (current.cut) strip.append(el("span", {class: "help", text: ` … ${current.cut} more tokens in tokens.parquet`}));
+    describe(focused);
+  }
+
+  const visible = (text) => text === "" ? "·" : text.replaceAll("\n", "↵\n");
+  const exact = (value) => value === null ? "not recorded" : value.toFixed(4);
+
+  function tell(target) {
+    if (!target.dataset || target.dataset.at === undefined) return;
+    describe(Number(target.dataset.at));
+  }
+
+  function describe(i) {
+    const one = token(i);
+    for (const span of strip.querySelectorAll('[aria-selected="true"]')) span.setAttribute("aria-selected", "false");
+    strip.querySelector(`[data-at="${i}"]`)?.setAttribute("aria-selected", "true");
+    const sampler = one.read ? "none: read, not sampled" : one.sampler === null ? "not recorded" : `${exact(one.sampler)} (${percent(Math.exp(one.sampler))})`;
+    const rows = [["token", one.text === "" ? "a part of the next character" : JSON.stringify(one.text)], ["position", String(i)], ["id", String(one.id)],
+      ["sampler's log-prob", sampler], ["trainer's log-prob", one.trainer === null ? "not scored" : exact(one.trainer)],
+      ["|sampler − trainer|", gap(one) === null ? "n/a" : exact(gap(one))], ["entropy", one.entropy === null ? "not scored" : exact(one.entropy)],
+      ["policy version", String(one.version)], ...(one.special ? [["kind", "special token"]] : [])];
+    detail.replaceChildren(...rows.map(([name, value]) => el("div", {}, el("dt", {text: name}), el("dd", {text: value}))));
+  }
+
+  function keys(event) {
+    const last = current.ids.length - 1;
+    const to = {ArrowRight: focused + 1, ArrowLeft: focused - 1, ArrowDown: focused + 10, ArrowUp: focused - 10, Home: 0, End: last}[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    const from = strip.querySelector(`[data-at="${focused}"]`);
+    focused = Math.min(Math.max(to, 0), last);
+    from.tabIndex = -1;
+    const next = strip.querySelector(`[data-at="${focused}"]`);
+    next.tabIndex = 0;
+    next.focus();
+  }
+
+  function fill() {
+    note.textContent = `${data.shown_steps} of ${data.all_steps.toLocaleString("en")} recorded steps, and of each a few responses of the groups in tokens.parquet: the first, the best, the worst. `
+      + "The stronger a token's colour and the higher the bar below it, the larger the number. Trainer's numbers are from the first optimizer step that took the group; mostly that is the first after sampling, on the sampler's weights.";
+    if (!data.responses.length) return strip.replaceChildren();
+    current ??= data.responses[0];
+    draw();
+  }
+  fill();
+  return (fresh) => {
+    const before = current;
+    data = fresh;
+    current = data.responses.find((other) => before && other.step === before.step && other.group === before.group && other.response === before.response) ?? null;
+    fill();
+  };
+};

@@ -1,0 +1,106 @@
+"""Data of the lanes on a run's page: what trainer and engines did over the time of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.monitor.step_parts import SAMPLING_FOLDER, StepParts
+from grpo_rl.report.files import read_rows
+
+PHASES = ("sample", "wait", "score", "train", "sync", "other")
+"""Phases of a step, in the order in which they begin."""
+POINTS = 1500
+"""An engine's curve has at most so many points."""
+
+
+def build(run_dir: Path) -> dict[str, Any] | None:
+    """Steps with their phases, evaluations, and groups in flight by engine; None where no step's time is recorded.
+
+    Times are in seconds since the run's start. Runs of earlier versions did not record when a step ended (the metric
+    ``time/at_s``): their steps follow each other without a gap, and ``assumed`` says so.
+
+    Raises:
+        ValueError: metrics or ``sampling.parquet`` can't be read; names the file.
+    """
+    steps, evaluations, last, assumed = [], [], 0.0, False
+    for row in read_rows(run_dir):
+        spent = [row.get(f"time/{phase}_s", 0.0) for phase in PHASES]
+        at = row.get("time/at_s")
+        if "time/train_s" in row:
+            end = last + sum(spent) if at is None else at
+            assumed |= at is None
+            steps.append(
+                {
+                    "step": int(row["step"]),
+                    "begun": _rounded(max(end - sum(spent), 0.0)),
+                    "phases": [_rounded(seconds) for seconds in spent],
+                    "stale": [row.get("staleness/mean"), row.get("staleness/max")],
+                    "open": row.get("groups/open"),
+                }
+            )
+            last = end
+        if seconds := row.get("time/evaluate_s"):
+            begun = last if at is None else at
+            evaluations.append([int(row["step"]), _rounded(begun), _rounded(seconds)])
+            last = begun + seconds
+    if not steps:
+        return None
+    used = [i for i in range(len(PHASES)) if any(step["phases"][i] > 0 for step in steps)]
+    for step in steps:
+        step["phases"] = [step["phases"][i] for i in used]
+    return {
+        "phases": [PHASES[i] for i in used],
+        "steps": steps,
+        "evaluations": evaluations,
+        "engines": _engines(run_dir),
+        "assumed": assumed,
+    }
+
+
+def _engines(run_dir: Path) -> list[dict[str, Any]]:
+    """Groups in flight in each engine over time, as times at which their number changes to a value."""
+    parts = StepParts(run_dir / SAMPLING_FOLDER)
+    changes: dict[str, dict[float, int]] = {}
+    groups: dict[str, int] = {}
+    for step in parts.steps():
+        columns = parts.read(step).to_pydict()
+        for engine, begun, ended in zip(columns["engine"], columns["begun_s"], columns["ended_s"], strict=True):
+            of_engine = changes.setdefault(engine, {})
+            for time, change in ((begun, 1), (ended, -1)):
+                of_engine[time] = of_engine.get(time, 0) + change
+            groups[engine] = groups.get(engine, 0) + 1
+    return [
+        {"name": engine, "groups": groups[engine], "curve": curve(of_engine)}
+        for engine, of_engine in sorted(changes.items())
+    ]
+
+
+def curve(changes: Mapping[float, int]) -> list[list[float]]:
+    """Times and the number from then on; where they are many, the most of each of even stretches of time.
+
+    >>> curve({1.0: 2, 2.0: -1, 3.0: -1})
+    [[1.0, 2], [2.0, 1], [3.0, 0]]
+    """
+    points, number = [], 0
+    for time in sorted(changes):
+        number += changes[time]
+        points.append([time, number])
+    if len(points) <= POINTS:
+        return [[_rounded(time), number] for time, number in points]
+    begun, length = points[0][0], (points[-1][0] - points[0][0]) / POINTS
+    most: dict[int, list[float]] = {}
+    before = 0
+    for time, number in points:
+        place = min(int((time - begun) / length), POINTS - 1)
+        # What was in flight when the stretch began counts for it too.
+        found = most.setdefault(place, [begun + place * length, before])
+        found[1] = max(found[1], number)
+        before = number
+    thinned = [[_rounded(most[place][0]), most[place][1]] for place in sorted(most)]
+    return [*thinned, [_rounded(points[-1][0]), points[-1][1]]]
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, 3)

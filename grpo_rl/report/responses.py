@@ -1,0 +1,238 @@
+"""Data of the responses on a run's page: a sample of groups, each with its prompt and all it earned."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.monitor.completions import TURN_ENDS, printable, read_step
+from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, TOKENS_FOLDER, StepParts
+from grpo_rl.report.sample import evenly, fitting, shortened
+
+RESPONSES, BYTES = 1200, 1_500_000
+"""At most about so many responses are on the page, and so many bytes of them and their prompts."""
+MOST_STEPS = 30
+EXTREMES = 5
+"""So many of the best and of the worst responses of the whole run are on the page."""
+LONGEST, LONGEST_PROMPT = 8000, 3000
+MOST_OF_GROUP = 64
+"""Responses shown of one group."""
+TOOLS = ("calculator", "search")
+"""Names whose lines in a turn are calls, in the tasks that come with the package."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Rewards of a step's responses, by group in the order of the part."""
+
+    rewards: dict[int, list[float]]
+
+
+def build(run_dir: Path) -> dict[str, Any] | None:
+    """The groups to show, in the order of the run, and what was chosen out of how many; None without completions.
+
+    A run of few responses is there whole. Of any other: evenly spaced steps, and of each the first group, the one that
+    is recorded token by token, those whose rewards differ most and least, those with the highest and the lowest mean;
+    and the groups of the best and the worst responses of the whole run.
+
+    Raises:
+        ValueError: the first and every other part of ``completions.parquet`` can't be read; names the last.
+    """
+    steps, unread = _read_rewards(run_dir)
+    if not steps:
+        if unread:
+            raise ValueError(unread[-1])
+        return None
+    total = sum(len(rewards) for step in steps.values() for rewards in step.rewards.values())
+    best, worst = _extremes(steps)
+    chosen = _choose(run_dir, steps, total)
+    for step, group_id, _ in (*best, *worst):
+        chosen.setdefault(step, {}).setdefault(group_id, "best or worst of the run")
+    groups = [group for step in sorted(chosen) for group in _groups(run_dir, step, chosen[step])]
+    _shorten(groups)
+    counts = Counter(reward for step in steps.values() for rewards in step.rewards.values() for reward in rewards)
+    place = {(group["step"], group["id"]): number for number, group in enumerate(groups)}
+    return {
+        "groups": groups,
+        "best": [_mark(steps, place, counts, *found) for found in best],
+        "worst": [_mark(steps, place, counts, *found) for found in worst],
+        "all_groups": sum(len(step.rewards) for step in steps.values()),
+        "all_steps": len(steps),
+        "all_responses": total,
+        "shown_steps": len(chosen),
+        "shown_responses": sum(len(group["responses"]) for group in groups),
+        "tools": list(TOOLS),
+        "unread": [printable(text) for text in unread],
+    }
+
+
+def _read_rewards(run_dir: Path) -> tuple[dict[int, _Step], list[str]]:
+    parts = StepParts(run_dir / COMPLETIONS_FOLDER)
+    found, unread = {}, []
+    for step in parts.steps():
+        stat = parts.path(step).stat()
+        try:
+            found[step] = _rewards(parts.folder, step, stat.st_size, stat.st_mtime_ns)
+        except ValueError as error:
+            unread.append(str(error))
+    return {step: content for step, content in found.items() if content.rewards}, unread
+
+
+@lru_cache(maxsize=20_000)  # a page that is live is built again and again, and parts stay as they are
+def _rewards(folder: Path, step: int, _size: int, _modified: int) -> _Step:
+    columns = StepParts(folder).read(step, ["group_id", "reward"]).to_pydict()
+    if not {"group_id", "reward"} <= columns.keys():
+        raise ValueError(f"{StepParts(folder).path(step)} has no group_id or reward; remove it to do without it")
+    rewards: dict[int, list[float]] = {}
+    for group_id, reward in zip(columns["group_id"], columns["reward"], strict=True):
+        rewards.setdefault(group_id, []).append(math.nan if reward is None else reward)
+    return _Step(rewards)
+
+
+def _extremes(steps: Mapping[int, _Step]) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    """Step, group and number of the best and the worst responses; of equal ones those that came first."""
+    found = [
+        (reward, step, group_id, number)
+        for step, content in steps.items()
+        for group_id, rewards in content.rewards.items()
+        for number, reward in enumerate(rewards)
+        if math.isfinite(reward) and number < MOST_OF_GROUP
+    ]
+    best = heapq.nlargest(EXTREMES, found, key=lambda one: one[0])
+    worst = heapq.nsmallest(EXTREMES, found, key=lambda one: one[0])
+    return [one[1:] for one in best], [one[1:] for one in worst]
+
+
+def _choose(run_dir: Path, steps: Mapping[int, _Step], total: int) -> dict[int, dict[int, str]]:
+    """The groups to show by step, each with why."""
+    largest = max(len(rewards) for step in steps.values() for rewards in step.rewards.values())
+    if total <= RESPONSES and largest <= MOST_OF_GROUP:
+        return {step: dict.fromkeys(content.rewards, "") for step, content in steps.items()}
+    size = min(largest, MOST_OF_GROUP)
+    each = max(1, min(6, RESPONSES // (10 * size)))
+    logged = set(StepParts(run_dir / TOKENS_FOLDER).steps())
+    shown = evenly(list(steps), max(2, min(MOST_STEPS, RESPONSES // (each * size))))
+    return {step: _choose_of(run_dir, step, steps[step].rewards, each, step in logged) for step in shown}
+
+
+def _choose_of(
+    run_dir: Path, step: int, rewards: Mapping[int, Sequence[float]], each: int, recorded: bool
+) -> dict[int, str]:
+    def mean(group_id: int) -> float:
+        return sum(rewards[group_id]) / len(rewards[group_id])
+
+    def spread(group_id: int) -> float:
+        return sum((reward - mean(group_id)) ** 2 for reward in rewards[group_id]) / len(rewards[group_id])
+
+    ids = [group_id for group_id, values in rewards.items() if all(map(math.isfinite, values))] or list(rewards)
+    wanted = [(ids[0], "first of its step")]
+    if recorded:
+        try:
+            found = StepParts(run_dir / TOKENS_FOLDER).read(step, ["group_id"])["group_id"].unique().to_pylist()
+        except (ValueError, KeyError):
+            found = []
+        wanted += [(group_id, "recorded token by token") for group_id in found if group_id in rewards]
+    wanted += [
+        (max(ids, key=spread), "rewards differ most"),
+        (max(ids, key=mean), "highest mean"),
+        (min(ids, key=mean), "lowest mean"),
+        (min(ids, key=spread), "rewards differ least"),
+    ]
+    chosen: dict[int, str] = {}
+    for group_id, why in wanted:
+        if len(chosen) < each:
+            chosen.setdefault(group_id, why)
+    return chosen
+
+
+def _groups(run_dir: Path, step: int, chosen: Mapping[int, str]) -> list[dict[str, Any]]:
+    """The chosen groups of a step, in the order of its part."""
+    of_group: dict[int, list[dict[str, Any]]] = {}
+    for row in read_step(run_dir, step):
+        if row["group_id"] in chosen:
+            of_group.setdefault(row["group_id"], []).append(row)
+    return [
+        {
+            "step": step,
+            "id": group_id,
+            "row": rows[0].get("row"),
+            "why": chosen[group_id],
+            "prompt": rows[0].get("prompt") or "",
+            "gold": printable(rows[0].get("answer") or "")[:500],
+            "size": len(rows),
+            "responses": [_response(row) for row in rows[:MOST_OF_GROUP]],
+        }
+        for group_id, rows in of_group.items()
+    ]
+
+
+def _response(row: Mapping[str, Any]) -> dict[str, Any]:
+    def named(prefix: str) -> dict[str, float]:
+        return {
+            name.removeprefix(prefix): round(value, 4)
+            for name, value in row.items()
+            if name.startswith(prefix) and value is not None and math.isfinite(value)
+        }
+
+    text = row.get("completion") or ""
+    return {
+        "text": text,
+        "reward": _rounded(row.get("reward")),
+        "parts": named("reward_"),
+        "measures": named("measure_"),
+        "advantage": _rounded(row.get("advantage")),
+        "tokens": row.get("tokens"),
+        "truncated": row.get("truncated"),
+        "version": row.get("policy_version"),
+        "turns": turns(text, row[TURN_ENDS]) if row.get(TURN_ENDS) else None,
+    }
+
+
+def turns(text: str, ends: Sequence[int]) -> list[str]:
+    """The policy's turns and the replies between them, in turns, the policy's first.
+
+    >>> turns("2+2?4So 4", [4, 5, 9])
+    ['2+2?', '4', 'So 4']
+    """
+    return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _shorten(groups: Sequence[dict[str, Any]]) -> None:
+    """Cuts texts, in place, so that all together stay in bounds; ``cut`` says by how many characters."""
+    responses = [response for group in groups for response in group["responses"]]
+    most_of_prompt = min(LONGEST_PROMPT, fitting([group["prompt"] for group in groups], BYTES // 3))
+    most = min(LONGEST, fitting([response["text"] for response in responses], BYTES - BYTES // 3))
+    for group in groups:
+        group["prompt"], group["prompt_cut"] = shortened(group["prompt"], most_of_prompt)
+    for response in responses:
+        parts, kept = response.pop("turns"), most
+        if parts:
+            response["turns"] = []
+            for part in parts:
+                response["turns"].append(shortened(part, kept)[0])
+                kept = max(kept - len(part), 0)
+        text, response["cut"] = shortened(response.pop("text"), most)
+        if not parts:
+            response["text"] = text
+
+
+def _mark(
+    steps: Mapping[int, _Step],
+    place: Mapping[tuple[int, int], int],
+    counts: Mapping[float, int],
+    step: int,
+    group_id: int,
+    number: int,
+) -> dict[str, Any]:
+    reward = steps[step].rewards[group_id][number]
+    return {"group": place[step, group_id], "response": number, "reward": _rounded(reward), "alike": counts[reward]}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 4)

@@ -1,0 +1,49 @@
+"""Which groups and responses the page shows of a run that is too large to show whole, and how much of their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from grpo_rl.monitor.completions import printable
+
+T = TypeVar("T")
+
+
+def evenly(items: Sequence[T], count: int) -> list[T]:
+    """At most so many items, evenly spaced, the first and the last among them.
+
+    >>> evenly([1, 2, 3, 4, 5, 6, 7], 3), evenly([1, 2], 3), evenly([1, 2, 3], 1)
+    ([1, 4, 7], [1, 2], [1])
+    """
+    if len(items) <= count:
+        return list(items)
+    if count == 1:
+        return [items[0]]
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def shortened(text: str, most: int) -> tuple[str, int]:
+    """The text without control characters, cut to so many characters, and how many characters were cut off.
+
+    >>> shortened("a\\x07bcde", 3)
+    ('abc', 2)
+    """
+    text = printable(text)
+    return text[:most], max(len(text) - most, 0)
+
+
+def fitting(texts: Sequence[str], budget: int) -> int:
+    """The characters to which longer texts can be cut so that all together take about ``budget`` bytes.
+
+    >>> fitting(["ab", "abcdefghij", "abcdefghij"], 12), fitting(["ab", "abc"], 12)
+    (5, 12)
+    """
+    wide = sum(len(text.encode("utf-8", "replace")) for text in texts) / max(sum(map(len, texts)), 1)
+    left = whole = int(budget / max(wide, 1))
+    for number, length in enumerate(sorted(map(len, texts))):
+        share = max(left, 0) // (len(texts) - number)
+        if length > share:
+            return share
+        left -= length
+    return whole

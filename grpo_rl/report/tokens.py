@@ -1,0 +1,145 @@
+"""Data of the token strips on a run's page: responses token by token, with what sampler and trainer made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_rl.monitor.completions import printable, read_step
+from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
+from grpo_rl.report.sample import evenly
+
+TOKENS, TOKENS_OF_RESPONSE = 30_000, 512
+"""At most about so many tokens are on the page, and at most so many of one response."""
+RESPONSES_OF_STEP = 4
+NUMBERS = {"sampler_log_prob": "sampler", "log_prob": "trainer", "entropy": "entropy"}
+"""Columns of numbers, and their names on the page."""
+
+
+def build(run_dir: Path) -> dict[str, Any] | None:
+    """Responses with their tokens, and the scales to colour them by; None where no tokens are recorded.
+
+    A scale ends at the 99th percentile of its values: a few outliers would leave all others pale.
+
+    Raises:
+        ValueError: ``tokens.parquet`` can't be read; names the part.
+    """
+    parts = StepParts(run_dir / TOKENS_FOLDER)
+    steps = parts.steps()
+    if not steps:
+        return None
+    # Steps are alike, so that the newest one tells how many there is room for; the bound below holds in any case.
+    rows = min(parts.read(steps[-1], ["position"]).num_rows, RESPONSES_OF_STEP * TOKENS_OF_RESPONSE)
+    texts: dict[str, int] = {}
+    responses: list[dict[str, Any]] = []
+    left, all_steps = TOKENS, len(steps)
+    for step in evenly(steps, max(2, TOKENS // max(rows, 1))):
+        for response in _responses(run_dir, step, texts):
+            if left - len(response["ids"]) < 0:
+                break
+            left -= len(response["ids"])
+            responses.append(response)
+    return {
+        "texts": list(texts),
+        "responses": responses,
+        "scales": {
+            "log_prob": _top([-x for r in responses for x in r["sampler"] if x is not None], 1.0),
+            "entropy": _top([x for r in responses for x in r["entropy"] if x is not None], 0.1),
+            "mismatch": _top(
+                [
+                    abs(a - b)
+                    for r in responses
+                    for a, b in zip(r["sampler"], r["trainer"], strict=True)
+                    if a is not None and b is not None
+                ],
+                0.01,
+            ),
+        },
+        "all_steps": all_steps,
+        "shown_steps": len({response["step"] for response in responses}),
+    }
+
+
+def _responses(run_dir: Path, step: int, texts: dict[str, int]) -> list[dict[str, Any]]:
+    """The responses of a step to show: the first of each group, then its best, its worst, and others."""
+    table = StepParts(run_dir / TOKENS_FOLDER).read(step)
+    about = _about(run_dir, step)
+    columns = {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names if name != "text"}
+    words = table["text"].to_pylist()
+    keys = list(zip(columns["group_id"].tolist(), columns["response"].tolist(), strict=True))
+    starts = [i for i in range(len(keys)) if i == 0 or keys[i] != keys[i - 1]]
+    spans = {keys[start]: (start, end) for start, end in zip(starts, [*starts[1:], len(keys)], strict=True)}
+    found = []
+    for key in _choose(list(spans), about):
+        start, end = spans[key]
+        shown = slice(start, min(end, start + TOKENS_OF_RESPONSE))
+        found.append(
+            {
+                "step": step,
+                "group": key[0],
+                "response": key[1],
+                **about.get(key, {}),
+                "cut": end - shown.stop,
+                "ids": columns["token_id"][shown].tolist(),
+                "texts": [texts.setdefault(_shown(text), len(texts)) for text in words[shown]],
+                "special": _places(columns["special"][shown]),
+                "read": _places(~columns["trainable"][shown].astype(bool)),
+                "versions": columns["policy_version"][shown].tolist(),
+                **{label: _numbers(columns[name][shown]) for name, label in NUMBERS.items()},
+            }
+        )
+    return found
+
+
+def _about(run_dir: Path, step: int) -> dict[tuple[int, int], dict[str, Any]]:
+    """Reward and advantage of each response of a step, where completions are recorded, by group and number."""
+    try:
+        rows = read_step(run_dir, step)
+    except ValueError:
+        return {}
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    counts: dict[int, int] = {}
+    for row in rows:
+        number = counts.get(row["group_id"], 0)
+        counts[row["group_id"]] = number + 1
+        found[row["group_id"], number] = {"reward": row["reward"], "advantage": row["advantage"]}
+    return found
+
+
+def _choose(
+    keys: Sequence[tuple[int, int]], about: Mapping[tuple[int, int], Mapping[str, float | None]]
+) -> list[tuple[int, int]]:
+    """So many responses of a step, in its order: of each group in turn the first, the best, the worst, the second, …"""
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for key in keys:
+        groups.setdefault(key[0], []).append(key)
+
+    def reward(key: tuple[int, int]) -> float:
+        return about.get(key, {}).get("reward") or 0.0
+
+    orders = [dict.fromkeys([of[0], max(of, key=reward), min(of, key=reward), *of]) for of in groups.values()]
+    ranks = [list(order) for order in orders]
+    turn = [order[i] for i in range(max(map(len, ranks), default=0)) for order in ranks if i < len(order)]
+    chosen = set(turn[:RESPONSES_OF_STEP])
+    return [key for key in keys if key in chosen]
+
+
+def _shown(text: str) -> str:
+    return printable(text) if text.strip() else text.replace("\t", " ").replace("\r", "")
+
+
+def _places(flags: np.ndarray) -> list[int]:
+    return np.flatnonzero(flags.astype(bool)).tolist()
+
+
+def _numbers(values: np.ndarray) -> list[float | None]:
+    return [round(x, 4) if x is not None and math.isfinite(x) else None for x in values.astype(float).tolist()]
+
+
+def _top(values: Sequence[float], least: float) -> float:
+    """The end of a scale over these values."""
+    return max(round(float(np.quantile(values, 0.99)), 3), least) if values else least

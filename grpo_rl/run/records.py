@@ -1,0 +1,54 @@
+"""Records: what a run stores of its steps for people who look closer: tokens, and when engines sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tensordict import TensorDictBase
+from transformers import PreTrainedTokenizerBase
+
+from grpo_rl.collectors.base import Sampled
+from grpo_rl.data.group import Group
+from grpo_rl.monitor.sampling_log import SamplingLog
+from grpo_rl.monitor.token_log import TokenLog, TokenPieces
+
+
+class Records:
+    """Writes ``tokens.parquet`` and ``sampling.parquet``.
+
+    Args:
+        token_groups: groups of a step that are recorded token by token; 0: none.
+    """
+
+    def __init__(self, run_dir: str | Path, token_groups: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokens = TokenLog(run_dir, token_groups, TokenPieces(tokenizer)) if token_groups else None
+        self._sampling = SamplingLog(run_dir)
+
+    def observe(self, tokens: TensorDictBase, _losses: TensorDictBase, groups: Sequence[Group]) -> None:
+        """Adds a micro-batch (see `grpo_rl.monitor.step_record.Observer`)."""
+        if self._tokens:
+            self._tokens.add(tokens, groups)
+
+    def write(self, step: int, groups: Sequence[Group]) -> None:
+        """Writes a step's tokens."""
+        if self._tokens:
+            self._tokens.write(step, groups)
+
+    def write_sampled(self, step: int, sampled: Sequence[Sampled], zero: float) -> None:
+        """Writes when engines sampled.
+
+        Args:
+            zero: the run's clock, less ``time.perf_counter()``.
+        """
+        rows = [
+            {
+                "engine": group.engine,
+                "group_id": group.group_id,
+                "policy_version": group.version,
+                "begun_s": zero + group.begun_s,
+                "ended_s": zero + group.ended_s,
+            }
+            for group in sampled
+        ]
+        self._sampling.write(step, rows)

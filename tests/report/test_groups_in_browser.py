@@ -1,0 +1,264 @@
+"""The page's groups, tokens, conversations and lanes in a real browser."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+
+from grpo_rl.monitor.completions import CompletionsLog
+from grpo_rl.monitor.held_out_log import HeldOutLog
+from grpo_rl.monitor.metrics import MetricsLog
+from grpo_rl.monitor.sampling_log import SamplingLog
+from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
+from grpo_rl.monitor.token_log import SCHEMA
+from grpo_rl.report import page as pages
+
+pytestmark = pytest.mark.slow
+
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2>\x1b[2J\u202e<b>bold</b>"
+SAID = ("Sum first.\nCalculator: 2+2", "\ntool\n4\nassistant\n", "<answer>4</answer>")
+
+
+def response(group_id, reward, text, **more):
+    return {
+        "group_id": group_id,
+        "row": group_id,
+        "prompt": f"Prompt of row {group_id} {HOSTILE}",
+        "completion": text,
+        "answer": HOSTILE,
+        "reward": reward,
+        "reward_correct": reward,
+        "reward_format": 0.0,
+        "advantage": 0.5,
+        "tokens": 3,
+        "truncated": False,
+        "policy_version": 1,
+        "turn_ends": [len(text)],
+    } | more
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """A run of two steps of two groups: rewards 1, 3, 2 in the first, all 0.5 in the second."""
+    run = tmp_path_factory.mktemp("run")
+    metrics, completions, sampling = MetricsLog(run), CompletionsLog(run), SamplingLog(run)
+    ends = [len(SAID[0]), len(SAID[0]) + len(SAID[1]), sum(map(len, SAID))]
+    for step in (1, 2):
+        first, second = 2 * step, 2 * step + 1
+        rows = [
+            response(first, reward, f"{name} of step {step}")
+            for name, reward in zip("abc", (1.0, 3.0, 2.0), strict=True)
+        ]
+        rows += [response(second, 0.5, HOSTILE, truncated=True), response(second, 0.5, "".join(SAID), turn_ends=ends)]
+        completions.log(step, rows)
+        numbers = {"time/sample_s": 4.0, "time/train_s": 5.0, "time/sync_s": 0.5, "time/other_s": 0.5}
+        metrics.log(
+            step, numbers | {"time/at_s": 12.0 * step, "reward/mean": 1.0, "staleness/mean": 0.25, "staleness/max": 1.0}
+        )
+        texts = [" four", HOSTILE, "\n", "<|end|>"]
+        tokens = [
+            {
+                "step": step,
+                "group_id": first,
+                "response": 1,
+                "position": i,
+                "token_id": 40 + i,
+                "text": text,
+                "special": text == "<|end|>",
+                "trainable": i != 2,
+                "policy_version": step + (i > 2),
+                "sampler_log_prob": None if i == 2 else -0.6931 - i,
+                "log_prob": -0.75 - i,
+                "entropy": 1.25,
+            }
+            for i, text in enumerate(texts)
+        ]
+        StepParts(run / TOKENS_FOLDER).write(step, pa.Table.from_pylist(tokens, schema=SCHEMA))
+        sampled = {"engine": "engine 0", "group_id": first, "policy_version": 0, "begun_s": 2.0, "ended_s": 5.0}
+        sampling.write(step, [sampled])
+    for step, rewards in ((0, [0.0, 1.0]), (2, [3.0, 1.0])):
+        evaluation = SimpleNamespace(
+            rewards=rewards,
+            prompts=[HOSTILE, "second prompt"],
+            completions=[f"{HOSTILE} at {step}", f"second at {step}"],
+            lengths=[4, 5],
+            truncated=[False, True],
+        )
+        HeldOutLog(run).write(step, evaluation, [HOSTILE, None])
+    return pages.write_report(run).resolve().as_uri()
+
+
+@pytest.fixture
+def tab(browser, url):
+    """The page, opened; afterwards nothing has run that came from a text, and nothing was complained of."""
+    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    tab, complaints = context.new_page(), []
+    tab.on("console", lambda said: complaints.append(said.text))
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.goto(url)
+    tab.wait_for_selector("body[data-ready]")
+    yield tab
+    assert complaints == [] and tab.evaluate("window.hacked") is None
+    assert tab.locator("main img, main b:text('bold')").count() == 0
+    context.close()
+
+
+def titles(tab):
+    return tab.locator("#responses article.response h3").all_inner_texts()
+
+
+def test_hostile_texts_are_shown_as_text(tab):
+    shown = HOSTILE.replace("\x1b[2J\u202e", "")  # what moves a cursor or turns text around is left out
+    assert tab.locator("#responses .prompt pre").inner_text() == f"Prompt of row 2 {shown}"
+    assert tab.locator("#responses .gold").inner_text() == f"Gold answer: {shown}"
+    assert shown in tab.locator("#held_out").inner_text() and shown in tab.locator("#tokens .strip").inner_text()
+    tab.get_by_label("Search in texts").fill("<img")
+    assert "<img" in tab.locator("#responses mark").first.inner_text()
+
+
+def test_arrow_keys_go_through_steps_and_with_shift_through_groups(tab):
+    viewer = tab.locator("#responses .viewer")
+    viewer.focus()
+    assert "a of step 1" in viewer.inner_text()
+    tab.keyboard.press("ArrowRight")
+    assert "a of step 2" in viewer.inner_text() and tab.locator("#responses .place").inner_text() == "2 (2 of 2)"
+    tab.keyboard.press("ArrowRight")  # there is no third
+    assert "a of step 2" in viewer.inner_text()
+    tab.keyboard.press("Shift+ArrowLeft")
+    assert "Prompt of row 3" in viewer.inner_text()
+    tab.keyboard.press("Shift+ArrowLeft")
+    assert "a of step 1" in viewer.inner_text()
+
+
+def test_responses_are_sorted_by_reward(tab):
+    assert titles(tab) == ["Response 1", "Response 2", "Response 3"]  # rewards 1, 3, 2
+    tab.get_by_label("Order of responses").select_option("best")
+    assert titles(tab) == ["Response 2", "Response 3", "Response 1"]
+    tab.get_by_label("Order of responses").select_option("worst")
+    assert titles(tab) == ["Response 1", "Response 3", "Response 2"]
+
+
+def test_filters_leave_what_matches(tab):
+    status = tab.locator("#responses [role=status]")
+    assert status.inner_text() == "4 of 4 groups on this page."
+    tab.get_by_label("Groups", exact=True).select_option("none")
+    assert status.inner_text() == "2 of 4 groups on this page match."
+    assert "Zero-variance group" in tab.locator("#responses .viewer").inner_text()
+    tab.get_by_label("Cut off").check()
+    assert titles(tab) == ["Response 1"]
+    tab.get_by_label("Cut off").uncheck()
+    tab.get_by_label("Groups", exact=True).select_option("all")
+    tab.get_by_label("Reward at least").fill("2")
+    assert titles(tab) == ["Response 2", "Response 3"] and status.inner_text().startswith("2 of 4")
+    tab.get_by_label("Reward at most").fill("2.5")
+    assert titles(tab) == ["Response 3"]
+    tab.get_by_label("Search in texts").fill("nowhere")
+    assert "No group matches" in tab.locator("#responses .viewer").inner_text()
+
+
+def test_the_best_response_of_the_run_is_a_click_away(tab):
+    tab.get_by_text("Best and worst of the run").click()
+    assert "2 have 3; the first of them" in tab.locator(".extremes").inner_text()
+    tab.get_by_role("button", name="3 · step 2, row 4, response 2").click()
+    assert "b of step 2" in tab.locator("#responses .response.chosen").inner_text()
+
+
+def test_a_conversation_tells_calls_results_and_what_is_trained_on_apart(tab):
+    tab.locator("#responses").get_by_label("Group", exact=True).select_option(index=1)
+    turns = tab.locator("#responses article").nth(1).locator(".turn")
+    assert turns.count() == 3
+    assert turns.locator(".role").all_inner_texts() == [
+        "policy · trained on",
+        "tool · read, not trained on",
+        "policy · trained on",
+    ]
+    assert turns.nth(0).locator(".call").inner_text() == "Calculator: 2+2"
+    assert turns.nth(1).locator("pre").inner_text() == "4"  # without the words of the chat template
+    assert (
+        turns.nth(2).locator("pre").inner_text() == "<answer>4</answer>" and turns.nth(2).locator(".call").count() == 0
+    )
+
+
+def test_a_token_shows_its_numbers(tab):
+    strip, detail = tab.locator("#tokens .strip"), tab.locator("#tokens .detail")
+    strip.locator("[data-at='0']").hover()
+    said = detail.inner_text().replace("\n", " ")
+    # exp(-0.6931) is a half; the trainer's -0.75 is 0.0569 away.
+    for expected in (
+        'token " four"',
+        "id 40",
+        "log-prob -0.6931 (50 %)",
+        "log-prob -0.7500",
+        "trainer| 0.0569",
+        "entropy 1.2500",
+        "version 1",
+    ):
+        assert expected in said, expected
+    strip.locator("[data-at='0']").focus()
+    tab.keyboard.press("End")
+    said = detail.inner_text().replace("\n", " ")
+    assert 'token "<|end|>"' in said and "special token" in said and "version 2" in said
+    tab.keyboard.press("ArrowLeft")
+    said = detail.inner_text().replace("\n", " ")
+    assert "read, not sampled" in said and "trainer| n/a" in said
+    assert tab.evaluate("document.activeElement.dataset.at") == "2"
+
+
+def test_tokens_are_coloured_by_the_chosen_number_on_the_legends_scale(tab):
+    def strength(at):
+        return float(
+            tab.locator(f"#tokens [data-at='{at}']").evaluate("one => getComputedStyle(one).getPropertyValue('--v')")
+        )
+
+    # Scaled to the 99th percentile of 0.6931, 1.6931, 3.6931, twice: 3.6931.
+    assert (strength(0), strength(1), strength(2), strength(3)) == pytest.approx((0.188, 0.458, 0, 1), abs=2e-3)
+    tab.get_by_label("Colour by").select_option("version")
+    assert (strength(0), strength(3)) == (0, 1)
+    assert tab.locator("#tokens .strip .version").all_inner_texts() == ["v1", "v2"]
+    tab.get_by_label("Colour by").select_option("entropy")
+    assert strength(0) == 1 and "1.25 nats" in tab.locator("#tokens .scale").inner_text()
+
+
+def test_lanes_tell_a_steps_phases_and_zoom(tab):
+    box, detail = tab.locator("#lanes .lanes"), tab.locator("#lanes .lane-detail")
+    names = box.locator(".lane-name").all_text_contents()
+    # Two steps of ten seconds: eight of twenty are sampled.
+    assert "Engine: sample · 40 % of the time" in names and "engine 0: groups in flight, at most 2" in names
+    assert box.locator(".lane-train").count() == 2
+    box.focus()
+    tab.keyboard.press("ArrowRight")
+    tab.keyboard.press("ArrowRight")
+    said = detail.inner_text()
+    assert (
+        said.startswith("Step 2, 10 s from 0:14: sample 4 s, train 5 s")
+        and "staleness 0.25 on average, 1 at most" in said
+    )
+    whole = float(box.locator(".lane-train").first.get_attribute("width"))
+    tab.get_by_role("button", name="Zoom in").click()
+    assert float(box.locator(".lane-sync").first.get_attribute("width")) > 0 and box.locator(".lane-train").count() >= 1
+    assert max(float(one.get_attribute("width")) for one in box.locator(".lane-train").all()) != pytest.approx(whole)
+    tab.get_by_role("button", name="Show the whole run").click()
+    assert float(box.locator(".lane-train").first.get_attribute("width")) == pytest.approx(whole)
+
+
+def test_a_held_out_prompt_has_its_responses_before_and_after(tab):
+    section = tab.locator("#held_out")
+    assert "1 earn more, 0 less, 1 the same" in section.inner_text()
+    section.locator(".viewer").focus()
+    tab.keyboard.press("ArrowRight")
+    assert section.locator("article h3").all_inner_texts() == ["Before training", "After step 2"]
+    assert section.locator("article pre").all_inner_texts() == ["second at 0", "second at 2"]
+    tab.get_by_label("Only changed rewards").check()
+    assert section.locator(".place").inner_text() == "0 (1 of 1)"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_wider_than_a_phone(browser, url, scheme):
+    context = browser.new_context(viewport={"width": 360, "height": 800}, color_scheme=scheme)
+    tab = context.new_page()
+    tab.goto(url)
+    tab.wait_for_selector("body[data-ready]")
+    assert tab.evaluate("document.documentElement.scrollWidth") == 360
+    context.close()
