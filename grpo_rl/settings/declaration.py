@@ -62,6 +62,7 @@ class Setting:
         default: the default; :data:`REQUIRED`: the config must give a value.
         meaning: what the setting does; the comment beside it in ``config/``.
         choices: the allowed values; empty: any value of its type.
+        named: whether ``package.module:name``, an object of the user's own, is taken beside the choices.
         because: why a value out of bounds is refused, and what to do instead.
         mode: the only mode that reads the setting; None: both do.
         kind: the type of its values other than null; str if it has choices.
@@ -71,6 +72,7 @@ class Setting:
     default: Any
     meaning: str
     choices: tuple[str, ...] = ()
+    named: bool = False
     at_least: float | None = None
     more_than: float | None = None
     at_most: float | None = None
@@ -87,8 +89,8 @@ class Setting:
         rest = functools.reduce(operator.or_, (option for option in options if option is not NoneType))
         free = rest == RewardSource or get_origin(rest) is get_origin(Mapping[str, Any])
         null = NoneType in options
-        if get_origin(rest) is Literal:
-            return dataclasses.replace(self, choices=get_args(rest), null=null)
+        if literal := [option for option in options if get_origin(option) is Literal]:
+            return dataclasses.replace(self, choices=get_args(literal[0]), null=null, named=str in options)
         return dataclasses.replace(self, kind=rest, null=null, free=free)
 
     @property
@@ -132,10 +134,11 @@ class Setting:
         """Says what is wrong with a value of the right type; None: nothing."""
         if value is None:
             return None
-        if self.choices and value not in self.choices:
+        if self.choices and value not in self.choices and not (self.named and ":" in value):
             close = difflib.get_close_matches(str(value), self.choices, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            return f"{key} is {value!r}; it can be {', '.join(self.choices)}" + ", or null" * self.null + hint
+            or_else = ", or package.module:name of your own" * self.named + ", or null" * self.null
+            return f"{key} is {value!r}; it can be {', '.join(self.choices)}" + or_else + hint
         bounds = {name: bound for name in BOUNDS if (bound := getattr(self, name)) is not None}
         fits = all(BOUNDS[name](value, bound) for name, bound in bounds.items())
         reason = f": {self.because}" if self.because else ""

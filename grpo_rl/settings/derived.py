@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from grpo_rl.by_name import object_by_name
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.policies.lora import LoRA
 from grpo_rl.settings.sections import Sections
@@ -93,10 +94,16 @@ def responses_at_once(settings: Sections, engines: int = 1) -> int:
 
 
 def loss_terms(settings: Sections) -> dict[str, Any]:
-    """Arguments of `grpo_rl.losses.grpo.GRPOLoss`."""
+    """Arguments of `grpo_rl.losses.grpo.GRPOLoss`, with functions of the user's own in the place of their names.
+
+    Raises:
+        ValueError: such a function can't be had.
+    """
     names = ("surrogate", "ratio", "clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg", "kl")
     corrections = ("correction", "correction_level", "correction_low", "correction_high")
     terms = {name: settings.loss[name] for name in names + corrections}
+    own = [name for name in ("surrogate", "kl") if ":" in terms[name]]
+    terms |= {name: object_by_name(terms[name], f"loss.{name}") for name in own}
     return terms | {"kl_coef": kl_in_loss(settings), "entropy_coef": settings.policy.entropy_coef}
 
 

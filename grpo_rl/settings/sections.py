@@ -174,8 +174,10 @@ class Ray(Section):
 class Loss(Section):
     """The loss of `policy` and this section; the other files of config/loss change some of it."""
 
-    surrogate: Surrogate = setting(
-        "clipped", "clipped: PPO's | cispo: a clipped weight, no gradient lost | sapo: a soft gate | plain: r A"
+    surrogate: Surrogate | str = setting(
+        "clipped",
+        "clipped: PPO's | cispo: a clipped weight, no gradient lost | sapo: a soft gate | plain: r A | "
+        "package.module:function: your own (docs/losses.md)",
     )
     ratio: Ratio = setting(
         "token",
@@ -207,10 +209,10 @@ class Loss(Section):
     reward_weights: Mapping[str, float] = setting(
         {}, "for advantage=multi_reward: weights of the parts of the reward, 1 where none is given"
     )
-    kl: KL = setting(
+    kl: KL | str = setting(
         "k3",
         "k1: only in the reward | k2 | k3 | k3+: value of k3, gradient of k2 | k3_is: k3 weighted by importance, "
-        "unbiased off-policy too",
+        "unbiased off-policy too | package.module:function: your own, in the loss (docs/losses.md)",
     )
     kl_in: Literal["loss", "reward"] = setting(
         "loss", "loss | reward: a response's sum (k1, k2, k3; by the trainer's log-probs) is subtracted from its reward"
