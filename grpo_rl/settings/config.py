@@ -69,8 +69,8 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 give_back()
 
         def entry() -> None:
-            sys.argv[1:] = choosing_configs(sys.argv[1:])
             try:
+                sys.argv[1:] = choosing_configs(sys.argv[1:])
                 check_overrides(sys.argv[1:], dataset_of(sys.argv[1:], config_name))
             except ValueError as error:
                 raise SystemExit(f"error: {error}") from None

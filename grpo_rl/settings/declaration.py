@@ -24,6 +24,8 @@ def _fits(value: Any, hint: Any) -> bool:
     >>> _fits([[1, 4]], tuple[tuple[int, int], ...]), _fits([[1]], tuple[tuple[int, int], ...]), _fits(True, int)
     (True, False, False)
     """
+    if hint is object:
+        return True
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(value, option) for option in get_args(hint))
     if get_origin(hint) is tuple:
@@ -41,6 +43,7 @@ KINDS = {
     str: "text",
     Mapping[str, Any]: "a mapping",
     Mapping[str, float]: "a mapping",
+    Mapping[str, str]: "a mapping",
     tuple[int, ...]: "a list of whole numbers",
     tuple[float, ...]: "a list of numbers",
     tuple[str, ...]: "a list of texts",
@@ -48,6 +51,7 @@ KINDS = {
     tuple[Mapping[str, Any], ...]: "a list of mappings",
     str | tuple[str, ...]: "text or a list of names",
     RewardSource: "text, a list or a mapping",
+    object: "any value",
 }
 """The types that a setting can have, in words."""
 BOUNDS = {"at_least": operator.ge, "more_than": operator.gt, "at_most": operator.le, "less_than": operator.lt}

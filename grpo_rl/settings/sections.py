@@ -13,17 +13,34 @@ from grpo_rl.losses.kl import KL
 from grpo_rl.losses.surrogate import Ratio, Surrogate
 from grpo_rl.settings.declaration import REQUIRED, Section, declared, setting
 from grpo_rl.settings.models import InferenceModel, Model, RefModel, SamplingSection, TrainModel
+from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.tasks import TASKS
 
 
 class Env(Section):
     """The task, and how its prompts are sampled and its responses scored."""
 
-    dataset: str = setting(REQUIRED, "the task: " + " | ".join(TASKS), choices=tuple(TASKS))
-    path: str | None = setting(None, "local data instead of the hub's")
-    eval_path: str | None = setting(
-        None, "local held-out data; null: the hub's held-out split (no evaluation where `path` is set)"
+    dataset: str = setting(
+        REQUIRED,
+        "the task: " + " | ".join(TASKS) + " | package.module:Class, your own (docs/tasks.md)",
+        choices=tuple(TASKS),
+        named=True,
     )
+    path: str | None = setting(
+        None,
+        "instead of the task's own data: a file, folder or pattern of JSONL, JSON, CSV, Parquet, or hf:owner/name "
+        "(docs/data.md)",
+    )
+    subset: str | None = setting(None, "the hub's configuration of the data; null: the only one")
+    split: str | None = setting(None, "split of the hub's data or a folder; null: train")
+    revision: str | None = setting(None, "commit, tag or branch of the hub's data; null: the newest")
+    columns: Mapping[str, str] = setting(
+        {}, "the data's names of columns, by those that the task uses: {question: problem, answer: solution}"
+    )
+    eval_path: str | None = setting(
+        None, "held-out data, as `path`; null: `eval_split` of `path`, without `path` the task's own held-out split"
+    )
+    eval_split: str | None = setting(None, "held-out split of the hub's data or a folder; null: test")
     num_envs: int = setting(4, "prompts per collection", at_least=1)
     repeats: int = setting(
         8, "group size G: responses per prompt", at_least=2, because="a group of one response has no advantage"
@@ -261,8 +278,15 @@ class Sections(Section):
 
 
 def declarations(dataset: str | None) -> dict[str, Any]:
-    """The declaration of every setting, of one task or of all, by its dotted name."""
+    """The declaration of every setting, of one task or of all of the project's, by its dotted name.
+
+    Raises:
+        ValueError: the task is one of the user's own, and there is no such class, or it can't be used.
+    """
     found = dict(declared(Sections))
-    for task in [TASKS[dataset]] if dataset else TASKS.values():
-        found |= declared(task, "env.")
+    for task in [task_section(dataset)] if dataset else TASKS.values():
+        own = declared(task, "env.")
+        if taken := sorted(found.keys() & own.keys()) if dataset else ():
+            raise ValueError(f"{dataset} has a setting {taken[0]}, a name that is taken; rename its parameter")
+        found |= own
     return found
