@@ -10,7 +10,7 @@ from typing import Any
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.rewards.functions import NamedFunctions, RewardFunction
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.tables import column_hint, is_message, load_rows, place_of
+from grpo_rl.envs.tables import asked_in_chat, column_hint, is_message, load_rows, place_of
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights, raised
 
 RewardName = str | Callable[..., Any]
@@ -38,7 +38,8 @@ class PromptResponse(Task):
       is a list of one message there.
 
     Args:
-        rows: with a prompt each: a text, a list of texts (joined by spaces), or chat messages with role and content.
+        rows: with a prompt each: a text, a list of texts (joined by spaces), or chat messages with role and content;
+            where there is no such column, the messages in ``messages``, without an assistant's last one.
         reward: ``package.module:function``; several of them with weight 1, as a list; or a mapping of each to its
             weight. Functions themselves are taken too. The parts of the reward bear the functions' names. None where
             all rewards are added ones, as in ``env.rewards``.
@@ -178,6 +179,8 @@ class PromptResponse(Task):
 
     def _asked(self, row: dict) -> str | Messages:
         """A row's prompt, as a text or as messages."""
+        if self._prompt_column not in row:
+            row = asked_in_chat(row, "the row", self._prompt_column)
         value = _column(row, self._prompt_column)
         if isinstance(value, str) and value:
             return value

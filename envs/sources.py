@@ -60,7 +60,7 @@ class Source:
         """Raises ValueError where one of these settings is given, as ``what`` has none."""
         if given := [name for name in self.given if name in names]:
             raise ValueError(
-                f"env.{given[0]}={getattr(self, given[0])} has no meaning for {what}; leave it at its default"
+                f"env.{given[0]}={getattr(self, given[0])} means nothing for {what}; leave it at its default"
             )
 
 
