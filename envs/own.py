@@ -59,8 +59,19 @@ def load_own_rows(
 
 
 def make_own_task(task: type[Task], rows: Sequence[dict], **settings: Any) -> Task:
-    """The task of the rows; a config's lists come as lists."""
-    return task(rows, **{k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()})  # pyright: ignore
+    """The task of the rows; a config's lists come as lists.
+
+    Raises:
+        ValueError: it lacks an attribute that environments read.
+    """
+    made = task(rows, **{k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()})  # pyright: ignore
+    for name, remedy in (
+        ("rows", "set self.rows = rows in __init__"),
+        ("reward_parts", "name the parts of its reward"),
+    ):
+        if not hasattr(made, name):
+            raise ValueError(f"{task.__module__}:{task.__qualname__} has no {name}; {remedy}")
+    return made
 
 
 def check_task_of(env: LLMEnv, name: str) -> None:
@@ -77,21 +88,21 @@ def check_task_of(env: LLMEnv, name: str) -> None:
     task, parts = env.task, env.task.reward_parts
     if not isinstance(parts, Sequence) or isinstance(parts, str) or not all(isinstance(part, str) for part in parts):
         raise ValueError(f"{name}: reward_parts is {parts!r:.80}; it must be a tuple of names")
-    prompts = check_prompts(task, task.rows, name)
+    prompt = check_prompts(task, task.rows, name)
     guard, row = ScoreGuard(task, env.guard.deadline_s, 1.0), task.rows[0]
-    (result,) = guard.score_dialogs(row, [[*prompts, {"role": "assistant", "content": ""}]], place_of(task.rows, 0))
+    (result,) = guard.score_dialogs(row, [[*prompt, {"role": "assistant", "content": ""}]], place_of(task.rows, 0))
     if isinstance(result, Failure) and result.kind != "unjudgeable":
         raise ValueError(f"{name} can't score an empty response: {result.message}")
 
 
-def check_prompts(task: Task, rows: Sequence[dict], name: str) -> list[dict[str, str]]:
-    """The prompt of the first row, when those of all rows have been found to be lists of messages.
+def check_prompts(task: Task, rows: Sequence[dict], name: str, count: int | None = None) -> list[dict[str, str]]:
+    """The prompt of the first row, when those of all rows, or the first ``count``, have been found to be messages.
 
     Raises:
         ValueError: one is not, or the task raised; with the row's place.
     """
-    prompts = [_prompt(task, row, f"{name}: prompt of {place_of(rows, index)}") for index, row in enumerate(rows)]
-    return prompts[0]
+    indices = range(len(rows) if count is None else count)
+    return [_prompt(task, rows[index], f"{name}: prompt of {place_of(rows, index)}") for index in indices][0]
 
 
 def _prompt(task: Task, row: dict, where: str) -> list[dict[str, str]]:

@@ -57,7 +57,7 @@ def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
             )
     rows = spec.rows(source, "test", given)
     if is_name(given.dataset):
-        check_prompts(env.task, rows[:wanted], f"{given.dataset}, held out")
+        check_prompts(env.task, rows, f"{given.dataset}, held out", wanted)
     if len(rows) < wanted:
         raise ValueError(f"evaluate.rows={wanted}, but the held-out data has {len(rows)} rows")
     for i in range(wanted):
