@@ -102,7 +102,8 @@ def check_prompts(task: Task, rows: Sequence[dict], name: str, count: int | None
         ValueError: one is not, or the task raised; with the row's place.
     """
     indices = range(len(rows) if count is None else count)
-    return [_prompt(task, rows[index], f"{name}: prompt of {place_of(rows, index)}") for index in indices][0]
+    prompts = [_prompt(task, rows[index], f"{name}: prompt of {place_of(rows, index)}") for index in indices]
+    return prompts[0]
 
 
 def _prompt(task: Task, row: dict, where: str) -> list[dict[str, str]]:
