@@ -9,6 +9,7 @@ from pathlib import Path
 from grpo_rl.envs import gsm8k
 from grpo_rl.envs.generated.chains import problems
 from grpo_rl.envs.grading.numbers import extract_answer
+from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Unjudgeable
 from grpo_rl.envs.tools.arithmetic import calculate, has_operation
@@ -137,7 +138,7 @@ def _numbers(text: str) -> set[str]:
     return found
 
 
-def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict]:
+def load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
     """Problems with ``question`` and ``answer``.
 
     Args:
@@ -151,8 +152,10 @@ def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict
     >>> load_rows("arithmetic", "test")[0]["question"]
     'Start with 124, multiply by 53, subtract 5985, then multiply by 39. What is the result?'
     """
-    if path != ARITHMETIC:
-        return gsm8k.load_rows(path, split)
+    source = Source.of(path)
+    if source.path != ARITHMETIC:
+        return gsm8k.load_rows(source, split, chat=False)
+    source.refuse(source.given, f"the generated {ARITHMETIC}")
     if split not in gsm8k.HUB_SPLITS:
         raise ValueError(f"{ARITHMETIC} has no split {split!r}; it has {' and '.join(gsm8k.HUB_SPLITS)}")
     rows = problems(TRAIN + TEST)

@@ -10,6 +10,7 @@ from grpo_rl.envs import tables
 from grpo_rl.envs.generated.puzzles import Puzzles
 from grpo_rl.envs.grading.expressions import check, evaluated
 from grpo_rl.envs.grading.tags import last_answer
+from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening
 
@@ -120,7 +121,9 @@ class Countdown(Task):
         return row.get("solution")
 
 
-def load_rows(path: str | Path | None = None, split: str = "train", puzzles: Mapping | None = None) -> Sequence[dict]:
+def load_rows(
+    path: str | Path | Source | None = None, split: str = "train", puzzles: Mapping | None = None
+) -> Sequence[dict]:
     """Rows with ``numbers`` and ``target``.
 
     Args:
@@ -137,9 +140,11 @@ def load_rows(path: str | Path | None = None, split: str = "train", puzzles: Map
     >>> check(row["numbers"], row["target"], row["solution"], use_all=True)
     True
     """
-    if path is None:
+    source = Source.of(path)
+    if source.path is None:
+        source.refuse(source.given, "generated puzzles")
         return Puzzles(**{"count": 10_000 if split == "train" else 500, "split": split, **(puzzles or {})})
-    return [_checked(row, f"{path}, row {index}") for index, row in enumerate(tables.load_rows(path, split))]
+    return tables.load_rows(source, split).map(_checked)
 
 
 def _checked(row: dict, where: str) -> dict:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from grpo_rl.envs import tables
 from grpo_rl.envs.grading import patterns
 from grpo_rl.envs.grading.numbers import extract_answer
+from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening, raised
+from grpo_rl.envs.task import Messages, Reward, Task, asking, check_weights, opening, raised
 
 COLUMNS = {"question": str, "answer": str}
+CHAT_COLUMNS = {"question": str | list, "answer": str}
 HUB_NAME = "openai/gsm8k"
 HUB_SPLITS = ("train", "test")
 SHIPPED = {
@@ -43,7 +46,7 @@ class GSM8K(Task):
     (3.0, {'correctness': 2.0, 'reasoning_format': 0.5, 'answer_format': 0.5})
 
     Args:
-        rows: ``question`` and ``answer``; the gold number is what follows ``####`` in the answer.
+        rows: ``question``, a text or chat messages, and ``answer``; the gold number is what follows ``####`` in it.
         correctness: paid where the response's final number equals the gold number, see
             :func:`~grpo_rl.envs.grading.numbers.extract_answer`.
         reasoning_format: paid where ``reasoning_pattern`` is found in the response.
@@ -91,7 +94,7 @@ class GSM8K(Task):
 
     def prompt(self, row: dict) -> Messages:
         """System prompt, examples, and the question."""
-        return [*self._before, {"role": "user", "content": row["question"]}]
+        return asking(self._before, row["question"])
 
     @property
     def scores_group(self) -> bool:
@@ -135,12 +138,14 @@ class GSM8K(Task):
         return gold_number(row)
 
 
-def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict]:
-    """Problems with ``question`` and ``answer``.
+def load_rows(path: str | Path | Source | None = None, split: str = "train", chat: bool = True) -> Sequence[dict]:
+    """Problems with ``question`` and ``answer``; the question may be chat messages.
 
     Args:
-        path: a JSON or JSONL file, or a name of :data:`SHIPPED`; None takes ``openai/gsm8k`` of the hub (or its cache).
+        path: see :func:`grpo_rl.envs.tables.load_rows`; or a name of :data:`SHIPPED`; None takes ``openai/gsm8k`` of
+            the hub (or its cache).
         split: of the hub's data, ``train`` or ``test``; a file is one split.
+        chat: whether questions may be chat messages.
 
     Raises:
         ValueError: there is no such file or split, the hub can't be reached, or a row lacks a column.
@@ -148,17 +153,23 @@ def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict
     >>> load_rows("quickstart-test")[0]["answer"].splitlines()[-1]
     '#### ...'
     """
-    if path is None and split not in HUB_SPLITS:
+    source = Source.of(path)
+    if source.path is None and split not in HUB_SPLITS:
         raise ValueError(f"{HUB_NAME} has no split {split!r}; it has {' and '.join(HUB_SPLITS)}")
-    file, alternatives = SHIPPED.get(str(path), path), f", or one of {', '.join(SHIPPED)}"
-    return [row for _, row in tables.placed_rows(file, f"{HUB_NAME}:main", split, COLUMNS, alternatives)]
+    if source.path in SHIPPED:
+        source = replace(source, path=str(SHIPPED[source.path]))
+    also = f", or one of {', '.join(SHIPPED)}"
+    asked = ("question", "answer") if chat else None
+    rows = tables.load_rows(source, split, COLUMNS, chat=asked, hub=f"{HUB_NAME}:main", also=also)
+    return rows.checked(CHAT_COLUMNS if chat else COLUMNS)
 
 
 def check_gold(rows: Sequence[dict]) -> None:
     """Raises ValueError unless each row's answer has a number."""
     for index, row in enumerate(rows):
         if extract_answer(row["answer"]) is None:
-            raise ValueError(f"the answer of row {index} has no number: {row['answer'][-80:]!r}; end it on #### N")
+            where = tables.place_of(rows, index)
+            raise ValueError(f"the answer of {where} has no number: {row['answer'][-80:]!r}; end it on #### N")
 
 
 def gold_number(row: dict) -> str | None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from grpo_rl.envs import tables
 from grpo_rl.envs.grading.tags import last_boxed
 from grpo_rl.envs.grading.verification import DEADLINE_S, Verdict, unboxed, verdicts
+from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, check_weights, opening, raised
+from grpo_rl.envs.tables import Rows
+from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, asking, check_weights, opening, raised
 
 HUB_SETS = {"train": ("DigitalLearningGmbH/MATH-lighteval", "train"), "test": ("HuggingFaceH4/MATH-500", "test")}
 """The hub's data set and its split, for each of ours; the 500 test problems are none of the training ones."""
@@ -31,8 +33,8 @@ class Math(Task):
     (1.1, {'correctness': 1.0, 'answer_format': 0.1})
 
     Args:
-        rows: ``problem``, and ``answer`` or ``solution``: the gold answer is ``answer``, else what the solution's last
-            ``\boxed{}`` holds.
+        rows: ``problem``, a text or chat messages, and ``answer`` or ``solution``: the gold answer is ``answer``, else
+            what the solution's last ``\boxed{}`` holds.
         correctness: paid where the response equals the gold answer, see
             :func:`~grpo_rl.envs.grading.verification.verify`.
         answer_format: paid where the response has a box that is closed.
@@ -75,7 +77,7 @@ class Math(Task):
 
     def prompt(self, row: dict) -> Messages:
         """System prompt, examples, and the problem."""
-        return [*self._before, {"role": "user", "content": row["problem"]}]
+        return asking(self._before, row["problem"])
 
     def score(self, row: dict, response: str) -> Reward:
         r"""The reward: whether the boxed answer is right, and whether there is one.
@@ -110,24 +112,25 @@ class Math(Task):
         return Reward(self._paid(earned), {"timed_out": float(verdict.timed_out)})
 
 
-def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict]:
-    """Problems with ``problem``, and ``answer`` or ``solution``.
+def load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
+    """Problems with ``problem``, a text or chat messages, and ``answer`` or ``solution``.
 
     Args:
-        path: a file or a hub name, see :func:`grpo_rl.envs.tables.load_rows`; None takes the hub's :data:`HUB_SETS`.
+        path: see :func:`grpo_rl.envs.tables.load_rows`; None takes the hub's :data:`HUB_SETS`.
         split: ``train`` or ``test``; a file is one split.
 
     Raises:
         ValueError: there is no such file or split, the hub can't be reached, or a row lacks a column.
     """
-    if path is None and split not in HUB_SETS:
+    source = Source.of(path)
+    if source.path is None and split not in HUB_SETS:
         raise ValueError(f"the math task has no split {split!r}; it has {' and '.join(HUB_SETS)}")
-    source, source_split = (str(path), split) if path is not None else HUB_SETS[split]
-    rows = tables.load_rows(source, source_split, COLUMNS)
-    return [_checked(row, f"{source}, row {index}") for index, row in enumerate(rows)]
+    hub, hub_split = HUB_SETS.get(split, (None, split))
+    rows = tables.load_rows(source, split if source.path else hub_split, COLUMNS, chat=("problem", "solution"), hub=hub)
+    return Rows((where, _checked(row, where, present), present) for where, row, present in rows.placed())
 
 
-def _checked(row: dict, where: str) -> dict:
+def _checked(row: dict, where: str, present: Sequence[str]) -> dict:
     row = dict(row)
     answer = row.pop("answer", None)
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
@@ -136,7 +139,7 @@ def _checked(row: dict, where: str) -> dict:
         row["answer"] = answer
     # A row that has neither is told to lack "answer or solution".
     given = next((column for column in ("answer", "solution") if column in row), "answer or solution")
-    tables.check_columns(row, {"problem": str, given: str}, where)
+    tables.check_columns(row, {"problem": str | list, given: str}, where, present)
     return row
 
 

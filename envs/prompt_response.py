@@ -10,7 +10,7 @@ from typing import Any
 from grpo_rl.envs.guards.isolation import IsolatedCalls
 from grpo_rl.envs.rewards.functions import NamedFunctions, RewardFunction
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.tables import load_rows
+from grpo_rl.envs.tables import asked_in_chat, column_hint, is_message, load_rows, place_of
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights, raised
 
 RewardName = str | Callable[..., Any]
@@ -38,7 +38,8 @@ class PromptResponse(Task):
       is a list of one message there.
 
     Args:
-        rows: with a prompt each: a text, a list of texts (joined by spaces), or chat messages with role and content.
+        rows: with a prompt each: a text, a list of texts (joined by spaces), or chat messages with role and content;
+            where there is no such column, the messages in ``messages``, without an assistant's last one.
         reward: ``package.module:function``; several of them with weight 1, as a list; or a mapping of each to its
             weight. Functions themselves are taken too. The parts of the reward bear the functions' names. None where
             all rewards are added ones, as in ``env.rewards``.
@@ -71,7 +72,7 @@ class PromptResponse(Task):
             try:
                 self._asked(row)
             except ValueError as error:
-                raise ValueError(f"row {index}: {error}") from error
+                raise ValueError(f"{place_of(rows, index)}: {error}") from error
         # A column that some rows lack would be a list with holes.
         columns = set(rows[0]).intersection(*rows) if len(rows) else set()
         if completion_column and len(rows) and completion_column not in columns:
@@ -178,13 +179,15 @@ class PromptResponse(Task):
 
     def _asked(self, row: dict) -> str | Messages:
         """A row's prompt, as a text or as messages."""
+        if self._prompt_column not in row:
+            row = asked_in_chat(row, "the row", self._prompt_column)
         value = _column(row, self._prompt_column)
         if isinstance(value, str) and value:
             return value
         if isinstance(value, list) and value:
             if all(isinstance(item, str) for item in value):
                 return " ".join(value)
-            if all(isinstance(item, Mapping) and _is_message(item) for item in value):
+            if all(map(is_message, value)):
                 if value[-1]["role"] == "assistant":
                     raise ValueError(f"the last message of {self._prompt_column} is the assistant's; end on a question")
                 return [{"role": item["role"], "content": item["content"]} for item in value]
@@ -202,12 +205,8 @@ def _workers(names: tuple[str, ...], columns: tuple[str, ...], process_id: int) 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
     if name not in row:
-        raise ValueError(f"there is no column {name}, only {', '.join(map(str, row))}; set its name in the config")
+        raise ValueError(f"there is no column {name}{column_hint(name, row)}")
     return row[name]
-
-
-def _is_message(item: Mapping[str, Any]) -> bool:
-    return isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
 
 
 def _weighted(reward: Any) -> list[tuple[RewardName, float]]:

@@ -10,7 +10,9 @@ from pathlib import Path
 from grpo_rl.envs import tables
 from grpo_rl.envs.grading import words
 from grpo_rl.envs.grading.tags import last_answer
+from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
+from grpo_rl.envs.tables import Rows
 from grpo_rl.envs.task import Messages, Reward, Unjudgeable
 from grpo_rl.envs.tools.calls import Tool
 from grpo_rl.envs.tools.search_index import HUB_NAME, HUB_SPLITS, SearchIndex, load_corpus
@@ -162,8 +164,8 @@ def _line(text: str, max_chars: int) -> str:
 
 
 def load_rows(
-    path: str | Path | None = None, split: str = "train", *, held_out: float = 0.0, seed: int = 0
-) -> list[dict]:
+    path: str | Path | Source | None = None, split: str = "train", *, held_out: float = 0.0, seed: int = 0
+) -> Sequence[dict]:
     """Questions with ``question``, ``answer`` and ``documents``, the titles of their supporting facts.
 
     Args:
@@ -180,14 +182,13 @@ def load_rows(
         raise ValueError(f"there is no split {split!r}; there are {' and '.join(HUB_SPLITS)}")
     if not 0 <= held_out < 1:
         raise ValueError(f"env.held_out={held_out}; it must be at least 0 and less than 1")
-    name = str(path or HUB_NAME)
-    found = tables.load_rows(name, HUB_SPLITS[split], COLUMNS)
-    rows = [_question(row, f"{name}, row {index}") for index, row in enumerate(found)]
-    if path is not None and held_out:
+    source = Source.of(path)
+    rows = tables.load_rows(source, HUB_SPLITS[split], COLUMNS, hub=HUB_NAME).map(_question)
+    if source.path is not None and held_out:
         chosen = set(random.Random(seed).sample(range(len(rows)), round(held_out * len(rows))))
-        rows = [row for index, row in enumerate(rows) if (index in chosen) == (split == "test")]
+        rows = Rows(row for index, row in enumerate(rows.placed()) if (index in chosen) == (split == "test"))
     if not rows:
-        raise ValueError(f"no row of {name} is left for {split} at env.held_out={held_out}")
+        raise ValueError(f"no row of {source.path or HUB_NAME} is left for {split} at env.held_out={held_out}")
     return rows
 
 

@@ -9,9 +9,13 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_rl.by_name import is_name
+from grpo_rl.envs.own import load_own_rows, make_own_task, task_class
+from grpo_rl.envs.sources import Source
 from grpo_rl.envs.task import Task
 
 if TYPE_CHECKING:
@@ -46,7 +50,7 @@ class TaskSpec:
         repeats: int,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        path: str | Path | None = None,
+        path: str | Path | Source | None = None,
         split: str = "train",
         **settings: Any,
     ) -> LLMEnv:
@@ -68,17 +72,17 @@ class TaskSpec:
         task = self.make_task(path, split, **own)
         return LLMEnv(task, tokenizer, num_envs, repeats, **{name: settings[name] for name in shared})
 
-    def make_task(self, path: str | Path | None = None, split: str = "train", **settings: Any) -> Task:
+    def make_task(self, path: str | Path | Source | None = None, split: str = "train", **settings: Any) -> Task:
         """The task of the rows at ``path``."""
         rows = self.rows(path, split, settings)
         own = {name: value for name, value in settings.items() if name not in self.row_settings}
         if self.beside:
-            own[self.beside] = own.get(self.beside) or path
+            own[self.beside] = own.get(self.beside) or Source.of(path).path
         if not self.takes_reward:
             own |= own.pop("reward", None) or {}
         return self.task(rows, **own)
 
-    def rows(self, path: str | Path | None, split: str, settings: Mapping[str, Any]) -> Sequence[dict]:
+    def rows(self, path: str | Path | Source | None, split: str, settings: Mapping[str, Any]) -> Sequence[dict]:
         """The rows at ``path``, loaded with those of ``settings`` that are the loader's."""
         return self.load_rows(path, split, **{name: settings[name] for name in self.row_settings if name in settings})
 
@@ -96,9 +100,15 @@ TASKS = {
 
 
 def task_spec(name: str) -> TaskSpec:
-    """The task and the loader of ``env.dataset=name``.
+    """The task and the loader of ``env.dataset=name``, one of :data:`TASKS` or ``package.module:Class``.
+
+    Raises:
+        ValueError: there is no such class, or it is no task.
 
     >>> task_spec("gsm8k").load_rows("quickstart-test")[0]["answer"].splitlines()[-1]
     '#### ...'
     """
+    if is_name(name):
+        own = task_class(name)
+        return TaskSpec(partial(make_own_task, own), partial(load_own_rows, own, name), takes_reward=True)
     return getattr(importlib.import_module(f"grpo_rl.envs.{name}"), TASKS[name])

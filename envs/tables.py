@@ -1,165 +1,173 @@
-"""Rows of any data set: those of a local file, or of a name of the hub."""
+"""Rows of any data set, under the names that a task uses: from files, folders or the hub (`grpo_rl.envs.sources`)."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any
 
+from grpo_rl.envs.sources import FORMATS, Placed, Source, read
+
 Kind = type | UnionType
-FORMATS = (".jsonl", ".json", ".csv", ".parquet")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+CHAT = ("prompt", "messages")
+"""Columns in which data sets have chat messages."""
+
+
+class Rows(list[dict]):
+    """Rows as a list, which knows where each stands and which columns it has there, for messages."""
+
+    def __init__(self, placed: Iterable[Placed]) -> None:
+        placed = list(placed)
+        super().__init__(row for _, row, _ in placed)
+        self.places = [where for where, _, _ in placed]
+        self.columns = [columns for _, _, columns in placed]
+
+    def checked(self, columns: Mapping[str, Kind]) -> Rows:
+        """The rows themselves, each of which has these columns.
+
+        Raises:
+            ValueError: see :func:`check_columns`.
+        """
+        for where, row, present in self.placed():
+            check_columns(row, columns, where, present)
+        return self
+
+    def map(self, change: Callable[[dict, str], dict]) -> Rows:
+        """Rows in the same places, each what ``change`` makes of a row and its place."""
+        return Rows((where, change(row, where), present) for where, row, present in self.placed())
+
+    def placed(self) -> Iterable[Placed]:
+        """Each place, row, and the names of its columns in the data."""
+        return zip(self.places, self, self.columns, strict=True)
 
 
 def load_rows(
-    path: str | Path | None = None, split: str = "train", columns: Collection[str] | None = None
-) -> list[dict]:
-    """Rows of a local file or of a data set of the hub, as they stand there.
+    path: str | Path | Source | None = None,
+    split: str = "train",
+    columns: Collection[str] | None = None,
+    *,
+    chat: tuple[str, str | None] | None = None,
+    hub: str | None = None,
+    reader: str = "prompt_response",
+    also: str = "",
+) -> Rows:
+    """Rows of files, of a folder or of a data set of the hub, as they stand there but for ``columns`` of the source.
 
     Args:
-        path: a file, JSONL, JSON (a list of objects), CSV or Parquet, by its ending; or a hub name, ``owner/name`` or
-            ``owner/name:configuration``, such as ``trl-lib/tldr``.
-        split: of the hub's data; a file is one split.
+        path: a file, JSONL, JSON (a list of objects), CSV or Parquet, by its ending; a folder or pattern of them; a hub
+            name, ``owner/name`` or ``owner/name:subset``; or a source, with more to say.
+        split: of the hub's data, or of a folder with several; a file is one split.
         columns: which to read, as far as they are there; others may be larger than memory. None reads all.
+        chat: the columns of prompts and gold answers, where chat messages may stand in their place; see
+            :func:`asked_in_chat`.
+        hub: the name that is read where ``path`` is None.
+        reader: the task, for messages.
+        also: what else the task takes as path, for messages.
 
     Raises:
-        ValueError: no path is given, there is no such file or data set or split, or it can't be read or is empty.
+        ValueError: no path is given, there is no such file or data set or split, or it can't be read or is empty; or a
+            column that is to have another name is not there.
 
     >>> from grpo_rl.envs.gsm8k import SHIPPED
     >>> list(load_rows(SHIPPED["quickstart-test"])[0])
     ['question', 'answer']
     """
-    if path is None:
+    source = Source.of(path)
+    if source.path is None and hub is None:
         raise ValueError(
-            "prompt_response has no data of its own; set env.path to a JSONL, JSON, CSV or Parquet file, or to a hub "
-            "name such as trl-lib/tldr"
+            f"{reader} has no data of its own; set env.path to a JSONL, JSON, CSV or Parquet file, to a folder or "
+            "pattern of such files, or to a hub name such as trl-lib/tldr"
         )
-    file = Path(path).expanduser()
-    ending = file.suffix.lower()
-    if ending in (".jsonl", ".json"):
-        # Not by `datasets`, which reads texts that look like dates as dates.
-        rows = [{name: row[name] for name in _wanted(row, columns)} for _, row in file_rows(file, "a prompt")]
-    elif ending in FORMATS:
-        rows = _table(file, columns)
-    elif not file.exists() and is_hub_name(str(path)):
-        data = hub_data(str(path), split)
-        rows = data.select_columns(_wanted(data.column_names, columns)).to_list()
-    else:
-        raise ValueError(f"env.path={path} is no file that ends in {', '.join(FORMATS)}, and no hub name (owner/name)")
-    if not rows:
-        raise ValueError(f"env.path={path} has no rows")
-    return rows
+    source = Source(source.path or hub, *(getattr(source, name) for name in ("subset", "split", "revision", "columns")))
 
+    def choose(present: tuple[str, ...]) -> Sequence[str]:
+        names = {source.columns.get(name, name) for name in columns or present} | set(source.columns.values())
+        if chat and source.columns.get(chat[0], chat[0]) not in present:
+            names |= set(CHAT)
+        # All where none of those wanted is there, so that a message can tell what is.
+        return [name for name in present if name in names] or present
 
-def is_hub_name(path: str) -> bool:
-    """Tells whether a path has the form of a name of the hub.
-
-    >>> is_hub_name("trl-lib/tldr"), is_hub_name("my/own/rows")
-    (True, False)
-    """
-    return bool(_HUB_NAME.fullmatch(path))
-
-
-def _wanted(present: Iterable[str], columns: Collection[str] | None) -> list[str]:
-    """The columns to read; all where none of those wanted is there, so that a message can tell what is."""
-    present = list(present)
-    return [name for name in present if columns is None or name in columns] or present
-
-
-def _table(file: Path, columns: Collection[str] | None) -> list[dict]:
-    # Imported here: it takes a second, which other files need not pay.
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-
-    ending = file.suffix.lower()
-    # Otherwise the texts "None" and "NA" of a CSV file would be read as nothing.
-    options = {"keep_default_na": False} if ending == ".csv" else {}
     try:
-        data = load_dataset(ending[1:], data_files=str(file), split="train", **options)
-    except (DatasetsError, OSError, ValueError) as error:
-        raise ValueError(f"env.path={file} can't be read: {error.__cause__ or error}") from error
-    return data.select_columns(_wanted(data.column_names, columns)).to_list()
-
-
-def hub_data(path: str, split: str) -> Any:
-    """A split of a data set of the hub, or of its cache.
-
-    Raises:
-        ValueError: there is no such data set or split, or the hub can't be reached.
-    """
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-    from httpx2 import HTTPError  # what huggingface_hub raises
-
-    name, _, configuration = path.partition(":")
-    try:
-        return load_dataset(name, *filter(None, [configuration]), split=split)
-    except (ConnectionError, DatasetsError, HTTPError) as error:
-        raise ValueError(
-            f"{path} can't be had from the hub ({error}); with a copy of it, set env.path=FILE.jsonl "
-            "(and env.eval_path for the held-out rows)"
-        ) from error
+        placed = read(source, split, choose)
     except ValueError as error:
-        # It names the splits and configurations that there are.
-        raise ValueError(f"env.path={path}, split {split}: {error}") from error
+        if "can't be read" in str(error) and (columns or also):
+            given = f" with {', '.join(columns)}" if columns else ""
+            raise ValueError(f"{error}; give a {_ANY} file{given}{also}") from error
+        raise
+    if not placed:
+        raise ValueError(f"env.path={source.path} has no rows")
+    rows = Rows((where, _renamed(row, source.columns, where, present), present) for where, row, present in placed)
+    return rows.map(partial(asked_in_chat, column=chat[0], gold=chat[1])) if chat else rows
 
 
-def file_rows(path: str | Path, columns: str, alternatives: str = "") -> Iterator[tuple[str, dict]]:
-    """Each object, with the place where it stands: of a file with one object a line, or with one list of objects.
-
-    Args:
-        columns: what an object must have, for messages.
-        alternatives: what else ``path`` may be, for messages.
-
-    Raises:
-        ValueError: the file can't be read, or something in it is no object.
-    """
-    file = Path(path).expanduser()
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"env.path={path} can't be read: {error}; give a JSON or JSONL file with {columns}{alternatives}"
-        ) from error
-    if text.lstrip().startswith("["):
-        rows = ((f"{file}, row {index}", row) for index, row in enumerate(_parsed(text, str(file))))
-    else:
-        rows = _lines(text, file)
-    for where, row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(f"{where} is no object with {columns}, but {str(row)[:80]!r}")
-        yield where, row
+_ANY = ", ".join(ending[1:].upper() for ending in FORMATS)
 
 
-def placed_rows(
-    path: str | Path | None, hub: str, split: str, columns: Mapping[str, Kind], alternatives: str = ""
-) -> list[tuple[str, dict]]:
-    """Each row of a JSON or JSONL file, or of the data set ``hub`` where ``path`` is None, with where it stands.
+def _renamed(row: dict, names: Mapping[str, str], where: str, present: Sequence[str]) -> dict:
+    """The row under the task's names; the values that stood under these names before are left out."""
+    if not names:
+        return row
+    for ours, theirs in names.items():
+        if theirs not in row:
+            raise ValueError(
+                f"env.columns={{{ours}: {theirs}}}: {where} has no {theirs}{_nearest(theirs, present)}; its columns "
+                f"are {list(present)}"
+            )
+    kept = {name: value for name, value in row.items() if name not in names and name not in names.values()}
+    return kept | {ours: row[theirs] for ours, theirs in names.items()}
+
+
+def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None) -> dict:
+    """The row; if its prompt is chat messages, under ``column``.
+
+    They stand in ``column`` itself, or where that is missing in one of :data:`CHAT`. If the last one is the
+    assistant's, it is no part of the prompt but the gold answer, unless the row has one already.
 
     Args:
-        split: of the hub's data.
-        columns: see :func:`check_columns`.
-        alternatives: see :func:`file_rows`.
+        gold: name of the column of gold answers.
 
     Raises:
-        ValueError: the rows can't be had, there are none, or one lacks a column.
+        ValueError: no message of a user is left, or they are no messages.
+
+    >>> chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    >>> asked_in_chat({"messages": chat}, "line 1", "question", "answer")
+    {'question': [{'role': 'user', 'content': '1 + 1?'}], 'answer': '2'}
     """
-    if path is None:
-        rows = [(f"{hub} {split}, row {index}", dict(row)) for index, row in enumerate(hub_data(hub, split))]
-    else:
-        rows = list(file_rows(path, ", ".join(columns), alternatives))
-    if not rows:
-        raise ValueError(f"{hub if path is None else path} has no rows")
-    for where, row in rows:
-        check_columns(row, columns, where)
-    return rows
+    there = column if column in row else next((name for name in CHAT if name in row), None)
+    if there is None or not isinstance(row[there], list):
+        return row
+    if not (row[there] and all(map(is_message, row[there]))):
+        raise ValueError(f"{where}: {there} is {row[there]!r:.80}; messages have texts as role and content")
+    messages = [{"role": message["role"], "content": message["content"]} for message in row[there]]
+    last = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
+    if not messages or messages[-1]["role"] == "assistant":
+        raise ValueError(f"{where}: {there} has no question before the assistant's last message")
+    row = {name: value for name, value in row.items() if name != there} | {column: messages}
+    return row if last is None or gold is None or row.get(gold) is not None else row | {gold: last}
 
 
-def check_columns(row: object, columns: Mapping[str, Kind], where: str) -> None:
+def is_message(message: object) -> bool:
+    """Tells whether this is a chat message: a role and a content, both texts."""
+    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def place_of(rows: Sequence[dict], index: int) -> str:
+    """Where a row stands: its file and line, where that is known.
+
+    >>> place_of([{}, {}], 1)
+    'row 1'
+    """
+    return rows.places[index] if isinstance(rows, Rows) else f"row {index}"
+
+
+def check_columns(row: object, columns: Mapping[str, Kind], where: str, present: Sequence[str] = ()) -> None:
     """Raises ValueError unless ``row`` is an object with these columns, each of its type.
+
+    Args:
+        present: the columns in the data, where the row has fewer.
 
     >>> check_columns({"question": "1 + 1?", "answer": 2}, {"question": str, "answer": str}, "row 0")
     Traceback (most recent call last):
@@ -170,7 +178,7 @@ def check_columns(row: object, columns: Mapping[str, Kind], where: str) -> None:
         raise ValueError(f"{where} is no object with {', '.join(columns)}, but {str(row)[:80]!r}")
     for column, kind in columns.items():
         if column not in row:
-            raise ValueError(f"{where} has no {column}; its columns are {list(row)}; rename or add the column")
+            raise ValueError(f"{where} has no {column}{column_hint(column, present or list(row))}")
         if not isinstance(value := row[column], kind):
             raise ValueError(
                 f"{where}: {column} is {value!r:.80}, of type {type(value).__name__}; it must be of type "
@@ -178,16 +186,19 @@ def check_columns(row: object, columns: Mapping[str, Kind], where: str) -> None:
             )
 
 
-def _lines(text: str, file: Path) -> Iterator[tuple[str, object]]:
-    # Not splitlines(), which also breaks at characters that a JSON string may hold.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            where = f"{file}, line {number}"
-            yield where, _parsed(line, where)
+def column_hint(missing: Any, present: Iterable[str]) -> str:
+    """The end of a message about a column that is missing: those that are there, and how to name one.
+
+    >>> column_hint("question", ["problem", "questions"])
+    "; its columns are ['problem', 'questions']; did you mean questions? env.columns={question: questions} renames it"
+    """
+    present = list(present)
+    close = difflib.get_close_matches(str(missing), present, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    example = close[0] if close else "ITS_NAME"
+    return f"; its columns are {present}; {hint}env.columns={{{missing}: {example}}} renames it"
 
 
-def _parsed(text: str, where: str) -> list:
-    try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error}); give one object a line, or a list of objects") from error
+def _nearest(name: str, present: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, present, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -151,6 +151,23 @@ def opening(system_prompt: str | None, examples: Iterable[tuple[str, str]] = ())
     return messages
 
 
+def asking(before: Messages, asked: str | Messages) -> Messages:
+    """The prompt: the messages of :func:`opening`, and what is asked, a text or chat messages.
+
+    A system message of the chat's own takes the place of the other.
+
+    >>> before = opening("Be brief.", [("1 + 1?", "2")])
+    >>> chat = [{"role": "system", "content": "Reason."}, {"role": "user", "content": "3?"}]
+    >>> [message["content"] for message in asking(before, chat)]
+    ['Reason.', '1 + 1?', '2', '3?']
+    """
+    if isinstance(asked, str):
+        return [*before, {"role": "user", "content": asked}]
+    if asked[0]["role"] != "system":
+        return [*before, *asked]
+    return [asked[0], *(message for message in before if message["role"] != "system"), *asked[1:]]
+
+
 def last_said(messages: Messages) -> str:
     """The policy's last message: a conversation that met a limit may end on a reply.
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import runpy
+import shlex
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from grpo_rl.cli import main
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.testing import run_script
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -20,8 +26,11 @@ PAGES = [
     *(page for page in sorted(DOCS.glob("*.md")) if page.name != "log.md"),  # which tells of what was there once
 ]
 FILES, MISSING = (".py", ".md", ".json", ".jsonl", ".yaml", ".parquet"), object()
-FREE = ("env.reward.", "env.rewards.", "model.embed_tokens", "model.layers", "policy.model")
-"""Names of rewards, weights and attributes, which are no settings."""
+FREE = (
+    *("env.reward.", "env.rewards.", "model.embed_tokens", "model.layers", "policy.model"),
+    *("env.task", "env.one_word", "env.letters"),
+)
+"""Names of rewards, weights and attributes, which are no settings; and those that a task of one's own brings."""
 FOLDERS = "grpo_rl|envs|config|sota|docs|tests|tools|benchmarks"
 
 
@@ -85,6 +94,39 @@ def test_modules_classes_and_settings_that_a_page_names_exist(page):
         ):
             missing.append(key)
     assert not missing
+
+
+OWN = [
+    (page, command)
+    for page in ("tasks.md", "losses.md", "data.md")
+    for command in re.findall(r"<!-- run -->\n```\npython sota/grpo\.py ([^\n]*)\n```", (DOCS / page).read_text())
+]
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize(("page", "command"), OWN, ids=[f"{page}-{i}" for i, (page, _) in enumerate(OWN)])
+def test_what_a_page_shows_of_ones_own_trains_in_a_folder_with_the_files_that_it_shows(
+    page, command, tiny_run, tmp_path, monkeypatch, own_cache
+):
+    shown = re.findall(r"`(\w+\.\w+)`:\n\n```\w+\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    for name, content in shown:
+        (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    of_task = ("env.path", "env.eval_path", "env.system_prompt", "env.reward", "train.total_dialog_turns")
+    shortened = [word for word in tiny_run if not word.startswith(of_task)] + ["train.total_dialog_turns=16"]
+    words = [*shortened, "inference_model.max_model_len=480", *shlex.split(command)]
+    folder = run_script(ROOT / "sota" / "grpo.py", words, tmp_path / "run")
+    (row,) = read_metrics(folder / "metrics.jsonl")
+    assert math.isfinite(row["reward/mean"]) and row["grad_norm"] >= 0
+    recorded = yaml.safe_load((folder / "config.yaml").read_text())
+    for word in shlex.split(command):
+        key, _, value = word.replace("env.task", "env.dataset").partition("=")
+        value = value.replace(":", ": ") if "{" in value else value
+        assert OmegaConf.select(OmegaConf.create(recorded), key) == yaml.safe_load(value)
+    for name, _ in shown:
+        sys.modules.pop(name.removesuffix(".py"), None)
 
 
 def exists(name: str) -> bool:

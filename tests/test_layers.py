@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A folder under grpo_rl, or a module of its root, may import its own layer and those below it, in no circle.
 LAYERS = [
-    {"config", "data", "losses", "storage"},
+    {"by_name", "config", "data", "losses", "storage"},
     {"engines", "envs", "perf", "policies"},
     {"cluster", "collectors", "diagnosis", "distributed", "monitor", "settings", "training", "weights"},
     {"report"},
@@ -26,7 +26,7 @@ LAYERS = [
 ]
 LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 # Folders that may import less than their layer would allow, by the beginnings of modules.
-ONLY_MODULES = {"envs": ("data",), "losses": ("data.keys",)}
+ONLY_MODULES = {"envs": ("data", "by_name"), "losses": ("data.keys",)}
 ONLY_LIBRARIES = {"losses": {"torch", "tensordict", "torchrl", "jaxtyping"}}
 # Folders that only these may import.
 ONLY_FOR = {

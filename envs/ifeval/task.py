@@ -10,10 +10,12 @@ from statistics import fmean
 from grpo_rl.envs import tables
 from grpo_rl.envs.ifeval.sentences import require_punkt
 from grpo_rl.envs.ifeval.verdicts import Instruction, parse, verdicts
+from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
-from grpo_rl.envs.task import Messages, Reward, Task, check_weights, opening
+from grpo_rl.envs.tables import Rows
+from grpo_rl.envs.task import Messages, Reward, Task, asking, check_weights, opening
 
-COLUMNS = {"key": int | str, "prompt": str, "instruction_id_list": list, "kwargs": list}
+COLUMNS = {"key": int | str, "prompt": str | list, "instruction_id_list": list, "kwargs": list}
 HUB_NAME = "google/IFEval"
 SPLITS = ("train", "test")
 TEST_SHARE = 0.2
@@ -40,7 +42,7 @@ class IFEval(Task):
     Only parts with a weight other than 0 are judged and named in :attr:`reward_parts`.
 
     Args:
-        rows: ``key``, ``prompt``, ``instruction_id_list`` and ``kwargs``.
+        rows: ``key``, ``prompt``, a text or chat messages, ``instruction_id_list`` and ``kwargs``.
         strict: paid in full where every instruction is followed, in part where some are.
         all: paid where every instruction is followed, and not at all otherwise: the benchmark's prompt-level accuracy.
         loose: as ``strict``, but a greeting, a closing line or bold type is forgiven; see
@@ -72,14 +74,14 @@ class IFEval(Task):
         self._before = opening(system_prompt)
         self.rows = rows
         for index, row in enumerate(rows):
-            tables.check_columns(row, COLUMNS, f"row {index}")
-            _instructions(row, f"row {index}")
+            tables.check_columns(row, COLUMNS, where := tables.place_of(rows, index))
+            _instructions(row, where)
         if any(COUNT_SENTENCES.intersection(row["instruction_id_list"]) for row in rows):
             require_punkt()
 
     def prompt(self, row: dict) -> Messages:
         """System prompt, if any, and the row's prompt."""
-        return [*self._before, {"role": "user", "content": row["prompt"]}]
+        return asking(self._before, row["prompt"])
 
     def score(self, row: dict, response: str) -> Reward:
         """The reward for following the row's instructions.
@@ -99,11 +101,12 @@ class IFEval(Task):
         return Reward({name: weight * earned[name] for name, weight in self._weights.items()})
 
 
-def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict]:
+def load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
     """Prompts with their instructions: ``key``, ``prompt``, ``instruction_id_list`` and ``kwargs``.
 
     Args:
-        path: a JSON or JSONL file of these columns; None takes ``google/IFEval`` from the hub (or its cache).
+        path: see :func:`grpo_rl.envs.tables.load_rows`, with these columns; None takes ``google/IFEval`` from
+            the hub (or its cache).
         split: of the hub's data, which has one, ``train`` or ``test``, parted by :func:`split_of`; a file is one split.
 
     Raises:
@@ -112,10 +115,13 @@ def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict
     """
     if split not in SPLITS:
         raise ValueError(f"IFEval has no split {split!r}; it has {' and '.join(SPLITS)}")
-    rows = tables.placed_rows(path, HUB_NAME, "train", COLUMNS)
-    for where, row in rows:
+    source = Source.of(path)
+    # The hub has one split, which is parted here.
+    rows = tables.load_rows(source, split if source.path else "train", COLUMNS, chat=("prompt", None), hub=HUB_NAME)
+    rows = rows.checked(COLUMNS)
+    for where, row, _ in rows.placed():
         _instructions(row, where)
-    return [row for _, row in rows if path is not None or split_of(row["key"]) == split]
+    return rows if source.path else Rows(placed for placed in rows.placed() if split_of(placed[1]["key"]) == split)
 
 
 def split_of(key: int | str) -> str:

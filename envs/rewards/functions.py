@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import math
 import os
@@ -11,6 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from grpo_rl.by_name import object_by_name
 from grpo_rl.envs.task import Unjudgeable
 
 LOOP_ANSWERS_S = 1.0
@@ -41,7 +41,7 @@ class RewardFunction:
     """
 
     def __init__(self, function: str | Callable[..., Any], columns: Collection[str]) -> None:
-        self.function = _resolved(function) if isinstance(function, str) else function
+        self.function = object_by_name(function, "env.reward") if isinstance(function, str) else function
         self.name: str = getattr(self.function, "__name__", type(self.function).__name__)
         self.where = function if isinstance(function, str) else self.name
         self.is_named = isinstance(function, str)
@@ -122,31 +122,6 @@ class NamedFunctions:
     def __call__(self, batch: Mapping[str, list[Any]], count: int) -> list[list[float | Exception]]:
         """Calls each function and returns the results."""
         return [function(batch, count) for function in self._functions]
-
-
-def _resolved(name: str) -> Any:
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise ValueError(f"env.reward={name} is no package.module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise ValueError(
-                f"env.reward={name}: there is no module {error.name}; install it, or put its folder into PYTHONPATH"
-            ) from error
-        raise ValueError(f"env.reward={name}: {module_name} needs the module {error.name}; install it") from error
-    except Exception as error:
-        raise ValueError(
-            f"env.reward={name}: importing {module_name} failed: {type(error).__name__}: {error}"
-        ) from error
-    try:
-        return getattr(module, function_name)
-    except AttributeError as error:
-        found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ValueError(
-            f"env.reward={name}: {module_name} has no {function_name}; its functions are {', '.join(found) or 'none'}"
-        ) from error
 
 
 _loops: dict[int, asyncio.AbstractEventLoop] = {}

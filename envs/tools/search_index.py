@@ -188,8 +188,7 @@ def _found(path: str | Path | None, name: str) -> Iterator[Document]:
         yield from (_document(title, text, name) for title, text in titles.items())
         return
     for split in ("train",) if path else HUB_SPLITS.values():
-        for index, row in enumerate(tables.load_rows(name, split)):
-            where = f"{name}, row {index}"
+        for where, row, _ in tables.load_rows(name, split).placed():
             if "title" in row and "text" in row:
                 yield _document(row["title"], row["text"], where)
             else:

@@ -5,6 +5,7 @@ Nothing here imports torch: a wrong setting is reported before the seconds that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 Surrogate = Literal["clipped", "cispo", "sapo", "plain"]
@@ -31,28 +32,28 @@ def check_loss(
     kl_coef: float = 0.0,
     entropy_coef: float = 0.0,
     *,
-    surrogate: str = "clipped",
+    surrogate: str | Callable[..., object] = "clipped",
     ratio: str = "token",
     dual_clip: float | None = None,
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
-    kl: str = "k3",
+    kl: str | Callable[..., object] = "k3",
     correction: str = "none",
     correction_level: str = "token",
     correction_low: float = 0.5,
     correction_high: float = 2.0,
 ) -> None:
-    """Refuses arguments of `grpo_rl.losses.grpo.GRPOLoss` that give no loss.
+    """Refuses arguments of `grpo_rl.losses.grpo.GRPOLoss` that give no loss, but for those of functions.
 
     Raises:
         ValueError: a setting is unknown or out of range, or the KL estimate would have no effect.
     """
     for name, value, choices in (("surrogate", surrogate, Surrogate), ("ratio", ratio, Ratio), ("kl", kl, KL)):
-        if value not in get_args(choices):
+        if value not in get_args(choices) and not callable(value):
             raise ValueError(f"loss.{name} is {value!r}; it can be {', '.join(get_args(choices))}")
     check_clips(clip_low, clip_high, dual_clip)
     check_correction(correction, correction_level, correction_low, correction_high)
-    if dual_clip is not None and surrogate != "clipped":
+    if dual_clip is not None and surrogate != "clipped" and not callable(surrogate):
         raise ValueError(f"loss.dual_clip is {dual_clip}, and loss.surrogate={surrogate} has none; set it to null")
     if not (tau_pos > 0 and tau_neg > 0):
         raise ValueError(f"loss.tau_pos is {tau_pos} and loss.tau_neg {tau_neg}; both must be more than 0")

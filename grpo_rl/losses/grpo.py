@@ -5,6 +5,7 @@ Letters: N response tokens of a micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torchrl.objectives import LossModule
 from grpo_rl.losses.choices import KL, Correction, Level, Ratio, Surrogate, check_loss
 from grpo_rl.losses.correction import correction_weight
 from grpo_rl.losses.kl import k3, kl_estimate
+from grpo_rl.losses.own import KL_TAKES, SURROGATE_TAKES, OwnTerm
 from grpo_rl.losses.surrogate import clipped_tokens, leveled_log_ratio, surrogate_loss
 
 LOSSES = ("loss_objective", "loss_kl", "loss_entropy")
@@ -37,12 +39,13 @@ class GRPOLoss(LossModule):
         clip_high: ratios above ``1 + clip_high`` are clipped.
         kl_coef: weight of the estimate of KL(policy || reference).
         entropy_coef: weight of the entropy bonus.
-        surrogate: the loss ``s`` of a ratio and an advantage, see `grpo_rl.losses.surrogate`.
+        surrogate: the loss ``s`` of a ratio and an advantage, see `grpo_rl.losses.surrogate`; or a function of the
+            user's own in its place, see `grpo_rl.losses.own.OwnTerm`.
         ratio: the ratio ``r`` of each token, or of its response.
         dual_clip: bound on ratios of negative advantages, for ``surrogate=clipped``; None: no bound.
         tau_pos: temperature for positive advantages, for ``surrogate=sapo``.
         tau_neg: temperature for the others.
-        kl: the estimate, see `grpo_rl.losses.kl.kl_estimate`.
+        kl: the estimate, see `grpo_rl.losses.kl.kl_estimate`; or a function in its place.
         correction: importance weight ``c`` of trainer over sampler, see `grpo_rl.losses.correction`. Without it the
             ratio is to the sampler, with it to the trainer's own log-probabilities before the update.
         correction_level: ``c`` of each token, or of its response.
@@ -95,12 +98,12 @@ class GRPOLoss(LossModule):
         kl_coef: float = 0.0,
         entropy_coef: float = 0.0,
         *,
-        surrogate: Surrogate = "clipped",
+        surrogate: Surrogate | Callable[..., Tensor] = "clipped",
         ratio: Ratio = "token",
         dual_clip: float | None = None,
         tau_pos: float = 1.0,
         tau_neg: float = 1.05,
-        kl: KL = "k3",
+        kl: KL | Callable[..., Tensor] = "k3",
         correction: Correction = "none",
         correction_level: Level = "token",
         correction_low: float = 0.5,
@@ -113,10 +116,17 @@ class GRPOLoss(LossModule):
             correction=correction, correction_level=correction_level,
             correction_low=correction_low, correction_high=correction_high,
         )  # fmt: skip
+        settings = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+        self._taus = {"tau_pos": tau_pos, "tau_neg": tau_neg}
+        if callable(surrogate):
+            surrogate = OwnTerm(surrogate, "loss.surrogate", SURROGATE_TAKES, settings | self._taus)
+            if dual_clip is not None and "dual_clip" not in surrogate.takes:
+                raise ValueError(f"loss.dual_clip is {dual_clip}, and {surrogate.name} takes none; set it to null")
+        if callable(kl):
+            kl = OwnTerm(kl, "loss.kl", KL_TAKES)
         self.kl_coef, self.entropy_coef, self.kl = kl_coef, entropy_coef, kl
         self.ratio, self.correction = ratio, correction
-        self._surrogate = {"kind": surrogate, "clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
-        self._taus = {"tau_pos": tau_pos, "tau_neg": tau_neg}
+        self._surrogate = {"kind": surrogate, **settings}
         self._correction = {
             "how": correction, "level": correction_level, "low": correction_low, "high": correction_high,
         }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -10,7 +12,7 @@ from grpo_rl.losses.choices import KL
 
 
 def kl_estimate(
-    kind: KL,
+    kind: KL | Callable[..., Tensor],
     log_prob: Float[Tensor, " N"],
     ref_log_prob: Float[Tensor, " N"],
     log_ratio: Float[Tensor, " N"] | None = None,
@@ -34,6 +36,7 @@ def kl_estimate(
     (gradients); ``k3+`` is verl's name; ``k3_is`` is DeepSeek-V3.2's, https://arxiv.org/abs/2512.02556.
 
     Args:
+        kind: one of these, or an `grpo_rl.losses.own.OwnTerm`, which gets of the other arguments what it names.
         log_prob: under the policy, with gradient.
         ref_log_prob: under the reference.
         log_ratio: log pi_theta - log of the policy that sampled, with gradient; read by ``k3_is``.
@@ -44,6 +47,8 @@ def kl_estimate(
     >>> [round(kl_estimate(kind, log_prob, ref).item(), 4) for kind in ("k1", "k2", "k3")]
     [0.6931, 0.2402, 0.1931]
     """
+    if callable(kind):
+        return kind(log_prob=log_prob, ref_log_prob=ref_log_prob, log_ratio=log_ratio)
     if kind == "k1":
         return log_prob - ref_log_prob
     if kind == "k3":

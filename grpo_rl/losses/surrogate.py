@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -41,7 +42,7 @@ def leveled_log_ratio(
 
 
 def surrogate_loss(
-    kind: Surrogate,
+    kind: Surrogate | Callable[..., Tensor],
     log_ratio: Float[Tensor, " N"],
     advantage: Float[Tensor, " N"],
     log_prob: Float[Tensor, " N"],
@@ -54,9 +55,16 @@ def surrogate_loss(
     """Loss per token of the chosen surrogate; see the functions below.
 
     Args:
+        kind: the name of one, or an `grpo_rl.losses.own.OwnTerm`, which gets of the other arguments what it names.
         log_ratio: from :func:`leveled_log_ratio`.
+        advantage: of the token's response; 0 on tokens without a policy gradient.
         log_prob: log pi_theta of the token itself, read by ``cispo``.
     """
+    if callable(kind):
+        return kind(
+            log_ratio=log_ratio, advantage=advantage, log_prob=log_prob, clip_low=clip_low, clip_high=clip_high,
+            dual_clip=dual_clip, tau_pos=tau_pos, tau_neg=tau_neg,
+        )  # fmt: skip
     if kind == "cispo":
         return cispo_surrogate(log_ratio, advantage, log_prob, clip_low, clip_high)
     if kind == "sapo":
@@ -172,7 +180,7 @@ def plain_surrogate(log_ratio: Float[Tensor, " N"], advantage: Float[Tensor, " N
 
 
 def clipped_tokens(
-    kind: Surrogate,
+    kind: Surrogate | Callable[..., Tensor],
     log_ratio: Float[Tensor, " N"],
     advantage: Float[Tensor, " N"],
     clip_low: float = 0.2,
@@ -181,7 +189,8 @@ def clipped_tokens(
 ) -> dict[str, Bool[Tensor, " N"]]:
     """Flags of the tokens that a clip has changed: ``clip_low``, ``clip_high``, and with a dual clip ``clip_dual``.
 
-    ``clipped`` removes their gradient, ``cispo`` only bounds their weight, ``sapo`` and ``plain`` have no clip.
+    ``clipped`` removes their gradient, ``cispo`` only bounds their weight, ``sapo`` and ``plain`` have no clip, and of
+    a function of the user's own it is not known.
     """
     low, high = log_ratio.exp() < 1 - clip_low, log_ratio.exp() > 1 + clip_high
     if kind == "clipped":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,9 +12,11 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 import grpo_rl.config
+from grpo_rl.by_name import is_name
 from grpo_rl.settings.command_line import option
 from grpo_rl.settings.composing_errors import explained
-from grpo_rl.settings.declaration import plain, select
+from grpo_rl.settings.declaration import declared, plain, select
+from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.tasks import TASKS
 
@@ -63,7 +64,10 @@ def dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
     for word in arguments:
         if word.startswith("env="):
             name = word.removeprefix("env=")
-    return name if name in TASKS else None
+    for word in arguments:
+        if word.startswith("env.dataset="):
+            name = word.removeprefix("env.dataset=")
+    return name if name in TASKS or is_name(name) else None
 
 
 def folders(arguments: Sequence[str]) -> list[Path]:
@@ -79,12 +83,31 @@ def folders(arguments: Sequence[str]) -> list[Path]:
 
 
 def choosing_configs(arguments: Sequence[str]) -> list[str]:
-    """The arguments with a task named by its config: it brings its own keys.
+    """The arguments with a task named by its config, which brings its keys; those of the user's own need none there.
+
+    Raises:
+        ValueError: the task is one of the user's own, and there is no such class, or it can't be used.
 
     >>> choosing_configs(["env.dataset=math", "optimizer.lr=1"])
     ['env=math', 'optimizer.lr=1']
+    >>> choosing_configs(["env.task=grpo_rl.envs.gsm8k:GSM8K", "env.correctness=1"])
+    ['env=own', 'env.dataset=grpo_rl.envs.gsm8k:GSM8K', '++env.correctness=1']
     """
-    return [re.sub(r"^\+{0,2}env\.dataset=", "env=", word) for word in arguments]
+    words = []
+    for word in arguments:
+        key, _, value = word.lstrip("+").partition("=")
+        if key not in ("env.dataset", "env.task"):
+            words.append(word)
+        elif all(map(is_name, value.split(","))):
+            words += ["env=own", f"env.dataset={value}"]
+        elif key == "env.task":
+            raise ValueError(f"{word} is no package.module:Class; the project's own tasks are env.dataset=NAME")
+        else:
+            words.append(f"env={value}")
+    own = [word.removeprefix("env.dataset=") for word in words if word.startswith("env.dataset=")]
+    names = {f"env.{name}" for dataset in own for task in dataset.split(",") for name in declared(task_section(task))}
+    forced = tuple(f"{name}{end}" for name in {*names, "env.columns"} for end in "=.")
+    return [f"++{word.lstrip('+')}" if word.lstrip("+").startswith(forced) else word for word in words]
 
 
 def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:

@@ -24,6 +24,8 @@ def _fits(value: Any, hint: Any) -> bool:
     >>> _fits([[1, 4]], tuple[tuple[int, int], ...]), _fits([[1]], tuple[tuple[int, int], ...]), _fits(True, int)
     (True, False, False)
     """
+    if hint is object:
+        return True
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(value, option) for option in get_args(hint))
     if get_origin(hint) is tuple:
@@ -41,6 +43,7 @@ KINDS = {
     str: "text",
     Mapping[str, Any]: "a mapping",
     Mapping[str, float]: "a mapping",
+    Mapping[str, str]: "a mapping",
     tuple[int, ...]: "a list of whole numbers",
     tuple[float, ...]: "a list of numbers",
     tuple[str, ...]: "a list of texts",
@@ -48,6 +51,7 @@ KINDS = {
     tuple[Mapping[str, Any], ...]: "a list of mappings",
     str | tuple[str, ...]: "text or a list of names",
     RewardSource: "text, a list or a mapping",
+    object: "any value",
 }
 """The types that a setting can have, in words."""
 BOUNDS = {"at_least": operator.ge, "more_than": operator.gt, "at_most": operator.le, "less_than": operator.lt}
@@ -62,6 +66,7 @@ class Setting:
         default: the default; :data:`REQUIRED`: the config must give a value.
         meaning: what the setting does; the comment beside it in ``config/``.
         choices: the allowed values; empty: any value of its type.
+        named: whether ``package.module:name``, an object of the user's own, is taken beside the choices.
         because: why a value out of bounds is refused, and what to do instead.
         mode: the only mode that reads the setting; None: both do.
         kind: the type of its values other than null; str if it has choices.
@@ -71,6 +76,7 @@ class Setting:
     default: Any
     meaning: str
     choices: tuple[str, ...] = ()
+    named: bool = False
     at_least: float | None = None
     more_than: float | None = None
     at_most: float | None = None
@@ -87,8 +93,8 @@ class Setting:
         rest = functools.reduce(operator.or_, (option for option in options if option is not NoneType))
         free = rest == RewardSource or get_origin(rest) is get_origin(Mapping[str, Any])
         null = NoneType in options
-        if get_origin(rest) is Literal:
-            return dataclasses.replace(self, choices=get_args(rest), null=null)
+        if literal := [option for option in options if get_origin(option) is Literal]:
+            return dataclasses.replace(self, choices=get_args(literal[0]), null=null, named=str in options)
         return dataclasses.replace(self, kind=rest, null=null, free=free)
 
     @property
@@ -132,10 +138,11 @@ class Setting:
         """Says what is wrong with a value of the right type; None: nothing."""
         if value is None:
             return None
-        if self.choices and value not in self.choices:
+        if self.choices and value not in self.choices and not (self.named and ":" in value):
             close = difflib.get_close_matches(str(value), self.choices, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            return f"{key} is {value!r}; it can be {', '.join(self.choices)}" + ", or null" * self.null + hint
+            or_else = ", or package.module:name of your own" * self.named + ", or null" * self.null
+            return f"{key} is {value!r}; it can be {', '.join(self.choices)}" + or_else + hint
         bounds = {name: bound for name in BOUNDS if (bound := getattr(self, name)) is not None}
         fits = all(BOUNDS[name](value, bound) for name, bound in bounds.items())
         reason = f": {self.because}" if self.because else ""

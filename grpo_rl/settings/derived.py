@@ -5,12 +5,28 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from grpo_rl.by_name import object_by_name
+from grpo_rl.envs.sources import Source
 from grpo_rl.policies.adapters import LoRA
 from grpo_rl.settings.sections import Sections
 from grpo_rl.training.schedules import GroupSizes
 
 if TYPE_CHECKING:
     from grpo_rl.data.batching import MicroBatching
+
+
+def train_source(settings: Sections) -> Source:
+    """Where the rows to train on come from."""
+    env = settings.env
+    return Source(env.path, env.subset, env.split, env.revision, env.columns)
+
+
+def eval_source(settings: Sections) -> Source:
+    """Where held-out rows come from: ``env.eval_path``, or the held-out split of the rows to train on."""
+    env = settings.env
+    if env.eval_path:
+        return Source(env.eval_path, split=env.eval_split, columns=env.columns)
+    return Source(env.path, env.subset, env.eval_split, env.revision, env.columns)
 
 
 def group_sizes(settings: Sections) -> GroupSizes:
@@ -97,10 +113,16 @@ def responses_at_once(settings: Sections, engines: int = 1) -> int:
 
 
 def loss_terms(settings: Sections) -> dict[str, Any]:
-    """Arguments of `grpo_rl.losses.grpo.GRPOLoss`."""
+    """Arguments of `grpo_rl.losses.grpo.GRPOLoss`, with functions of the user's own in the place of their names.
+
+    Raises:
+        ValueError: such a function can't be had.
+    """
     names = ("surrogate", "ratio", "clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg", "kl")
     corrections = ("correction", "correction_level", "correction_low", "correction_high")
     terms = {name: settings.loss[name] for name in names + corrections}
+    own = [name for name in ("surrogate", "kl") if ":" in terms[name]]
+    terms |= {name: object_by_name(terms[name], f"loss.{name}") for name in own}
     return terms | {"kl_coef": kl_in_loss(settings), "entropy_coef": settings.policy.entropy_coef}
 
 

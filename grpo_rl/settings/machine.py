@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
 from pathlib import Path
 
+from grpo_rl.envs.sources import HUB_PREFIX, Source, format_of, is_hub_name
 from grpo_rl.envs.spec import task_spec
-from grpo_rl.envs.tables import FORMATS, is_hub_name
 from grpo_rl.policies.model_folder import check_name
+from grpo_rl.settings.derived import eval_source, train_source
 from grpo_rl.settings.devices import check_on_cpu
 from grpo_rl.settings.schema import Settings
 
@@ -33,8 +35,9 @@ def check_machine(settings: Settings, mode: str = "sync") -> None:
     check_engine(settings)
     for name in filter(None, (settings.model.name, settings.ref_model.name)):
         check_name(name)
-    for path, split in ((settings.env.path, "train"), (settings.env.eval_path, "test")):
-        _check_rows(settings, path, split)
+    _check_rows(settings, train_source(settings), "train")
+    if settings.env.eval_path:
+        _check_rows(settings, eval_source(settings), "test")
     if has_no_gpu():
         check_on_cpu(settings, mode)
 
@@ -65,18 +68,18 @@ def _check_resume(resume: str | None) -> None:
         )
 
 
-def _check_rows(settings: Settings, path: str | None, split: str) -> None:
+def _check_rows(settings: Settings, source: Source, split: str) -> None:
     """Reads the rows at a path that is no file, unless it may be of the hub, or a small file of JSON.
 
     The task's own loader tells what is wrong; a name of data that come with the package takes it no time.
     """
-    if path is None:
+    path = source.path
+    if path is None or path.startswith(HUB_PREFIX) or glob.has_magic(path):
         return
     file = Path(path).expanduser()
-    is_json = file.suffix.lower() in (".json", ".jsonl")
     if file.is_file():
-        needed = is_json and file.stat().st_size <= READ_AT_ONCE
+        needed = file.suffix.lower() in (".json", ".jsonl") and file.stat().st_size <= READ_AT_ONCE
     else:
-        needed = file.suffix.lower() in FORMATS or not is_hub_name(path)
+        needed = not file.is_dir() and (format_of(file) is not None or not is_hub_name(path))
     if needed:
-        task_spec(settings.env.dataset).rows(path, split, settings.env)
+        task_spec(settings.env.dataset).rows(source, split, settings.env)

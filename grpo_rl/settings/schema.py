@@ -12,8 +12,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_rl.settings.declaration import Section, Setting, build, leaves, plain, select
+from grpo_rl.by_name import is_name
+from grpo_rl.settings.declaration import Section, Setting, build, declared, leaves, plain, select
 from grpo_rl.settings.misfits import misfits
+from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.relations import check_relations
 from grpo_rl.settings.sections import Env, Sections, declarations
 from grpo_rl.settings.tasks import TASKS
@@ -70,8 +72,9 @@ class Settings(Sections):
     @classmethod
     def _checked(cls, values: Mapping[str, Any]) -> Settings:
         dataset = select(values, "env.dataset")
-        if dataset not in TASKS:
+        if dataset not in TASKS and not is_name(dataset):
             raise ValueError(declarations(None)["env.dataset"].wrong_value("env.dataset", dataset or "null"))
+        values = _with_own_defaults(values, dataset)
         known, names = declarations(dataset), leaves(values)
         _check_sections(values, known)
         check_keys(names, dataset)
@@ -86,7 +89,7 @@ class Settings(Sections):
             if lines := [line for key, setting in known.items() if (line := wrong(setting, key, select(values, key)))]:
                 raise ValueError("\n".join(lines))
         env = values["env"]
-        task = {name: value for name, value in env.items() if name in TASKS[dataset].__dataclass_fields__}
+        task = {name: value for name, value in env.items() if name in task_section(dataset).__dataclass_fields__}
         return build(cls, values, env=build(Env, env, task=task))
 
     def with_values(self, changes: Mapping[str, Any]) -> Settings:
@@ -108,6 +111,15 @@ class Settings(Sections):
     def as_text(self) -> str:
         """The settings as YAML, for people."""
         return yaml.safe_dump(plain(self), sort_keys=False, allow_unicode=True)
+
+
+def _with_own_defaults(values: Mapping[str, Any], dataset: str) -> Mapping[str, Any]:
+    """The values, with those that a task of the user's own tells, which no file of config/ has."""
+    if dataset in TASKS:
+        return values
+    own = {name: setting.default for name, setting in declared(task_section(dataset)).items()}
+    own = {name: UNSET if default is dataclasses.MISSING else default for name, default in own.items()}
+    return {**values, "env": own | {**values["env"]}}
 
 
 def _with_value(section: Any, names: list[str], value: Any) -> Any:

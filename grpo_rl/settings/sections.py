@@ -9,17 +9,34 @@ from typing import Any, Literal
 from grpo_rl.losses.choices import KL, Advantage, Aggregation, Correction, Level, Ratio, Surrogate
 from grpo_rl.settings.declaration import REQUIRED, Section, declared, setting
 from grpo_rl.settings.models import InferenceModel, Model, RefModel, SamplingSection, TrainModel
+from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.tasks import TASKS
 
 
 class Env(Section):
     """The task, and how its prompts are sampled and its responses scored."""
 
-    dataset: str = setting(REQUIRED, "the task: " + " | ".join(TASKS), choices=tuple(TASKS))
-    path: str | None = setting(None, "local data instead of the hub's")
-    eval_path: str | None = setting(
-        None, "local held-out data; null: the hub's held-out split (no evaluation where `path` is set)"
+    dataset: str = setting(
+        REQUIRED,
+        "the task: " + " | ".join(TASKS) + " | package.module:Class, your own (docs/tasks.md)",
+        choices=tuple(TASKS),
+        named=True,
     )
+    path: str | None = setting(
+        None,
+        "instead of the task's own data: a file, folder or pattern of JSONL, JSON, CSV, Parquet, or hf:owner/name "
+        "(docs/data.md)",
+    )
+    subset: str | None = setting(None, "the hub's configuration of the data; null: the only one")
+    split: str | None = setting(None, "split of the hub's data or a folder; null: train")
+    revision: str | None = setting(None, "commit, tag or branch of the hub's data; null: the newest")
+    columns: Mapping[str, str] = setting(
+        {}, "the data's names of columns, by those that the task uses: {question: problem, answer: solution}"
+    )
+    eval_path: str | None = setting(
+        None, "held-out data, as `path`; null: `eval_split` of `path`, without `path` the task's own held-out split"
+    )
+    eval_split: str | None = setting(None, "held-out split of the hub's data or a folder; null: test")
     num_envs: int = setting(4, "prompts per collection", at_least=1)
     repeats: int = setting(
         8, "group size G: responses per prompt", at_least=2, because="a group of one response has no advantage"
@@ -176,8 +193,10 @@ class Ray(Section):
 class Loss(Section):
     """The loss of `policy` and this section; the other files of config/loss change some of it."""
 
-    surrogate: Surrogate = setting(
-        "clipped", "clipped: PPO's | cispo: a clipped weight, no gradient lost | sapo: a soft gate | plain: r A"
+    surrogate: Surrogate | str = setting(
+        "clipped",
+        "clipped: PPO's | cispo: a clipped weight, no gradient lost | sapo: a soft gate | plain: r A | "
+        "package.module:function: your own (docs/losses.md)",
     )
     ratio: Ratio = setting(
         "token",
@@ -209,10 +228,10 @@ class Loss(Section):
     reward_weights: Mapping[str, float] = setting(
         {}, "for advantage=multi_reward: weights of the parts of the reward, 1 where none is given"
     )
-    kl: KL = setting(
+    kl: KL | str = setting(
         "k3",
         "k1: only in the reward | k2 | k3 | k3+: value of k3, gradient of k2 | k3_is: k3 weighted by importance, "
-        "unbiased off-policy too",
+        "unbiased off-policy too | package.module:function: your own, in the loss (docs/losses.md)",
     )
     kl_in: Literal["loss", "reward"] = setting(
         "loss", "loss | reward: a response's sum (k1, k2, k3; by the trainer's log-probs) is subtracted from its reward"
@@ -261,8 +280,15 @@ class Sections(Section):
 
 
 def declarations(dataset: str | None) -> dict[str, Any]:
-    """The declaration of every setting, of one task or of all, by its dotted name."""
+    """The declaration of every setting, of one task or of all of the project's, by its dotted name.
+
+    Raises:
+        ValueError: the task is one of the user's own, and there is no such class, or it can't be used.
+    """
     found = dict(declared(Sections))
-    for task in [TASKS[dataset]] if dataset else TASKS.values():
-        found |= declared(task, "env.")
+    for task in [task_section(dataset)] if dataset else TASKS.values():
+        own = declared(task, "env.")
+        if taken := sorted(found.keys() & own.keys()) if dataset else ():
+            raise ValueError(f"{dataset} has a setting {taken[0]}, a name that is taken; rename its parameter")
+        found |= own
     return found

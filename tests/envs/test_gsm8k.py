@@ -174,7 +174,7 @@ def test_the_environment_scores_what_a_policy_samples(jsonl, tokenizer):
         ('{"question": "1 + 1?"}', r"line 1 has no answer; its columns are \['question'\]"),
         ('{"question": "1 + 1?", "answer": 2}', r"line 1: answer is 2, of type int; it must be of type str"),
         ("\n\n{oops", r"line 3 is not JSON"),
-        ('["question", "answer"]', r"row 0 is no object with question, answer, but 'question'"),
+        ('["question", "answer"]', r"row 0 is no object with columns by their names, but 'question'"),
         ("[" * 100_000, r"rows\.jsonl is not JSON"),
         ("", r"rows\.jsonl has no rows"),
     ],
@@ -187,7 +187,7 @@ def test_a_broken_file_is_named_with_its_line(jsonl, text, message):
 def test_a_file_that_cannot_be_read_is_named_with_what_to_give(tmp_path):
     binary = tmp_path / "rows.parquet"
     binary.write_bytes(b"PAR1\xff\xfe")
-    for path in ("missing.jsonl", tmp_path, binary):
+    for path in ("missing.jsonl", binary):
         with pytest.raises(ValueError, match=rf"env\.path={path} can't be read.*JSONL.*quickstart-train"):
             load_rows(path)
 

@@ -110,7 +110,7 @@ def test_the_datas_own_response_is_there_for_logs(response, gold):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"prompt_column": "question"}, r"row 0: there is no column question, only prompt, completion, topic"),
+        ({"prompt_column": "question"}, r"row 0: there is no column question; its columns are \['prompt'"),
         (
             {"completion_column": "answer"},
             r"env\.completion_column=answer is no column of all rows, which have completion, prompt, topic",
@@ -121,8 +121,8 @@ def test_the_datas_own_response_is_there_for_logs(response, gold):
         ({"rows": [{"prompt": [{"role": "user"}]}]}, "row 0: prompt is \\[{'role': 'user'}\\]"),
         ({"rows": [{"prompt": [*CHAT, {"role": "assistant", "content": "Hi."}]}]}, "the last message .* assistant's"),
         ({"reward": "no_such_module:reward"}, "there is no module no_such_module"),
-        ({"reward": f"{EXAMPLES}:lenght"}, "has no lenght; its functions are reward_len, sentence_ending"),
-        ({"reward": "correctness"}, r"env\.reward=correctness is no package\.module:function"),
+        ({"reward": f"{EXAMPLES}:lenght"}, "has no lenght, only reward_len, sentence_ending"),
+        ({"reward": "correctness"}, r"env\.reward=correctness is no package\.module:name"),
         ({"reward": exact}, "exact asks for reference, and what it can get by name is completion, completions, prompt"),
         ({"reward": {LENGTH: float("nan")}}, "reward_len=nan; a weight is"),
         ({"reward": {LENGTH: "1"}}, "reward_len='1'; a weight is"),

@@ -79,8 +79,10 @@ def test_a_file_that_is_not_there_is_named_with_what_to_give(tmp_path):
     for name in ("missing.jsonl", "missing.csv", "missing.parquet", "missing.json"):
         with pytest.raises(ValueError, match=rf"env\.path=.*{name}"):
             load_rows(tmp_path / name)
-    with pytest.raises(ValueError, match="is no file that ends in .jsonl, .json, .csv, .parquet"):
+    with pytest.raises(ValueError, match="is a folder without files that end in .jsonl, .json, .csv, .parquet"):
         load_rows(tmp_path)
+    with pytest.raises(ValueError, match=r"part-\*\.jsonl matches no file"):
+        load_rows(tmp_path / "part-*.jsonl")
     with pytest.raises(ValueError, match=r"env\.path=tldr is no file .*, and no hub name \(owner/name\)"):
         load_rows("tldr")
     with pytest.raises(ValueError, match=r"set env\.path to a JSONL, .* such as trl-lib/tldr"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,6 +143,17 @@ def test_every_preset_replays(plain, preset, capsys):
     told = replayed(plain, 1, f"loss={preset}", capsys=capsys)
     assert np.isfinite(told["other"]["loss/total"])
     assert told["cosine"] is None or told["cosine"] > 0  # None: DAPO leaves out responses that were cut off, here all
+
+
+def test_a_surrogate_of_ones_own_replays_from_the_current_folder(plain, tmp_path, monkeypatch, capsys):
+    source = "def plain(log_ratio, advantage): return -log_ratio.exp() * advantage\n"
+    (tmp_path / "own_replay_loss.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    own = replayed(plain, 2, "loss.surrogate=own_replay_loss:plain", capsys=capsys)["other"]
+    assert own == replayed(plain, 2, "loss.surrogate=plain", capsys=capsys)["other"]
+    assert main(["replay", str(plain), "2", "loss.surrogate=own_replay_loss:plan"]) == 2
+    assert "has no plan, only plain; did you mean plain?" in capsys.readouterr().err
 
 
 def test_single_settings_are_put_over_a_preset(plain, capsys):

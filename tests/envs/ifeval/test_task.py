@@ -131,7 +131,7 @@ def test_the_hubs_rows_are_parted_by_key(real_data, monkeypatch):
         ([ROW, {"key": 1}], r"rows\.jsonl, line 2 has no prompt; its columns are \['key'\]"),
         ([ROW, "", "{oops"], "line 3 is not JSON"),
         (["[" * 100_000], r"rows\.jsonl is not JSON"),
-        (["[1]"], "row 0 is no object with key, prompt"),
+        (["[1]"], "row 0 is no object with columns"),
         ([{**ROW, "kwargs": {}}], "line 1: kwargs is {}, of type dict; it must be of type list"),
         ([{**ROW, "kwargs": [{}]}], r"line 1 \(key 7\) has 3 instructions and 1 sets of arguments"),
         ([], r"rows\.jsonl has no rows"),
@@ -143,9 +143,10 @@ def test_a_broken_file_is_named_with_its_line(jsonl, rows, message):
 
 
 def test_a_file_that_cannot_be_read_is_named_with_what_to_give(tmp_path):
-    for path in ("missing.jsonl", tmp_path):
-        with pytest.raises(ValueError, match=rf"env\.path={path} can't be read.*JSONL file with key, prompt"):
-            load_rows(path)
+    with pytest.raises(ValueError, match=r"env\.path=missing.jsonl can't be read.*JSONL.* file with key, prompt"):
+        load_rows("missing.jsonl")
+    with pytest.raises(ValueError, match=rf"env\.path={tmp_path} is a folder without files that end in \.jsonl"):
+        load_rows(tmp_path)
 
 
 def test_an_unknown_split_is_named(jsonl):

@@ -1,0 +1,121 @@
+"""A task of the user's own, by ``env.dataset=package.module:Class``: its class, its rows, and checks before its use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_rl.by_name import object_by_name
+from grpo_rl.envs.sources import Source
+from grpo_rl.envs.tables import column_hint, is_message, load_rows, place_of
+from grpo_rl.envs.task import Task
+
+if TYPE_CHECKING:
+    from grpo_rl.envs.base import LLMEnv
+
+
+def task_class(name: str) -> type[Task]:
+    """The class that ``package.module:Class`` names.
+
+    Raises:
+        ValueError: there is none, it is no task, it lacks a method, or its first parameter is not ``rows``.
+    """
+    found = object_by_name(name, "env.dataset", lambda value: inspect.isclass(value) and issubclass(value, Task))
+    if not (inspect.isclass(found) and issubclass(found, Task)):
+        raise ValueError(
+            f"env.dataset={name} is {found!r:.80}; it must be a class that inherits from grpo_rl.envs.base.Task"
+        )
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ValueError(f"env.dataset={name} lacks {' and '.join(missing)}; see docs/tasks.md")
+    first = next(iter(inspect.signature(found).parameters.values()), None)
+    if first is None or first.name != "rows" or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        what = "takes nothing" if first is None else f"takes {first} first"
+        raise ValueError(f"env.dataset={name} {what}; __init__ must take `rows`, and settings after it")
+    return found
+
+
+def parameters_of(task: type[Task]) -> list[inspect.Parameter]:
+    """The parameters of a task's class that are its settings: all behind ``rows``."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    _, *own = inspect.signature(task).parameters.values()
+    return [parameter for parameter in own if parameter.kind not in variadic]
+
+
+def load_own_rows(
+    task: type[Task], name: str, path: str | Path | Source | None = None, split: str = "train"
+) -> Sequence[dict]:
+    """The rows of a task at ``path``: by its static method ``load_rows(path, split)``, else as those of any data set.
+
+    Raises:
+        ValueError: a path is needed and not given, or there is nothing at it.
+    """
+    source, own = Source.of(path), getattr(task, "load_rows", None)
+    if own is None:
+        return load_rows(source, split, reader=name)
+    source.refuse([given for given in source.given if given != "split"], f"{name}, which has a load_rows of its own")
+    return own(source.path, source.split or split)
+
+
+def make_own_task(task: type[Task], rows: Sequence[dict], **settings: Any) -> Task:
+    """The task of the rows; a config's lists come as lists.
+
+    Raises:
+        ValueError: it lacks an attribute that environments read.
+    """
+    made = task(rows, **{k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()})  # pyright: ignore
+    for name, remedy in (
+        ("rows", "set self.rows = rows in __init__"),
+        ("reward_parts", "name the parts of its reward"),
+    ):
+        if not hasattr(made, name):
+            raise ValueError(f"{task.__module__}:{task.__qualname__} has no {name}; {remedy}")
+    return made
+
+
+def check_task_of(env: LLMEnv, name: str) -> None:
+    """Checks what an environment needs of a task of the user's own, with one call of its scorer.
+
+    `grpo_rl.testing.check_task` checks more, in seconds: that scores repeat, and the way to a gradient.
+
+    Raises:
+        ValueError: a prompt is no list of messages, or an empty response to the first row can't be scored; with the
+            row's place and the cause.
+    """
+    from grpo_rl.envs.guards.guard import Failure, ScoreGuard  # brings processes, which a message needs not wait for
+
+    task, parts = env.task, env.task.reward_parts
+    if not isinstance(parts, Sequence) or isinstance(parts, str) or not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"{name}: reward_parts is {parts!r:.80}; it must be a tuple of names")
+    prompt = check_prompts(task, task.rows, name)
+    guard, row = ScoreGuard(task, env.guard.deadline_s, 1.0), task.rows[0]
+    (result,) = guard.score_dialogs(row, [[*prompt, {"role": "assistant", "content": ""}]], place_of(task.rows, 0))
+    if isinstance(result, Failure) and result.kind != "unjudgeable":
+        raise ValueError(f"{name} can't score an empty response: {result.message}")
+
+
+def check_prompts(task: Task, rows: Sequence[dict], name: str, count: int | None = None) -> list[dict[str, str]]:
+    """The prompt of the first row, when those of all rows, or the first ``count``, have been found to be messages.
+
+    Raises:
+        ValueError: one is not, or the task raised; with the row's place.
+    """
+    indices = range(len(rows) if count is None else count)
+    prompts = [_prompt(task, rows[index], f"{name}: prompt of {place_of(rows, index)}") for index in indices]
+    return prompts[0]
+
+
+def _prompt(task: Task, row: dict, where: str) -> list[dict[str, str]]:
+    try:
+        messages = task.prompt(row)
+    except KeyError as error:
+        missing = error.args[0] if error.args else "?"
+        raise ValueError(f"{where}: there is no column {missing}{column_hint(missing, row)}") from error
+    except Exception as error:
+        raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
+    if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
+        raise ValueError(
+            f"{where} is {messages!r:.120}; it must be a list of messages: [{{'role': 'user', 'content': 'text'}}]"
+        )
+    return messages

@@ -1,0 +1,253 @@
+"""Source: where rows come from, and the reading of files and data sets, of which `grpo_rl.envs.tables` makes rows."""
+
+from __future__ import annotations
+
+import bz2
+import glob
+import gzip
+import json
+import lzma
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMATS = (".jsonl", ".json", ".csv", ".parquet")
+PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+"""Endings of compressed files of text, behind that of their format, and how they are opened."""
+HUB_PREFIX = "hf:"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+Choose = Callable[[tuple[str, ...]], Sequence[str]]
+"""Chooses the columns to read from those that are there."""
+Placed = tuple[str, dict, Sequence[str]]
+"""A row: the place where it stands, its values, and the names of all columns that it has there."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where rows come from: a path or hub name, and what of it is read under which names.
+
+    Args:
+        path: a file, a folder, a pattern of files (``data/*.jsonl``), or a hub name: ``hf:owner/name``, or without
+            ``hf:`` where no file has that name. None: the task's own data.
+        subset: configuration of the hub's data, or of a folder with a data set card.
+        split: read instead of the split that the task reads for training, or for evaluation.
+        revision: commit, tag or branch of the hub's data; a commit pins it.
+        columns: the data's name of a column, by the name that the task uses.
+
+    >>> Source.of("rows.jsonl").given, Source("hf:owner/name", split="dev").given
+    ((), ('split',))
+    """
+
+    path: str | None = None
+    subset: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: str | Path | Source | None) -> Source:
+        """A source itself, or that of a path alone."""
+        return path if isinstance(path, Source) else cls(None if path is None else str(path))
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The settings beside the path that say something."""
+        return tuple(name for name in ("subset", "split", "revision", "columns") if getattr(self, name))
+
+    def refuse(self, names: Collection[str], what: str) -> None:
+        """Raises ValueError where one of these settings is given, as ``what`` has none."""
+        if given := [name for name in self.given if name in names]:
+            raise ValueError(
+                f"env.{given[0]}={getattr(self, given[0])} means nothing for {what}; leave it at its default"
+            )
+
+
+def read(source: Source, split: str, choose: Choose = tuple) -> list[Placed]:
+    """Every row of a source that has a path.
+
+    Args:
+        split: of a folder with several, or of the hub's data, unless the source has its own; a file is one split.
+        choose: which of the columns that are there to read; others may be larger than memory.
+
+    Raises:
+        ValueError: there is no such file, data set or split, or it can't be read; or the source has a setting that
+            means nothing there.
+    """
+    assert source.path is not None
+    path, file = source.path, Path(source.path).expanduser()
+    if path.startswith(HUB_PREFIX):
+        return _of_hub(path.removeprefix(HUB_PREFIX), source, split, choose)
+    if file.is_dir():
+        return _of_folder(file, source, split, choose)
+    files = [file]
+    if not file.exists() and glob.has_magic(path):
+        files = [Path(name) for name in sorted(glob.glob(str(file), recursive=True)) if Path(name).is_file()]
+        if not files:
+            raise ValueError(f"env.path={path} matches no file; it is looked for in {Path.cwd()}")
+    elif format_of(file) is None:
+        if not file.exists() and is_hub_name(path):
+            return _of_hub(path, source, split, choose)
+        raise ValueError(f"env.path={path} is no {_KINDS}")
+    source.refuse(("subset", "split", "revision"), "files, which are one split")
+    return [row for file in files for row in _of_file(file, choose)]
+
+
+_KINDS = (
+    f"file that ends in {', '.join(FORMATS)} (or that and {', '.join(PACKED)}), no folder or pattern of such files, "
+    "and no hub name (owner/name)"
+)
+
+
+def is_hub_name(path: str) -> bool:
+    """Tells whether a path has the form of a name of the hub.
+
+    >>> is_hub_name("trl-lib/tldr"), is_hub_name("my/own/rows")
+    (True, False)
+    """
+    return bool(_HUB_NAME.fullmatch(path))
+
+
+def format_of(file: Path) -> str | None:
+    """The format that a file's name tells, compressed or not; None: another one.
+
+    >>> format_of(Path("rows.jsonl.gz")), format_of(Path("ROWS.CSV")), format_of(Path("rows.txt"))
+    ('.jsonl', '.csv', None)
+    """
+    *_, first, last = ["", "", *(suffix.lower() for suffix in file.suffixes)]
+    ending = first if last in PACKED else last
+    return ending if ending in FORMATS else None
+
+
+def _of_file(file: Path, choose: Choose) -> list[Placed]:
+    ending = format_of(file)
+    if ending in (".jsonl", ".json"):
+        # Not by `datasets`, which reads texts that look like dates as dates.
+        return [(where, {name: row[name] for name in choose(tuple(row))}, tuple(row)) for where, row in json_rows(file)]
+    # Imported here: it takes a second, which other files need not pay.
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    if ending is None:
+        raise ValueError(f"env.path={file} is no {_KINDS}")
+    # Otherwise the texts "None" and "NA" of a CSV file would be read as nothing.
+    options = {"keep_default_na": False} if ending == ".csv" else {}
+    try:
+        data = load_dataset(ending[1:], data_files=glob.escape(str(file)), split="train", **options)
+    except (DatasetsError, OSError, ValueError) as error:
+        raise ValueError(f"env.path={file} can't be read: {error.__cause__ or error}") from error
+    return _of_table(data, str(file), choose)
+
+
+def _of_folder(folder: Path, source: Source, split: str, choose: Choose) -> list[Placed]:
+    """The rows of a folder: what `datasets` saved, a data set with a card, or files, whose names tell their splits."""
+    from datasets import DatasetDict, load_from_disk
+    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+
+    source.refuse(("revision",), "folders")
+    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+        source.refuse(("subset",), "folders that datasets has saved")
+        data = load_from_disk(str(folder))
+        by_split = dict(data) if isinstance(data, DatasetDict) else {"train": data}
+        chosen = _chosen(by_split, source, split, folder)
+        return _of_table(by_split[chosen], f"{folder} {chosen}", choose)
+    if source.subset:
+        return _of_hub(str(folder), source, split, choose)
+    try:
+        endings = [ending + packed for ending in FORMATS for packed in ("", *PACKED)]
+        found = DataFilesDict.from_patterns(
+            get_data_patterns(str(folder)), base_path=str(folder), allowed_extensions=endings
+        )
+    except (EmptyDatasetError, FileNotFoundError):
+        found = {}
+    files = {str(name): sorted(Path(file) for file in names) for name, names in found.items() if names}
+    if not files:
+        raise ValueError(f"env.path={folder} is a folder without files that end in {', '.join(FORMATS)}")
+    chosen = _chosen(files, source, split, folder)
+    return [row for file in files[chosen] for row in _of_file(file, choose)]
+
+
+def _chosen(by_split: Mapping[str, Any], source: Source, split: str, folder: Path) -> str:
+    """The split to read: that asked for, or the only one, as a file is one, unless a setting names another."""
+    name = source.split or split
+    if name not in by_split and not source.split and len(by_split) == 1:
+        return next(iter(by_split))
+    if name not in by_split:
+        raise ValueError(
+            f"env.path={folder} has no split {name}; it has {', '.join(by_split)}: set env.split, and env.eval_split "
+            "for the held-out rows"
+        )
+    return name
+
+
+def _of_hub(name: str, source: Source, split: str, choose: Choose) -> list[Placed]:
+    name, _, subset = name.partition(":")
+    chosen = source.split or split
+    data = hub_data(name, source.subset or subset or None, chosen, source.revision)
+    return _of_table(data, f"{name} {chosen}", choose)
+
+
+def hub_data(name: str, subset: str | None, split: str, revision: str | None) -> Any:
+    """A split of a data set of the hub, or of its cache.
+
+    Raises:
+        ValueError: there is no such data set, subset, split or revision, or the hub can't be reached.
+    """
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+    from httpx2 import HTTPError  # what huggingface_hub raises
+
+    told = f"{name}:{subset}" if subset else name
+    try:
+        return load_dataset(name, subset, split=split, revision=revision)
+    except (ConnectionError, DatasetsError, HTTPError) as error:
+        raise ValueError(
+            f"{told}{f' at revision {revision}' * bool(revision)} can't be had from the hub ({error}); with a copy of "
+            "it, set env.path=FILE.jsonl (and env.eval_path for the held-out rows)"
+        ) from error
+    except ValueError as error:
+        # It names the splits and configurations that there are.
+        raise ValueError(f"env.path={told}, split {split}: {error}; env.subset and env.split choose") from error
+
+
+def _of_table(data: Any, where: str, choose: Choose) -> list[Placed]:
+    present = tuple(data.column_names)
+    rows = data.select_columns(list(choose(present))).to_list()
+    return [(f"{where}, row {index}", row, present) for index, row in enumerate(rows)]
+
+
+def json_rows(file: Path) -> Iterator[tuple[str, dict]]:
+    """Each object, with the place where it stands: of a file with one object a line, or with one list of objects.
+
+    Raises:
+        ValueError: the file can't be read, or something in it is no object.
+    """
+    try:
+        with PACKED.get(file.suffix.lower(), open)(file, "rt", encoding="utf-8-sig") as opened:
+            text = opened.read()
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+        raise ValueError(f"env.path={file} can't be read: {error}") from error
+    if text.lstrip().startswith("["):
+        rows = ((f"{file}, row {index}", row) for index, row in enumerate(_parsed(text, str(file))))
+    else:
+        rows = _lines(text, file)
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"{where} is no object with columns by their names, but {str(row)[:80]!r}")
+        yield where, row
+
+
+def _lines(text: str, file: Path) -> Iterator[tuple[str, object]]:
+    # Not splitlines(), which also breaks at characters that a JSON string may hold.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            where = f"{file}, line {number}"
+            yield where, _parsed(line, where)
+
+
+def _parsed(text: str, where: str) -> list:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON ({error}); give one object a line, or a list of objects") from error

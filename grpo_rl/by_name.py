@@ -1,0 +1,75 @@
+"""An object of the user's own code, found by ``package.module:name``: a task, a reward or loss function, a logger."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def is_name(text: object) -> bool:
+    """Tells whether a setting's value names an object of a module, rather than one of the choices.
+
+    >>> is_name("my_tasks:Rhyme"), is_name("gsm8k"), is_name(":Rhyme"), is_name("C:/rows.jsonl")
+    (True, False, False, False)
+    """
+    module, _, name = str(text).partition(":")
+    return bool(module and name) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
+
+
+def object_by_name(name: str, key: str, is_wanted: Callable[[Any], bool] = inspect.isfunction) -> Any:
+    """The object that ``package.module:name`` names, in an installed package, on PYTHONPATH or in the current folder.
+
+    The current folder stays on ``sys.path``, after all else, so that processes started later find the module too.
+
+    Args:
+        name: the module, a colon, and the object's name in it.
+        key: the setting that named it, for messages.
+        is_wanted: tells which of the module's objects a message suggests where there is none of this name.
+
+    Raises:
+        ValueError: there is no such module or object, or the module can't be imported; in one line.
+
+    >>> object_by_name("json:dumps", "env.reward")([1])
+    '[1]'
+    """
+    module_name, colon, object_name = name.partition(":")
+    if not (module_name and colon and object_name):
+        raise ValueError(f"{key}={name} is no package.module:name")
+    if not is_name(name):
+        raise ValueError(f"{key}={name} is no package.module:name: names are joined by dots, without .py or folders")
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)  # last: a file of the user's named like a library must not replace it everywhere
+        importlib.invalidate_caches()
+    try:
+        found = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"{key}={name}: there is no module {error.name}, neither in {folder} nor among what is installed; "
+                "run in its folder, or put its folder into PYTHONPATH"
+            ) from error
+        raise ValueError(f"{key}={name}: {module_name} needs the module {error.name}; install it") from error
+    except Exception as error:
+        raise ValueError(f"{key}={name}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    try:
+        for attribute in object_name.split("."):
+            found = getattr(found, attribute)
+    except AttributeError as error:
+        raise ValueError(f"{key}={name}: {_what_there_is(module_name, object_name, is_wanted)}") from error
+    return found
+
+
+def _what_there_is(module_name: str, object_name: str, is_wanted: Callable[[Any], bool]) -> str:
+    module = sys.modules[module_name]
+    there = [key for key, value in vars(module).items() if is_wanted(value) and not key.startswith("_")]
+    own = [key for key in there if getattr(getattr(module, key), "__module__", None) == module_name] or there
+    close = difflib.get_close_matches(object_name, own, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    where = getattr(module, "__file__", None) or "built in"
+    return f"{module_name} ({where}) has no {object_name}, only {', '.join(own) or 'nothing of its kind'}{hint}"

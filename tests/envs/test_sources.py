@@ -1,0 +1,226 @@
+"""Data of every form comes out as the same rows, under the task's names; what is wrong is named with its place."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import re
+
+import pytest
+
+from grpo_rl.envs import countdown, gsm8k, ifeval, math, search_qa
+from grpo_rl.envs.calculator import load_rows as load_calculator
+from grpo_rl.envs.gsm8k import GSM8K
+from grpo_rl.envs.prompt_response import PromptResponse
+from grpo_rl.envs.sources import Source
+from grpo_rl.envs.tables import load_rows
+
+ROWS = [{"question": "3 + 4?", "answer": "#### 7"}, {"question": "8 + 1?", "answer": "#### 9"}]
+THEIRS = [{"problem": row["question"], "solution": row["answer"], "level": "easy"} for row in ROWS]
+NAMES = {"question": "problem", "answer": "solution"}
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize(("ending", "opener"), [(".gz", gzip.open), (".bz2", bz2.open), (".xz", lzma.open)])
+def test_a_compressed_file_is_read_as_the_file_in_it(tmp_path, ending, opener):
+    with opener(tmp_path / f"rows.jsonl{ending}", "wt") as file:
+        file.write(lines(ROWS))
+    with opener(tmp_path / f"rows.csv{ending}", "wt") as file:
+        file.write("question,answer\n3 + 4?,#### 7\n8 + 1?,#### 9\n")
+    assert load_rows(tmp_path / f"rows.jsonl{ending}") == ROWS
+    assert load_rows(tmp_path / f"rows.csv{ending}") == ROWS
+
+
+def test_a_pattern_reads_all_its_files_in_order_and_a_broken_row_is_named_with_its_file_and_line(tmp_path):
+    (tmp_path / "part-1.jsonl").write_text(lines(ROWS[1:]))
+    (tmp_path / "part-0.jsonl").write_text(lines(ROWS[:1]))
+    assert gsm8k.load_rows(tmp_path / "part-*.jsonl") == ROWS
+    (tmp_path / "part-1.jsonl").write_text("\n" + lines([{"question": "?", "solution": "1"}]))
+    with pytest.raises(ValueError, match=r"part-1\.jsonl, line 2 has no answer; its columns are \['question', 'sol"):
+        gsm8k.load_rows(tmp_path / "part-*.jsonl")
+
+
+def test_a_folders_files_tell_their_splits_by_their_names(tmp_path):
+    (tmp_path / "train-00000.jsonl").write_text(lines(ROWS[:1]))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "validation.jsonl").write_text(lines(ROWS[1:]))
+    assert gsm8k.load_rows(tmp_path) == ROWS[:1]
+    assert gsm8k.load_rows(Source(str(tmp_path), split="validation")) == ROWS[1:]
+    with pytest.raises(ValueError, match=r"has no split test; it has train, validation: set env\.split"):
+        gsm8k.load_rows(tmp_path, "test")
+
+
+def test_a_folder_without_names_of_splits_is_one_split_as_a_file_is(tmp_path):
+    (tmp_path / "mine.jsonl").write_text(lines(ROWS))
+    (tmp_path / "notes.txt").write_text("mine")
+    assert gsm8k.load_rows(tmp_path) == gsm8k.load_rows(tmp_path, "test") == ROWS
+    with pytest.raises(ValueError, match="has no split dev; it has train"):
+        gsm8k.load_rows(Source(str(tmp_path), split="dev"))
+
+
+def test_what_datasets_saved_is_read_by_split(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    train, dev = Dataset.from_list(THEIRS[:1]), Dataset.from_list(THEIRS[1:])
+    DatasetDict({"train": train, "dev": dev}).save_to_disk(str(tmp_path / "both"))
+    train.save_to_disk(str(tmp_path / "one"))
+    assert gsm8k.load_rows(Source(str(tmp_path / "both"), columns=NAMES)) == ROWS[:1]
+    assert gsm8k.load_rows(Source(str(tmp_path / "both"), split="dev", columns=NAMES)) == ROWS[1:]
+    assert gsm8k.load_rows(Source(str(tmp_path / "one"), columns=NAMES)) == ROWS[:1]
+
+
+def test_a_data_set_with_a_card_is_read_by_its_subset_and_split(tmp_path):
+    """A folder in the hub's layout, read by `datasets` as the hub's own would be."""
+    card = [
+        *("---", "configs:", "- config_name: easy", "  data_files:", "  - {split: train, path: easy.jsonl}"),
+        *("- config_name: hard", "  data_files:", "  - {split: dev, path: hard.jsonl}", "---", ""),
+    ]
+    (tmp_path / "README.md").write_text("\n".join(card))
+    (tmp_path / "easy.jsonl").write_text(lines(ROWS[:1]))
+    (tmp_path / "hard.jsonl").write_text(lines(ROWS[1:]))
+    assert gsm8k.load_rows(Source(str(tmp_path), subset="easy")) == ROWS[:1]
+    assert gsm8k.load_rows(Source(str(tmp_path), subset="hard", split="dev")) == ROWS[1:]
+    with pytest.raises(ValueError, match=r"split train: .*env\.subset and env\.split choose"):
+        gsm8k.load_rows(Source(str(tmp_path), subset="hard"))
+    with pytest.raises(ValueError, match=r"(?s)middle.*easy.*hard"):
+        gsm8k.load_rows(Source(str(tmp_path), subset="middle"))
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that has every data set, with the same rows, and records what it was asked for."""
+    import datasets
+
+    asked = []
+
+    def load_dataset(name, subset=None, *, split, revision=None):
+        asked.append((name, subset, split, revision))
+        return datasets.Dataset.from_list(THEIRS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+def test_the_hub_is_asked_for_the_subset_split_and_revision_that_are_set(hub):
+    assert gsm8k.load_rows(Source("hf:a/b", "main", "train[:2]", "3f1c2d9", NAMES)) == ROWS
+    math.load_rows("a/b:algebra", "test")
+    gsm8k.load_rows(Source(None, revision="v2", columns=NAMES), "test")
+    assert hub == [("a/b", "main", "train[:2]", "3f1c2d9"), ("a/b", "algebra", "test", None)] + [
+        ("openai/gsm8k", "main", "test", "v2")
+    ]
+
+
+TASKS = {
+    "gsm8k": (gsm8k.load_rows, ROWS[0]),
+    "calculator": (load_calculator, ROWS[0]),
+    "math": (math.load_rows, {"problem": "?", "answer": "7"}),
+    "countdown": (countdown.load_rows, {"numbers": [1, 2], "target": 3}),
+    "ifeval": (
+        ifeval.load_rows,
+        {"key": 1, "prompt": "Hi.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+    ),
+    "search_qa": (search_qa.load_rows, {"question": "?", "answer": "A", "supporting_facts": [["B", 0]]}),
+    "any": (load_rows, {"prompt": "Hi."}),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_tasks_columns_may_have_other_names(task, tmp_path):
+    load, row = TASKS[task]
+    (tmp_path / "ours.jsonl").write_text(lines([row]))
+    (tmp_path / "theirs.jsonl").write_text(lines([{f"their_{name}": value for name, value in row.items()}]))
+    (expected,), names = load(tmp_path / "ours.jsonl"), {name: f"their_{name}" for name in row}
+    assert load(Source(str(tmp_path / "theirs.jsonl"), columns=names)) == [expected]
+
+
+def test_a_column_that_is_missing_is_named_with_those_there_are_and_the_nearest(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(lines(THEIRS))
+    with pytest.raises(ValueError) as error:
+        gsm8k.load_rows(Source(str(path), columns={"question": "problm"}))
+    assert str(error.value) == (
+        f"env.columns={{question: problm}}: {path}, line 1 has no problm (did you mean problem?); its columns are "
+        "['problem', 'solution', 'level']"
+    )
+    path.write_text(lines([{"questions": "?", "answer": "1"}]))
+    with pytest.raises(
+        ValueError, match=re.escape("did you mean questions? env.columns={question: questions} renames")
+    ):
+        gsm8k.load_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"subset": "main"}, "env.subset=main means nothing for files, which are one split"),
+        ({"revision": "v1"}, "env.revision=v1 means nothing for files"),
+        ({"split": "dev"}, "env.split=dev means nothing for files"),
+    ],
+)
+def test_a_setting_that_means_nothing_for_a_file_is_refused(tmp_path, source, message):
+    (tmp_path / "rows.jsonl").write_text(lines(ROWS))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gsm8k.load_rows(Source(str(tmp_path / "rows.jsonl"), **source))
+    with pytest.raises(ValueError, match="means nothing for generated puzzles"):
+        countdown.load_rows(Source(**source))
+
+
+CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "3 + 4?"}]
+
+
+@pytest.mark.parametrize("column", ["question", "prompt", "messages"])
+def test_chat_messages_are_a_prompt_and_the_assistants_last_one_is_the_gold_answer(tmp_path, column):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(lines([{column: [*CHAT, {"role": "assistant", "content": "#### 7"}]}]))
+    (row,) = gsm8k.load_rows(path)
+    assert row == {"question": CHAT, "answer": "#### 7"}
+    task = GSM8K([row], system_prompt="Ours.", examples=[{"question": "1 + 1?", "answer": "2"}])
+    assert [message["content"] for message in task.prompt(row)] == ["S", "1 + 1?", "2", "3 + 4?"]
+    assert task.score(row, "<answer>7</answer>").parts["correctness"] == 2.0
+
+
+def test_a_rows_own_gold_answer_stays_beside_a_conversation(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(lines([{"messages": [*CHAT, {"role": "assistant", "content": "well"}], "answer": "#### 7"}]))
+    assert gsm8k.load_rows(path) == [{"answer": "#### 7", "question": CHAT}]
+
+
+def test_the_prompt_of_a_conversation_is_what_stands_before_the_assistants_last_message():
+    row = {"messages": [*CHAT, {"role": "assistant", "content": "7"}]}
+    task = PromptResponse([row], reward="grpo_rl.envs.rewards.examples:reward_len", completion_column="messages")
+    assert task.prompt(row) == CHAT and task.gold(row) == "7"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "line 1: messages is []; messages have texts as role and content"),
+        ([{"role": "user"}], "line 1: messages is [{'role': 'user'}]"),
+        (
+            [{"role": "assistant", "content": "7"}],
+            "line 1: messages has no question before the assistant's last message",
+        ),
+    ],
+)
+def test_a_conversation_that_asks_nothing_is_named(tmp_path, messages, message):
+    (tmp_path / "rows.jsonl").write_text(lines([{"messages": messages, "answer": "#### 7"}]))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gsm8k.load_rows(tmp_path / "rows.jsonl")
+
+
+def test_a_task_of_several_turns_takes_texts_alone(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(lines([{"messages": CHAT, "answer": "#### 7"}]))
+    with pytest.raises(ValueError, match="line 1 has no question"):
+        load_calculator(tmp_path / "rows.jsonl")
+
+
+def test_conversations_beside_the_prompt_are_not_read(tmp_path):
+    from datasets import Dataset
+
+    Dataset.from_list([row | {"messages": CHAT} for row in ROWS]).to_parquet(str(tmp_path / "rows.parquet"))
+    assert gsm8k.load_rows(tmp_path / "rows.parquet") == ROWS

@@ -1,0 +1,247 @@
+"""A task of the user's own: its class tells its settings, and what can't be used is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+from transformers import AutoTokenizer
+
+from grpo_rl.build.environment import eval_rows, make_env
+from grpo_rl.envs.base import Reward, Task
+from grpo_rl.settings.compose import check_overrides, choosing_configs, compose_config, dataset_of
+from grpo_rl.settings.own_task import task_section
+from grpo_rl.settings.schema import Settings
+from grpo_rl.testing import save_tiny_model
+
+SOURCE = """
+from dataclasses import dataclass, field
+from typing import Literal
+from grpo_rl.envs.base import Reward, Task
+
+class Echo(Task):
+    reward_parts = ("echo",)
+    def __init__(self, rows, weight: float = 1.0, ask: Literal["word", "noun"] = "word", bad=(), *,
+                 stop: str | None = None, tags: list[str] = ["a"], deep: dict | None = None):
+        self.rows, self.weight, self.tags = rows, weight, tags
+    def prompt(self, row):
+        return [{"role": "user", "content": row["word"]}]
+    def score(self, row, response):
+        return Reward({"echo": self.weight * (response == row["word"])})
+
+@dataclass
+class Plain(Echo):
+    rows: list
+    limit: int
+    def __post_init__(self):
+        self.weight = 1.0
+
+class Made(Echo):
+    @staticmethod
+    def load_rows(path, split):
+        return [{"word": f"{split} {i}"} for i in range(3)]
+
+class Silent(Echo):
+    def prompt(self, row):
+        return row["word"]
+
+class Buggy(Echo):
+    def score(self, row, response):
+        return response.lenght
+
+class Partless(Echo):
+    reward_parts = "echo"
+
+class Forgetful(Echo):
+    def __init__(self, rows): ...
+
+class Unscored(Task):
+    def prompt(self, row): ...
+
+class Rowless(Echo):
+    def __init__(self, weight=1.0): ...
+
+class Seeded(Echo):
+    def __init__(self, rows, seed=0): ...
+
+class Taken(Echo):
+    def __init__(self, rows, repeats=0): ...
+
+def task(rows): ...
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_tasks.py").write_text(SOURCE)
+    (folder / "rows.jsonl").write_text('{"word": "night"}\n{"word": "day"}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        yield folder
+    sys.modules.pop("own_tasks", None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def settings(*words, task="Echo", path="rows.jsonl"):
+    given = [f"env.task=own_tasks:{task}", *([f"env.path={path}"] if path else []), *words]
+    return Settings.read(compose_config("grpo_gsm8k", given))
+
+
+def test_the_parameters_of_the_class_are_settings_with_its_defaults(folder):
+    own = settings("env.weight=2", "env.tags=[x,y]", "env.deep={a: 1}").env
+    assert own.dataset == "own_tasks:Echo"
+    assert own.task == {"weight": 2, "ask": "word", "bad": [], "stop": None, "tags": ["x", "y"], "deep": {"a": 1}}
+    assert "system_prompt" not in own and own.repeats == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["env.weigth=2"], "unknown config key env.weigth; did you mean env.weight?"),
+        (["env.system_prompt=x"], "unknown config key env.system_prompt"),
+        (["env.weight=much"], "env.weight is 'much'; it must be a number"),
+        (["env.ask=verb"], "env.ask is 'verb'; it can be word, noun"),
+        (["env.tags=[1]"], "env.tags is [1]; it must be a list of texts"),
+        (["env.stop=1"], "env.stop is 1; it must be text, or null"),
+        (["env.deep=1"], "env.deep is 1; it must be a mapping, or null"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_its_type_and_with_the_nearest_name(folder, words, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        settings(*words)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("Ecko", "has no Ecko, only Echo, Plain"),
+        ("Plain", "env.limit must be set: own_tasks:Plain can't do without"),
+        ("Unscored", "env.dataset=own_tasks:Unscored lacks score; see docs/tasks.md"),
+        ("Rowless", "env.dataset=own_tasks:Rowless takes weight=1.0 first; __init__ must take `rows`"),
+        ("Seeded", "own_tasks:Seeded has a setting seed, a name that is taken"),
+        ("Taken", "own_tasks:Taken has a setting env.repeats, a name that is taken"),
+        ("task", "it must be a class that inherits from grpo_rl.envs.base.Task"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused_before_anything_starts(folder, task, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        settings(task=task)
+    assert "\n" not in str(error.value)
+
+
+def test_a_dataclass_is_a_task_and_its_fields_are_settings(folder, tokenizer):
+    env = make_env(settings("env.limit=3", task="Plain"), tokenizer)
+    assert env.task.limit == 3 and env.query(1) == "day"
+
+
+def test_an_environment_of_the_task_scores_and_its_lists_are_lists(folder, tokenizer):
+    env = make_env(settings("env.weight=0.5", "env.tags=[x]"), tokenizer)
+    assert env.task.tags == ["x"] and env.task.rows == [{"word": "night"}, {"word": "day"}]
+    assert [reward.total for reward in env.score(0, [tokenizer(text).input_ids for text in ("night", "day")])] == [
+        0.5,
+        0,
+    ]
+
+
+@pytest.mark.slow
+def test_a_task_of_the_current_folder_scores_in_a_process_of_its_own(folder, tokenizer):
+    env = make_env(settings("env.isolated=true"), tokenizer)
+    assert env.score(0, [tokenizer("night").input_ids])[0].total == 1.0
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "message"),
+    [
+        ("Echo", ["env.columns={word: noun}"], "rows.jsonl, line 1 has no noun; its columns are ['word']"),
+        ("Silent", [], "prompt of rows.jsonl, line 1 is 'night'; it must be a list of messages"),
+        ("Buggy", [], "own_tasks:Buggy can't score an empty response: Buggy"),
+        ("Forgetful", [], "own_tasks:Forgetful has no rows; set self.rows = rows in __init__"),
+        ("Partless", [], "own_tasks:Partless: reward_parts is 'echo'; it must be a tuple of names"),
+    ],
+)
+def test_a_task_that_does_not_do_its_work_is_told_at_the_start(folder, tokenizer, task, words, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        make_env(settings(*words, task=task), tokenizer)
+    assert "\n" not in str(error.value)
+
+
+def test_a_column_that_the_prompt_reads_is_named_with_the_rows_line_and_the_nearest(folder, tokenizer):
+    (folder / "others.jsonl").write_text('{"word": "night"}\n\n{"words": "day"}\n')
+    message = "prompt of others.jsonl, line 3: there is no column word; its columns are ['words']; did you mean words?"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_env(settings(path="others.jsonl"), tokenizer)
+    env = make_env(settings(), tokenizer)
+    held = settings("env.eval_path=others.jsonl", "evaluate.rows=2")
+    with pytest.raises(
+        ValueError, match=re.escape("held out: prompt of others.jsonl, line 3: there is no column word")
+    ):
+        eval_rows(held, env)
+
+
+def test_a_task_may_make_its_rows_and_then_has_held_out_ones(folder, tokenizer):
+    made = settings("evaluate.rows=2", task="Made", path=None)
+    env = make_env(made, tokenizer)
+    assert [row["word"] for row in env.task.rows] == ["train 0", "train 1", "train 2"]
+    assert [row["word"] for row in eval_rows(made, env)] == ["test 0", "test 1"]
+    with pytest.raises(
+        ValueError, match="env.columns=.* means nothing for own_tasks:Made, which has a load_rows of its"
+    ):
+        make_env(settings("env.columns={a: b}", task="Made", path=None), tokenizer)
+    with pytest.raises(ValueError, match="own_tasks:Echo has no data of its own; set env.path to"):
+        make_env(settings(path=None), tokenizer)
+
+
+def test_held_out_rows_are_a_split_of_the_same_folder(folder, tokenizer):
+    (folder / "both").mkdir()
+    for split in ("train", "dev"):
+        (folder / "both" / f"{split}.jsonl").write_text(f'{{"noun": "{split} 1"}}\n{{"noun": "{split} 2"}}\n')
+    given = settings("env.columns={word: noun}", "env.eval_split=validation", "evaluate.rows=2", path="both")
+    env = make_env(given, tokenizer)
+    assert env.task.rows[0] == {"word": "train 1"} and eval_rows(given, env)[1] == {"word": "dev 2"}
+    with pytest.raises(ValueError, match="needs env.eval_path beside env.path=both, or env.eval_split"):
+        eval_rows(settings("env.columns={word: noun}", "evaluate.rows=2", path="both"), env)
+
+
+def test_a_stored_run_with_the_task_is_read_again(folder):
+    run = settings("env.weight=3")
+    assert Settings.restored(json.loads(run.as_json())) == run
+
+
+def test_a_sweep_over_a_setting_of_the_task_is_let_through(folder):
+    words = choosing_configs(["--multirun", "env.task=own_tasks:Echo", "env.weight=1,2"])
+    check_overrides(words, dataset_of(words, "grpo_gsm8k"))
+    assert words == ["--multirun", "env=own", "env.dataset=own_tasks:Echo", "++env.weight=1,2"]
+
+
+def test_a_name_that_is_no_class_is_told_what_to_give(folder):
+    with pytest.raises(ValueError, match=r"env\.task=gsm8k is no package\.module:Class"):
+        choosing_configs(["env.task=gsm8k"])
+
+
+@dataclass
+class Typed(Task):
+    rows: list
+    kind: Literal["a", "b"] | None = None
+
+    reward_parts = ("x",)
+
+    def prompt(self, row):
+        return []
+
+    def score(self, row, response):
+        return Reward({"x": 0.0})
+
+
+def test_a_choice_that_may_be_null_has_its_choices():
+    fields = task_section(f"{__name__}:Typed").__dataclass_fields__
+    assert fields["kind"].metadata["setting"].choices == ("a", "b") and fields["kind"].metadata["setting"].null
