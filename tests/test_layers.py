@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A folder under grpo_rl, or a module of its root, may import its own layer and those below it, in no circle.
 LAYERS = [
-    {"config", "data", "losses", "storage"},
+    {"config", "data", "intervals", "losses", "storage"},
     {"engines", "envs", "perf", "policies"},
     {"cluster", "collectors", "diagnosis", "distributed", "monitor", "settings", "training", "weights"},
     {"run"},

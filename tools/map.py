@@ -13,7 +13,8 @@ Imports point one way (`tests/test_layers.py` has the order). `python tools/map.
 """
 ORDER = [
     *("cli", "settings", "build", "run", "collectors", "training", "losses", "policies", "engines", "weights", "data"),
-    *("distributed", "cluster", "monitor", "diagnosis", "perf", "storage", "planner", "checks", "replay", "testing"),
+    *("distributed", "cluster", "monitor", "diagnosis", "perf", "storage", "planner", "checks", "replay"),
+    *("intervals", "testing"),
 ]
 BESIDE = {
     "sota/": "The training scripts: the algorithm from top to bottom. Curves, seeds, jobs for SLURM and Kubernetes.",

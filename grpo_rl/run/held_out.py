@@ -10,8 +10,9 @@ import numpy as np
 
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
+from grpo_rl.intervals import paired_gain
 from grpo_rl.run.summary import write_evaluation
-from grpo_rl.training.evaluate import Evaluation, evaluate, paired_gain
+from grpo_rl.training.evaluate import Evaluation, evaluate
 
 
 class HeldOut:

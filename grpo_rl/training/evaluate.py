@@ -1,9 +1,8 @@
-"""Held-out evaluation: greedy rewards, the gain between two evaluations with its interval, and pass@k."""
+"""Held-out evaluation: responses to held-out rows, judged, and pass@k."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +58,7 @@ def evaluate(env: LLMEnv, engine: Sampler, rows: Sequence[dict[str, Any]], sampl
     """Rewards of one response to each row.
 
     With ``Sampling(temperature=0.0)`` responses are greedy, so that two evaluations differ by their weights alone and
-    their rows pair up for :func:`paired_gain`.
+    their rows pair up for `grpo_rl.intervals.paired_gain`.
 
     Args:
         env: prompts, replies and scores; the rows need not be its own.
@@ -94,64 +93,6 @@ def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean of each name over the rows that have it."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}
-
-
-@dataclass(frozen=True)
-class Gain:
-    """Mean of the paired difference and its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def ci95(self) -> list[float]:
-        """The interval as ``summary.json`` holds it."""
-        return [self.low, self.high]
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} (95 % interval {self.low:+.3f} to {self.high:+.3f})"
-
-
-def paired_gain(before: Sequence[float], after: Sequence[float], seed: int = 0) -> Gain:
-    """Mean of ``after - before`` over the same rows, with a bootstrap 95 % interval.
-
-    Rows are resampled as pairs: some rows are hard before and after, and the spread between rows is not spread of the
-    gain. The interval is BCa (bias-corrected and accelerated; Efron 1987, https://doi.org/10.2307/2289144), which
-    allows for the skew of rewards that are mostly 0 or 1. Where BCa is undefined, the plain percentile interval takes
-    its place; where every row gained the same, resampling can show no spread, and the interval is that one point. Rows
-    that could not be judged before or after (NaN) are left out.
-
-    Raises:
-        ValueError: the lengths differ, a reward is infinite, or there are fewer than two rows.
-
-    >>> paired_gain([0.0, 1.0, 0.5], [0.5, 1.5, 1.0])
-    Gain(mean=0.5, low=0.5, high=0.5)
-    """
-    if len(before) != len(after):
-        raise ValueError(f"{len(before)} rewards before and {len(after)} after; a paired gain needs the same rows")
-    if len(before) < 2:
-        raise ValueError(f"{len(before)} row(s) give no interval; evaluate at least 2 (evaluate.rows)")
-    pair = np.asarray([before, after], dtype=float)
-    if np.isinf(pair).any():
-        raise ValueError(f"{int(np.isinf(pair).sum())} of {pair.size} rewards are infinite")
-    difference = pair[1] - pair[0]
-    difference = difference[~np.isnan(difference)]
-    if len(difference) < 2:
-        raise ValueError(f"{len(difference)} row(s) were judged before and after; an interval needs at least 2")
-    mean = float(difference.mean())
-    if np.ptp(difference) == 0:
-        return Gain(mean, mean, mean)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # an undefined BCa interval comes back as NaN
-        for method in ("BCa", "percentile"):
-            result = stats.bootstrap(
-                (difference,), np.mean, n_resamples=9999, batch=1000, method=method, rng=np.random.default_rng(seed)
-            )
-            low, high = map(float, result.confidence_interval)
-            if np.isfinite([low, high]).all():
-                break
-    return Gain(mean, low, high)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
