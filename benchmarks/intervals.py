@@ -28,7 +28,7 @@ ROWS, DENSITIES = (20, 50, 200), (0.05, 0.1, 0.2, 0.5, 1.0)
 SHAPES = ("binary", "sums", "continuous")
 SUMS, SHARES = np.array([0.0, 0.5, 1.0, 2.0, 2.5, 3.0]), np.array([0.45, 0.25, 0.1, 0.1, 0.05, 0.05])
 FEW = 6
-"""The fewest changed rows that can decide at 5 %: all of one sign, they have p = 0.03 in a sign test; five have 0.06."""
+"""The fewest changed rows that can decide at 5 %: all of one sign, a sign test gives them p = 0.03, and five 0.06."""
 Interval = Callable[[Sequence[float], Sequence[float]], tuple[float, float]]
 
 

@@ -53,6 +53,7 @@ class IFEval(Task):
     """
 
     reward_parts = ("strict", "all", "loose")
+    correct_part = "all"
 
     def __init__(
         self,

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
+import torch
 
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.envs.base import LLMEnv, Reward, Task, Unjudgeable
 from grpo_rl.intervals import paired_gain
-from grpo_rl.training.evaluate import evaluate, pass_at_k
+from grpo_rl.training.evaluate import evaluate
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=2)
 
@@ -89,12 +89,67 @@ def test_no_rows_is_an_error():
         run([])
 
 
-@pytest.mark.parametrize("n, c, k", [(5, 2, 3), (6, 1, 2), (4, 0, 2), (4, 4, 1), (5, 3, 3)])
-def test_pass_at_k_is_the_share_of_k_subsets_with_a_correct_answer(n, c, k):
-    subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
-    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+class Counting(Task):
+    """Right responses state the row's answer; the token is the answer."""
+
+    reward_parts = ("correct", "format")
+    correct_part = "correct"
+    rows = ({"question": "unused", "answer": ""},)
+    prompt = Doubling.prompt
+
+    def score(self, row, response):
+        return Reward({"correct": 2.0 * (response == row["answer"]), "format": 0.5})
+
+    def final_answers(self, responses):
+        return [None if response == "0" else response for response in responses]
 
 
-def test_pass_at_k_refuses_more_draws_than_answers():
-    with pytest.raises(ValueError, match="pass@9 of 8 responses"):
-        pass_at_k(8, 1, 9)
+class Scripted:
+    """An engine that responds to prompt [x] with the responses listed under x, and draws a number where it samples."""
+
+    def __init__(self, responses):
+        self.responses, self.drawn = responses, []
+
+    def generate(self, prompts, n, sampling):
+        if sampling.temperature:
+            self.drawn.append(float(torch.rand(())))
+        groups = [self.responses[prompt[0]][:n] for prompt in prompts]
+        return [Samples.from_lists([[i] for i in ids], [[0.0]] * n, [False] * n, version=0) for ids in groups]
+
+
+def sampled(responses, samples, seed=0):
+    engine = Scripted(responses)
+    rows = [{"question": str(q), "answer": "7"} for q in responses]
+    return evaluate(LLMEnv(Counting(), Tokenizer(), 1, 2), engine, rows, Sampling(), samples, seed), engine
+
+
+def test_several_responses_to_a_row_give_pass_at_k_and_the_majority_of_each_row():
+    result, _ = sampled({1: [7, 7, 8, 0], 2: [7, 8, 8, 8], 3: [0, 0, 0, 0]}, 4)
+    assert result.completions[:5] == ["7", "7", "8", "0", "7"]
+    assert result.row_rewards() == [1.5, 1.0, 0.5]
+    scores = result.row_scores()
+    assert scores["pass@1"] == [0.5, 0.25, 0.0]
+    # Row 1: of the 6 pairs of [right, right, wrong, wrong] 5 have a right one. Row 2: the right one is in 3 of 6.
+    assert scores["pass@2"] == [pytest.approx(5 / 6), 0.5, 0.0]
+    assert scores["pass@4"] == [1.0, 1.0, 0.0]
+    assert scores["maj@4"] == [1.0, 0.0, 0.0] and scores["tied"] == [0.0, 0.0, 0.0]
+
+
+def test_a_tie_for_the_majority_counts_by_the_share_of_right_answers_and_is_stated():
+    scores = sampled({1: [7, 7, 8, 8], 2: [5, 6, 7, 0]}, 4)[0].row_scores()
+    assert scores["maj@4"] == [0.5, pytest.approx(1 / 3)] and scores["tied"] == [1.0, 1.0]
+
+
+def test_one_response_gives_accuracy_and_a_task_that_knows_no_right_ones_gives_none():
+    assert sampled({1: [7], 2: [8]}, 1)[0].row_scores() == {"accuracy": [1.0, 0.0]}
+    assert run([(1, "2"), (2, "5")]).row_scores() == {}
+
+
+def test_sampling_draws_alike_in_every_evaluation_and_leaves_the_generator_of_training_as_it_was():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first = sampled({1: [7, 8]}, 2, seed=5)[1].drawn
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(10)
+    assert sampled({1: [7, 8]}, 2, seed=5)[1].drawn == first
+    assert sampled({1: [7, 8]}, 2, seed=6)[1].drawn != first
