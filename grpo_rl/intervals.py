@@ -94,15 +94,15 @@ def paired_interval(before: Sequence[float], after: Sequence[float]) -> tuple[fl
 def mean_interval(values: Sequence[float], bounds: tuple[float, float] = (-math.inf, math.inf)) -> Estimate:
     """The mean of one number per row, with a 95 % interval inside ``bounds``.
 
-    Numbers that are all 0 or 1 get Wilson's interval (https://doi.org/10.2307/2276774), which holds up where nearly all
-    are the same; others get Student's t, as :func:`paired_gain`. NaN is left out.
+    Between the bounds 0 and 1, numbers that are all 0 or 1 get Wilson's interval (https://doi.org/10.2307/2276774),
+    which holds up where nearly all are the same; others get Student's t, as :func:`paired_gain`. NaN is left out.
 
     Raises:
         ValueError: fewer than two rows have a number.
 
     Of 10 rows none is right; Wilson's upper end is z^2 / (n + z^2) = 3.841 / 13.841:
 
-    >>> print(mean_interval([0.0] * 10))
+    >>> print(mean_interval([0.0] * 10, (0.0, 1.0)))
     0.000 (95 % interval 0.000 to 0.278)
     """
     numbers = np.asarray(values, dtype=float)
@@ -110,7 +110,7 @@ def mean_interval(values: Sequence[float], bounds: tuple[float, float] = (-math.
     if len(numbers) < 2:
         raise ValueError(f"{len(numbers)} row(s) were judged; an interval needs at least 2")
     mean = float(numbers.mean())
-    if np.isin(numbers, (0.0, 1.0)).all():
+    if bounds == (0, 1) and np.isin(numbers, (0.0, 1.0)).all():
         interval = stats.binomtest(int(numbers.sum()), len(numbers)).proportion_ci(LEVEL, method="wilson")
         return Estimate(mean, float(interval.low), float(interval.high))
     span = bounds[1] - bounds[0]

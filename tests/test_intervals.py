@@ -74,7 +74,7 @@ def test_a_share_of_rows_has_wilsons_interval():
     z, n, p = 1.959963985, 20, 0.75
     half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
     ends = [(p + z**2 / (2 * n) + sign * half) / (1 + z**2 / n) for sign in (-1, 1)]
-    estimate = mean_interval([1.0] * 15 + [0.0] * 5)
+    estimate = mean_interval([1.0] * 15 + [0.0] * 5, (0.0, 1.0))
     assert estimate.ci95 == pytest.approx(ends) and estimate.mean == 0.75
 
 
@@ -84,5 +84,8 @@ def test_a_mean_of_other_numbers_has_students_t_within_its_bounds():
     assert mean_interval(values).ci95 == pytest.approx([expected.low, expected.high])
     assert mean_interval(values, (0.0, 1.0)).ci95 == pytest.approx([0.0, expected.high])
     assert expected.low < 0
+    # Rewards have no bound that is known: ten zeros leave more open than ten wrong answers.
+    assert mean_interval([0.0] * 10).high == pytest.approx(1 - 0.025**0.1)
+    assert mean_interval([0.0] * 10, (0.0, 1.0)).high == pytest.approx(3.8415 / 13.8415, rel=1e-4)
     with pytest.raises(ValueError, match="1 row"):
         mean_interval([1.0, math.nan])

@@ -18,7 +18,7 @@ LAYERS = [
     {"cluster", "collectors", "diagnosis", "distributed", "monitor", "settings", "training", "weights"},
     {"run"},
     {"build"},
-    {"planner", "replay"},
+    {"evaluation", "planner", "replay"},
     {"checks"},
     {"cli", "sota", "testing"},
 ]
@@ -29,9 +29,10 @@ ONLY_LIBRARIES = {"losses": {"torch", "tensordict", "torchrl", "jaxtyping"}}
 # Folders that only these may import.
 ONLY_FOR = {
     "checks": {"cli"},
+    "evaluation": {"cli"},
     "planner": {"checks", "cli"},
     "replay": {"cli"},
-    "settings": {"build", "checks", "planner", "replay", "run", "cli", "sota"},
+    "settings": {"build", "checks", "evaluation", "planner", "replay", "run", "cli", "sota"},
     "testing": set(),
 }
 # Libraries that only files or folders with these beginnings may import.
@@ -49,6 +50,7 @@ WHOLE_CONFIG = {
         "sota/",
         "grpo_rl/build/",
         "grpo_rl/checks/",
+        "grpo_rl/evaluation/",
         "grpo_rl/settings/",
         "grpo_rl/planner/",
         "grpo_rl/replay/",

@@ -13,7 +13,7 @@ Imports point one way (`tests/test_layers.py` has the order). `python tools/map.
 """
 ORDER = [
     *("cli", "settings", "build", "run", "collectors", "training", "losses", "policies", "engines", "weights", "data"),
-    *("distributed", "cluster", "monitor", "diagnosis", "perf", "storage", "planner", "checks", "replay"),
+    *("distributed", "cluster", "monitor", "diagnosis", "perf", "storage", "planner", "checks", "evaluation", "replay"),
     *("intervals", "testing"),
 ]
 BESIDE = {

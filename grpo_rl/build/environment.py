@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.spec import task_spec
+from grpo_rl.envs.task import Task
 from grpo_rl.settings.schema import Settings
 
 
@@ -24,6 +28,49 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
     )
     env.check_prompts()
     return env
+
+
+def make_eval_env(settings: Settings, tokenizer: PreTrainedTokenizerBase | None, rows: int | None = None) -> Any:
+    """The environment of the first ``rows`` held-out rows of ``env.dataset``; without a tokenizer, its task alone.
+
+    Raises:
+        ValueError: the data can't be found or read, has fewer rows, or a prompt is too long.
+    """
+    spec, path = task_spec(settings.env.dataset), settings.env.eval_path
+    own = {name: settings.env[name] for name in settings.env if name not in ("dataset", "path", "eval_path")}
+    if tokenizer is None:
+        shared = inspect.signature(LLMEnv.__init__).parameters.keys()
+        task = spec.make_task(path, "test", **{name: value for name, value in own.items() if name not in shared})
+        if settings.env.rewards:
+            raise ValueError("env.rewards is added by an environment with a tokenizer, which an endpoint has not")
+        _take(task, rows, settings.env.dataset)
+        return task
+    env = spec(
+        tokenizer=tokenizer,
+        max_prompt_tokens=settings.inference_model.max_model_len - settings.sampling.max_new_tokens,
+        seed=settings.train.seed,
+        path=path,
+        split="test",
+        **own,
+    )
+    _take(env.task, rows, settings.env.dataset)
+    for i, row in enumerate(env.task.rows):
+        _check_prompt(env, row, i)
+    return env
+
+
+def _take(task: Task, rows: int | None, name: str) -> None:
+    if rows is not None and len(task.rows) < rows:
+        raise ValueError(f"{name}: {rows} held-out rows are asked for, and the data has {len(task.rows)}")
+    task.rows = [task.rows[i] for i in range(len(task.rows) if rows is None else rows)]
+
+
+def _check_prompt(env: LLMEnv, row: dict, i: int) -> None:
+    if env.max_prompt_tokens is not None and (tokens := len(env.encode(row))) > env.max_prompt_tokens:
+        raise ValueError(
+            f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; raise "
+            "inference_model.max_model_len or lower evaluate.rows"
+        )
 
 
 def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
@@ -45,10 +92,5 @@ def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
     if len(rows) < wanted:
         raise ValueError(f"evaluate.rows={wanted}, but the held-out data has {len(rows)} rows")
     for i in range(wanted):
-        row = rows[i]
-        if (tokens := len(env.encode(row))) > env.max_prompt_tokens:
-            raise ValueError(
-                f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; raise "
-                "inference_model.max_model_len or lower evaluate.rows"
-            )
+        _check_prompt(env, rows[i], i)
     return [rows[i] for i in range(wanted)]

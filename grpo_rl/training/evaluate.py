@@ -91,6 +91,12 @@ class Evaluation:
         return scores
 
 
+def row_scores(greedy: Evaluation, sampled: Evaluation | None) -> dict[str, list[float]]:
+    """All scores of each row: ``reward`` and ``accuracy`` of the greedy response, ``sampled_reward``, pass@k, maj@k."""
+    scores = {"reward": greedy.row_rewards(), **greedy.row_scores()}
+    return scores | {"sampled_reward": sampled.row_rewards(), **sampled.row_scores()} if sampled else scores
+
+
 def evaluate(
     env: LLMEnv,
     engine: Sampler,
