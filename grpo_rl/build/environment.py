@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.envs.task import Task
+from grpo_rl.run.held_out import HeldOutTask, Plan
+from grpo_rl.settings.evaluation import beside_training
 from grpo_rl.settings.schema import Settings
 
 
@@ -57,6 +59,22 @@ def make_eval_env(settings: Settings, tokenizer: PreTrainedTokenizerBase | None,
     for i, row in enumerate(env.task.rows):
         _check_prompt(env, row, i)
     return env
+
+
+def eval_plan(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Plan:
+    """What is evaluated beside greedy responses to the training task's held-out rows.
+
+    Raises:
+        ValueError: the data of a task can't be found or read, has fewer rows, or a prompt is too long.
+    """
+    wanted, tasks = settings.evaluate, []
+    for given in wanted.tasks:
+        name, rows = given["task"], given["rows"]
+        env = make_eval_env(beside_training(settings, name, given.get("path")), tokenizer, rows)
+        tasks.append(HeldOutTask(name, env, env.task.rows, given.get("samples", 0)))
+    return Plan(
+        wanted.samples, wanted.temperature, settings.train.seed, tasks, wanted.score, wanted.keep_best, wanted.patience
+    )
 
 
 def _take(task: Task, rows: int | None, name: str) -> None:

@@ -36,6 +36,16 @@ def _fixed_folder() -> str | None:
     return None if "${now" in as_written else HydraConfig.get().runtime.output_dir
 
 
+def objective(summary: object) -> float | None:
+    """The number that a sweep maximises: the run's paired gain in held-out reward; None where none was measured.
+
+    >>> objective({"steps": 4, "eval_gain": 0.25}), objective({"steps": 4})
+    (0.25, None)
+    """
+    gain = summary.get("eval_gain") if isinstance(summary, dict) else None
+    return None if gain is None else float(gain)
+
+
 def main(config_name: str, mode: str = "sync") -> Callable:
     """Decorator for a script's main function: Hydra's own, with our checks; wrong input is reported in one line.
 
@@ -55,9 +65,15 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                     raise ValueError(f"this script is of mode={mode}{other}")
                 if cfg.resume == "auto" and (folder := _fixed_folder()):
                     cfg.resume = folder
-                return function(Settings.read(cfg))
+                result = function(Settings.read(cfg))
+                return objective(result) if HydraConfig.get().mode == RunMode.MULTIRUN else result
             except RunIsOver:
                 return None  # exit code 0, as for a run that ends
+            except SystemExit as error:
+                # A trial that failed by itself, as with a dead engine, is one failed trial; Ctrl-C has no cause.
+                if HydraConfig.get().mode == RunMode.MULTIRUN and error.__cause__ is not None:
+                    raise RuntimeError(str(error)) from error.__cause__
+                raise
             except ValueError as error:
                 # A Run turns later failures into other errors, so this is a wrong setting, which needs no traceback.
                 # In a sweep an exit would prevent the other jobs.

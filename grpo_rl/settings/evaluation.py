@@ -9,12 +9,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
-from grpo_rl.settings.declaration import Section, build, declared, setting
+from grpo_rl.settings.declaration import Section, build, declared, plain, setting
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.tasks import TASKS
+from grpo_rl.settings.tasks import ALIASES, TASKS
 
-ALIASES = {"math500": "math"}
-"""Names of test sets, and the task that they are the held-out rows of."""
 PASSED_ON = ("env", "model", "inference_model", "sampling", "train_model")
 """Sections of training's config that an evaluation reads, too."""
 
@@ -101,6 +99,18 @@ def task_settings(own: EvalSettings, name: str, rest: Sequence[str]) -> Settings
         "train.seed": own.seed,
         "mode": "sync",
     }
+    for key, value in values.items():
+        OmegaConf.update(cfg, key, value)
+    return Settings.read(cfg, divides=False)
+
+
+def beside_training(settings: Settings, name: str, path: str | None) -> Settings:
+    """The settings of another task that a run evaluates: its defaults, with the run's sampling, context and engine."""
+    cfg = compose_config(DEFAULT_CONFIG, [f"env.dataset={ALIASES.get(name, name)}"])
+    for section in ("sampling", "inference_model", "model"):
+        OmegaConf.update(cfg, section, plain(settings[section]), merge=False)
+    values = {"env.eval_path": path, "train.seed": settings.train.seed, "mode": settings.mode}
+    values["evaluate.rows"] = settings.evaluate.rows
     for key, value in values.items():
         OmegaConf.update(cfg, key, value)
     return Settings.read(cfg, divides=False)
