@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def settings(tiny_run):
-    tasks = "evaluate.tasks=[{task: countdown, rows: 3, samples: 2}]"
+    path = next(word.split("=")[1] for word in tiny_run if word.startswith("env.eval_path="))
+    tasks = f"evaluate.tasks=[{{task: gsm8k, rows: 3, samples: 2, path: {path}}}]"  # with its own system prompt
     return [
         *tiny_run, "evaluate.rows=4", "evaluate.frequency=1", "evaluate.samples=2", tasks, "evaluate.keep_best=true",
         "inference_model.max_model_len=512", "env.reward.reasoning_pattern='.'",
@@ -40,7 +41,7 @@ def test_other_tasks_and_sampled_responses_are_logged_at_every_evaluation(finish
     assert [row["step"] for row in evaluated] == [0, 1, 2, 3, 4]
     for row in evaluated:
         names = {"reward", "accuracy", "sampled_reward", "pass@1", "pass@2", "maj@2"}
-        assert {f"eval/{name}" for name in names} | {f"eval/countdown/{name}" for name in names} <= set(row)
+        assert {f"eval/{name}" for name in names} | {f"eval/gsm8k/{name}" for name in names} <= set(row)
         assert 0 <= row["eval/pass@1"] <= row["eval/pass@2"] <= 1
 
 
