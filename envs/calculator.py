@@ -66,6 +66,7 @@ class Calculator(ToolTask):
     """
 
     reward_parts = ("correctness", "tool_use", "answer_format")
+    correct_part = "correctness"
 
     def __init__(
         self,
@@ -106,6 +107,10 @@ class Calculator(ToolTask):
             "answer_format": re.search(gsm8k.ANSWER_PATTERN, final) is not None,
         }
         return Reward(self._paid(earned))
+
+    def final_answers(self, responses: Sequence[str]) -> list[str | None]:
+        """The final number of each conversation's last message; one that ends on a call states none."""
+        return gsm8k.final_numbers([self._final(response) for response in responses])
 
     def gold(self, row: dict) -> str | None:
         """The gold number."""

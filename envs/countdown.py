@@ -59,6 +59,7 @@ class Countdown(Task):
     """
 
     reward_parts = ("correctness", "answer_format")
+    correct_part = "correctness"
 
     def __init__(
         self,
@@ -115,6 +116,15 @@ class Countdown(Task):
         expression = last_answer(response) or ""
         has_value = evaluated(expression) is not None
         return Reward(self._paid({"correctness": self._is_right(row, expression), "answer_format": has_value}))
+
+    def final_answers(self, responses: Sequence[str]) -> list[str | None]:
+        """The expression of each response, without spaces; the same sum in another order is another answer.
+
+        >>> Countdown([]).final_answers(["<answer>50 - 3</answer>", "<answer>50-3</answer>", "50 - 3"])
+        ['50-3', '50-3', None]
+        """
+        found = map(last_answer, responses)
+        return [None if answer is None else "".join(answer.split()) or None for answer in found]
 
     def gold(self, row: dict) -> str | None:
         """One solution; there may be others."""

@@ -63,6 +63,7 @@ class GSM8K(Task):
     """
 
     reward_parts = ("correctness", "reasoning_format", "answer_format")
+    correct_part = "correctness"
 
     def __init__(
         self,
@@ -136,6 +137,20 @@ class GSM8K(Task):
     def gold(self, row: dict) -> str | None:
         """The gold number."""
         return gold_number(row)
+
+    def final_answers(self, responses: Sequence[str]) -> list[str | None]:
+        """The final number of each response, without trailing zeros.
+
+        >>> GSM8K([]).final_answers(["It is 7.", "<answer>7.00</answer>", "No idea."])
+        ['7', '7', None]
+        """
+        return final_numbers(responses)
+
+
+def final_numbers(responses: Sequence[str]) -> list[str | None]:
+    """The final number of each response, equal ones written alike."""
+    numbers = map(extract_answer, responses)
+    return [None if number is None else f"{number.normalize():f}" for number in numbers]
 
 
 def load_rows(path: str | Path | Source | None = None, split: str = "train", chat: bool = True) -> Sequence[dict]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo_rl.envs import tables
 from grpo_rl.envs.grading.tags import last_boxed
-from grpo_rl.envs.grading.verification import DEADLINE_S, Verdict, unboxed, verdicts
+from grpo_rl.envs.grading.verification import DEADLINE_S, MAX_CHARS, Verdict, unboxed, verdicts
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.tables import Rows
@@ -48,6 +48,7 @@ class Math(Task):
     """
 
     reward_parts = ("correctness", "answer_format")
+    correct_part = "correctness"
 
     def __init__(
         self,
@@ -102,6 +103,23 @@ class Math(Task):
     def gold(self, row: dict) -> str | None:
         """The gold answer, without its box."""
         return unboxed(row["answer"]) if row.get("answer") else last_boxed(row.get("solution", ""))
+
+    def final_answers(self, responses: Sequence[str]) -> list[str | None]:
+        r"""What each response's last box holds; of those that are equal as mathematics, the form that comes first.
+
+        >>> Math([]).final_answers([r"\boxed{0.5}", r"\boxed{\frac{1}{2}}", r"\boxed{2}", "No idea."])
+        ['0.5', '0.5', '2', None]
+        """
+        answers = [last_boxed(response, MAX_CHARS) for response in responses]
+        distinct = [answer for answer in dict.fromkeys(answers) if answer is not None]
+        pairs = [(first, later) for i, first in enumerate(distinct) for later in distinct[i + 1 :]]
+        boxes = [rf"\boxed{{{later}}}" for _, later in pairs]
+        judged = verdicts([first for first, _ in pairs], boxes, self._deadline_s) if pairs else []
+        form = {answer: answer for answer in distinct}
+        for (first, later), verdict in zip(pairs, judged, strict=True):
+            if isinstance(verdict, Verdict) and verdict.equal and form[later] == later:
+                form[later] = form[first]
+        return [None if answer is None else form[answer] for answer in answers]
 
     def _reward(self, gold: str, response: str, verdict: Verdict | Exception) -> Reward | Exception:
         if isinstance(verdict, Exception):

@@ -111,6 +111,7 @@ class SearchQA(ToolTask):
                 f"env.reward.supporting_recall={supporting_recall}, but {bare[:80]!r} names no supporting facts; set 0"
             )
         self.reward_parts = tuple(weights)
+        self.correct_part = "exact_match"
         self._results, self._max_chars = results, max_result_chars
         self._index = index or SearchIndex(load_corpus(corpus))
 
@@ -129,6 +130,13 @@ class SearchQA(ToolTask):
         earned = {"exact_match": float(words.exact_match(answer, gold)), "f1": words.f1(answer, gold)}
         recall = _supporting_recall(row, replies)
         return Reward({name: weight * (earned | recall)[name] for name, weight in self._weights.items()}, recall)
+
+    def final_answers(self, responses: Sequence[str]) -> list[str | None]:
+        """The answer of each conversation's last message, normalised; one that ends on a search states none."""
+        finals = [self._final(response) for response in responses]
+        inside = [last_answer(final) for final in finals]
+        found = [final if answer is None else answer for final, answer in zip(finals, inside, strict=True)]
+        return [words.normalize_answer(answer) or None for answer in found]
 
     def gold(self, row: dict) -> str | None:
         """The gold answer."""

@@ -64,6 +64,9 @@ class Task(ABC):
     reply_role: str = "tool"
     """The role of the messages of :meth:`reply`, which the chat template has to know."""
 
+    correct_part: str | None = None
+    """The part of the reward that is above 0 for right responses alone; None: no part says so."""
+
     _weights: Mapping[str, float] = {}
     _budget_s: float = math.inf
 
@@ -129,6 +132,18 @@ class Task(ABC):
 
     def gold(self, row: dict) -> str | None:
         """The gold answer, for logs; None where the task has no single one."""
+        return None
+
+    def is_right(self, reward: Reward) -> bool | None:
+        """Tells whether a response with this reward is right; None where neither task nor weights say so."""
+        part = self.correct_part
+        return reward.parts[part] > 0 if part in reward.parts and self.pays(part) else None
+
+    def final_answers(self, responses: Sequence[str]) -> list[str | None] | None:
+        """The final answer that each response to one row states, equal ones written alike, None where it states none.
+
+        None in the place of the list: responses to this task state no final answer, so that no majority can be formed.
+        """
         return None
 
     def _paid(self, earned: Mapping[str, bool]) -> dict[str, float]:

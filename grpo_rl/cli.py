@@ -12,6 +12,7 @@ COMMANDS = {
     "batches": ("planner.commands", "draw how prompts, responses, optimizer steps and micro-batches fit together"),
     "plan": ("planner.commands", "say what a config needs of a cluster: memory and seconds, by role and device"),
     "check-model": ("checks.command", "say whether a model can be trained here, line by line, or what to do"),
+    "eval": ("evaluation.command", "evaluate a model or an endpoint on held-out rows, or compare two"),
     "doctor": ("cli", "ask every node of a Ray cluster whether it is fit for a run"),
     "from-trl": ("migration.from_trl", "convert a GRPO config of TRL, and name what differs"),
     "replay": ("replay.command", "recompute a step of a run under another loss"),

@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A folder under grpo_rl, or a module of its root, may import its own layer and those below it, in no circle.
 LAYERS = [
-    {"by_name", "config", "data", "losses", "storage"},
+    {"by_name", "config", "data", "intervals", "losses", "storage"},
     {"engines", "envs", "perf", "policies"},
     {"cluster", "collectors", "diagnosis", "distributed", "monitor", "settings", "training", "weights"},
     {"report"},
     {"run"},
     {"build"},
-    {"planner", "replay"},
+    {"evaluation", "planner", "replay"},
     {"checks"},
     {"migration"},
     {"cli", "sota", "testing"},
@@ -31,10 +31,11 @@ ONLY_LIBRARIES = {"losses": {"torch", "tensordict", "torchrl", "jaxtyping"}}
 # Folders that only these may import.
 ONLY_FOR = {
     "checks": {"cli"},
+    "evaluation": {"cli"},
     "migration": {"cli"},
     "planner": {"checks", "cli"},
     "replay": {"cli"},
-    "settings": {"build", "checks", "planner", "replay", "run", "cli", "sota"},
+    "settings": {"build", "checks", "evaluation", "planner", "replay", "run", "cli", "sota"},
     "testing": set(),
 }
 # Libraries that only files or folders with these beginnings may import.
@@ -52,6 +53,7 @@ WHOLE_CONFIG = {
         "sota/",
         "grpo_rl/build/",
         "grpo_rl/checks/",
+        "grpo_rl/evaluation/",
         "grpo_rl/settings/",
         "grpo_rl/planner/",
         "grpo_rl/replay/",

@@ -13,8 +13,8 @@ Imports point one way (`tests/test_layers.py` has the order). `python tools/map.
 """
 ORDER = [
     *("cli", "settings", "build", "run", "collectors", "training", "losses", "policies", "engines", "weights", "data"),
-    *("distributed", "cluster", "monitor", "report", "diagnosis", "perf", "storage", "by_name"),
-    *("planner", "checks", "replay", "migration", "testing"),
+    *("distributed", "cluster", "monitor", "report", "diagnosis", "perf", "storage", "by_name", "intervals"),
+    *("planner", "checks", "evaluation", "replay", "migration", "testing"),
 ]
 BESIDE = {
     "sota/": "The training scripts: the algorithm from top to bottom. Curves, seeds, jobs for SLURM and Kubernetes.",

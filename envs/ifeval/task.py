@@ -55,6 +55,7 @@ class IFEval(Task):
     """
 
     reward_parts = ("strict", "all", "loose")
+    correct_part = "all"
 
     def __init__(
         self,

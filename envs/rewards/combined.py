@@ -70,6 +70,14 @@ class WithRewards(Task):
         """The task's gold answer."""
         return self.task.gold(row)
 
+    def is_right(self, reward: Reward) -> bool | None:
+        """The task's own verdict."""
+        return self.task.is_right(reward)
+
+    def final_answers(self, responses: Sequence[str]) -> list[str | None] | None:
+        """The task's own extraction."""
+        return self.task.final_answers(responses)
+
     def score(self, row: dict, response: str) -> Reward:
         """The reward of a response alone: where responses of a group are compared, it has no others to lose to.
 

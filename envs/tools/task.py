@@ -81,4 +81,8 @@ class ToolTask(Task):
         after = messages[len(self._before) + 1 :]
         said = [message["content"] for message in after if message["role"] == "assistant"]
         replies = [message["content"] for message in after if message["role"] != "assistant"]
-        return said, replies, said[-1] if said and is_final(said[-1], self.tools) else ""
+        return said, replies, self._final(said[-1]) if said else ""
+
+    def _final(self, message: str) -> str:
+        """The conversation's last message; nothing where it is a call."""
+        return message if is_final(message, self.tools) else ""

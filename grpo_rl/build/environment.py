@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.by_name import is_name
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.own import check_prompts, check_task_of
 from grpo_rl.envs.spec import task_spec
+from grpo_rl.envs.task import Task
+from grpo_rl.run.held_out import HeldOutTask, Plan
 from grpo_rl.settings.derived import eval_source, train_source
+from grpo_rl.settings.evaluation import beside_training
 from grpo_rl.settings.schema import Settings
+
+
+OF_DATA = ("dataset", "path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
+"""Settings of ``env`` that say where rows come from; the others are the task's and the environment's."""
 
 
 def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
@@ -19,8 +29,7 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
         ValueError: the data can't be found or read, or a prompt is too long and ``env.long_prompt`` is ``error``.
     """
     given = settings.env
-    of_data = ("dataset", "path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
-    own = {name: given[name] for name in given if name not in of_data}
+    own = {name: given[name] for name in given if name not in OF_DATA}
     env = task_spec(given.dataset)(
         path=train_source(settings),
         tokenizer=tokenizer,
@@ -32,6 +41,65 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
         check_task_of(env, given.dataset)
     env.check_prompts()
     return env
+
+
+def make_eval_env(settings: Settings, tokenizer: PreTrainedTokenizerBase | None, rows: int | None = None) -> Any:
+    """The environment of the first ``rows`` held-out rows of ``env.dataset``; without a tokenizer, its task alone.
+
+    Raises:
+        ValueError: the data can't be found or read, has fewer rows, or a prompt is too long.
+    """
+    spec, path = task_spec(settings.env.dataset), eval_source(settings)
+    own = {name: settings.env[name] for name in settings.env if name not in OF_DATA}
+    if tokenizer is None:
+        shared = inspect.signature(LLMEnv.__init__).parameters.keys()
+        task = spec.make_task(path, "test", **{name: value for name, value in own.items() if name not in shared})
+        if settings.env.rewards:
+            raise ValueError("env.rewards is added by an environment with a tokenizer, which an endpoint has not")
+        _take(task, rows, settings.env.dataset)
+        return task
+    env = spec(
+        tokenizer=tokenizer,
+        max_prompt_tokens=settings.inference_model.max_model_len - settings.sampling.max_new_tokens,
+        seed=settings.train.seed,
+        path=path,
+        split="test",
+        **own,
+    )
+    _take(env.task, rows, settings.env.dataset)
+    for i, row in enumerate(env.task.rows):
+        _check_prompt(env, row, i)
+    return env
+
+
+def eval_plan(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Plan:
+    """What is evaluated beside greedy responses to the training task's held-out rows.
+
+    Raises:
+        ValueError: the data of a task can't be found or read, has fewer rows, or a prompt is too long.
+    """
+    wanted, tasks = settings.evaluate, []
+    for given in wanted.tasks:
+        name, rows = given["task"], given["rows"]
+        env = make_eval_env(beside_training(settings, name, given.get("path")), tokenizer, rows)
+        tasks.append(HeldOutTask(name, env, env.task.rows, given.get("samples", 0)))
+    return Plan(
+        wanted.samples, wanted.temperature, settings.train.seed, tasks, wanted.score, wanted.keep_best, wanted.patience
+    )
+
+
+def _take(task: Task, rows: int | None, name: str) -> None:
+    if rows is not None and len(task.rows) < rows:
+        raise ValueError(f"{name}: {rows} held-out rows are asked for, and the data has {len(task.rows)}")
+    task.rows = [task.rows[i] for i in range(len(task.rows) if rows is None else rows)]
+
+
+def _check_prompt(env: LLMEnv, row: dict, i: int) -> None:
+    if env.max_prompt_tokens is not None and (tokens := len(env.encode(row))) > env.max_prompt_tokens:
+        raise ValueError(
+            f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; raise "
+            "inference_model.max_model_len or lower evaluate.rows"
+        )
 
 
 def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
@@ -58,10 +126,5 @@ def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
     if len(rows) < wanted:
         raise ValueError(f"evaluate.rows={wanted}, but the held-out data has {len(rows)} rows")
     for i in range(wanted):
-        row = rows[i]
-        if (tokens := len(env.encode(row))) > env.max_prompt_tokens:
-            raise ValueError(
-                f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; raise "
-                "inference_model.max_model_len or lower evaluate.rows"
-            )
+        _check_prompt(env, rows[i], i)
     return [rows[i] for i in range(wanted)]

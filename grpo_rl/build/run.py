@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from grpo_rl.build import devices, sync, training
-from grpo_rl.build.environment import eval_rows, make_env
+from grpo_rl.build.environment import eval_plan, eval_rows, make_env
 from grpo_rl.collectors.base import Collector
 from grpo_rl.collectors.broadcast import BroadcastCollector
 from grpo_rl.diagnosis.mismatch import Mismatch
@@ -29,6 +29,7 @@ from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.parts import Parts
 from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.step_metrics import step_metrics
+from grpo_rl.run.summary import best_kept
 from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
@@ -76,7 +77,7 @@ def build_run(
     with start_phase(f"reading the data of {settings.env.dataset}"):
         tokenizer = load_tokenizer(model, settings.model.chat_template)
         env = make_env(settings, tokenizer)
-        rows = eval_rows(settings, env)
+        rows, evaluation = eval_rows(settings, env), eval_plan(settings, tokenizer)
     loss, buffer = training.make_loss(settings), training.make_buffer(settings)
     advantages = training.make_advantages(settings, env.task.reward_parts)
     with ExitStack() as stack:
@@ -135,13 +136,15 @@ def build_run(
             batching,
             derived.needs_old_log_probs(settings),
         )
+        sampling, best = Sampling(**settings.sampling), _best(folder, logs, settings.evaluate.keep_best, ranks)
+        held_out = HeldOut(env, rows, sampling, folder.eval_before, folder.eval_after, evaluation, best)
         mismatch = Mismatch(settings.mismatch.bound, max_staleness=derived.max_staleness(settings))
         with Run(
             folder,
             logs,
             parts,
             RunDiagnosis(parts, mismatch, Sampling(**settings.sampling), alone=ranks is None),
-            HeldOut(env, rows, Sampling(**settings.sampling), folder.eval_before, folder.eval_after),
+            held_out,
             partial(step_metrics, mismatch, roofline, settings.train.max_refills > 0),
             interrupt,
             RunOptions(
@@ -168,6 +171,19 @@ def _open_folder(settings: Settings, own: str | Path, model: Path, ranks: Ranks 
         model_bytes,
     )
     return RunFolder(own, settings.resume, settings.as_json(), settings.as_text(), room, settings.train, ranks)
+
+
+def _best(folder: RunFolder, logs: RunLogs, keeps: bool, ranks: Ranks | None) -> dict | None:
+    """The tracker's state in the checkpoint of a resumed run, without the best where its model is not kept."""
+    state = folder.restored[1].get("eval_best") if folder.restored else None
+    if not (state and keeps):
+        return state
+    kept = best_kept(folder.path) if folder.rank_zero else None
+    kept = ranks.broadcast(kept) if ranks else kept
+    if state["best"] and kept != state["best"][0]:
+        logs.note(f"The best model, of step {state['best'][0]}, is not there; the next evaluation is the best so far")
+        state = {**state, "best": None}
+    return state
 
 
 @contextmanager

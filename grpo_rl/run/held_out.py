@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +12,62 @@ import numpy as np
 
 from grpo_rl.engines.base import Sampler, Sampling
 from grpo_rl.envs.base import LLMEnv
+from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.held_out_log import HeldOutLog
+from grpo_rl.run.best import BestTracker
 from grpo_rl.run.summary import write_evaluation
-from grpo_rl.training.evaluate import Evaluation, evaluate, paired_gain
+from grpo_rl.training.evaluate import Evaluation, evaluate, row_scores
+
+
+@dataclass(frozen=True)
+class HeldOutTask:
+    """Another task that is evaluated beside the training one: its first rows, with so many sampled responses each."""
+
+    name: str
+    env: LLMEnv
+    rows: Sequence[dict[str, Any]]
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is evaluated beside the greedy responses of the training task, and what follows from it.
+
+    Args:
+        samples: responses to each row of the training task at ``temperature``; 0: none.
+        seed: of sampled responses, the same in every evaluation.
+        tasks: other tasks.
+        score: the score that :attr:`best` follows, such as ``reward``, ``pass@4`` or ``math/accuracy``.
+    """
+
+    samples: int = 0
+    temperature: float = 1.0
+    seed: int = 0
+    tasks: Sequence[HeldOutTask] = ()
+    score: str = "reward"
+    keep_best: bool = False
+    patience: int = 0
+
+
+@dataclass
+class Evaluated:
+    """One evaluation: its metrics, and whether it is the best so far."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    is_best: bool = False
 
 
 class HeldOut:
     """Evaluates held-out rows greedily, and remembers the first and the last evaluation.
+
+    With a :class:`Plan` it evaluates sampled responses and other tasks, too, and follows the best evaluation.
 
     Args:
         rows: held-out rows; an empty list turns evaluation off.
         sampling: of training, whose lengths and ends of responses are kept.
         before: rewards of the evaluation before training, if the resumed run has it.
         last: step and rewards of the newest evaluation, if the resumed run has it.
+        best: state of the tracker of the best evaluation, if the resumed run has it.
     """
 
     def __init__(
@@ -32,21 +77,46 @@ class HeldOut:
         sampling: Sampling,
         before: Sequence[float] = (),
         last: tuple[int, Sequence[float]] | None = None,
+        plan: Plan = Plan(),
+        best: Mapping[str, Any] | None = None,
     ) -> None:
         self._env, self.rows = env, list(rows)
         ends = {"max_new_tokens": sampling.max_new_tokens, "stop": sampling.stop, "ignore_eos": sampling.ignore_eos}
         self._sampling = Sampling(temperature=0.0, **ends)
+        self._plan, self.tracker = plan, BestTracker(plan.patience)
+        if best:
+            self.tracker.restore(best)
         self.before = list(before)
         self._newest: Evaluation | None = None
         self.evaluated_at, self.after = (last[0], list(last[1])) if last else (None, [])
 
-    def evaluate(self, step: int, engine: Sampler, on_rank_zero: Callable[[Callable[[], Any]], Any]) -> Evaluation:
+    def evaluate(self, step: int, engine: Sampler, on_rank_zero: Callable[[Callable[[], Any]], Any]) -> Evaluated:
         """Evaluates after a step, on rank zero for all ranks; step 0 is the evaluation before training."""
-        evaluation = on_rank_zero(lambda: evaluate(self._env, engine, self.rows, self._sampling))
+        evaluation, scores = on_rank_zero(lambda: self._evaluate(self._env, self.rows, self._plan.samples, engine))
         self.evaluated_at, self.after, self._newest = step, evaluation.rewards, evaluation
         if step == 0:
             self.before = evaluation.rewards
-        return evaluation
+        metrics = evaluation.metrics()
+        for task in self._plan.tasks:
+            of_task, more = on_rank_zero(lambda task=task: self._evaluate(task.env, task.rows, task.samples, engine))
+            metrics |= {name.replace("eval/", f"eval/{task.name}/", 1): v for name, v in of_task.metrics().items()}
+            scores |= {f"{task.name}/{name}": values for name, values in more.items()}
+        metrics |= {f"eval/{name}": _mean(values) for name, values in scores.items()}
+        if not (self._plan.keep_best or self._plan.patience):
+            return Evaluated(metrics)
+        if self._plan.score not in scores:
+            raise ValueError(f"evaluate.score={self._plan.score} is none of {', '.join(scores)}")
+        return Evaluated(metrics, self.tracker.add(step, scores[self._plan.score]) and self._plan.keep_best)
+
+    def _evaluate(
+        self, env: LLMEnv, rows: Sequence[dict[str, Any]], samples: int, engine: Sampler
+    ) -> tuple[Evaluation, dict[str, list[float]]]:
+        """The greedy evaluation of a task, and all scores of its rows."""
+        greedy, sampled = evaluate(env, engine, rows, self._sampling), None
+        if samples:
+            sampling = replace(self._sampling, temperature=self._plan.temperature)
+            sampled = evaluate(env, engine, rows, sampling, samples, self._plan.seed)
+        return greedy, row_scores(greedy, sampled)
 
     def keep(self, folder: Path, step: int) -> None:
         """Stores the rewards and responses of this step's evaluation; called after its metrics are logged."""
@@ -64,9 +134,25 @@ class HeldOut:
         """Held-out reward before and after ``step``, with the paired gain and its 95 % interval, as far as known."""
         if not self.before:
             return {}
-        before: dict[str, object] = {"eval_before": float(np.nanmean(self.before))}
+        before: dict[str, object] = {"eval_before": float(np.nanmean(self.before))} | self._of_best()
         if self.evaluated_at != step or step == 0:
             return before
         gain = paired_gain(self.before, self.after)
         after = float(np.nanmean(self.after))
         return before | {"eval_after": after, "eval_gain": gain.mean, "eval_gain_ci95": gain.ci95}
+
+    def _of_best(self) -> dict[str, object]:
+        """The best evaluation and the reason why the run was stopped, for ``summary.json``."""
+        found: dict[str, object] = {}
+        if self.tracker.best:
+            step, scores = self.tracker.best
+            found = {"best_step": step, f"best_{self._plan.score}": _mean(scores)}
+        if reason := self.tracker.stop_reason:
+            found["stopped_early"] = reason
+        return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean of the rows that have a score; NaN where none has."""
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.mean(known)) if known else math.nan

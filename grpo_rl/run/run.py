@@ -18,7 +18,7 @@ from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.parts import Parts
-from grpo_rl.run.summary import end_run, write_end
+from grpo_rl.run.summary import end_run, keep_best, write_end
 from grpo_rl.settings.sections import Train
 from grpo_rl.training.optimizer import StepResult
 
@@ -140,7 +140,7 @@ class Run:
         parts, total = self.parts, self.options.train.total_dialog_turns
         self._training = True
         parts.begin_collecting()
-        while self.collected < total:
+        while self.collected < total and not self._held_out.tracker.stop_reason:
             self.record = StepRecord(self._ranks, [self._diagnosis.observe, *self.logs.observers])
             self._diagnosis.mismatch.begin()
             self.logs.progress.phase(self.options.collecting)
@@ -229,8 +229,12 @@ class Run:
     def _evaluate(self) -> dict[str, float]:
         self.logs.progress.phase("evaluating")
         start = time.perf_counter()
-        evaluation = self._held_out.evaluate(self.step, self.parts.engine, self.parts.weights.on_rank_zero)
-        return evaluation.metrics() | {"time/evaluate_s": time.perf_counter() - start}
+        evaluated = self._held_out.evaluate(self.step, self.parts.engine, self.parts.weights.on_rank_zero)
+        if evaluated.is_best:
+            keep_best(self.folder.path, self.step, self.parts, self.options.export)
+        if reason := self._held_out.tracker.stop_reason:
+            self.logs.note(f"Stopped early: {reason}")
+        return evaluated.metrics | {"time/evaluate_s": time.perf_counter() - start}
 
     def save_checkpoint(self) -> Path:
         """Writes a checkpoint of the current step, unless there is one."""
@@ -243,6 +247,7 @@ class Run:
             "collected": self.collected,
             "config": self.folder.config,
             "eval_before": self._held_out.before,
+            "eval_best": self._held_out.tracker.state(),
             "seconds": self.seconds,
         } | self.parts.state()
 
@@ -264,7 +269,8 @@ class Run:
 
     def _summary(self) -> dict[str, object]:
         return {
-            "finished": self.collected >= self.options.train.total_dialog_turns,
+            "finished": self.collected >= self.options.train.total_dialog_turns
+            or bool(self._held_out.tracker.stop_reason),
             "steps": self.step,
             "seconds": round(self.seconds, 1),
             "seed": self.options.train.seed,

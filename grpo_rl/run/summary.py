@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,8 @@ from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.parts import Parts
 from grpo_rl.storage.whole_file import write_whole
 
+BEST, BEST_MODEL = "best.json", "best_model"
+
 
 def end_run(logs: RunLogs, parts: Parts, summary: dict[str, object], checkpoint: Path, adapters: str) -> None:
     """Exports the model, its adapters ``merged`` or as ``adapter``, writes summary and report, and shows them."""
@@ -24,6 +27,23 @@ def end_run(logs: RunLogs, parts: Parts, summary: dict[str, object], checkpoint:
     export(parts.policy.model, parts.tokenizer, model, adapters, parts.policy.peers)
     report = write_end(logs, summary, checkpoint)
     logs.last_words = summary_panel(summary, checkpoint=checkpoint, model=model, report=report)
+
+
+def keep_best(folder: Path, step: int, parts: Parts, adapters: str) -> None:
+    """Exports the model of the best evaluation so far, in the place of the one before; ``best.json`` has its step."""
+    # First away: a run that is killed in between must not find the old model under the new step, or half of each.
+    (folder / BEST).unlink(missing_ok=True)
+    shutil.rmtree(folder / BEST_MODEL, ignore_errors=True)
+    export(parts.policy.model, parts.tokenizer, folder / BEST_MODEL, adapters, parts.policy.peers)
+    write_whole(folder / BEST, json.dumps({"step": step}) + "\n")
+
+
+def best_kept(folder: Path) -> int | None:
+    """The step of the best model that is kept whole; None if none is."""
+    try:
+        return int(json.loads((folder / BEST).read_text())["step"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def write_end(logs: RunLogs, summary: dict[str, object], checkpoint: Path) -> Path | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -121,8 +123,10 @@ def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
     """
     words = choosing_configs(overrides)
     check_overrides(words, dataset_of(words, config_name))
+    # A script that Hydra runs has a loader already, of the same folder, and must keep it.
+    running = GlobalHydra.instance().is_initialized()
     try:
-        with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        with nullcontext() if running else initialize_config_dir(str(FOLDER), version_base="1.3"):
             return compose(config_name, overrides=words)
     except (HydraException, YAMLError) as error:
         raise ValueError(explained(error, [config_name, *words], [FOLDER])) from error

@@ -63,6 +63,14 @@ def _checked(cfg: DictConfig, mode: str) -> Settings:
     settings = Settings.read(cfg)
     check_machine(settings, mode)
     return settings
+def objective(summary: object) -> float | None:
+    """The number that a sweep maximises: the run's paired gain in held-out reward; None where none was measured.
+
+    >>> objective({"steps": 4, "eval_gain": 0.25}), objective({"steps": 4})
+    (0.25, None)
+    """
+    gain = summary.get("eval_gain") if isinstance(summary, dict) else None
+    return None if gain is None else float(gain)
 
 
 def main(config_name: str, mode: str = "sync") -> Callable:
@@ -78,9 +86,15 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             tqdm.set_lock(threading.RLock())  # tqdm's own lock may stay in /dev/shm when the run is killed
             try:
-                return function(_checked(cfg, mode))
+                result = function(_checked(cfg, mode))
+                return objective(result) if HydraConfig.get().mode == RunMode.MULTIRUN else result
             except RunIsOver:
                 return None  # exit code 0, as for a run that ends
+            except SystemExit as error:
+                # A trial that failed by itself, as with a dead engine, is one failed trial; Ctrl-C has no cause.
+                if HydraConfig.get().mode == RunMode.MULTIRUN and error.__cause__ is not None:
+                    raise RuntimeError(str(error)) from error.__cause__
+                raise
             except ValueError as error:
                 # A Run turns later failures into other errors, so this is a wrong setting, which needs no traceback.
                 # In a sweep an exit would prevent the other jobs.

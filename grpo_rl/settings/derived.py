@@ -109,7 +109,13 @@ def responses_at_once(settings: Sections, engines: int = 1) -> int:
     """Responses that one of so many engines is sent at a time: those of training, or the rows of an evaluation."""
     prompts = settings.env.num_envs * (1 + max_staleness(settings))
     largest = max(settings.env.repeats, *(size for _, size in settings.train.repeats_schedule), 0)
-    return max(math.ceil(prompts / engines) * largest, math.ceil(settings.evaluate.rows / engines))
+    return max(math.ceil(prompts / engines) * largest, math.ceil(_evaluated_at_once(settings) / engines))
+
+
+def _evaluated_at_once(settings: Sections) -> int:
+    evaluate = settings.evaluate
+    others = [int(task["rows"]) * max(int(task.get("samples", 0)), 1) for task in evaluate.tasks]
+    return max(evaluate.rows * max(evaluate.samples, 1), *others, 0)
 
 
 def loss_terms(settings: Sections) -> dict[str, Any]:

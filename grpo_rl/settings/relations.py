@@ -10,6 +10,7 @@ from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.derived import adapters, group_sizes, kl_in_reward, loss_terms
 from grpo_rl.settings.models import LoRASection
 from grpo_rl.settings.sections import Sections, declarations
+from grpo_rl.settings.tasks import ALIASES, TASKS
 from grpo_rl.training.schedules import AdaptiveKL
 
 
@@ -44,6 +45,35 @@ def _check_data(settings: Sections) -> None:
         raise ValueError("env.eval_path needs env.corpus: the documents beside env.path do not answer its questions")
     if settings.evaluate.rows == 1:
         raise ValueError("evaluate.rows is 1; use 0, or at least 2: one row gives no interval")
+    _check_evaluate(settings)
+
+
+def _check_evaluate(settings: Sections) -> None:
+    evaluate = settings.evaluate
+    wants = {"samples": evaluate.samples, "tasks": evaluate.tasks, "keep_best": evaluate.keep_best}
+    wants["patience"] = evaluate.patience
+    if not evaluate.rows and (idle := [name for name, value in wants.items() if value]):
+        raise ValueError(f"evaluate.{idle[0]} is set, and evaluate.rows=0 evaluates nothing; set evaluate.rows")
+    if evaluate.patience and not evaluate.frequency:
+        raise ValueError(
+            f"evaluate.patience={evaluate.patience} counts evaluations in training; set evaluate.frequency"
+        )
+    for i, task in enumerate(evaluate.tasks):
+        where = f"evaluate.tasks[{i}]"
+        if unknown := sorted(task.keys() - {"task", "rows", "samples", "path"}):
+            raise ValueError(f"{where} has {', '.join(unknown)}; it takes task, rows, samples and path")
+        names = (*TASKS, *ALIASES)
+        if task.get("task") not in names:
+            raise ValueError(f"{where}.task is {task.get('task')!r}; it can be {', '.join(names)}")
+        for name, least in (("rows", 2), ("samples", 0)):
+            value = task.get(name, least)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{where}.{name} is {value!r}; it must be a whole number, {least} or more")
+        if "rows" not in task:
+            raise ValueError(f"{where} lacks rows, the number of its held-out rows")
+    names = [task["task"] for task in evaluate.tasks]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"evaluate.tasks names {twice[0]} twice")
 
 
 def _check_sampling(settings: Sections) -> None:

@@ -161,6 +161,25 @@ class Evaluate(Section):
 
     rows: int = setting(0, "held-out rows evaluated before and after training, greedily; 0: none", at_least=0)
     frequency: int = setting(0, "steps between evaluations during training; 0: only before and after", at_least=0)
+    samples: int = setting(
+        0, "responses to each row beside the greedy one, for eval/pass@k and eval/maj@k; 0: none", at_least=0
+    )
+    temperature: float = setting(1.0, "temperature of those responses", more_than=0, at_most=2)
+    tasks: tuple[Mapping[str, Any], ...] = setting(
+        (),
+        "other tasks, logged as eval/TASK/reward and so on: a list of {task: math, rows: 50}, with samples and path "
+        "where wanted",
+    )
+    keep_best: bool = setting(False, "keep the model of the best evaluation in best_model/")
+    patience: int = setting(
+        0,
+        "evaluations in a row that are not better by paired interval, after which the run stops (docs/evaluation.md); "
+        "0: it does not",
+        at_least=0,
+    )
+    score: str = setting(
+        "reward", "the score that keep_best and patience follow: reward | accuracy | pass@4 | math/accuracy | …"
+    )
 
 
 class Logger(Section):

@@ -154,3 +154,5 @@ TASKS: Mapping[str, type[Section]] = {
     "prompt_response": PromptResponse,
 }
 """The values of ``env.dataset``, each with its own settings."""
+ALIASES = {"math500": "math"}
+"""Names of test sets, and the task that they are the held-out rows of."""

@@ -1,33 +1,39 @@
-"""Held-out evaluation: greedy rewards, the gain between two evaluations with its interval, and pass@k."""
+"""Held-out evaluation: responses to held-out rows, judged, and the scores of each row."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from scipy import stats
 
 from grpo_rl.collectors.multi_turn import begin, judge, play
-from grpo_rl.engines.base import Sampler, Sampling
-from grpo_rl.envs.base import LLMEnv, Reward
+from grpo_rl.engines.base import Sampler, Samples, Sampling
+from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
+from grpo_rl.envs.task import last_said
+from grpo_rl.training.pass_at_k import ks, majority, pass_at_k
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One response to each held-out row, judged.
+    """Responses to held-out rows, judged; lists have the responses to one row side by side.
 
     Args:
-        rewards: total reward of each row; NaN where its scorer failed.
+        rewards: total reward of each response; NaN where its scorer failed.
         parts: mean of each named part of the reward.
-        measures: mean of each number beside the reward, over the rows that have it.
+        measures: mean of each number beside the reward, over the responses that have it.
         prompts: as text, the way the policy read them.
         completions: the responses as text.
         lengths: tokens of each response.
         truncated: which responses reached the length limit.
+        samples: responses to each row.
+        correct: whether each response is right; None where that can't be told.
+        answers: the final answer of each response, equal ones written alike; empty if the task knows none.
     """
 
     rewards: list[float]
@@ -37,10 +43,13 @@ class Evaluation:
     completions: list[str]
     lengths: list[int]
     truncated: list[bool]
+    samples: int = 1
+    correct: Sequence[bool | None] = ()
+    answers: Sequence[str | None] = ()
 
     @property
     def reward(self) -> float:
-        """Mean reward over the rows that were judged."""
+        """Mean reward over the responses that were judged."""
         return float(np.nanmean(self.rewards))
 
     def metrics(self) -> dict[str, float]:
@@ -56,123 +65,141 @@ class Evaluation:
             "eval/failed": float(np.isnan(self.rewards).sum()),
         }
 
+    def row_rewards(self) -> list[float]:
+        """The mean reward of each row's responses that were judged; NaN where none was."""
+        rows = np.reshape(self.rewards, (-1, self.samples))
+        return [float(np.nanmean(row)) if not np.isnan(row).all() else math.nan for row in rows]
 
-def evaluate(env: LLMEnv, engine: Sampler, rows: Sequence[dict[str, Any]], sampling: Sampling) -> Evaluation:
-    """Rewards of one response to each row.
+    def row_scores(self) -> dict[str, list[float]]:
+        """One number per row for each score: ``accuracy`` of one response; of several ``pass@k`` and ``maj@k``.
+
+        NaN stands for a row of which less than k responses were judged. Tasks that don't tell what is right have no
+        score, and those without final answers no majority; ``tied`` is 1 where answers tied for it.
+        """
+        if all(known is None for known in self.correct):
+            return {}
+        n, scores = self.samples, {}
+        for at in range(0, len(self.rewards), n):
+            known = [i for i in range(at, at + n) if self.correct[i] is not None]
+            right = [bool(self.correct[i]) for i in known]
+            row = {f"pass@{k}": pass_at_k(len(right), sum(right), k) if len(right) >= k else math.nan for k in ks(n)}
+            if n == 1:
+                row = {"accuracy": row["pass@1"]}
+            elif self.answers:
+                value, tied = majority([self.answers[i] for i in known], right)
+                row |= {f"maj@{n}": value if known else math.nan, "tied": float(tied)}
+            for name, value in row.items():
+                scores.setdefault(name, []).append(value)
+        return scores
+
+
+def row_scores(greedy: Evaluation, sampled: Evaluation | None) -> dict[str, list[float]]:
+    """All scores of each row: ``reward`` and ``accuracy`` of the greedy response, ``sampled_reward``, pass@k, maj@k."""
+    scores = {"reward": greedy.row_rewards(), **greedy.row_scores()}
+    return scores | {"sampled_reward": sampled.row_rewards(), **sampled.row_scores()} if sampled else scores
+
+
+def evaluate(
+    env: LLMEnv,
+    engine: Sampler,
+    rows: Sequence[dict[str, Any]],
+    sampling: Sampling,
+    samples: int = 1,
+    seed: int = 0,
+) -> Evaluation:
+    """The judged responses to each row.
 
     With ``Sampling(temperature=0.0)`` responses are greedy, so that two evaluations differ by their weights alone and
-    their rows pair up for :func:`paired_gain`.
+    their rows pair up for `grpo_rl.intervals.paired_gain`. At other temperatures an engine in this process draws with
+    ``seed``, the same in every evaluation, and its generators are put back behind it; engines in other processes draw
+    with their own.
 
     Args:
         env: prompts, replies and scores; the rows need not be its own.
+        samples: responses to each row.
 
     Raises:
         ValueError: there is no row, or no response could be judged.
     """
     if not rows:
         raise ValueError("no row to evaluate; give a held-out file with rows (env.eval_path) or set evaluate.rows=0")
-    trajectories = [begin(env, row, f"held-out row {i}", env.encode(row)) for i, row in enumerate(rows)]
-    if env.max_turns > 1:
-        play(env, engine, sampling, trajectories)
-    else:
-        samples = engine.generate([trajectory.prompt_ids for trajectory in trajectories], 1, sampling)
-        for trajectory, sample in zip(trajectories, samples, strict=True):
-            trajectory.add_turn(sample, env.decode(sample.response_ids))
-    results = [judge(env, [trajectory])[0] for trajectory in trajectories]
-    judged = [result for result in results if isinstance(result, Reward)]
-    if not judged:
-        raise ValueError(f"none of the {len(rows)} held-out responses could be judged; the last: {results[-1]}")
+    groups = []
+    for i, row in enumerate(rows):
+        ids = env.encode(row)
+        groups.append([begin(env, row, f"held-out row {i}", ids) for _ in range(samples)])
+    with _seeded(seed) if sampling.temperature else contextlib.nullcontext():
+        if env.max_turns > 1:
+            play(env, engine, sampling, [trajectory for group in groups for trajectory in group])
+        else:
+            sampled = engine.generate([group[0].prompt_ids for group in groups], samples, sampling)
+            for group, responses in zip(groups, sampled, strict=True):
+                for trajectory, response in zip(group, _one_by_one(responses), strict=True):
+                    trajectory.add_turn(response, env.decode(response.response_ids))
+    trajectories = [trajectory for group in groups for trajectory in group]
+    return judged(
+        env.task,
+        [result for group in groups for result in judge(env, group)],
+        [env.decode(trajectory.prompt_ids) for trajectory in trajectories],
+        [trajectory.dialog.messages for trajectory in trajectories],
+        [trajectory.dialog.text for trajectory in trajectories],
+        [sum(trajectory.trainable) for trajectory in trajectories],
+        [trajectory.truncated for trajectory in trajectories],
+        samples,
+    )
+
+
+def judged(
+    task: Task,
+    results: Sequence[Reward | Failure],
+    prompts: list[str],
+    dialogs: Sequence[list[dict[str, str]]],
+    texts: list[str],
+    lengths: list[int],
+    truncated: list[bool],
+    samples: int,
+) -> Evaluation:
+    """The evaluation of responses with their rewards, however they were sampled.
+
+    Raises:
+        ValueError: no response could be judged.
+    """
+    rewards = [result for result in results if isinstance(result, Reward)]
+    if not rewards:
+        raise ValueError(f"none of the {len(results)} held-out responses could be judged; the last: {results[-1]}")
+    answers: list[str | None] = []
+    for at in range(0, len(dialogs), samples):
+        answers += task.final_answers([last_said(messages) for messages in dialogs[at : at + samples]]) or []
     return Evaluation(
         rewards=[result.total if isinstance(result, Reward) else math.nan for result in results],
-        parts=_means([reward.parts for reward in judged]),
-        measures=_means([reward.measures for reward in judged]),
-        prompts=[env.decode(trajectory.prompt_ids) for trajectory in trajectories],
-        completions=[trajectory.dialog.text for trajectory in trajectories],
-        lengths=[sum(trajectory.trainable) for trajectory in trajectories],
-        truncated=[trajectory.truncated for trajectory in trajectories],
+        parts=_means([reward.parts for reward in rewards]),
+        measures=_means([reward.measures for reward in rewards]),
+        prompts=prompts,
+        completions=texts,
+        lengths=lengths,
+        truncated=truncated,
+        samples=samples,
+        correct=[task.is_right(result) if isinstance(result, Reward) else None for result in results],
+        answers=answers,
     )
+
+
+def _one_by_one(samples: Samples) -> Iterator[Samples]:
+    """Each response of a group by itself, without what training alone needs."""
+    for ids, log_probs, truncated in zip(
+        samples.responses, samples.log_probs.split(samples.offsets.diff().tolist()), samples.truncated, strict=True
+    ):
+        yield Samples(ids, log_probs, torch.tensor([0, len(ids)]), truncated[None], samples.version)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Torch's generators begin at ``seed``, and are put back afterwards: an evaluation must not change training."""
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
 
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean of each name over the rows that have it."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}
-
-
-@dataclass(frozen=True)
-class Gain:
-    """Mean of the paired difference and its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def ci95(self) -> list[float]:
-        """The interval as ``summary.json`` holds it."""
-        return [self.low, self.high]
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} (95 % interval {self.low:+.3f} to {self.high:+.3f})"
-
-
-def paired_gain(before: Sequence[float], after: Sequence[float], seed: int = 0) -> Gain:
-    """Mean of ``after - before`` over the same rows, with a bootstrap 95 % interval.
-
-    Rows are resampled as pairs: some rows are hard before and after, and the spread between rows is not spread of the
-    gain. The interval is BCa (bias-corrected and accelerated; Efron 1987, https://doi.org/10.2307/2289144), which
-    allows for the skew of rewards that are mostly 0 or 1. Where BCa is undefined, the plain percentile interval takes
-    its place; where every row gained the same, resampling can show no spread, and the interval is that one point. Rows
-    that could not be judged before or after (NaN) are left out.
-
-    Raises:
-        ValueError: the lengths differ, a reward is infinite, or there are fewer than two rows.
-
-    >>> paired_gain([0.0, 1.0, 0.5], [0.5, 1.5, 1.0])
-    Gain(mean=0.5, low=0.5, high=0.5)
-    """
-    if len(before) != len(after):
-        raise ValueError(f"{len(before)} rewards before and {len(after)} after; a paired gain needs the same rows")
-    if len(before) < 2:
-        raise ValueError(f"{len(before)} row(s) give no interval; evaluate at least 2 (evaluate.rows)")
-    pair = np.asarray([before, after], dtype=float)
-    if np.isinf(pair).any():
-        raise ValueError(f"{int(np.isinf(pair).sum())} of {pair.size} rewards are infinite")
-    difference = pair[1] - pair[0]
-    difference = difference[~np.isnan(difference)]
-    if len(difference) < 2:
-        raise ValueError(f"{len(difference)} row(s) were judged before and after; an interval needs at least 2")
-    mean = float(difference.mean())
-    if np.ptp(difference) == 0:
-        return Gain(mean, mean, mean)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # an undefined BCa interval comes back as NaN
-        for method in ("BCa", "percentile"):
-            result = stats.bootstrap(
-                (difference,), np.mean, n_resamples=9999, batch=1000, method=method, rng=np.random.default_rng(seed)
-            )
-            low, high = map(float, result.confidence_interval)
-            if np.isfinite([low, high]).all():
-                break
-    return Gain(mean, low, high)
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of ``k`` responses is right: 1 - C(n - c, k) / C(n, k).
-
-    Source: Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1. The obvious 1 - (1 - c/n)^k is too low.
-
-    Raises:
-        ValueError: unless 0 <= num_correct <= num_samples and 1 <= k <= num_samples.
-
-    Of 5 responses 2 are right; of the 10 ways to pick 3 of them, 1 has no right one:
-
-    >>> pass_at_k(5, 2, 3)
-    0.9
-    """
-    if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
-        raise ValueError(
-            f"pass@{k} of {num_samples} responses with {num_correct} correct: "
-            "needs 0 <= correct <= responses and 1 <= k <= responses"
-        )
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

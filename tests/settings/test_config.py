@@ -136,7 +136,7 @@ BY_HAND = {
     "a list of numbers": "optimizer.betas",
     "a list of whole numbers": "train_model.devices ref_model.devices inference_model.devices env.puzzles.sizes",
     "a list of pairs of whole numbers": "train.repeats_schedule",
-    "a list of mappings": "env.examples",
+    "a list of mappings": "env.examples evaluate.tasks",
     "a list of texts": "sampling.stop",
     "text or a list of names": "train_model.lora.targets",
     "text, a list or a mapping": "env.reward",

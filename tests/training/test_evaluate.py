@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-import itertools
 import math
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from scipy import stats
+import torch
 
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.envs.base import LLMEnv, Reward, Task, Unjudgeable
-from grpo_rl.training.evaluate import evaluate, paired_gain, pass_at_k
+from grpo_rl.intervals import paired_gain
+from grpo_rl.training.evaluate import evaluate
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=2)
 
@@ -91,74 +89,67 @@ def test_no_rows_is_an_error():
         run([])
 
 
-def test_the_interval_of_a_paired_gain_ignores_the_spread_between_rows():
-    rng = np.random.default_rng(1)
-    before = rng.normal(0, 100, 60)  # rows differ wildly
-    after = before + 1 + rng.normal(0, 0.1, 60)  # and gain about 1 each
-    gain = paired_gain(before, after)
-    # Standard error 0.1 / sqrt(60) = 0.013, so the interval is about 1 +- 0.026; unpaired it would be +- 36.
-    assert 0.94 < gain.low < gain.mean < gain.high < 1.06
-    assert gain.ci95 == [gain.low, gain.high]
+class Counting(Task):
+    """Right responses state the row's answer; the token is the answer."""
+
+    reward_parts = ("correct", "format")
+    correct_part = "correct"
+    rows = ({"question": "unused", "answer": ""},)
+    prompt = Doubling.prompt
+
+    def score(self, row, response):
+        return Reward({"correct": 2.0 * (response == row["answer"]), "format": 0.5})
+
+    def final_answers(self, responses):
+        return [None if response == "0" else response for response in responses]
 
 
-def test_the_interval_agrees_with_students_t_where_that_holds():
-    difference = np.random.default_rng(2).normal(0.3, 1.0, 200)
-    gain = paired_gain(np.zeros(200), difference, seed=3)
-    low, high = stats.t.interval(0.95, 199, loc=difference.mean(), scale=stats.sem(difference))
-    assert gain.low == pytest.approx(low, abs=0.02) and gain.high == pytest.approx(high, abs=0.02)
+class Scripted:
+    """An engine that responds to prompt [x] with the responses listed under x, and draws a number where it samples."""
+
+    def __init__(self, responses):
+        self.responses, self.drawn = responses, []
+
+    def generate(self, prompts, n, sampling):
+        if sampling.temperature:
+            self.drawn.append(float(torch.rand(())))
+        groups = [self.responses[prompt[0]][:n] for prompt in prompts]
+        return [Samples.from_lists([[i] for i in ids], [[0.0]] * n, [False] * n, version=0) for ids in groups]
 
 
-def test_the_same_seed_gives_the_same_interval():
-    before, after = [0, 0, 1, 0, 1, 0], [1, 0, 1, 1, 1, 0]
-    assert paired_gain(before, after, seed=5) == paired_gain(before, after, seed=5)
+def sampled(responses, samples, seed=0):
+    engine = Scripted(responses)
+    rows = [{"question": str(q), "answer": "7"} for q in responses]
+    return evaluate(LLMEnv(Counting(), Tokenizer(), 1, 2), engine, rows, Sampling(), samples, seed), engine
 
 
-@pytest.mark.filterwarnings("error")
-def test_equal_differences_give_a_point():
-    gain = paired_gain([0.0, 1.0, 2.0], [0.0, 1.0, 2.0])
-    assert (gain.mean, gain.low, gain.high) == (0.0, 0.0, 0.0)
+def test_several_responses_to_a_row_give_pass_at_k_and_the_majority_of_each_row():
+    result, _ = sampled({1: [7, 7, 8, 0], 2: [7, 8, 8, 8], 3: [0, 0, 0, 0]}, 4)
+    assert result.completions[:5] == ["7", "7", "8", "0", "7"]
+    assert result.row_rewards() == [1.5, 1.0, 0.5]
+    scores = result.row_scores()
+    assert scores["pass@1"] == [0.5, 0.25, 0.0]
+    # Row 1: of the 6 pairs of [right, right, wrong, wrong] 5 have a right one. Row 2: the right one is in 3 of 6.
+    assert scores["pass@2"] == [pytest.approx(5 / 6), 0.5, 0.0]
+    assert scores["pass@4"] == [1.0, 1.0, 0.0]
+    assert scores["maj@4"] == [1.0, 0.0, 0.0] and scores["tied"] == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.filterwarnings("error")
-def test_one_gaining_row_in_many_has_a_finite_interval_without_warnings():
-    after = np.zeros(50)
-    after[0] = 1.0
-    gain = paired_gain(np.zeros(50), after)
-    assert gain.mean == pytest.approx(0.02) and 0 <= gain.low <= gain.mean < gain.high
+def test_a_tie_for_the_majority_counts_by_the_share_of_right_answers_and_is_stated():
+    scores = sampled({1: [7, 7, 8, 8], 2: [5, 6, 7, 0]}, 4)[0].row_scores()
+    assert scores["maj@4"] == [0.5, pytest.approx(1 / 3)] and scores["tied"] == [1.0, 1.0]
 
 
-def test_an_undefined_bca_interval_falls_back_to_percentiles(monkeypatch):
-    real = stats.bootstrap
-
-    def bootstrap(*data, method, **settings):
-        undefined = SimpleNamespace(confidence_interval=(np.nan, np.nan))
-        return undefined if method == "BCa" else real(*data, method=method, **settings)
-
-    monkeypatch.setattr(stats, "bootstrap", bootstrap)
-    gain = paired_gain([0, 0, 0, 0], [1, 1, 1, 0])
-    assert gain.low <= 0.75 <= gain.high <= 1
+def test_one_response_gives_accuracy_and_a_task_that_knows_no_right_ones_gives_none():
+    assert sampled({1: [7], 2: [8]}, 1)[0].row_scores() == {"accuracy": [1.0, 0.0]}
+    assert run([(1, "2"), (2, "5")]).row_scores() == {}
 
 
-@pytest.mark.parametrize(
-    "before, after, message",
-    [
-        ([1.0], [2.0], "at least 2"),
-        ([1.0, 2.0], [1.0], "same rows"),
-        ([0.0, 1.0], [math.nan, 1.0], "at least 2"),
-        ([0.0, 1.0, 2.0], [math.inf, 1.0, 2.0], "1 of 6"),
-    ],
-)
-def test_what_gives_no_interval_is_refused(before, after, message):
-    with pytest.raises(ValueError, match=message):
-        paired_gain(before, after)
-
-
-@pytest.mark.parametrize("n, c, k", [(5, 2, 3), (6, 1, 2), (4, 0, 2), (4, 4, 1), (5, 3, 3)])
-def test_pass_at_k_is_the_share_of_k_subsets_with_a_correct_answer(n, c, k):
-    subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
-    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-
-
-def test_pass_at_k_refuses_more_draws_than_answers():
-    with pytest.raises(ValueError, match="pass@9 of 8 responses"):
-        pass_at_k(8, 1, 9)
+def test_sampling_draws_alike_in_every_evaluation_and_leaves_the_generator_of_training_as_it_was():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first = sampled({1: [7, 8]}, 2, seed=5)[1].drawn
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(10)
+    assert sampled({1: [7, 8]}, 2, seed=5)[1].drawn == first
+    assert sampled({1: [7, 8]}, 2, seed=6)[1].drawn != first

@@ -1,0 +1,107 @@
+"""Sources of responses: an engine with a model's folder, or an endpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from grpo_rl.build.environment import make_eval_env
+from grpo_rl.build.sync import make_engine
+from grpo_rl.engines.base import Engine, Sampling
+from grpo_rl.envs.guards.guard import ScoreGuard
+from grpo_rl.envs.task import Task, plays_turns
+from grpo_rl.evaluation.endpoint import Endpoint
+from grpo_rl.policies.hub import load_tokenizer
+from grpo_rl.settings.devices import allocate
+from grpo_rl.settings.schema import Settings
+from grpo_rl.training.evaluate import Evaluation, evaluate, judged
+
+URL = re.compile(r"https?://")
+
+
+class LocalSource:
+    """An engine that is started here, for all tasks; it starts with the first one.
+
+    Args:
+        tasks: the settings of each task, which share the engine's.
+        responses: the most that one task asks for at a time.
+    """
+
+    def __init__(self, folder: Path, tasks: dict[str, Settings], rows: int | None, samples: int) -> None:
+        self._folder, self._rows, self._samples = folder, rows, samples
+        self._engine: Engine | None = None
+        tokenizer = load_tokenizer(folder, next(iter(tasks.values())).model.chat_template)
+        # All data is read, and all prompts are measured, before the engine starts.
+        self._envs = {name: make_eval_env(settings, tokenizer, rows) for name, settings in tasks.items()}
+        self._settings = tasks
+
+    def task(self, name: str) -> Task:
+        """The task, with its held-out rows."""
+        return self._envs[name].task
+
+    def evaluate(
+        self, name: str, rows: list[dict[str, Any]], sampling: Sampling, samples: int, seed: int
+    ) -> Evaluation:
+        """The judged responses to a task's rows."""
+        if self._engine is None:
+            most = max(len(env.task.rows[: self._rows]) for env in self._envs.values()) * max(self._samples, 1)
+            settings = self._settings[name].with_values({"evaluate.rows": most})
+            heads = AutoConfig.from_pretrained(self._folder).get_text_config().num_attention_heads
+            self._engine = make_engine(settings, self._folder, allocate(settings, num_attention_heads=heads))
+        return evaluate(self._envs[name], self._engine, rows, sampling, samples, seed)
+
+    def close(self) -> None:
+        """Frees the engine."""
+        if self._engine:
+            self._engine.close()
+
+
+class ServedSource:
+    """An endpoint, for tasks of one turn.
+
+    Raises:
+        ValueError: a task has several turns, adds rewards that count tokens, or its data can't be found.
+    """
+
+    def __init__(self, endpoint: Endpoint, tasks: dict[str, Settings], rows: int | None) -> None:
+        self._endpoint = endpoint
+        self._tasks = {name: make_eval_env(settings, None, rows) for name, settings in tasks.items()}
+        for name, task in self._tasks.items():
+            if plays_turns(task):
+                raise ValueError(f"{name} is a task of several turns, which an endpoint is not asked for; give a model")
+        self._guards = {
+            name: ScoreGuard(self._tasks[name], settings.env.score_timeout_s, settings.env.max_failed_fraction)
+            for name, settings in tasks.items()
+        }
+
+    def task(self, name: str) -> Task:
+        """The task, with its held-out rows."""
+        return self._tasks[name]
+
+    def evaluate(
+        self, name: str, rows: list[dict[str, Any]], sampling: Sampling, samples: int, seed: int
+    ) -> Evaluation:
+        """The judged responses to a task's rows."""
+        task, guard = self._tasks[name], self._guards[name]
+        prompts = [task.prompt(row) for row in rows]
+        replies = self._endpoint.respond(prompts, samples, sampling, seed)
+        results = []
+        for i, (row, group) in enumerate(zip(rows, replies, strict=True)):
+            results += guard.score(row, [reply.text for reply in group], f"held-out row {i}")
+        flat = [reply for group in replies for reply in group]
+        return judged(
+            task,
+            results,
+            ["\n".join(message["content"] for message in prompt) for prompt in prompts for _ in range(samples)],
+            [[{"role": "assistant", "content": reply.text}] for reply in flat],
+            [reply.text for reply in flat],
+            [reply.tokens for reply in flat],
+            [reply.truncated for reply in flat],
+            samples,
+        )
+
+    def close(self) -> None:
+        """An endpoint stays as it is."""

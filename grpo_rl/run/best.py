@@ -1,0 +1,92 @@
+"""BestTracker: the best evaluation of a run, and whether the run still gets better, by paired intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from grpo_rl.intervals import Gain, paired_gain
+
+STILL_RISING = 0.5
+"""Part of half the interval's width, so about one standard error, by which a trend has to rise for a run to go on.
+
+To stop a run that still improves costs more than some evaluations of one that does not: 95 % would be the wrong bar."""
+
+
+class BestTracker:
+    """Follows one score of each held-out row from evaluation to evaluation.
+
+    The best evaluation is the one of the highest mean; of equal ones the first. As the highest of many it is flattered
+    by chance, so that its interval is one of a single comparison.
+
+    Whether the run still gets better is judged in two ways. An evaluation may be better, by its paired 95 % interval,
+    than the anchor: the last one that was better than the anchor before it, at first the evaluation before training.
+    And the trend over the last ``patience`` + 1 evaluations, the mean slope of each row's scores, may point upwards, by
+    about its standard error (:data:`STILL_RISING`). The run is stopped once ``patience`` evaluations in a row are not
+    better than the anchor, and the trend does not point upwards. The best evaluation alone would be a bad judge: in a
+    run that gains a little each time none is clearly better.
+
+    Args:
+        patience: evaluations; 0: the run is never stopped.
+    """
+
+    def __init__(self, patience: int = 0) -> None:
+        self.patience = patience
+        self.best: tuple[int, list[float]] | None = None
+        """Step and row scores of the best evaluation."""
+        self._anchor: tuple[int, list[float]] | None = None
+        self._since: list[tuple[int, list[float]]] = []
+
+    def add(self, step: int, scores: Sequence[float]) -> bool:
+        """Takes the row scores of an evaluation, NaN where there is none; tells whether it is the best so far."""
+        evaluation = (step, list(scores))
+        is_best = self.best is None or float(np.nanmean(scores)) > float(np.nanmean(self.best[1]))
+        self.best = evaluation if is_best else self.best
+        if self._anchor is None:
+            self._anchor = evaluation
+        elif paired_gain(self._anchor[1], evaluation[1]).low > 0:
+            self._anchor, self._since = evaluation, []
+        else:
+            self._since.append(evaluation)
+        return is_best
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The reason to stop the run, with the numbers; None while there is none."""
+        if not self.patience or self._anchor is None or len(self._since) < self.patience:
+            return None
+        window = [self._anchor, *self._since][-self.patience - 1 :]
+        trend = _trend([scores for _, scores in window])
+        if trend.mean > STILL_RISING * (trend.high - trend.mean):
+            return None
+        return (
+            f"{len(self._since)} evaluations in a row, up to step {window[-1][0]}, are no better than that of step "
+            f"{self._anchor[0]}, and from step {window[0][0]} on the trend, per evaluation, is {trend} "
+            f"(evaluate.patience={self.patience})"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {"best": self.best, "anchor": self._anchor, "since": self._since}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from :meth:`state`."""
+
+        def read(one: Any) -> tuple[int, list[float]] | None:
+            return None if one is None else (int(one[0]), [float(score) for score in one[1]])
+
+        self.best, self._anchor = read(state["best"]), read(state["anchor"])
+        self._since = [evaluation for one in state["since"] if (evaluation := read(one))]
+
+
+def _trend(evaluations: Sequence[Sequence[float]]) -> Gain:
+    """The mean over rows of the least-squares slope of each row's scores, per evaluation, with its interval.
+
+    >>> _trend([[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]).mean
+    1.0
+    """
+    at = np.arange(len(evaluations)) - (len(evaluations) - 1) / 2
+    slopes = at @ np.asarray(evaluations, dtype=float) / (at @ at)
+    return paired_gain(np.zeros(len(slopes)).tolist(), slopes.tolist())

@@ -1,0 +1,116 @@
+"""The settings of `grpo-rl eval`: its own, and those of training that it passes on to each task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
+from grpo_rl.settings.declaration import Section, build, declared, plain, setting
+from grpo_rl.settings.schema import Settings
+from grpo_rl.settings.tasks import ALIASES, TASKS
+
+PASSED_ON = ("env", "model", "inference_model", "sampling", "train_model")
+"""Sections of training's config that an evaluation reads, too."""
+
+
+class EvalSettings(Section):
+    """What `grpo-rl eval` takes as overrides, such as ``tasks=[gsm8k,countdown] samples=8``."""
+
+    tasks: tuple[str, ...] = setting((), "tasks whose held-out rows are evaluated, on one engine: " + ", ".join(TASKS))
+    rows: int | None = setting(None, "held-out rows of each task, from the first; null: all", at_least=2)
+    samples: int = setting(0, "responses to each row beside the greedy one, for pass@k and maj@k; 0: none", at_least=0)
+    temperature: float = setting(1.0, "temperature of those responses", more_than=0, at_most=2)
+    max_new_tokens: int = setting(512, "longest response, in tokens; in a conversation: longest turn", at_least=1)
+    max_model_len: int = setting(2048, "prompt + response, in tokens, of an engine that is started here", at_least=2)
+    engine: Literal["vllm", "transformers"] = setting("vllm", "the engine that is started here")
+    path: Mapping[str, Any] = setting({}, "local held-out data by task: path.gsm8k=test.jsonl")
+    seed: int = setting(0, "seed of the sampled responses")
+    out: str | None = setting(None, "output folder; an evaluation that was cut off goes on there; null: a new one")
+    served: str | None = setting(None, "for an endpoint: name of the served model; null: the only one that it lists")
+    concurrency: int = setting(8, "for an endpoint: requests at the same time", at_least=1)
+    retries: int = setting(5, "for an endpoint: further tries of a request that fails for now", at_least=0)
+    deadline_s: float = setting(300, "for an endpoint: seconds of one try of a request", more_than=0)
+
+
+def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
+    """The evaluation's own settings, and the overrides that are training's.
+
+    Raises:
+        ValueError: an unknown key, a wrong value, or no task.
+        HydraException: an override that Hydra can't read.
+
+    >>> own, rest = read_eval(["tasks=[gsm8k,math500]", "path.gsm8k=a.jsonl", "env.reward.correctness=1"])
+    >>> own.tasks, own.path, rest
+    (('gsm8k', 'math500'), {'gsm8k': 'a.jsonl'}, ['env.reward.correctness=1'])
+    """
+    known, values, rest = declared(EvalSettings), {}, []
+    values = {name: list(s.default) if isinstance(s.default, tuple) else s.default for name, s in known.items()}
+    values["path"] = {}
+    for word in words:
+        override = OverridesParser.create().parse_override(word)
+        key = override.key_or_group
+        if key.split(".")[0] in PASSED_ON:
+            rest.append(word)
+        elif key.startswith("path."):
+            values["path"][key.removeprefix("path.")] = override.value()
+        elif key in known:
+            values[key] = override.value()
+        else:
+            raise ValueError(
+                f"unknown setting {key}; eval takes {', '.join(known)} and those of training's sections "
+                f"{', '.join(PASSED_ON)}"
+            )
+    if isinstance(values["tasks"], str):
+        values["tasks"] = [values["tasks"]]
+    for key, declaration in known.items():
+        if line := declaration.wrong_type(key, values[key]) or declaration.wrong_value(key, values[key]):
+            raise ValueError(line)
+    own = build(EvalSettings, values)
+    names = (*TASKS, *ALIASES)
+    if not own.tasks:
+        raise ValueError(f"no task is given; set tasks=[...] of {', '.join(names)}")
+    if unknown := [name for name in (*own.tasks, *own.path) if name not in names]:
+        raise ValueError(f"{unknown[0]} is no task; there are {', '.join(names)}")
+    if twice := [name for name in own.tasks if own.tasks.count(name) > 1]:
+        raise ValueError(f"tasks names {twice[0]} twice")
+    if idle := [name for name in own.path if name not in own.tasks]:
+        raise ValueError(f"path.{idle[0]} is of no task of tasks={list(own.tasks)}")
+    return own, rest
+
+
+def task_settings(own: EvalSettings, name: str, rest: Sequence[str]) -> Settings:
+    """A task's settings as training would have them, with the evaluation's sampling, context, engine and data.
+
+    Raises:
+        ValueError: settings are wrong, or contradict each other.
+        HydraException: an override that Hydra can't read.
+    """
+    cfg = compose_config(DEFAULT_CONFIG, [f"env.dataset={ALIASES.get(name, name)}", *rest])
+    values = {
+        "env.eval_path": own.path.get(name),
+        "sampling.max_new_tokens": own.max_new_tokens,
+        "sampling.temperature": own.temperature,
+        "inference_model.max_model_len": own.max_model_len,
+        "inference_model.engine": own.engine,
+        "train.seed": own.seed,
+        "mode": "sync",
+    }
+    for key, value in values.items():
+        OmegaConf.update(cfg, key, value)
+    return Settings.read(cfg, divides=False)
+
+
+def beside_training(settings: Settings, name: str, path: str | None) -> Settings:
+    """The settings of another task that a run evaluates: its defaults, with the run's sampling, context and engine."""
+    cfg = compose_config(DEFAULT_CONFIG, [f"env.dataset={ALIASES.get(name, name)}"])
+    for section in ("sampling", "inference_model", "model"):
+        OmegaConf.update(cfg, section, plain(settings[section]), merge=False)
+    values = {"env.eval_path": path, "train.seed": settings.train.seed, "mode": settings.mode}
+    values["evaluate.rows"] = settings.evaluate.rows
+    for key, value in values.items():
+        OmegaConf.update(cfg, key, value)
+    return Settings.read(cfg, divides=False)

@@ -1,0 +1,180 @@
+"""`grpo-rl eval`: scores of an endpoint and of a model, what is written, how it goes on, and comparisons."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pandas as pd
+import pytest
+
+from grpo_rl.cli import main
+from grpo_rl.evaluation.models import model_folder
+from grpo_rl.evaluation.results import TaskResult, comparison_table, read_eval_file, write_eval
+from grpo_rl.settings.evaluation import read_eval
+from grpo_rl.testing import save_tiny_model
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Six problems, `0?` to `5?`, with their number as the answer."""
+    path = tmp_path / "test.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(6)))
+    return path
+
+
+def knows_up_to_three(body):
+    """A model that is right about 0 to 3, greedily; sampled, it is right with even seeds."""
+    number = int(body["messages"][-1]["content"][0])
+    if body["temperature"]:
+        return f"<answer>{number if body['seed'] % 2 == 0 else 99}</answer>"
+    return f"<answer>{number if number < 4 else 99}</answer>"
+
+
+def test_an_endpoint_is_scored_with_pass_at_k_and_majority(server, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    server.respond = knows_up_to_three
+    out = tmp_path / "out"
+    words = ["eval", server.url, "tasks=[gsm8k]", f"path.gsm8k={data}", "samples=4", f"out={out}"]
+    assert main(words) == 0
+    stored = json.loads((out / "eval.json").read_text())
+    scores = stored["tasks"]["gsm8k"]["scores"]
+    assert scores["accuracy"]["mean"] == pytest.approx(4 / 6)
+    assert scores["accuracy"]["ci95"] == pytest.approx([0.3000, 0.9032], abs=1e-4)  # Wilson, 4 of 6
+    # Two of four right: of the 6 pairs 5 have a right one; 2 votes against 2 tie.
+    assert scores["pass@1"]["mean"] == 0.5 and scores["pass@2"]["mean"] == pytest.approx(5 / 6)
+    assert scores["pass@4"]["mean"] == 1 and scores["maj@4"]["mean"] == 0.5 and scores["tied"]["mean"] == 1
+    assert scores["reward"]["mean"] == pytest.approx(2.5 * 4 / 6 + 0.5 * 2 / 6)  # right 2, format 0.5
+    responses = pd.read_parquet(out / "responses")
+    assert len(responses) == 6 + 24 and sum(responses["correct"]) == 4 + 12
+    assert responses.iloc[5][["kind", "query", "gold", "answer"]].tolist() == ["greedy", "5?", "5", "99"]
+    written = "".join(p.read_bytes().decode(errors="replace") for p in out.rglob("*") if p.is_file())
+    assert "sk-secret" not in written + "".join(capsys.readouterr())
+    assert set(server.keys) == {"Bearer sk-secret"}
+
+
+def test_an_evaluation_that_was_cut_off_goes_on_with_the_tasks_that_lack(server, data, tmp_path, capsys):
+    out, server.respond = tmp_path / "out", knows_up_to_three
+    words = [
+        "eval",
+        server.url,
+        "tasks=[gsm8k,countdown]",
+        f"path.gsm8k={data}",
+        "rows=4",
+        f"out={out}",
+        "concurrency=1",
+    ]
+    real = server.respond
+    server.respond = lambda body: real(body) if "?" in body["messages"][-1]["content"][:2] else server.fail()
+    server.fail = lambda: server.failures.extend([(500, {})] * 99) or "late"
+    assert main([*words, "retries=0"]) == 1  # the first puzzle is answered, the others fail
+    told = capsys.readouterr()
+    assert "countdown: failed" in told.err and f"go on with out={out}" in told.err and "accuracy" in told.out
+    server.failures.clear()
+    server.bodies.clear()
+    server.respond = lambda body: "no idea"
+    assert main(words) == 0
+    assert len(server.bodies) == 4  # the puzzles alone
+    assert list(json.loads((out / "eval.json").read_text())["tasks"]) == ["gsm8k", "countdown"]
+    assert main([*words, "seed=1"]) == 2
+    assert "another model or with other settings" in capsys.readouterr().err
+
+
+def result(ids, **scores):
+    return {"gsm8k": TaskResult(list(ids), {name: list(map(float, values)) for name, values in scores.items()})}
+
+
+def test_a_comparison_is_by_rows_with_a_verdict_in_words():
+    a, b = (
+        result("abcdefgh", accuracy=[0] * 8, reward=[0] * 8),
+        result("abcdefgh", accuracy=[1] * 7 + [0], reward=[1, 0] * 4),
+    )
+    table = comparison_table(("A", "B"), a, b)
+    cells = {row[1]: row for row in zip(*(column.cells for column in table.columns), strict=True)}
+    # Seven of eight gain 1: mean 0.875, standard error 0.3536 / sqrt(8) = 0.125, t(7) = 2.365
+    assert cells["accuracy"][2:] == ("0.000", "0.875", "+0.875", "+0.579 to +1.171", "better")
+    assert cells["reward"][4] == "+0.500" and cells["reward"][6] == "better"
+    worse = comparison_table(("B", "A"), b, a)
+    assert "worse" in [*worse.columns[6].cells]
+
+
+def test_a_row_that_one_of_both_could_not_judge_is_left_out_of_the_comparison():
+    table = comparison_table(("A", "B"), result("abc", reward=[0, math.nan, 0]), result("abc", reward=[1, 5, 0]))
+    assert [*table.columns[4].cells] == ["+0.500"]
+
+
+def test_evaluations_of_other_rows_are_not_compared(tmp_path, capsys):
+    header = {"model": "m", "settings": {}}
+    for name, ids in (("a", "abc"), ("b", "abd")):
+        write_eval(tmp_path / name, header, result(ids, reward=[0, 1, 1]))
+    assert main(["eval", "--compare", str(tmp_path / "a"), str(tmp_path / "b" / "eval.json")]) == 2
+    assert "not the same ones" in capsys.readouterr().err
+    assert main(["eval", "--compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+    assert "no difference" in capsys.readouterr().out
+    assert read_eval_file(tmp_path / "a")[1]["gsm8k"].scores == {"reward": [0, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["m"], "no task is given"),
+        (["m", "tasks=[gsm9k]"], "gsm9k is no task"),
+        (["m", "tasks=[gsm8k]", "rows=1"], "rows is 1; it must be 2 or more"),
+        (["m", "tasks=[gsm8k]", "sample=4"], "unknown setting sample"),
+        (["m", "tasks=[gsm8k]", "path.ifeval=x"], "path.ifeval is of no task"),
+        (["m", "tasks=[gsm8k]", "temperature=0"], "temperature is 0; it must be more than 0"),
+        (["tasks=[gsm8k]"], "0 models are given"),
+        (["a", "b", "c", "tasks=[gsm8k]"], "3 models are given"),
+        (["--compare", "no/such", "other"], "no/such can't be read"),
+        (["--compare", "a", "b", "tasks=[gsm8k]"], "--compare takes two evaluations alone"),
+        (["http://127.0.0.1:9/v1", "tasks=[calculator]", "path.calculator=arithmetic", "served=x"], "several turns"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(words, message, capsys):
+    assert main(["eval", *words]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ") and message in error and "\n" not in error
+
+
+def test_a_setting_of_training_reaches_the_task():
+    own, rest = read_eval(["tasks=gsm8k", "env.reward.correctness=5", "rows=3"])
+    assert own.tasks == ("gsm8k",) and own.rows == 3 and rest == ["env.reward.correctness=5"]
+
+
+@pytest.mark.slow
+def test_two_models_are_evaluated_on_one_engine_each_and_compared(data, tmp_path, capsys):
+    models = [str(save_tiny_model(tmp_path / f"model{seed}", seed=seed)) for seed in (0, 1)]
+    words = ["tasks=[gsm8k,calculator]", f"path.gsm8k={data}", "path.calculator=arithmetic", "rows=4", "samples=2"]
+    words += ["max_new_tokens=4", "max_model_len=512", "engine=transformers", "env.system_prompt=null"]
+    words += ["env.examples=[]", f"out={tmp_path / 'out'}"]
+    assert main(["eval", *models, *words]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "B - A" in out and out.count("Written to") == 2
+    _, tasks = read_eval_file(tmp_path / "out" / "b")
+    assert list(tasks) == ["gsm8k", "calculator"]
+    assert set(tasks["calculator"].scores) == {
+        "reward",
+        "accuracy",
+        "sampled_reward",
+        "pass@1",
+        "pass@2",
+        "maj@2",
+        "tied",
+    }
+    assert len(pd.read_parquet(tmp_path / "out" / "a" / "responses")) == 2 * 4 * 3
+
+
+def test_a_run_and_its_checkpoint_are_models(tmp_path, monkeypatch):
+    exported = []
+    monkeypatch.setattr("grpo_rl.evaluation.models.export_checkpoint", lambda *paths: exported.append(paths))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    for step in (2, 10):
+        (checkpoints / f"checkpoint_{step:06d}.pt").touch()
+    for name, expected in ((tmp_path / "run", 10), (checkpoints / "checkpoint_000002.pt", 2)):
+        with model_folder(str(name)) as folder:
+            assert folder.parent.is_dir()
+        assert exported.pop() == (checkpoints / f"checkpoint_{expected:06d}.pt", folder) and not folder.parent.exists()
+    save_tiny_model(tmp_path / "run" / "model")  # as a finished run has it
+    with model_folder(str(tmp_path / "run")) as folder:
+        assert folder == tmp_path / "run" / "model" and not exported

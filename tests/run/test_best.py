@@ -1,0 +1,106 @@
+"""The best evaluation and early stopping, on simulated runs: a flat one is stopped, one that still improves is not."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from grpo_rl.run.best import BestTracker
+
+PATIENCE, ROWS = 6, 100
+
+
+def stopped_at(gain: float, evaluations: int, seed: int, patience: int = PATIENCE) -> int | None:
+    """The evaluation at which a simulated run is stopped, if at all.
+
+    Each row has a difficulty of its own, so that its reward, 0 or 1, mostly stays; its chance of 1 rises by ``gain``
+    from one evaluation to the next.
+    """
+    rng = np.random.default_rng(seed)
+    chance, tracker = rng.beta(0.5, 1.2, ROWS), BestTracker(patience)
+    for step in range(evaluations):
+        tracker.add(step, (rng.random(ROWS) < np.clip(chance + gain * step, 0, 1)).astype(float).tolist())
+        if tracker.stop_reason:
+            return step
+    return None
+
+
+def test_a_flat_run_is_stopped_after_patience_or_little_later():
+    stops = [stopped_at(0.0, 4 * PATIENCE, seed) for seed in range(200)]
+    assert sum(stop == PATIENCE for stop in stops) > 0.6 * 200  # the others seemed to rise, by chance
+    assert sum(stop is not None for stop in stops) > 0.97 * 200
+
+
+def test_a_run_that_still_improves_is_not_stopped():
+    # From 29 % by 3 points an evaluation, well below the 9 points that two evaluations of 100 rows can tell apart.
+    assert sum(stopped_at(0.03, 14, seed) is not None for seed in range(200)) <= 0.03 * 200
+
+
+def test_comparing_with_the_best_so_far_would_stop_the_run_that_improves():
+    # Why the anchor is not the best evaluation: the same runs, judged by whether any of six beats the best before.
+    stopped = 0
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        chance, best, flat = rng.beta(0.5, 1.2, ROWS), None, 0
+        for step in range(14):
+            scores = (rng.random(ROWS) < np.clip(chance + 0.03 * step, 0, 1)).astype(float)
+            if best is None:
+                best = scores
+                continue
+            difference = scores - best
+            better = difference.mean() > 1.984 * difference.std(ddof=1) / ROWS**0.5
+            flat = 0 if better else flat + 1
+            best = scores if scores.mean() > best.mean() else best
+            if flat == PATIENCE:
+                stopped += 1
+                break
+    assert stopped > 0.5 * 50
+
+
+def test_a_run_that_rose_and_is_flat_now_is_stopped():
+    stops = []
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        chance, tracker = rng.beta(0.5, 1.2, ROWS), BestTracker(PATIENCE)
+        for step in range(40):
+            tracker.add(step, (rng.random(ROWS) < np.clip(chance + 0.03 * min(step, 10), 0, 1)).astype(float).tolist())
+            if tracker.stop_reason:
+                stops.append(step)
+                break
+    assert len(stops) >= 48 and min(stops) > 10 - PATIENCE and float(np.median(stops)) < 10 + 2 * PATIENCE
+
+
+def test_a_run_that_gets_worse_is_stopped_and_keeps_its_best():
+    tracker = BestTracker(patience=2)
+    scores = [[0.0, 0, 0, 1, 1, 0], [1.0] * 6, [0.0] * 6, [0.0, 1, 0, 0, 0, 0]]
+    assert [tracker.add(step, row) for step, row in enumerate(scores)] == [True, True, False, False]
+    assert tracker.best == (1, [1.0] * 6)
+    assert "2 evaluations in a row, up to step 3, are no better than that of step" in str(tracker.stop_reason)
+    assert "evaluate.patience=2" in str(tracker.stop_reason)
+
+
+def test_of_equal_evaluations_the_first_is_the_best_and_rows_without_a_score_are_left_out():
+    tracker = BestTracker()
+    assert tracker.add(0, [1.0, 0.0, math.nan, 1.0])
+    assert not tracker.add(5, [1.0, 0.0, 1.0, math.nan])  # two thirds as well
+    assert tracker.add(10, [1.0, math.nan, 1.0, 1.0])
+    assert tracker.stop_reason is None  # no patience, no stop
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4])
+def test_a_tracker_goes_on_from_its_state_as_if_it_had_not_been_cut_off(cut):
+    rng = np.random.default_rng(3)
+    rows = [rng.integers(0, 2, 20).astype(float).tolist() for _ in range(6)]
+    whole, first, second = BestTracker(3), BestTracker(3), BestTracker(3)
+    for step, scores in enumerate(rows):
+        whole.add(step, scores)
+    for step, scores in enumerate(rows[:cut]):
+        first.add(step, scores)
+    second.restore(json.loads(json.dumps(first.state())))
+    for step, scores in enumerate(rows[cut:], cut):
+        second.add(step, scores)
+    assert second.best == whole.best and second.stop_reason == whole.stop_reason
+    assert json.dumps(second.state()) == json.dumps(whole.state())

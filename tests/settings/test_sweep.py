@@ -1,0 +1,70 @@
+"""Sweeps by Hydra's Optuna sweeper: what a trial's objective is, and that a failed trial ends no sweep."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+
+from grpo_rl.settings.config import main
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="the extra `sweep` is not installed")
+
+
+def sweep(function, tmp_path, monkeypatch, *words):
+    """Runs `script --multirun` with a function in the place of training, and returns what the sweeper wrote."""
+    arguments = ["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize", "hydra.sweeper.n_trials=3"]
+    arguments += ["hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=0", f"hydra.sweep.dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["script", "--multirun", *arguments, *words])
+    GlobalHydra.instance().clear()
+    main(config_name="grpo_gsm8k")(function)()
+    return yaml.safe_load((tmp_path / "optimization_results.yaml").read_text())
+
+
+def test_three_trials_maximise_the_held_out_gain(tmp_path, monkeypatch):
+    tried = []
+
+    def train(settings):
+        tried.append(settings.optimizer.lr)
+        return {"steps": 4, "eval_gain": -abs(math.log10(settings.optimizer.lr) + 5)}  # best at 1e-5
+
+    found = sweep(train, tmp_path, monkeypatch, "optimizer.lr=tag(log, interval(1e-6, 1e-3))")
+    assert len(tried) == 3 and all(1e-6 <= lr <= 1e-3 for lr in tried) and len(set(tried)) == 3
+    best = min(tried, key=lambda lr: abs(math.log10(lr) + 5))
+    assert found["best_params"]["optimizer.lr"] == pytest.approx(best)
+    assert found["best_value"] == pytest.approx(-abs(math.log10(best) + 5))
+
+
+@pytest.mark.parametrize("failure", [ValueError("bad"), RuntimeError("out of memory"), "engine", "no evaluation"])
+def test_a_failed_trial_does_not_end_the_sweep(tmp_path, monkeypatch, failure):
+    tried = []
+
+    def train(settings):
+        tried.append(settings.train.seed)
+        if len(tried) == 2:
+            if failure == "no evaluation":
+                return {"steps": 4}
+            if failure == "engine":  # as a Run ends when its engine died
+                raise SystemExit("Stopped after step 3") from RuntimeError("engine 0 is dead")
+            raise failure
+        return {"eval_gain": float(len(tried))}
+
+    words = ["hydra.sweeper.max_failure_rate=1", "train.seed=range(0, 100)"]
+    found = sweep(train, tmp_path, monkeypatch, *words)
+    assert len(tried) == 3 and found["best_value"] == 3.0 and found["best_params"]["train.seed"] == tried[2]
+
+
+def test_ctrl_c_ends_the_sweep(tmp_path, monkeypatch):
+    tried = []
+
+    def train(settings):
+        tried.append(settings.train.seed)
+        raise SystemExit("Stopped after step 3. Go on with: resume=x")
+
+    with pytest.raises(SystemExit, match="Go on with"):
+        sweep(train, tmp_path, monkeypatch, "hydra.sweeper.max_failure_rate=1", "train.seed=range(0, 100)")
+    assert len(tried) == 1

@@ -1,0 +1,57 @@
+"""pass@k against the enumeration of subsets in exact fractions, and the majority against that of every draw."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import pytest
+
+from grpo_rl.training.pass_at_k import ks, majority, pass_at_k
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_response(n):
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+        assert pass_at_k(n, c, k) == float(Fraction(sum(map(any, subsets)), len(subsets)))
+
+
+def test_pass_at_k_is_unbiased():
+    # A model is right with 0.3. Averaged over every outcome of 5 responses, pass@2 is 1 - 0.7^2, exactly.
+    right, expected = Fraction(3, 10), 1 - Fraction(7, 10) ** 2
+    mean = Fraction(0)
+    for outcome in itertools.product((0, 1), repeat=5):
+        chance = right ** sum(outcome) * (1 - right) ** (5 - sum(outcome))
+        mean += chance * Fraction(pass_at_k(5, sum(outcome), 2)).limit_denominator(1000)
+    assert mean == expected
+
+
+def test_pass_at_k_of_many_responses_has_no_rounding():
+    # 200 responses, 1 right: it is among 10 of them with 10 / 200. Binomials of 200 exceed 2^53.
+    assert pass_at_k(200, 1, 10) == 0.05
+
+
+@pytest.mark.parametrize("n, c, k", [(8, 1, 9), (8, 9, 1), (8, -1, 1), (8, 1, 0)])
+def test_pass_at_k_refuses_what_is_no_draw(n, c, k):
+    with pytest.raises(ValueError, match=f"pass@{k} of {n} responses"):
+        pass_at_k(n, c, k)
+
+
+def test_the_reported_ks_are_powers_of_two_and_all_responses():
+    assert [ks(n) for n in (1, 2, 3, 16)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8, 16]]
+
+
+@pytest.mark.parametrize(
+    ("answers", "correct", "expected"),
+    [
+        (["7", "7", "8"], [True, True, False], (1.0, False)),
+        (["8", "8", "7"], [False, False, True], (0.0, False)),
+        (["7", "8", "9"], [True, False, False], (pytest.approx(1 / 3), True)),
+        ([None, None, "7"], [False, False, True], (1.0, False)),  # no answer is no vote
+        ([None, None], [False, False], (0.0, False)),
+        (["7", "7", "8", "8"], [True, False, False, False], (0.25, True)),  # one 7 in a wrong form
+    ],
+)
+def test_the_majority_is_of_stated_answers_and_a_tie_is_drawn(answers, correct, expected):
+    assert majority(answers, correct) == expected
