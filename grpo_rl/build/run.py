@@ -18,6 +18,7 @@ from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.base import LLMEnv
+from grpo_rl.monitor.loggers import check_loggers
 from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.hub import load_tokenizer, resolve_model, weight_files
@@ -71,6 +72,7 @@ def build_run(
             responses.
     """
     # Wrong data and settings are found before the folder is claimed and a model is loaded.
+    check_loggers(settings.logger.backend, settings.logger.settings)
     tokenizer = load_tokenizer(model, settings.model.chat_template)
     env = make_env(settings, tokenizer)
     loss, buffer = training.make_loss(settings), training.make_buffer(settings)

@@ -15,16 +15,16 @@ from grpo_rl.envs.base import LLMEnv
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.lineage import LineageLog
+from grpo_rl.monitor.loggers import Loggers, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.monitor.progress import Progress
 from grpo_rl.monitor.step_record import Observer
-from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.monitor.watch import RewardWatch
 from grpo_rl.settings.sections import Logger
 
 
 class RunLogs:
-    """The terminal view, ``metrics.jsonl``, completions, lineage and W&B of a run; used as a context manager.
+    """The terminal view, ``metrics.jsonl``, completions, lineage and loggers of a run; used as a context manager.
 
     Args:
         config: the whole config as JSON.
@@ -50,12 +50,18 @@ class RunLogs:
         self.completions = CompletionsLog(folder) if logger.completions and rank_zero else None
         self.lineage = LineageLog(folder, config, loss) if loss and rank_zero else None
         self._watch = RewardWatch.over(read_metrics(folder)) if resumes else RewardWatch()
-        self.wandb = None
-        if logger.backend == "wandb" and rank_zero:
-            self.wandb = WandbLog(
-                folder, json.loads(config), project=logger.project, name=logger.name, mode=logger.mode
-            )
         self.progress = Progress(total_steps, None if rank_zero else Console(quiet=True), first_step=step)
+        self.loggers = Loggers(self.note)
+        if rank_zero:
+            self.loggers = open_loggers(
+                logger.backend,
+                folder,
+                json.loads(config),
+                self.note,
+                logger.settings,
+                {"project": logger.project, "name": logger.name},
+                {"mode": logger.mode},
+            )
         self.last_words: Panel | None = None
         """The panel shown when all else is closed, unless an error ends the run."""
 
@@ -66,10 +72,9 @@ class RunLogs:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if self.wandb:
-                self.wandb.close(exit_code=int(kind is not None))
-        finally:
             self.progress.__exit__()
+        finally:  # the live view is over: a logger may take its time, and print
+            self.loggers.close(exit_code=int(kind is not None))
         if self.last_words and kind is None:
             self.progress.console.print(self.last_words)
 
@@ -87,8 +92,7 @@ class RunLogs:
         self.metrics.log(step, metrics)
         for warning in self._watch.update({"step": step, **metrics}):
             self.note(f"Warning. {warning}")
-        if self.wandb:
-            self.wandb.log(step, metrics)
+        self.loggers.log(step, metrics)
 
     def has(self, step: int, name: str) -> bool:
         """Tells whether a number of a step is in ``metrics.jsonl`` already."""
@@ -97,11 +101,10 @@ class RunLogs:
     def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], env: LLMEnv) -> None:
         """Logs a training step: its numbers, and its groups as text."""
         self.log(step, metrics)
-        if self.completions or self.wandb:
+        if self.completions or self.loggers:
             rows = completion_rows(groups, env.decode, env.gold)
             if self.completions:
                 self.completions.log(step, rows)
-            if self.wandb:
-                self.wandb.table(step, rows)
+            self.loggers.table(step, rows)
         response = env.decode(groups[0].responses[0])
         self.progress.update(step, metrics, sample=f"{env.query(groups[0].row)}\n{response}")
