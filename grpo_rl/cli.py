@@ -17,6 +17,7 @@ COMMANDS = {
     "doctor": ("cli", "ask every node of a Ray cluster whether it is fit for a run"),
     "replay": ("replay.command", "recompute a step of a run under another loss"),
     "export": ("cli", "write the model of a checkpoint as a folder"),
+    "push-to-hub": ("run.push", "upload the model of a finished run to the Hugging Face hub"),
 }
 """The module whose ``add_<command>``, with underscores for dashes, declares a command's options, and has its
 description as docstring; its help."""

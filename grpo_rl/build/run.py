@@ -142,6 +142,7 @@ def build_run(
                 settings.train,
                 settings.evaluate.frequency,
                 settings.model.name,
+                settings.env.dataset,
                 settings.train_model.lora.export,
                 "wait" if settings.mode == "async" else "sample",
                 settings.inference_model.sleep,

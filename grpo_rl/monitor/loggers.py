@@ -194,7 +194,7 @@ def _opened(
 def replay(logger: MetricsLogger, run_dir: Path, rows: Sequence[Mapping[str, float]]) -> None:
     """Logs all rows of metrics again, and the responses that the run folder holds."""
     for row in rows:
-        logger.log(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
+        logger.log(int(row["step"]), {name: value for name, value in row.items() if name not in ("step", "time")})
     for step in logged_steps(run_dir):
         logger.table(step, [{name: row[name] for name in row if name != "step"} for row in read_step(run_dir, step)])
 

@@ -97,11 +97,20 @@ def headline(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) ->
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     if not rewards:
         return "No training step was logged."
-    tenth = max(len(rewards) // 10, 1)
-    first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
+    first, last = first_and_last_tenth(rewards)
     if len(rewards) == 1:
         return f"One step was logged, with a training reward of {number(first)}."
     return f"Training reward went from {number(first)} to {number(last)} in {len(rewards)} steps."
+
+
+def first_and_last_tenth(values: Sequence[float]) -> tuple[float, float]:
+    """The means of the first and the last tenth of the values, at least one.
+
+    >>> first_and_last_tenth([1.0] * 2 + [0.0] * 16 + [3.0, 5.0])
+    (1.0, 4.0)
+    """
+    tenth = max(len(values) // 10, 1)
+    return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
 
 
 def phase_times(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:

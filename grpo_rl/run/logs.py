@@ -19,6 +19,7 @@ from grpo_rl.monitor.loggers import Loggers, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.monitor.progress import Progress
 from grpo_rl.monitor.step_record import Observer
+from grpo_rl.monitor.text_log import TextLog
 from grpo_rl.monitor.watch import RewardWatch
 from grpo_rl.settings.sections import Logger
 
@@ -50,7 +51,11 @@ class RunLogs:
         self.completions = CompletionsLog(folder) if logger.completions and rank_zero else None
         self.lineage = LineageLog(folder, config, loss) if loss and rank_zero else None
         self._watch = RewardWatch.over(read_metrics(folder)) if resumes else RewardWatch()
-        self.progress = Progress(total_steps, None if rank_zero else Console(quiet=True), first_step=step)
+        self._text = TextLog(folder) if rank_zero else None
+        record = self._text.write if self._text else lambda _: None
+        self.progress = Progress(
+            total_steps, None if rank_zero else Console(quiet=True), first_step=step, record=record
+        )
         self.loggers = Loggers(self.note)
         if rank_zero:
             self.loggers = open_loggers(
@@ -62,8 +67,8 @@ class RunLogs:
                 {"project": logger.project, "name": logger.name},
                 {"mode": logger.mode},
             )
-        self.last_words: Panel | None = None
-        """The panel shown when all else is closed, unless an error ends the run."""
+        self.last_words: list[Panel | str] = []
+        """What is shown when all else is closed, unless an error ends the run."""
 
     def __enter__(self) -> RunLogs:
         self.started = time.perf_counter()
@@ -75,8 +80,11 @@ class RunLogs:
             self.progress.__exit__()
         finally:  # the live view is over: a logger may take its time, and print
             self.loggers.close(exit_code=int(kind is not None))
-        if self.last_words and kind is None:
-            self.progress.console.print(self.last_words)
+            if self._text:
+                self._text.close()
+        for words in self.last_words if kind is None else ():
+            plain = isinstance(words, str)  # lines to copy: not folded, and nothing in them is markup
+            self.progress.console.print(words, soft_wrap=plain, markup=not plain, highlight=not plain)
 
     @property
     def observers(self) -> list[Observer]:
@@ -89,7 +97,7 @@ class RunLogs:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs numbers of a step, and warns about suspected reward hacking."""
-        self.metrics.log(step, metrics)
+        self.metrics.log(step, {"time": time.time(), **metrics})
         for warning in self._watch.update({"step": step, **metrics}):
             self.note(f"Warning. {warning}")
         self.loggers.log(step, metrics)

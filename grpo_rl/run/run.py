@@ -17,6 +17,7 @@ from grpo_rl.run.diagnosis import DIAGNOSED, RunDiagnosis
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.logs import RunLogs
+from grpo_rl.run.origin import origin
 from grpo_rl.run.parts import Parts
 from grpo_rl.run.summary import end_run, write_end
 from grpo_rl.settings.sections import Train
@@ -37,6 +38,7 @@ class RunOptions:
     train: Train
     evaluate_frequency: int
     model: str
+    task: str
     export: str
     collecting: str
     engine_sleeps: bool
@@ -97,7 +99,9 @@ class Run:
         self._step_metrics, self._interrupt = step_metrics, interrupt
         self._ranks = ranks
         self.step, self.collected = folder.step, folder.collected
+        self._totals = dict(folder.restored[1].get("totals", {})) if folder.restored else {}
         self._training = False
+        self._origin = origin(folder.config)  # now: the code may change while the run lasts
         parts.begin(folder.restored[1] if folder.restored else None, options.train.seed)
         if folder.restored:
             logs.note(f"Resumed after step {self.step} from {folder.restored[0]}")
@@ -204,6 +208,7 @@ class Run:
         if self._held_out.rows and frequency and self.step % frequency == 0:
             metrics |= self._evaluate()
         metrics |= parts.schedules.after_step(metrics)
+        metrics |= self._count(parts.collector.sampled)
         self.logs.log_step(self.step, metrics, groups, parts.env)
         self._held_out.keep(self.folder.path, self.step)
         if self.logs.lineage:
@@ -211,6 +216,16 @@ class Run:
         frequency = self.options.train.checkpoint_frequency
         if frequency and self.step % frequency == 0:
             self.save_checkpoint()
+
+    def _count(self, sampled: Sequence[Group]) -> dict[str, float]:
+        """The run's totals after a step, those before a resume included; of training alone, without evaluation."""
+        for name, count in (
+            ("sampled_tokens", sum(int(group.trainable.sum()) for group in sampled)),
+            ("trained_tokens", self.record.trained_tokens),
+        ):
+            self._totals[name] = self._totals.get(name, 0) + count
+        totals = {"responses": self.collected, **self._totals, "seconds": self.seconds}
+        return {f"total/{name}": float(value) for name, value in totals.items()}
 
     def evaluate_before(self) -> None:
         """Evaluates the initial model on held-out data; a resumed run has done so already."""
@@ -235,6 +250,7 @@ class Run:
             "config": self.folder.config,
             "eval_before": self._held_out.before,
             "seconds": self.seconds,
+            "totals": self._totals,
         } | self.parts.state()
 
     def finish(self) -> dict[str, object]:
@@ -242,15 +258,17 @@ class Run:
 
         A run that is killed here and resumed repeats this, except for an evaluation that it has already.
         """
-        path = self.save_checkpoint()
+        path: Path | None = self.save_checkpoint()
         if self._held_out.rows and self._held_out.evaluated_at != self.step:
             metrics = self._evaluate()
             if not self.logs.has(self.step, "eval/reward"):
                 self.logs.log(self.step, metrics)
             self._held_out.keep(self.folder.path, self.step)
             self.logs.progress.update(self.step, metrics)
-        summary = self._summary()
-        end_run(self.logs, self.parts, summary, path, self.options.export)
+        summary, kept = self._summary(), self.options.train.keep_final_checkpoint
+        end_run(self.logs, self.parts, summary, path if kept else None, self.options.export, self.folder.config)
+        if not kept:  # until now: whoever kills the run here finds it finished, or resumes it
+            self.folder.remove_checkpoints()
         return summary
 
     def _summary(self) -> dict[str, object]:
@@ -260,4 +278,6 @@ class Run:
             "seconds": round(self.seconds, 1),
             "seed": self.options.train.seed,
             "model": self.options.model,
+            "task": self.options.task,
+            **self._origin,
         } | self._held_out.summary(self.step)

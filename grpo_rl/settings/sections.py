@@ -90,6 +90,9 @@ class Train(Section):
     mixed_precision: bool = setting(True, "fp32 master weights under a bfloat16 model")
     checkpoint_frequency: int = setting(20, "steps between checkpoints; 0: only at the end", at_least=0)
     keep_checkpoints: int = setting(2, "number of newest checkpoints that stay; 0 keeps all", at_least=0)
+    keep_final_checkpoint: bool = setting(
+        True, "false: a finished run keeps model/ and no checkpoint, so that it can't be prolonged"
+    )
     lineage: bool = setting(
         False, "store every token's history, for `grpo-rl replay`; 13 to 25 bytes a token (docs/lineage.md)"
     )
