@@ -26,6 +26,7 @@ from grpo_rl.run.diagnosis import RunDiagnosis
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.logs import RunLogs
+from grpo_rl.run.origin import origin
 from grpo_rl.run.parts import Parts
 from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.step_metrics import step_metrics
@@ -146,6 +147,7 @@ def build_run(
                 settings.train_model.lora.export,
                 "wait" if settings.mode == "async" else "sample",
                 settings.inference_model.sleep,
+                origin(folder.config),
             ),
             ranks,
         ) as run:

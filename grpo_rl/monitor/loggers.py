@@ -159,11 +159,12 @@ def open_loggers(
     Raises:
         ValueError: one of them can't start; those before it are closed.
     """
-    rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
+    names = logger_names(backend)
+    rows = read_metrics(run_dir) if names and (run_dir / METRICS_FILE).exists() else []
     last_step = max((int(row["step"]) for row in rows), default=-1)
     loggers = Loggers(say, clock)
     try:
-        for name in logger_names(backend):
+        for name in names:
             own = dict(common or {}) if name in BUILT_IN else {}
             own |= dict(of_wandb or {}) if name == "wandb" else {}
             own |= (settings or {}).get(settings_name(name), {})

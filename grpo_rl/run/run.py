@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from grpo_rl.run.diagnosis import DIAGNOSED, RunDiagnosis
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.origin import origin
 from grpo_rl.run.parts import Parts
 from grpo_rl.run.summary import end_run, write_end
 from grpo_rl.settings.sections import Train
@@ -33,6 +32,7 @@ class RunOptions:
         export: how adapters are exported: ``merged`` or ``adapter``.
         collecting: the terminal view's name for the phase of collecting groups: sample or wait.
         engine_sleeps: whether the engine frees its memory until weights are pushed into it.
+        origin: how to make the run again, as found at its start: the code may change while it lasts.
     """
 
     train: Train
@@ -42,6 +42,7 @@ class RunOptions:
     export: str
     collecting: str
     engine_sleeps: bool
+    origin: Mapping[str, str]
 
 
 class Interrupt:
@@ -101,7 +102,6 @@ class Run:
         self.step, self.collected = folder.step, folder.collected
         self._totals = dict(folder.restored[1].get("totals", {})) if folder.restored else {}
         self._training = False
-        self._origin = origin(folder.config)  # now: the code may change while the run lasts
         parts.begin(folder.restored[1] if folder.restored else None, options.train.seed)
         if folder.restored:
             logs.note(f"Resumed after step {self.step} from {folder.restored[0]}")
@@ -279,5 +279,5 @@ class Run:
             "seed": self.options.train.seed,
             "model": self.options.model,
             "task": self.options.task,
-            **self._origin,
+            **self.options.origin,
         } | self._held_out.summary(self.step)

@@ -617,7 +617,7 @@ def test_a_full_disk_is_told_in_one_line_with_the_file_and_the_way_on(tiny, tmp_
     path_open, full, name = Path.open, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Path(file).name
 
     def no_room(path, mode="r", *args, **kwargs):
-        on_full_disk = mode != "r" and path.name in (name, f".{name}.tmp")
+        on_full_disk = mode[0] != "r" and path.name in (name, f".{name}.tmp")
         return open("/dev/full", mode) if on_full_disk else path_open(path, mode, *args, **kwargs)
 
     def no_room_for_parquet(*_, **__):
