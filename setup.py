@@ -23,6 +23,10 @@ LORA = ["peft>=0.21,<0.22"]
 QLORA = [*LORA, "bitsandbytes>=0.50.2,<0.51"]
 TRL = ["trl==1.16.*"]
 SWEEP = ["hydra-optuna-sweeper>=1.3,<1.4"]  # brings optuna 2.10
+WANDB = ["wandb>=0.31,<0.32"]
+TENSORBOARD = ["tensorboard>=2.21,<2.22"]
+TRACKIO = ["trackio>=0.43,<0.44"]
+MLFLOW = ["mlflow>=3.17,<3.18"]
 
 setup(
     name="grpo-rl",
@@ -76,7 +80,7 @@ setup(
         "torch==2.13.*",
         "torchrl==0.14.1",
         "transformers>=5.16.1,<5.20",
-        "wandb>=0.31,<0.32",
+        *WANDB,
         "xxhash>=3.5,<5",
     ],
     extras_require={
@@ -87,10 +91,17 @@ setup(
         "qlora": QLORA,
         "trl": TRL,
         "sweep": SWEEP,
+        "wandb": WANDB,
+        "tensorboard": TENSORBOARD,
+        "trackio": TRACKIO,
+        "mlflow": MLFLOW,
         "dev": [
             *QLORA,
             *TRL,
             *SWEEP,
+            *TENSORBOARD,
+            *TRACKIO,
+            *MLFLOW,
             "beartype>=0.23,<0.24",
             "codetiming>=1.4,<2",  # verl imports it, and ray
             "hypothesis>=6.170,<7",

@@ -18,6 +18,7 @@ COMMANDS = {
     "replay": ("replay.command", "recompute a step of a run under another loss"),
     "report": ("report.command", "write the page of a run or a comparison, or serve it live; --demo shows one"),
     "export": ("cli", "write the model of a checkpoint as a folder"),
+    "push-to-hub": ("run.push", "upload the model of a finished run to the Hugging Face hub"),
 }
 """The module whose ``add_<command>``, with underscores for dashes, declares a command's options, and has its
 description as docstring; its help."""

@@ -190,7 +190,7 @@ def without_clocks(row: Mapping[str, Any]) -> dict[str, Any]:
     >>> without_clocks({"loss/total": 0.5, "time/train_s": 3.0})
     {'loss/total': 0.5}
     """
-    clocks = ("time/", "throughput/", "memory/", "limit_", "seconds", "checkpoint")
+    clocks = ("time", "throughput/", "memory/", "limit_", "seconds", "total/seconds", "checkpoint", "command")
     return {name: value for name, value in row.items() if not name.startswith(clocks)}
 
 

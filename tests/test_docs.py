@@ -16,7 +16,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from grpo_rl.cli import main
-from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.monitor.loggers import check_loggers, open_loggers
+from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.testing import run_script
 
 ROOT = Path(__file__).parent.parent
@@ -27,10 +28,10 @@ PAGES = [
 ]
 FILES, MISSING = (".py", ".md", ".json", ".jsonl", ".yaml", ".parquet"), object()
 FREE = (
-    *("env.reward.", "env.rewards.", "model.embed_tokens", "model.layers", "policy.model"),
+    *("logger.settings.", "env.reward.", "env.rewards.", "model.embed_tokens", "model.layers", "policy.model"),
     *("env.task", "env.one_word", "env.letters"),
 )
-"""Names of rewards, weights and attributes, which are no settings; and those that a task of one's own brings."""
+"""Names of rewards, weights, attributes and arguments of loggers; and those that a task of one's own brings."""
 FOLDERS = "grpo_rl|envs|config|sota|docs|tests|tools|benchmarks"
 
 
@@ -55,6 +56,24 @@ def test_the_picture_is_what_its_command_draws(tmp_path, monkeypatch):
     (tmp_path / "docs").mkdir()
     assert main(command.split()) == 0
     assert texts(tmp_path / "docs" / "batches.svg") == texts(DOCS / "batches.svg")
+
+
+def test_the_logger_of_the_page_is_one_and_survives_a_resume(tmp_path, monkeypatch):
+    (code,) = re.findall(r"<!-- script -->\n```python\n(.*?)```", (DOCS / "loggers.md").read_text(), re.DOTALL)
+    (tmp_path / "csv_log.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    name, settings = "csv_log:CsvLog", {"CsvLog": {"metrics": ["reward/mean", "entropy"]}}
+    check_loggers(name, settings)
+    metrics = MetricsLog(tmp_path)
+    for last_step, reward in ((-1, 0.25), (1, 0.75)):
+        if last_step > 0:
+            metrics.truncate(last_step)
+        loggers = open_loggers(name, tmp_path, {}, print, settings)
+        for step in range(max(last_step + 1, 0), 3):
+            metrics.log(step, row := {"reward/mean": reward, "entropy": 0.5} if step else {"eval/reward": 0.0})
+            loggers.log(step, row)
+        loggers.close()
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == ["1,0.25,0.5", "2,0.75,0.5"]
 
 
 def test_every_column_of_the_lineage_is_explained():

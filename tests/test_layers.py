@@ -46,6 +46,10 @@ ONLY_IN = {
     "omegaconf": ("sota/", "grpo_rl/build/", "grpo_rl/settings/"),
     "peft": ("grpo_rl/policies/lora.py",),
     "bitsandbytes": ("grpo_rl/policies/lora.py",),
+    "wandb": ("grpo_rl/monitor/wandb.py",),
+    "tensorboard": (),
+    "trackio": ("grpo_rl/monitor/trackio.py",),
+    "mlflow": ("grpo_rl/monitor/mlflow.py",),
 }
 WHOLE_CONFIG = {
     "cfg": ("sota/", "grpo_rl/build/", "grpo_rl/settings/"),

@@ -17,7 +17,6 @@ from grpo_rl.settings.derived import eval_source, train_source
 from grpo_rl.settings.evaluation import beside_training
 from grpo_rl.settings.schema import Settings
 
-
 OF_DATA = ("dataset", "path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
 """Settings of ``env`` that say where rows come from; the others are the task's and the environment's."""
 

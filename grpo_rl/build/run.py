@@ -18,6 +18,7 @@ from grpo_rl.diagnosis.mismatch import Mismatch
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import Sampling
 from grpo_rl.envs.base import LLMEnv
+from grpo_rl.monitor.loggers import check_loggers
 from grpo_rl.monitor.phases import start_phase
 from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.policies.compiler import why_uncompiled
@@ -26,6 +27,7 @@ from grpo_rl.run.diagnosis import RunDiagnosis
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.logs import RunLogs
+from grpo_rl.run.origin import origin
 from grpo_rl.run.parts import Parts
 from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.step_metrics import step_metrics
@@ -74,6 +76,7 @@ def build_run(
             responses.
     """
     # Wrong data and settings are found before the folder is claimed and a model is loaded.
+    check_loggers(settings.logger.backend, settings.logger.settings)
     with start_phase(f"reading the data of {settings.env.dataset}"):
         tokenizer = load_tokenizer(model, settings.model.chat_template)
         env = make_env(settings, tokenizer)
@@ -151,9 +154,11 @@ def build_run(
                 settings.train,
                 settings.evaluate.frequency,
                 settings.model.name,
+                settings.env.dataset,
                 settings.train_model.lora.export,
                 "wait" if settings.mode == "async" else "sample",
                 settings.inference_model.sleep,
+                origin(folder.config),
             ),
             ranks,
         ) as run:

@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,9 @@ class Progress:
 
     Args:
         first_step: steps that were done before a resume; they count as progress, not for the ETA.
-        console: where to print; the terminal by default. Without one, each step is one plain line.
+        console: where to print; the terminal by default. Without one, in a notebook too, each step is one plain line
+            with the time of day.
+        record: called with each step's plain line and with each note, wherever they are shown.
     """
 
     def __init__(
@@ -84,10 +87,11 @@ class Progress:
         *,
         first_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        record: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.total_steps, self.step = total_steps, first_step
-        self.console = console or Console()
-        self._clock = clock
+        self.console = console or _console()
+        self._clock, self._record = clock, record
         self._started = self._last = clock()
         self._durations: deque[float] = deque(maxlen=ETA_STEPS)
         self._metrics: dict[str, float] = {}
@@ -138,13 +142,23 @@ class Progress:
             self._rewards.append(metrics["reward/mean"])
         self._metrics |= metrics
         self._sample = printable(sample).strip() or self._sample
+        line = self._line(metrics)
+        self._record(line)
         if not self._live:
-            # soft_wrap: a line in a log file is one line, however long.
-            self.console.print(Text(self._line(metrics)), soft_wrap=True)
+            self._print_plain(line)
 
     def note(self, text: str) -> None:
         """Prints a message above the live view."""
-        self.console.print(Text(printable(text)), soft_wrap=self._live is None)
+        text = printable(text)
+        self._record(text)
+        if self._live:
+            self.console.print(Text(text))
+        else:
+            self._print_plain(text)
+
+    def _print_plain(self, text: str) -> None:
+        # soft_wrap: a line in a log file is one line, however long.
+        self.console.print(Text(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}"), soft_wrap=True)
 
     @property
     def is_live(self) -> bool:
@@ -216,6 +230,12 @@ class Progress:
         return Text("\n".join(kept if len(lines) <= SAMPLE_LINES else [*kept[:-1], "…"]))
 
 
+def _console() -> Console:
+    """The terminal. In a notebook plain text: rich would print HTML for each line, or redraw what can't be redrawn."""
+    found = Console()
+    return Console(force_jupyter=False, force_terminal=False) if found.is_jupyter else found
+
+
 def summary_panel(
     summary: Mapping[str, Any],
     *,
@@ -255,6 +275,35 @@ def summary_panel(
         if path is not None:
             table.add_row(label, Text(str(path)))
     return Panel(table, title="Result", title_align="left", box=box.ROUNDED, border_style=style, expand=False)
+
+
+def summary_lines(summary: Mapping[str, Any]) -> list[str]:
+    """The result in a few short lines of plain text, to paste into a message.
+
+    Args:
+        summary: the content of ``summary.json``; what is missing is left out.
+
+    >>> for line in summary_lines({"model": "org/M", "task": "gsm8k", "steps": 100, "seconds": 754, "eval_before": 0.25,
+    ...     "eval_after": 0.5, "eval_gain": 0.25, "eval_gain_ci95": [0.125, 0.375], "command": "python sota/grpo.py"}):
+    ...     print(line)
+    org/M on gsm8k: 100 steps in 12:34
+    held-out reward 0.250 -> 0.500, gain +0.250 (95 % interval +0.125 to +0.375)
+    python sota/grpo.py
+    """
+    took = f" in {duration(summary['seconds'])}" if summary.get("seconds") is not None else ""
+    lines = [f"{summary.get('model')} on {summary.get('task')}: {summary.get('steps')} steps{took}"]
+    if summary.get("eval_gain_ci95") and summary.get("eval_before") is not None:
+        low, high = summary["eval_gain_ci95"]
+        lines.append(
+            f"held-out reward {summary['eval_before']:.3f} -> {summary['eval_after']:.3f}, gain "
+            f"{summary['eval_gain']:+.3f} (95 % interval {low:+.3f} to {high:+.3f})"
+        )
+    elif summary.get("train_reward_first") is not None:
+        first, last = summary["train_reward_first"], summary["train_reward_last"]
+        lines.append(f"training reward {first:.3f} -> {last:.3f} (first and last tenth of the steps)")
+    if summary.get("command"):
+        lines.append(str(summary["command"]))
+    return lines
 
 
 def duration(seconds: float) -> str:

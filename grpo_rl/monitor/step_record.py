@@ -42,7 +42,8 @@ class StepRecord:
         self.phases_s: dict[str, float] = {}
         self._sums: dict[str, float] = defaultdict(float)
         self._results: list[StepResult] = []
-        self._trained_tokens = self._micro_batches = 0
+        self._micro_batches = self.trained_tokens = 0
+        """Response tokens that went through forward and backward."""
         self.begin(())
 
     def begin(self, groups: Sequence[Group]) -> None:
@@ -71,7 +72,7 @@ class StepRecord:
         values = {name: value.item() for name, value in losses.items() if name != "loss"}
         for name, value in values.items():
             self._sums[name] += value
-        self._trained_tokens += len(tokens)
+        self.trained_tokens += len(tokens)
         self._micro_batches += 1
         self._kl_sum += values["kl_sampler"]
         self._kl_tokens += values["tokens"]
@@ -136,6 +137,6 @@ class StepRecord:
         if self._micro_batches:
             metrics |= {
                 "train/micro_batches": self._micro_batches,
-                "train/micro_batch_tokens": self._trained_tokens / self._micro_batches,
+                "train/micro_batch_tokens": self.trained_tokens / self._micro_batches,
             }
-        return metrics | time_metrics(self.phases_s, step_s, sampled_tokens, self._trained_tokens)
+        return metrics | time_metrics(self.phases_s, step_s, sampled_tokens, self.trained_tokens)

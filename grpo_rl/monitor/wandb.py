@@ -1,4 +1,4 @@
-"""Metrics and completions in Weights & Biases, online or offline; wandb is imported only where it is used."""
+"""Metrics and responses in Weights & Biases, online or offline; wandb is imported only where it is used."""
 
 from __future__ import annotations
 
@@ -10,42 +10,73 @@ if TYPE_CHECKING:
     import wandb
 
 ID_FILE = "wandb_id"
+SECTION = "a_overview"
+"""The section of the overview: W&B sorts sections by name, so that it comes first."""
+OVERVIEW = {
+    "reward/mean": "reward",
+    "eval/reward": "held-out reward",
+    "reward/zero_std_fraction": "zero-variance groups",
+    "response/mean_length": "response length",
+    "response/truncated_fraction": "truncated responses",
+    "entropy": "entropy",
+    "kl/ref": "KL to the reference",
+    "mismatch/mean": "sampler against trainer",
+    "clip/high_fraction": "clipped tokens",
+    "grad_norm": "gradient norm",
+    "throughput/sample_tokens_per_s": "sampled tokens per second",
+    "throughput/train_tokens_per_s": "trained tokens per second",
+}
+"""Metrics that the overview shows again, by the names that they have there."""
+BY_TOKENS = f"{SECTION}/reward by tokens"
+TOKENS = "total/sampled_tokens"
+
+
+STEPS = {"eval/": "eval/step", "": "step"}
+"""The last step of metrics with these beginnings, as W&B's summary has it."""
+FINISH_S = 300.0
+"""Longest wait for an upload at the end of a run."""
 
 
 class WandbLog:
     """A W&B run that belongs to the run folder: its files lie there, and a resumed run goes on under the same id.
 
-    Points are placed by the metric ``step``, not by W&B's own counter: that one only grows, and would drop what a
-    run resumed from an older checkpoint logs again.
+    Points are placed by the metric ``step``; ``tokens`` is there as another axis. W&B draws a panel for each metric, in
+    sections by the first part of their names: a dozen of them are logged twice, in a section that comes first.
+
+    What a resumed run logs again is there once. W&B takes nothing back: online the points that it has stay, and those
+    of the same steps are left out. Offline the run is written anew from the run folder, and the earlier files that
+    were not uploaded are set aside.
 
     Args:
-        run_dir: the run folder; the id is kept in its ``wandb_id``.
         mode: ``online``, or ``offline`` to upload later with ``wandb sync``.
+        more: further arguments of `wandb.init`, such as entity, group, tags.
 
     Raises:
         ValueError: wandb is not installed, or online has no key or no connection.
+
+    Attributes:
+        needs_history: whether it was written anew.
     """
 
     def __init__(
         self,
         run_dir: str | Path,
         config: Mapping[str, Any],
+        last_step: int = -1,
         *,
         project: str = "grpo_rl",
         name: str | None = None,
         mode: Literal["online", "offline"] = "online",
+        **more: Any,
     ) -> None:
-        try:
-            import wandb
-            import wandb.errors
-        except ImportError as error:
-            raise ValueError(
-                "logger.backend=wandb, but wandb is not installed: pip install wandb, or set logger.backend=none"
-            ) from error
+        import wandb
+        import wandb.errors
+
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         id_file = run_dir / ID_FILE
         run_id = id_file.read_text().strip() if id_file.exists() else None  # None: W&B makes one
+        self.needs_history = mode == "offline" and _set_aside(run_dir)
         try:
             self._run: wandb.Run = wandb.init(
                 project=project,
@@ -55,8 +86,12 @@ class WandbLog:
                 mode=mode,
                 dir=run_dir,
                 config=dict(config),
-                # A live terminal view is on: W&B must neither draw over it nor record it.
-                settings=wandb.Settings(silent=True, console="off"),
+                # A live terminal view is on: W&B must neither draw over it nor record it. A server that is away must
+                # not hold up the end of a run: what was not uploaded stays on the disk for `wandb sync`.
+                settings=wandb.Settings(
+                    silent=True, console="off", finish_timeout=FINISH_S, finish_timeout_raises=True
+                ),
+                **more,
             )
         except wandb.errors.Error as error:
             raise ValueError(
@@ -64,12 +99,17 @@ class WandbLog:
                 "logger.mode=offline or logger.backend=none"
             ) from error
         id_file.write_text(self._run.id + "\n")
-        self._run.define_metric("step", hidden=True)
+        self._there = {kind: int(self._run.summary.get(name, -1)) for kind, name in STEPS.items()}
+        self._last_step = last_step
+        for axis in (*STEPS.values(), "tokens"):
+            self._run.define_metric(axis, hidden=True)
         self._run.define_metric("*", step_metric="step")
+        self._run.define_metric(BY_TOKENS, step_metric="tokens")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends the metrics of a step."""
-        self._run.log({"step": step, **metrics})
+        """Sends the metrics of a step, but for those that W&B has already."""
+        if row := missing(step, metrics, self._there, self._last_step):
+            self._run.log(with_overview(step, row))
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Sends the rows of a step (see `grpo_rl.monitor.completions.completion_rows`) as a table."""
@@ -83,3 +123,49 @@ class WandbLog:
     def close(self, exit_code: int = 0) -> None:
         """Sends what is left and ends the run; a non-zero ``exit_code`` marks it as failed."""
         self._run.finish(exit_code=exit_code)
+
+
+def missing(step: int, metrics: Mapping[str, float], there: Mapping[str, int], last_step: int) -> dict[str, float]:
+    """The metrics of a step that W&B does not have.
+
+    Args:
+        there: the last step of held-out and of other metrics that W&B has, by the beginnings of their names.
+        last_step: the last step of the run so far: W&B has its rows up to there, and a later call has other names.
+
+    >>> there = {"eval/": 2, "": 5}  # W&B got to step 5, and the run resumes after step 3
+    >>> missing(3, {"eval/reward": 1.0}, there, 3)  # the evaluation that follows the last step
+    {'eval/reward': 1.0}
+    >>> missing(4, {"entropy": 0.5, "eval/reward": 1.0}, there, 3), missing(6, {"entropy": 0.5}, there, 3)
+    ({'eval/reward': 1.0}, {'entropy': 0.5})
+    """
+    if step <= last_step:
+        return dict(metrics)
+    last = {name: there["eval/" if name.startswith("eval/") else ""] for name in metrics}
+    return {name: value for name, value in metrics.items() if step > last[name]}
+
+
+def with_overview(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """A row for W&B: the metrics, those of the overview again, and the axes.
+
+    >>> with_overview(3, {"eval/reward": 0.5, "lr": 0.1})
+    {'step': 3, 'eval/reward': 0.5, 'lr': 0.1, 'a_overview/held-out reward': 0.5, 'eval/step': 3}
+    """
+    row = {"step": step, **metrics}
+    row |= {f"{SECTION}/{title}": metrics[name] for name, title in OVERVIEW.items() if name in metrics}
+    if TOKENS in metrics:
+        row["tokens"] = metrics[TOKENS]
+        if "reward/mean" in metrics:
+            row[BY_TOKENS] = metrics["reward/mean"]
+    if any(name.startswith("eval/") for name in metrics):
+        row[STEPS["eval/"]] = step
+    return row
+
+
+def _set_aside(run_dir: Path) -> bool:
+    """Renames the folders of earlier offline runs, and tells whether there were any; uploaded ones stay."""
+    found = False
+    for folder in (run_dir / "wandb").glob("offline-run-*"):
+        if not any(folder.glob("*.synced")):
+            folder.rename(folder.with_name(f"abandoned-{folder.name}"))
+            found = True
+    return found

@@ -144,6 +144,14 @@ class RunFolder:
                 f"{folder} has {free / 2**30:.1f} GiB free, and {room.checkpoints} checkpoints and the exported model "
                 f"take about {needed / 2**30:.1f} GiB; free some space or set hydra.run.dir"
             )
+        kept = room.checkpoints - 1
+        count = f"{kept} checkpoint{'s' * (kept > 1)}" if kept else "checkpoints"
+        what = f"{count} of {room.checkpoint_bytes / 1e9:.1f} GB and " if room.checkpoint_bytes else ""
+        stays = "" if self._train.keep_final_checkpoint else " (in the end the model alone)"
+        self.notes.append(
+            f"The run writes {what}a model of {room.model_bytes / 1e9:.1f} GB{stays} to {folder}, where "
+            f"{free / 1e9:.0f} GB are free"
+        )
 
     def _read(self, state: dict) -> None:
         """Restores the progress of the checkpointed run."""
@@ -194,6 +202,11 @@ class RunFolder:
             agreed(self._ranks, lambda: checkpoint.sync_logs(self.path))
             self._saved = step, checkpoint.save(self.checkpoints, step, parts, keep, self._ranks)
         return self._saved[1]
+
+    def remove_checkpoints(self) -> None:
+        """Removes the checkpoints of a run that is finished; rank zero does."""
+        if self.rank_zero:
+            checkpoint.remove_all(self.checkpoints)
 
     def prepare(self) -> None:
         """Restores the folder's logs to the checkpoint's step, or prepares it for a new run."""

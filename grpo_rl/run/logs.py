@@ -18,17 +18,18 @@ from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.advisories import Advisories, facts_of
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
 from grpo_rl.monitor.lineage import LineageLog
+from grpo_rl.monitor.loggers import Loggers, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.monitor.phases import start_phase
 from grpo_rl.monitor.progress import Progress
 from grpo_rl.monitor.step_record import Observer
-from grpo_rl.monitor.wandb import WandbLog
+from grpo_rl.monitor.text_log import TextLog
 from grpo_rl.run.records import Records
 from grpo_rl.settings.sections import Logger
 
 
 class RunLogs:
-    """The terminal view, ``metrics.jsonl``, responses, tokens, lineage and W&B of a run; used as a context manager.
+    """The terminal view, ``metrics.jsonl``, responses, tokens, lineage and loggers of a run; used as a context manager.
 
     Args:
         config: the whole config as JSON.
@@ -59,14 +60,24 @@ class RunLogs:
         self.advisories = Advisories(facts_of(json.loads(config)))
         for row in read_metrics(folder) if resumes else ():
             self.advisories.update(row)
-        self.wandb = None
-        if logger.backend == "wandb" and rank_zero:
-            self.wandb = WandbLog(
-                folder, json.loads(config), project=logger.project, name=logger.name, mode=logger.mode
+        self._text = TextLog(folder) if rank_zero else None
+        record = self._text.write if self._text else lambda _: None
+        self.progress = Progress(
+            total_steps, None if rank_zero else Console(quiet=True), first_step=step, record=record
+        )
+        self.loggers = Loggers(self.note)
+        if rank_zero:
+            self.loggers = open_loggers(
+                logger.backend,
+                folder,
+                json.loads(config),
+                self.note,
+                logger.settings,
+                {"project": logger.project, "name": logger.name},
+                {"mode": logger.mode},
             )
-        self.progress = Progress(total_steps, None if rank_zero else Console(quiet=True), first_step=step)
-        self.last_words: Panel | None = None
-        """The panel shown when all else is closed, unless an error ends the run."""
+        self.last_words: list[Panel | str] = []
+        """What is shown when all else is closed, unless an error ends the run."""
 
     def __enter__(self) -> RunLogs:
         self.started = time.perf_counter()
@@ -75,12 +86,14 @@ class RunLogs:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if self.wandb:
-                self.wandb.close(exit_code=int(kind is not None))
-        finally:
             self.progress.__exit__()
-        if self.last_words and kind is None:
-            self.progress.console.print(self.last_words)
+        finally:  # the live view is over: a logger may take its time, and print
+            self.loggers.close(exit_code=int(kind is not None))
+            if self._text:
+                self._text.close()
+        for words in self.last_words if kind is None else ():
+            plain = isinstance(words, str)  # lines to copy: not folded, and nothing in them is markup
+            self.progress.console.print(words, soft_wrap=plain, markup=not plain, highlight=not plain)
 
     @property
     def observers(self) -> list[Observer]:
@@ -102,11 +115,10 @@ class RunLogs:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs numbers of a step, and shows the advisories that they raise."""
-        self.metrics.log(step, metrics)
+        self.metrics.log(step, {"time": time.time(), **metrics})
         for advisory in self.advisories.update({"step": step, **metrics}):
             self.note(f"Advisory. {advisory}")
-        if self.wandb:
-            self.wandb.log(step, metrics)
+        self.loggers.log(step, metrics)
 
     def has(self, step: int, name: str) -> bool:
         """Tells whether a number of a step is in ``metrics.jsonl`` already."""
@@ -115,12 +127,11 @@ class RunLogs:
     def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], env: LLMEnv) -> None:
         """Logs a training step: its numbers, and its groups as text."""
         self.log(step, metrics)
-        if self.completions or self.wandb:
+        if self.completions or self.loggers:
             rows = completion_rows(groups, env.decode, env.gold, turns=env.max_turns > 1)
             if self.completions:
                 self.completions.log(step, rows)
-            if self.wandb:
-                self.wandb.table(step, rows)
+            self.loggers.table(step, rows)
         if self.records:
             self.records.write(step, groups)
         response = env.decode(groups[0].responses[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,14 +32,17 @@ class RunOptions:
         export: how adapters are exported: ``merged`` or ``adapter``.
         collecting: the terminal view's name for the phase of collecting groups: sample or wait.
         engine_sleeps: whether the engine frees its memory until weights are pushed into it.
+        origin: how to make the run again, as found at its start: the code may change while it lasts.
     """
 
     train: Train
     evaluate_frequency: int
     model: str
+    task: str
     export: str
     collecting: str
     engine_sleeps: bool
+    origin: Mapping[str, str]
 
 
 class Interrupt:
@@ -97,6 +100,7 @@ class Run:
         self._step_metrics, self._interrupt = step_metrics, interrupt
         self._ranks = ranks
         self.step, self.collected = folder.step, folder.collected
+        self._totals = dict(folder.restored[1].get("totals", {})) if folder.restored else {}
         self._training = False
         parts.begin(folder.restored[1] if folder.restored else None, options.train.seed)
         if folder.restored:
@@ -204,6 +208,7 @@ class Run:
         if self._held_out.rows and frequency and self.step % frequency == 0:
             metrics |= self._evaluate()
         metrics |= parts.schedules.after_step(metrics)
+        metrics |= self._count(parts.collector.sampled)
         self.logs.log_step(self.step, metrics, groups, parts.env)
         sampled = parts.collector.take_sampled()
         if self.logs.records:
@@ -214,6 +219,16 @@ class Run:
         frequency = self.options.train.checkpoint_frequency
         if frequency and self.step % frequency == 0:
             self.save_checkpoint()
+
+    def _count(self, sampled: Sequence[Group]) -> dict[str, float]:
+        """The run's totals after a step, those before a resume included; of training alone, without evaluation."""
+        for name, count in (
+            ("sampled_tokens", sum(int(group.trainable.sum()) for group in sampled)),
+            ("trained_tokens", self.record.trained_tokens),
+        ):
+            self._totals[name] = self._totals.get(name, 0) + count
+        totals = {"responses": self.collected, **self._totals, "seconds": self.seconds}
+        return {f"total/{name}": float(value) for name, value in totals.items()}
 
     def evaluate_before(self) -> None:
         """Evaluates the initial model on held-out data; a resumed run has done so already."""
@@ -249,6 +264,7 @@ class Run:
             "eval_before": self._held_out.before,
             "eval_best": self._held_out.tracker.state(),
             "seconds": self.seconds,
+            "totals": self._totals,
         } | self.parts.state()
 
     def finish(self) -> dict[str, object]:
@@ -256,15 +272,17 @@ class Run:
 
         A run that is killed here and resumed repeats this, except for an evaluation that it has already.
         """
-        path = self.save_checkpoint()
+        path: Path | None = self.save_checkpoint()
         if self._held_out.rows and self._held_out.evaluated_at != self.step:
             metrics = {"time/at_s": self.seconds} | self._evaluate()
             if not self.logs.has(self.step, "eval/reward"):
                 self.logs.log(self.step, metrics)
             self._held_out.keep(self.folder.path, self.step)
             self.logs.progress.update(self.step, metrics)
-        summary = self._summary()
-        end_run(self.logs, self.parts, summary, path, self.options.export)
+        summary, kept = self._summary(), self.options.train.keep_final_checkpoint
+        end_run(self.logs, self.parts, summary, path if kept else None, self.options.export, self.folder.config)
+        if not kept:  # until now: whoever kills the run here finds it finished, or resumes it
+            self.folder.remove_checkpoints()
         return summary
 
     def _summary(self) -> dict[str, object]:
@@ -275,4 +293,6 @@ class Run:
             "seconds": round(self.seconds, 1),
             "seed": self.options.train.seed,
             "model": self.options.model,
+            "task": self.options.task,
+            **self.options.origin,
         } | self._held_out.summary(self.step)

@@ -9,24 +9,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from grpo_rl.monitor.progress import summary_panel
-from grpo_rl.report.files import EVALUATION, SUMMARY, versions
+from grpo_rl.monitor.progress import summary_lines, summary_panel
+from grpo_rl.report.files import EVALUATION, SUMMARY, read_rows, versions
 from grpo_rl.report.page import write_report
 from grpo_rl.run.claim import MODEL
 from grpo_rl.run.export import export
 from grpo_rl.run.logs import RunLogs
+from grpo_rl.run.model_card import CARD, model_card
 from grpo_rl.run.parts import Parts
 from grpo_rl.storage.whole_file import write_whole
 
 BEST, BEST_MODEL = "best.json", "best_model"
+TENTHS = "mean reward of all sampled responses, over the first and the last tenth of the steps"
+"""The meaning of the training rewards in ``summary.json``."""
 
 
-def end_run(logs: RunLogs, parts: Parts, summary: dict[str, object], checkpoint: Path, adapters: str) -> None:
-    """Exports the model, its adapters ``merged`` or as ``adapter``, writes summary and report, and shows them."""
+def end_run(
+    logs: RunLogs, parts: Parts, summary: dict[str, object], checkpoint: Path | None, adapters: str, config: str
+) -> None:
+    """Exports the model, its adapters ``merged`` or as ``adapter``, writes card, summary and report, and shows them."""
     model = logs.folder / MODEL
     export(parts.policy.model, parts.tokenizer, model, adapters, parts.policy.peers)
+    _complete(logs.folder, summary, checkpoint)
+    if model.is_dir():  # rank zero's
+        write_whole(model / CARD, model_card(json.loads(config), summary))
     report = write_end(logs, summary, checkpoint)
-    logs.last_words = summary_panel(summary, checkpoint=checkpoint, model=model, report=report)
+    logs.last_words = [summary_panel(summary, checkpoint=checkpoint, model=model, report=report)]
+    logs.last_words += ["To pass on:", *(f"  {line}" for line in summary_lines(summary))]
 
 
 def keep_best(folder: Path, step: int, parts: Parts, adapters: str) -> None:
@@ -46,12 +55,30 @@ def best_kept(folder: Path) -> int | None:
         return None
 
 
-def write_end(logs: RunLogs, summary: dict[str, object], checkpoint: Path) -> Path | None:
+def write_end(logs: RunLogs, summary: dict[str, object], checkpoint: Path | None) -> Path | None:
     """Writes the summary, completed in place, and the report; returns the report's path, None where it failed."""
-    advisories = [asdict(advisory) for advisory in logs.advisories.raised]
-    summary |= {"advisories": advisories, "versions": versions(), "checkpoint": str(checkpoint)}
+    _complete(logs.folder, summary, checkpoint)
+    summary["advisories"] = [asdict(advisory) for advisory in logs.advisories.raised]
     write_summary(logs.folder, summary)
     return try_write_report(logs.folder, logs.note)
+
+
+def _complete(folder: Path, summary: dict[str, object], checkpoint: Path | None) -> None:
+    summary |= {"versions": versions(), "checkpoint": checkpoint and str(checkpoint)}
+    rewards = [row["reward/mean"] for row in read_rows(folder) if "reward/mean" in row]
+    if rewards:
+        first, last = first_and_last_tenth(rewards)
+        summary |= {"train_reward_first": first, "train_reward_last": last, "train_reward_of": TENTHS}
+
+
+def first_and_last_tenth(values: Sequence[float]) -> tuple[float, float]:
+    """The means of the first and the last tenth of the values, at least one.
+
+    >>> first_and_last_tenth([1.0] * 2 + [0.0] * 16 + [3.0, 5.0])
+    (1.0, 4.0)
+    """
+    tenth = max(len(values) // 10, 1)
+    return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
 
 
 def write_summary(folder: Path, summary: Mapping[str, object]) -> None:

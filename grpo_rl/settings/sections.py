@@ -103,6 +103,9 @@ class Train(Section):
     mixed_precision: bool = setting(True, "fp32 master weights under a bfloat16 model")
     checkpoint_frequency: int = setting(20, "steps between checkpoints; 0: only at the end", at_least=0)
     keep_checkpoints: int = setting(2, "number of newest checkpoints that stay; 0 keeps all", at_least=0)
+    keep_final_checkpoint: bool = setting(
+        True, "false: a finished run keeps model/ and no checkpoint, so that it can't be prolonged"
+    )
     lineage: bool = setting(
         False, "store every token's history, for `grpo-rl replay`; 13 to 25 bytes a token (docs/lineage.md)"
     )
@@ -185,10 +188,17 @@ class Evaluate(Section):
 class Logger(Section):
     """The loggers that metrics go to; metrics.jsonl is always written."""
 
-    backend: Literal["wandb", "none"] = setting("none", "wandb | none: an experiment tracker")
+    backend: str | tuple[str, ...] = setting(
+        "none",
+        "wandb | tensorboard | trackio | mlflow | package.module:Class, a class of one's own | none; or a list of them "
+        "(docs/loggers.md)",
+    )
     mode: Literal["online", "offline"] = setting("online", "mode of wandb; offline: uploaded later")
-    project: str = setting("grpo_rl", "the run's project in wandb")
-    name: str | None = setting(None, "the run's name in wandb")
+    project: str = setting("grpo_rl", "the run's project in wandb and trackio, its experiment in mlflow")
+    name: str | None = setting(None, "the run's name there; null: wandb makes one, the others take the run folder's")
+    settings: Mapping[str, Any] = setting(
+        {}, "further arguments of a logger, by its name or its class's: +logger.settings.mlflow.tracking_uri=..."
+    )
     completions: bool = setting(True, "write every response to completions.parquet")
     token_groups: int = setting(
         1,

@@ -50,6 +50,7 @@ MAY_DIFFER = (
     "env.score_timeout_s",
     "train.checkpoint_frequency",
     "train.keep_checkpoints",
+    "train.keep_final_checkpoint",
     "train.lineage",
     "train.max_bad_steps",
     "train_model.lora.export",
@@ -137,6 +138,12 @@ def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | 
             remove_stale(path, checkpoint_file.read(path) if path.exists() else {})
         raise
     return path
+
+
+def remove_all(folder: Path) -> None:
+    """Removes every checkpoint in a folder."""
+    for path in checkpoints(folder):
+        remove(path)
 
 
 def sync_logs(run: Path) -> None:

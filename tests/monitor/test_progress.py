@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import io
 import math
+import re
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from grpo_rl.monitor.completions import printable
-from grpo_rl.monitor.progress import Progress, sparkline, summary_panel
+from grpo_rl.monitor.progress import Progress, sparkline, summary_lines, summary_panel
+
+ROOT = Path(__file__).parents[2]
 
 METRICS = {
     "reward/mean": 1.25,
@@ -57,6 +61,8 @@ def test_a_log_file_gets_one_line_a_step_however_long():
         progress.update(2, METRICS)
     lines = screen.file.getvalue().splitlines()
     assert len(lines) == 2
+    stamps, lines = zip(*((line[:20], line[20:]) for line in lines), strict=True)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", stamp) for stamp in stamps)
     assert lines[0].startswith("step 1/10 · reward 1.250 · correctness 1.000 · answer_format 0.250 · entropy 0.5")
     # 30 s and 10 s for two steps: 20 s each for the eight to come.
     assert lines[1].endswith("10.0 s/step, ETA 2:40")
@@ -77,7 +83,7 @@ def test_evaluation_alone_is_no_step():
     clock.now += 5
     progress.update(0, {"eval/reward": 0.5})
     assert progress.eta_s is None
-    assert progress.console.file.getvalue() == "step 0/10 · held-out reward 0.500\n"
+    assert progress.console.file.getvalue()[20:] == "step 0/10 · held-out reward 0.500\n"
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -188,3 +194,58 @@ def test_the_summary_does_not_boast(interval, verdict):
 def test_a_summary_without_evaluation_still_names_the_checkpoint():
     text = print_summary({"steps": 3, "eval_before": None}, checkpoint="checkpoint_3.pt")
     assert "checkpoint_3.pt" in text and "gain" not in text and "held-out" not in text
+
+
+@pytest.mark.slow
+def test_a_notebook_gets_plain_lines_with_the_time_and_no_markup(tmp_path):
+    """A cell of a notebook, run by its kernel: rich would answer with a block of HTML for each line."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from grpo_rl.monitor.progress import Progress
+with Progress(2) as progress:
+    progress.phase("sample")
+    progress.note("Resumed")
+    progress.update(1, {{"reward/mean": 0.5}}, sample="text")
+    progress.update(2, {{"reward/mean": 0.75}})
+"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    outputs = notebook.cells[0].outputs
+    assert {output["output_type"] for output in outputs} == {"stream"}
+    lines = "".join(output["text"] for output in outputs if output["name"] == "stdout").splitlines()
+    assert [line[20:34] for line in lines] == ["Resumed", "step 1/2 · rew", "step 2/2 · rew"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_nothing_of_the_live_view_is_torn_or_cut(width):
+    """Each frame is a box of its own width, and a long sample, part names and numbers are all there, if folded."""
+    screen = console(width)
+    with Progress(1000, screen, first_step=9) as progress:
+        progress.phase("sample")
+        progress.update(10, METRICS, sample="word " * 100)
+    frame = last_frame(screen)[: -1 if last_frame(screen)[-1] == "" else None]
+    box = [line for line in frame if line and line[0] in "╭│╰"]
+    assert len({cell_len(line) for line in box}) == 1 and cell_len(box[0]) < width
+    text = " ".join(" ".join(line.strip("│ ") for line in box).split())
+    for expected in (
+        "step 10/1000",
+        "correctness 1.000",
+        "answer_format 0.250",
+        "grad norm 2",
+        "1,930 tokens/s",
+        "48%",
+    ):
+        assert expected in text
+
+
+def test_the_result_is_a_few_short_lines_to_paste():
+    summary = {"model": "m", "task": "t", "steps": 5, "seconds": 61, "command": "python sota/grpo.py"}
+    rewards = {"train_reward_first": 0.25, "train_reward_last": 0.5}
+    assert summary_lines(summary | rewards) == [
+        "m on t: 5 steps in 1:01",
+        "training reward 0.250 -> 0.500 (first and last tenth of the steps)",
+        "python sota/grpo.py",
+    ]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -31,20 +31,39 @@ def test_an_offline_run_keeps_its_points_in_the_run_folder_and_its_id_over_a_res
     pytest.importorskip("wandb")
     run_dir = tmp_path / "run"
     log = WandbLog(run_dir, {"optimizer": {"lr": 1e-5}}, project="p", mode="offline")
-    log.log(1, {"reward/mean": 0.25})
+    log.log(1, {"reward/mean": 0.25, "total/sampled_tokens": 77.0})
     log.table(1, [{"completion": "4", "reward": 2.0}])
     log.close()
     run_id = (run_dir / "wandb_id").read_text()
-
-    resumed = WandbLog(run_dir, {}, project="p", mode="offline")
-    resumed.log(1, {"reward/mean": 0.75})
-    resumed.close()
-    assert (run_dir / "wandb_id").read_text() == run_id
-    assert all(run_id.strip() in p.name for p in run_dir.glob("wandb/offline-run-*"))
-    first, second = offline_runs(run_dir)
-    assert b"reward/mean" in first and b"0.25" in first and b"0.75" in second
+    [first] = offline_runs(run_dir)
+    assert b"reward/mean" in first and b"0.25" in first
+    assert b"a_overview/reward" in first and b"a_overview/reward by tokens" in first and b"77" in first
     [table] = run_dir.glob("wandb/offline-run-*/files/media/table/completions_*.table.json")
     assert json.loads(table.read_text()) == {"columns": ["completion", "reward"], "data": [["4", 2.0]]}
+    assert not log.needs_history
+
+    time.sleep(1.1)  # W&B names the folder by the second
+    resumed = WandbLog(run_dir, {}, 1, project="p", mode="offline")
+    resumed.log(1, {"reward/mean": 0.75})
+    resumed.close()
+    assert resumed.needs_history  # the earlier file is set aside, and a run logs it again
+    assert (run_dir / "wandb_id").read_text() == run_id
+    assert all(run_id.strip() in p.name for p in run_dir.glob("wandb/*offline-run-*"))
+    [second] = offline_runs(run_dir)
+    assert b"0.75" in second and len(list(run_dir.glob("wandb/abandoned-offline-run-*"))) == 1
+
+
+@pytest.mark.slow
+def test_an_uploaded_offline_run_is_neither_set_aside_nor_logged_again(tmp_path):
+    pytest.importorskip("wandb")
+    log = WandbLog(tmp_path, {}, mode="offline")
+    log.close()
+    [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    file.with_name(f"{file.name}.synced").touch()  # as `wandb sync` leaves it
+    time.sleep(1.1)
+    resumed = WandbLog(tmp_path, {}, 1, mode="offline")
+    resumed.close()
+    assert not resumed.needs_history and len(offline_runs(tmp_path)) == 2
 
 
 def test_online_without_a_key_says_how_to_go_on_without_one(tmp_path):
@@ -52,9 +71,3 @@ def test_online_without_a_key_says_how_to_go_on_without_one(tmp_path):
     with pytest.raises(ValueError, match="logger.mode=offline or logger.backend=none"):
         WandbLog(tmp_path, {}, mode="online")
     assert not (tmp_path / "wandb_id").exists()
-
-
-def test_a_missing_package_names_the_remedy(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="pip install wandb, or set logger.backend=none"):
-        WandbLog(tmp_path, {})

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from grpo_rl import cli
+from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.report import compare, demo
-from grpo_rl.intervals import paired_gain
 
 
 def run_of(folder: Path, lr: float, rewards: list[float], gain: tuple[float, ...] = (), **env) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import json
 import math
 import os
@@ -21,8 +22,10 @@ from unittest.mock import MagicMock
 import pandas as pd
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from grpo_rl.cli import main
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.monitor.completions import logged_steps, read_step
@@ -86,10 +89,54 @@ def test_a_run_leaves_all_its_files(finished):
     summary = json.loads((finished / "summary.json").read_text())
     assert {"eval_before", "eval_after", "eval_gain", "eval_gain_ci95", "steps", "seconds"} <= set(summary)
     assert summary["steps"] == 4
+    rewards = [row["reward/mean"] for row in metrics[1:5]]  # of four steps a tenth is one
+    assert (summary["train_reward_first"], summary["train_reward_last"]) == (rewards[0], rewards[-1])
+    assert summary["command"].startswith(f"python {SCRIPT} model.name=") and len(summary["config_hash"]) == 12
     assert len(pd.read_parquet(finished / "completions.parquet")) == 64
     assert (finished / "report.html").stat().st_size > 10_000
     assert (finished / ".hydra" / "config.yaml").exists() and (finished / "config.yaml").exists()
     assert len(checkpoints(finished / "checkpoints")) == 4
+
+
+def test_totals_and_the_time_of_day_grow_over_resumes(finished, tiny, tmp_path):
+    cut = tmp_path / "cut"
+    shutil.copytree(finished, cut)
+    started = time.time()
+    run([*tiny, f"resume={checkpoints(cut / 'checkpoints')[1]}"], tmp_path / "unused")
+    rows = [row for row in read_metrics(cut) if "total/responses" in row]
+    assert [row["total/responses"] for row in rows] == [16, 32, 48, 64]
+    lengths = pd.read_parquet(cut / "completions.parquet").groupby("step")["tokens"].sum().cumsum().tolist()
+    assert [row["total/sampled_tokens"] for row in rows] == lengths
+    trained = [row["total/trained_tokens"] for row in rows]
+    assert trained == sorted(trained) and 0 < trained[-1] <= lengths[-1]  # zero-variance groups are skipped
+    assert all(a["total/seconds"] < b["total/seconds"] for a, b in itertools.pairwise(rows))
+    assert [row["time"] > started for row in rows] == [False, False, True, True]
+
+
+def test_the_log_of_the_folder_has_each_step_and_note_with_its_time(finished):
+    lines = (finished / "grpo.log").read_text().splitlines()
+    stamp = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\]"
+    assert len([line for line in lines if re.match(rf"{stamp}.* - step [1-4]/4 · reward", line)]) == 4
+    said = r"The run writes checkpoints of 0.0 GB and a model of 0.0 GB to .* GB are free"
+    assert any(re.search(said, line) for line in lines)
+
+
+def test_a_run_that_keeps_no_checkpoint_says_that_it_cannot_be_prolonged(tiny, tmp_path, monkeypatch, capsys):
+    settings = [*tiny, "train.keep_final_checkpoint=false", "train.total_dialog_turns=16"]
+    folder = run(settings, tmp_path / "run")
+    assert not list((folder / "checkpoints").iterdir()) and (folder / "model" / "config.json").exists()
+    assert json.loads((folder / "summary.json").read_text())["checkpoint"] is None
+    assert "(in the end the model alone)" in capsys.readouterr().out
+    monkeypatch.setattr("grpo_rl.policies.policy.TrainPolicy.load", MagicMock(side_effect=AssertionError))
+    run([*settings, "train.total_dialog_turns=32", f"resume={folder}"], tmp_path / "unused")
+    assert "without a checkpoint it can't be prolonged" in capsys.readouterr().out
+
+
+def test_the_model_of_a_run_has_a_card_that_the_hub_takes_and_can_be_pushed(finished, capsys):
+    found = ModelCard.load(finished / "model" / "README.md")
+    assert found.data.to_dict()["tags"][0] == "grpo" and "a gain of" in found.text
+    assert main(["push-to-hub", str(finished), "org/name", "--dry-run"]) == 0
+    assert "model.safetensors" in capsys.readouterr().out
 
 
 def test_the_exported_model_loads_in_transformers_and_has_moved(finished, tiny):
@@ -624,7 +671,7 @@ def test_a_full_disk_is_told_in_one_line_with_the_file_and_the_way_on(tiny, tmp_
     path_open, full, name = Path.open, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Path(file).name
 
     def no_room(path, mode="r", *args, **kwargs):
-        on_full_disk = mode != "r" and path.name in (name, f".{name}.tmp")
+        on_full_disk = mode[0] != "r" and path.name in (name, f".{name}.tmp")
         return open("/dev/full", mode) if on_full_disk else path_open(path, mode, *args, **kwargs)
 
     def no_room_for_parquet(*_, **__):

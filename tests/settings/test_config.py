@@ -138,7 +138,7 @@ BY_HAND = {
     "a list of pairs of whole numbers": "train.repeats_schedule",
     "a list of mappings": "env.examples evaluate.tasks",
     "a list of texts": "sampling.stop",
-    "text or a list of names": "train_model.lora.targets",
+    "text or a list of names": "train_model.lora.targets logger.backend",
     "text, a list or a mapping": "env.reward",
 }
 BY_DEFAULT = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

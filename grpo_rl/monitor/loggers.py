@@ -1,0 +1,267 @@
+"""The loggers of a run: experiment trackers and classes of one's own behind one protocol, several at once."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo_rl.by_name import object_by_name
+from grpo_rl.monitor.completions import logged_steps, read_step
+from grpo_rl.monitor.logger_names import BUILT_IN, logger_names, settings_name
+from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
+
+METHODS = ("log", "table", "close")
+LONGEST_WAIT_S = 300.0
+"""A logger that fails is tried again after 2, 4, 8, ... seconds, and at last every so many."""
+
+
+class MetricsLogger(Protocol):
+    """A place that metrics and responses go to, beside the run folder's own files; `docs/loggers.md` has an example.
+
+    Args:
+        run_dir: the run folder, which exists.
+        config: the whole config as plain values.
+        last_step: the last step of the run so far, -1 if there is none. What the place holds of later steps belongs to
+            an abandoned continuation, and is logged again.
+        settings: those of `logger.settings` under the logger's name.
+
+    A logger with a true attribute ``needs_history`` is given, once it is made, all that the run folder holds.
+    """
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], last_step: int, **settings: Any) -> None: ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes numbers of a step; the held-out rewards of the last one may come by themselves."""
+        ...
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the responses of a step (see `grpo_rl.monitor.completions.completion_rows`)."""
+        ...
+
+    def close(self, exit_code: int = 0) -> None:
+        """Writes what is left; a non-zero ``exit_code`` means that the run failed."""
+        ...
+
+
+def logger_class(name: str) -> type[MetricsLogger]:
+    """The class of a logger, imported with its library.
+
+    Raises:
+        ValueError: the library is not installed; there is no such module or class, or it lacks a method.
+    """
+    if name in BUILT_IN:
+        where, library = BUILT_IN[name]
+        try:
+            importlib.import_module(library)
+        except ImportError as error:
+            remedy = f"pip install 'grpo-rl[{name}]', or take it out of logger.backend"
+            raise ValueError(f"logger.backend={name}, but it can't be imported ({error}): {remedy}") from error
+        name = where
+    found = object_by_name(name, "logger.backend", inspect.isclass)
+    if not inspect.isclass(found):
+        raise ValueError(f"logger.backend={name} is {found!r:.80}; it must be a class")
+    if missing := [method for method in METHODS if not callable(getattr(found, method, None))]:
+        raise ValueError(
+            f"logger.backend={name}: {found.__name__} has no method {', '.join(missing)}; a logger has "
+            f"{', '.join(METHODS)} (docs/loggers.md)"
+        )
+    return found
+
+
+def check_loggers(backend: str | Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Refuses loggers that can't be imported, and settings of loggers that are not chosen.
+
+    Raises:
+        ValueError: says which, and what to do.
+    """
+    names = logger_names(backend)
+    for name in names:
+        logger_class(name)
+    known = [settings_name(name) for name in names]
+    if idle := [key for key in settings if key not in known]:
+        raise ValueError(
+            f"logger.settings.{idle[0]} is of a logger that logger.backend does not name; it has "
+            f"{', '.join(known) or 'none'}"
+        )
+    if wrong := [key for key, value in settings.items() if not isinstance(value, Mapping)]:
+        raise ValueError(f"logger.settings.{wrong[0]} is {settings[wrong[0]]!r}; it must be a mapping")
+
+
+def open_loggers(
+    backend: str | Sequence[str],
+    run_dir: Path,
+    config: Mapping[str, Any],
+    say: Callable[[str], None],
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    common: Mapping[str, Any] | None = None,
+    of_wandb: Mapping[str, Any] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Loggers:
+    """The loggers, open, with all that the run folder holds in those that were written anew.
+
+    Args:
+        settings: by the logger's name.
+        common: further arguments of the built-in loggers: the run's name, its project.
+        of_wandb: further arguments of wandb: its mode.
+
+    Raises:
+        ValueError: one of them can't start; those before it are closed.
+    """
+    names = logger_names(backend)
+    rows = read_metrics(run_dir) if names and (run_dir / METRICS_FILE).exists() else []
+    last_step = max((int(row["step"]) for row in rows), default=-1)
+    loggers = Loggers(say, clock)
+    try:
+        for name in names:
+            own = dict(common or {}) if name in BUILT_IN else {}
+            own |= dict(of_wandb or {}) if name == "wandb" else {}
+            own |= (settings or {}).get(settings_name(name), {})
+            logger = _opened(name, run_dir, config, last_step, own)
+            loggers.add(name, logger)
+            if getattr(logger, "needs_history", False):
+                replay(logger, run_dir, rows)
+    except BaseException:
+        with suppress(Exception):  # the error that is raised is the one to see
+            loggers.close(1)
+        raise
+    return loggers
+
+
+def _opened(
+    name: str, run_dir: Path, config: Mapping[str, Any], last_step: int, settings: Mapping[str, Any]
+) -> MetricsLogger:
+    try:
+        return logger_class(name)(run_dir, config, last_step, **settings)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a library or a class of one's own raises
+        raise ValueError(
+            f"the logger {name} can't start ({type(error).__name__}: {error}); mend it or take it out of logger.backend"
+        ) from error
+
+
+def replay(logger: MetricsLogger, run_dir: Path, rows: Sequence[Mapping[str, float]]) -> None:
+    """Logs all rows of metrics again, and the responses that the run folder holds."""
+    for row in rows:
+        logger.log(int(row["step"]), {name: value for name, value in row.items() if name not in ("step", "time")})
+    for step in logged_steps(run_dir):
+        logger.table(step, [{name: row[name] for name in row if name != "step"} for row in read_step(run_dir, step)])
+
+
+class Loggers:
+    """Several loggers as one. One that fails once the run goes on is named, tried again, and ends no run.
+
+    Numbers that it missed are sent once it works again; tables are not. What it never got is counted at the end:
+    ``metrics.jsonl`` has it.
+    """
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._attempts: list[_Attempts] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._attempts)
+
+    def add(self, name: str, logger: MetricsLogger) -> None:
+        """Adds a logger."""
+        self._attempts.append(_Attempts(name, logger, self._say, self._clock))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs numbers of a step."""
+        for attempts in self._attempts:
+            attempts.log(step, metrics)
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Logs the responses of a step."""
+        for attempts in self._attempts:
+            attempts.table(step, rows)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Closes all of them, also those after one that fails."""
+        for attempts in self._attempts:
+            attempts.close(exit_code)
+
+
+class _Attempts:
+    def __init__(
+        self, name: str, logger: MetricsLogger, say: Callable[[str], None], clock: Callable[[], float]
+    ) -> None:
+        self._name, self._logger, self._say, self._clock = name, logger, say, clock
+        self._waiting: list[tuple[int, Mapping[str, float]]] = []
+        self._failures = self._lost_tables = 0
+        self._told = False
+        self._not_before = 0.0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._waiting.append((step, metrics))
+        if self._clock() >= self._not_before:
+            self._send()
+
+    def _send(self) -> None:
+        try:
+            while self._waiting:
+                self._logger.log(*self._waiting[0])
+                self._waiting.pop(0)
+        except Exception as error:  # a tracker that is away, of whatever library, must not end a run of days
+            self._failed(self._waiting[0][0], error)
+        else:
+            self._failures = 0
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._waiting:  # it was away a moment ago
+            self._lost_tables += 1
+            return
+        try:
+            self._logger.table(step, rows)
+        except Exception as error:  # as above
+            self._lost_tables += 1
+            self._failed(step, error)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        self._failures += 1
+        self._not_before = self._clock() + min(2.0**self._failures, LONGEST_WAIT_S)
+        if not self._told:
+            self._told = True
+            self._say(
+                f"Warning. The logger {self._name} failed at step {step} ({type(error).__name__}: {error}). The run "
+                f"goes on, and tries again; {METRICS_FILE} has everything"
+            )
+
+    def close(self, exit_code: int) -> None:
+        self._send()
+        try:
+            self._logger.close(exit_code)
+        except Exception as error:  # as above
+            self._say(f"Warning. The logger {self._name} can't be closed ({type(error).__name__}: {error})")
+        if self._waiting or self._lost_tables:
+            self._say(
+                f"Warning. The logger {self._name} lacks {len(self._waiting)} rows of metrics and {self._lost_tables} "
+                "tables of responses; the run folder has them"
+            )
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested mapping by dotted name; lists and empty mappings are values.
+
+    >>> flat({"a": {"b": 1}, "c": [2]})
+    {'a.b': 1, 'c': [2]}
+    """
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return found
+
+
+def run_name(run_dir: Path) -> str:
+    """The name of a run that was given none: its folder's, with the day.
+
+    >>> run_name(Path("outputs/2026-11-23/16-41-22"))
+    '2026-11-23_16-41-22'
+    """
+    path = run_dir.absolute()
+    return f"{path.parent.name}_{path.name}"

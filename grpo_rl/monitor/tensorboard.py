@@ -1,0 +1,73 @@
+"""Metrics and responses for TensorBoard, in the run folder; tensorboard is imported only where it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.monitor.completions import printable
+from grpo_rl.monitor.loggers import flat
+
+FOLDER = "tensorboard"
+ROWS = 8
+"""Responses of a step that are shown as text."""
+OUTCOMES = ("reward/mean", "eval/reward")
+"""Metrics beside the settings on the page HPARAMS."""
+
+
+class TensorBoardLog:
+    """Event files in the run folder's ``tensorboard/``; ``tensorboard --logdir outputs`` shows all runs.
+
+    A resumed run tells TensorBoard to forget the steps after its checkpoint. Each call is on the disk before it
+    returns. Values are 32-bit floats, as TensorBoard's scalars are.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Mapping[str, Any],
+        last_step: int,
+        *,
+        project: str = "",
+        name: str | None = None,
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        folder = run_dir / FOLDER
+        again = folder.exists()
+        self._writer = SummaryWriter(folder, purge_step=last_step + 1 if again else None)
+        if not again:
+            settings = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in flat(config).items()}
+            for summary in hparams(settings, dict.fromkeys(OUTCOMES, 0.0)):
+                self._writer._get_file_writer().add_summary(summary)
+            self._writer.flush()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the metrics of a step."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the first responses of a step as text."""
+        texts = [
+            f"**reward {row['reward']:.3g}**\n\n{_verbatim(row['prompt'])}\n\n{_verbatim(row['completion'])}"
+            for row in rows[:ROWS]
+        ]
+        self._writer.add_text("completions", "\n\n---\n\n".join(texts), step)
+        self._writer.flush()
+
+    def close(self, exit_code: int = 0) -> None:
+        """Closes the event file."""
+        self._writer.close()
+
+
+def _verbatim(text: str) -> str:
+    """The text as Markdown shows it letter by letter: indented, it is code.
+
+    >>> _verbatim("a *b*\\nc")
+    '    a *b*\\n    c'
+    """
+    return "\n".join(f"    {line}" for line in printable(text).split("\n"))

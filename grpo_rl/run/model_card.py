@@ -1,0 +1,124 @@
+"""The model card: ``README.md`` of an exported model, with the front matter that the Hugging Face hub reads."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import try_to_load_from_cache
+
+from grpo_rl.envs.spec import task_spec
+from grpo_rl.monitor.progress import duration
+
+CARD = "README.md"
+SHOWN = {
+    "loss": ("surrogate", "ratio", "aggregate", "advantage", "kl"),
+    "optimizer": ("name", "lr", "schedule"),
+    "policy": ("kl_coef",),
+    "train": ("total_dialog_turns", "optim_batch_size", "epochs", "seed"),
+    "env": ("num_envs", "repeats"),
+    "sampling": ("temperature", "top_p", "max_new_tokens"),
+}
+"""The settings that the card names; all of them are in the run folder's ``config.yaml``."""
+
+
+def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """The card of a finished run's model, from the run's config and the content of its ``summary.json``.
+
+    Local paths and the settings of loggers, which may hold a key, stay out of it.
+    """
+    base, env = config["model"]["name"], config["env"]
+    adapters = config["train_model"]["lora"]["rank"] and config["train_model"]["lora"]["export"] == "adapter"
+    # Tasks with data of the hub say which; those that make their own have none.
+    task = importlib.import_module(task_spec(env["dataset"]).load_rows.__module__)
+    data = None if env.get("path") else getattr(task, "HUB_NAME", "").partition(":")[0]
+    head: dict[str, Any] = {"library_name": "peft" if adapters else "transformers", "pipeline_tag": "text-generation"}
+    if on_hub(base):
+        head["base_model"] = base
+    if found := base_license(base):
+        head["license"] = found
+    if data:
+        head["datasets"] = [data]
+    head["tags"] = ["grpo", "grpo_rl", "reinforcement-learning", env["dataset"]]
+    name = base if on_hub(base) else Path(base).name
+    lines = [
+        f"# {name}, trained with GRPO on {env['dataset']}",
+        "",
+        f"- **Base model**: {name}" + ("" if found else "; its licence is not known here, look it up"),
+        f"- **Data**: {data or ('data of its own' if env.get('path') else env['dataset'])}",
+        f"- **Reward**: of the task `{env['dataset']}`" + "".join(f", plus `{key}`" for key in env.get("rewards", {})),
+        f"- **Result**: {result(summary)}",
+        f"- **Training**: {summary.get('steps')} steps in {duration(summary.get('seconds') or 0)}",
+        "",
+        "| setting | value |",
+        "| --- | --- |",
+        *(f"| `{part}.{key}` | {config[part][key]} |" for part, keys in SHOWN.items() for key in keys),
+        "",
+        "## Made by",
+        "",
+        f"grpo_rl {summary.get('grpo_rl')}"
+        + (f", commit {summary['git_commit']}" if summary.get("git_commit") else "")
+        + f", config {summary.get('config_hash')}; "
+        + ", ".join(f"{key} {value}" for key, value in summary.get("versions", {}).items() if key != "grpo_rl"),
+    ]
+    if summary.get("command"):
+        lines += ["", "```bash", _without_paths(str(summary["command"])), "```"]
+    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
+
+
+def result(summary: Mapping[str, Any]) -> str:
+    """The gain in held-out reward with its interval, or what is known instead.
+
+    >>> result({"eval_before": 0.25, "eval_after": 0.5, "eval_gain": 0.25, "eval_gain_ci95": [0.125, 0.375]})
+    'held-out reward 0.250 before and 0.500 after, a gain of +0.250 (95 % interval +0.125 to +0.375)'
+    >>> result({"train_reward_first": 0.25, "train_reward_last": 0.5})
+    'training reward 0.250 at first and 0.500 at last (tenths of the steps); not measured on held-out data'
+    """
+    if summary.get("eval_gain_ci95"):
+        low, high = summary["eval_gain_ci95"]
+        return (
+            f"held-out reward {summary['eval_before']:.3f} before and {summary['eval_after']:.3f} after, a gain of "
+            f"{summary['eval_gain']:+.3f} (95 % interval {low:+.3f} to {high:+.3f})"
+        )
+    if summary.get("train_reward_first") is None:
+        return "not measured"
+    return (
+        f"training reward {summary['train_reward_first']:.3f} at first and {summary['train_reward_last']:.3f} at last "
+        "(tenths of the steps); not measured on held-out data"
+    )
+
+
+def on_hub(name: str) -> bool:
+    """Tells whether a model's name is one of the hub: ``organisation/model``, and no folder here."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+
+
+def base_license(name: str) -> str | None:
+    """The licence in the base model's own card, if that lies here."""
+    path = try_to_load_from_cache(name, CARD) if on_hub(name) else Path(name) / CARD
+    try:
+        text = Path(path).read_text() if isinstance(path, str | Path) else ""
+        head = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
+    except (OSError, UnicodeDecodeError, IndexError, yaml.YAMLError):
+        return None
+    found = head.get("license") if isinstance(head, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _without_paths(command: str) -> str:
+    """The command without the folders of this machine.
+
+    >>> _without_paths("python /home/me/grpo_rl/sota/grpo.py model.name=/data/m env.dataset=gsm8k")
+    'python sota/grpo.py model.name=m env.dataset=gsm8k'
+    """
+    words = []
+    for word in command.split(" "):
+        key, equals, value = word.rpartition("=")
+        path = Path(value)
+        if path.is_absolute():
+            value = f"sota/{path.name}" if path.parent.name == "sota" else path.name
+        words.append(f"{key}{equals}{value}")
+    return " ".join(words)

@@ -1,0 +1,65 @@
+"""Origin of a run: its command, the version of the code, and a hash of its settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpo_rl
+
+PRIVATE = ("logger.", "+logger.", "++logger.")
+"""Overrides that are not repeated: they don't change what is computed, and may hold a key or a password."""
+
+
+def origin(config: str) -> dict[str, str]:
+    """What ``summary.json`` says of how to make the run again: command, git commit or version, hash of the config.
+
+    Args:
+        config: the whole config as JSON.
+    """
+    code = {"git_commit": commit} if (commit := git_commit(Path(grpo_rl.__file__).parents[1])) else {}
+    return {"command": command(sys.argv), **code, "grpo_rl": grpo_rl.__version__, "config_hash": config_hash(config)}
+
+
+def command(argv: Sequence[str]) -> str:
+    """The command line that a shell takes, without settings of loggers.
+
+    >>> command(["sota/grpo.py", "env.dataset=gsm8k", "env.system_prompt=Think first.", "logger.name=me"])
+    "python sota/grpo.py env.dataset=gsm8k 'env.system_prompt=Think first.'"
+    >>> command(["/usr/bin/grpo-rl", "train"])
+    'grpo-rl train'
+    """
+    program = ["python", argv[0]] if argv[0].endswith(".py") else [Path(argv[0]).name]
+    return shlex.join([*program, *(word for word in argv[1:] if not word.startswith(PRIVATE))])
+
+
+def git_commit(checkout: Path) -> str | None:
+    """The commit of a checkout, with ``+changes`` where files differ from it; None if it is none, or git is missing."""
+    if not (checkout / ".git").exists():
+        return None
+    try:
+        head = _git(checkout, "rev-parse", "HEAD")
+        changed = _git(checkout, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head + "+changes" * bool(changed)
+
+
+def _git(checkout: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", checkout, *words], capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def config_hash(config: str) -> str:
+    """Twelve digits that runs with the same settings share, wherever they log and whatever they resumed from.
+
+    >>> config_hash('{"a": 1, "resume": null}') == config_hash('{"resume": "x", "logger": {}, "a": 1}')
+    True
+    """
+    settings = {key: value for key, value in json.loads(config).items() if key not in ("resume", "logger")}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,320 @@
+"""Loggers: the four libraries themselves, read back from what they wrote, and loggers of one's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_rl.monitor.completions import logged_steps
+from grpo_rl.monitor.loggers import check_loggers, logger_class, open_loggers
+from grpo_rl.monitor.metrics import MetricsLog, read_metrics
+from grpo_rl.testing import run_script
+
+os.environ["TRACKIO_DIR"] = tempfile.mkdtemp()  # read when trackio is imported, once for all
+SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
+ROWS = [
+    (0, {"eval/reward": 0.125}),
+    (1, {"reward/mean": 0.25, "lr": 1e-5, "total/sampled_tokens": 10.0}),
+    (2, {"reward/mean": 0.5, "lr": 2e-5, "total/sampled_tokens": 20.0}),
+    (3, {"reward/mean": 0.75, "lr": 3e-5, "total/sampled_tokens": 30.0}),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_home(monkeypatch, tmp_path):
+    """No account and no server of whoever runs the tests is found."""
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")  # so that what a logger sets is undone
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+
+
+def from_wandb(run_dir):
+    """(metric, step, value) of the offline runs: a LevelDB log of protobuf messages, in blocks of 32 KiB."""
+    pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    points = []
+    for path in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb")):
+        data, at, parts = path.read_bytes(), 7, []
+        while at + 7 <= len(data):
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+                continue
+            _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+            parts.append(data[at + 7 : at + 7 + length])
+            at += 7 + length
+            if kind in (1, 4):  # whole, or the last part
+                record = pb.Record.FromString(b"".join(parts))
+                parts = []
+                items = record.history.item
+                row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
+                points += [(name, row["step"], value) for name, value in row.items() if "step" in row]
+    extra = ("_", "a_overview/", "completions/")
+    return [p for p in points if not p[0].startswith(extra) and p[0] not in AXES and is_number(p[2])]
+
+
+AXES = ("step", "eval/step", "tokens")
+
+
+def is_number(value):
+    return isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
+
+
+def from_tensorboard(run_dir):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = event_accumulator.EventAccumulator(str(run_dir / "tensorboard"), {"scalars": 0})
+    found.Reload()
+    return [(name, e.step, e.value) for name in found.Tags()["scalars"] for e in found.Scalars(name)]
+
+
+def from_trackio(run_dir):
+    trackio = pytest.importorskip("trackio", exc_type=ImportError)
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    run_id = (run_dir / "trackio_id").read_text().strip()
+    [project] = [p for p in storage.get_projects() for run in trackio.Api().runs(p) if run.id == run_id]
+    rows = storage.get_logs(project, None, run_id=run_id)
+    return [(name, row["step"], value) for row in rows for name, value in row.items() if is_metric(name)]
+
+
+def is_metric(name):
+    return name not in ("step", "timestamp", "completions")
+
+
+def from_mlflow(run_dir, uri=None):
+    mlflow = pytest.importorskip("mlflow", minversion="3")
+    client = mlflow.MlflowClient(uri or f"sqlite:///{run_dir / 'mlflow.db'}")
+    run_id = (run_dir / "mlflow_id").read_text().strip()
+    names = client.get_run(run_id).data.metrics
+    return [(name, m.step, m.value) for name in names for m in client.get_metric_history(run_id, name)]
+
+
+READERS = {"wandb": from_wandb, "tensorboard": from_tensorboard, "trackio": from_trackio, "mlflow": from_mlflow}
+
+
+def written(run_dir):
+    return [(name, row["step"], v) for row in read_metrics(run_dir) for name, v in row.items() if name not in UNSENT]
+
+
+UNSENT = ("step", "time")
+
+
+def check_same(found, expected, relative=1e-12):
+    assert sorted((name, step) for name, step, _ in found) == sorted((name, step) for name, step, _ in expected)
+    values = {(name, step): float(value) for name, step, value in found}
+    for name, step, value in expected:
+        np.testing.assert_allclose(values[name, step], value, rtol=relative, equal_nan=True, err_msg=f"{name} {step}")
+
+
+def begin(name, run_dir, rows, say=print, **settings):
+    """Loggers that were given these rows, beside the run's own file of metrics."""
+    of_wandb = {"mode": "offline"}
+    loggers = open_loggers(name, run_dir, {"lr": 1e-5, "a": {"b": [1]}}, say, {name: settings}, {}, of_wandb)
+    log(loggers, run_dir, rows)
+    return loggers
+
+
+def log(loggers, run_dir, rows):
+    metrics = MetricsLog(run_dir)
+    for step, row in rows:
+        metrics.log(step, row)
+        loggers.log(step, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_a_resumed_run_has_no_step_twice_and_none_too_few(name, tmp_path):
+    """Killed after step 3 without a word, resumed after step 2, once more cut off, and then prolonged."""
+    logger_class_or_skip(name)
+    killed = begin(name, tmp_path, ROWS)
+    if name == "wandb":  # whose own process would outlive this one's run
+        killed.close(1)
+    next_second(name)
+    MetricsLog(tmp_path).truncate(2)
+    again = begin(name, tmp_path, [(3, {"reward/mean": 0.8, "lr": 3e-5}), (3, {"eval/reward": 0.5})])
+    again.close()
+    check_same(READERS[name](tmp_path), written(tmp_path), 1e-6 if name == "tensorboard" else 1e-12)
+    next_second(name)
+    begin(name, tmp_path, [(4, {"reward/mean": float("nan"), "lr": 0.0})]).close(1)
+    check_same(READERS[name](tmp_path), written(tmp_path), 1e-6 if name == "tensorboard" else 1e-12)
+
+
+def next_second(name):
+    """W&B names an offline run's folder by the second in which it began."""
+    time.sleep(1.1 if name == "wandb" else 0)
+
+
+def logger_class_or_skip(name):
+    try:
+        return logger_class(name)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.slow
+def test_four_loggers_at_once_hold_every_number_of_a_run_and_its_responses(tiny_run, tmp_path, monkeypatch):
+    for name in READERS:
+        logger_class_or_skip(name)
+    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "cache"))
+    loggers = ["logger.backend=[wandb,tensorboard,trackio,mlflow]", "logger.mode=offline", "evaluate.rows=4"]
+    overrides = [*tiny_run, *loggers, "train.total_dialog_turns=48"]
+    run_dir = run_script(SCRIPT, overrides, tmp_path / "run")
+    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3, 3]
+    for start in (None, run_dir / "checkpoints" / "checkpoint_000001.pt"):
+        if start:
+            run_script(SCRIPT, [*overrides, f"resume={start}"], tmp_path / "unused")
+        for name, read in READERS.items():
+            check_same(read(run_dir), written(run_dir), 1e-6 if name == "tensorboard" else 1e-12)
+        assert logged_steps(run_dir) == [1, 2, 3]
+        [newest] = run_dir.glob("wandb/offline-run-*")
+        assert len(list(newest.glob("files/media/table/completions_*.table.json"))) == 3
+        run_id = (run_dir / "mlflow_id").read_text().strip()
+        tables = sorted((run_dir / "mlflow_artifacts" / run_id).glob("artifacts/completions/*.json"))
+        assert [len(json.loads(path.read_text())["data"]) for path in tables] == [16, 16, 16]
+
+
+class Flaky:
+    """A logger that fails while it is told to, and keeps what it got otherwise."""
+
+    def __init__(self, run_dir, config, last_step, **settings):
+        self.made_with = run_dir, config, last_step, settings
+        self.away, self.got, self.tables = False, [], []
+        Flaky.last = self
+
+    def log(self, step, metrics):
+        if self.away:
+            raise ConnectionError("no route to host")
+        self.got.append((step, dict(metrics)))
+
+    def table(self, step, rows):
+        if self.away:
+            raise ConnectionError("no route to host")
+        self.tables.append(step)
+
+    def close(self, exit_code=0):
+        if self.away:
+            raise ConnectionError("no route to host")
+
+
+class Lacking:
+    def log(self, step, metrics): ...
+
+
+class Refusing(Flaky):
+    def __init__(self, *_, **__):
+        raise PermissionError("read-only")
+
+
+HERE = __name__
+
+
+def test_a_logger_that_fails_is_named_once_gets_what_it_missed_and_ends_no_run(tmp_path):
+    said, now = [], [0.0]
+    loggers = open_loggers(f"{HERE}:Flaky", tmp_path, {}, said.append, clock=lambda: now[0])
+    flaky = Flaky.last
+    loggers.log(1, {"x": 1.0})
+    flaky.away = True
+    loggers.log(2, {"x": 2.0})
+    loggers.table(2, [{"reward": 1.0}])
+    now[0] = 1.9  # two seconds have to pass
+    flaky.away = False
+    loggers.log(3, {"x": 3.0})
+    assert [step for step, _ in flaky.got] == [1]
+    now[0] = 2.0
+    loggers.log(4, {"x": 4.0})
+    loggers.table(4, [{"reward": 1.0}])
+    assert flaky.got == [(step, {"x": float(step)}) for step in (1, 2, 3, 4)] and flaky.tables == [4]
+    flaky.away = True
+    loggers.log(5, {"x": 5.0})
+    loggers.close()
+    assert len(said) == 3
+    assert f"The logger {HERE}:Flaky failed at step 2 (ConnectionError: no route to host)" in said[0]
+    assert "can't be closed" in said[1] and "lacks 1 rows of metrics and 1 tables" in said[2]
+
+
+def test_one_loggers_failure_is_none_of_the_others(tmp_path):
+    loggers = open_loggers([f"{HERE}:Flaky", "tensorboard"], tmp_path, {}, lambda _: None)
+    Flaky.last.away = True
+    log(loggers, tmp_path, ROWS)
+    loggers.close()
+    check_same(from_tensorboard(tmp_path), written(tmp_path), 1e-6)
+
+
+def test_a_logger_that_cannot_start_is_an_error_that_says_which(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"Refusing can't start \(PermissionError: read-only\); mend it or take it out"
+    ):
+        open_loggers([f"{HERE}:Flaky", f"{HERE}:Refusing"], tmp_path, {}, print)
+    with pytest.raises(ValueError, match="tensorboard can't start .*unexpected keyword argument 'nmae'"):
+        open_loggers("tensorboard", tmp_path, {}, print, {"tensorboard": {"nmae": "x"}})
+
+
+def test_a_logger_of_ones_own_gets_its_settings_and_the_step_that_the_run_resumes_after(tmp_path):
+    log(open_loggers("none", tmp_path, {}, print), tmp_path, ROWS)
+    settings = {"Flaky": {"url": "http://x"}}
+    open_loggers(f"{HERE}:Flaky", tmp_path, {"lr": 1.0}, print, settings, {"project": "p"})
+    assert Flaky.last.made_with == (tmp_path, {"lr": 1.0}, 3, {"url": "http://x"})
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "message"),
+    [
+        ("tensorbord", {}, "names 'tensorbord'; did you mean tensorboard?"),
+        (["none", "wandb"], {}, "has loggers and none"),
+        ("no.such:Log", {}, "No module named 'no'; modules are searched beside the script and on PYTHONPATH"),
+        (f"{HERE}:Flacky", {}, "has no class 'Flacky'; did you mean Flaky?"),
+        (f"{HERE}:Lacking", {}, "Lacking has no method table, close"),
+        ("tensorboard", {"wandb": {}}, "logger.settings.wandb is of a logger that logger.backend does not name"),
+        ("tensorboard", {"tensorboard": 3}, "logger.settings.tensorboard is 3; it must be a mapping"),
+    ],
+)
+def test_a_wrong_logger_is_told_before_anything_starts(backend, settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_loggers(backend, settings)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_missing_package_names_the_remedy(name, monkeypatch):
+    library = "tensorboard" if name == "tensorboard" else name
+    monkeypatch.setitem(sys.modules, library, None)
+    if name == "tensorboard":
+        monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    with pytest.raises(ValueError, match=rf"pip install 'grpo-rl\[{name}\]', or take it out of logger.backend"):
+        check_loggers(name, {})
+
+
+@pytest.mark.slow
+def test_mlflow_takes_a_server_and_one_that_goes_away_ends_no_run(tmp_path, monkeypatch):
+    """MLflow's own server on the loopback, stopped in the middle: only what came after is lacking."""
+    logger_class_or_skip("mlflow")
+    store, run_dir = f"sqlite:///{tmp_path / 'server.db'}", tmp_path / "run"
+    monkeypatch.setenv("_MLFLOW_SERVER_FILE_STORE", store)
+    monkeypatch.setenv("_MLFLOW_SERVER_ARTIFACT_ROOT", str(tmp_path / "artifacts"))
+    from mlflow.server import app
+    from werkzeug.serving import make_server
+
+    server = make_server("127.0.0.1", 0, app)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        run_dir.mkdir()
+        said = []
+        uri = f"http://127.0.0.1:{server.server_port}"
+        loggers = begin("mlflow", run_dir, ROWS[:3], said.append, tracking_uri=uri)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    log(loggers, run_dir, ROWS[3:])
+    loggers.close()
+    assert "The logger mlflow failed at step 3" in said[0] and "lacks 1 rows of metrics" in said[-1]
+    check_same(from_mlflow(run_dir, store), [point for point in written(run_dir) if point[1] < 3])

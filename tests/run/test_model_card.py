@@ -1,0 +1,118 @@
+"""The model card, and the command that uploads it with the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+from huggingface_hub import ModelCard
+
+from grpo_rl.cli import main
+from grpo_rl.run.model_card import base_license, model_card
+from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.schema import Settings
+
+SUMMARY = {
+    "steps": 100,
+    "seconds": 754,
+    "eval_before": 0.25,
+    "eval_after": 0.5,
+    "eval_gain": 0.25,
+    "eval_gain_ci95": [0.125, 0.375],
+    "grpo_rl": "0.1.0",
+    "git_commit": "abc123",
+    "config_hash": "0123456789ab",
+    "versions": {"grpo_rl": "0.1.0", "torch": "2.13.0"},
+    "command": "python /home/me/sota/grpo.py model.name=/data/models/m optimizer.lr=2e-5",
+}
+
+
+def card(*overrides: str) -> ModelCard:
+    settings = Settings.read(compose_config("grpo_gsm8k", list(overrides)))
+    return ModelCard(model_card(json.loads(settings.as_json()), SUMMARY))
+
+
+def test_the_hub_reads_base_model_data_and_tags_from_the_card():
+    found = card("model.name=org/Base-1B")
+    data = found.data.to_dict()
+    assert data["base_model"] == "org/Base-1B" and data["datasets"] == ["openai/gsm8k"]
+    assert data["library_name"] == "transformers" and "grpo" in data["tags"] and "license" not in data
+    assert "licence is not known here" in found.text
+
+
+def test_the_card_says_what_came_of_it_and_how_to_make_it_again():
+    text = card("optimizer.lr=2e-5", "+env.rewards.length=0.5").text
+    assert "a gain of +0.250 (95 % interval +0.125 to +0.375)" in text and "100 steps in 12:34" in text
+    assert "| `optimizer.lr` | 2e-05 |" in text and "plus `length`" in text
+    assert "commit abc123" in text and "torch 2.13.0" in text
+    assert "python sota/grpo.py model.name=m optimizer.lr=2e-5" in text
+
+
+def test_no_local_path_and_no_setting_of_a_logger_is_in_the_card(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base")
+    assert base_license(str(tmp_path)) == "apache-2.0"
+    uri = "http://me:password@host"
+    found = card(
+        f"model.name={tmp_path}",
+        f"env.path={tmp_path}/secret.jsonl",
+        "logger.backend=mlflow",
+        f"+logger.settings.mlflow.tracking_uri='{uri}'",
+    )
+    assert found.data.to_dict()["license"] == "apache-2.0"
+    assert "base_model" not in found.data.to_dict() and "datasets" not in found.data.to_dict()
+    assert str(tmp_path) not in found.content and "password" not in found.content and "/home/me" not in found.content
+
+
+@pytest.fixture
+def run_folder(tmp_path) -> Path:
+    model, checkpoints = tmp_path / "model", tmp_path / "checkpoints"
+    for folder in (model, checkpoints):
+        folder.mkdir()
+    (checkpoints / "checkpoint_000002.pt").write_bytes(b"x" * 100)
+    (model / "model.safetensors").write_bytes(b"x" * 2_000_000)
+    (model / "config.json").write_text("{}")
+    (model / "README.md").write_text("# card")
+    return tmp_path
+
+
+def test_a_dry_run_lists_the_models_files_alone_with_their_sizes_and_asks_nobody(run_folder, capsys, monkeypatch):
+    monkeypatch.setattr("grpo_rl.run.push.HfApi", MagicMock(side_effect=AssertionError))
+    assert main(["push-to-hub", str(run_folder), "org/name", "--dry-run"]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[:3]] == [
+        ["0.00", "MB", "README.md"],
+        ["0.00", "MB", "config.json"],
+        ["2.00", "MB", "model.safetensors"],
+    ]
+
+
+def test_the_upload_is_of_these_files_into_a_repository_as_private_as_asked(run_folder, monkeypatch):
+    monkeypatch.setattr("grpo_rl.run.push.HfApi", lambda: api)
+    api = MagicMock()
+    assert main(["push-to-hub", str(run_folder), "org/name", "--private"]) == 0
+    api.create_repo.assert_called_once_with("org/name", private=True, exist_ok=True)
+    sent = api.upload_folder.call_args.kwargs
+    assert sent["folder_path"] == run_folder / "model"
+    assert sent["allow_patterns"] == ["README.md", "config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("optimizer.pt", "x", "optimizer.pt is no file of a model, and is not uploaded"),
+        (".env", "x", ".env is no file of a model"),
+        ("notes.txt", "hf_" + "a" * 34, "notes.txt holds what looks like a key"),
+    ],
+)
+def test_what_is_no_models_file_and_what_looks_like_a_key_is_refused(run_folder, capsys, name, content, message):
+    (run_folder / "model" / name).write_text(content)
+    assert main(["push-to-hub", str(run_folder), "org/name", "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_without_a_model_and_a_wrong_name_are_told_in_one_line(run_folder, tmp_path_factory, capsys):
+    assert main(["push-to-hub", str(tmp_path_factory.mktemp("none")), "org/name", "--dry-run"]) == 2
+    assert "has no model; a run writes both when it finishes" in capsys.readouterr().err
+    assert main(["push-to-hub", str(run_folder), "a/b/c", "--dry-run"]) == 2
+    assert "a/b/c is no name of a repository" in capsys.readouterr().err
