@@ -91,18 +91,18 @@ def build_run(
         logs = stack.enter_context(_open_logs(settings, folder, env, loss))
         interrupt = stack.enter_context(Interrupt(logs.note))
 
-        with logs.start_phase("loading the model"):
+        with logs.progress.start_phase("loading the model"):
             policy = training.make_policy(settings, model, plan, ranks)
         if settings.train_model.compile is None and (why := why_uncompiled(policy.device)):
             logs.note(f"Nothing is compiled, and steps take longer: {why}")
-        with logs.start_phase("loading the reference") if settings.policy.kl_coef else nullcontext():
+        with logs.progress.start_phase("loading the reference") if settings.policy.kl_coef else nullcontext():
             reference = training.make_reference(settings, model, plan, policy)
         optimizer = training.make_optimizer(settings, policy, ranks)
         stack.callback(optimizer.close)
         # Measured once per machine, before an engine takes the machine's memory.
         batching, roofline = derived.micro_batching(settings), None
         if ranks is None and settings.mode != "async":  # what others do meanwhile, this process can't measure
-            with logs.start_phase("measuring this machine"):
+            with logs.progress.start_phase("measuring this machine"):
                 roofline = StepRoofline(
                     policy.model,
                     settings.train.epochs,
@@ -113,7 +113,7 @@ def build_run(
                 )
         if folder.rank_zero:
             name = "vLLM" if settings.inference_model.engine == "vllm" else "the transformers engine"
-            with logs.start_phase(f"starting {name}"):
+            with logs.progress.start_phase(f"starting {name}"):
                 engine = make_engine()
         else:
             engine = NullTransport(getattr(torch, settings.train_model.dtype), derived.pushes_adapters(settings))

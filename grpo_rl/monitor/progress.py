@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rich.text import Text
 
 from grpo_rl.monitor.completions import printable
 from grpo_rl.monitor.metrics import REWARD_STATISTICS, finite_mean
+from grpo_rl.monitor.phases import start_phase
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SAMPLE_LINES = 5
@@ -114,6 +116,10 @@ class Progress:
             # The last state stays in the scrollback, and should not claim that a phase still runs.
             self.phase("finished" if self.step >= self.total_steps else "stopped")
             self._live.stop()
+
+    def start_phase(self, what: str) -> AbstractContextManager[None]:
+        """A context for a phase of the run's start, shown with its seconds; see `grpo_rl.monitor.phases`."""
+        return start_phase(what, self.note, not self.console.quiet, self.is_live)
 
     def phase(self, name: str) -> None:
         """Names what is going on: sampling, training, weights, evaluating, checkpoint."""

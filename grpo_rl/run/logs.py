@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rich.console import Console
@@ -17,10 +16,8 @@ from grpo_rl.envs.base import LLMEnv
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.monitor.advisories import Advisories, facts_of
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows
-from grpo_rl.monitor.lineage import LineageLog
 from grpo_rl.monitor.loggers import Loggers, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
-from grpo_rl.monitor.phases import start_phase
 from grpo_rl.monitor.progress import Progress
 from grpo_rl.monitor.step_record import Observer
 from grpo_rl.monitor.text_log import TextLog
@@ -52,11 +49,12 @@ class RunLogs:
         rank_zero: bool = True,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        self.folder, self.rank_zero = folder, rank_zero
+        self.folder = folder
         self.metrics = MetricsLog(folder)
         self.completions = CompletionsLog(folder) if logger.completions and rank_zero else None
-        self.lineage = LineageLog(folder, config, loss) if loss and rank_zero else None
-        self.records = Records(folder, logger.token_groups, tokenizer) if tokenizer and rank_zero else None
+        self.records = None
+        if tokenizer and rank_zero:
+            self.records = Records(folder, config, logger.token_groups, tokenizer, loss)
         self.advisories = Advisories(facts_of(json.loads(config)))
         for row in read_metrics(folder) if resumes else ():
             self.advisories.update(row)
@@ -98,20 +96,16 @@ class RunLogs:
     @property
     def observers(self) -> list[Observer]:
         """Functions called with each micro-batch."""
-        found: list[Observer] = []
-        if lineage := self.lineage:
-            found.append(lambda tokens, losses, _: lineage.add(tokens, losses))
-        if self.records:
-            found.append(self.records.observe)
-        return found
+        return [self.records.observe] if self.records else []
+
+    @property
+    def lineage(self):
+        """The lineage, if it is stored and this is rank zero."""
+        return self.records.lineage if self.records else None
 
     def note(self, text: str) -> None:
         """Shows a line to the user."""
         self.progress.note(text)
-
-    def start_phase(self, what: str, live: bool = False) -> AbstractContextManager[None]:
-        """A context for a phase of the run's start, told to the user with its seconds; see `grpo_rl.monitor.phases`."""
-        return start_phase(what, self.note, self.rank_zero, live)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs numbers of a step, and shows the advisories that they raise."""

@@ -1,4 +1,4 @@
-"""Records: what a run stores of its steps for people who look closer: tokens, and when engines sampled."""
+"""Records: what a run stores of its steps for people who look closer: tokens, lineage, and when engines sampled."""
 
 from __future__ import annotations
 
@@ -10,23 +10,37 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.collectors.base import Sampled
 from grpo_rl.data.group import Group
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.monitor.lineage import LineageLog
 from grpo_rl.monitor.sampling_log import SamplingLog
 from grpo_rl.monitor.token_log import TokenLog, TokenPieces
 
 
 class Records:
-    """Writes ``tokens.parquet`` and ``sampling.parquet``.
+    """Writes ``tokens.parquet``, ``sampling.parquet`` and, with a loss, the lineage.
 
     Args:
+        config: the whole config as JSON.
         token_groups: groups of a step that are recorded token by token; 0: none.
+        loss: the loss, which gives the lineage each token's terms; None: no lineage is stored.
     """
 
-    def __init__(self, run_dir: str | Path, token_groups: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: str,
+        token_groups: int,
+        tokenizer: PreTrainedTokenizerBase,
+        loss: GRPOLoss | None = None,
+    ) -> None:
+        self.lineage = LineageLog(run_dir, config, loss) if loss else None
         self._tokens = TokenLog(run_dir, token_groups, TokenPieces(tokenizer)) if token_groups else None
         self._sampling = SamplingLog(run_dir)
 
-    def observe(self, tokens: TensorDictBase, _losses: TensorDictBase, groups: Sequence[Group]) -> None:
+    def observe(self, tokens: TensorDictBase, losses: TensorDictBase, groups: Sequence[Group]) -> None:
         """Adds a micro-batch (see `grpo_rl.monitor.step_record.Observer`)."""
+        if self.lineage:
+            self.lineage.add(tokens, losses)
         if self._tokens:
             self._tokens.add(tokens, groups)
 

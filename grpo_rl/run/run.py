@@ -234,7 +234,7 @@ class Run:
         """Evaluates the initial model on held-out data; a resumed run has done so already."""
         if self._held_out.rows and self.step == 0:
             what = f"evaluating {len(self._held_out.rows)} held-out rows"
-            with self.logs.start_phase(what, live=self.logs.progress.is_live):
+            with self.logs.progress.start_phase(what):
                 metrics = self._evaluate()
             metrics = {"time/at_s": self.seconds} | metrics
             self.logs.log(0, metrics)
