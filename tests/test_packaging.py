@@ -43,7 +43,7 @@ def run_with(folder: Path, code: str) -> str:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of the project's tracked kinds of files, with its two links."""
+    """A copy of the project's tracked kinds of files, with its three links."""
     copy = tmp_path_factory.mktemp("checkout") / "grpo_rl"
     copy.mkdir()
     for name in ("grpo_rl", "envs", "config", "tools", "sota", "tests"):
@@ -78,17 +78,18 @@ def contents(wheel: Path) -> Counter[str]:
 
 
 def expected() -> Counter[str]:
-    """Every file of the three folders, at the place where it is imported from."""
+    """Every file of the four folders, of sota/ the Python files, at the place where it is imported from."""
     files = Counter()
-    for folder, mounted in (("grpo_rl", "grpo_rl"), ("envs", "grpo_rl/envs"), ("config", "grpo_rl/config")):
-        for path in (ROOT / folder).rglob("*"):
+    for folder in ("grpo_rl", "envs", "config", "sota"):
+        mounted = folder if folder == "grpo_rl" else f"grpo_rl/{folder}"
+        for path in (ROOT / folder).rglob("*.py" if folder == "sota" else "*"):
             linked = path.parent.resolve() != path.parent  # reached through a link: counted in its real folder
             if path.is_file() and not linked and "__pycache__" not in path.parts:
                 files[f"{mounted}/{path.relative_to(ROOT / folder).as_posix()}"] += 1
     return files
 
 
-def test_the_wheel_holds_every_file_of_the_three_folders_once(wheel):
+def test_the_wheel_holds_every_file_of_the_four_folders_once(wheel):
     assert contents(wheel) == expected()
 
 

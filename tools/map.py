@@ -15,8 +15,9 @@ ORDER = [
     *("cli", "settings", "build", "run", "collectors", "training", "losses", "policies", "engines", "weights", "data"),
     *("distributed", "cluster", "monitor", "diagnosis", "perf", "storage", "planner", "checks", "replay", "testing"),
 ]
+MOUNTED = ("envs", "config", "sota")
+"""Folders beside grpo_rl that are imported as its own, through links."""
 BESIDE = {
-    "sota/": "The training scripts: the algorithm from top to bottom. Curves, seeds, jobs for SLURM and Kubernetes.",
     "benchmarks/": "One script for each claim, with its figures.",
     "tests/": "Tests, in folders that mirror the ones above.",
     "tools/": "Set-up, and what writes this page and [that of model classes](model_classes.md).",
@@ -54,9 +55,9 @@ def page() -> str:
         else:
             lines.append(f"| `{name}.py` | {sentence(folder.with_suffix('.py'))} | |")
     lines += ["", "| beside it | what it is | modules |", "| --- | --- | --- |"]
-    lines += rows(ROOT / "envs", "envs/") + rows(ROOT / "config", "config/")
+    lines += [row for name in MOUNTED for row in rows(ROOT / name, f"{name}/")]
     lines += [f"| `{name}` | {text} | |" for name, text in BESIDE.items()]
-    return "\n".join(lines) + "\n\n`envs/` and `config/` are imported as `grpo_rl.envs` and `grpo_rl.config`.\n"
+    return "\n".join(lines) + "\n\n`envs/`, `config/` and `sota/` are imported as `grpo_rl.envs`, `grpo_rl.config` and `grpo_rl.sota`.\n"
 
 
 if __name__ == "__main__":
