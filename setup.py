@@ -1,4 +1,4 @@
-"""Installs grpo_rl, with envs/, config/ and sota/ mounted inside it as grpo_rl.envs, grpo_rl.config and grpo_rl.sota."""
+"""Installs grpo_rl, with envs/, config/ and sota/ mounted inside it, as grpo_rl.envs and so on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parent
 version = re.search(r'^__version__ = "(.+)"$', (ROOT / "grpo_rl/__init__.py").read_text(), re.MULTILINE)
 assert version, "grpo_rl/__init__.py has no __version__"
 
-# In a checkout find_packages would follow the links to these folders, in an unpacked sdist there are none: naming the mounted packages from their real folders gives the same wheel from both, with each file once.
+# In a checkout find_packages would follow the links to these folders, in an unpacked sdist there are none: naming the
+# mounted packages from their real folders gives the same wheel from both, with each file once.
 packages = find_packages(include=["grpo_rl*"], exclude=["grpo_rl.envs*", "grpo_rl.config*", "grpo_rl.sota*"])
 packages += ["grpo_rl.envs"] + [f"grpo_rl.envs.{name}" for name in find_packages("envs")]
 packages += ["grpo_rl.config"]  # YAML alone

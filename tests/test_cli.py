@@ -84,7 +84,7 @@ def test_train_passes_hydras_options_on(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["grpo-rl"])
     monkeypatch.chdir(tmp_path)
     main(["train", "--config-dir", ".", "--config-name", "mine", "--cfg", "job", "--package", "env", "env.num_envs=3"])
-    env = yaml.safe_load(capsys.readouterr().out)["env"]
+    env = yaml.safe_load(capsys.readouterr().out)
     assert (env["dataset"], env["repeats"], env["num_envs"]) == ("countdown", 24, 3)
     assert list(tmp_path.iterdir()) == [tmp_path / "mine.yaml"]
 

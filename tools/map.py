@@ -57,7 +57,8 @@ def page() -> str:
     lines += ["", "| beside it | what it is | modules |", "| --- | --- | --- |"]
     lines += [row for name in MOUNTED for row in rows(ROOT / name, f"{name}/")]
     lines += [f"| `{name}` | {text} | |" for name, text in BESIDE.items()]
-    return "\n".join(lines) + "\n\n`envs/`, `config/` and `sota/` are imported as `grpo_rl.envs`, `grpo_rl.config` and `grpo_rl.sota`.\n"
+    imported = "`envs/`, `config/` and `sota/` are imported as `grpo_rl.envs`, `grpo_rl.config` and `grpo_rl.sota`."
+    return "\n".join([*lines, "", imported, ""])
 
 
 if __name__ == "__main__":
