@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import os
 import re
+import tarfile
+import time
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
 version = re.search(r'^__version__ = "(.+)"$', (ROOT / "grpo_rl/__init__.py").read_text(), re.MULTILINE)
@@ -24,7 +29,29 @@ LORA = ["peft>=0.21,<0.22"]
 QLORA = [*LORA, "bitsandbytes>=0.50.2,<0.51"]
 TRL = ["trl==1.16.*"]
 
+
+class ReproducibleSdist(sdist):
+    """The sdist whose bytes follow from the files and $SOURCE_DATE_EPOCH alone; setuptools' wheel is so already."""
+
+    def make_archive(self, base_name, format, root_dir=None, base_dir=None, owner=None, group=None):
+        assert format == "gztar" and base_dir, "an sdist is a .tar.gz"
+        built = int(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
+
+        def without_circumstances(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+            entry.uid, entry.gid, entry.uname, entry.gname, entry.mtime = 0, 0, "", "", built
+            entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
+            return entry
+
+        path = f"{base_name}.tar.gz"
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file, gzip.GzipFile("", "wb", mtime=built, fileobj=file) as compressed:
+            with tarfile.open(fileobj=compressed, mode="w") as archive:
+                archive.add(base_dir, filter=without_circumstances)  # in alphabetical order
+        return path
+
+
 setup(
+    cmdclass={"sdist": ReproducibleSdist},
     name="grpo-rl",
     version=version[1],
     description="GRPO post-training of language models, built from TorchRL parts",
