@@ -75,7 +75,7 @@ def test_what_is_no_command_line_ends_with_two(arguments, capsys):
 )
 def test_train_runs_the_script_of_its_mode(arguments, mode, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["grpo-rl", "train", *arguments, f"hydra.run.dir={tmp_path}"])
-    with pytest.raises(SystemExit, match=f"error: this script is of mode={mode}"):
+    with pytest.raises(SystemExit, match=f"error: this script is of mode={mode}; run sota/.* or grpo-rl train"):
         main()
 
 

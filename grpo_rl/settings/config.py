@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from grpo_rl.policies.allocator import give_back
 from grpo_rl.settings.compose import FOLDER, check_overrides, choosing_configs, dataset_of
+from grpo_rl.settings.relations import SCRIPTS
 from grpo_rl.settings.schema import Settings
 
 
@@ -51,7 +52,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 if cfg.mode is None:
                     cfg.mode = mode
                 if cfg.mode != mode:
-                    other = {"sync": "; run sota/grpo.py", "async": "; run sota/grpo_async.py"}.get(cfg.mode, "")
+                    other = f"; run {SCRIPTS[cfg.mode]}" if cfg.mode in SCRIPTS else ""
                     raise ValueError(f"this script is of mode={mode}{other}")
                 if cfg.resume == "auto" and (folder := _fixed_folder()):
                     cfg.resume = folder
