@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
-from grpo_rl.envs.ifeval.punkt import fetch_punkt
-
 if TYPE_CHECKING:
     from nltk.tokenize import NLTKWordTokenizer
     from nltk.tokenize.punkt import PunktTokenizer
@@ -61,6 +59,8 @@ def _punkt() -> PunktTokenizer:
 def _loaded() -> PunktTokenizer:
     # Imported here: NLTK takes a second, which rows that count no sentences need not pay.
     from nltk.tokenize.punkt import PunktTokenizer
+
+    from grpo_rl.envs.ifeval.punkt import fetch_punkt  # at the top, `python -m` would find it imported already
 
     fetch_punkt()
     return PunktTokenizer("english")
