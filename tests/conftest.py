@@ -48,6 +48,8 @@ LONGEST = [
     "weights/test_transport.py",
     "run/test_run.py",
     "planner/test_plan.py",
+    "test_packaging.py",
+    "test_notebook.py",
 ]
 """Files that take more than about half a minute, the longest first."""
 

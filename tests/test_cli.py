@@ -7,7 +7,9 @@ import sys
 import xml.etree.ElementTree as ET
 
 import pytest
+import yaml
 
+import grpo_rl
 from grpo_rl.cli import main
 
 
@@ -65,6 +67,32 @@ def test_what_is_no_command_line_ends_with_two(arguments, capsys):
         main(arguments)
     assert ended.value.code == 2
     assert "usage: grpo-rl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode"),
+    [(["mode=async"], "sync"), (["--async", "mode=sync"], "async"), (["mode=sync", "--async"], "async")],
+)
+def test_train_runs_the_script_of_its_mode(arguments, mode, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["grpo-rl", "train", *arguments, f"hydra.run.dir={tmp_path}"])
+    with pytest.raises(SystemExit, match=f"error: this script is of mode={mode}; run sota/.* or grpo-rl train"):
+        main()
+
+
+def test_train_passes_hydras_options_on(monkeypatch, tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo_countdown, _self_]\nenv:\n  repeats: 24\n")
+    monkeypatch.setattr(sys, "argv", ["grpo-rl"])
+    monkeypatch.chdir(tmp_path)
+    main(["train", "--config-dir", ".", "--config-name", "mine", "--cfg", "job", "--package", "env", "env.num_envs=3"])
+    env = yaml.safe_load(capsys.readouterr().out)
+    assert (env["dataset"], env["repeats"], env["num_envs"]) == ("countdown", 24, 3)
+    assert list(tmp_path.iterdir()) == [tmp_path / "mine.yaml"]
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"grpo-rl {grpo_rl.__version__}\n"
 
 
 @pytest.mark.slow

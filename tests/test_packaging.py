@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import venv
 import zipfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 import grpo_rl
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.testing import tiny_run
 
 pytestmark = pytest.mark.slow
 
@@ -43,10 +48,10 @@ def run_with(folder: Path, code: str) -> str:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of the project's tracked kinds of files, with its two links."""
+    """A copy of the project's tracked kinds of files, with its three links."""
     copy = tmp_path_factory.mktemp("checkout") / "grpo_rl"
     copy.mkdir()
-    for name in ("grpo_rl", "envs", "config", "tools", "sota", "tests"):
+    for name in ("grpo_rl", "envs", "config", "sota", "benchmarks", "docs", "tests", "tools"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():
         if path.is_file():
@@ -57,6 +62,17 @@ def checkout(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def sdist(checkout, tmp_path_factory) -> Path:
     return build("sdist", checkout, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def later_checkout(checkout, tmp_path_factory) -> Path:
+    """The same files in another folder, written a day later."""
+    copy = tmp_path_factory.mktemp("later") / "elsewhere"
+    shutil.copytree(checkout, copy, symlinks=True)
+    for path in copy.rglob("*"):
+        times = path.stat().st_mtime + 86_400
+        os.utime(path, (times, times))
+    return copy
 
 
 @pytest.fixture(scope="module")
@@ -78,17 +94,18 @@ def contents(wheel: Path) -> Counter[str]:
 
 
 def expected() -> Counter[str]:
-    """Every file of the three folders, at the place where it is imported from."""
+    """Every file of the four folders, of sota/ the Python files, at the place where it is imported from."""
     files = Counter()
-    for folder, mounted in (("grpo_rl", "grpo_rl"), ("envs", "grpo_rl/envs"), ("config", "grpo_rl/config")):
-        for path in (ROOT / folder).rglob("*"):
+    for folder in ("grpo_rl", "envs", "config", "sota"):
+        mounted = folder if folder == "grpo_rl" else f"grpo_rl/{folder}"
+        for path in (ROOT / folder).rglob("*.py" if folder == "sota" else "*"):
             linked = path.parent.resolve() != path.parent  # reached through a link: counted in its real folder
             if path.is_file() and not linked and "__pycache__" not in path.parts:
                 files[f"{mounted}/{path.relative_to(ROOT / folder).as_posix()}"] += 1
     return files
 
 
-def test_the_wheel_holds_every_file_of_the_three_folders_once(wheel):
+def test_the_wheel_holds_every_file_of_the_four_folders_once(wheel):
     assert contents(wheel) == expected()
 
 
@@ -100,8 +117,30 @@ def test_the_wheel_holds_data_templates_and_configs(wheel):
     assert any(name.startswith("grpo_rl/report/assets/") and name.endswith(".j2") for name in names)
 
 
-def test_the_sdist_builds_the_same_wheel(unpacked_sdist, wheel, tmp_path):
-    assert contents(build("wheel", unpacked_sdist, tmp_path)) == contents(wheel)
+def test_the_sdist_holds_every_file_of_the_checkout(checkout, unpacked_sdist):
+    def files(folder):
+        found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+        made = ("build", "grpo_rl.egg-info", "PKG-INFO", "setup.cfg")
+        return {path for path in found if path.parts[0] not in made and not path.parts[0].startswith(".")}
+
+    assert files(unpacked_sdist) == files(checkout)
+
+
+def test_the_sdist_builds_the_wheel_of_the_checkout_byte_for_byte(unpacked_sdist, checkout, tmp_path, monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    from_sdist = build("wheel", unpacked_sdist, tmp_path / "a")
+    assert from_sdist.read_bytes() == build("wheel", checkout, tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["sdist", "wheel"])
+def test_a_second_build_elsewhere_and_later_has_the_same_bytes(kind, checkout, later_checkout, tmp_path, monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = build(kind, checkout, tmp_path / "a"), build(kind, later_checkout, tmp_path / "b")
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_an_installed_wheel_imports_without_the_checkout(wheel, tmp_path):
@@ -111,6 +150,50 @@ def test_an_installed_wheel_imports_without_the_checkout(wheel, tmp_path):
     assert run_with(tmp_path, code).splitlines() == [
         f"{tmp_path}/grpo_rl/__init__.py", f"{tmp_path}/grpo_rl/config"
     ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def environment(wheel, tmp_path_factory) -> Path:
+    """A virtual environment's folder of programs: grpo_rl from the wheel, what it requires from this environment."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(wheel)], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    # A folder named in a .pth file is searched, but its own .pth files, such as an editable install's, are not read.
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    return folder / "bin"
+
+
+def run_installed(*command: str | Path, folder: Path) -> str:
+    """What a command prints in ``folder``, where the checkout is on no path."""
+    names = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=names, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.engine
+def test_an_installed_wheel_trains_from_any_folder(environment, tmp_path):
+    one_step = [*tiny_run(tmp_path), "train.total_dialog_turns=16", "train.checkpoint_frequency=0"]
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine.yaml").write_text("defaults: [grpo_gsm8k, _self_]\nsampling: {temperature: 0.9}\n")
+    mine = ["--config-dir", "configs", "--config-name", "mine"]
+    run_installed(environment / "grpo-rl", "train", *mine, *one_step, folder=tmp_path)
+    (run,) = tmp_path.glob("outputs/*/*")
+    assert [row["step"] for row in read_metrics(run) if "loss/total" in row] == [1]
+    assert yaml.safe_load((run / "config.yaml").read_text())["sampling"]["temperature"] == 0.9
+    assert (run / "report.html").exists() and (run / "model").is_dir()
+
+
+def test_an_installed_wheel_has_its_version_and_the_scripts_as_modules(environment, tmp_path):
+    assert run_installed(environment / "grpo-rl", "--version", folder=tmp_path) == f"grpo-rl {grpo_rl.__version__}\n"
+    module = run_installed(
+        environment / "python", "-m", "grpo_rl.sota.grpo_async", "--info", "searchpath", folder=tmp_path
+    )  # fmt: skip
+    assert f"{environment.parent}/lib" in module and str(ROOT) not in module
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("source", ["checkout", "unpacked_sdist"])  # the second has no links

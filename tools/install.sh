@@ -59,7 +59,7 @@ case "${1:-}" in
     say "installing grpo_rl[$extra] and what it needs"
     pip install -e ".[$extra]"
     drop_torchvision
-    .venv/bin/python tools/nltk_data.py
+    .venv/bin/python -m grpo_rl.envs.ifeval.punkt
     ;;
   dev)
     say "installing what the tests need"

@@ -16,8 +16,9 @@ ORDER = [
     *("distributed", "cluster", "monitor", "report", "diagnosis", "perf", "storage", "by_name", "intervals"),
     *("planner", "checks", "evaluation", "replay", "migration", "testing"),
 ]
+MOUNTED = ("envs", "config", "sota")
+"""Folders beside grpo_rl that are imported as its own, through links."""
 BESIDE = {
-    "sota/": "The training scripts: the algorithm from top to bottom. Curves, seeds, jobs for SLURM and Kubernetes.",
     "benchmarks/": "One script for each claim, with its figures.",
     "tests/": "Tests, in folders that mirror the ones above.",
     "tools/": "Set-up, and what writes this page, [model classes](model_classes.md) and [TRL's fields](from_trl.md).",
@@ -55,9 +56,10 @@ def page() -> str:
         else:
             lines.append(f"| `{name}.py` | {sentence(folder.with_suffix('.py'))} | |")
     lines += ["", "| beside it | what it is | modules |", "| --- | --- | --- |"]
-    lines += rows(ROOT / "envs", "envs/") + rows(ROOT / "config", "config/")
+    lines += [row for name in MOUNTED for row in rows(ROOT / name, f"{name}/")]
     lines += [f"| `{name}` | {text} | |" for name, text in BESIDE.items()]
-    return "\n".join(lines) + "\n\n`envs/` and `config/` are imported as `grpo_rl.envs` and `grpo_rl.config`.\n"
+    imported = "`envs/`, `config/` and `sota/` are imported as `grpo_rl.envs`, `grpo_rl.config` and `grpo_rl.sota`."
+    return "\n".join([*lines, "", imported, ""])
 
 
 if __name__ == "__main__":

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nltk.tokenize import NLTKWordTokenizer
     from nltk.tokenize.punkt import PunktTokenizer
-
-PUNKT = "punkt_tab"
-"""NLTK's data for sentence splitting; its code comes without."""
 
 
 @lru_cache(maxsize=32)  # several instructions, and the strict and the loose verdict, ask about the same text
@@ -62,24 +58,12 @@ def _punkt() -> PunktTokenizer:
 
 def _loaded() -> PunktTokenizer:
     # Imported here: NLTK takes a second, which rows that count no sentences need not pay.
-    import nltk
     from nltk.tokenize.punkt import PunktTokenizer
 
-    try:
-        return PunktTokenizer("english")
-    except LookupError:
-        pass
-    try:
-        nltk.download(PUNKT, quiet=True, raise_on_error=True, print_error_to=io.StringIO())
-        return PunktTokenizer("english")
-    except (OSError, ValueError, LookupError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"counting sentences and capital words needs NLTK's {PUNKT}, which is in none of {nltk.data.path} and "
-            f"could not be downloaded ({reason}). Where there is a network, run `python -m nltk.downloader {PUNKT}`, "
-            "copy ~/nltk_data here and name it in $NLTK_DATA; or leave out the rows with number_sentences or "
-            "capital_word_frequency"
-        ) from error
+    from grpo_rl.envs.ifeval.punkt import fetch_punkt  # at the top, `python -m` would find it imported already
+
+    fetch_punkt()
+    return PunktTokenizer("english")
 
 
 @cache

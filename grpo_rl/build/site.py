@@ -111,7 +111,7 @@ def make_site(settings: Settings) -> Iterator[Site]:
         if parallel and world != len(devices.train):
             raise ValueError(
                 f"{len(devices.train)} devices train with train_model.parallel={parallel}, in {world} process; start "
-                f"torchrun --nproc-per-node {len(devices.train)} sota/grpo_async.py, or set ray.address"
+                f"torchrun --nproc-per-node {len(devices.train)} -m grpo_rl.sota.grpo_async, or set ray.address"
             )
         check_transfer(settings, devices)
         if devices.engine_share:

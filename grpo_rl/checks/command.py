@@ -24,7 +24,7 @@ PREVENTING = ("config", "gate", "tokenizer", "chat template", "context", "memory
 
 def add_check_model(parser: argparse.ArgumentParser) -> None:
     """Says line by line whether a model can be trained here, or what to do: whether it is scored exactly, its chat
-    template, memory, the engine, sampler against trainer. Takes the overrides of `python sota/grpo.py` for one process.
+    template, memory, the engine, sampler against trainer. Takes the overrides of `grpo-rl train` for one process.
     Exit code 1: there is something to do.
     """
     parser.usage = "grpo-rl check-model [options] NAME [overrides ...]"
@@ -58,7 +58,7 @@ def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     has_prompt = "system_prompt" in settings.env and settings.env["system_prompt"]
     words += [finding.override for finding in found if finding.override and has_prompt]
     told = ", as far as can be told without weights" if options.quick else ""
-    print(f"\nOK{told}. Train it: {shlex.join(['python', 'sota/grpo.py', *words, *overrides])}")
+    print(f"\nOK{told}. Train it: {shlex.join(['grpo-rl', 'train', *words, *overrides])}")
     return 0
 
 

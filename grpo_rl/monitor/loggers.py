@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from grpo_rl.by_name import object_by_name
 from grpo_rl.monitor.completions import logged_steps, read_step
@@ -70,7 +70,7 @@ def logger_class(name: str) -> type[MetricsLogger]:
             f"logger.backend={name}: {found.__name__} has no method {', '.join(missing)}; a logger has "
             f"{', '.join(METHODS)} (docs/loggers.md)"
         )
-    return found
+    return cast("type[MetricsLogger]", found)
 
 
 def check_loggers(backend: str | Sequence[str], settings: Mapping[str, Any]) -> None:
@@ -254,7 +254,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in config.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return found
+    return cast("type[MetricsLogger]", found)
 
 
 def run_name(run_dir: Path) -> str:

@@ -25,7 +25,7 @@ from grpo_rl.settings.schema import Settings
 
 def add_batches(parser: argparse.ArgumentParser) -> None:
     """Draws how prompts, responses, optimizer steps, micro-batches, epochs and devices fit together in a config. Takes
-    the overrides of `python sota/grpo.py`; loads no model and no data. Exit code 1: something does not divide, and the
+    the overrides of `grpo-rl train`; loads no model and no data. Exit code 1: something does not divide, and the
     drawing shows where.
     """
     parser.usage = "grpo-rl batches [options] [overrides ...]"
@@ -37,7 +37,7 @@ def add_batches(parser: argparse.ArgumentParser) -> None:
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Says what fits on each device of a cluster, the largest micro-batch and context, the expected time of a step, and
-    how to divide the devices. Takes the overrides of `python sota/grpo.py`; needs a model's config.json and no weights.
+    how to divide the devices. Takes the overrides of `grpo-rl train`; needs a model's config.json and no weights.
     cluster=64xH100, with numbers of your own cluster=64xH100,network_gb_s=25, or cluster=here, which measures this
     machine (the default). mode=async where there are several devices, unless it is given. Exit code 1: it does not fit,
     or no script runs it, and what to change is shown.

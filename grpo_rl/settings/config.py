@@ -28,6 +28,7 @@ from grpo_rl.settings.composing_errors import explained
 from grpo_rl.settings.help import help_text, topic
 from grpo_rl.settings.machine import check_machine
 from grpo_rl.settings.own_files import check_own_files, own_files
+from grpo_rl.settings.relations import SCRIPTS
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.tasks import TASKS
 
@@ -54,7 +55,7 @@ def _checked(cfg: DictConfig, mode: str) -> Settings:
     if cfg.mode is None:
         cfg.mode = mode
     if cfg.mode != mode:
-        other = {"sync": "; run sota/grpo.py", "async": "; run sota/grpo_async.py"}.get(cfg.mode, "")
+        other = f"; run {SCRIPTS[cfg.mode]}" if cfg.mode in SCRIPTS else ""
         raise ValueError(f"this script is of mode={mode}{other}")
     if cfg.resume == "auto" and (folder := _fixed_folder()):
         cfg.resume = folder

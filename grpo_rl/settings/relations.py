@@ -14,6 +14,9 @@ from grpo_rl.settings.sections import Sections, declarations
 from grpo_rl.settings.tasks import ALIASES, TASKS
 from grpo_rl.training.schedules import AdaptiveKL
 
+SCRIPTS = {"sync": "sota/grpo.py, or grpo-rl train", "async": "sota/grpo_async.py, or grpo-rl train --async"}
+"""How a run of each mode is started: from a checkout, or installed."""
+
 
 def check_relations(settings: Sections) -> None:
     """Refuses settings that contradict each other; `grpo_rl.settings.misfits` checks divisibility.
@@ -89,11 +92,11 @@ def _check_sampling(settings: Sections) -> None:
 
 
 def _check_mode(settings: Sections) -> None:
-    own, script = ("async", "sota/grpo.py") if settings.mode == "async" else ("sync", "sota/grpo_async.py")
+    own, other = ("async", "sync") if settings.mode == "async" else ("sync", "async")
     for key, setting in declarations(settings.env.dataset).items():
         if setting.mode not in (None, own) and (value := select(settings, key)) != setting.default:
             because = f": {setting.because}" if setting.because else ""
-            raise ValueError(f"{key}={plain(value)} is of mode={setting.mode}{because}; run {script}")
+            raise ValueError(f"{key}={plain(value)} is of mode={setting.mode}{because}; run {SCRIPTS[other]}")
     if own == "sync":
         return
     if settings.ray.address is None and (settings.ray.nodes or 1) > 1:

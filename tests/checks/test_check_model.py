@@ -96,9 +96,9 @@ def test_a_model_in_order_has_every_line_and_its_command_line_trains_it(tiny_run
     assert main(["check-model", name, *tiny_run[1:], "train.total_dialog_turns=32", "train_model.compile=false"]) == 0
     out = capsys.readouterr().out
     words = shlex.split(out.rpartition("Train it: ")[2])
-    assert words[:3] == ["python", "sota/grpo.py", f"model.name={name}"]
+    assert words[:3] == ["grpo-rl", "train", f"model.name={name}"]
     assert [line.split()[0] for line in out.splitlines() if line.strip()] == ["OK"] * 13 + ["OK."]
-    folder = run_script(ROOT / words[1], words[2:], tmp_path / "run")
+    folder = run_script(ROOT / "sota" / "grpo.py", words[2:], tmp_path / "run")
     assert json.loads((folder / "summary.json").read_text())["steps"] == 2
     (mean,) = re.findall(r"log-probs differ by (\S+) nats", out)
     first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["mismatch/mean"]

@@ -42,7 +42,10 @@ def torchvision_stands_in() -> Iterator[None]:
     """A context in which torchvision can be imported, but nothing in it used."""
     is_torchvision_available()  # transformers keeps the result: it shall stay what it is outside
     finder, verbosity = _Finder(), logging.get_verbosity()
-    sys.meta_path.append(finder)
+    hidden = sys.modules.get("torchvision", finder) is None  # by grpo_rl itself, as it can't be imported
+    if hidden:
+        del sys.modules["torchvision"]
+    sys.meta_path.insert(0, finder)
     logging.set_verbosity_error()  # transformers would recommend to install it
     try:
         yield
@@ -51,6 +54,8 @@ def torchvision_stands_in() -> Iterator[None]:
         sys.meta_path.remove(finder)
         for name in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:
             del sys.modules[name]
+        if hidden:
+            sys.modules["torchvision"] = None  # pyright: ignore
 
 
 class _StandIn(ModuleType):

@@ -11,6 +11,7 @@ from torchrl.envs.utils import check_env_specs
 
 from grpo_rl.data import keys
 from grpo_rl.envs.ifeval import IFEval, IFEvalEnv, load_rows, split_of
+from grpo_rl.envs.ifeval import punkt as punkt_module
 from grpo_rl.envs.ifeval import sentences as sentences_module
 from grpo_rl.envs.ifeval.task import HUB_NAME
 
@@ -171,7 +172,8 @@ def test_rows_that_count_sentences_need_their_data_before_anything_is_loaded(no_
     def offline(*_args, **_kwargs):
         raise ValueError("<urlopen error [Errno -3] Temporary failure in name resolution>")
 
-    monkeypatch.setattr(nltk, "download", offline)
+    monkeypatch.setattr(punkt_module, "_from_nltk", offline)
+    monkeypatch.setattr(punkt_module, "_from_wheel", offline)
     IFEval([ROW])  # counts none
     with pytest.raises(ValueError, match="punkt_tab.*name resolution.*NLTK_DATA.*number_sentences"):
         IFEval([ROW, COUNTS_SENTENCES])
@@ -185,6 +187,7 @@ def test_missing_data_is_downloaded_once(punkt, no_punkt, monkeypatch):
         shutil.copytree(punkt / "tokenizers", no_punkt / "tokenizers")
 
     monkeypatch.setattr(nltk, "download", download)
+    monkeypatch.setattr(punkt_module, "_from_wheel", None)  # which is not asked
     task = IFEval([COUNTS_SENTENCES])
     assert task.score(COUNTS_SENTENCES, "One. Two.").total == 2.0
     assert task.score(COUNTS_SENTENCES, "One.").total == 0.0

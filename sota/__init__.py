@@ -1,0 +1,1 @@
+"""The training scripts: the algorithm from top to bottom."""

@@ -1,0 +1,64 @@
+"""A torchvision that can't be imported beside torch: hidden from transformers, replaced for vLLM's models."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+
+import pytest
+
+import grpo_rl
+
+
+def install(folder, **versions):
+    """Packages of these versions, which raise when they are imported."""
+    for name, version in versions.items():
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(f"raise RuntimeError('operator {name}::nms does not exist')")
+        (folder / f"{name}-{version}.dist-info").mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (folder / f"{name}-{version}.dist-info" / "METADATA").write_text(text)
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder of packages that is searched first, in which nothing of torchvision has been imported."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in grpo_rl.CUDA_BUILDS]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in grpo_rl.CUDA_BUILDS:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("torch", "torchvision", "hidden"),
+    [("2.13.0+cpu", "0.28.0", True), ("2.13.0+cpu", "0.28.0+cpu", False), ("2.13.0", "0.28.0", False)],
+)
+def test_a_cuda_build_beside_a_cpu_torch_counts_as_not_installed(site, torch, torchvision, hidden):
+    install(site, torch=torch, torchvision=torchvision)
+    grpo_rl._hide_cuda_builds()
+    assert (importlib.util.find_spec("torchvision") is None) == hidden
+    with pytest.raises(ImportError if hidden else RuntimeError):
+        importlib.import_module("torchvision")
+
+
+def test_vllms_models_get_the_stand_in_and_not_the_hidden_package(site):
+    torchvision = pytest.importorskip("grpo_rl.engines.vllm.torchvision")
+    install(site, torch="2.13.0+cpu", torchvision="0.28.0")
+    grpo_rl._hide_cuda_builds()
+    with torchvision.torchvision_stands_in():
+        assert importlib.import_module("torchvision.transforms").Compose is None
+    assert importlib.util.find_spec("torchvision") is None
+    with pytest.raises(ImportError):
+        importlib.import_module("torchvision.transforms")
+
+
+def test_without_torchvision_the_stand_in_leaves_no_trace(site):
+    torchvision = pytest.importorskip("grpo_rl.engines.vllm.torchvision")
+    if importlib.util.find_spec("torchvision"):
+        pytest.skip("torchvision is installed")
+    with torchvision.torchvision_stands_in():
+        assert importlib.import_module("torchvision").io is None
+    assert not [name for name in sys.modules if name.partition(".")[0] == "torchvision"]
