@@ -254,7 +254,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in config.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return cast("type[MetricsLogger]", found)
+    return found
 
 
 def run_name(run_dir: Path) -> str:
