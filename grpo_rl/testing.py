@@ -104,8 +104,8 @@ def left_if_killed(pid: int) -> set[str]:
     >>> import os; from multiprocessing import get_context
     >>> before = left_if_killed(os.getpid())
     >>> lock, nameless = get_context("spawn").Lock(), get_context("fork").Lock()
-    >>> [name.split("-")[0] for name in left_if_killed(os.getpid()) - before]
-    ['sem.mp']
+    >>> [name.split(".")[0] for name in left_if_killed(os.getpid()) - before]
+    ['sem']
     """
     lines = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     mapped = {line[4] for line in lines if len(line) == 6 and line[5].startswith("/dev/shm/")}

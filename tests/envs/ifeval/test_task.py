@@ -115,8 +115,8 @@ def test_the_hubs_rows_are_parted_by_key(real_data, monkeypatch):
     every = load_rows(real_data / "ifeval" / "input_data.jsonl")
     columns = {name: None for row in every for kwargs in row["kwargs"] for name in kwargs}
     as_on_the_hub = [{**row, "kwargs": [{**columns, **kwargs} for kwargs in row["kwargs"]]} for row in every]
-    asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or as_on_the_hub)
+    asked, data = [], datasets.Dataset.from_list(as_on_the_hub)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or data)
     train, test = load_rows(None, "train"), load_rows(None, "test")
     assert asked == [((HUB_NAME,), {"split": "train"})] * 2
     assert (len(every), len(train), len(test)) == (541, 436, 105)
