@@ -118,7 +118,7 @@ def test_the_hubs_rows_are_parted_by_key(real_data, monkeypatch):
     asked, data = [], datasets.Dataset.from_list(as_on_the_hub)
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or data)
     train, test = load_rows(None, "train"), load_rows(None, "test")
-    assert asked == [((HUB_NAME,), {"split": "train"})] * 2
+    assert asked == [((HUB_NAME, None), {"split": "train", "revision": None})] * 2
     assert (len(every), len(train), len(test)) == (541, 436, 105)
     assert not {row["key"] for row in train} & {row["key"] for row in test}
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
