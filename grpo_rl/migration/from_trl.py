@@ -13,6 +13,7 @@ import yaml
 
 from grpo_rl.migration.trl_config import read_trl
 from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, MISSING, RENAMED, SAME, UNNEEDED
+from grpo_rl.monitor.logger_names import BUILT_IN
 
 KNOWN_DATASETS = {"openai/gsm8k": "gsm8k", "gsm8k": "gsm8k", "google/IFEval": "ifeval"}
 """Data sets of the hub that have a task here."""
@@ -277,9 +278,12 @@ def _convert_run(made: Converted, fields: Mapping[str, Any]) -> None:
         made.differs("eval_strategy", fields["eval_strategy"], "choose how many rows: evaluate.rows=200")
     report = fields.get("report_to") or "none"
     names = [report] if isinstance(report, str) else list(report)
-    made.put("logger.backend", "wandb" if "wandb" in names or "all" in names else "none")
-    for other in sorted({*names} - {"wandb", "all", "none"}):
-        made.differs("report_to", other, "metrics.jsonl is always written")
+    known = [name for name in names if name in BUILT_IN]
+    made.put("logger.backend", known or "none")
+    for other in sorted({*names} - {*BUILT_IN, "none"}):
+        made.differs("report_to", other, f"loggers are {', '.join(BUILT_IN)}; metrics.jsonl is always written")
+    if fields.get("load_best_model_at_end"):
+        made.put("evaluate.keep_best", True)
     if "project" in fields:
         made.put("logger.project", fields["project"])
     if fields.get("resume_from_checkpoint"):
@@ -296,6 +300,12 @@ def _convert_task(made: Converted, fields: Mapping[str, Any], rewards: list[str]
         return
     if path:
         made.put("env.path", path)
+    subset = fields.get("dataset_config") or next(iter(fields.get("dataset_configs") or []), None)
+    for key, value in (("subset", subset), ("split", fields.get("dataset_train_split"))):
+        if value not in (None, "default", "train"):
+            made.put(f"env.{key}", value)
+    if fields.get("eval_strategy", "no") != "no":
+        made.put("env.eval_split", fields.get("dataset_test_split", "test"))
     named: dict[str, Any] = {}
     functions: dict[str, float] = {}
     for name, weight in zip(rewards, weights, strict=False):

@@ -108,6 +108,15 @@ def test_rewards_keep_their_weights(configs):
     assert length == {"weight": 1.0, "max_len": 32768, "cache": 4196}
 
 
+def test_subsets_splits_and_loggers_are_taken_over(configs):
+    settings = settings_of(configs, "open_r1_math_1_5b")
+    assert (settings.env.subset, settings.env.split, settings.env.eval_split) == ("all", None, "test")
+    assert list(settings.logger.backend) == ["wandb"]
+    made = convert({"report_to": ["tensorboard", "comet_ml"], "dataset_train_split": "train_prefs"})
+    assert made.config["logger"]["backend"] == ["tensorboard"] and made.config["env"]["split"] == "train_prefs"
+    assert any(line.startswith("report_to='comet_ml'") for line in made.differences)
+
+
 def test_dr_grpo_is_the_constant_normalizer_and_no_std(configs):
     settings = settings_of(configs, "open_r1_codeforces_7b")
     assert (settings.loss.aggregate, settings.loss.advantage) == ("constant", "no_std")
