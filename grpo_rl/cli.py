@@ -16,7 +16,7 @@ COMMANDS = {
     "check-model": ("checks.command", "say whether a model can be trained here, line by line, or what to do"),
     "eval": ("evaluation.command", "evaluate a model or an endpoint on held-out rows, or compare two"),
     "doctor": ("cli", "ask every node of a Ray cluster whether it is fit for a run"),
-    "from-trl": ("migration.from_trl", "convert a GRPO config of TRL, and name what differs"),
+    "from-trl": ("migration.command", "convert a GRPO config of TRL, and name what differs"),
     "replay": ("replay.command", "recompute a step of a run under another loss"),
     "report": ("report.command", "write the page of a run or a comparison, or serve it live; --demo shows one"),
     "export": ("cli", "write the model of a checkpoint as a folder"),

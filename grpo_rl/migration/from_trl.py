@@ -1,17 +1,14 @@
-"""``grpo-rl from-trl``: writes the config that trains as a GRPO config of TRL does, and names every difference."""
+"""The conversion of a GRPO config of TRL: the config that trains as it does, and every difference by name."""
 
 from __future__ import annotations
 
-import argparse
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from grpo_rl.migration.trl_config import read_trl
 from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, MISSING, RENAMED, SAME, UNNEEDED
 from grpo_rl.monitor.logger_names import BUILT_IN
 
@@ -57,6 +54,8 @@ class Converted:
     config: dict[str, Any] = field(default_factory=dict)
     task: str = "prompt_response"
     differences: list[str] = field(default_factory=list)
+    start: str = "grpo-rl train"
+    """The command that trains with this config, without its options."""
 
     def put(self, key: str, value: Any) -> None:
         """Sets ``section.key`` to a value."""
@@ -104,7 +103,9 @@ def convert(
     (2e-06, 80, "repetition_penalty=1.1: its log-probabilities would not be the policy's")
     """
     made = Converted()
-    named = {RENAMED.get(name, name): value for name, value in given.items()}
+    # With warmup_ratio: 0.1 and warmup_steps: 0, a tenth of the steps warm up, whichever comes last.
+    named = {name: value for name, value in given.items() if name not in RENAMED}
+    named |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED and not named.get(RENAMED[name])}
     fields = {**DEFAULTS, **{name: value for name, value in named.items() if value is not None}}
     for name in named:
         _name_difference(made, name, named[name])
@@ -114,6 +115,10 @@ def convert(
     for name in ("chat_template", "system_prompt"):
         if name in named:
             made.put(SAME[name], named[name])
+    if not fields["max_grad_norm"]:
+        made.put("optimizer.clip_grad_norm", 1e9)
+        made.differs("max_grad_norm", 0, "there is always a clip here; it is 1e9, which no gradient meets")
+    made.put("sampling.top_k", max(int(fields["top_k"] or 0), 0))  # -1: all, in vLLM
     _convert_loss(made, fields, named)
     _convert_batches(made, fields, processes, rows)
     _convert_optimizer(made, fields)
@@ -189,12 +194,16 @@ def _convert_batches(made: Converted, fields: Mapping[str, Any], processes: int 
             f"groups of {group}; "
             "give TRL's number of training processes as --processes N"
         )
-    optim_batch = min(optim_batch, collection)
+    if collection < optim_batch:
+        # There one optimizer step spans several generation batches; here a collection is at least one step.
+        made.differs(
+            "steps_per_generation", fields.get("steps_per_generation"), f"{collection} responses are sampled at a time "
+            f"for steps of {optim_batch}; here all {optim_batch} are sampled before the step"
+        )  # fmt: skip
+        collection = optim_batch
     made.put("env.num_envs", collection // group)
     made.put("train.optim_batch_size", optim_batch)
-    if ranks > 1:
-        made.put("train_model.num_devices", ranks)
-        made.put("train_model.parallel", "fsdp" if fields.get("fsdp") else "ddp")
+    _divide_devices(made, fields, ranks)
     iterations = int(fields["num_iterations"])
     if int(fields["max_steps"]) > 0:
         steps = int(fields["max_steps"])
@@ -210,10 +219,42 @@ def _convert_batches(made: Converted, fields: Mapping[str, Any], processes: int 
     if 0 < warmup < 1 and not steps:
         made.differs("warmup_steps", warmup, "a share of steps whose number isn't known; optimizer.warmup_steps is 0")
     made.put("optimizer.warmup_steps", round(warmup * steps) if warmup < 1 else int(warmup))
-    if (every := fields["save_steps"]) and fields["save_strategy"] == "steps":
-        made.put(
-            "train.checkpoint_frequency", max(round(every * steps), 1) if every < 1 and steps else int(max(every, 1))
-        )
+    if fields["save_strategy"] == "steps":
+        made.put("train.checkpoint_frequency", _every(made, "save_steps", fields["save_steps"], steps))
+    if fields.get("eval_strategy", "no") != "no":
+        every = fields.get("eval_steps") or fields.get("logging_steps", 10)  # as transformers and TRL have it
+        made.put("evaluate.frequency", _every(made, "eval_steps", every, steps))
+
+
+def _every(made: Converted, name: str, every: float, steps: int) -> int:
+    """Steps between two of something; below 1 it is a share of all steps."""
+    if every >= 1 or not every:
+        return int(every)
+    if not steps:
+        made.differs(name, every, "a share of steps whose number isn't known; 100 steps are used")
+    return max(round(every * steps), 1) if steps else 100
+
+
+def _divide_devices(made: Converted, fields: Mapping[str, Any], ranks: int) -> None:
+    """Gives processes and engines their devices; vLLM beside several trainers has some of its own (async mode)."""
+    size = int(fields.get("vllm_tensor_parallel_size") or 1)
+    served = bool(fields["use_vllm"]) and fields["vllm_mode"] == "server"
+    if ranks == 1 and not served:
+        return
+    train, inference = (ranks, size) if served else (max(ranks // 2 // size * size, 1), 0)
+    inference = inference or max((ranks - train) // size * size, size)
+    made.put("train_model.num_devices", train)
+    made.put("inference_model.num_devices", inference)
+    made.put("train.max_staleness", 0)
+    if train > 1:
+        made.put("train_model.parallel", "fsdp" if fields.get("fsdp") else "ddp")
+    made.start = (
+        f"torchrun --nproc-per-node {train} -m grpo_rl.sota.grpo_async" if train > 1 else "grpo-rl train --async"
+    )
+    made.differs(
+        "num_processes", ranks, f"{train} devices train and {inference} sample (sota/grpo_async.py), in turns: "
+        "train.max_staleness=1 or more lets them overlap"
+    )  # fmt: skip
 
 
 def _convert_optimizer(made: Converted, fields: Mapping[str, Any]) -> None:
@@ -228,8 +269,14 @@ def _convert_optimizer(made: Converted, fields: Mapping[str, Any]) -> None:
     made.put("optimizer.schedule", kinds.get(schedule, "constant"))
     if schedule not in kinds:
         made.differs("lr_scheduler_type", schedule, "constant is used; here are linear, cosine, constant")
-    if share := (fields.get("lr_scheduler_kwargs") or {}).get("min_lr_rate"):
+    given = fields.get("lr_scheduler_kwargs") or {}
+    share = given.get("min_lr_rate") or given.get("min_lr", 0) / (fields["learning_rate"] or 1)
+    if share:
         made.put("optimizer.min_lr_fraction", share)
+    for name in sorted({*given} - {"min_lr_rate", "min_lr"}):
+        made.differs(
+            "lr_scheduler_kwargs", {name: given[name]}, "the schedules here have optimizer.min_lr_fraction alone"
+        )
 
 
 def _convert_model(made: Converted, fields: Mapping[str, Any]) -> None:
@@ -261,8 +308,6 @@ def _convert_engine(made: Converted, fields: Mapping[str, Any]) -> None:
     made.put("inference_model.max_model_len", int(length))
     # A micro-batch holds at least one response.
     made.put("train.micro_batch_tokens", max(8192, int(length)))
-    if fields["use_vllm"] and fields["vllm_mode"] == "server":
-        made.put("inference_model.num_devices", fields.get("vllm_tensor_parallel_size", 1))
     if fields.get("min_p"):
         made.put("sampling.min_p", fields["min_p"])
 
@@ -274,7 +319,6 @@ def _convert_run(made: Converted, fields: Mapping[str, Any]) -> None:
         made.differs("save_strategy", fields["save_strategy"], "set train.checkpoint_frequency, in steps")
     made.put("train.keep_checkpoints", fields.get("save_total_limit") or 0)
     if fields.get("eval_strategy", "no") != "no":
-        made.put("evaluate.frequency", int(fields.get("eval_steps") or 0) or 100)
         made.differs("eval_strategy", fields["eval_strategy"], "choose how many rows: evaluate.rows=200")
     report = fields.get("report_to") or "none"
     names = [report] if isinstance(report, str) else list(report)
@@ -283,7 +327,7 @@ def _convert_run(made: Converted, fields: Mapping[str, Any]) -> None:
     for other in sorted({*names} - {*BUILT_IN, "none"}):
         made.differs("report_to", other, f"loggers are {', '.join(BUILT_IN)}; metrics.jsonl is always written")
     if fields.get("load_best_model_at_end"):
-        made.put("evaluate.keep_best", True)
+        made.differs("load_best_model_at_end", True, "evaluate.keep_best=true, with evaluate.rows")
     if "project" in fields:
         made.put("logger.project", fields["project"])
     if fields.get("resume_from_checkpoint"):
@@ -329,6 +373,8 @@ def _convert_task(made: Converted, fields: Mapping[str, Any], rewards: list[str]
             made.differs("reward_funcs", name, "not here; write it as a function, env.reward=module:function")
     if named:
         made.put("env.rewards", named)
+    if made.task == "math" and (column := fields.get("dataset_prompt_column")):
+        made.put("env.columns", {"problem": column})
     if made.task != "math":
         if column := fields.get("dataset_prompt_column"):
             made.put("env.prompt_column", column)
@@ -342,37 +388,3 @@ def _convert_task(made: Converted, fields: Mapping[str, Any], rewards: list[str]
         made.differs(
             "reward_funcs", list(functions), "the task math takes rewards by name; use prompt_response for these"
         )
-
-
-def add_from_trl(parser: argparse.ArgumentParser) -> None:
-    """Converts a GRPO config of TRL (YAML, JSON, or a Python script, which is not run) into one for
-    grpo-rl train --config-dir . --config-name NAME, and names every difference.
-    """
-    parser.add_argument("config", type=Path, metavar="FILE", help="TRL's config, or a script with GRPOConfig(...)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the YAML file to write (NAME_grpo_rl.yaml)")
-    parser.add_argument("--processes", type=int, metavar="N", help="TRL's training processes (its num_processes, or 1)")
-    parser.add_argument("--rows", type=int, metavar="N", help="rows of the training data, for num_train_epochs")
-    parser.add_argument(
-        "--rewards", default="", metavar="A,B", help="where FILE names none: rewards, or module:function"
-    )
-    parser.set_defaults(run_command=_run)
-
-
-def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if overrides:
-        raise ValueError(f"from-trl takes no overrides such as {overrides[0]}; give them to grpo-rl train")
-    fields, unknown = read_trl(options.config)
-    rewards = [name for name in options.rewards.split(",") if name]
-    made = convert(fields, processes=options.processes, rows=options.rows, rewards=rewards)
-    if rewards:
-        unknown = [line for line in unknown if not line.startswith("reward_funcs")]
-    made.differences[:0] = unknown
-    output = options.output or Path(f"{options.config.stem}_grpo_rl.yaml")
-    if output.exists():
-        raise ValueError(f"{output} exists; give another --output")
-    output.write_text(made.as_yaml(options.config.name), encoding="utf-8")
-    print(f"Differences ({len(made.differences)}):")
-    for line in made.differences or ["none"]:
-        print(f"  {line}")
-    print(f"Written: {output}. Next: grpo-rl train --config-dir {output.parent} --config-name {output.stem}")
-    return 0

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+"""A number that YAML 1.1 reads as text, as it has no point or no sign."""
 
 
 def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -37,13 +41,12 @@ def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _number(value: Any) -> Any:
-    """Turns text such as 1e-6, which YAML takes for a string, into the number that TRL's parser makes of it."""
-    if isinstance(value, str):
-        try:
-            return float(value) if any(c.isdigit() for c in value) else value
-        except ValueError:
-            return value
-    return value
+    """Turns text such as 1e-6, which YAML takes for a string, into the number that TRL's parser makes of it.
+
+    >>> _number("1e-6"), _number("20250101"), _number("adamw_torch")
+    (1e-06, '20250101', 'adamw_torch')
+    """
+    return float(value) if isinstance(value, str) and SCIENTIFIC.fullmatch(value) else value
 
 
 def _read_script(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:

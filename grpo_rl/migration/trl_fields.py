@@ -72,7 +72,7 @@ CONVERTED: Mapping[str, str] = {
     "ref_model_mixup_alpha": "here the reference becomes a copy (1.0), or moves in every step (`ref_model.decay`)",
     "vllm_max_model_length": "`inference_model.max_model_len`; by default prompt and response together",
     "use_vllm": "`inference_model.engine` is vllm either way; transformers samples where it can't be installed",
-    "vllm_mode": "`colocate`: the engine shares the training devices; `server`: `inference_model.num_devices`",
+    "vllm_mode": "with one process `colocate` shares its device; otherwise engines have `inference_model.num_devices`",
     "bf16": "`train.mixed_precision`: bf16 weights for the model, fp32 masters for the optimizer",
     "fp16": "refused: bfloat16 or float32",
     "model_init_kwargs": "`dtype` becomes `train_model.dtype`; others have no counterpart",
@@ -100,7 +100,7 @@ CONVERTED: Mapping[str, str] = {
     "dataset_configs": "`env.subset`, of which there is one",
     "dataset_train_split": "`env.split`",
     "dataset_test_split": "`env.eval_split`",
-    "load_best_model_at_end": "`evaluate.keep_best`",
+    "load_best_model_at_end": "`evaluate.keep_best=true`, beside `evaluate.rows`; only named",
     "reward_funcs": "`env.rewards` by name, or `env.reward=package.module:function`",
 }
 """Fields whose value is computed, with what becomes of it."""
@@ -147,7 +147,7 @@ UNNEEDED: Mapping[str, str] = {
     "do_eval": "evaluate.rows decides",
     "do_predict": "grpo-rl eval samples and scores",
     "eval_on_start": "the first evaluation is before training",
-    "attn_implementation": "both attention roads are the project's own",
+    "attn_implementation": "attention over shared prompts is the project's own",
     "use_liger_loss": "the head never holds all logits",
     "per_device_eval_batch_size": "the engine batches",
     "num_generations_eval": "held-out responses are greedy, one each; evaluate.samples adds more",
@@ -233,7 +233,7 @@ MISSING: Mapping[str, str] = {
     "deepspeed": "train_model.parallel=fsdp shards",
     "fsdp_config": "train_model.parallel=fsdp shards every layer",
     "parallelism_config": "train_model.parallel=fsdp or ddp",
-    "debug": "docs/troubleshooting.md",
+    "debug": "docs/troubleshooting.md says what a run tells about itself",
     "model_revision": "load that revision into a folder, and give its path as model.name",
     "dataset_streaming": "data are read whole",
     "reward_model_name_or_path": "rewards are functions",
@@ -243,7 +243,7 @@ MISSING: Mapping[str, str] = {
     "use_rslora": "adapters are scaled by alpha / rank",
     "use_dora": "adapters are plain LoRA",
     "use_bnb_nested_quant": "quantization constants are not quantized again",
-    "bnb_4bit_quant_storage": "chosen by the project",
+    "bnb_4bit_quant_storage": "bitsandbytes' default",
     "vllm_importance_sampling_cap": "deprecated in TRL; use vllm_importance_sampling_clip_max",
 }
 """Fields without a counterpart, and what to do."""

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from grpo_rl.cli import main
 from grpo_rl.migration.from_trl import convert
 from grpo_rl.migration.trl_config import read_trl
 from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, MISSING, RENAMED, SAME, UNNEEDED
 from grpo_rl.settings.compose import FOLDER
+from grpo_rl.settings.devices import allocate
 from grpo_rl.settings.schema import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -67,8 +69,14 @@ def converted(name) -> str:
 
 
 def settings_of(configs, name) -> Settings:
+    """The settings that the command printed at the conversion would read, their devices allocated, too."""
     with initialize_config_dir(str(configs), version_base="1.3"):
-        return Settings.read(compose(Path(converted(name)).stem, overrides=["mode=sync"]))
+        cfg = compose(Path(converted(name)).stem)
+    mode = "async" if "max_staleness" in (configs / converted(name)).read_text() else "sync"
+    OmegaConf.update(cfg, "mode", mode)
+    settings = Settings.read(cfg)
+    allocate(settings, mode, visible=8, num_attention_heads=28)
+    return settings
 
 
 @pytest.mark.parametrize("name", MORE)
@@ -84,7 +92,9 @@ def test_the_batch_of_seven_processes_is_theirs(configs):
     # One epoch of 70,000 prompts: 490,000 responses, 273 whole steps; a tenth of them warm up.
     assert settings.train.total_dialog_turns == 490_000
     assert settings.optimizer.warmup_steps == 27
-    assert settings.train_model.num_devices == 7
+    # Of the seven processes' devices three train and four sample, in turns, as TRL's do.
+    assert (settings.train_model.num_devices, settings.inference_model.num_devices) == (3, 4)
+    assert settings.train.max_staleness == 0
 
 
 def test_defaults_that_trl_has_and_we_have_not_are_written(configs):
@@ -110,6 +120,7 @@ def test_rewards_keep_their_weights(configs):
 
 def test_subsets_splits_and_loggers_are_taken_over(configs):
     settings = settings_of(configs, "open_r1_math_1_5b")
+    assert settings.evaluate.frequency == 100  # eval_steps
     assert (settings.env.subset, settings.env.split, settings.env.eval_split) == ("all", None, "test")
     assert list(settings.logger.backend) == ["wandb"]
     made = convert({"report_to": ["tensorboard", "comet_ml"], "dataset_train_split": "train_prefs"})
@@ -164,6 +175,43 @@ def test_a_field_becomes_the_setting_of_the_same_effect(fields, key, value):
 def test_what_cannot_be_trained_is_refused_with_the_remedy(fields, message):
     with pytest.raises(ValueError, match=message):
         convert(fields)
+
+
+def test_an_optimizer_step_over_several_generation_batches_keeps_its_size():
+    made = convert({"steps_per_generation": 1, "gradient_accumulation_steps": 4, "max_steps": 10})
+    # 8 per device x 4 accumulated = 32 responses a step, 10 steps; TRL samples 8 at a time.
+    assert made.config["train"]["optim_batch_size"] == 32 and made.config["train"]["total_dialog_turns"] == 320
+    assert made.config["env"]["num_envs"] == 4
+    assert any(line.startswith("steps_per_generation=1: 8 responses") for line in made.differences)
+
+
+def test_the_command_for_several_processes_is_one_that_starts(configs, tmp_path, capsys):
+    source = str(published("open_r1_distill_7b.yaml"))
+    assert main(["from-trl", source, "--processes", "8", "--output", str(tmp_path / "x.yaml")]) == 0
+    assert "Next: torchrun --nproc-per-node 4 -m grpo_rl.sota.grpo_async --config-dir" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "value"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 0.1, "max_steps": 50}, ("evaluate", "frequency"), 5),
+        ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-7}, "learning_rate": 1e-6},
+         ("optimizer", "min_lr_fraction"), 0.1),
+        ({"max_grad_norm": 0}, ("optimizer", "clip_grad_norm"), 1e9),
+        ({"top_k": -1}, ("sampling", "top_k"), 0),
+        ({"warmup_ratio": 0.1, "warmup_steps": 0, "max_steps": 100}, ("optimizer", "warmup_steps"), 10),
+        ({"reward_funcs": ["accuracy"], "dataset_prompt_column": "q"}, ("env", "columns"), {"problem": "q"}),
+        ({"vllm_mode": "server", "use_vllm": True, "vllm_tensor_parallel_size": 2},
+         ("inference_model", "num_devices"), 2),
+    ],
+)  # fmt: skip
+def test_a_value_that_means_something_else_there_is_translated(fields, key, value):
+    assert convert(fields).config[key[0]][key[1]] == (pytest.approx(value) if isinstance(value, float) else value)
+
+
+def test_text_of_digits_stays_text(tmp_path):
+    (tmp_path / "a.yaml").write_text('run_name: "20250101"\nlearning_rate: 1e-6\n')
+    assert read_trl(tmp_path / "a.yaml")[0] == {"run_name": "20250101", "learning_rate": 1e-6}
 
 
 def test_a_misspelt_field_gets_the_nearest_name():
