@@ -11,9 +11,8 @@ from typing import Any
 from grpo_rl.monitor.metrics import finite_mean, first_and_last
 from grpo_rl.report.files import read_rows
 from grpo_rl.report.known_charts import CLOCKS, Chart, known_charts
+from grpo_rl.report.sample import binned
 
-MAX_POINTS = 2000
-"""A longer series is averaged in bins: no screen shows more, and a week's run must not make a 50 MB page."""
 DIGITS = 5
 """Significant digits of a value: more are not seen in a chart, and are half of the page's size."""
 
@@ -87,9 +86,7 @@ def columns_of(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         merged.setdefault(row["step"], {}).update(row)
     points = [merged[step] for step in sorted(merged)]
     seconds = [_step_s(point) for point in points]
-    bins = [
-        points[i : i + size] for size in [math.ceil(len(points) / MAX_POINTS) or 1] for i in range(0, len(points), size)
-    ]
+    bins = binned(points)
     last = [min(i + len(bins[0]), len(points)) - 1 for i in range(0, len(points), len(bins[0]))] if bins else []
     names = {name: None for point in points for name in point if name not in {"step"} | CLOCKS}
     columns: dict[str, dict[str, Any]] = {}

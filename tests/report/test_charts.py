@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import math
 
-from grpo_rl.report.charts import MAX_POINTS, columns_of, curves
+from grpo_rl.report.charts import columns_of, curves
+from grpo_rl.report.sample import MAX_POINTS
 
 
 def test_a_long_run_is_averaged_in_bins():
