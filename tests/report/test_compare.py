@@ -5,12 +5,14 @@ import os
 import socket
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import yaml
 
 from grpo_rl import cli
 from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.metrics import MetricsLog
+from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
 from grpo_rl.report import compare, demo, page
 
 
@@ -124,3 +126,21 @@ def test_the_recorded_run_is_small_whole_and_without_paths_of_a_machine(tmp_path
     assert json.loads((run / "summary.json").read_text())["finished"]
     for name in ("summary.json", "config.yaml", "overrides.yaml", "metrics.jsonl"):
         assert not any(place in (run / name).read_text() for place in ("/tmp", "/root", "/home"))
+
+
+def test_a_run_is_recorded_whole_without_secrets_and_places(tmp_path, make_run, monkeypatch):
+    run = make_run(tmp_path / "run", steps=2)
+    config = {"env": {"path": "/root/x/train.jsonl"}, "a": {"api_key": "hunter2"}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (run / "overrides.yaml").write_text("- env.path=/root/x/train.jsonl\n")
+    summary = json.loads((run / "summary.json").read_text()) | {"command": "python /root/sota/grpo.py"}
+    (run / "summary.json").write_text(json.dumps(summary))
+    StepParts(run / TOKENS_FOLDER).write(1, pa.table({"step": [1]}))
+    monkeypatch.setattr(demo, "RECORDED", tmp_path / "demo.tar.xz")
+    demo.pack(run, demo.RECORDED)
+    recorded = demo.unpack(tmp_path / "there")
+    texts = "".join((recorded / name).read_text() for name in ("config.yaml", "overrides.yaml", "summary.json"))
+    assert "/root" not in texts and "hunter2" not in texts and "env.path=train.jsonl" in texts and "grpo.py" in texts
+    assert (recorded / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+    for folder in ("completions.parquet", "tokens.parquet"):
+        assert StepParts(recorded / folder).read(1).equals(StepParts(run / folder).read(1))
