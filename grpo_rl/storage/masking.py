@@ -11,8 +11,9 @@ _SECRET = re.compile(r"key|token(?!i[sz])|secret|passw|credential", re.IGNORECAS
 _NEVER_A_COUNT = re.compile("secret|passw|credential", re.IGNORECASE)
 """Under a name with one of these a number is masked, too; a key or tokens may be counted."""
 _USERINFO = re.compile(r"(?<=://)[^/?#\s\"']+(?=@)")
+# Bounded, as a text may be long: open repeats would take the square of its length.
 _IN_TEXT = re.compile(
-    r"""(?P<name>[\w.-]*(?:key|token(?!i[sz])|secret|passw|credential)[\w.-]*["']?\s*[:=]\s*)"""
+    r"""(?P<name>(?:key|token(?!i[sz])|secret|passw|credential)[\w.-]{0,100}["']?\s{0,9}[:=]\s{0,9})"""
     r"""(?P<value>"[^"]*"|'[^']*'|[^\s,;&}\]"']+)""",
     re.IGNORECASE,
 )
