@@ -170,7 +170,7 @@ def test_curves_are_drawn_over_time_and_smoothed(tab, tmp_path, make_run):
     assert plot.evaluate("(node) => node.card.plot.series.length") == 3  # x, as logged, smoothed
     tab.page.get_by_label("Smoothing").fill("0")
     assert plot.evaluate("(node) => node.card.plot.series.length") == 2
-    tab.page.get_by_label("Over").select_option("time")
+    tab.page.locator("#axis").select_option("time")
     last = tab.page.evaluate("() => document.querySelector('.plot').card.plot.data[0].at(-1)")
     assert 5 < last < 15  # 40 steps of about 14 s, in minutes
 
