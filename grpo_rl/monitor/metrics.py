@@ -24,6 +24,8 @@ from grpo_rl.storage.whole_file import naming, write_whole
 
 METRICS_FILE = "metrics.jsonl"
 
+FEWEST_AT_AN_END = 5
+"""Steps at each end of a run that are compared, if it has twice as many; a tenth of the run where that is more."""
 REWARD_STATISTICS = frozenset({"mean", "std", "zero_std_fraction"})
 """The names under ``reward/`` beside the named parts of the reward; no part may take one of them."""
 
@@ -199,6 +201,25 @@ def finite_mean(values: Sequence[float] | np.ndarray) -> float:
     """The mean of the finite values; NaN where there is none."""
     finite = np.asarray(values)[np.isfinite(values)]
     return float(finite.mean()) if len(finite) else math.nan
+
+
+def steps_at_an_end(steps: int) -> int:
+    """The number of steps at each end of a run that are compared: a tenth, at least 5, at most half, and one at least.
+
+    >>> [steps_at_an_end(steps) for steps in (1, 6, 10, 40, 1000)]
+    [1, 3, 5, 5, 100]
+    """
+    return max(steps // 10, min(FEWEST_AT_AN_END, steps // 2), 1)
+
+
+def first_and_last(values: Sequence[float]) -> tuple[float, float]:
+    """The means of the finite ones of the first and of the last values, as many as :func:`steps_at_an_end` says.
+
+    >>> first_and_last([1.0] * 5 + [0.0] * 10 + [3.0, 4.0, 5.0, 4.0, 4.0]), first_and_last([1.0, math.nan, 2.0])
+    ((1.0, 4.0), (1.0, 2.0))
+    """
+    ends = steps_at_an_end(len(values))
+    return finite_mean(values[:ends]), finite_mean(values[-ends:])
 
 
 class MetricsLog:

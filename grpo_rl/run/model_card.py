@@ -75,7 +75,7 @@ def result(summary: Mapping[str, Any]) -> str:
     >>> result({"eval_before": 0.25, "eval_after": 0.5, "eval_gain": 0.25, "eval_gain_ci95": [0.125, 0.375]})
     'held-out reward 0.250 before and 0.500 after, a gain of +0.250 (95 % interval +0.125 to +0.375)'
     >>> result({"train_reward_first": 0.25, "train_reward_last": 0.5})
-    'training reward 0.250 at first and 0.500 at last (tenths of the steps); not measured on held-out data'
+    'training reward 0.250 at first and 0.500 at last (first and last steps); not measured on held-out data'
     """
     if summary.get("eval_gain_ci95"):
         low, high = summary["eval_gain_ci95"]
@@ -87,7 +87,7 @@ def result(summary: Mapping[str, Any]) -> str:
         return "not measured"
     return (
         f"training reward {summary['train_reward_first']:.3f} at first and {summary['train_reward_last']:.3f} at last "
-        "(tenths of the steps); not measured on held-out data"
+        "(first and last steps); not measured on held-out data"
     )
 
 

@@ -235,8 +235,7 @@ class Run:
         if self._held_out.rows and self.step == 0:
             what = f"evaluating {len(self._held_out.rows)} held-out rows"
             with self.logs.progress.start_phase(what):
-                metrics = self._evaluate()
-            metrics = {"time/at_s": self.seconds} | metrics
+                metrics = {"time/at_s": self.seconds} | self._evaluate()
             self.logs.log(0, metrics)
             self._held_out.keep_responses(self.folder.path)
             self.logs.progress.update(0, metrics)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from grpo_rl.monitor.metrics import first_and_last
 from grpo_rl.monitor.progress import summary_lines, summary_panel
 from grpo_rl.report.files import EVALUATION, SUMMARY, read_rows, versions
 from grpo_rl.report.page import write_report
@@ -20,7 +21,7 @@ from grpo_rl.run.parts import Parts
 from grpo_rl.storage.whole_file import write_whole
 
 BEST, BEST_MODEL = "best.json", "best_model"
-TENTHS = "mean reward of all sampled responses, over the first and the last tenth of the steps"
+ENDS = "mean reward of all sampled responses, over the first and the last steps: a tenth, 5 at least, half at most"
 """The meaning of the training rewards in ``summary.json``."""
 
 
@@ -67,18 +68,8 @@ def _complete(folder: Path, summary: dict[str, object], checkpoint: Path | None)
     summary |= {"versions": versions(), "checkpoint": checkpoint and str(checkpoint)}
     rewards = [row["reward/mean"] for row in read_rows(folder) if "reward/mean" in row]
     if rewards:
-        first, last = first_and_last_tenth(rewards)
-        summary |= {"train_reward_first": first, "train_reward_last": last, "train_reward_of": TENTHS}
-
-
-def first_and_last_tenth(values: Sequence[float]) -> tuple[float, float]:
-    """The means of the first and the last tenth of the values, at least one.
-
-    >>> first_and_last_tenth([1.0] * 2 + [0.0] * 16 + [3.0, 5.0])
-    (1.0, 4.0)
-    """
-    tenth = max(len(values) // 10, 1)
-    return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
+        first, last = first_and_last(rewards)
+        summary |= {"train_reward_first": first, "train_reward_last": last, "train_reward_of": ENDS}
 
 
 def write_summary(folder: Path, summary: Mapping[str, object]) -> None:

@@ -57,7 +57,7 @@ class Evaluation:
         judged = np.asarray(self.rewards)[~np.isnan(self.rewards)]
         return {
             "eval/reward": self.reward,
-            "eval/standard_error": float(stats.sem(judged)) if len(judged) > 1 else 0.0,
+            "eval/standard_error": float(stats.sem(judged)) if len(judged) > 1 else math.nan,
             **{f"eval/{name}": value for name, value in self.parts.items()},
             **{f"eval/measure/{name}": value for name, value in self.measures.items()},
             "eval/mean_length": float(np.mean(self.lengths)),

@@ -30,6 +30,7 @@ from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.report import charts
 from grpo_rl.report.page import write_report
 from grpo_rl.run.claim import claim
 from grpo_rl.run.folder import Room, RunFolder
@@ -89,8 +90,9 @@ def test_a_run_leaves_all_its_files(finished):
     summary = json.loads((finished / "summary.json").read_text())
     assert {"eval_before", "eval_after", "eval_gain", "eval_gain_ci95", "steps", "seconds"} <= set(summary)
     assert summary["steps"] == 4
-    rewards = [row["reward/mean"] for row in metrics[1:5]]  # of four steps a tenth is one
-    assert (summary["train_reward_first"], summary["train_reward_last"]) == (rewards[0], rewards[-1])
+    rewards = [row["reward/mean"] for row in metrics[1:5]]  # of four steps two are at each end
+    ends = sum(rewards[:2]) / 2, sum(rewards[2:]) / 2
+    assert (summary["train_reward_first"], summary["train_reward_last"]) == pytest.approx(ends)
     assert summary["command"].startswith(f"python {SCRIPT} model.name=") and len(summary["config_hash"]) == 12
     assert len(pd.read_parquet(finished / "completions.parquet")) == 64
     assert (finished / "report.html").stat().st_size > 10_000
@@ -211,6 +213,25 @@ def test_the_runs_clock_goes_on_after_a_resume(finished, tiny, tmp_path):
     assert ended == sorted(ended) and len(ended) == 6  # evaluation, four steps, evaluation
     assert [row["time/at_s"] for row in rows[:3]] == [row["time/at_s"] for row in read_metrics(finished)[:3]]
     assert all(row["time/evaluate_s"] > 0 for row in (rows[0], rows[-1]))
+
+
+def test_the_made_runs_of_the_reports_tests_log_what_a_run_logs(finished):
+    made = json.loads((Path(__file__).parents[1] / "report" / "metric_names.json").read_text())
+    rows = read_metrics(finished)
+    assert set(made["evaluation"]) == set(rows[0]) - {"step"}
+    assert set(made["step"]) == {name for row in rows if "reward/mean" in row for name in row} - {"step"}
+
+
+def test_every_metric_of_a_run_is_in_a_chart_that_explains_it(finished):
+    drawn = charts.build(finished)["charts"]
+    assert [c["series"][0][0] for c in drawn if c["group"] == "Everything else"] == ["policy_version"]
+    assert all(chart["help"] for chart in drawn if chart["group"] != "Everything else")
+
+
+def test_the_evaluation_before_training_is_on_the_clock_where_it_began(finished):
+    before, first = read_metrics(finished)[:2]
+    phases = [value for name, value in first.items() if name.startswith("time/") and name != "time/at_s"]
+    assert before["time/at_s"] + before["time/evaluate_s"] <= first["time/at_s"] - sum(phases)
 
 
 def test_no_token_is_recorded_where_none_is_asked_for(tiny, tmp_path):

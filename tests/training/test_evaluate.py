@@ -75,6 +75,10 @@ def test_metrics_are_means_over_rows():
     }
 
 
+def test_one_row_has_no_standard_error():
+    assert math.isnan(run([(1, "2")]).metrics()["eval/standard_error"])
+
+
 def test_a_row_that_cannot_be_judged_is_left_out_of_means_and_gains():
     result = run([(1, "2"), (2, "?"), (3, "6")])
     assert math.isnan(result.rewards[1]) and result.reward == 2.5
