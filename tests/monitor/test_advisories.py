@@ -82,6 +82,8 @@ def healthy(steps=60, seed=0, groups=GROUPS):
                 "time/train_s": rng.uniform(2, 4),
                 "time/sync_s": 0.2,
                 "time/other_s": 0.1,
+                "time/at_s": 40.0 + 8 * step,  # the run's clock, and an evaluation now and then
+                **({"time/evaluate_s": 30.0} if step % 3 == 0 else {}),
                 "train/optimizer_steps": 1,
                 "train/micro_batches": 2,
                 "train/micro_batch_tokens": 7000.0,
