@@ -11,9 +11,9 @@ from typing import Any
 from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.report import charts, headline
-from grpo_rl.report.configuration import flat
 from grpo_rl.report.files import CONFIG, EVALUATION, read_config, read_rows, read_summary
 from grpo_rl.report.page import Section
+from grpo_rl.storage.dotted import flat
 
 SAME_FOR_A_PAIR = ("env.", "evaluate.")
 """Settings that decide which held-out rows there are and what they earn: rows pair up where these are the same."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from grpo_rl.report.files import CONFIG, OVERRIDES, read_config, read_started, read_summary, versions
+from grpo_rl.storage.dotted import flat
 
 
 def build(run_dir: Path) -> dict[str, Any] | None:
@@ -23,18 +23,3 @@ def build(run_dir: Path) -> dict[str, Any] | None:
         "text": text,
         "versions": list((read_summary(run_dir).get("versions") or versions()).items()),
     }
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every setting by its dotted key.
-
-    >>> flat({"env": {"repeats": 8, "rewards": {}}, "resume": None})
-    {'env.repeats': 8, 'env.rewards': {}, 'resume': None}
-    """
-    found = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found

@@ -102,7 +102,9 @@ class BestTracker:
             return f"The evaluations before are of {was}, those from now on of {now}: the best is looked for anew"
 
         def read(one: Any) -> tuple[int, list[float]] | None:
-            return None if one is None else (int(one[0]), [np.nan if score is None else float(score) for score in one[1]])
+            if one is None:
+                return None
+            return int(one[0]), [np.nan if score is None else float(score) for score in one[1]]
 
         self.best, self._anchor = read(state["best"]), read(state["anchor"])
         self._since = [evaluation for one in state["since"] if (evaluation := read(one))]

@@ -123,7 +123,8 @@ class RunLogs:
             return self.advisories.update(row)
         except Exception as error:  # advice that fails must not end a run
             self._advises = False
-            self.note(f"Warning. Advisories end at step {row['step']} ({type(error).__name__}: {error}); all else goes on")
+            why = f"{type(error).__name__}: {error}"
+            self.note(f"Warning. There are no advisories from step {row['step']} on ({why}); all else goes on")
             return []
 
     def has(self, step: int, name: str) -> bool:

@@ -54,8 +54,8 @@ def _push(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         api = HfApi()
         if options.private and _is_public(api, options.repo):
             raise ValueError(
-                f"{options.repo} is there already, and public; make it private in its settings on the hub, name another "
-                "one, or leave out --private"
+                f"{options.repo} is there already, and public; make it private in its settings on the hub, name "
+                "another one, or leave out --private"
             )
         api.create_repo(options.repo, private=options.private, exist_ok=True)
         names = [path.name for path in files]

@@ -225,8 +225,9 @@ class Run:
     def _count(self, sampled: Sequence[Group]) -> dict[str, float]:
         """The run's totals after a step, those before a resume included.
 
-        Responses and tokens are of training alone; ``seconds`` is all of the run's wall time, evaluations included. A run
-        whose checkpoint has no totals, one of an earlier version, counts no tokens: they would be of the rest alone.
+        Responses and tokens are of training alone; ``seconds`` is all of the run's wall time, evaluations included.
+        A run whose checkpoint has no totals, one of an earlier version, counts no tokens: they would be of the rest
+        alone.
         """
         if self._totals is not None:
             for name, count in (

@@ -172,7 +172,7 @@ def test_a_part_named_accuracy_has_to_be_what_tells_what_is_right(tokenizer):
     task.correct_part = "accuracy"
     LLMEnv(task, tokenizer, 2, 2)
     task.correct_part = "exact"
-    with pytest.raises(ValueError, match="accuracy is not the one that tells"):
+    with pytest.raises(ValueError, match="accuracy is not what tells"):
         LLMEnv(task, tokenizer, 2, 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -12,7 +13,10 @@ from omegaconf import OmegaConf
 
 from grpo_rl.monitor.advice.history import History, share_interval
 from grpo_rl.monitor.advisories import CAUSES, FACTS, PAGE, RULES, Advisories, Advisory, advisories_of, facts_of
-from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.monitor.loggers import Loggers
+from grpo_rl.monitor.metrics import MetricsLog, read_metrics
+from grpo_rl.run.logs import RunLogs
+from grpo_rl.settings.sections import Logger
 
 ROOT = Path(__file__).parents[2]
 GROUPS, SIZE = 16, 8
@@ -235,6 +239,35 @@ def test_a_planted_trouble_is_told_alone_with_its_step_and_its_setting(trouble):
 def test_every_advisory_is_planted_once_at_least():
     held_out = {"held_out_falls"}  # its own test below
     assert {re.split("[ ,]", trouble)[0] for trouble in SICK} | held_out == set(RULES)
+
+
+def test_a_metric_that_some_steps_lack_is_no_error():
+    rows = SICK["off_policy"][0]
+    rows = [{name: v for name, v in row.items() if name != "clip/high_fraction" or row["step"] > 55} for row in rows]
+    assert [a.name for a in advisories_of(rows, facts(train__epochs=4))] == ["off_policy"]
+
+
+def test_a_rule_that_fails_ends_the_advisories_and_no_run(tmp_path, monkeypatch, capsys):
+    def broken(*_):
+        raise KeyError("entropy")
+
+    monkeypatch.setitem(RULES, "unstable", (broken, "x"))
+    logger = Logger()
+    MetricsLog(tmp_path).log(1, {"reward/mean": 0.5})
+    with RunLogs(tmp_path, logger, "{}", 9, resumes=True) as logs:
+        for step in (2, 3):
+            logs.log(step, {"reward/mean": 0.5})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("There are no advisories from step") == 1 and "KeyError: 'entropy'" in told
+
+
+def test_a_resumed_run_sends_no_secret_to_its_loggers(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("grpo_rl.run.logs.open_loggers", lambda *given: seen.append(given) or Loggers(print))
+    config = {"logger": {"settings": {"wandb": {"api_key": "abc"}}}, "optimizer": {"lr": 1.0}}
+    RunLogs(tmp_path, Logger(), json.dumps(config), 9)
+    assert seen[0][2] == {"logger": {"settings": {"wandb": {"api_key": "***"}}}, "optimizer": {"lr": 1.0}}
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart_lora", "quickstart_async"])

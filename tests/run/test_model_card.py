@@ -85,8 +85,8 @@ def test_no_local_path_and_no_setting_of_a_logger_is_in_the_card(tmp_path):
     ],
 )
 def test_the_card_names_no_place_of_this_machine(word):
-    told = _without_paths(f"python /home/me/x/sota/grpo.py {word} env.dataset=gsm8k 'env.system_prompt=Say and/or why.'")
-    assert told == "python sota/grpo.py env.dataset=gsm8k 'env.system_prompt=Say and/or why.'"
+    rest = "env.dataset=gsm8k 'env.system_prompt=Say and/or why.'"
+    assert _without_paths(f"python /home/me/x/sota/grpo.py {word} {rest}") == f"python sota/grpo.py {rest}"
 
 
 def test_the_card_keeps_what_all_can_read():
@@ -96,7 +96,8 @@ def test_the_card_keeps_what_all_can_read():
 
 def test_the_command_has_no_setting_of_a_logger_and_no_secret():
     words = ["logger={settings: {wandb: {key: k}}}", "+logger.name=k", "++logger=k", "~logger.name", "env.api_key=k"]
-    assert command(["/usr/bin/grpo-rl", "train", *words, "train.seed=1"]) == "grpo-rl train 'env.api_key=***' train.seed=1"
+    told = command(["/usr/bin/grpo-rl", "train", *words, "train.seed=1"])
+    assert told == "grpo-rl train 'env.api_key=***' train.seed=1"
 
 
 def test_a_resumed_run_keeps_the_command_of_its_first_start(monkeypatch):
