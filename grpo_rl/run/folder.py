@@ -157,7 +157,7 @@ class RunFolder:
         count = f"{kept} checkpoint{'s' * (kept > 1)}" if kept else "checkpoints"
         what = f"{count} of {room.checkpoint_bytes / 1e9:.1f} GB and " if room.checkpoint_bytes else ""
         models = "a model" if room.models == 1 else f"{room.models} models, the last and the best one,"
-        stays = "" if self._train.keep_final_checkpoint else f" (in the end {models.split(',')[0]} alone)"
+        stays = "" if self._train.keep_final_checkpoint else f" (in the end the model{'s' * (room.models - 1)} alone)"
         self.notes.append(
             f"The run writes {what}{models} of {room.model_bytes / 1e9:.1f} GB{stays} to {folder}, where "
             f"{free / 1e9:.0f} GB are free"
