@@ -26,12 +26,12 @@ def origin(config: str, before: Mapping[str, Any] | None = None) -> dict[str, st
     Args:
         config: the whole config as JSON.
         before: what this said at the run's first start, where it resumes. Its command stays: that of the resume may say
-            no more than the folder; it comes as ``resumed_with``.
+            no more than the folder; it comes as ``command_of_resume``.
     """
     code = {"git_commit": commit} if (commit := git_commit(Path(grpo_rl.__file__).parents[1])) else {}
     processes = int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     now = command(sys.argv, processes)
-    commands = {"command": before["command"], "resumed_with": now} if before else {"command": now}
+    commands = {"command": before["command"], "command_of_resume": now} if before else {"command": now}
     return commands | code | {"grpo_rl": grpo_rl.__version__, "config_hash": config_hash(config)}
 
 

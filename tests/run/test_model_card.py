@@ -105,7 +105,7 @@ def test_a_resumed_run_keeps_the_command_of_its_first_start(monkeypatch):
     first = origin("{}")
     monkeypatch.setattr("sys.argv", ["/usr/bin/grpo-rl", "train", "resume=x"])
     assert origin("{}", first)["command"] == "grpo-rl train train.seed=1"
-    assert origin("{}", origin("{}", first)) == first | {"resumed_with": "grpo-rl train resume=x"}
+    assert origin("{}", origin("{}", first)) == first | {"command_of_resume": "grpo-rl train resume=x"}
 
 
 def test_a_command_under_torchrun_names_its_processes(monkeypatch):
