@@ -14,6 +14,7 @@ from grpo_rl.by_name import object_by_name
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.logger_names import BUILT_IN, logger_names, settings_name
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics, rows_from
+from grpo_rl.storage.masking import masked
 
 METHODS = ("log", "table", "close")
 LONGEST_WAIT_S = 300.0
@@ -27,7 +28,7 @@ class MetricsLogger(Protocol):
 
     Args:
         run_dir: the run folder, which exists.
-        config: the whole config as plain values.
+        config: the whole config as plain values, secrets masked.
         last_step: the last step of the run so far, -1 if there is none. What the place holds of later steps belongs to
             an abandoned continuation, and is logged again.
         settings: those of `logger.settings` under the logger's name.
@@ -123,7 +124,8 @@ def open_loggers(
             own = dict(common or {}) if name in BUILT_IN else {}
             own |= dict(of_wandb or {}) if name == "wandb" else {}
             own |= (settings or {}).get(settings_name(name), {})
-            logger = _opened(name, run_dir, config, last_step, own)
+            # The config goes to other machines, and is shown there.
+            logger = _opened(name, run_dir, masked(config), last_step, own)
             loggers.add(name, logger)
             if getattr(logger, "needs_history", False):
                 try:

