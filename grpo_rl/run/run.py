@@ -303,12 +303,16 @@ class Run:
 
     def _summary(self) -> dict[str, object]:
         stopped = {"stopped_early": self._stopped_early} if self._stopped_early else {}
-        return {
-            "finished": self.collected >= self.options.train.total_dialog_turns or bool(stopped),
-            "steps": self.step,
-            "seconds": round(self.seconds, 1),
-            "seed": self.options.train.seed,
-            "model": self.options.model,
-            "task": self.options.task,
-            **self.options.origin,
-        } | self._held_out.summary(self.step) | stopped
+        return (
+            {
+                "finished": self.collected >= self.options.train.total_dialog_turns or bool(stopped),
+                "steps": self.step,
+                "seconds": round(self.seconds, 1),
+                "seed": self.options.train.seed,
+                "model": self.options.model,
+                "task": self.options.task,
+                **self.options.origin,
+            }
+            | self._held_out.summary(self.step)
+            | stopped
+        )
