@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +18,8 @@ from grpo_rl.run.held_out import HeldOutTask, Plan
 from grpo_rl.settings.derived import eval_source, train_source
 from grpo_rl.settings.evaluation import beside_training
 from grpo_rl.settings.schema import Settings
+from grpo_rl.settings.sections import Evaluate
+from grpo_rl.training.evaluate import score_names
 
 OF_DATA = ("dataset", "path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
 """Settings of ``env`` that say where rows come from; the others are the task's and the environment's."""
@@ -71,20 +75,33 @@ def make_eval_env(settings: Settings, tokenizer: PreTrainedTokenizerBase | None,
     return env
 
 
-def eval_plan(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Plan:
+def eval_plan(settings: Settings, tokenizer: PreTrainedTokenizerBase, env_of_training: LLMEnv) -> Plan:
     """What is evaluated beside greedy responses to the training task's held-out rows.
 
     Raises:
-        ValueError: the data of a task can't be found or read, has fewer rows, or a prompt is too long.
+        ValueError: the data of a task can't be found or read, has fewer rows, or a prompt is too long; no score has the
+            name of ``evaluate.score``.
     """
     wanted, tasks = settings.evaluate, []
     for given in wanted.tasks:
         name, rows = given["task"], given["rows"]
         env = make_eval_env(beside_training(settings, name, given.get("path")), tokenizer, rows)
         tasks.append(HeldOutTask(name, env, env.task.rows, given.get("samples", 0)))
+    _check_score(wanted, env_of_training.task, tasks)
     return Plan(
         wanted.samples, wanted.temperature, settings.train.seed, tasks, wanted.score, wanted.keep_best, wanted.patience
     )
+
+
+def _check_score(wanted: Evaluate, task: Task, others: Sequence[HeldOutTask]) -> None:
+    if not (wanted.rows and (wanted.keep_best or wanted.patience)):
+        return
+    names = score_names(task, wanted.samples)
+    names += [f"{other.name}/{name}" for other in others for name in score_names(other.env.task, other.samples)]
+    if wanted.score not in names:
+        nearest = difflib.get_close_matches(wanted.score, names, 1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ValueError(f"evaluate.score={wanted.score} is none of {', '.join(names)}{hint}")
 
 
 def _take(task: Task, rows: int | None, name: str) -> None:

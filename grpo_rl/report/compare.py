@@ -12,10 +12,11 @@ from typing import Any
 from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.report import charts, headline
-from grpo_rl.report.configuration import flat, written
+from grpo_rl.report.configuration import written
 from grpo_rl.report.files import CONFIG, EVALUATION, is_running, read_config, read_rows, read_summary
 from grpo_rl.report.files import SUMMARY as SUMMARY_FILE
 from grpo_rl.report.page import Section
+from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.masking import masked
 
 UNSET = "unset"

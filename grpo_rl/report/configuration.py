@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from grpo_rl.report.files import CONFIG, read_config, read_overrides, read_started, read_summary, versions
+from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.masking import masked
 
 
@@ -43,18 +43,3 @@ def written(value: object) -> str:
     if isinstance(value, str | float):
         return str(value)
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("\n").removesuffix("\n...")
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every setting by its dotted key.
-
-    >>> flat({"env": {"repeats": 8, "rewards": {}}, "resume": None})
-    {'env.repeats': 8, 'env.rewards': {}, 'resume': None}
-    """
-    found = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found

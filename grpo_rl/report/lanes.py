@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.monitor.step_parts import SAMPLING_FOLDER, StepParts
+from grpo_rl.monitor.step_phases import STEP_PHASES as PHASES
 from grpo_rl.report.files import read_rows
 from grpo_rl.report.sample import binned
 
-PHASES = ("sample", "wait", "score", "train", "sync", "other")
-"""Phases of a step, in the order in which they begin."""
 POINTS = 1500
 """An engine's curve has at most so many points."""
 

@@ -9,10 +9,13 @@ import pandas as pd
 import pytest
 
 from grpo_rl.cli import main
+from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.evaluation.models import model_folder
-from grpo_rl.evaluation.results import TaskResult, comparison_table, read_eval_file, write_eval
+from grpo_rl.evaluation.results import TaskResult, comparison_table, read_eval_file, write_eval, write_responses
+from grpo_rl.evaluation.sources import ServedSource
 from grpo_rl.settings.evaluation import read_eval
 from grpo_rl.testing import save_tiny_model
+from grpo_rl.training.evaluate import Evaluation
 
 
 @pytest.fixture
@@ -78,6 +81,34 @@ def test_an_evaluation_that_was_cut_off_goes_on_with_the_tasks_that_lack(server,
     assert list(json.loads((out / "eval.json").read_text())["tasks"]) == ["gsm8k", "countdown"]
     assert main([*words, "seed=1"]) == 2
     assert "another model or with other settings" in capsys.readouterr().err
+
+
+def test_a_task_that_cannot_be_judged_fails_alone_and_the_source_is_closed_once(
+    server, data, tmp_path, capsys, monkeypatch
+):
+    closed, server.respond = [], lambda body: "<answer>1</answer>\ud800"
+    monkeypatch.setattr(ServedSource, "close", lambda self: closed.append(self))
+    real = ServedSource.evaluate
+
+    def evaluate(self, name, *rest):
+        if name == "countdown":
+            raise ValueError("none of the 4 held-out responses could be judged")
+        return real(self, name, *rest)
+
+    monkeypatch.setattr(ServedSource, "evaluate", evaluate)
+    words = ["eval", server.url, "tasks=[countdown,gsm8k]", f"path.gsm8k={data}", "rows=4", f"out={tmp_path / 'out'}"]
+    assert main(words) == 1
+    told = capsys.readouterr().err
+    assert "countdown: failed: none of the 4" in told and "Not evaluated: countdown; go on with" in told
+    assert list(json.loads((tmp_path / "out" / "eval.json").read_text())["tasks"]) == ["gsm8k"] and len(closed) == 1
+
+
+def test_texts_that_utf_8_cannot_hold_are_written(tmp_path):
+    task = GSM8K([{"question": "a\ud800", "answer": "#### 1"}])
+    evaluation = Evaluation([1.0], {}, {}, ["p"], ["b\udfff"], [1], [False], correct=[True], answers=["c\ud800"])
+    write_responses(tmp_path, "gsm8k", task, task.rows, {"greedy": evaluation})
+    row = pd.read_parquet(tmp_path / "responses").iloc[0]
+    assert row[["query", "completion", "answer"]].tolist() == ["a?", "b?", "c?"]
 
 
 def result(ids, **scores):
