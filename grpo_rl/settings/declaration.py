@@ -147,7 +147,8 @@ class Setting:
             choices = [str(choice) for choice in self.choices]
             close = difflib.get_close_matches(str(value), choices, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            or_else = ", or package.module:name of your own" * self.named + ", or null" * self.null
+            or_else = ", or package.module:name of your own, names joined by dots" * self.named
+            or_else += ", or null" * self.null
             return f"{key} is {value!r}; it can be {', '.join(choices)}" + or_else + hint
         bounds = {name: bound for name in BOUNDS if (bound := getattr(self, name)) is not None}
         fits = all(BOUNDS[name](value, bound) for name, bound in bounds.items())

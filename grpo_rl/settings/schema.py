@@ -12,6 +12,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_rl.by_name import is_name
 from grpo_rl.settings.declaration import Section, Setting, build, declared, leaves, plain, select
 from grpo_rl.settings.misfits import misfits
 from grpo_rl.settings.own_task import task_section
@@ -71,9 +72,7 @@ class Settings(Sections):
     @classmethod
     def _checked(cls, values: Mapping[str, Any]) -> Settings:
         dataset = select(values, "env.dataset")
-        if isinstance(dataset, str) and ":" in dataset:
-            task_section(dataset)  # which says what is wrong with the name, or with the class
-        elif not isinstance(dataset, str) or dataset not in TASKS:
+        if not isinstance(dataset, str) or (dataset not in TASKS and not is_name(dataset)):
             raise ValueError(declarations(None)["env.dataset"].wrong_value("env.dataset", dataset or "null"))
         values = _with_own_defaults(values, dataset)
         known, names = declarations(dataset), leaves(values)
