@@ -79,7 +79,7 @@ def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
     values["path"] = {}
     for word in words:
         try:
-            override = OverridesParser.create().parse_override(word)
+            (override,) = OverridesParser.create().parse_overrides([word])
         except HydraException as error:
             raise ValueError(explained(error, words)) from error
         key = override.key_or_group
