@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,8 +45,16 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
     return env
 
 
-def make_eval_env(settings: Settings, tokenizer: PreTrainedTokenizerBase | None, rows: int | None = None) -> Any:
+def make_eval_env(
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase | None,
+    rows: int | None = None,
+    remedy: str = "raise max_model_len= or lower rows=",
+) -> Any:
     """The environment of the first ``rows`` held-out rows of ``env.dataset``; without a tokenizer, its task alone.
+
+    Args:
+        remedy: for a prompt that is too long; by default that of an evaluation by itself.
 
     Raises:
         ValueError: the data can't be found or read, has fewer rows, or a prompt is too long.
@@ -55,10 +62,11 @@ def make_eval_env(settings: Settings, tokenizer: PreTrainedTokenizerBase | None,
     spec, path = task_spec(settings.env.dataset), eval_source(settings)
     own = {name: settings.env[name] for name in settings.env if name not in OF_DATA}
     if tokenizer is None:
-        shared = inspect.signature(LLMEnv.__init__).parameters.keys()
-        task = spec.make_task(path, "test", **{name: value for name, value in own.items() if name not in shared})
+        task = spec.make_task(path, "test", **spec.parted(own)[0])
         if settings.env.rewards:
             raise ValueError("env.rewards is added by an environment with a tokenizer, which an endpoint has not")
+        if is_name(settings.env.dataset):
+            check_prompts(task, task.rows, settings.env.dataset, rows and min(rows, len(task.rows)))
         _take(task, rows, settings.env.dataset)
         return task
     env = spec(
@@ -69,9 +77,11 @@ def make_eval_env(settings: Settings, tokenizer: PreTrainedTokenizerBase | None,
         split="test",
         **own,
     )
+    if is_name(settings.env.dataset):
+        check_task_of(env, settings.env.dataset)
     _take(env.task, rows, settings.env.dataset)
     for i, row in enumerate(env.task.rows):
-        _check_prompt(env, row, i)
+        _check_prompt(env, row, i, remedy)
     return env
 
 
@@ -85,7 +95,8 @@ def eval_plan(settings: Settings, tokenizer: PreTrainedTokenizerBase, env_of_tra
     wanted, tasks = settings.evaluate, []
     for given in wanted.tasks:
         name, rows = given["task"], given["rows"]
-        env = make_eval_env(beside_training(settings, name, given.get("path")), tokenizer, rows)
+        remedy = "raise inference_model.max_model_len or lower the rows of evaluate.tasks"
+        env = make_eval_env(beside_training(settings, name, given.get("path")), tokenizer, rows, remedy)
         tasks.append(HeldOutTask(name, env, env.task.rows, given.get("samples", 0)))
     _check_score(wanted, env_of_training.task, tasks)
     return Plan(
@@ -110,12 +121,9 @@ def _take(task: Task, rows: int | None, name: str) -> None:
     task.rows = [task.rows[i] for i in range(len(task.rows) if rows is None else rows)]
 
 
-def _check_prompt(env: LLMEnv, row: dict, i: int) -> None:
+def _check_prompt(env: LLMEnv, row: dict, i: int, remedy: str) -> None:
     if env.max_prompt_tokens is not None and (tokens := len(env.encode(row))) > env.max_prompt_tokens:
-        raise ValueError(
-            f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; raise "
-            "inference_model.max_model_len or lower evaluate.rows"
-        )
+        raise ValueError(f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; {remedy}")
 
 
 def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
@@ -142,5 +150,5 @@ def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
     if len(rows) < wanted:
         raise ValueError(f"evaluate.rows={wanted}, but the held-out data has {len(rows)} rows")
     for i in range(wanted):
-        _check_prompt(env, rows[i], i)
+        _check_prompt(env, rows[i], i, "raise inference_model.max_model_len or lower evaluate.rows")
     return [rows[i] for i in range(wanted)]

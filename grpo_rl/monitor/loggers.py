@@ -158,7 +158,7 @@ def _opened(
 def replay(logger: MetricsLogger, run_dir: Path, rows: Sequence[Mapping[str, float]]) -> None:
     """Logs all rows of metrics again, and the responses that the run folder holds."""
     for row in rows:
-        logger.log(int(row["step"]), {name: value for name, value in row.items() if name not in ("step", "time")})
+        logger.log(int(row["step"]), sent(row))
     for step in logged_steps(run_dir):
         logger.table(step, [{name: row[name] for name in row if name != "step"} for row in read_step(run_dir, step)])
 
@@ -192,7 +192,7 @@ class Loggers:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs numbers of a step."""
         for attempts in self._attempts:
-            attempts.log(step, metrics)
+            attempts.log(step, sent(metrics))
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Logs the responses of a step."""
@@ -203,6 +203,15 @@ class Loggers:
         """Closes all of them, also those after one that fails."""
         for attempts in self._attempts:
             attempts.close(exit_code)
+
+
+def sent(row: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of a line of ``metrics.jsonl`` that loggers get: they place points by steps and clocks of their own.
+
+    >>> sent({"step": 3, "time": 1.8e9, "time/at_s": 60.0, "time/train_s": 2.0, "reward/mean": 0.5})
+    {'time/train_s': 2.0, 'reward/mean': 0.5}
+    """
+    return {name: value for name, value in row.items() if name not in ("step", "time", "time/at_s")}
 
 
 class _Attempts:
@@ -249,7 +258,7 @@ class _Attempts:
             self._failed(-1, error)
             return False
         for row, end in rows:
-            metrics = {name: value for name, value in row.items() if name not in ("step", "time")}
+            metrics = sent(row)
             if not self._took(int(row["step"]), metrics):
                 return False
             self._from, self._missing = end, self._missing - 1
