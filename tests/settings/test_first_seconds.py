@@ -122,7 +122,7 @@ def results(tmp_path_factory):
         [sys.executable, "-c", DRIVER, str(ROOT / "sota" / "grpo.py")],
         input="".join(json.dumps(words) + "\n" for words in lines),
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"},
         capture_output=True,
         text=True,
         check=True,
