@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_rl.losses.aggregate import sum_over_response
 
-Surrogate = Literal["clipped", "cispo", "sapo", "plain"]
+Surrogate = Literal["clipped", "cispo", "sapo", "plain", "none"]
 """The values of ``loss.surrogate``."""
 Ratio = Literal["token", "sequence", "sequence_token"]
 """The values of ``loss.ratio``: the ratio of each token, or of its response."""
@@ -68,6 +68,8 @@ def surrogate_loss(
         return sapo_surrogate(log_ratio, advantage, tau_pos, tau_neg)
     if kind == "plain":
         return plain_surrogate(log_ratio, advantage)
+    if kind == "none":  # distillation: the KL to the teacher is the whole loss, and rewards are only logged
+        return torch.zeros_like(log_prob)
     return clipped_surrogate(log_ratio, advantage, clip_low, clip_high, dual_clip)
 
 
@@ -186,7 +188,7 @@ def clipped_tokens(
 ) -> dict[str, Bool[Tensor, " N"]]:
     """Flags of the tokens that a clip has changed: ``clip_low``, ``clip_high``, and with a dual clip ``clip_dual``.
 
-    ``clipped`` removes their gradient, ``cispo`` only bounds their weight, ``sapo`` and ``plain`` have no clip.
+    ``clipped`` removes their gradient, ``cispo`` only bounds their weight, the others have no clip.
     """
     low, high = log_ratio.exp() < 1 - clip_low, log_ratio.exp() > 1 + clip_high
     if kind == "clipped":

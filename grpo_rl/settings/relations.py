@@ -133,6 +133,11 @@ def _check_loss(settings: Sections) -> None:
         raise ValueError(
             f"loss.normalizer is {loss.normalizer}, and loss.aggregate={loss.aggregate} reads none: use null"
         )
+    if loss.surrogate == "none" and not (settings.policy.kl_coef and loss.kl_in == "loss"):
+        raise ValueError(
+            "loss.surrogate=none trains on the KL to the reference alone, which is off; set policy.kl_coef=1 and "
+            "ref_model.name=TEACHER, with loss.kl_in=loss"
+        )
     GRPOLoss(**loss_terms(settings))
     group_sizes(settings)
     check_advantage(loss.advantage, loss.advantage_clip, kl_in_reward(settings), loss.kl)

@@ -175,7 +175,9 @@ class Loss(Section):
     """The loss of `policy` and this section; the other files of config/loss change some of it."""
 
     surrogate: Surrogate = setting(
-        "clipped", "clipped: PPO's | cispo: a clipped weight, no gradient lost | sapo: a soft gate | plain: r A"
+        "clipped",
+        "clipped: PPO's | cispo: a clipped weight, no gradient lost | sapo: a soft gate | plain: r A | "
+        "none: only the KL",
     )
     ratio: Ratio = setting(
         "token",
