@@ -134,6 +134,10 @@ class GSM8K(Task):
         """The gold number."""
         return gold_number(row)
 
+    def demonstration(self, row: dict) -> str | None:
+        """The row's answer: the steps, and the gold number behind ``####``."""
+        return row["answer"]
+
 
 def load_rows(path: str | Path | None = None, split: str = "train") -> list[dict]:
     """Problems with ``question`` and ``answer``.

@@ -101,6 +101,10 @@ class Math(Task):
         """The gold answer, without its box."""
         return unboxed(row["answer"]) if row.get("answer") else last_boxed(row.get("solution", ""))
 
+    def demonstration(self, row: dict) -> str | None:
+        """The row's ``solution``; None where there is only an answer."""
+        return row.get("solution")
+
     def _reward(self, gold: str, response: str, verdict: Verdict | Exception) -> Reward | Exception:
         if isinstance(verdict, Exception):
             return verdict

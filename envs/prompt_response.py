@@ -38,7 +38,8 @@ class PromptResponse(Task):
       is a list of one message there.
 
     Args:
-        rows: with a prompt each: a text, a list of texts (joined by spaces), or chat messages with role and content.
+        rows: with a prompt each: a text, a list of texts (joined by spaces), or chat messages with role and content, of
+            which a last one of the assistant's is no part of the prompt: it is the demonstration.
         reward: ``package.module:function``; several of them with weight 1, as a list; or a mapping of each to its
             weight. Functions themselves are taken too. The parts of the reward bear the functions' names. None where
             all rewards are added ones, as in ``env.rewards``.
@@ -154,6 +155,19 @@ class PromptResponse(Task):
             value = value[-1]["content"] if isinstance(value[-1], Mapping) else value[0]
         return None if value is None else str(value)
 
+    def demonstration(self, row: dict) -> str | None:
+        """The data's own response: of ``completion_column``, else the assistant's message that ends the prompt column.
+
+        >>> chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+        >>> task = PromptResponse([{"messages": chat}], prompt_column="messages")
+        >>> task.prompt(task.rows[0]), task.demonstration(task.rows[0])
+        ([{'role': 'user', 'content': '1 + 1?'}], '2')
+        """
+        if self._completion_column:
+            return self.gold(row)
+        value = row.get(self._prompt_column)
+        return value[-1]["content"] if _ends_on_response(value) else None
+
     def _reward(self, values: Sequence[float | Exception]) -> Reward | Exception:
         parts = {}
         for (function, weight), value in zip(self._functions, values, strict=True):
@@ -185,8 +199,10 @@ class PromptResponse(Task):
             if all(isinstance(item, str) for item in value):
                 return " ".join(value)
             if all(isinstance(item, Mapping) and _is_message(item) for item in value):
-                if value[-1]["role"] == "assistant":
-                    raise ValueError(f"the last message of {self._prompt_column} is the assistant's; end on a question")
+                if _ends_on_response(value):
+                    value = value[:-1]  # it is the response that SFT imitates
+                if not value or value[-1]["role"] == "assistant":
+                    raise ValueError(f"{self._prompt_column} has no question before the assistant's last message")
                 return [{"role": item["role"], "content": item["content"]} for item in value]
         raise ValueError(
             f"{self._prompt_column} is {value!r:.80}; it must be a text, a list of texts, or messages with role and "
@@ -204,6 +220,20 @@ def _column(row: Mapping[str, Any], name: str) -> Any:
     if name not in row:
         raise ValueError(f"there is no column {name}, only {', '.join(map(str, row))}; set its name in the config")
     return row[name]
+
+
+def _ends_on_response(value: Any) -> bool:
+    """Tells whether these are chat messages of which the last is the assistant's.
+
+    >>> _ends_on_response([{"role": "assistant", "content": "2"}]), _ends_on_response("1 + 1?")
+    (True, False)
+    """
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and isinstance(value[-1], Mapping)
+        and (value[-1].get("role") == "assistant")
+    )
 
 
 def _is_message(item: Mapping[str, Any]) -> bool:

@@ -14,7 +14,9 @@ from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.engines.base import Sampler
 from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.losses.sft import SFTLoss
 from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
 from grpo_rl.training import checkpoint
 from grpo_rl.training.optimizer import PolicyOptimizer
@@ -22,30 +24,27 @@ from grpo_rl.training.schedules import Schedules
 from grpo_rl.weights.push import WeightSync
 
 
-@dataclass
-class Parts:
-    """The parts that a run trains with.
+@dataclass(kw_only=True)
+class CommonParts:
+    """The parts that every run trains with, and the state of them that a checkpoint holds.
 
     Args:
-        reference: None where no KL term reads it.
+        env: the rows, and their texts; of GRPO the environment.
+        engine: samples; of SFT none.
+        collector: hands out the groups of each step.
         micro_batching: how an optimizer step's groups are split and weighted.
-        needs_old_log_probs: whether the policy scores each collection before training on it.
     """
 
-    env: LLMEnv
+    env: LLMEnv | Demonstrations
     tokenizer: PreTrainedTokenizerBase
     policy: TrainPolicy
-    reference: ReferencePolicy | None
     optimizer: PolicyOptimizer
-    engine: Sampler
+    engine: Any
     weights: WeightSync
     collector: Collector
     schedules: Schedules
-    loss: GRPOLoss
-    compute_advantages: AdvantageEstimator
-    buffer: GroupBuffer
+    loss: GRPOLoss | SFTLoss
     micro_batching: MicroBatching
-    needs_old_log_probs: bool
 
     def begin(self, state: Mapping[str, Any] | None, seed: int) -> None:
         """Restores a checkpoint's state, or seeds a new run; :meth:`begin_collecting` follows the first push.
@@ -81,3 +80,21 @@ class Parts:
             "base": self.weights.base_fingerprints(),
             "rng": checkpoint.rng_state(),
         }
+
+
+@dataclass(kw_only=True)
+class Parts(CommonParts):
+    """The parts that a run of GRPO trains with.
+
+    Args:
+        reference: None where no KL term reads it.
+        needs_old_log_probs: whether the policy scores each collection before training on it.
+    """
+
+    env: LLMEnv
+    engine: Sampler
+    loss: GRPOLoss
+    reference: ReferencePolicy | None
+    compute_advantages: AdvantageEstimator
+    buffer: GroupBuffer
+    needs_old_log_probs: bool

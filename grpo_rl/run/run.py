@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from grpo_rl.data.group import Group
 from grpo_rl.distributed.ranks import Ranks
@@ -17,10 +18,13 @@ from grpo_rl.run.diagnosis import DIAGNOSED, RunDiagnosis
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.parts import Parts
+from grpo_rl.run.parts import CommonParts
+from grpo_rl.run.sft import HeldOutDemonstrations
 from grpo_rl.run.summary import end_run, write_end
 from grpo_rl.settings.sections import Train
 from grpo_rl.training.optimizer import StepResult
+
+P = TypeVar("P", bound=CommonParts)
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class RunOptions:
     Args:
         evaluate_frequency: steps between evaluations; 0: none between the first and the last.
         export: how adapters are exported: ``merged`` or ``adapter``.
-        collecting: the terminal view's name for the phase of collecting groups: sample or wait.
+        collecting: the name of the phase of collecting groups: sample, wait or, of demonstrations, read.
         engine_sleeps: whether the engine frees its memory until weights are pushed into it.
     """
 
@@ -70,7 +74,7 @@ class Interrupt:
             signal.signal(signal.SIGINT, self._before)
 
 
-class Run:
+class Run(Generic[P]):
     """A run over its parts, which it logs, evaluates and saves; used as a context manager.
 
     Args:
@@ -84,10 +88,10 @@ class Run:
         self,
         folder: RunFolder,
         logs: RunLogs,
-        parts: Parts,
+        parts: P,
         diagnosis: RunDiagnosis,
-        held_out: HeldOut,
-        step_metrics: Callable[[Parts, Sequence[Group], StepRecord], dict[str, float]],
+        held_out: HeldOut | HeldOutDemonstrations,
+        step_metrics: Callable[[P, Sequence[Group], StepRecord], dict[str, float]],
         interrupt: Interrupt,
         options: RunOptions,
         ranks: Ranks | None = None,
@@ -102,7 +106,7 @@ class Run:
         if folder.restored:
             logs.note(f"Resumed after step {self.step} from {folder.restored[0]}")
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> Run[P]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -245,7 +249,7 @@ class Run:
         path = self.save_checkpoint()
         if self._held_out.rows and self._held_out.evaluated_at != self.step:
             metrics = self._evaluate()
-            if not self.logs.has(self.step, "eval/reward"):
+            if not self.logs.has(self.step, next(iter(metrics))):
                 self.logs.log(self.step, metrics)
             self._held_out.keep(self.folder.path, self.step)
             self.logs.progress.update(self.step, metrics)

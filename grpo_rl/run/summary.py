@@ -12,13 +12,13 @@ from grpo_rl.monitor.report import SUMMARY, versions, write_report
 from grpo_rl.run.claim import MODEL
 from grpo_rl.run.export import export
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.parts import Parts
+from grpo_rl.run.parts import CommonParts
 from grpo_rl.storage.whole_file import write_whole
 
 EVALUATION, REPORT = "evaluation.json", "report.html"
 
 
-def end_run(logs: RunLogs, parts: Parts, summary: dict[str, object], checkpoint: Path, adapters: str) -> None:
+def end_run(logs: RunLogs, parts: CommonParts, summary: dict[str, object], checkpoint: Path, adapters: str) -> None:
     """Exports the model, its adapters ``merged`` or as ``adapter``, writes summary and report, and shows them."""
     model = logs.folder / MODEL
     export(parts.policy.model, parts.tokenizer, model, adapters, parts.policy.peers)

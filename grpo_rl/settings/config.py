@@ -51,7 +51,11 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 if cfg.mode is None:
                     cfg.mode = mode
                 if cfg.mode != mode:
-                    other = {"sync": "; run sota/grpo.py", "async": "; run sota/grpo_async.py"}.get(cfg.mode, "")
+                    other = {
+                        "sync": "; run sota/grpo.py",
+                        "async": "; run sota/grpo_async.py",
+                        "sft": "; run sota/sft.py",
+                    }.get(cfg.mode, "")
                     raise ValueError(f"this script is of mode={mode}{other}")
                 if cfg.resume == "auto" and (folder := _fixed_folder()):
                     cfg.resume = folder

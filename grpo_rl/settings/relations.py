@@ -54,7 +54,30 @@ def _check_sampling(settings: Sections) -> None:
         )
 
 
+NOT_IN_SFT = (
+    "env.num_envs", "env.repeats", "env.max_turns", "env.score_timeout_s", "env.max_failed_fraction", "env.isolated",
+    "env.rewards", "ref_model", "inference_model", "sampling", "train.total_dialog_turns", "train.max_staleness",
+    "train.max_refills", "train.repeats_schedule", "train.reward_clip", "train.lineage", "train_model.lora.push",
+    "policy", "mismatch", "loss", "logger.completions", "ray",
+)  # fmt: skip
+"""Settings and sections of sampling and rewards, which SFT has none of."""
+IN_SFT = ("inference_model.max_model_len", "sampling.max_new_tokens")
+"""Those among them that SFT reads: the lengths that GRPO can go on with."""
+
+
+def _check_sft(settings: Sections) -> None:
+    for key, setting in declarations(settings.env.dataset).items():
+        of_grpo = any(key == name or key.startswith(f"{name}.") for name in NOT_IN_SFT) and key not in IN_SFT
+        if of_grpo and (value := select(settings, key)) != setting.default:
+            why = ": a demonstration is scored by the model's own distribution" * (key == "sampling.temperature")
+            raise ValueError(
+                f"{key}={plain(value)} means nothing to mode=sft, which samples no responses{why}; leave it out"
+            )
+
+
 def _check_mode(settings: Sections) -> None:
+    if settings.mode == "sft":
+        return _check_sft(settings)
     own, script = ("async", "sota/grpo.py") if settings.mode == "async" else ("sync", "sota/grpo_async.py")
     for key, setting in declarations(settings.env.dataset).items():
         if setting.mode not in (None, own) and (value := select(settings, key)) != setting.default:

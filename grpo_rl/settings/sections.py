@@ -234,10 +234,10 @@ class Loss(Section):
 class Sections(Section):
     """All settings of a run, checked each by itself."""
 
-    mode: Literal["sync", "async"] | None = setting(
+    mode: Literal["sync", "async", "sft"] | None = setting(
         None,
-        "sync: sample, then train, in turns (sota/grpo.py) | async: at the same time (sota/grpo_async.py); null: the "
-        "script's",
+        "sync: sample, then train, in turns (sota/grpo.py) | async: at the same time (sota/grpo_async.py) | sft: "
+        "imitate the data's responses (sota/sft.py); null: the script's",
     )
     env: Env
     model: Model = field(default_factory=Model)
