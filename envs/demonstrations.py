@@ -62,6 +62,7 @@ class Demonstrations:
             )
         self.end = _end_of_turn(tokenizer, ends)
         self._prompts = PromptSource(task, tokenizer, max_prompt_tokens, long_prompt, seed)
+        self.responses([0])  # a task that has none at all is told before anything else
         self._prompts.check()
         self.written_otherwise: list[int] = []
         """Rows whose prompt and response the chat template writes with other ids, as of the whole conversation."""
@@ -83,6 +84,8 @@ class Demonstrations:
 
     def groups(self, rows: Sequence[dict]) -> list[Group]:
         """Held-out rows as groups, in their order; for the errors see the class."""
+        if not rows:
+            return []
         prompts = encode_prompts(self.tokenizer, [self.task.prompt(row) for row in rows])
         groups = []
         for i, (ids, response) in enumerate(zip(prompts, self._encoded(rows, "held-out row"), strict=True)):
@@ -127,8 +130,6 @@ class Demonstrations:
             if not isinstance(text, str) or not text.strip():
                 raise ValueError(f"the demonstration of {name} {i} is {text!r:.80}; give it a text, or remove the row")
             texts.append(text)
-        if not texts:
-            return []
         return [[*ids, self.end] for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
     def _check(self) -> None:

@@ -103,7 +103,7 @@ def _open_logs(settings: Settings, folder: RunFolder, rows: Demonstrations, step
         if wrong := rows.written_otherwise:
             logs.note(
                 f"Warning. The chat template writes {len(wrong)} of {len(rows.task.rows)} demonstrations with other ids "
-                f"than GRPO would sample them with (the first is row {wrong[0]}): earlier turns differ from new ones, or "
-                "generation stops at another end. They are trained on as GRPO samples: prompt, text, generation's end"
+                f"than GRPO would sample them with (the first is row {wrong[0]}): it changes earlier turns, or "
+                "generation stops elsewhere. They are trained on as GRPO samples: prompt, text, generation's end"
             )
         yield logs

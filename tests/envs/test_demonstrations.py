@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from grpo_rl.envs.base import LLMEnv
@@ -36,15 +38,27 @@ def test_prompts_have_the_ids_of_the_environment_and_responses_those_of_the_text
     task = GSM8K(GSM8K_ROWS)
     env = LLMEnv(task, tokenizer, num_envs=5, repeats=2, max_prompt_tokens=200, seed=3)
     rows = demonstrations(task, tokenizer, seed=3)
-    assert not rows.written_otherwise
     for prompt, group in zip(env.next_prompts(), rows.take(5), strict=True):
         assert (group.row, group.size) == (prompt.row, 1)
         assert group.prompt_ids.tolist() == prompt.ids.tolist()
         text = task.rows[group.row]["answer"]
         assert group.response_ids.tolist() == [*tokenizer(text)["input_ids"], END]
-        whole = [*task.prompt(task.rows[group.row]), {"role": "assistant", "content": text}]
-        written = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=False)
-        assert group.prompt_ids.tolist() + group.response_ids.tolist() != written  # it has no sign of the policy's turn
+
+
+def test_rows_that_the_template_writes_with_other_ids_are_told(tokenizer):
+    # The tiny model's template announces a new turn by a sign that it leaves out of earlier ones.
+    assert demonstrations(GSM8K(GSM8K_ROWS), tokenizer).written_otherwise == [0, 1, 2, 3, 4]
+    same = copy.deepcopy(tokenizer)
+    same.chat_template = same.chat_template.replace("{{ m", "{% if m['role'] == 'assistant' %}>{% endif %}{{ m")
+    rows = demonstrations(GSM8K(GSM8K_ROWS), same)
+    assert not rows.written_otherwise
+    (group,) = rows.take(1)
+    whole = [
+        *rows.task.prompt(GSM8K_ROWS[group.row]),
+        {"role": "assistant", "content": GSM8K_ROWS[group.row]["answer"]},
+    ]
+    written = same.apply_chat_template(whole, tokenize=True, return_dict=False)
+    assert [*group.prompt_ids.tolist(), *group.response_ids.tolist()] == written
 
 
 def test_rows_come_once_an_epoch_and_a_position_gives_the_same_next_rows(tokenizer):
@@ -81,7 +95,7 @@ def test_the_solution_of_a_mathematical_problem_is_imitated():
     [
         (lambda: Countdown([{"numbers": [1, 2], "target": 3}]), "row 0 of Countdown has no demonstration.*gsm8k"),
         (lambda: Math([{"problem": "1 + 1?", "answer": "2"}]), "row 0 of Math has no demonstration"),
-        (lambda: PromptResponse([{"prompt": "Hi"}]), r"row 0 of PromptResponse has no demonstration.*completion_column"),
+        (lambda: PromptResponse([{"prompt": "Hi"}]), "row 0 of PromptResponse has no.*completion_column"),
         (
             lambda: PromptResponse([{"prompt": "Hi", "to": "Ho"}, {"prompt": "Hi", "to": " "}], completion_column="to"),
             "the demonstration of row 1 is ' '; give it a text, or remove the row",
@@ -97,7 +111,7 @@ def test_rows_without_anything_to_imitate_are_refused(task, message, tokenizer):
 def test_long_demonstrations_are_refused_or_skipped_and_never_all(tokenizer):
     rows = [*GSM8K_ROWS, {"question": "?", "answer": f"{'long ' * 20}#### 1"}]
     tokens = len(tokenizer(rows[-1]["answer"])["input_ids"]) + 1
-    with pytest.raises(ValueError, match=f"row 5 has {tokens} tokens with its end, and sampling.max_new_tokens.* is 50"):
+    with pytest.raises(ValueError, match=f"row 5 has {tokens} tokens with its end, and sampling.max_new.* is 50"):
         demonstrations(GSM8K(rows), tokenizer)
     left = demonstrations(GSM8K(rows), tokenizer, long_prompt="skip")
     assert (len(left), left.skipped) == (5, 1)

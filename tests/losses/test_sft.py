@@ -18,9 +18,12 @@ from grpo_rl.testing import save_tiny_model, to_fp64
 from grpo_rl.training.micro_batches import scored_micro_batches
 
 # One system message and one long question for most, so that beginnings are shared; lengths differ, one is a letter.
+BEGINNING = "Count the letters of this word: "
 ROWS = [
-    {"prompt": f"{'Count the letters of this word: ' if i else ''}{word}", "reference": reference}
-    for i, (word, reference) in enumerate([("a", "b"), ("letters", "It has 7 letters."), ("one", "3"), ("", "none at all")])
+    {"prompt": "a", "reference": "b"},
+    {"prompt": f"{BEGINNING}letters", "reference": "It has 7 letters."},
+    {"prompt": f"{BEGINNING}one", "reference": "3"},
+    {"prompt": BEGINNING, "reference": "none at all"},
 ]
 
 
@@ -37,7 +40,7 @@ def groups(folder):
 
 
 def fp64_model(folder):
-    return to_fp64(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager"))
+    return to_fp64(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa"))
 
 
 def gradients(model):
