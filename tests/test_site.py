@@ -63,7 +63,8 @@ def test_a_command_of_the_docs_that_trains_has_settings_that_are_right(page, com
     if {"--cfg", "--help"} & set(words):
         return
     # Hydra's own options, and values of a sweep, of which the first counts.
-    name = words[words.index("--config-name") + 1] if "--config-name" in words else {"sota/sft.py": "sft"}.get(words[0], "grpo_gsm8k")
+    name = "sft" if words[0] == "sota/sft.py" else "grpo_gsm8k"
+    name = words[words.index("--config-name") + 1] if "--config-name" in words else name
     overrides = [word for word in words[1:] if "=" in word and not word.startswith("hydra.")]
     if "--multirun" in words:
         overrides = [re.sub(r"=([^,\[\]]+),.*", r"=\1", word) for word in overrides]

@@ -21,9 +21,9 @@ from grpo_rl.engines.ends import end_ids
 from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.losses.sft import SFTLoss
 from grpo_rl.policies.hub import load_tokenizer, resolve_model
+from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.parts import CommonParts
 from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.sft import HeldOutDemonstrations, SFTDiagnosis, SFTLogs, sft_metrics
 from grpo_rl.settings.schema import Settings
@@ -101,9 +101,10 @@ def _open_logs(settings: Settings, folder: RunFolder, rows: Demonstrations, step
         if rows.skipped:
             logs.note(f"{rows.skipped} of {len(rows.task.rows)} rows are too long and left out")
         if wrong := rows.written_otherwise:
+            share = f"{len(wrong)} of {len(rows.task.rows)}"
             logs.note(
-                f"Warning. The chat template writes {len(wrong)} of {len(rows.task.rows)} demonstrations with other ids "
-                f"than GRPO would sample them with (the first is row {wrong[0]}): it changes earlier turns, or "
-                "generation stops elsewhere. They are trained on as GRPO samples: prompt, text, generation's end"
+                f"Warning. The chat template writes {share} demonstrations (the first is row {wrong[0]}) with other ids "
+                "than GRPO would sample them with: it changes earlier turns, or generation stops elsewhere. They are "
+                "trained on as GRPO samples: prompt, text, generation's end"
             )
         yield logs

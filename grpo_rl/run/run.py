@@ -14,12 +14,11 @@ from grpo_rl.data.group import Group
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.monitor.step_record import StepRecord
+from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.diagnosis import DIAGNOSED, RunDiagnosis
 from grpo_rl.run.folder import RunFolder
-from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.parts import CommonParts
-from grpo_rl.run.sft import HeldOutDemonstrations
+from grpo_rl.run.sft import AnyHeldOut
 from grpo_rl.run.summary import end_run, write_end
 from grpo_rl.settings.sections import Train
 from grpo_rl.training.optimizer import StepResult
@@ -90,7 +89,7 @@ class Run(Generic[P]):
         logs: RunLogs,
         parts: P,
         diagnosis: RunDiagnosis,
-        held_out: HeldOut | HeldOutDemonstrations,
+        held_out: AnyHeldOut,
         step_metrics: Callable[[P, Sequence[Group], StepRecord], dict[str, float]],
         interrupt: Interrupt,
         options: RunOptions,

@@ -13,9 +13,10 @@ from grpo_rl.data.group import Group
 from grpo_rl.monitor.metrics import memory_metrics
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.diagnosis import RunDiagnosis
+from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.parts import CommonParts
 
 
 class SFTLogs(RunLogs):
@@ -97,6 +98,10 @@ class HeldOutDemonstrations:
         if self.after and self.evaluated_at == step:
             losses["eval_loss_after"] = HeldOutLoss(self.after, self._tokens).loss
         return losses
+
+
+AnyHeldOut = HeldOut | HeldOutDemonstrations
+"""What evaluates a run: greedy responses, or the loss of demonstrations."""
 
 
 def sft_metrics(parts: CommonParts, groups: Sequence[Group], record: StepRecord) -> dict[str, float]:

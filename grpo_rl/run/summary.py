@@ -10,9 +10,9 @@ from pathlib import Path
 from grpo_rl.monitor.progress import summary_panel
 from grpo_rl.monitor.report import SUMMARY, versions, write_report
 from grpo_rl.run.claim import MODEL
+from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.export import export
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.parts import CommonParts
 from grpo_rl.storage.whole_file import write_whole
 
 EVALUATION, REPORT = "evaluation.json", "report.html"
