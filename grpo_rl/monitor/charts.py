@@ -101,6 +101,12 @@ def charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
     return [
         Chart("Reward", {"reward/mean": "mean reward"}, "Of the responses sampled for training."),
         Chart("Held-out reward", {"eval/reward": "held-out"}, "Of problems never trained on; greedy.", markers=True),
+        Chart(
+            "Loss of demonstrations",
+            {"loss/sft": "training", "eval/loss": "held-out"},
+            "SFT: mean of -log pi over tokens, in nats.",
+            markers=True,
+        ),
         Chart("Reward parts", last(parts), "What the reward is made of, as means over responses."),
         Chart("Spread of the reward", spread, "Quantiles over the responses of a step."),
         Chart("Measured beside the reward", last(measures), "What the task logs and does not pay for."),

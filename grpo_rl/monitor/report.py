@@ -94,6 +94,11 @@ def headline(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) ->
         if high < 0:
             return f"Held-out reward fell {change}: a loss of {span}."
         return f"Held-out reward went {change}: no clear change ({span})."
+    if losses := [row["loss/sft"] for row in rows if "loss/sft" in row]:
+        held_out = [number(summary[name]) for name in ("eval_loss_before", "eval_loss_after") if name in summary]
+        change = f"; that of held-out ones went from {' to '.join(held_out)}" if len(held_out) == 2 else ""
+        ends = f"{number(losses[0])} to {number(losses[-1])}"
+        return f"The loss of demonstrations went from {ends} in {len(losses)} steps{change}."
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     if not rewards:
         return "No training step was logged."
@@ -169,7 +174,7 @@ def _note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> st
     if not summary.get("finished"):
         last = int(max((row["step"] for row in rows), default=0))
         notes.append(f"The run has not ended, or was stopped: this shows it up to step {last}.")
-    if summary.get("finished") and summary.get("eval_gain") is None:
+    if summary.get("finished") and summary.get("eval_gain") is None and not any("loss/sft" in row for row in rows):
         notes.append("Held-out reward was not measured before and after (evaluate.rows), so there is no gain to state.")
     notes += [f"{warning}." for warning in RewardWatch.over(rows).warnings.values()]
     return " ".join(notes)
@@ -186,7 +191,7 @@ def _tiles(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> l
         tone = "good" if low > 0 else "bad" if high < 0 else "unsure"
         tile("Held-out reward", f"{summary['eval_before']:.3f} → {summary['eval_after']:.3f}", "greedy responses")
         tile("Gain", f"{summary['eval_gain']:+.3f}", f"95 %: {low:+.3f} to {high:+.3f}", tone)
-    training = [row for row in rows if "reward/mean" in row]
+    training = [row for row in rows if row.keys() & {"reward/mean", "loss/sft"}]
     if training:
         took = f"in {duration(summary['seconds'])}" if summary.get("seconds") is not None else ""
         tile("Steps", f"{int(training[-1]['step']):,}", took)
@@ -238,7 +243,8 @@ def _subject(config: Mapping[str, Any]) -> str:
     model = (config.get("model") or {}).get("name")
     dataset = (config.get("env") or {}).get("dataset")
     trained = str(model).rstrip("/").rsplit("/", 1)[-1] if model else "A model"
-    return f"{trained} trained with GRPO" + (f" on {dataset}" if dataset else "")
+    how = "SFT" if config.get("mode") == "sft" else "GRPO"
+    return f"{trained} trained with {how}" + (f" on {dataset}" if dataset else "")
 
 
 def _read_started(run_dir: Path, name: str) -> str:

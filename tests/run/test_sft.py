@@ -53,7 +53,11 @@ def test_the_loss_falls_and_a_run_leaves_all_its_files(finished):
     assert [row["train/tokens"] for row in rows[1:-1]] == [40, 40, 40, 40, 20]
     assert {"loss/sft", "loss/total", "grad_norm", "lr", "entropy", "memory/peak_gib"} < rows[1].keys()
     assert not [name for row in rows for name in row if name.startswith(("reward", "kl", "mismatch"))]
-    assert (finished / "report.html").exists() and not (finished / "completions.parquet").exists()
+    page = (finished / "report.html").read_text()
+    assert (
+        "trained with SFT" in page and "The loss of demonstrations went from" in page and "Held-out reward" not in page
+    )
+    assert not (finished / "completions.parquet").exists()
     model = AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.bfloat16)
     for name, master in masters(finished).items():
         assert torch.equal(model.get_parameter(name), master.bfloat16()), name
