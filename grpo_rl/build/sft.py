@@ -104,7 +104,7 @@ def _open_logs(settings: Settings, folder: RunFolder, rows: Demonstrations, step
             share = f"{len(wrong)} of {len(rows.task.rows)}"
             logs.note(
                 f"Warning. The chat template writes {share} demonstrations (the first is row {wrong[0]}) with other "
-                "ids than GRPO would sample them with: it changes earlier turns, or generation stops elsewhere. They are "
-                "trained on as GRPO samples: prompt, text, generation's end"
+                "ids than GRPO would sample them with: it changes earlier turns, or generation stops elsewhere. They "
+                "are trained on as GRPO samples: prompt, text, generation's end"
             )
         yield logs
