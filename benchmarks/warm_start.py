@@ -69,12 +69,12 @@ def compare(seed: int, steps: int, folder: Path, tiny: bool, extra: list[str]) -
     alone = run("grpo.py", folder / "alone", [*common, f"train.total_dialog_turns={(steps + more) * turns}"])
     cold, warm = rewards(folder / "alone"), rewards(folder / "warm")
     gain = paired_gain(cold, warm)
+    means = f"{sum(warm) / len(warm):.3f} warm, {sum(cold) / len(cold):.3f} alone"
+    spent = f"SFT {warm_up:.0f} s, then {steps} steps of GRPO {after:.0f} s; alone {steps + more} steps {alone:.0f} s"
+    print(f"seed {seed}: {spent}")
     print(
-        f"seed {seed}: SFT {warm_up:.0f} s, then {steps} steps of GRPO {after:.0f} s; alone {steps + more} steps {alone:.0f} s"
-    )
-    print(
-        f"seed {seed}: held-out reward {sum(warm) / len(warm):.3f} warm, {sum(cold) / len(cold):.3f} alone; warm - alone "
-        f"{gain.mean:+.3f}, 95 % interval {gain.low:+.3f} to {gain.high:+.3f} over {len(cold)} problems"
+        f"seed {seed}: held-out reward {means}; warm - alone {gain.mean:+.3f}, 95 % interval {gain.low:+.3f} to "
+        f"{gain.high:+.3f} over {len(cold)} problems"
     )
 
 

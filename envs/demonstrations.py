@@ -171,7 +171,7 @@ class Demonstrations:
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> int:
     """The id that the chat template ends the assistant's turn with, if generation stops there; else its first end."""
     if not tokenizer.chat_template:
-        return tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
+        return next((id for id in ends if id == tokenizer.eos_token_id), ends[0])
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _STAND_IN}]
     text = templated(tokenizer, turns, add_generation_prompt=False, tokenize=False)
     behind = tokenizer(text[text.rindex(_STAND_IN) + len(_STAND_IN) :], add_special_tokens=False)["input_ids"]
