@@ -138,6 +138,10 @@ class GSM8K(Task):
         """The gold number."""
         return gold_number(row)
 
+    def demonstration(self, row: dict) -> str | None:
+        """The row's answer: the steps, and the gold number behind ``####``."""
+        return row["answer"]
+
     def final_answers(self, responses: Sequence[str]) -> list[str | None]:
         """The final number of each response, without trailing zeros.
 

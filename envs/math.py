@@ -121,6 +121,10 @@ class Math(Task):
                 form[later] = form[first]
         return [None if answer is None else form[answer] for answer in answers]
 
+    def demonstration(self, row: dict) -> str | None:
+        """The row's ``solution``; None where there is only an answer."""
+        return row.get("solution")
+
     def _reward(self, gold: str, response: str, verdict: Verdict | Exception) -> Reward | Exception:
         if isinstance(verdict, Exception):
             return verdict

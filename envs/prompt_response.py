@@ -14,6 +14,8 @@ from grpo_rl.envs.tables import asked_in_chat, column_hint, is_message, load_row
 from grpo_rl.envs.task import Messages, Reward, Task, check_weights, raised
 
 RewardName = str | Callable[..., Any]
+_LAST_MESSAGE = "the assistant's last message"
+"""The name that this message has in a row apart from its prompt."""
 
 
 class PromptResponse(Task):
@@ -39,7 +41,8 @@ class PromptResponse(Task):
 
     Args:
         rows: with a prompt each: a text, a list of texts (joined by spaces), or chat messages with role and content;
-            where there is no such column, the messages in ``messages``, without an assistant's last one.
+            where there is no such column, the messages in ``messages``. Of messages, an assistant's last one is no part
+            of the prompt: it is the demonstration.
         reward: ``package.module:function``; several of them with weight 1, as a list; or a mapping of each to its
             weight. Functions themselves are taken too. The parts of the reward bear the functions' names. None where
             all rewards are added ones, as in ``env.rewards``.
@@ -155,6 +158,18 @@ class PromptResponse(Task):
             value = value[-1]["content"] if isinstance(value[-1], Mapping) else value[0]
         return None if value is None else str(value)
 
+    def demonstration(self, row: dict) -> str | None:
+        """The data's own response: of ``completion_column``, else the assistant's message that ends the conversation.
+
+        >>> chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+        >>> task = PromptResponse([{"messages": chat}], prompt_column="messages")
+        >>> task.prompt(task.rows[0]), task.demonstration(task.rows[0])
+        ([{'role': 'user', 'content': '1 + 1?'}], '2')
+        """
+        if self._completion_column:
+            return self.gold(row)
+        return self._parted(row).get(_LAST_MESSAGE)
+
     def _reward(self, values: Sequence[float | Exception]) -> Reward | Exception:
         parts = {}
         for (function, weight), value in zip(self._functions, values, strict=True):
@@ -177,19 +192,22 @@ class PromptResponse(Task):
             name = self._completion_column
         return [_column(row, name) for row in rows]
 
+    def _parted(self, row: dict) -> dict:
+        """The row with its prompt in the prompt column, and an assistant's last message apart from it."""
+        value = row.get(self._prompt_column, ())
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return row  # a list of texts is a text
+        return asked_in_chat(row, "", self._prompt_column, _LAST_MESSAGE)
+
     def _asked(self, row: dict) -> str | Messages:
         """A row's prompt, as a text or as messages."""
-        if self._prompt_column not in row:
-            row = asked_in_chat(row, "the row", self._prompt_column)
-        value = _column(row, self._prompt_column)
+        value = _column(self._parted(row), self._prompt_column)
         if isinstance(value, str) and value:
             return value
         if isinstance(value, list) and value:
             if all(isinstance(item, str) for item in value):
                 return " ".join(value)
             if all(map(is_message, value)):
-                if value[-1]["role"] == "assistant":
-                    raise ValueError(f"the last message of {self._prompt_column} is the assistant's; end on a question")
                 return [{"role": item["role"], "content": item["content"]} for item in value]
         raise ValueError(
             f"{self._prompt_column} is {value!r:.80}; it must be a text, a list of texts, or messages with role and "

@@ -128,6 +128,7 @@ def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None) -
     assistant's, it is no part of the prompt but the gold answer, unless the row has one already.
 
     Args:
+        where: its place, for messages; nothing where the caller tells it.
         gold: name of the column of gold answers.
 
     Raises:
@@ -140,12 +141,13 @@ def asked_in_chat(row: dict, where: str, column: str, gold: str | None = None) -
     there = column if column in row else next((name for name in CHAT if name in row), None)
     if there is None or not isinstance(row[there], list):
         return row
+    where = f"{where}: {there}" if where else there
     if not (row[there] and all(map(is_message, row[there]))):
-        raise ValueError(f"{where}: {there} is {row[there]!r:.80}; messages have texts as role and content")
+        raise ValueError(f"{where} is {row[there]!r:.80}; messages have texts as role and content")
     messages = [{"role": message["role"], "content": message["content"]} for message in row[there]]
     last = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
     if not messages or messages[-1]["role"] == "assistant":
-        raise ValueError(f"{where}: {there} has no question before the assistant's last message")
+        raise ValueError(f"{where} has no question before the assistant's last message")
     row = {name: value for name, value in row.items() if name != there} | {column: messages}
     return row if last is None or gold is None or row.get(gold) is not None else row | {gold: last}
 

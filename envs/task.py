@@ -153,6 +153,10 @@ class Task(ABC):
         """
         return None
 
+    def demonstration(self, row: dict) -> str | None:
+        """The response to this row that SFT imitates, as text; None where the row has none."""
+        return None
+
     def _paid(self, earned: Mapping[str, bool]) -> dict[str, float]:
         """The parts of the reward: the weight of each part that is earned, and 0 for the others."""
         return {name: float(self._weights[name]) if earned[name] else 0.0 for name in self.reward_parts}

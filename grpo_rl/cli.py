@@ -10,6 +10,10 @@ from pathlib import Path
 
 from grpo_rl import __version__
 
+TRAIN = "train a model, by Hydra's options and overrides; --async: async mode; --sft: imitate the data's responses"
+"""The help of ``train``."""
+MODES = {"--async": "grpo_async", "--sft": "sft"}
+"""The script in sota/ of each option of ``train``, and the function in it; without one it is ``grpo``."""
 COMMANDS = {
     "batches": ("planner.commands", "draw how prompts, responses, optimizer steps and micro-batches fit together"),
     "plan": ("planner.commands", "say what a config needs of a cluster: memory and seconds, by role and device"),
@@ -34,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("grpo-rl", description="Trains language models with GRPO, and tools around that.")
     parser.add_argument("--version", action="version", version=f"grpo-rl {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    commands.add_parser("train", help="train a model; takes Hydra's options and overrides, and --async for async mode")
+    commands.add_parser("train", help=TRAIN)
     for name, (module, says) in COMMANDS.items():
         command = commands.add_parser(name, help=says)
         if name in arguments:
@@ -53,13 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: Sequence[str]) -> int:
-    """Runs sota/grpo.py, or with --async sota/grpo_async.py, with all other arguments."""
-    sys.argv[1:] = [word for word in arguments if word != "--async"]
-    if "--async" in arguments:
-        from grpo_rl.sota.grpo_async import grpo_async as script
-    else:
-        from grpo_rl.sota.grpo import grpo as script
-    script()
+    """Runs sota/grpo.py, or the script of an option in :data:`MODES`, with all other arguments."""
+    chosen = sorted(set(MODES).intersection(arguments))
+    if len(chosen) > 1:
+        print(f"error: {' and '.join(chosen)} exclude each other", file=sys.stderr)
+        return 2
+    sys.argv[1:] = [word for word in arguments if word not in MODES]
+    name = MODES[chosen[0]] if chosen else "grpo"
+    getattr(importlib.import_module(f"grpo_rl.sota.{name}"), name)()
     return 0
 
 

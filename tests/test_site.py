@@ -46,7 +46,7 @@ def commands() -> list[tuple[str, str]]:
         lines = [line for part in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) for line in part.splitlines()]
         for line in [*lines, *LINE.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL))]:
             command = re.sub(r"\s+#.*$", "", line.strip().removeprefix("$ "))
-            if re.match(r"(grpo-rl|python sota/grpo\w*\.py|torchrun .*sota/grpo)( |$)", command):
+            if re.match(r"(grpo-rl|python sota/(grpo\w*|sft)\.py|torchrun .*sota/(grpo|sft))( |$)", command):
                 found.append((page.name, command))
     return found
 
@@ -63,12 +63,13 @@ def test_a_command_of_the_docs_that_trains_has_settings_that_are_right(page, com
     if {"--cfg", "--help"} & set(words):
         return
     # Hydra's own options, and values of a sweep, of which the first counts.
-    name = words[words.index("--config-name") + 1] if "--config-name" in words else "grpo_gsm8k"
+    name = "sft" if words[0] == "sota/sft.py" else "grpo_gsm8k"
+    name = words[words.index("--config-name") + 1] if "--config-name" in words else name
     overrides = [word for word in words[1:] if "=" in word and not word.startswith("hydra.")]
     if "--multirun" in words:  # spaces of a sweeper's own, such as tag(log, interval(1e-6, 1e-4)), are no overrides
         overrides = [word for word in overrides if "(" not in word and not word.startswith("hydra/")]
         overrides = [re.sub(r"=([^,\[\]]+),.*", r"=\1", word) for word in overrides]
-    overrides += ["mode=async" if "async" in words[0] else "mode=sync"]
+    overrides += [f"mode={'async' if 'async' in words[0] else 'sft' if 'sft' in words[0] else 'sync'}"]
     Settings.read(compose_config(name, choosing_configs(overrides)))
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.by_name import is_name
 from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.envs.own import check_prompts, check_task_of
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.envs.task import Task
@@ -126,12 +127,46 @@ def _check_prompt(env: LLMEnv, row: dict, i: int, remedy: str) -> None:
         raise ValueError(f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; {remedy}")
 
 
+def make_demonstrations(settings: Settings, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Demonstrations:
+    """The rows of ``env.dataset`` with the responses that SFT imitates, checked against the lengths of GRPO.
+
+    Raises:
+        ValueError: the data can't be found or read, has no demonstrations, or one is too long; see `Demonstrations`.
+    """
+    given, spec, longest = settings.env, task_spec(settings.env.dataset), settings.sampling.max_new_tokens
+    own, _ = spec.parted({name: given[name] for name in given if name not in OF_DATA})
+    task = spec.make_task(train_source(settings), **own)
+    if is_name(given.dataset):
+        check_prompts(task, task.rows, given.dataset)
+    return Demonstrations(
+        task,
+        tokenizer,
+        ends,
+        max_prompt_tokens=settings.inference_model.max_model_len - longest,
+        max_response_tokens=longest,
+        long_prompt=given.long_prompt,
+        seed=settings.train.seed,
+    )
+
+
 def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
     """The first ``evaluate.rows`` held-out rows.
 
     Raises:
         ValueError: fewer rows are there, one is too long, or the data can't be found: a local ``env.path`` needs
             ``env.eval_path`` or ``env.eval_split``.
+    """
+    rows = held_out_rows(settings, env.task)
+    for i, row in enumerate(rows):
+        _check_prompt(env, row, i, "raise inference_model.max_model_len or lower evaluate.rows")
+    return rows
+
+
+def held_out_rows(settings: Settings, task: Task) -> list[dict]:
+    """The first ``evaluate.rows`` held-out rows, however long.
+
+    Raises:
+        ValueError: see :func:`eval_rows`.
     """
     wanted = settings.evaluate.rows
     if not wanted:
@@ -146,9 +181,7 @@ def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
             )
     rows = spec.rows(eval_source(settings), "test", given)
     if is_name(given.dataset):
-        check_prompts(env.task, rows, f"{given.dataset}, held out", wanted)
+        check_prompts(task, rows, f"{given.dataset}, held out", min(wanted, len(rows)))
     if len(rows) < wanted:
         raise ValueError(f"evaluate.rows={wanted}, but the held-out data has {len(rows)} rows")
-    for i in range(wanted):
-        _check_prompt(env, rows[i], i, "raise inference_model.max_model_len or lower evaluate.rows")
     return [rows[i] for i in range(wanted)]

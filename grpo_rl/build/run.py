@@ -35,6 +35,7 @@ from grpo_rl.run.summary import best_kept
 from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
+from grpo_rl.settings.sections import Train
 from grpo_rl.weights.push import WeightSync
 from grpo_rl.weights.transport import NullTransport
 
@@ -87,7 +88,7 @@ def build_run(
         ranks = make_ranks()
         if ranks:
             stack.callback(ranks.close)
-        folder = stack.enter_context(_open_folder(settings, own_folder, model, ranks))
+        folder = stack.enter_context(open_folder(settings, own_folder, model, ranks, settings.train))
         logs = stack.enter_context(_open_logs(settings, folder, env, loss))
         interrupt = stack.enter_context(Interrupt(logs.note))
 
@@ -124,20 +125,20 @@ def build_run(
         stack.callback(collector.close)
 
         parts = Parts(
-            env,
-            tokenizer,
-            policy,
-            reference,
-            optimizer,
-            engine,
-            weights,
-            collector,
-            training.make_schedules(settings, loss, advantages, reference, policy),
-            loss,
-            advantages,
-            buffer,
-            batching,
-            derived.needs_old_log_probs(settings),
+            env=env,
+            tokenizer=tokenizer,
+            policy=policy,
+            reference=reference,
+            optimizer=optimizer,
+            engine=engine,
+            weights=weights,
+            collector=collector,
+            schedules=training.make_schedules(settings, loss, advantages, reference, policy),
+            loss=loss,
+            compute_advantages=advantages,
+            buffer=buffer,
+            micro_batching=batching,
+            needs_old_log_probs=derived.needs_old_log_probs(settings),
         )
         sampling, best = Sampling(**settings.sampling), _best(folder, logs, settings.evaluate.keep_best, ranks)
         held_out = HeldOut(env, rows, sampling, folder.eval_before, folder.eval_after, evaluation, best)
@@ -165,7 +166,15 @@ def build_run(
             yield run
 
 
-def _open_folder(settings: Settings, own: str | Path, model: Path, ranks: Ranks | None) -> RunFolder:
+def open_folder(
+    settings: Settings,
+    own: str | Path,
+    model: Path,
+    ranks: Ranks | None,
+    train: Train,
+    longer: str | None = None,
+) -> RunFolder:
+    """The run's folder, with room for its checkpoints; for the arguments see `RunFolder`."""
     model_bytes = sum(path.stat().st_size for path in weight_files(model))
     # Checkpoints of adapters are small beside the model.
     parameters = 0 if settings.train_model.lora.rank else model_bytes / 2
@@ -176,7 +185,7 @@ def _open_folder(settings: Settings, own: str | Path, model: Path, ranks: Ranks 
         model_bytes,
         2 if settings.evaluate.rows and settings.evaluate.keep_best else 1,
     )
-    return RunFolder(own, settings.resume, settings.as_json(), settings.as_text(), room, settings.train, ranks)
+    return RunFolder(own, settings.resume, settings.as_json(), settings.as_text(), room, train, ranks, longer)
 
 
 def _best(folder: RunFolder, logs: RunLogs, keeps: bool, ranks: Ranks | None) -> dict | None:

@@ -102,12 +102,14 @@ def make_loss(settings: Settings) -> GRPOLoss:
     return GRPOLoss(**derived.loss_terms(settings))
 
 
-def make_optimizer(settings: Settings, policy: TrainPolicy, ranks: Ranks | None = None) -> PolicyOptimizer:
-    """The optimizer of ``optimizer.name`` over the policy."""
+def make_optimizer(
+    settings: Settings, policy: TrainPolicy, ranks: Ranks | None = None, total_steps: int | None = None
+) -> PolicyOptimizer:
+    """The optimizer of ``optimizer.name`` over the policy; ``total_steps``: of the run, None: those of GRPO."""
     return PolicyOptimizer(
         policy.model,
         **settings.optimizer,
-        total_steps=derived.optimizer_steps(settings),
+        total_steps=total_steps or derived.optimizer_steps(settings),
         mixed_precision=settings.train.mixed_precision,
         max_bad_steps=settings.train.max_bad_steps,
         ranks=ranks,

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from torchrl.objectives import LossModule
 
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.causes import forked_random_state
 from grpo_rl.losses.aggregate import StepTotals
-from grpo_rl.losses.grpo import LOSSES, GRPOLoss
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.training.micro_batches import scored_micro_batches, step_totals
 from grpo_rl.training.optimizer import PolicyOptimizer
@@ -32,7 +32,7 @@ COMPUTED = ("log_prob", "entropy")
 @torch.enable_grad()
 def locate_nonfinite(
     policy: TrainPolicy,
-    loss: GRPOLoss,
+    loss: LossModule,
     optimizer: PolicyOptimizer,
     batch: Sequence[Group],
     batching: MicroBatching,
@@ -66,7 +66,7 @@ def locate_nonfinite(
 
 def _in_group(
     policy: TrainPolicy,
-    loss: GRPOLoss,
+    loss: LossModule,
     optimizer: PolicyOptimizer,
     group: Group,
     batching: MicroBatching,
@@ -83,7 +83,7 @@ def _in_group(
             where = f"in the output of {seen['forward']}" if "forward" in seen else "in the head"
             return f"{place}; it first appears {where}"
         losses = loss(tokens)
-        if bad := [name for name in LOSSES if not losses[name].isfinite()]:
+        if bad := [n for n, x in losses.items() if n.startswith("loss_") and not x.isfinite()]:
             return f"{bad[0]} is {losses[bad[0]].item()}, though every log-probability is finite ({_extremes(tokens)})"
         tokens["log_prob"].register_hook(partial(_note, seen, "backward", "the log-probabilities"))
         losses["loss"].backward()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, get_args
 
-Surrogate = Literal["clipped", "cispo", "sapo", "plain"]
+Surrogate = Literal["clipped", "cispo", "sapo", "plain", "none"]
 """The values of ``loss.surrogate``."""
 Ratio = Literal["token", "sequence", "sequence_token"]
 """The values of ``loss.ratio``: the ratio of each token, or of its response."""
@@ -46,11 +46,17 @@ def check_loss(
     """Refuses arguments of `grpo_rl.losses.grpo.GRPOLoss` that give no loss, but for those of functions.
 
     Raises:
-        ValueError: a setting is unknown or out of range, or the KL estimate would have no effect.
+        ValueError: a setting is unknown or out of range, the KL estimate would have no effect, or there is no term at
+            all.
     """
     for name, value, choices in (("surrogate", surrogate, Surrogate), ("ratio", ratio, Ratio), ("kl", kl, KL)):
         if value not in get_args(choices) and not callable(value):
             raise ValueError(f"loss.{name} is {value!r}; it can be {', '.join(get_args(choices))}")
+    if surrogate == "none" and not kl_coef:
+        raise ValueError(
+            "loss.surrogate=none trains on the KL to the reference alone, which is off; set policy.kl_coef=1 and "
+            "ref_model.name=TEACHER, with loss.kl_in=loss"
+        )
     check_clips(clip_low, clip_high, dual_clip)
     check_correction(correction, correction_level, correction_low, correction_high)
     if dual_clip is not None and surrogate != "clipped" and not callable(surrogate):

@@ -71,6 +71,8 @@ def surrogate_loss(
         return sapo_surrogate(log_ratio, advantage, tau_pos, tau_neg)
     if kind == "plain":
         return plain_surrogate(log_ratio, advantage)
+    if kind == "none":  # distillation: the KL to the teacher is the whole loss, and rewards are only logged
+        return torch.zeros_like(log_prob)
     return clipped_surrogate(log_ratio, advantage, clip_low, clip_high, dual_clip)
 
 
@@ -189,8 +191,8 @@ def clipped_tokens(
 ) -> dict[str, Bool[Tensor, " N"]]:
     """Flags of the tokens that a clip has changed: ``clip_low``, ``clip_high``, and with a dual clip ``clip_dual``.
 
-    ``clipped`` removes their gradient, ``cispo`` only bounds their weight, ``sapo`` and ``plain`` have no clip, and of
-    a function of the user's own it is not known.
+    ``clipped`` removes their gradient, ``cispo`` only bounds their weight, the other names have no clip, and of a
+    function of the user's own it is not known.
     """
     low, high = log_ratio.exp() < 1 - clip_low, log_ratio.exp() > 1 + clip_high
     if kind == "clipped":

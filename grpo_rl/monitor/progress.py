@@ -31,6 +31,7 @@ SAMPLE_LINES = 5
 ETA_STEPS = 20
 """The ETA goes by the mean of this many last steps, so that it follows responses that grow or shrink."""
 FACTS = {
+    "loss": {"loss/sft": ("loss", "{:.3f}"), "eval/loss": ("held-out loss", "{:.3f}")},
     "policy": {"entropy": ("entropy", "{:.3g}"), "kl/ref": ("kl", "{:.3g}"), "grad_norm": ("grad norm", "{:.3g}")},
     "responses": {
         "response/mean_length": ("length", "{:.1f}"),
@@ -92,6 +93,7 @@ class Progress:
         record: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.total_steps, self.step = total_steps, first_step
+        self.title = "GRPO"
         self.console = console or _console()
         self._clock, self._record = clock, record
         self._started = self._last = clock()
@@ -125,7 +127,7 @@ class Progress:
         """Names what is going on: sampling, training, weights, evaluating, checkpoint."""
         self._phase = name
         self._start_live()
-        if name in ("sample", "wait") and not self._durations:
+        if name in ("sample", "wait", "read") and not self._durations:
             self._last = self._clock()  # what came before the first step is no step's time
 
     def _start_live(self) -> None:
@@ -186,7 +188,7 @@ class Progress:
             fields.append(f"reward {metrics['reward/mean']:.3f}")
             fields += [f"{name} {metrics[f'reward/{name}']:.3f}" for name in _parts(metrics)]
         fields += [f"{label} {text}" for row in FACTS for label, text in _facts(metrics, row)]
-        if self._durations and "reward/mean" in metrics:
+        if self._durations and metrics.keys() & {"reward/mean", "loss/sft"}:
             fields.append(f"{self._durations[-1]:.1f} s/step, ETA {duration(self.eta_s or 0)}")
         return " · ".join(fields)
 
@@ -226,7 +228,7 @@ class Progress:
             rows.append(body)
         if self._sample:
             rows += [Rule("a sample", style="dim", align="left"), self._sample_text(width - 4)]
-        title = Text.assemble(("GRPO", "bold"), f" · step {self.step}/{self.total_steps}")
+        title = Text.assemble((self.title, "bold"), f" · step {self.step}/{self.total_steps}")
         return Panel(Group(*rows), title=title, title_align="left", width=width, box=box.ROUNDED, border_style="blue")
 
     def _sample_text(self, width: int) -> Text:
@@ -261,6 +263,8 @@ def summary_panel(
         line = Text(f"{summary['eval_before']:.3f} → ")
         line.append(f"{summary['eval_after']:.3f}", style="bold")
         table.add_row("held-out reward", line)
+    if losses := [summary[name] for name in ("eval_loss_before", "eval_loss_after") if name in summary]:
+        table.add_row("held-out loss", Text(" → ".join(f"{loss:.3f}" for loss in losses)))
     style = "blue"
     if summary.get("eval_gain") is not None and summary.get("eval_gain_ci95"):
         low, high = summary["eval_gain_ci95"]
@@ -304,6 +308,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
             f"held-out reward {summary['eval_before']:.3f} -> {summary['eval_after']:.3f}, gain "
             f"{summary['eval_gain']:+.3f} (95 % interval {low:+.3f} to {high:+.3f})"
         )
+    elif summary.get("eval_loss_after") is not None:
+        lines.append(f"held-out loss {summary['eval_loss_before']:.3f} -> {summary['eval_loss_after']:.3f}")
     elif summary.get("train_reward_first") is not None:
         first, last = summary["train_reward_first"], summary["train_reward_last"]
         lines.append(f"training reward {first:.3f} -> {last:.3f} (first and last steps)")

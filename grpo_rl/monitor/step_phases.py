@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-STEP_PHASES = ("sample", "wait", "score", "train", "sync", "other")
-"""In the order in which they begin. Other metrics under ``time/`` are of no step: the run's clock, an evaluation."""
+STEP_PHASES = ("read", "sample", "wait", "score", "train", "sync", "other")
+"""In the order in which they begin; SFT reads in the place of sampling.
+
+Other metrics under ``time/`` are of no step: the run's clock, an evaluation."""
 
 
 def step_seconds(row: Mapping[str, float]) -> float | None:

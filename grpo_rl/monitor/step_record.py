@@ -24,7 +24,7 @@ class StepResult(Protocol):
 
 
 Observer = Callable[[TensorDictBase, TensorDictBase, Sequence[Group]], None]
-"""A function of each micro-batch: what `GRPOLoss` was given, what it returned, and the optimizer step's groups."""
+"""A function of each micro-batch: what the loss was given, what it returned, and the optimizer step's groups."""
 
 
 class StepRecord:
@@ -54,7 +54,7 @@ class StepRecord:
         self._pending: list[tuple[TensorDictBase, TensorDictBase]] = []
 
     def add(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
-        """Adds a micro-batch: what `GRPOLoss` was given, and what it returned."""
+        """Adds a micro-batch: what the loss was given, and what it returned."""
         if self._ranks is None:
             self._add(tokens, losses)
         # With FSDP a rank that has nothing left goes on in step with tokens that are trained on elsewhere.
@@ -74,9 +74,9 @@ class StepRecord:
             self._sums[name] += value
         self.trained_tokens += len(tokens)
         self._micro_batches += 1
-        self._kl_sum += values["kl_sampler"]
+        self._kl_sum += values.get("kl_sampler", 0.0)
         self._kl_tokens += values["tokens"]
-        self.loss_is_finite &= all(math.isfinite(values[name]) for name in LOSSES)
+        self.loss_is_finite &= all(math.isfinite(value) for name, value in values.items() if name.startswith("loss_"))
         for observe in self._observers:
             observe(tokens, losses, self.groups)
 
@@ -105,12 +105,14 @@ class StepRecord:
         of response tokens in one, prompts aside.
         """
         steps = max(len(self._results), 1)
-        metrics = {name.replace("_", "/"): self._sums[name] / steps for name in LOSSES}
+        terms = [name for name in self._sums if name.startswith("loss_")] or LOSSES
+        metrics = {name.replace("_", "/"): self._sums[name] / steps for name in terms}
         metrics["loss/total"] = sum(metrics.values())
         if tokens := self._sums["tokens"]:
+            metrics["entropy"] = self._sums["entropy"] / tokens
+        if tokens and "ratio" in self._sums:  # demonstrations were not sampled
             metrics |= {
                 "kl/sampler": self._sums["kl_sampler"] / tokens,
-                "entropy": self._sums["entropy"] / tokens,
                 "clip/low_fraction": self._sums["clip_low"] / tokens,
                 "clip/high_fraction": self._sums["clip_high"] / tokens,
                 # Kish's effective sample size, as a fraction of the tokens.

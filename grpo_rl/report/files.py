@@ -106,11 +106,14 @@ def subject(config: dict[str, Any]) -> str:
 
     >>> subject({"model": {"name": "HuggingFaceTB/SmolLM2-135M"}, "env": {"dataset": "gsm8k"}})
     'SmolLM2-135M trained with GRPO on gsm8k'
+    >>> subject({"mode": "sft", "env": {"dataset": "gsm8k"}})
+    'A model trained with SFT on gsm8k'
     """
     model = (config.get("model") or {}).get("name")
     dataset = (config.get("env") or {}).get("dataset")
     trained = str(model).rstrip("/").rsplit("/", 1)[-1] if model else "A model"
-    return f"{trained} trained with GRPO" + (f" on {dataset}" if dataset else "")
+    how = "SFT" if config.get("mode") == "sft" else "GRPO"
+    return f"{trained} trained with {how}" + (f" on {dataset}" if dataset else "")
 
 
 def is_running(run_dir: Path) -> bool | None:

@@ -78,6 +78,8 @@ def headline(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) ->
     if found := unpaired_change(rows):
         change, step = found
         return change.sentence("So far, held-out reward", f" (step {step})")
+    if losses := finite(rows, "loss/sft"):
+        return imitation(losses, summary)
     rewards = finite(rows, "reward/mean")
     if not rewards:
         return "No training step was logged yet."
@@ -94,6 +96,20 @@ def headline(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) ->
     return training_change(rewards).sentence(
         "Training reward", f" (means of the first and the last {ends} of {len(rewards)} steps)"
     )
+
+
+def imitation(losses: Sequence[float], summary: Mapping[str, Any]) -> str:
+    """One sentence on SFT: the held-out loss before and after, if it is known, and that of the training steps.
+
+    >>> imitation([0.5, 0.25], {})
+    'The loss of demonstrations was 0.500 nats a token in the first step and 0.250 in the last of 2.'
+    """
+    trained = f"{losses[0]:.3f} nats a token in the first step and {losses[-1]:.3f} in the last of {len(losses)}"
+    known = [summary.get(f"eval_loss_{when}") for when in ("before", "after")]
+    if None in known:
+        return f"The loss of demonstrations was {trained}."
+    before, after = known
+    return f"The loss of held-out demonstrations went from {before:.3f} to {after:.3f}; in training it was {trained}."
 
 
 def held_out_change(summary: Mapping[str, Any]) -> Change | None:
@@ -203,7 +219,10 @@ def tiles(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> li
         tone = {"rose": "good", "fell": "bad", None: "unsure"}[change.verb]
         tile("Held-out reward", f"{change.before:.3f} → {change.after:.3f}", "greedy responses")
         tile("Gain", f"{change.gain:+.3f}", f"95 %: {change.low:+.3f} to {change.high:+.3f}", tone)
-    training = [row for row in rows if "reward/mean" in row]
+    if summary.get("eval_loss_before") is not None and summary.get("eval_loss_after") is not None:
+        losses = f"{summary['eval_loss_before']:.3f} → {summary['eval_loss_after']:.3f}"
+        tile("Held-out loss", losses, "nats a token of the demonstrations")
+    training = [row for row in rows if row.keys() & {"reward/mean", "loss/sft"}]
     if training:
         took = f"in {duration(summary['seconds'])}" if summary.get("seconds") is not None else ""
         tile("Steps", f"{int(training[-1]['step']):,}", took)

@@ -13,7 +13,17 @@ CLOCKS = frozenset({"time", "time/at_s"})
 """Metrics that place a line in time and say nothing of the run."""
 LOSS = tuple(f"loss/{name}" for name in ("total", "objective", "kl", "entropy"))
 EVALUATION = frozenset(
-    {"reward", "sampled_reward", "standard_error", "failed", "mean_length", "truncated_fraction", "accuracy", "tied"}
+    {
+        "loss",
+        "reward",
+        "sampled_reward",
+        "standard_error",
+        "failed",
+        "mean_length",
+        "truncated_fraction",
+        "accuracy",
+        "tied",
+    }
 )
 """Names under ``eval/`` beside the parts of the held-out reward, pass@k and maj@k."""
 
@@ -40,6 +50,7 @@ class Chart:
 
 def known_charts(names: Sequence[str]) -> Iterator[Chart]:
     """The charts that metrics of these names may belong to."""
+    yield from _imitation()
     yield from _reward(names)
     yield from _held_out(names)
     yield from _responses(names)
@@ -52,6 +63,18 @@ def known_charts(names: Sequence[str]) -> Iterator[Chart]:
 def _below(names: Sequence[str], prefix: str) -> dict[str, str]:
     """The metrics that begin with this, and the rest of their names."""
     return {name: name[len(prefix) :] for name in names if name.startswith(prefix)}
+
+
+def _imitation() -> Iterator[Chart]:
+    """The charts that SFT alone has."""
+    group = "Demonstrations"
+    yield Chart(
+        group, "Loss of demonstrations", {"loss/sft": "training", "eval/loss": "held-out"},
+        "The mean of -log pi over their tokens, in nats. Where the held-out one rises, the data is learnt by heart.",
+        markers=True,
+    )  # fmt: skip
+    yield Chart(group, "Passes over the data", {"train/epoch": "epochs"}, "Since the run's start.", 0)
+    yield Chart(group, "Tokens of demonstrations", {"train/tokens": "tokens"}, "Those that a step imitates.", 0)
 
 
 def _reward(names: Sequence[str]) -> Iterator[Chart]:
@@ -238,7 +261,8 @@ def _machine(names: Sequence[str]) -> Iterator[Chart]:
     group = "Machine"
     rates = {"throughput/sample_tokens_per_s": "sampling", "throughput/train_tokens_per_s": "training"}
     yield Chart(group, "Throughput", rates, "Tokens of responses per second.", 0)
-    phases = {f"time/{phase}_s": phase for phase in PHASES}
+    # What SFT alone has comes last, and leaves the others their colours.
+    phases = {f"time/{phase}_s": phase for phase in sorted(PHASES, key="read".__eq__)}
     phases |= {
         name: rest.removesuffix("_s")
         for name, rest in _below(names, "time/").items()

@@ -13,7 +13,7 @@ from grpo_rl.diagnosis.mismatch import Mismatch, MismatchError
 from grpo_rl.diagnosis.nonfinite import locate_nonfinite
 from grpo_rl.engines.base import Sampling
 from grpo_rl.monitor.completions import printable
-from grpo_rl.run.parts import Parts
+from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.training.optimizer import NonFiniteError
 
 DIAGNOSED = (MismatchError, NonFiniteError)
@@ -31,7 +31,7 @@ class RunDiagnosis:
         alone: whether this process trains alone; one of several can't sample and score by itself.
     """
 
-    parts: Parts
+    parts: CommonParts
     mismatch: Mismatch
     sampling: Sampling
     alone: bool = True

@@ -25,6 +25,12 @@ SHOWN = {
     "sampling": ("temperature", "top_p", "max_new_tokens"),
 }
 """The settings that the card names; all of them are in the run folder's ``config.yaml``."""
+SHOWN_OF_SFT = {
+    "optimizer": SHOWN["optimizer"],
+    "train": ("epochs", "optim_batch_size", "seed"),
+    "sampling": ("max_new_tokens",),
+}
+"""Those that it names of SFT."""
 
 
 def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
@@ -44,20 +50,24 @@ def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         head["license"] = found
     if data:
         head["datasets"] = [data]
-    head["tags"] = ["grpo", "grpo_rl", "reinforcement-learning", env["dataset"]]
+    sft = config["mode"] == "sft"
+    head["tags"] = [*(["sft", "grpo_rl"] if sft else ["grpo", "grpo_rl", "reinforcement-learning"]), env["dataset"]]
+    shown = SHOWN_OF_SFT if sft else SHOWN
+    added = "".join(f", plus `{key}`" for key in env.get("rewards", {}))
+    taught = "**Imitates**: responses in the data" if sft else f"**Reward**: of the task `{env['dataset']}`{added}"
     name = base if on_hub(base) else Path(base).name
     lines = [
-        f"# {name}, trained with GRPO on {env['dataset']}",
+        f"# {name}, trained with {'SFT' if sft else 'GRPO'} on {env['dataset']}",
         "",
         f"- **Base model**: {name}" + ("" if found else "; its licence is not known here, look it up"),
         f"- **Data**: {data or ('data of its own' if env.get('path') else env['dataset'])}",
-        f"- **Reward**: of the task `{env['dataset']}`" + "".join(f", plus `{key}`" for key in env.get("rewards", {})),
+        f"- {taught}",
         f"- **Result**: {result(summary)}",
         f"- **Training**: {summary.get('steps')} steps in {duration(summary.get('seconds') or 0)}",
         "",
         "| setting | value |",
         "| --- | --- |",
-        *(f"| `{part}.{key}` | {config[part][key]} |" for part, keys in SHOWN.items() for key in keys),
+        *(f"| `{part}.{key}` | {config[part][key]} |" for part, keys in shown.items() for key in keys),
         "",
         "## Made by",
         "",
@@ -85,6 +95,9 @@ def result(summary: Mapping[str, Any]) -> str:
             f"held-out reward {summary['eval_before']:.3f} before and {summary['eval_after']:.3f} after, a gain of "
             f"{summary['eval_gain']:+.3f} (95 % interval {low:+.3f} to {high:+.3f})"
         )
+    if summary.get("eval_loss_after") is not None:
+        before, after = summary["eval_loss_before"], summary["eval_loss_after"]
+        return f"loss of held-out demonstrations {before:.3f} before and {after:.3f} after, in nats a token"
     if summary.get("train_reward_first") is None:
         return "not measured"
     return (

@@ -1,83 +1,31 @@
-"""Parts: what a run trains with, and the state of it that a checkpoint holds."""
+"""Parts: what a run of GRPO trains with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from grpo_rl.collectors.base import Collector
 from grpo_rl.data.advantages import AdvantageEstimator
-from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.engines.base import Sampler
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.losses.grpo import GRPOLoss
-from grpo_rl.policies.policy import ReferencePolicy, TrainPolicy
-from grpo_rl.training import checkpoint
-from grpo_rl.training.optimizer import PolicyOptimizer
-from grpo_rl.training.schedules import Schedules
-from grpo_rl.weights.push import WeightSync
+from grpo_rl.policies.policy import ReferencePolicy
+from grpo_rl.run.common_parts import CommonParts
 
 
-@dataclass
-class Parts:
-    """The parts that a run trains with.
+@dataclass(kw_only=True)
+class Parts(CommonParts):
+    """The parts that a run of GRPO trains with.
 
     Args:
         reference: None where no KL term reads it.
-        micro_batching: how an optimizer step's groups are split and weighted.
         needs_old_log_probs: whether the policy scores each collection before training on it.
     """
 
     env: LLMEnv
-    tokenizer: PreTrainedTokenizerBase
-    policy: TrainPolicy
-    reference: ReferencePolicy | None
-    optimizer: PolicyOptimizer
     engine: Sampler
-    weights: WeightSync
-    collector: Collector
-    schedules: Schedules
     loss: GRPOLoss
+    reference: ReferencePolicy | None
     compute_advantages: AdvantageEstimator
     buffer: GroupBuffer
-    micro_batching: MicroBatching
     needs_old_log_probs: bool
-
-    def begin(self, state: Mapping[str, Any] | None, seed: int) -> None:
-        """Restores a checkpoint's state, or seeds a new run; :meth:`begin_collecting` follows the first push.
-
-        Raises:
-            ValueError: the checkpoint's adapters were trained on another base.
-        """
-        self._collected = None
-        if state is None:
-            # After the parts are built: building them draws random numbers, too.
-            checkpoint.seed_rng(seed)
-            return
-        self.weights.check_base(state["base"])  # a checkpoint of adapters does not hold their base
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedules.restore(state["schedules"])
-        self.weights.restore(state["version"])
-        checkpoint.set_rng_state(state["rng"])
-        self._collected = state["collector"]
-
-    def begin_collecting(self) -> None:
-        """Restores the collector from the checkpoint."""
-        if self._collected:
-            self.collector.restore(self._collected)
-            self._collected = None
-
-    def state(self) -> dict[str, Any]:
-        """The state of the parts that a checkpoint holds."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "schedules": self.schedules.state(),
-            "collector": self.collector.state(),
-            "version": self.weights.version,
-            "base": self.weights.base_fingerprints(),
-            "rng": checkpoint.rng_state(),
-        }

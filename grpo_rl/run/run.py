@@ -8,19 +8,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from grpo_rl.data.group import Group
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.monitor.step_record import StepRecord
+from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.diagnosis import DIAGNOSED, RunDiagnosis
 from grpo_rl.run.folder import RunFolder
-from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.parts import Parts
+from grpo_rl.run.sft import AnyHeldOut
 from grpo_rl.run.summary import end_run, keep_best, write_end
 from grpo_rl.settings.sections import Train
 from grpo_rl.training.optimizer import StepResult
+
+P = TypeVar("P", bound=CommonParts)
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class RunOptions:
     Args:
         evaluate_frequency: steps between evaluations; 0: none between the first and the last.
         export: how adapters are exported: ``merged`` or ``adapter``.
-        collecting: the terminal view's name for the phase of collecting groups: sample or wait.
+        collecting: the name of the phase of collecting groups: sample, wait or, of demonstrations, read.
         engine_sleeps: whether the engine frees its memory until weights are pushed into it.
         origin: how to make the run again, as found at its start: the code may change while it lasts.
     """
@@ -73,7 +76,7 @@ class Interrupt:
             signal.signal(signal.SIGINT, self._before)
 
 
-class Run:
+class Run(Generic[P]):
     """A run over its parts, which it logs, evaluates and saves; used as a context manager.
 
     Args:
@@ -87,10 +90,10 @@ class Run:
         self,
         folder: RunFolder,
         logs: RunLogs,
-        parts: Parts,
+        parts: P,
         diagnosis: RunDiagnosis,
-        held_out: HeldOut,
-        step_metrics: Callable[[Parts, Sequence[Group], StepRecord], dict[str, float]],
+        held_out: AnyHeldOut,
+        step_metrics: Callable[[P, Sequence[Group], StepRecord], dict[str, float]],
         interrupt: Interrupt,
         options: RunOptions,
         ranks: Ranks | None = None,
@@ -108,7 +111,7 @@ class Run:
         if folder.restored:
             logs.note(f"Resumed after step {self.step} from {folder.restored[0]}")
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> Run[P]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -230,10 +233,10 @@ class Run:
         alone.
         """
         if self._totals is not None:
-            for name, count in (
-                ("sampled_tokens", sum(int(group.trainable.sum()) for group in sampled)),
-                ("trained_tokens", self.record.trained_tokens),
-            ):
+            counts = {"trained_tokens": self.record.trained_tokens}
+            if sampled:  # demonstrations are not
+                counts["sampled_tokens"] = sum(int(group.trainable.sum()) for group in sampled)
+            for name, count in counts.items():
                 self._totals[name] = self._totals.get(name, 0) + count
         totals = {"responses": self.collected, **(self._totals or {}), "seconds": self.seconds}
         return {f"total/{name}": float(value) for name, value in totals.items()}
@@ -289,8 +292,9 @@ class Run:
         """
         path: Path | None = self.save_checkpoint()
         if self._held_out.rows and self._held_out.evaluated_at != self.step:
-            metrics = {"time/at_s": self.seconds} | self._evaluate()
-            if not self.logs.has(self.step, "eval/reward"):
+            metrics = self._evaluate()
+            known, metrics = next(iter(metrics)), {"time/at_s": self.seconds} | metrics
+            if not self.logs.has(self.step, known):
                 self.logs.log(self.step, metrics)
             self._held_out.keep(self.folder.path, self.step)
             self.logs.progress.update(self.step, metrics)

@@ -14,10 +14,10 @@ from grpo_rl.monitor.progress import summary_lines, summary_panel
 from grpo_rl.report.files import EVALUATION, SUMMARY, read_rows, versions
 from grpo_rl.report.page import write_report
 from grpo_rl.run.claim import MODEL
+from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.export import export
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.model_card import CARD, model_card
-from grpo_rl.run.parts import Parts
 from grpo_rl.storage.whole_file import put_back, write_whole
 
 BEST, BEST_MODEL = "best.json", "best_model"
@@ -26,7 +26,7 @@ ENDS = "mean reward of all sampled responses, over the first and the last steps:
 
 
 def end_run(
-    logs: RunLogs, parts: Parts, summary: dict[str, object], checkpoint: Path | None, adapters: str, config: str
+    logs: RunLogs, parts: CommonParts, summary: dict[str, object], checkpoint: Path | None, adapters: str, config: str
 ) -> None:
     """Exports the model, its adapters ``merged`` or as ``adapter``, writes card, summary and report, and shows them."""
     model = logs.folder / MODEL
@@ -39,7 +39,7 @@ def end_run(
     logs.last_words += ["To pass on:", *(f"  {line}" for line in summary_lines(summary))]
 
 
-def keep_best(folder: Path, step: int, parts: Parts, adapters: str) -> None:
+def keep_best(folder: Path, step: int, parts: CommonParts, adapters: str) -> None:
     """Exports the model of the best evaluation so far, which takes the place of the one before once it is whole.
 
     ``best.json`` beside its weights has its step, so that no kill leaves the one without the other.

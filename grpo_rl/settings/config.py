@@ -69,12 +69,20 @@ def _checked(cfg: DictConfig, mode: str) -> Settings:
 
 
 def objective(summary: object) -> float | None:
-    """The number that a sweep maximises: the run's paired gain in held-out reward; None where none was measured.
+    """The number that a sweep maximises: the run's gain in held-out reward, or of SFT the fall of its held-out loss.
+
+    None where none was measured.
 
     >>> objective({"steps": 4, "eval_gain": 0.25}), objective({"steps": 4})
     (0.25, None)
+    >>> objective({"eval_loss_before": 0.75, "eval_loss_after": 0.25})
+    0.5
     """
-    gain = summary.get("eval_gain") if isinstance(summary, dict) else None
+    if not isinstance(summary, dict):
+        return None
+    if "eval_loss_after" in summary:
+        return float(summary["eval_loss_before"] - summary["eval_loss_after"])
+    gain = summary.get("eval_gain")
     return None if gain is None else float(gain)
 
 

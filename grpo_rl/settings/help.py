@@ -12,6 +12,7 @@ from pathlib import Path
 
 from grpo_rl.settings.composing_errors import unknown
 from grpo_rl.settings.declaration import REQUIRED, Setting, plain
+from grpo_rl.settings.imitation import is_read
 from grpo_rl.settings.sections import Sections, declarations
 
 COMMAND_LINES = ("grpo-rl", "cli.py")
@@ -32,12 +33,21 @@ FIRST = (
     "evaluate.rows",
     "resume",
 )
-"""The settings that people change first."""
+"""The settings that people change first; of SFT, those of them that it reads."""
+FIRST_IN_SFT = {"train.total_dialog_turns": "train.epochs"}
+"""What SFT has in the place of some of them."""
 EXAMPLES = {
     "+experiment=quickstart": "a small model learns in minutes, on a laptop too",
     "model.name=Qwen/Qwen2.5-0.5B-Instruct env.path=train.jsonl optimizer.lr=1e-6": "your model, your problems",
     "env.dataset=countdown loss=dr_grpo": "another task, another loss",
     "--config-dir configs --config-name mine": "configs/mine.yaml, which begins with `defaults: [grpo_gsm8k, _self_]`",
+    "--multirun optimizer.lr=1e-6,1e-5": "a sweep",
+    "resume=auto": "go on with the newest run of this config",
+}
+EXAMPLES_OF_SFT = {
+    "+experiment=quickstart_sft": "a small model imitates the solutions of word problems in minutes, on a laptop too",
+    "model.name=Qwen/Qwen2.5-0.5B env.path=train.jsonl optimizer.lr=1e-5 train.epochs=2": "your model, your solutions",
+    "env.dataset=prompt_response env.path=chats.jsonl": "conversations, of which the last message is imitated",
     "--multirun optimizer.lr=1e-6,1e-5": "a sweep",
     "resume=auto": "go on with the newest run of this config",
 }
@@ -90,21 +100,24 @@ def _command(mode: str) -> str:
     """The words before the overrides of this command line: a script's, or those of `grpo-rl`."""
     name = Path(sys.argv[0]).name
     if name in COMMAND_LINES:
-        return "grpo-rl train" + " --async" * (mode == "async")
+        return "grpo-rl train" + {"async": " --async", "sft": " --sft"}.get(mode, "")
     return f"python {sys.argv[0]}" if name.endswith(".py") else name
 
 
 def _overview(says: str, config_name: str, folders: Sequence[Path], mode: str) -> Iterator[str]:
-    command = _command(mode)
+    command, sft = _command(mode), mode == "sft"
+    first = [key for key in (FIRST_IN_SFT.get(key, key) if sft else key for key in FIRST) if not sft or is_read(key)]
     yield says
     yield ""
     yield f"usage: {command} [KEY=VALUE ...] [+experiment=RECIPE] [--config-name NAME (now {config_name})]"
     known = declarations(None)
-    yield from _block("Settings that people change first, with their defaults:", _pairs(FIRST, known), 40)
+    yield from _block("Settings that people change first, with their defaults:", _pairs(first, known), 40)
     yield from _block("Recipes, +experiment=NAME:", _members("experiment", folders))
     yield from _block("Tasks, env.dataset=NAME:", _members("env", folders))
-    yield from _block("Losses, loss=NAME:", _members("loss", folders))
-    yield from _block("Examples:", [(f"{command} {words}", says) for words, says in EXAMPLES.items()], 76)
+    if not sft:
+        yield from _block("Losses, loss=NAME:", _members("loss", folders))
+    examples = EXAMPLES_OF_SFT if sft else EXAMPLES
+    yield from _block("Examples:", [(f"{command} {words}", says) for words, says in examples.items()], 76)
     yield from _block("More:", MORE.items())
 
 

@@ -39,16 +39,17 @@ def check_machine(settings: Settings, mode: str = "sync") -> None:
     if settings.env.eval_path:
         _check_rows(settings, eval_source(settings), "test")
     if has_no_gpu():
-        check_on_cpu(settings, mode)
+        check_on_cpu(settings, "async" if mode == "async" else "sync")
 
 
 def check_engine(settings: Settings) -> None:
-    """Refuses an engine that is not installed.
+    """Refuses an engine that is not installed; SFT has none.
 
     Raises:
         ValueError: it is not; names the extra.
     """
-    if settings.inference_model.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+    samples = settings.mode != "sft" and settings.inference_model.engine == "vllm"
+    if samples and importlib.util.find_spec("vllm") is None:
         raise ValueError(
             "vLLM is not installed; install the extra `vllm` (CUDA) or `cpu`, or set "
             "inference_model.engine=transformers"

@@ -9,12 +9,17 @@ from grpo_rl.monitor.logger_names import logger_names
 from grpo_rl.policies.adapters import check_quantization
 from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.derived import adapters, group_sizes, kl_in_reward, loss_terms
+from grpo_rl.settings.imitation import check_sft
 from grpo_rl.settings.models import LoRASection
 from grpo_rl.settings.sections import Sections, declarations
 from grpo_rl.settings.tasks import ALIASES, NOT_BESIDE, TASKS
 from grpo_rl.training.schedules import AdaptiveKL
 
-SCRIPTS = {"sync": "sota/grpo.py, or grpo-rl train", "async": "sota/grpo_async.py, or grpo-rl train --async"}
+SCRIPTS = {
+    "sync": "sota/grpo.py, or grpo-rl train",
+    "async": "sota/grpo_async.py, or grpo-rl train --async",
+    "sft": "sota/sft.py, or grpo-rl train --sft",
+}
 """How a run of each mode is started: from a checkout, or installed."""
 
 
@@ -94,6 +99,8 @@ def _check_sampling(settings: Sections) -> None:
 
 
 def _check_mode(settings: Sections) -> None:
+    if settings.mode == "sft":
+        return check_sft(settings)
     own, other = ("async", "sync") if settings.mode == "async" else ("sync", "async")
     for key, setting in declarations(settings.env.dataset).items():
         if setting.mode not in (None, own) and (value := select(settings, key)) != setting.default:

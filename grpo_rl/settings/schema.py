@@ -48,7 +48,7 @@ class Settings(Sections):
             raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
         settings = cls._checked(values)
         check_relations(settings)
-        for misfit in misfits(settings) if divides else ():
+        for misfit in misfits(settings) if divides and settings.mode != "sft" else ():
             raise misfit
         return settings
 
@@ -83,6 +83,8 @@ class Settings(Sections):
             if all(key.startswith("loss.") for key in missing):
                 what, remedy = "the loss", "build its file on another: `defaults: [grpo, _self_]`"
             raise ValueError(f"{what} lacks {', '.join(missing)}; {remedy}")
+        if values.get("mode") == "sft" and select(values, "env.reward") == UNSET:
+            values = {**values, "env": {**values["env"], "reward": None}}  # nothing is scored
         if unset := sorted(key for key in known if select(values, key) == UNSET):
             raise ValueError(f"{', '.join(unset)} must be set: {dataset} can't do without")
         for wrong in (Setting.wrong_type, Setting.wrong_value):  # text can't be compared with a bound

@@ -225,7 +225,7 @@ class Loss(Section):
     surrogate: Surrogate | str = setting(
         "clipped",
         "clipped: PPO's | cispo: a clipped weight, no gradient lost | sapo: a soft gate | plain: r A | "
-        "package.module:function: your own (docs/losses.md)",
+        "none: only the KL | package.module:function: your own (docs/losses.md)",
     )
     ratio: Ratio = setting(
         "token",
@@ -282,10 +282,10 @@ class Loss(Section):
 class Sections(Section):
     """All settings of a run, checked each by itself."""
 
-    mode: Literal["sync", "async"] | None = setting(
+    mode: Literal["sync", "async", "sft"] | None = setting(
         None,
-        "sync: sample, then train, in turns (sota/grpo.py) | async: at the same time (sota/grpo_async.py); null: the "
-        "script's",
+        "sync: sample, then train, in turns (sota/grpo.py) | async: at the same time (sota/grpo_async.py) | sft: "
+        "imitate the data's responses (sota/sft.py); null: the script's",
     )
     env: Env
     model: Model = field(default_factory=Model)

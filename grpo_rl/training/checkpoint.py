@@ -328,7 +328,8 @@ def check_config(saved: str, current: str) -> None:
     before, now = flat(json.loads(saved)), flat(json.loads(current))
     before = {k: v for k, v in before.items() if k not in IGNORED and (k not in REMOVED or v != REMOVED[k])}
     # A schedule that does not decay is the same however long the run: it may be prolonged.
-    may_differ = (*MAY_DIFFER, *(["train.total_dialog_turns"] if now.get("optimizer.schedule") == "constant" else []))
+    length = "train.epochs" if now.get("mode") == "sft" else "train.total_dialog_turns"
+    may_differ = (*MAY_DIFFER, *([length] if now.get("optimizer.schedule") == "constant" else []))
     different = [
         f"{key}: {before.get(key, 'absent')} in the checkpoint, {now.get(key, 'absent')} here"
         for key in sorted(before.keys() | now.keys())

@@ -375,7 +375,7 @@ def test_an_entry_that_is_missing_is_named_with_who_writes_it(settings, missing,
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"surrogate": "ppo"}, "loss.surrogate is 'ppo'; it can be clipped, cispo, sapo, plain"),
+        ({"surrogate": "ppo"}, "loss.surrogate is 'ppo'; it can be clipped, cispo, sapo, plain, none"),
         ({"ratio": "response"}, "loss.ratio is 'response'; it can be token, sequence, sequence_token"),
         ({"kl": "k4"}, "loss.kl is 'k4'"),
         ({"kl": "k1", "kl_coef": 0.1}, "gradient of mean zero"),

@@ -267,7 +267,7 @@ def test_naming_a_task_chooses_its_config():
             "train.max_staleness=1 is of mode=async; run sota/grpo_async.py, or grpo-rl train --async",
         ),
         (["ray.address=auto"], "ray.address=auto is of mode=async"),
-        (["mode=asink"], "mode is 'asink'; it can be sync, async, or null; did you mean async?"),
+        (["mode=asink"], "mode is 'asink'; it can be sync, async, sft, or null; did you mean async?"),
         (["mode=async", "train.max_staleness=-1"], "train.max_staleness is -1; it must be 0 or more"),
         (
             ["policy.router_replay=true", "inference_model.engine=transformers"],

@@ -1,5 +1,5 @@
 sections.lanes = function (root, data) {
-  const NAMES = {sample: "Engine: sample", wait: "Trainer: wait for responses", score: "Trainer: score", train: "Trainer: train", sync: "Push weights", other: "Trainer: other", evaluate: "Engine: evaluate"};
+  const NAMES = {read: "Trainer: read rows", sample: "Engine: sample", wait: "Trainer: wait for responses", score: "Trainer: score", train: "Trainer: train", sync: "Push weights", other: "Trainer: other", evaluate: data.phases.includes("read") ? "Trainer: evaluate" : "Engine: evaluate"};
   const LEAST_WIDTH = 8, ROW = 38, BAR = 16;  // pixels: of a step with its phases, of a lane, of its bars
   let view = [0, 1], cursor = 0, dragged = null, told = false;
   const note = el("p", {class: "note"});

@@ -1,0 +1,198 @@
+"""Demonstrations: the rows of a task as prompts with the response that SFT imitates, each a group of one response."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from grpo_rl.data.group import Group
+from grpo_rl.envs.chat import decode_responses, encode_prompts, templated
+from grpo_rl.envs.prompts import Prompt, PromptSource
+from grpo_rl.envs.tables import place_of
+from grpo_rl.envs.task import Messages, Task
+
+HAVE_ONE = (
+    "gsm8k (answer), math (solution), prompt_response (env.completion_column, or messages that the assistant ends), "
+    "and a task of your own with a method `demonstration`"
+)
+"""The tasks whose rows can have a demonstration, and where."""
+_STAND_IN = "stand-in"
+_CHECK_BATCH = 1024
+
+
+class Demonstrations:
+    """The rows of a task with the ids of prompt and response, in shuffled epochs, each row once an epoch.
+
+    A prompt's ids are those that GRPO samples from. The response's are those of its text, and the end of turn that
+    generation stops at: what a policy that imitates it would have sampled, so that GRPO goes on with the same ids.
+
+    Args:
+        task: has a `Task.demonstration` of each row.
+        tokenizer: of the policy.
+        ends: ids that end a response in generation (`grpo_rl.engines.ends.end_ids`).
+        max_prompt_tokens: the longest prompt.
+        max_response_tokens: the longest response, its end included.
+        long_prompt: what to do with rows of which either is longer: ``error``, or ``skip``, which counts them.
+        seed: of the shuffles.
+
+    Raises:
+        ValueError: there are no rows, a row has no demonstration or an empty one, one is too long and ``long_prompt``
+            is ``error``, or the model has no end of sequence.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Sequence[int],
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        long_prompt: str = "error",
+        seed: int = 0,
+    ) -> None:
+        self.task, self.tokenizer = task, tokenizer
+        self.max_prompt_tokens, self._max_response_tokens = max_prompt_tokens, max_response_tokens
+        self._long_prompt = long_prompt
+        if not ends:
+            raise ValueError(
+                "the model has no end of sequence, so that what it imitates would not end; give it one: "
+                "eos_token_id in generation_config.json"
+            )
+        self.end = _end_of_turn(tokenizer, ends)
+        self._prompts = PromptSource(task, tokenizer, max_prompt_tokens, long_prompt, seed)
+        self.responses([0])  # a task that has none at all is told before anything else
+        self._prompts.check()
+        self.written_otherwise: list[int] = []
+        """Rows whose prompt and response the chat template writes with other ids, as of the whole conversation."""
+        self._check()
+
+    def __len__(self) -> int:
+        """The number of rows that are trained on in an epoch."""
+        return len(self.task.rows) - self.skipped
+
+    @property
+    def skipped(self) -> int:
+        """Rows found too long and left out."""
+        return len(self._prompts.too_long)
+
+    def take(self, count: int) -> list[Group]:
+        """The next ``count`` rows as groups."""
+        prompts = self._prompts.take(count)
+        return [_group(*pair) for pair in zip(prompts, self.responses([p.row for p in prompts]), strict=True)]
+
+    def groups(self, rows: Sequence[dict]) -> list[Group]:
+        """Held-out rows as groups, in their order; for the errors see the class."""
+        if not rows:
+            return []
+        prompts = encode_prompts(self.tokenizer, [self.task.prompt(row) for row in rows])
+        groups = []
+        places = [f"{place_of(rows, i)}, held out" for i in range(len(rows))]
+        for i, (ids, response) in enumerate(zip(prompts, self._encoded(rows, places), strict=True)):
+            if len(response) > self._max_response_tokens:
+                raise ValueError(self._too_long(places[i], len(response)))
+            groups.append(_group(Prompt(i, i, "", torch.tensor(ids, dtype=torch.long)), response))
+        return groups
+
+    def responses(self, rows: Sequence[int]) -> list[list[int]]:
+        """Ids of the response of each row, by its index."""
+        return self._encoded([self.task.rows[row] for row in rows], [place_of(self.task.rows, row) for row in rows])
+
+    def state(self) -> dict[str, int]:
+        """The position in the data, as JSON-able numbers."""
+        return self._prompts.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes to a position in the data.
+
+        Raises:
+            ValueError: it is a position in other data.
+        """
+        self._prompts.restore(dict(state))
+
+    def decode(self, ids: Tensor | Sequence[int]) -> str:
+        """The text of a response, without special tokens."""
+        return decode_responses(self.tokenizer, [ids])[0]
+
+    def query(self, row: int) -> str:
+        """The question of a row, for people and logs."""
+        return self.task.prompt(self.task.rows[row])[-1]["content"]
+
+    def _encoded(self, rows: Sequence[dict], places: Sequence[str]) -> list[list[int]]:
+        texts = []
+        for place, row in zip(places, rows, strict=True):
+            text = self.task.demonstration(row)
+            if text is None:
+                raise ValueError(
+                    f"{place}: {type(self.task).__name__} has no demonstration of it to imitate; rows "
+                    f"of these can have one: {HAVE_ONE}"
+                )
+            if not isinstance(text, str) or not text.strip():
+                raise ValueError(f"the demonstration of {place} is {text!r:.80}; give it a text, or remove the row")
+            texts.append(text)
+        return [[*ids, self.end] for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+    def _check(self) -> None:
+        """Encodes every row: finds what can't be trained on, and what the template would write otherwise."""
+        for start in range(0, len(self.task.rows), _CHECK_BATCH):
+            rows = range(start, min(start + _CHECK_BATCH, len(self.task.rows)))
+            responses = self.responses(rows)
+            for row, response in zip(rows, responses, strict=True):
+                if len(response) > self._max_response_tokens:
+                    if self._long_prompt == "error":
+                        raise ValueError(self._too_long(place_of(self.task.rows, row), len(response)))
+                    self._prompts.too_long.add(row)
+            self.written_otherwise += self._differing(rows, responses)
+        if not len(self):
+            raise ValueError(
+                f"all {len(self.task.rows)} rows are too long; raise sampling.max_new_tokens or "
+                "inference_model.max_model_len"
+            )
+
+    def _differing(self, rows: Sequence[int], responses: Sequence[list[int]]) -> list[int]:
+        if not self.tokenizer.chat_template:
+            return []
+        prompts = [self.task.prompt(self.task.rows[row]) for row in rows]
+        whole: list[Messages] = [
+            [*prompt, {"role": "assistant", "content": self.task.demonstration(self.task.rows[row]) or ""}]
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+        written = templated(self.tokenizer, whole, add_generation_prompt=False, tokenize=True, return_dict=False)
+        ours = [[*p, *r] for p, r in zip(encode_prompts(self.tokenizer, prompts), responses, strict=True)]
+        return [row for row, a, b in zip(rows, written, ours, strict=True) if a[: len(b)] != b]
+
+    def _too_long(self, where: str, tokens: int) -> str:
+        return (
+            f"the demonstration of {where} has {tokens} tokens with its end, and sampling.max_new_tokens, the longest "
+            f"response, is {self._max_response_tokens}; raise it, or leave such rows out with env.long_prompt=skip"
+        )
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> int:
+    """The id that the chat template ends the assistant's turn with, if generation stops there; else its first end."""
+    if not tokenizer.chat_template:
+        return next((id for id in ends if id == tokenizer.eos_token_id), ends[0])
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _STAND_IN}]
+    text = templated(tokenizer, turns, add_generation_prompt=False, tokenize=False)
+    behind = tokenizer(text[text.rindex(_STAND_IN) + len(_STAND_IN) :], add_special_tokens=False)["input_ids"]
+    return next((id for id in behind if id in ends), ends[0])
+
+
+def _group(prompt: Prompt, response: Sequence[int]) -> Group:
+    """A group of one response, of advantage 1: SFT climbs the log-probability of what it imitates."""
+    tokens = len(response)
+    return Group(
+        group_id=prompt.group_id,
+        row=prompt.row,
+        prompt_ids=prompt.ids,
+        response_ids=torch.tensor(response, dtype=torch.long),
+        log_probs=torch.zeros(tokens),  # in the data the response is certain
+        versions=torch.zeros(tokens, dtype=torch.long),
+        trainable=torch.ones(tokens, dtype=torch.bool),
+        offsets=torch.tensor([0, tokens]),
+        rewards=torch.zeros(1),
+        advantages=torch.ones(1),
+    )

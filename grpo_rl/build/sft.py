@@ -1,0 +1,128 @@
+"""Builds a run of SFT from its settings: that of sota/sft.py, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from grpo_rl.build import devices, training
+from grpo_rl.build.environment import held_out_rows, make_demonstrations
+from grpo_rl.build.run import open_folder
+from grpo_rl.collectors.demonstrations import DemonstrationCollector
+from grpo_rl.data.advantages import AdvantageEstimator
+from grpo_rl.data.batching import MicroBatching
+from grpo_rl.diagnosis.mismatch import Mismatch
+from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.ends import end_ids
+from grpo_rl.envs.demonstrations import Demonstrations
+from grpo_rl.losses.sft import SFTLoss
+from grpo_rl.monitor.loggers import check_loggers
+from grpo_rl.monitor.phases import start_phase
+from grpo_rl.policies.compiler import why_uncompiled
+from grpo_rl.policies.hub import load_tokenizer, resolve_model
+from grpo_rl.run.common_parts import CommonParts
+from grpo_rl.run.folder import RunFolder
+from grpo_rl.run.logs import RunLogs
+from grpo_rl.run.origin import origin
+from grpo_rl.run.run import Interrupt, Run, RunOptions
+from grpo_rl.run.sft import HeldOutDemonstrations, SFTDiagnosis, SFTLogs, sft_metrics
+from grpo_rl.settings.schema import Settings
+from grpo_rl.training.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
+from grpo_rl.weights.push import WeightSync
+from grpo_rl.weights.transport import NullTransport
+
+
+@contextmanager
+def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonParts]]:
+    """A run that imitates the data's responses, in this process or in those that torchrun started.
+
+    Raises:
+        ValueError: the settings do not fit this machine, the model or the data; before anything expensive starts.
+        RunIsOver: the run to go on with is finished; a `SystemExit` with code 0.
+    """
+    check_loggers(settings.logger.backend, settings.logger.settings)
+    with start_phase(f"finding {settings.model.name}"):
+        model = resolve_model(settings.model.name)
+        # There is no engine to plan for; this one needs nothing that the machine may lack.
+        plan = devices.plan_devices(settings.with_values({"inference_model.engine": "transformers"}), model)
+    with start_phase(f"reading the data of {settings.env.dataset}"):
+        tokenizer = load_tokenizer(model, settings.model.chat_template)
+        rows = make_demonstrations(settings, tokenizer, end_ids(model))
+        held_out = rows.groups(held_out_rows(settings, rows.task))
+    epochs, batch = settings.train.epochs, settings.train.optim_batch_size
+    total = epochs * len(rows)
+    steps, train = -(-total // batch), replace(settings.train, total_dialog_turns=total)
+    with ExitStack() as stack:
+        ranks = devices.make_ranks(settings, plan)
+        if ranks:
+            stack.callback(ranks.close)
+        folder = stack.enter_context(open_folder(settings, own_folder, model, ranks, train, longer="train.epochs"))
+        logs = stack.enter_context(_open_logs(settings, folder, rows, steps))
+        interrupt = stack.enter_context(Interrupt(logs.note))
+        with logs.progress.start_phase("loading the model"):
+            policy = training.make_policy(settings, model, plan, ranks)
+        if settings.train_model.compile is None and (why := why_uncompiled(policy.device)):
+            logs.note(f"Nothing is compiled, and steps take longer: {why}")
+        optimizer = training.make_optimizer(settings, policy, ranks, steps)
+        stack.callback(optimizer.close)
+        nowhere = NullTransport(getattr(torch, settings.train_model.dtype), takes_adapters=False)
+        max_tokens, count = settings.train.micro_batch_tokens, settings.train.gradient_accumulation_steps
+        parts = CommonParts(
+            env=rows,
+            tokenizer=tokenizer,
+            policy=policy,
+            optimizer=optimizer,
+            engine=None,
+            weights=WeightSync(policy.model, nowhere, ranks=ranks),  # knows the base of adapters
+            collector=DemonstrationCollector(rows, batch, total, folder.collected),
+            schedules=Schedules(GroupSizes(2), AdaptiveKL(0.0), RefreshRule(), AdvantageEstimator()),
+            loss=SFTLoss(),
+            micro_batching=MicroBatching(max_tokens, count, aggregate="token_mean"),
+        )
+        with Run(
+            folder,
+            logs,
+            parts,
+            SFTDiagnosis(parts, Mismatch(), Sampling(), alone=ranks is None),
+            HeldOutDemonstrations(policy, held_out, max_tokens, folder.eval_before),
+            sft_metrics,
+            interrupt,
+            RunOptions(
+                train,
+                settings.evaluate.frequency,
+                settings.model.name,
+                settings.env.dataset,
+                settings.train_model.lora.export,
+                "read",
+                False,
+                origin(folder.config, folder.restored[1].get("origin") if folder.restored else None),
+            ),
+            ranks,
+        ) as run:
+            yield run
+
+
+@contextmanager
+def _open_logs(settings: Settings, folder: RunFolder, rows: Demonstrations, steps: int) -> Iterator[RunLogs]:
+    folder.prepare()
+    logger = replace(settings.logger, completions=False)
+    # Without a loss and a tokenizer neither lineage nor tokens are stored.
+    with SFTLogs(
+        folder.path, logger, folder.config, steps, folder.step, folder.resumes, rank_zero=folder.rank_zero
+    ) as logs:
+        for note in folder.notes:
+            logs.note(note)
+        if rows.skipped:
+            logs.note(f"{rows.skipped} of {len(rows.task.rows)} rows are too long and left out")
+        if wrong := rows.written_otherwise:
+            share = f"{len(wrong)} of {len(rows.task.rows)}"
+            logs.note(
+                f"Warning. The chat template writes {share} demonstrations (the first is row {wrong[0]}) with other "
+                "ids than GRPO would sample them with: it changes earlier turns, or generation stops elsewhere. They "
+                "are trained on as GRPO samples: prompt, text, generation's end"
+            )
+        yield logs

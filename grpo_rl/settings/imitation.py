@@ -1,0 +1,45 @@
+"""What mode=sft, which imitates the data's responses, reads of the settings, and what it refuses."""
+
+from __future__ import annotations
+
+from grpo_rl.settings.declaration import plain, select
+from grpo_rl.settings.sections import Sections, declarations
+
+OF_GRPO = (
+    "env.num_envs", "env.repeats", "env.max_turns", "env.score_timeout_s", "env.max_failed_fraction", "env.isolated",
+    "env.rewards", "ref_model", "inference_model", "sampling", "train.total_dialog_turns", "train.max_staleness",
+    "train.max_refills", "train.repeats_schedule", "train.reward_clip", "train.lineage", "train_model.lora.push",
+    "policy", "mismatch", "loss", "evaluate.samples", "evaluate.temperature", "evaluate.tasks", "evaluate.keep_best",
+    "evaluate.patience", "evaluate.score", "logger.completions", "logger.token_groups", "ray",
+)  # fmt: skip
+"""Settings and sections of sampling and rewards, which SFT has none of."""
+LENGTHS = ("inference_model.max_model_len", "sampling.max_new_tokens")
+"""Those among them that SFT reads: the lengths that GRPO can go on with."""
+BECAUSE = {
+    "sampling.temperature": ": a demonstration is scored by the model's own distribution",
+    "evaluate.keep_best": ": the best model is that of a held-out reward",
+    "evaluate.patience": ": it follows a held-out reward",
+}
+
+
+def is_read(key: str) -> bool:
+    """Tells whether mode=sft reads a setting.
+
+    >>> is_read("optimizer.lr"), is_read("sampling.temperature"), is_read("sampling.max_new_tokens")
+    (True, False, True)
+    """
+    return key in LENGTHS or not any(key == name or key.startswith(f"{name}.") for name in OF_GRPO)
+
+
+def check_sft(settings: Sections) -> None:
+    """Refuses settings that mode=sft does not read.
+
+    Raises:
+        ValueError: one has another value than its default.
+    """
+    for key, setting in declarations(settings.env.dataset).items():
+        if not is_read(key) and (value := select(settings, key)) != setting.default:
+            raise ValueError(
+                f"{key}={plain(value)} means nothing to mode=sft, which samples no responses{BECAUSE.get(key, '')}; "
+                "leave it out"
+            )

@@ -1,0 +1,128 @@
+"""Demonstrations: the prompt's ids as GRPO has them, the response's as it would be sampled, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from grpo_rl.envs.base import LLMEnv
+from grpo_rl.envs.countdown import Countdown
+from grpo_rl.envs.demonstrations import Demonstrations
+from grpo_rl.envs.gsm8k import GSM8K
+from grpo_rl.envs.math import Math
+from grpo_rl.envs.prompt_response import PromptResponse
+from grpo_rl.policies.hub import load_tokenizer
+from grpo_rl.testing import save_tiny_model
+
+END = 0
+GSM8K_ROWS = [{"question": f"{i} + 1?", "answer": f"so\n#### {i + 1}"} for i in range(5)]
+CHAT = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "And 1 more?"},
+    {"role": "assistant", "content": "3"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def demonstrations(task, tokenizer, ends=(END,), longest=(200, 50), **settings):
+    return Demonstrations(task, tokenizer, ends, *longest, **settings)
+
+
+def test_prompts_have_the_ids_of_the_environment_and_responses_those_of_the_text_and_the_end_of_turn(tokenizer):
+    task = GSM8K(GSM8K_ROWS)
+    env = LLMEnv(task, tokenizer, num_envs=5, repeats=2, max_prompt_tokens=200, seed=3)
+    rows = demonstrations(task, tokenizer, seed=3)
+    for prompt, group in zip(env.next_prompts(), rows.take(5), strict=True):
+        assert (group.row, group.size) == (prompt.row, 1)
+        assert group.prompt_ids.tolist() == prompt.ids.tolist()
+        text = task.rows[group.row]["answer"]
+        assert group.response_ids.tolist() == [*tokenizer(text)["input_ids"], END]
+
+
+def test_rows_that_the_template_writes_with_other_ids_are_told(tokenizer):
+    # The tiny model's template announces a new turn by a sign that it leaves out of earlier ones.
+    assert demonstrations(GSM8K(GSM8K_ROWS), tokenizer).written_otherwise == [0, 1, 2, 3, 4]
+    same = copy.deepcopy(tokenizer)
+    same.chat_template = same.chat_template.replace("{{ m", "{% if m['role'] == 'assistant' %}>{% endif %}{{ m")
+    rows = demonstrations(GSM8K(GSM8K_ROWS), same)
+    assert not rows.written_otherwise
+    (group,) = rows.take(1)
+    whole = [
+        *rows.task.prompt(GSM8K_ROWS[group.row]),
+        {"role": "assistant", "content": GSM8K_ROWS[group.row]["answer"]},
+    ]
+    written = same.apply_chat_template(whole, tokenize=True, return_dict=False)
+    assert [*group.prompt_ids.tolist(), *group.response_ids.tolist()] == written
+
+
+def test_rows_come_once_an_epoch_and_a_position_gives_the_same_next_rows(tokenizer):
+    rows = demonstrations(GSM8K(GSM8K_ROWS), tokenizer)
+    first = [group.row for group in rows.take(5)]
+    state = rows.state()
+    second = [group.row for group in rows.take(5)]
+    assert sorted(first) == sorted(second) == [0, 1, 2, 3, 4] and first != second
+    rows.restore(state)
+    assert [group.row for group in rows.take(5)] == second
+
+
+def test_a_last_message_of_the_assistants_is_imitated_and_the_conversation_before_it_is_the_prompt(tokenizer):
+    task = PromptResponse([{"messages": CHAT}], prompt_column="messages")
+    assert task.prompt(task.rows[0]) == CHAT[:-1]
+    assert task.demonstration(task.rows[0]) == "3"
+    (group,) = demonstrations(task, tokenizer).take(1)
+    assert group.response_ids.tolist() == [*tokenizer("3")["input_ids"], END]
+
+
+@pytest.mark.parametrize("completion", ["two", [{"role": "assistant", "content": "two"}]])
+def test_a_column_of_completions_is_imitated(completion):
+    task = PromptResponse([{"prompt": "1 + 1?", "completion": completion}], completion_column="completion")
+    assert task.demonstration(task.rows[0]) == "two"
+
+
+def test_the_solution_of_a_mathematical_problem_is_imitated():
+    row = {"problem": "1 + 1?", "solution": r"It is $\boxed{2}$."}
+    assert Math([row]).demonstration(row) == r"It is $\boxed{2}$."
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (lambda: Countdown([{"numbers": [1, 2], "target": 3}]), "row 0: Countdown has no demonstration.*gsm8k"),
+        (lambda: Math([{"problem": "1 + 1?", "answer": "2"}]), "row 0: Math has no demonstration"),
+        (lambda: PromptResponse([{"prompt": "Hi"}]), "row 0: PromptResponse has no.*completion_column"),
+        (
+            lambda: PromptResponse([{"prompt": "Hi", "to": "Ho"}, {"prompt": "Hi", "to": " "}], completion_column="to"),
+            "the demonstration of row 1 is ' '; give it a text, or remove the row",
+        ),
+        (lambda: PromptResponse([{"m": CHAT[1:2]}], prompt_column="m"), "no question before"),
+    ],
+)
+def test_rows_without_anything_to_imitate_are_refused(task, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        demonstrations(task(), tokenizer)
+
+
+def test_long_demonstrations_are_refused_or_skipped_and_never_all(tokenizer):
+    rows = [*GSM8K_ROWS, {"question": "?", "answer": f"{'long ' * 20}#### 1"}]
+    tokens = len(tokenizer(rows[-1]["answer"])["input_ids"]) + 1
+    with pytest.raises(ValueError, match=f"row 5 has {tokens} tokens with its end, and sampling.max_new.* is 50"):
+        demonstrations(GSM8K(rows), tokenizer)
+    left = demonstrations(GSM8K(rows), tokenizer, long_prompt="skip")
+    assert (len(left), left.skipped) == (5, 1)
+    assert 5 not in {group.row for group in left.take(10)}
+    with pytest.raises(ValueError, match="all 1 rows are too long"):
+        demonstrations(GSM8K(rows[-1:]), tokenizer, long_prompt="skip")
+
+
+def test_the_end_is_the_templates_where_generation_stops_there_and_otherwise_generations_own(tokenizer):
+    letter = tokenizer("z")["input_ids"][0]
+    assert demonstrations(GSM8K(GSM8K_ROWS), tokenizer, ends=(letter, END)).end == END
+    assert demonstrations(GSM8K(GSM8K_ROWS), tokenizer, ends=(letter,)).end == letter
+    with pytest.raises(ValueError, match="no end of sequence"):
+        demonstrations(GSM8K(GSM8K_ROWS), tokenizer, ends=())

@@ -1,0 +1,63 @@
+"""Distillation: the KL to a teacher on the policy's own tokens is the whole loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.derived import loss_terms
+from grpo_rl.settings.schema import Settings
+
+TEACHER = ["loss=distill", "policy.kl_coef=1", "ref_model.name=teacher", "mode=sync"]
+
+
+def distill() -> GRPOLoss:
+    return GRPOLoss(**loss_terms(Settings.read(compose_config("grpo_gsm8k", TEACHER))))
+
+
+def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher():
+    # Each token of a vocabulary of four, weighed by its probability: the mean over infinitely many samples.
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.1], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([1.0, 0.0, -0.5, 0.2], dtype=torch.float64).log_softmax(0)
+    log_prob = logits.log_softmax(0)
+    tokens = TensorDict(
+        log_prob=log_prob,
+        entropy=torch.ones(4, dtype=torch.float64),
+        sampler_log_prob=log_prob.detach(),
+        ref_log_prob=teacher,
+        advantage=torch.tensor([5.0, -5.0, 1.0, 3.0], dtype=torch.float64),  # rewards have no part in it
+        trainable=torch.ones(4, dtype=torch.bool),
+        weight=log_prob.detach().exp(),
+        batch_size=[4],
+    )
+    out = distill()(tokens)
+    (gradient,) = torch.autograd.grad(out["loss"], logits, retain_graph=True)
+    kl = (log_prob.exp() * (log_prob - teacher)).sum()
+    (expected,) = torch.autograd.grad(kl, logits)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(out["loss"], kl, rtol=0, atol=1e-12)  # and the value is the KL
+    assert out["loss_objective"] == 0
+
+
+def test_the_value_is_torchrls_estimate_token_by_token():
+    theirs = pytest.importorskip("torchrl.objectives.llm").k3_kl_token_estimate
+    log_prob, teacher = torch.tensor([-1.0, -2.0, -0.1]), torch.tensor([-1.5, -0.5, -0.1])
+    tokens = TensorDict(
+        log_prob=log_prob,
+        entropy=torch.ones(3),
+        sampler_log_prob=log_prob,
+        ref_log_prob=teacher,
+        advantage=torch.ones(3),
+        trainable=torch.ones(3, dtype=torch.bool),
+        weight=torch.ones(3),
+        batch_size=[3],
+    )
+    torch.testing.assert_close(distill().terms(tokens)["kl"], theirs(teacher, log_prob))
+
+
+def test_without_a_teacher_there_is_nothing_to_train_on():
+    with pytest.raises(ValueError, match=r"set policy\.kl_coef=1 and ref_model\.name=TEACHER"):
+        Settings.read(compose_config("grpo_gsm8k", ["loss=distill", "mode=sync"]))
