@@ -16,7 +16,7 @@ from yaml import YAMLError
 import grpo_rl.config
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.command_line import option
-from grpo_rl.settings.composing_errors import explained
+from grpo_rl.settings.composing_errors import OWN, explained
 from grpo_rl.settings.declaration import declared, plain, select
 from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.schema import Settings, check_keys
@@ -88,7 +88,7 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
     """The arguments with a task named by its config, which brings its keys; those of the user's own need none there.
 
     Raises:
-        ValueError: the task is one of the user's own, and there is no such class, or it can't be used.
+        ValueError: the task is one of the user's own, and there is no such class, it can't be used, or none is named.
 
     >>> choosing_configs(["env.dataset=math", "optimizer.lr=1"])
     ['env=math', 'optimizer.lr=1']
@@ -100,8 +100,10 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
         key, _, value = word.lstrip("+").partition("=")
         if key not in ("env.dataset", "env.task"):
             words.append(word)
+        elif OWN in value.split(","):
+            raise ValueError(f"{word} names no task; say which class of your own it is: env.task=module:Class")
         elif all(map(is_name, value.split(","))):
-            words += ["env=own", f"env.dataset={value}"]
+            words += [f"env={OWN}", f"env.dataset={value}"]
         elif key == "env.task":
             raise ValueError(f"{word} is no package.module:Class; the project's own tasks are env.dataset=NAME")
         else:
