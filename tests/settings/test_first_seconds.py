@@ -83,7 +83,7 @@ TABLE = [
     (["loss.dual_clip=1.1"], "use at least 1.2 (3 is usual), or null"),
     (["train_model.quantization=nf4"], "set train_model.lora.rank, or quantization=null"),
     (["env.path=no_such.jsonl"], "env.path=no_such.jsonl can't be read: "),
-    (["env.path=rows.jsonl"], "rows.jsonl, line 1 has no question; its columns are ['problem', 'answer']; rename or"),
+    (["env.path=rows.jsonl"], "rows.jsonl, line 1 has no question; its columns are ['problem', 'answer']; env.columns={question: ITS_NAME}"),
     (["model.name=/no/such/model"], "unknown model '/no/such/model': there is no such folder, and it is no hub name"),
     (["model.name=empty"], "empty has no config.json with *.safetensors beside it (it has ['README.md']); give the"),
     (["train_model.num_devices=2"], "train_model.num_devices=2, but no GPU is visible; leave it null to use the CPU"),
