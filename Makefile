@@ -55,6 +55,7 @@ quick: $(DEV)
 
 lint: $(DEV)
 	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
 
 types: $(DEV)
 	.venv/bin/pyright

@@ -108,7 +108,6 @@ setup(
         "torch==2.13.*",
         "torchrl==0.14.1",
         "transformers>=5.16.1,<5.20",
-        *WANDB,
         "xxhash>=3.5,<5",
     ],
     extras_require={
@@ -128,6 +127,7 @@ setup(
             *TRL,
             *SWEEP,
             *TENSORBOARD,
+            *WANDB,
             *TRACKIO,
             *MLFLOW,
             "beartype>=0.23,<0.24",

@@ -17,7 +17,7 @@ from grpo_rl.envs.chat import Dialog, decode_responses, encode_prompts, encode_r
 from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
-from grpo_rl.envs.task import RESERVED_PARTS, Messages, Reward, Task, Unjudgeable, plays_turns
+from grpo_rl.envs.task import RESERVED_PARTS, SCORES, Messages, Reward, Task, Unjudgeable, plays_turns
 
 __all__ = [
     "Failure", "LLMEnv", "Messages", "Prompt", "Reward", "ScoreError", "ScoreGuard", "Task", "Unjudgeable",
@@ -79,15 +79,17 @@ class LLMEnv(EnvBase):
             raise ValueError(
                 f"env.repeats={repeats}; a response is compared with the others of its group, so at least 2 are needed"
             )
-        if clash := RESERVED_PARTS & set(task.reward_parts):
-            raise ValueError(
-                f"{type(task).__name__} names reward parts {sorted(clash)}, which are metrics; rename them"
-            )
         if max_turns < 1:
             raise ValueError(f"env.max_turns={max_turns}; the policy needs at least 1 turn")
         if isolated is not None:
             task.isolated = isolated
+        if "accuracy" in task.reward_parts and task.correct_part not in (None, "accuracy"):
+            raise ValueError(f"{type(task).__name__}: the part accuracy is not what tells what is right; rename it")
         task = with_rewards(task, rewards, token_counter(tokenizer))
+        if clash := [part for part in task.reward_parts if part in RESERVED_PARTS or part.startswith(SCORES)]:
+            raise ValueError(
+                f"{type(task).__name__} names reward parts {sorted(clash)}, which are metrics; rename them"
+            )
         if not task.reward_parts:
             raise ValueError("env.reward is empty; set it to package.module:function, or add rewards with env.rewards")
         prompts = PromptSource(task, tokenizer, max_prompt_tokens, long_prompt, seed)

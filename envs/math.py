@@ -144,6 +144,16 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train") -> 
     if source.path is None and split not in HUB_SETS:
         raise ValueError(f"the math task has no split {split!r}; it has {' and '.join(HUB_SETS)}")
     hub, hub_split = HUB_SETS.get(split, (None, split))
+    if (
+        split == "test"
+        and source.path is None
+        and (given := [name for name in ("subset", "revision") if name in source.given])
+    ):
+        raise ValueError(
+            f"env.{given[0]}={getattr(source, given[0])} is of {HUB_SETS['train'][0]}, and the held-out problems are "
+            f"another repository, {hub}; give a copy of these in env.eval_path (path.math of grpo-rl eval), or leave "
+            f"env.{given[0]} at null"
+        )
     rows = tables.load_rows(source, split if source.path else hub_split, COLUMNS, chat=("problem", "solution"), hub=hub)
     return Rows((where, _checked(row, where, present), present) for where, row, present in rows.placed())
 

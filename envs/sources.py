@@ -35,6 +35,7 @@ class Source:
         split: read instead of the split that the task reads for training, or for evaluation.
         revision: commit, tag or branch of the hub's data; a commit pins it.
         columns: the data's name of a column, by the name that the task uses.
+        keys: settings that these come from where they are not those of ``env`` with the same name, for messages.
 
     >>> Source.of("rows.jsonl").given, Source("hf:owner/name", split="dev").given
     ((), ('split',))
@@ -45,6 +46,7 @@ class Source:
     split: str | None = None
     revision: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, path: str | Path | Source | None) -> Source:
@@ -56,11 +58,20 @@ class Source:
         """The settings beside the path that say something."""
         return tuple(name for name in ("subset", "split", "revision", "columns") if getattr(self, name))
 
+    def key(self, name: str) -> str:
+        """The setting that one of these comes from.
+
+        >>> source = Source("rows.jsonl", keys={"path": "env.eval_path"})
+        >>> source.key("path"), source.key("split")
+        ('env.eval_path', 'env.split')
+        """
+        return self.keys.get(name, f"env.{name}")
+
     def refuse(self, names: Collection[str], what: str) -> None:
         """Raises ValueError where one of these settings is given, as ``what`` has none."""
         if given := [name for name in self.given if name in names]:
             raise ValueError(
-                f"env.{given[0]}={getattr(self, given[0])} means nothing for {what}; leave it at its default"
+                f"{self.key(given[0])}={getattr(self, given[0])} means nothing for {what}; leave it at its default"
             )
 
 
@@ -76,7 +87,7 @@ def read(source: Source, split: str, choose: Choose = tuple) -> list[Placed]:
             means nothing there.
     """
     assert source.path is not None
-    path, file = source.path, Path(source.path).expanduser()
+    path, file, key = source.path, Path(source.path).expanduser(), source.key("path")
     if path.startswith(HUB_PREFIX):
         return _of_hub(path.removeprefix(HUB_PREFIX), source, split, choose)
     if file.is_dir():
@@ -85,19 +96,32 @@ def read(source: Source, split: str, choose: Choose = tuple) -> list[Placed]:
     if not file.exists() and glob.has_magic(path):
         files = [Path(name) for name in sorted(glob.glob(str(file), recursive=True)) if Path(name).is_file()]
         if not files:
-            raise ValueError(f"env.path={path} matches no file; it is looked for in {Path.cwd()}")
+            raise ValueError(f"{key}={path} matches no file; it is looked for in {Path.cwd()}")
     elif format_of(file) is None:
         if not file.exists() and is_hub_name(path):
             return _of_hub(path, source, split, choose)
-        raise ValueError(f"env.path={path} is no {_KINDS}")
+        raise ValueError(f"{key}={path} is no {_KINDS}")
     source.refuse(("subset", "split", "revision"), "files, which are one split")
-    return [row for file in files for row in _of_file(file, choose)]
+    return [row for file in files for row in _of_file(file, key, choose)]
 
 
 _KINDS = (
     f"file that ends in {', '.join(FORMATS)} (or that and {', '.join(PACKED)}), no folder or pattern of such files, "
     "and no hub name (owner/name)"
 )
+
+
+def repository_of(path: str | None) -> str | None:
+    """The repository of the hub that a path names; None: it names none.
+
+    >>> repository_of("hf:openai/gsm8k:main"), repository_of("openai/gsm8k"), repository_of("rows.jsonl")
+    ('openai/gsm8k', 'openai/gsm8k', None)
+    """
+    if path is None or not path.startswith(HUB_PREFIX):
+        local = path is None or format_of(Path(path)) is not None or Path(path).expanduser().exists()
+        if path is None or local or not is_hub_name(path):
+            return None
+    return path.removeprefix(HUB_PREFIX).partition(":")[0]
 
 
 def is_hub_name(path: str) -> bool:
@@ -120,23 +144,25 @@ def format_of(file: Path) -> str | None:
     return ending if ending in FORMATS else None
 
 
-def _of_file(file: Path, choose: Choose) -> list[Placed]:
+def _of_file(file: Path, key: str, choose: Choose) -> list[Placed]:
     ending = format_of(file)
     if ending in (".jsonl", ".json"):
         # Not by `datasets`, which reads texts that look like dates as dates.
-        return [(where, {name: row[name] for name in choose(tuple(row))}, tuple(row)) for where, row in json_rows(file)]
+        return [
+            (where, {name: row[name] for name in choose(tuple(row))}, tuple(row)) for where, row in json_rows(file, key)
+        ]
     # Imported here: it takes a second, which other files need not pay.
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
     if ending is None:
-        raise ValueError(f"env.path={file} is no {_KINDS}")
+        raise ValueError(f"{key}={file} is no {_KINDS}")
     # Otherwise the texts "None" and "NA" of a CSV file would be read as nothing.
     options = {"keep_default_na": False} if ending == ".csv" else {}
     try:
         data = load_dataset(ending[1:], data_files=glob.escape(str(file)), split="train", **options)
     except (DatasetsError, OSError, ValueError) as error:
-        raise ValueError(f"env.path={file} can't be read: {error.__cause__ or error}") from error
+        raise ValueError(f"{key}={file} can't be read: {error.__cause__ or error}") from error
     return _of_table(data, str(file), choose)
 
 
@@ -163,9 +189,9 @@ def _of_folder(folder: Path, source: Source, split: str, choose: Choose) -> list
         found = {}
     files = {str(name): sorted(Path(file) for file in names) for name, names in found.items() if names}
     if not files:
-        raise ValueError(f"env.path={folder} is a folder without files that end in {', '.join(FORMATS)}")
+        raise ValueError(f"{source.key('path')}={folder} is a folder without files that end in {', '.join(FORMATS)}")
     chosen = _chosen(files, source, split, folder)
-    return [row for file in files[chosen] for row in _of_file(file, choose)]
+    return [row for file in files[chosen] for row in _of_file(file, source.key("path"), choose)]
 
 
 def _chosen(by_split: Mapping[str, Any], source: Source, split: str, folder: Path) -> str:
@@ -175,8 +201,8 @@ def _chosen(by_split: Mapping[str, Any], source: Source, split: str, folder: Pat
         return next(iter(by_split))
     if name not in by_split:
         raise ValueError(
-            f"env.path={folder} has no split {name}; it has {', '.join(by_split)}: set env.split, and env.eval_split "
-            "for the held-out rows"
+            f"{source.key('path')}={folder} has no split {name}; it has {', '.join(by_split)}: set env.split, and "
+            "env.eval_split for the held-out rows"
         )
     return name
 
@@ -184,11 +210,11 @@ def _chosen(by_split: Mapping[str, Any], source: Source, split: str, folder: Pat
 def _of_hub(name: str, source: Source, split: str, choose: Choose) -> list[Placed]:
     name, _, subset = name.partition(":")
     chosen = source.split or split
-    data = hub_data(name, source.subset or subset or None, chosen, source.revision)
+    data = _hub_data(name, source, source.subset or subset or None, chosen)
     return _of_table(data, f"{name} {chosen}", choose)
 
 
-def hub_data(name: str, subset: str | None, split: str, revision: str | None) -> Any:
+def _hub_data(name: str, source: Source, subset: str | None, split: str) -> Any:
     """A split of a data set of the hub, or of its cache.
 
     Raises:
@@ -198,7 +224,7 @@ def hub_data(name: str, subset: str | None, split: str, revision: str | None) ->
     from datasets.exceptions import DatasetsError
     from httpx2 import HTTPError  # what huggingface_hub raises
 
-    told = f"{name}:{subset}" if subset else name
+    told, revision = f"{name}:{subset}" if subset else name, source.revision
     try:
         return load_dataset(name, subset, split=split, revision=revision)
     except (ConnectionError, DatasetsError, HTTPError) as error:
@@ -208,7 +234,10 @@ def hub_data(name: str, subset: str | None, split: str, revision: str | None) ->
         ) from error
     except ValueError as error:
         # It names the splits and configurations that there are.
-        raise ValueError(f"env.path={told}, split {split}: {error}; env.subset and env.split choose") from error
+        raise ValueError(
+            f"{source.key('path')}={told}, split {split}: {error}; {source.key('subset')} and {source.key('split')} "
+            "choose"
+        ) from error
 
 
 def _of_table(data: Any, where: str, choose: Choose) -> list[Placed]:
@@ -217,7 +246,7 @@ def _of_table(data: Any, where: str, choose: Choose) -> list[Placed]:
     return [(f"{where}, row {index}", row, present) for index, row in enumerate(rows)]
 
 
-def json_rows(file: Path) -> Iterator[tuple[str, dict]]:
+def json_rows(file: Path, key: str = "env.path") -> Iterator[tuple[str, dict]]:
     """Each object, with the place where it stands: of a file with one object a line, or with one list of objects.
 
     Raises:
@@ -227,7 +256,7 @@ def json_rows(file: Path) -> Iterator[tuple[str, dict]]:
         with PACKED.get(file.suffix.lower(), open)(file, "rt", encoding="utf-8-sig") as opened:
             text = opened.read()
     except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
-        raise ValueError(f"env.path={file} can't be read: {error}") from error
+        raise ValueError(f"{key}={file} can't be read: {error}") from error
     if text.lstrip().startswith("["):
         rows = ((f"{file}, row {index}", row) for index, row in enumerate(_parsed(text, str(file))))
     else:

@@ -67,10 +67,16 @@ class TaskSpec:
         """
         from grpo_rl.envs.base import LLMEnv  # brings torch, which a worker that scores need not wait for
 
-        shared = inspect.signature(LLMEnv.__init__).parameters.keys() & settings.keys()
-        own = {name: value for name, value in settings.items() if name not in shared}
-        task = self.make_task(path, split, **own)
-        return LLMEnv(task, tokenizer, num_envs, repeats, **{name: settings[name] for name in shared})
+        own, shared = self.parted(settings)
+        return LLMEnv(self.make_task(path, split, **own), tokenizer, num_envs, repeats, **shared)
+
+    def parted(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The task's own settings, and those of :class:`~grpo_rl.envs.base.LLMEnv`."""
+        from grpo_rl.envs.base import LLMEnv
+
+        names = inspect.signature(LLMEnv.__init__).parameters.keys()
+        own = {name: value for name, value in settings.items() if name not in names}
+        return own, {name: value for name, value in settings.items() if name in names}
 
     def make_task(self, path: str | Path | Source | None = None, split: str = "train", **settings: Any) -> Task:
         """The task of the rows at ``path``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import UnionType
@@ -81,7 +82,7 @@ def load_rows(
             f"{reader} has no data of its own; set env.path to a JSONL, JSON, CSV or Parquet file, to a folder or "
             "pattern of such files, or to a hub name such as trl-lib/tldr"
         )
-    source = Source(source.path or hub, *(getattr(source, name) for name in ("subset", "split", "revision", "columns")))
+    source = replace(source, path=source.path or hub)
 
     def choose(present: tuple[str, ...]) -> Sequence[str]:
         names = {source.columns.get(name, name) for name in columns or present} | set(source.columns.values())
@@ -98,7 +99,7 @@ def load_rows(
             raise ValueError(f"{error}; give a {_ANY} file{given}{also}") from error
         raise
     if not placed:
-        raise ValueError(f"env.path={source.path} has no rows")
+        raise ValueError(f"{source.key('path')}={source.path} has no rows")
     rows = Rows((where, _renamed(row, source.columns, where, present), present) for where, row, present in placed)
     return rows.map(partial(asked_in_chat, column=chat[0], gold=chat[1])) if chat else rows
 

@@ -16,9 +16,10 @@ Messages = list[dict[str, str]]
 
 RESERVED_PARTS = {
     "mean", "std", "zero_std_fraction", "reward", "standard_error", "mean_length", "truncated_fraction", "total",
-    "failed", "measure",
+    "failed", "measure", "sampled_accuracy", "sampled_reward", "tied",
 }  # fmt: skip
-"""Names under ``reward/`` and ``eval/`` that metrics have taken already."""
+"""Names under ``reward/`` and ``eval/`` that metrics have taken already, beside those that begin as :data:`SCORES`."""
+SCORES = ("pass@", "maj@")
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,12 @@ class Task(ABC):
         """Tells whether a response with this reward is right; None where neither task nor weights say so."""
         part = self.correct_part
         return reward.parts[part] > 0 if part in reward.parts and self.pays(part) else None
+
+    @property
+    def tells_right(self) -> bool:
+        """Tells whether :meth:`is_right` can say of a response whether it is right."""
+        part = self.correct_part
+        return type(self).is_right is not Task.is_right or (part in self.reward_parts and self.pays(part))
 
     def final_answers(self, responses: Sequence[str]) -> list[str | None] | None:
         """The final answer that each response to one row states, equal ones written alike, None where it states none.

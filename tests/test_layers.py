@@ -26,7 +26,7 @@ LAYERS = [
 ]
 LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 # Folders that may import less than their layer would allow, by the beginnings of modules.
-ONLY_MODULES = {"envs": ("data", "by_name"), "losses": ("data.keys",)}
+ONLY_MODULES = {"envs": ("data", "by_name", "storage.cache"), "losses": ("data.keys",)}
 ONLY_LIBRARIES = {"losses": {"torch", "tensordict", "torchrl", "jaxtyping"}}
 # Folders that only these may import.
 ONLY_FOR = {

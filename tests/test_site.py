@@ -97,7 +97,7 @@ def test_blocks_of_the_first_page_run_on_a_run(run, capsys):
 
 def test_the_page_on_metrics_has_every_metric_of_a_run(run):
     text = (DOCS / "metrics.md").read_text()
-    named = [re.sub(r"<\w+>", "[^`]+", name) for name in re.findall(r"`([\w/<>]+)`", text)]
+    named = [re.sub(r"<\w+>", "[^`]+", name) for name in re.findall(r"`([\w/<>@]+)`", text)]
     families = re.compile("|".join(f"(?:{name})" for name in named))
     missing = {name for row in read_metrics(run) for name in row if not families.fullmatch(name)}
     assert not missing - {"step"} - quantiles(missing)

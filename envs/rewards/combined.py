@@ -74,6 +74,11 @@ class WithRewards(Task):
         """The task's own verdict."""
         return self.task.is_right(reward)
 
+    @property
+    def tells_right(self) -> bool:
+        """As the task itself tells."""
+        return self.task.tells_right
+
     def final_answers(self, responses: Sequence[str]) -> list[str | None] | None:
         """The task's own extraction."""
         return self.task.final_answers(responses)

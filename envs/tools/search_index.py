@@ -6,7 +6,6 @@ import functools
 import hashlib
 import importlib
 import json
-import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 from filelock import FileLock
 
 from grpo_rl.envs import tables
+from grpo_rl.storage.cache import cache_folder
 
 HUB_NAME = "hotpotqa/hotpot_qa:distractor"
 HUB_SPLITS = {"train": "train", "test": "validation"}
@@ -58,7 +58,7 @@ class SearchIndex:
 
     def __init__(self, documents: Sequence[Document], cache: str | Path | None = None) -> None:
         self.documents = documents
-        self._bm25 = _kept_index(documents, Path(cache) if cache else _cache_folder())
+        self._bm25 = _kept_index(documents, Path(cache) if cache else cache_folder() / "bm25")
 
     def search(self, query: str, count: int) -> list[Document]:
         """Up to ``count`` documents that share a word with ``query``, the best first; ties go by the corpus' order."""
@@ -154,11 +154,6 @@ def _checksums(folder: Path) -> dict[str, str]:
         for path in sorted(folder.iterdir())
         if path.name != _CHECKSUMS
     }
-
-
-def _cache_folder() -> Path:
-    own = os.environ.get("GRPO_RL_CACHE")
-    return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "grpo_rl").expanduser() / "bm25"
 
 
 # ---- the documents ----

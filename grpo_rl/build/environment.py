@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+import difflib
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +17,8 @@ from grpo_rl.run.held_out import HeldOutTask, Plan
 from grpo_rl.settings.derived import eval_source, train_source
 from grpo_rl.settings.evaluation import beside_training
 from grpo_rl.settings.schema import Settings
+from grpo_rl.settings.sections import Evaluate
+from grpo_rl.training.evaluate import score_names
 
 OF_DATA = ("dataset", "path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
 """Settings of ``env`` that say where rows come from; the others are the task's and the environment's."""
@@ -42,8 +45,16 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
     return env
 
 
-def make_eval_env(settings: Settings, tokenizer: PreTrainedTokenizerBase | None, rows: int | None = None) -> Any:
+def make_eval_env(
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase | None,
+    rows: int | None = None,
+    remedy: str = "raise max_model_len= or lower rows=",
+) -> Any:
     """The environment of the first ``rows`` held-out rows of ``env.dataset``; without a tokenizer, its task alone.
+
+    Args:
+        remedy: for a prompt that is too long; by default that of an evaluation by itself.
 
     Raises:
         ValueError: the data can't be found or read, has fewer rows, or a prompt is too long.
@@ -51,10 +62,11 @@ def make_eval_env(settings: Settings, tokenizer: PreTrainedTokenizerBase | None,
     spec, path = task_spec(settings.env.dataset), eval_source(settings)
     own = {name: settings.env[name] for name in settings.env if name not in OF_DATA}
     if tokenizer is None:
-        shared = inspect.signature(LLMEnv.__init__).parameters.keys()
-        task = spec.make_task(path, "test", **{name: value for name, value in own.items() if name not in shared})
+        task = spec.make_task(path, "test", **spec.parted(own)[0])
         if settings.env.rewards:
             raise ValueError("env.rewards is added by an environment with a tokenizer, which an endpoint has not")
+        if is_name(settings.env.dataset):
+            check_prompts(task, task.rows, settings.env.dataset, rows and min(rows, len(task.rows)))
         _take(task, rows, settings.env.dataset)
         return task
     env = spec(
@@ -65,26 +77,42 @@ def make_eval_env(settings: Settings, tokenizer: PreTrainedTokenizerBase | None,
         split="test",
         **own,
     )
+    if is_name(settings.env.dataset):
+        check_task_of(env, settings.env.dataset)
     _take(env.task, rows, settings.env.dataset)
     for i, row in enumerate(env.task.rows):
-        _check_prompt(env, row, i)
+        _check_prompt(env, row, i, remedy)
     return env
 
 
-def eval_plan(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Plan:
+def eval_plan(settings: Settings, tokenizer: PreTrainedTokenizerBase, env_of_training: LLMEnv) -> Plan:
     """What is evaluated beside greedy responses to the training task's held-out rows.
 
     Raises:
-        ValueError: the data of a task can't be found or read, has fewer rows, or a prompt is too long.
+        ValueError: the data of a task can't be found or read, has fewer rows, or a prompt is too long; no score has the
+            name of ``evaluate.score``.
     """
     wanted, tasks = settings.evaluate, []
     for given in wanted.tasks:
         name, rows = given["task"], given["rows"]
-        env = make_eval_env(beside_training(settings, name, given.get("path")), tokenizer, rows)
+        remedy = "raise inference_model.max_model_len or lower the rows of evaluate.tasks"
+        env = make_eval_env(beside_training(settings, name, given.get("path")), tokenizer, rows, remedy)
         tasks.append(HeldOutTask(name, env, env.task.rows, given.get("samples", 0)))
+    _check_score(wanted, env_of_training.task, tasks)
     return Plan(
         wanted.samples, wanted.temperature, settings.train.seed, tasks, wanted.score, wanted.keep_best, wanted.patience
     )
+
+
+def _check_score(wanted: Evaluate, task: Task, others: Sequence[HeldOutTask]) -> None:
+    if not (wanted.rows and (wanted.keep_best or wanted.patience)):
+        return
+    names = score_names(task, wanted.samples)
+    names += [f"{other.name}/{name}" for other in others for name in score_names(other.env.task, other.samples)]
+    if wanted.score not in names:
+        nearest = difflib.get_close_matches(wanted.score, names, 1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ValueError(f"evaluate.score={wanted.score} is none of {', '.join(names)}{hint}")
 
 
 def _take(task: Task, rows: int | None, name: str) -> None:
@@ -93,12 +121,9 @@ def _take(task: Task, rows: int | None, name: str) -> None:
     task.rows = [task.rows[i] for i in range(len(task.rows) if rows is None else rows)]
 
 
-def _check_prompt(env: LLMEnv, row: dict, i: int) -> None:
+def _check_prompt(env: LLMEnv, row: dict, i: int, remedy: str) -> None:
     if env.max_prompt_tokens is not None and (tokens := len(env.encode(row))) > env.max_prompt_tokens:
-        raise ValueError(
-            f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; raise "
-            "inference_model.max_model_len or lower evaluate.rows"
-        )
+        raise ValueError(f"held-out row {i} has a prompt of {tokens} tokens, {env.max_prompt_tokens} fit; {remedy}")
 
 
 def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
@@ -125,5 +150,5 @@ def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
     if len(rows) < wanted:
         raise ValueError(f"evaluate.rows={wanted}, but the held-out data has {len(rows)} rows")
     for i in range(wanted):
-        _check_prompt(env, rows[i], i)
+        _check_prompt(env, rows[i], i, "raise inference_model.max_model_len or lower evaluate.rows")
     return [rows[i] for i in range(wanted)]

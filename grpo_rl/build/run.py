@@ -80,7 +80,7 @@ def build_run(
     with start_phase(f"reading the data of {settings.env.dataset}"):
         tokenizer = load_tokenizer(model, settings.model.chat_template)
         env = make_env(settings, tokenizer)
-        rows, evaluation = eval_rows(settings, env), eval_plan(settings, tokenizer)
+        rows, evaluation = eval_rows(settings, env), eval_plan(settings, tokenizer, env)
     loss, buffer = training.make_loss(settings), training.make_buffer(settings)
     advantages = training.make_advantages(settings, env.task.reward_parts)
     with ExitStack() as stack:
@@ -158,7 +158,7 @@ def build_run(
                 settings.train_model.lora.export,
                 "wait" if settings.mode == "async" else "sample",
                 settings.inference_model.sleep,
-                origin(folder.config),
+                origin(folder.config, folder.restored[1].get("origin") if folder.restored else None),
             ),
             ranks,
         ) as run:
@@ -174,13 +174,14 @@ def _open_folder(settings: Settings, own: str | Path, model: Path, ranks: Ranks 
         1 + settings.train.keep_checkpoints,  # one more while the next is written
         parameters * (BYTES_PER_PARAMETER + reference),
         model_bytes,
+        2 if settings.evaluate.rows and settings.evaluate.keep_best else 1,
     )
     return RunFolder(own, settings.resume, settings.as_json(), settings.as_text(), room, settings.train, ranks)
 
 
 def _best(folder: RunFolder, logs: RunLogs, keeps: bool, ranks: Ranks | None) -> dict | None:
-    """The tracker's state in the checkpoint of a resumed run, without the best where its model is not kept."""
-    state = folder.restored[1].get("eval_best") if folder.restored else None
+    """The tracker's state of a resumed run, without the best where its model is not kept."""
+    state = folder.best
     if not (state and keeps):
         return state
     kept = best_kept(folder.path) if folder.rank_zero else None

@@ -105,15 +105,18 @@ def evaluate_model(name: str, own: EvalSettings, rest: Sequence[str], folder: Pa
             source = ServedSource(endpoint, to_do, own.rows)
         elif to_do:
             source = LocalSource(stack.enter_context(model_folder(name)), to_do, own.rows, own.samples)
-        for task in to_do:
+        if to_do:
             stack.callback(source.close)
+            source.start()
+        for task in to_do:
             start = time.perf_counter()
             try:
                 rows = [*source.task(task).rows][: own.rows]
                 sampling = Sampling(**settings[task].sampling)
                 greedy = source.evaluate(task, rows, replace(sampling, temperature=0.0), 1, own.seed)
                 sampled = source.evaluate(task, rows, sampling, own.samples, own.seed) if own.samples else None
-            except (EndpointError, EngineDeadError, ScoreError) as error:
+            # A ValueError here is of this task's data or its scorer: the settings are checked, and the engine runs.
+            except (EndpointError, EngineDeadError, ScoreError, ValueError) as error:
                 print(f"{task}: failed: {error}", file=sys.stderr)
                 failed.append(task)
                 continue

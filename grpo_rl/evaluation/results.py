@@ -17,6 +17,7 @@ from rich.table import Table
 
 from grpo_rl.envs.task import Task
 from grpo_rl.intervals import Estimate, mean_interval, paired_gain
+from grpo_rl.monitor.step_parts import encodable
 from grpo_rl.storage.whole_file import write_whole
 from grpo_rl.training.evaluate import Evaluation, row_scores
 
@@ -87,8 +88,9 @@ def write_responses(folder: Path, name: str, task: Task, rows: Sequence[dict], p
             table.append(
                 {
                     "task": name, "kind": kind, "row": at // evaluation.samples, "sample": at % evaluation.samples,
-                    "query": task.prompt(row)[-1]["content"], "gold": task.gold(row), "completion": text,
-                    "answer": evaluation.answers[at] if evaluation.answers else None,
+                    "query": _text(task.prompt(row)[-1]["content"]), "gold": _text(task.gold(row)),
+                    "completion": _text(text),
+                    "answer": _text(evaluation.answers[at]) if evaluation.answers else None,
                     "reward": evaluation.rewards[at], "correct": evaluation.correct[at],
                     "length": evaluation.lengths[at], "truncated": evaluation.truncated[at],
                 }
@@ -102,6 +104,10 @@ def write_responses(folder: Path, name: str, task: Task, rows: Sequence[dict], p
     buffer = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(table, schema), buffer)
     write_whole(folder / RESPONSES / f"{name}.parquet", buffer.getvalue().to_pybytes())
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else encodable(str(value))
 
 
 def write_eval(folder: Path, header: Mapping[str, Any], tasks: Mapping[str, TaskResult]) -> None:

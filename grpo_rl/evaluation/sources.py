@@ -23,7 +23,7 @@ URL = re.compile(r"https?://")
 
 
 class LocalSource:
-    """An engine that is started here, for all tasks; it starts with the first one.
+    """An engine that is started here, for all tasks.
 
     Args:
         tasks: the settings of each task, which share the engine's.
@@ -38,6 +38,17 @@ class LocalSource:
         self._envs = {name: make_eval_env(settings, tokenizer, rows) for name, settings in tasks.items()}
         self._settings = tasks
 
+    def start(self) -> None:
+        """Starts the engine.
+
+        Raises:
+            ValueError: the settings do not fit this machine or the model.
+        """
+        most = max(len(env.task.rows[: self._rows]) for env in self._envs.values()) * max(self._samples, 1)
+        settings = next(iter(self._settings.values())).with_values({"evaluate.rows": most})
+        heads = AutoConfig.from_pretrained(self._folder).get_text_config().num_attention_heads
+        self._engine = make_engine(settings, self._folder, allocate(settings, num_attention_heads=heads))
+
     def task(self, name: str) -> Task:
         """The task, with its held-out rows."""
         return self._envs[name].task
@@ -46,11 +57,7 @@ class LocalSource:
         self, name: str, rows: list[dict[str, Any]], sampling: Sampling, samples: int, seed: int
     ) -> Evaluation:
         """The judged responses to a task's rows."""
-        if self._engine is None:
-            most = max(len(env.task.rows[: self._rows]) for env in self._envs.values()) * max(self._samples, 1)
-            settings = self._settings[name].with_values({"evaluate.rows": most})
-            heads = AutoConfig.from_pretrained(self._folder).get_text_config().num_attention_heads
-            self._engine = make_engine(settings, self._folder, allocate(settings, num_attention_heads=heads))
+        assert self._engine is not None, "start() comes first"
         return evaluate(self._envs[name], self._engine, rows, sampling, samples, seed)
 
     def close(self) -> None:
@@ -76,6 +83,9 @@ class ServedSource:
             name: ScoreGuard(self._tasks[name], settings.env.score_timeout_s, settings.env.max_failed_fraction)
             for name, settings in tasks.items()
         }
+
+    def start(self) -> None:
+        """An endpoint runs already."""
 
     def task(self, name: str) -> Task:
         """The task, with its held-out rows."""

@@ -93,8 +93,9 @@ class OwnTerm:
         if changed := [name for name in batch if not torch.equal(batch[name], fresh[name])]:
             raise ValueError(f"{self._where} changes {', '.join(changed)} in place; compute new tensors")
         self._check_numbers(leaf, values)
-        part = self(**self._settings, **{name: value[: count // 2] for name, value in fresh.items()})
-        if not torch.allclose(part, values[: count // 2], atol=1e-6):
+        each = [{name: value[at : at + 1] for name, value in fresh.items()} for at in range(count)]
+        alone = [self(**self._settings, **token) for token in each]
+        if not torch.allclose(torch.cat([value.reshape(1) for value in alone]), values, atol=1e-6):
             raise ValueError(
                 f"{self._where} gives a token another value where other tokens are beside it, so that the gradient "
                 "would depend on the split into micro-batches; leave means over tokens to loss.aggregate, "

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from grpo_rl.migration.trl_config import check_types
 from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, MISSING, RENAMED, SAME, UNNEEDED
 from grpo_rl.monitor.logger_names import BUILT_IN
 
@@ -103,6 +104,7 @@ def convert(
     (2e-06, 80, "repetition_penalty=1.1: its log-probabilities would not be the policy's")
     """
     made = Converted()
+    check_types(given)
     # With warmup_ratio: 0.1 and warmup_steps: 0, a tenth of the steps warm up, whichever comes last.
     named = {name: value for name, value in given.items() if name not in RENAMED}
     named |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED and not named.get(RENAMED[name])}
@@ -345,6 +347,8 @@ def _convert_task(made: Converted, fields: Mapping[str, Any], rewards: list[str]
     if path:
         made.put("env.path", path)
     subset = fields.get("dataset_config") or next(iter(fields.get("dataset_configs") or []), None)
+    if len(fields.get("dataset_configs") or []) > 1:
+        made.differs("dataset_configs", fields["dataset_configs"], f"one subset is read, {subset}")
     for key, value in (("subset", subset), ("split", fields.get("dataset_train_split"))):
         if value not in (None, "default", "train"):
             made.put(f"env.{key}", value)

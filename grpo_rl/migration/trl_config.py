@@ -8,10 +8,13 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from grpo_rl.migration.trl_fields import DEFAULTS, RENAMED
 
 SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 """A number that YAML 1.1 reads as text, as it has no point or no sign."""
@@ -38,6 +41,24 @@ def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds {type(fields).__name__}, not fields with values such as `learning_rate: 1e-6`")
     return {str(name): _number(value) for name, value in fields.items()}, []
+
+
+def check_types(given: Mapping[str, Any]) -> None:
+    """Refuses values of another type than TRL's default has; null and a name of an earlier version are let through.
+
+    Raises:
+        ValueError: names the field, and what TRL takes there.
+    """
+    for name, value in given.items():
+        default = DEFAULTS.get(RENAMED.get(name, name))
+        if value is None or default is None:
+            continue
+        is_number = isinstance(default, int | float) and not isinstance(default, bool)
+        allowed = (int, float) if is_number else (bool, str) if name == "scale_rewards" else type(default)
+        if not isinstance(value, allowed) or (is_number and isinstance(value, bool)):
+            raise ValueError(
+                f"{name} is {value!r}; TRL takes {'a number' if is_number else f'such as {default!r}'} there"
+            )
 
 
 def _number(value: Any) -> Any:
@@ -68,8 +89,8 @@ def _read_script(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func).rpartition(".")[2]
-        if name == "load_dataset" and node.args and isinstance(node.args[0], ast.Constant):
-            fields.setdefault("dataset_name", node.args[0].value)
+        if name == "load_dataset":
+            _read_data(node, fields, unknown)
         if name not in renamed:
             continue
         called.add(name)
@@ -89,3 +110,22 @@ def _read_script(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
     if "LoraConfig" in called:
         fields["use_peft"] = True
     return fields, unknown
+
+
+def _read_data(call: ast.Call, fields: dict[str, Any], unknown: list[str]) -> None:
+    """Takes name, subset and split of the first call of load_dataset."""
+    given = dict(zip(("dataset_name", "dataset_config"), call.args, strict=False))
+    ours = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}
+    for keyword in call.keywords:
+        if keyword.arg in ours:
+            given[ours[keyword.arg]] = keyword.value
+        else:
+            unknown.append(f"load_dataset({ast.unparse(keyword)}): not taken over")
+    if "dataset_name" in fields:
+        unknown.append(f"{ast.unparse(call)}: a second data set; the first is taken")
+        return
+    for name, node in given.items():
+        if isinstance(node, ast.Constant):
+            fields[name] = node.value
+        else:
+            unknown.append(f"{name}={ast.unparse(node)}: no literal, so its value isn't known; left out")

@@ -127,10 +127,6 @@ class CompletionsLog:
         schema = pa.schema([*_BEFORE_PARTS, *((name, pa.float32()) for name in parts), *_AFTER_PARTS, *turns])
         self._parts.write(step, pa.Table.from_pylist([_encodable(row) | {"step": step} for row in rows], schema=schema))
 
-    def truncate(self, step: int) -> None:
-        """Drops the parts after ``step`` and what a killed run left half written."""
-        self._parts.truncate(step)
-
 
 def logged_steps(run_dir: str | Path) -> list[int]:
     """Steps that have a part, in order; empty where the run wrote none."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+from grpo_rl.by_name import is_name
+
 NONE = "none"
 BUILT_IN = {
     "wandb": ("grpo_rl.monitor.wandb:WandbLog", "wandb"),
@@ -30,7 +32,7 @@ def logger_names(backend: str | Sequence[str]) -> list[str]:
     """
     names = list(dict.fromkeys([backend] if isinstance(backend, str) else backend))
     for name in names:
-        if name in (*BUILT_IN, NONE) or ":" in name:
+        if name in (*BUILT_IN, NONE) or is_name(name):
             continue
         close = difflib.get_close_matches(name, [*BUILT_IN, NONE], n=1)
         known = f"it takes {', '.join(BUILT_IN)}, package.module:Class, or none"

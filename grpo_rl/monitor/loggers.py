@@ -13,11 +13,14 @@ from typing import Any, Protocol, cast
 from grpo_rl.by_name import object_by_name
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.logger_names import BUILT_IN, logger_names, settings_name
-from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
+from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics, rows_from
+from grpo_rl.storage.masking import masked
 
 METHODS = ("log", "table", "close")
 LONGEST_WAIT_S = 300.0
 """A logger that fails is tried again after 2, 4, 8, ... seconds, and at last every so many."""
+CATCH_UP = 100
+"""Rows that a logger missed are sent so many at a time, one time a step: training waits for them."""
 
 
 class MetricsLogger(Protocol):
@@ -25,7 +28,7 @@ class MetricsLogger(Protocol):
 
     Args:
         run_dir: the run folder, which exists.
-        config: the whole config as plain values.
+        config: the whole config as plain values, secrets masked.
         last_step: the last step of the run so far, -1 if there is none. What the place holds of later steps belongs to
             an abandoned continuation, and is logged again.
         settings: those of `logger.settings` under the logger's name.
@@ -115,16 +118,23 @@ def open_loggers(
     names = logger_names(backend)
     rows = read_metrics(run_dir) if names and (run_dir / METRICS_FILE).exists() else []
     last_step = max((int(row["step"]) for row in rows), default=-1)
-    loggers = Loggers(say, clock)
+    loggers = Loggers(say, clock, run_dir / METRICS_FILE)
     try:
         for name in names:
             own = dict(common or {}) if name in BUILT_IN else {}
             own |= dict(of_wandb or {}) if name == "wandb" else {}
             own |= (settings or {}).get(settings_name(name), {})
-            logger = _opened(name, run_dir, config, last_step, own)
+            # The config goes to other machines, and is shown there.
+            logger = _opened(name, run_dir, masked(config), last_step, own)
             loggers.add(name, logger)
             if getattr(logger, "needs_history", False):
-                replay(logger, run_dir, rows)
+                try:
+                    replay(logger, run_dir, rows)
+                except Exception as error:  # whatever a library or a class of one's own raises
+                    raise ValueError(
+                        f"the logger {name} can't be given what the run folder holds ({type(error).__name__}: {error})"
+                        "; mend it or take it out of logger.backend"
+                    ) from error
     except BaseException:
         with suppress(Exception):  # the error that is raised is the one to see
             loggers.close(1)
@@ -148,7 +158,7 @@ def _opened(
 def replay(logger: MetricsLogger, run_dir: Path, rows: Sequence[Mapping[str, float]]) -> None:
     """Logs all rows of metrics again, and the responses that the run folder holds."""
     for row in rows:
-        logger.log(int(row["step"]), {name: value for name, value in row.items() if name not in ("step", "time")})
+        logger.log(int(row["step"]), sent(row))
     for step in logged_steps(run_dir):
         logger.table(step, [{name: row[name] for name in row if name != "step"} for row in read_step(run_dir, step)])
 
@@ -156,12 +166,20 @@ def replay(logger: MetricsLogger, run_dir: Path, rows: Sequence[Mapping[str, flo
 class Loggers:
     """Several loggers as one. One that fails once the run goes on is named, tried again, and ends no run.
 
-    Numbers that it missed are sent once it works again; tables are not. What it never got is counted at the end:
-    ``metrics.jsonl`` has it.
+    Numbers that it missed are sent once it works again, from ``metrics.jsonl``, some at a time; tables are not. What it
+    never got is counted at the end.
+
+    Args:
+        path: the run's ``metrics.jsonl``, which has each row before it is logged here.
     """
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._say, self._clock = say, clock
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        path: Path = Path(METRICS_FILE),
+    ) -> None:
+        self._say, self._clock, self._path = say, clock, path
         self._attempts: list[_Attempts] = []
 
     def __bool__(self) -> bool:
@@ -169,12 +187,12 @@ class Loggers:
 
     def add(self, name: str, logger: MetricsLogger) -> None:
         """Adds a logger."""
-        self._attempts.append(_Attempts(name, logger, self._say, self._clock))
+        self._attempts.append(_Attempts(name, logger, self._say, self._clock, self._path))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs numbers of a step."""
         for attempts in self._attempts:
-            attempts.log(step, metrics)
+            attempts.log(step, sent(metrics))
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Logs the responses of a step."""
@@ -187,33 +205,67 @@ class Loggers:
             attempts.close(exit_code)
 
 
+def sent(row: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of a line of ``metrics.jsonl`` that loggers get: they place points by steps and clocks of their own.
+
+    >>> sent({"step": 3, "time": 1.8e9, "time/at_s": 60.0, "time/train_s": 2.0, "reward/mean": 0.5})
+    {'time/train_s': 2.0, 'reward/mean': 0.5}
+    """
+    return {name: value for name, value in row.items() if name not in ("step", "time", "time/at_s")}
+
+
 class _Attempts:
     def __init__(
-        self, name: str, logger: MetricsLogger, say: Callable[[str], None], clock: Callable[[], float]
+        self, name: str, logger: MetricsLogger, say: Callable[[str], None], clock: Callable[[], float], path: Path
     ) -> None:
-        self._name, self._logger, self._say, self._clock = name, logger, say, clock
-        self._waiting: list[tuple[int, Mapping[str, float]]] = []
+        self._name, self._logger, self._say, self._clock, self._path = name, logger, say, clock, path
+        self._missing = 0
+        """Rows that it lacks: those of the file from the byte ``_from`` on."""
+        self._from = self._end = self._size()
         self._failures = self._lost_tables = 0
         self._told = False
         self._not_before = 0.0
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._waiting.append((step, metrics))
-        if self._clock() >= self._not_before:
-            self._send()
+    def _size(self) -> int:
+        return self._path.stat().st_size if self._path.exists() else 0
 
-    def _send(self) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        begin, self._end = self._end, self._size()
+        if not self._missing:
+            self._from = begin
+        self._missing += 1
+        if self._clock() < self._not_before:
+            return
+        if self._missing > 1:
+            self._catch_up()
+        elif self._took(step, metrics):
+            self._missing = 0
+
+    def _took(self, step: int, metrics: Mapping[str, float]) -> bool:
         try:
-            while self._waiting:
-                self._logger.log(*self._waiting[0])
-                self._waiting.pop(0)
+            self._logger.log(step, metrics)
         except Exception as error:  # a tracker that is away, of whatever library, must not end a run of days
-            self._failed(self._waiting[0][0], error)
-        else:
-            self._failures = 0
+            self._failed(step, error)
+            return False
+        self._failures = 0
+        return True
+
+    def _catch_up(self) -> bool:
+        """Sends some of the missing rows, and tells whether it could."""
+        try:
+            rows = rows_from(self._path, self._from, min(self._missing, CATCH_UP))
+        except (OSError, ValueError) as error:  # a disk that fails is the run's matter
+            self._failed(-1, error)
+            return False
+        for row, end in rows:
+            metrics = sent(row)
+            if not self._took(int(row["step"]), metrics):
+                return False
+            self._from, self._missing = end, self._missing - 1
+        return bool(rows)
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        if self._waiting:  # it was away a moment ago
+        if self._missing:  # it was away a moment ago
             self._lost_tables += 1
             return
         try:
@@ -233,28 +285,17 @@ class _Attempts:
             )
 
     def close(self, exit_code: int) -> None:
-        self._send()
+        while self._missing and self._catch_up():
+            pass
         try:
             self._logger.close(exit_code)
         except Exception as error:  # as above
             self._say(f"Warning. The logger {self._name} can't be closed ({type(error).__name__}: {error})")
-        if self._waiting or self._lost_tables:
+        if self._missing or self._lost_tables:
             self._say(
-                f"Warning. The logger {self._name} lacks {len(self._waiting)} rows of metrics and {self._lost_tables} "
+                f"Warning. The logger {self._name} lacks {self._missing} rows of metrics and {self._lost_tables} "
                 "tables of responses; the run folder has them"
             )
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a nested mapping by dotted name; lists and empty mappings are values.
-
-    >>> flat({"a": {"b": 1}, "c": [2]})
-    {'a.b': 1, 'c': [2]}
-    """
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return found
 
 
 def run_name(run_dir: Path) -> str:

@@ -6,6 +6,7 @@ there is none. Letters: G responses of a group, R response tokens of a group.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -24,6 +25,8 @@ from grpo_rl.storage.whole_file import naming, write_whole
 
 METRICS_FILE = "metrics.jsonl"
 
+FEWEST_AT_AN_END = 5
+"""Steps at each end of a run that are compared, if it has twice as many; a tenth of the run where that is more."""
 REWARD_STATISTICS = frozenset({"mean", "std", "zero_std_fraction"})
 """The names under ``reward/`` beside the named parts of the reward; no part may take one of them."""
 
@@ -201,6 +204,25 @@ def finite_mean(values: Sequence[float] | np.ndarray) -> float:
     return float(finite.mean()) if len(finite) else math.nan
 
 
+def steps_at_an_end(steps: int) -> int:
+    """The number of steps at each end of a run that are compared: a tenth, at least 5, at most half, and one at least.
+
+    >>> [steps_at_an_end(steps) for steps in (1, 6, 10, 40, 1000)]
+    [1, 3, 5, 5, 100]
+    """
+    return max(steps // 10, min(FEWEST_AT_AN_END, steps // 2), 1)
+
+
+def first_and_last(values: Sequence[float]) -> tuple[float, float]:
+    """The means of the finite ones of the first and of the last values, as many as :func:`steps_at_an_end` says.
+
+    >>> first_and_last([1.0] * 5 + [0.0] * 10 + [3.0, 4.0, 5.0, 4.0, 4.0]), first_and_last([1.0, math.nan, 2.0])
+    ((1.0, 4.0), (1.0, 2.0))
+    """
+    ends = steps_at_an_end(len(values))
+    return finite_mean(values[:ends]), finite_mean(values[-ends:])
+
+
 class MetricsLog:
     """Appends one line of strict JSON to ``metrics.jsonl`` for each call, on disk before the call returns.
 
@@ -251,6 +273,21 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     if path.is_dir():
         path = path / METRICS_FILE
     return [_row(path, number, line) for number, line in enumerate(_whole_lines(path), start=1)]
+
+
+def rows_from(path: Path, start: int, most: int) -> list[tuple[dict[str, float], int]]:
+    """The rows of a ``metrics.jsonl`` from a byte on, at most so many, each with the byte at which it ends.
+
+    Raises:
+        ValueError: a line is not one of metrics; names it.
+    """
+    rows = []
+    with path.open("rb") as file:
+        file.seek(start)
+        for line in itertools.islice(file, most):
+            start += len(line)
+            rows.append((_row(path, len(rows) + 1, line), start))
+    return rows
 
 
 def _whole_lines(path: Path) -> list[bytes]:

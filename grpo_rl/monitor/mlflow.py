@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.monitor.loggers import flat, run_name
+from grpo_rl.monitor.loggers import run_name
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
+from grpo_rl.storage.dotted import flat
 
 ID_FILE, DATABASE, ARTIFACTS, TABLES = "mlflow_id", "mlflow.db", "mlflow_artifacts", "completions"
 LAST_TAG, ROWS_TAG = "grpo_rl.last_step", "grpo_rl.rows"

@@ -306,7 +306,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
         )
     elif summary.get("train_reward_first") is not None:
         first, last = summary["train_reward_first"], summary["train_reward_last"]
-        lines.append(f"training reward {first:.3f} -> {last:.3f} (first and last tenth of the steps)")
+        lines.append(f"training reward {first:.3f} -> {last:.3f} (first and last steps)")
     if summary.get("command"):
         lines.append(str(summary["command"]))
     return lines

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.monitor.completions import printable
-from grpo_rl.monitor.loggers import flat
+from grpo_rl.storage.dotted import flat
 
 FOLDER = "tensorboard"
 ROWS = 8

@@ -115,7 +115,8 @@ class WandbLog:
         """Sends the rows of a step (see `grpo_rl.monitor.completions.completion_rows`) as a table."""
         import wandb
 
-        if rows:
+        # What W&B has of this step came from a continuation that was abandoned; a table can't be replaced either.
+        if rows and step > self._there[""]:
             columns = list(rows[0])
             data = [[row[column] for column in columns] for row in rows]
             self._run.log({"step": step, "completions": wandb.Table(columns=columns, data=data)})

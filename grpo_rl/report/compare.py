@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.report import charts, headline
-from grpo_rl.report.configuration import flat
-from grpo_rl.report.files import CONFIG, EVALUATION, read_config, read_rows, read_summary
+from grpo_rl.report.configuration import written
+from grpo_rl.report.files import CONFIG, EVALUATION, is_running, read_config, read_rows, read_summary
+from grpo_rl.report.files import SUMMARY as SUMMARY_FILE
 from grpo_rl.report.page import Section
+from grpo_rl.storage.dotted import flat
+from grpo_rl.storage.masking import masked
 
+UNSET = "unset"
 SAME_FOR_A_PAIR = ("env.", "evaluate.")
 """Settings that decide which held-out rows there are and what they earn: rows pair up where these are the same."""
 NOT_A_DIFFERENCE = ("resume", "logger.name")
@@ -67,14 +72,14 @@ def names_of(runs: Sequence[Path]) -> list[str]:
 
 
 def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The settings in which the runs differ: their value in each run, None where it has no such setting.
+    """The settings in which the runs differ: their value in each run, ``unset`` where it has no such setting.
 
     >>> differences([{"optimizer": {"lr": 1e-5}, "seed": 0}, {"optimizer": {"lr": 2e-5}, "seed": 0}])
     {'optimizer.lr': [1e-05, 2e-05]}
     """
     settings = [flat(config) for config in configs]
     keys = {key: None for setting in settings for key in setting if key not in NOT_A_DIFFERENCE}
-    columns = {key: [setting.get(key) for setting in settings] for key in keys}
+    columns = {key: [setting.get(key, UNSET) for setting in settings] for key in keys}
     return {key: values for key, values in columns.items() if any(value != values[0] for value in values)}
 
 
@@ -87,8 +92,21 @@ def read_held_out(run_dir: Path) -> list[float]:
         return []
 
 
-def compared(runs: Sequence[Path]) -> list[dict[str, Any]]:
-    """Each run's name, steps, change of reward with its interval, and the paired difference from the first run."""
+def compared(runs: Sequence[Path]) -> Sequence[Mapping[str, Any]]:
+    """Each run's name, steps, change of reward with its interval, and the paired difference from the first run.
+
+    Head and sections of a page share one comparison of files that have not changed.
+    """
+    return _compared(tuple(runs), tuple(_states(run) for run in runs))
+
+
+def _states(run: Path) -> tuple[tuple[int, int] | None, ...]:
+    paths = [run / name for name in (METRICS_FILE, SUMMARY_FILE, EVALUATION, CONFIG)]
+    return tuple((path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None for path in paths)
+
+
+@lru_cache(maxsize=4)
+def _compared(runs: Sequence[Path], _states: object) -> Sequence[Mapping[str, Any]]:
     configs = [read_config(run) for run in runs]
     first, held_out = flat(configs[0]), [read_held_out(run) for run in runs]
     found = []
@@ -111,8 +129,7 @@ def _difference(rewards: list[float], of_first: list[float], setting: dict[str, 
     """The paired difference from the first run's held-out rewards, or why there is none."""
     if not rewards or not of_first:
         return {"unpaired": "no held-out rewards"}
-    keys = {key for key in {*setting, *first} if key.startswith(SAME_FOR_A_PAIR)}
-    if other := sorted(key for key in keys if setting.get(key) != first.get(key)):
+    if other := _other(setting, first):
         return {"unpaired": f"other {', '.join(other[:3])}"}
     try:
         gain = paired_gain(of_first, rewards)
@@ -121,35 +138,50 @@ def _difference(rewards: list[float], of_first: list[float], setting: dict[str, 
     return {"difference": {"gain": gain.mean, "low": gain.low, "high": gain.high}, "rows": len(rewards)}
 
 
+def _other(setting: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
+    """The settings of task and evaluation that differ: rewards of such runs are not of the same thing."""
+    keys = {key for key in {*setting, *first} if key.startswith(SAME_FOR_A_PAIR)}
+    return sorted(key for key in keys if setting.get(key) != first.get(key))
+
+
 def head(runs: Sequence[Path]) -> dict[str, Any]:
     """The head of the comparison: the run that gained most, and whether its interval is apart from the others'."""
-    table = [row for row in compared(runs) if "gain" in row]
-    kinds = {row["gain"]["of"] for row in table}
-    best = max(table, key=lambda row: row["gain"]["gain"], default=None)
-    if best is None:
-        text = f"{len(runs)} runs; none is long enough to say what it gained."
-    elif len({kind.split(",")[0] for kind in kinds}) > 1:
-        text = f"{len(runs)} runs; some measured held-out reward and some did not, so their gains don't compare."
-    else:
-        others = [row["gain"]["high"] for row in table if row is not best]
-        apart = bool(others) and best["gain"]["low"] > max(others)
-        gain = best["gain"]
-        what = f"Run {best['name']} gained most of {len(runs)}: {gain['gain']:+.3f}, 95 % interval "
-        text = what + f"{gain['low']:+.3f} to {gain['high']:+.3f}" + (
-            ", above every other run's interval." if apart else "; the intervals of others reach into it."
-        )  # fmt: skip
-    running = sum(not read_summary(run).get("finished") for run in runs)
+    known = [(row, flat(read_config(run))) for row, run in zip(compared(runs), runs, strict=True) if "gain" in row]
+    goes_on = [is_running(run) for run in runs if not read_summary(run).get("finished")]
+    running, rest = goes_on.count(True), len(goes_on) - goes_on.count(True)
+    notes = ["Each interval is a 95 % interval by itself: of many runs, the best looks better than it is."]
+    notes += [f"{running} of the runs {'goes' if running == 1 else 'go'} on."] if running else []
+    notes += [f"{rest} of the runs {'has' if rest == 1 else 'have'} not ended, or were stopped."] if rest else []
     return {
         "title": f"Comparison of {len(runs)} runs",
         "subject": f"Comparison of {len(runs)} runs",
-        "headline": text,
-        "note": "Each interval is a 95 % interval by itself: of many runs, the best looks better than it is."
-        + (f" {running} of the runs have not ended, or were stopped." if running else ""),
+        "headline": _ranking([row for row, _ in known], [setting for _, setting in known], len(runs)),
+        "note": " ".join(notes),
         "tiles": [],
-        "state": "running" if running else "ended",
+        "state": "running" if running else "stopped" if rest else "ended",
         "step": 0,
         "footer": " · ".join(map(str, runs)),
     }
+
+
+def _ranking(table: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, Any]], runs: int) -> str:
+    """The run that gained most, where the gains are of the same thing."""
+    if not table:
+        return f"{runs} runs; none is long enough to say what it gained."
+    best = max(table, key=lambda row: row["gain"]["gain"])
+    gain, of = best["gain"], best["gain"]["of"].split(",")[0]
+    span = f"{gain['gain']:+.3f}, 95 % interval {gain['low']:+.3f} to {gain['high']:+.3f}"
+    if len(table) == 1:
+        return f"{runs} runs; run {best['name']} alone is long enough to say what it gained in {of} reward: {span}."
+    if len({row["gain"]["of"].split(",")[0] for row in table}) > 1:
+        return f"{runs} runs; some measured held-out reward and some did not, so their gains don't compare."
+    if other := sorted({key for setting in settings for key in _other(setting, settings[0])}):
+        return f"{runs} runs; their task or evaluation differs ({', '.join(other[:3])}), so their gains don't compare."
+    apart = gain["low"] > max(row["gain"]["high"] for row in table if row is not best)
+    of_how_many = str(runs) if len(table) == runs else f"the {len(table)} of {runs} that are long enough"
+    return f"Run {best['name']} gained most of {of_how_many} in {of} reward: {span}" + (
+        ", above every other run's interval." if apart else "; the intervals of others reach into it."
+    )
 
 
 def build(runs: Sequence[Path]) -> dict[str, Any]:
@@ -174,12 +206,9 @@ def sweep(runs: Sequence[Path]) -> dict[str, Any] | None:
         if all(values[i] == values[known[0]] for i in known):
             continue
         ordered = sorted(known, key=lambda i: order(values[i]))
-        panels.append(
-            {
-                "key": key,
-                "runs": [{"value": str(values[i]), "name": gains[i]["name"], **gains[i]["gain"]} for i in ordered],
-            }
-        )
+        texts = [written(masked(value, key)) for value in values]
+        marks = [{"value": texts[i], "name": gains[i]["name"], **gains[i]["gain"]} for i in ordered]
+        panels.append({"key": key, "runs": marks})
     return {"panels": panels} if panels else None
 
 
@@ -191,7 +220,7 @@ def curves(runs: Sequence[Path]) -> dict[str, Any] | None:
 
 
 def _texts(settings: dict[str, list[Any]]) -> dict[str, list[str]]:
-    return {key: ["–" if value is None else str(value) for value in values] for key, values in settings.items()}
+    return {key: [written(masked(value, key)) for value in values] for key, values in settings.items()}
 
 
 SUMMARY = Section("summary", "Summary", head)

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from grpo_rl.report.files import CONFIG, OVERRIDES, read_config, read_started, read_summary, versions
+from grpo_rl.report.files import CONFIG, read_config, read_overrides, read_started, read_summary, versions
+from grpo_rl.storage.dotted import flat
+from grpo_rl.storage.masking import masked
 
 
 def build(run_dir: Path) -> dict[str, Any] | None:
-    """Overrides, every setting as (key, value), the config's text, and versions; None where no config was stored."""
-    text = read_started(run_dir, CONFIG)
-    overrides = yaml.safe_load(read_started(run_dir, OVERRIDES)) or []
+    """Overrides, every setting as (key, value), the config's text, and versions; None where no config was stored.
+
+    Secrets are masked: the page may be mailed.
+
+    Raises:
+        ValueError: config, overrides or summary can't be read; names the file.
+    """
+    config, overrides = read_config(run_dir), read_overrides(run_dir)
+    shown, text = masked(config), read_started(run_dir, CONFIG)
     if not text and not overrides:
         return None
     return {
-        "overrides": [str(word) for word in overrides],
-        "settings": [[key, str(value)] for key, value in flat(read_config(run_dir)).items()],
-        "text": text,
+        "overrides": overrides,
+        "settings": [[key, written(value)] for key, value in flat(shown).items()],
+        # The text as it is keeps its comments; it can be shown where there is nothing to mask.
+        "text": text if shown == config else yaml.safe_dump(shown, sort_keys=False),
         "versions": list((read_summary(run_dir).get("versions") or versions()).items()),
     }
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every setting by its dotted key.
+def written(value: object) -> str:
+    """A setting as its YAML would say it, on one line.
 
-    >>> flat({"env": {"repeats": 8, "rewards": {}}, "resume": None})
-    {'env.repeats': 8, 'env.rewards': {}, 'resume': None}
+    >>> written(None), written({}), written(True), written([1, "a"]), written(5e-05), written("text")
+    ('null', '{}', 'true', '[1, a]', '5e-05', 'text')
     """
-    found = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
+    if isinstance(value, str | float):
+        return str(value)
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("\n").removesuffix("\n...")

@@ -2,15 +2,63 @@
 
 from __future__ import annotations
 
+import io
+import json
+import re
 import tarfile
 from pathlib import Path
 
+import yaml
+
+from grpo_rl.monitor.metrics import METRICS_FILE
+from grpo_rl.monitor.step_parts import STEP_FOLDERS
+from grpo_rl.report.files import CONFIG, EVALUATION, OVERRIDES, SUMMARY, read_config, read_overrides, read_summary
+from grpo_rl.storage.masking import masked
+
 RECORDED = Path(__file__).parent / "assets" / "demo.tar.xz"
 """A run of ``+experiment=quickstart``: 15 steps of SmolLM2-135M-Instruct on two CPU cores."""
+NAME = "quickstart"
+_PLACE = re.compile(r"(?<![\w:/.~-])(?:file://)?~?/(?:[\w.@+-]+/)*([\w.@+-]*)")
 
 
 def unpack(folder: Path) -> Path:
     """Unpacks the recorded run into a folder, and returns the run's own folder there."""
     with tarfile.open(RECORDED) as archive:
         archive.extractall(folder, filter="data")
-    return folder / "quickstart"
+    return folder / NAME
+
+
+def pack(run_dir: Path, path: Path) -> None:
+    """Writes the archive of a run: all that its page shows, without secrets and without places on this machine.
+
+    Raises:
+        ValueError: a file of the run can't be read, or there are no metrics; names the file.
+    """
+    if not (run_dir / METRICS_FILE).exists():
+        raise ValueError(f"{run_dir} holds no {METRICS_FILE}; give the folder of a run")
+    files = {
+        CONFIG: yaml.safe_dump(_without_places(masked(read_config(run_dir))), sort_keys=False).encode(),
+        OVERRIDES: yaml.safe_dump(_without_places(read_overrides(run_dir))).encode(),
+        SUMMARY: json.dumps(_without_places(read_summary(run_dir)), indent=2).encode() + b"\n",
+    }
+    whole = [run_dir / METRICS_FILE, run_dir / EVALUATION]
+    whole += [part for folder in STEP_FOLDERS for part in sorted((run_dir / folder).glob("part-*.parquet"))]
+    files |= {part.relative_to(run_dir).as_posix(): part.read_bytes() for part in whole if part.exists()}
+    with tarfile.open(path, "w:xz") as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(f"{NAME}/{name}")  # owned by nobody, and of no time
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+
+
+def _without_places(value: object) -> object:
+    """The same with the last part alone of each absolute path.
+
+    >>> _without_places({"path": "/home/me/data/train.jsonl", "command": "python /x/y.py a=https://host/z b=/tmp/c"})
+    {'path': 'train.jsonl', 'command': 'python y.py a=https://host/z b=c'}
+    """
+    if isinstance(value, dict):
+        return {key: _without_places(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_places(inner) for inner in value]
+    return _PLACE.sub(r"\1", value) if isinstance(value, str) else value

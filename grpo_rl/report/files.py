@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
+from grpo_rl.storage.masking import masked_override
 
 SUMMARY = "summary.json"
 EVALUATION = "evaluation.json"
@@ -22,13 +26,24 @@ LOCK = ".lock"
 """The file that a running process writes its name into, and empties when it ends in order."""
 
 
-def read_rows(run_dir: Path) -> list[dict[str, float]]:
+def read_rows(run_dir: Path) -> Sequence[Mapping[str, float]]:
     """The lines of ``metrics.jsonl``; empty where there is none yet.
+
+    All sections of a page share one reading of a file that has not changed.
 
     Raises:
         ValueError: a line is not one of metrics; names it.
     """
-    return read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return ()
+    stat = path.stat()
+    return _rows(path.resolve(), stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=16)
+def _rows(path: Path, _modified: int, _size: int) -> Sequence[Mapping[str, float]]:
+    return tuple(MappingProxyType(row) for row in read_metrics(path))
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
@@ -54,6 +69,21 @@ def read_started(run_dir: Path, name: str) -> str:
     """
     found = [path for path in (run_dir / name, run_dir / ".hydra" / name) if path.exists()]
     return found[0].read_text(encoding="utf-8") if found else ""
+
+
+def read_overrides(run_dir: Path) -> list[str]:
+    """The overrides that a run was started with, without secrets; empty where it has none.
+
+    Raises:
+        ValueError: they are not YAML of a list; names the file.
+    """
+    try:
+        words = yaml.safe_load(read_started(run_dir, OVERRIDES)) or []
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{run_dir / OVERRIDES} is not YAML ({error}); remove it to do without overrides") from error
+    if not isinstance(words, list):
+        raise ValueError(f"{run_dir / OVERRIDES} holds no list; remove it to do without overrides")
+    return [masked_override(str(word)) for word in words]
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
@@ -84,8 +114,9 @@ def subject(config: dict[str, Any]) -> str:
 
 
 def is_running(run_dir: Path) -> bool | None:
-    """Whether a process works in the folder; None where that can't be told from here, for it is on another host.
+    """Whether another process works in the folder; None where that can't be told from here: it is on another host.
 
+    A run that writes its own page still holds the lock, and is at its end: the page is the last thing it writes.
     The lock itself is not touched: trying it could refuse a run that starts at this moment.
     """
     try:
@@ -97,6 +128,8 @@ def is_running(run_dir: Path) -> bool | None:
         return False
     if host != socket.gethostname():
         return None
+    if pid == os.getpid():
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
+from grpo_rl.monitor.metrics import steps_at_an_end
 from grpo_rl.monitor.progress import duration
 from grpo_rl.report.files import is_running, read_config, read_rows, read_summary, subject, versions
 
 FEWEST_STEPS = 6
 """With fewer steps nothing is said about the training reward: three on each side give no interval worth its name."""
-FEWEST_AT_AN_END = 5
-"""Steps at each end of a run that are compared, if it has twice as many; a tenth of the run where that is more."""
 
 
 def build(run_dir: Path) -> dict[str, Any]:
@@ -115,27 +114,25 @@ def unpaired_change(rows: Sequence[Mapping[str, float]]) -> tuple[Change, int] |
     >>> f"{change.low:.3f} {change.high:.3f}", step  # 1 - 1.96 * sqrt(0.02), 1 + 1.96 * sqrt(0.02)
     ('0.723 1.277', 5)
     """
-    evaluations = [row for row in rows if "eval/reward" in row and math.isfinite(row["eval/reward"])]
-    if len(evaluations) < 2 or not all(row.get("eval/standard_error") for row in (evaluations[0], evaluations[-1])):
+    evaluations = _evaluations(rows)
+    if len(evaluations) < 2:
         return None
     first, last = evaluations[0], evaluations[-1]
+    # A standard error of zero is one: before training every response may earn nothing.
+    if not all(math.isfinite(row.get("eval/standard_error", math.nan)) for row in (first, last)):
+        return None
     gain = last["eval/reward"] - first["eval/reward"]
     half = stats.norm.ppf(0.975) * math.hypot(first["eval/standard_error"], last["eval/standard_error"])
     return Change(first["eval/reward"], last["eval/reward"], gain, gain - half, gain + half), int(last["step"])
 
 
+def _evaluations(rows: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    return [row for row in rows if math.isfinite(row.get("eval/reward", math.nan))]
+
+
 def finite(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
     """The finite values of a metric, in the order of the lines."""
     return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
-
-
-def steps_at_an_end(steps: int) -> int:
-    """The number of steps at each end of a run that are compared: a tenth, at least 5, at most half.
-
-    >>> [steps_at_an_end(steps) for steps in (6, 10, 40, 1000)]
-    [3, 5, 5, 100]
-    """
-    return max(steps // 10, min(FEWEST_AT_AN_END, steps // 2))
 
 
 def training_change(rewards: Sequence[float]) -> Change:
@@ -183,10 +180,15 @@ def note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any], state:
         if unpaired_change(rows):
             notes.append("The interval takes the two evaluations as independent; the end of the run pairs their rows.")
         else:
-            notes.append(
-                "Held-out reward was not measured before and after (evaluate.rows), so there is no gain to state; "
-                "training reward is of the problems that each step happened to draw."
-            )
+            match _evaluations(rows):
+                case []:
+                    why = "Held-out reward was not measured (evaluate.rows), so there is no gain to state"
+                case [one]:
+                    why = f"Held-out reward was measured once, after step {int(one['step'])}: {one['eval/reward']:.3f}"
+                    why += ", so there is no gain to state yet"
+                case _:
+                    why = "The evaluations of held-out reward have no standard errors, so their gain has no interval"
+            notes.append(f"{why}; training reward is of the problems that each step happened to draw.")
     return " ".join(notes)
 
 

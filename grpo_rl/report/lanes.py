@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.monitor.step_parts import SAMPLING_FOLDER, StepParts
+from grpo_rl.monitor.step_phases import STEP_PHASES as PHASES
 from grpo_rl.report.files import read_rows
+from grpo_rl.report.sample import binned
 
-PHASES = ("sample", "wait", "score", "train", "sync", "other")
-"""Phases of a step, in the order in which they begin."""
 POINTS = 1500
 """An engine's curve has at most so many points."""
 
@@ -18,8 +19,9 @@ POINTS = 1500
 def build(run_dir: Path) -> dict[str, Any] | None:
     """Steps with their phases, evaluations, and groups in flight by engine; None where no step's time is recorded.
 
-    Times are in seconds since the run's start. Runs of earlier versions did not record when a step ended (the metric
-    ``time/at_s``): their steps follow each other without a gap, and ``assumed`` says so.
+    Of very many steps, and of evaluations, neighbours are put together. Times are in seconds since the run's start.
+    Runs of earlier versions did not record when a step ended (the metric ``time/at_s``): their steps follow each other
+    without a gap, and ``assumed`` says so.
 
     Raises:
         ValueError: metrics or ``sampling.parquet`` can't be read; names the file.
@@ -52,10 +54,27 @@ def build(run_dir: Path) -> dict[str, Any] | None:
         step["phases"] = [step["phases"][i] for i in used]
     return {
         "phases": [PHASES[i] for i in used],
-        "steps": steps,
-        "evaluations": evaluations,
+        "steps": [_together(some) for some in binned(steps)],
+        "evaluations": [
+            [some[-1][0], some[0][1], _rounded(sum(one[2] for one in some))] for some in binned(evaluations)
+        ],
         "engines": _engines(run_dir),
         "assumed": assumed,
+    }
+
+
+def _together(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Neighbouring steps as one, which begins with the first and is as long as all of them; ``first`` is its number."""
+    if len(steps) == 1:
+        return {**steps[0], "first": steps[0]["step"]}
+    stale = [step["stale"] for step in steps if None not in step["stale"]]
+    return {
+        "first": steps[0]["step"],
+        "step": steps[-1]["step"],
+        "begun": steps[0]["begun"],
+        "phases": [_rounded(sum(seconds)) for seconds in zip(*(step["phases"] for step in steps), strict=True)],
+        "stale": [sum(mean for mean, _ in stale) / len(stale), max(top for _, top in stale)] if stale else [None, None],
+        "open": steps[-1]["open"],
     }
 
 
@@ -65,8 +84,8 @@ def _engines(run_dir: Path) -> list[dict[str, Any]]:
     changes: dict[str, dict[float, int]] = {}
     groups: dict[str, int] = {}
     for step in parts.steps():
-        columns = parts.read(step).to_pydict()
-        for engine, begun, ended in zip(columns["engine"], columns["begun_s"], columns["ended_s"], strict=True):
+        stat = parts.path(step).stat()
+        for engine, begun, ended in _sampled(parts.folder, step, stat.st_size, stat.st_mtime_ns):
             of_engine = changes.setdefault(engine, {})
             for time, change in ((begun, 1), (ended, -1)):
                 of_engine[time] = of_engine.get(time, 0) + change
@@ -75,6 +94,13 @@ def _engines(run_dir: Path) -> list[dict[str, Any]]:
         {"name": engine, "groups": groups[engine], "curve": curve(of_engine)}
         for engine, of_engine in sorted(changes.items())
     ]
+
+
+@lru_cache(maxsize=20_000)  # a page that is live is built again and again, and parts stay as they are
+def _sampled(folder: Path, step: int, _size: int, _modified: int) -> list[tuple[str, float, float]]:
+    names = ["engine", "begun_s", "ended_s"]
+    columns = StepParts(folder).read(step, names).to_pydict()
+    return list(zip(*(columns[name] for name in names), strict=True))
 
 
 def curve(changes: Mapping[float, int]) -> list[list[float]]:

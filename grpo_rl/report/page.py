@@ -41,8 +41,8 @@ class Section:
     Args:
         id: also the name of its assets, and of its element in the page.
         build: data of a run folder (of a comparison: of a list of them), as what JSON can say; None: there is nothing
-            for this section, and it is left out. Numbers that are not finite become null. A ``ValueError`` leaves the
-            section out, and is shown.
+            for this section, and it is left out. Numbers that are not finite become null. An error leaves the section
+            out, and is shown.
         note: one sentence below the title.
     """
 
@@ -61,8 +61,8 @@ SECTIONS: list[Section] = [
         "charts",
         "Curves",
         charts.build,
-        "Numbers read first → last, means over the first and the last tenth. Point to read values, drag to zoom, "
-        "double-click to zoom out.",
+        "Numbers read first → last: means over a tenth of the steps at each end, 5 at least, half at most. Point to "
+        "read values, drag to zoom, double-click to zoom out.",
     ),
     Section(
         "roofline",
@@ -108,6 +108,8 @@ def build(sections: Sequence[Section], source: Path | Sequence[Path], head: Sect
             data = section.build(source)
         except ValueError as error:
             data = {"left_out": str(error)}
+        except Exception as error:  # a defect of one section must not lose the page of a run, which may be its only one
+            data = {"left_out": f"{type(error).__name__}: {error} (a defect of this section; please report it)"}
         if data is not None:
             found[section.id] = as_json(data)
     return found

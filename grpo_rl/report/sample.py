@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
 from grpo_rl.monitor.completions import printable
 
 T = TypeVar("T")
+MAX_POINTS = 2000
+"""A longer series is shown in bins: no screen shows more, and a week's run must not make a 50 MB page."""
 
 
 def evenly(items: Sequence[T], count: int) -> list[T]:
@@ -21,6 +24,16 @@ def evenly(items: Sequence[T], count: int) -> list[T]:
     if count == 1:
         return [items[0]]
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def binned(items: Sequence[T]) -> list[Sequence[T]]:
+    """Neighbours together, in at most ``MAX_POINTS`` bins, all but the last of the same size.
+
+    >>> [len(bin) for bin in binned(range(5001))][-2:], binned([1, 2])
+    ([3, 3], [[1], [2]])
+    """
+    size = math.ceil(len(items) / MAX_POINTS) or 1
+    return [items[i : i + size] for i in range(0, len(items), size)]
 
 
 def shortened(text: str, most: int) -> tuple[str, int]:

@@ -16,6 +16,8 @@ NAMES = (LOOPBACK, "localhost")
 """Names that a reader may call the server by. A site that points a name of its own here could read the page."""
 FRESH_S = 1.0
 """Data are built at most this often, however many read them."""
+MOST_OF_TIME = 0.05
+"""Building takes at most this share of the time: the run that is followed may need the machine for itself."""
 
 
 class LivePage:
@@ -36,7 +38,7 @@ class LivePage:
         self._build, self._assemble, self._signature = build, assemble, signature
         self._lock = threading.Lock()
         self._of: object = None
-        self._looked = 0.0
+        self._next = 0.0
         self._data: dict[str, str] = {}
         self._versions: dict[str, str] = {}
 
@@ -53,13 +55,14 @@ class LivePage:
 
     def _refresh(self) -> tuple[dict[str, str], dict[str, str]]:
         with self._lock:
-            if time.monotonic() - self._looked >= FRESH_S or not self._data:
+            if (begun := time.monotonic()) >= self._next or not self._data:
                 now = self._signature()
                 if now != self._of or not self._data:
                     self._data = self._build()
                     self._versions = {name: _version(text) for name, text in self._data.items()}
                     self._of = now
-                self._looked = time.monotonic()
+                ended = time.monotonic()
+                self._next = ended + max(FRESH_S, (ended - begun) * (1 / MOST_OF_TIME - 1))
             return self._data, self._versions
 
 
@@ -77,20 +80,25 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
 
         def do_GET(self) -> None:
             url = urlsplit(self.path)
-            if self.headers.get("Host", "").rpartition(":")[0] not in NAMES:
+            if self.headers.get("Host", "").split(":")[0] not in NAMES:
                 self._send(HTTPStatus.FORBIDDEN, "This page is read on this machine alone.", "text/plain")
             elif url.path not in ("/", "/data.json"):
                 self._send(HTTPStatus.NOT_FOUND, "There is nothing here.", "text/plain")
             else:
                 try:
                     if url.path == "/":
-                        self._send(HTTPStatus.OK, page.page(), "text/html")
+                        found = page.page(), "text/html"
                     else:
                         words = parse_qs(url.query).get("have", [""])[0].split(",")
                         have = {name: version for name, _, version in (word.partition(":") for word in words)}
-                        self._send(HTTPStatus.OK, page.changes(have), "application/json")
+                        found = page.changes(have), "application/json"
                 except (ValueError, OSError) as error:  # a file of the run is damaged, or half written
                     self._send(HTTPStatus.SERVICE_UNAVAILABLE, str(error), "text/plain")
+                except Exception as error:  # a reader who is cut off learns nothing; all is built before it is sent
+                    text = f"{type(error).__name__}: {error}"
+                    self._send(HTTPStatus.INTERNAL_SERVER_ERROR, text, "text/plain")
+                else:
+                    self._send(HTTPStatus.OK, *found)
 
         do_HEAD = do_GET
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_rl.monitor.completions import printable, read_step
-from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
+from grpo_rl.monitor.completions import printable
+from grpo_rl.monitor.step_parts import COMPLETIONS_FOLDER, TOKENS_FOLDER, StepParts
 from grpo_rl.report.sample import evenly
 
 TOKENS, TOKENS_OF_RESPONSE = 30_000, 512
@@ -96,9 +96,10 @@ def _responses(run_dir: Path, step: int, texts: dict[str, int]) -> list[dict[str
 
 
 def _about(run_dir: Path, step: int) -> dict[tuple[int, int], dict[str, Any]]:
-    """Reward and advantage of each response of a step, where completions are recorded, by group and number."""
+    """Row, reward and advantage of each response of a step, where completions are recorded, by group and number."""
     try:
-        rows = read_step(run_dir, step)
+        parts, names = StepParts(run_dir / COMPLETIONS_FOLDER), ["group_id", "row", "reward", "advantage"]
+        rows = parts.read(step, names).to_pylist()  # without the texts, which are most of it
     except ValueError:
         return {}
     found: dict[tuple[int, int], dict[str, Any]] = {}
@@ -106,7 +107,7 @@ def _about(run_dir: Path, step: int) -> dict[tuple[int, int], dict[str, Any]]:
     for row in rows:
         number = counts.get(row["group_id"], 0)
         counts[row["group_id"]] = number + 1
-        found[row["group_id"], number] = {"reward": row["reward"], "advantage": row["advantage"]}
+        found[row["group_id"], number] = {name: row.get(name) for name in ("row", "reward", "advantage")}
     return found
 
 

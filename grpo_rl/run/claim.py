@@ -48,8 +48,9 @@ class Claim:
 def claim(own: Path, resume: str | None, outputs: Path, config: str, frequency: int) -> Claim:
     """Locks the folder that a run writes to, and returns how the run starts there.
 
-    ``auto`` is the newest run of this config under ``outputs`` that has a checkpoint; without one, a new run. A run in
-    use by another process is passed over for the newest interrupted one, but never for a new or a finished one.
+    ``auto`` is the newest run of this config under ``outputs`` that has a checkpoint, or is finished and keeps none;
+    without one, a new run. A run in use by another process is passed over for the newest interrupted one, but never for
+    a new or a finished one.
 
     Args:
         own: the folder for a new run.
@@ -107,8 +108,7 @@ def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> C
     if checkpoint.checkpoints(place / CHECKPOINTS):
         return Claim(place, lock, place, inside=True)
     if is_finished(place):
-        note = f"The run in {place} is finished, and nothing is left to do; without a checkpoint it can't be prolonged"
-        return Claim(place, lock, over=True, notes=[note])
+        return _over(place, lock)
     last = checkpoint.last_logged(place)
     # A step is logged before its checkpoint is written.
     if (frequency and last > frequency) or (place / SUMMARY).exists():
@@ -118,6 +118,11 @@ def _in_folder(place: Path, lock: FolderLock, is_run: bool, frequency: int) -> C
         )
     notes = [f"The run in {place} was cut off before its first checkpoint, and begins again"] * is_run
     return Claim(place, lock, again=True, notes=notes)
+
+
+def _over(place: Path, lock: FolderLock) -> Claim:
+    note = f"The run in {place} is finished, and nothing is left to do; without a checkpoint it can't be prolonged"
+    return Claim(place, lock, over=True, notes=[note])
 
 
 def set_logs_aside(folder: Path) -> None:
@@ -149,6 +154,8 @@ def _newest(own: Path, outputs: Path, config: str) -> Claim:
             elif checkpoint.checkpoints(run / CHECKPOINTS) and not (live and is_finished(run)):
                 passed = [f"Passed over by resume=auto: {error}" for error in live]
                 return Claim(run, FolderLock(run), run, inside=True, notes=passed)
+            elif not live and _finished_without_checkpoint(run):
+                return _over(run, FolderLock(run))
         except FolderInUseError as error:  # locked since it was checked
             live.append(error)
         except OSError as error:
@@ -156,6 +163,10 @@ def _newest(own: Path, outputs: Path, config: str) -> Claim:
     if live:
         raise ValueError(f"resume=auto finds no other run of this config that was cut off, and {live[0]}")
     return Claim(own, _locked(own), notes=notes)
+
+
+def _finished_without_checkpoint(run: Path) -> bool:
+    return (run / CONFIG).exists() and not checkpoint.checkpoints(run / CHECKPOINTS) and is_finished(run)
 
 
 def _runs(outputs: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ def export(
     folder: Path,
     adapters: str = "merged",
     ranks: Ranks | None = None,
+    beside: Mapping[str, str] | None = None,
 ) -> None:
     """Writes the model for ``from_pretrained``, whole or not at all, and without the name of our own attention.
 
@@ -32,6 +34,7 @@ def export(
         adapters: ``merged`` merges adapters into the weights, which needs a copy of them in host memory; ``adapter``
             writes the adapters alone, as peft does.
         ranks: the processes that hold the model together, all of which call this; rank 0 writes.
+        beside: further files, by name, that are there once the model is.
 
     Raises:
         OSError: the disk is full or read-only; names the folder.
@@ -52,6 +55,8 @@ def export(
             else:
                 model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
+            for name, content in (beside or {}).items():
+                (partial / name).write_text(content)
     finally:
         model.set_attn_implementation(attention)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor import lineage
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
 from grpo_rl.monitor.step_parts import STEP_FOLDERS, StepParts
-from grpo_rl.report.files import CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY
+from grpo_rl.report.files import CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
 from grpo_rl.run.claim import claim, is_finished, set_logs_aside
 from grpo_rl.run.summary import read_evaluation, try_write_report
 from grpo_rl.settings.config import RunIsOver
@@ -28,11 +29,16 @@ BEFORE_ALL = -1
 
 @dataclass(frozen=True)
 class Room:
-    """Disk space that a run needs: the kept checkpoints, the one being written included, and the exported model."""
+    """Disk space that a run needs: the kept checkpoints, the one being written included, and the exported models.
+
+    Args:
+        models: 2 where the best model is kept beside the last one.
+    """
 
     checkpoints: int
     checkpoint_bytes: float
     model_bytes: float
+    models: int = 1
 
 
 class RunFolder:
@@ -72,6 +78,8 @@ class RunFolder:
         self.eval_before: list[float] = []
         self.eval_after: tuple[int, list[float]] | None = None
         """Step and rewards of the evaluation at the step the run resumes after, if stored."""
+        self.best: dict[str, Any] | None = None
+        """State of the tracker of the best evaluation at that step, if the run had one."""
         self._again, self._saved = False, None
         self._stack = ExitStack()
         try:
@@ -137,19 +145,21 @@ class RunFolder:
             probe.unlink()
         except OSError as error:
             raise ValueError(f"the run can't write to {folder} ({error.strerror}); set hydra.run.dir") from error
-        needed = room.checkpoint_bytes * room.checkpoints + room.model_bytes
+        needed = room.checkpoint_bytes * room.checkpoints + room.model_bytes * room.models
+        model = "the exported model" if room.models == 1 else f"{room.models} exported models"
         free = shutil.disk_usage(folder).free
         if free < needed:
             raise ValueError(
-                f"{folder} has {free / 2**30:.1f} GiB free, and {room.checkpoints} checkpoints and the exported model "
+                f"{folder} has {free / 2**30:.1f} GiB free, and {room.checkpoints} checkpoints and {model} "
                 f"take about {needed / 2**30:.1f} GiB; free some space or set hydra.run.dir"
             )
         kept = room.checkpoints - 1
         count = f"{kept} checkpoint{'s' * (kept > 1)}" if kept else "checkpoints"
         what = f"{count} of {room.checkpoint_bytes / 1e9:.1f} GB and " if room.checkpoint_bytes else ""
-        stays = "" if self._train.keep_final_checkpoint else " (in the end the model alone)"
+        models = "a model" if room.models == 1 else f"{room.models} models, the last and the best one,"
+        stays = "" if self._train.keep_final_checkpoint else f" (in the end the model{'s' * (room.models - 1)} alone)"
         self.notes.append(
-            f"The run writes {what}a model of {room.model_bytes / 1e9:.1f} GB{stays} to {folder}, where "
+            f"The run writes {what}{models} of {room.model_bytes / 1e9:.1f} GB{stays} to {folder}, where "
             f"{free / 1e9:.0f} GB are free"
         )
 
@@ -158,27 +168,37 @@ class RunFolder:
         checkpoint.check_config(state["config"], self.config)
         self.step, self.collected = state["step"], state["collected"]
         self.seconds_before, self.eval_before = state["seconds"], state["eval_before"]
-        found = agreed(self._ranks, lambda: self._end_of_before() if self.rank_zero else (None, False))
-        rewards, over = self._ranks.broadcast(found) if self._ranks else found
-        if rewards is not None:
-            self.eval_after = self.step, rewards
+        found = agreed(self._ranks, lambda: self._end_of_before(state) if self.rank_zero else (None, False))
+        evaluated, over = self._ranks.broadcast(found) if self._ranks else found
+        self.best = state.get("eval_best")
+        if evaluated is not None:
+            # The last evaluation comes after the checkpoint, whose tracker lacks it.
+            self.eval_after, self.best = (self.step, evaluated[0]), evaluated[1] or self.best
         if over:
             raise RunIsOver
 
-    def _end_of_before(self) -> tuple[list[float] | None, bool]:
+    def _end_of_before(self, state: dict) -> tuple[tuple[list[float], dict[str, Any] | None] | None, bool]:
         """The evaluation of the run's last step, if it was stored, and whether nothing is left to do.
 
         If nothing is left, a missing report is written, and the user gets a message.
         """
-        over = self.collected >= self._train.total_dialog_turns and is_finished(self.path)
+        complete = self.collected >= self._train.total_dialog_turns
+        over = (complete or self._stopped_early(state)) and is_finished(self.path)
         if over:
             if not (self.path / REPORT).exists():
                 try_write_report(self.path, print)
+            remedy = f"raise train.total_dialog_turns above {self.collected} (with optimizer.schedule=constant)"
             print(
                 f"The run in {self.path} is finished after {self.step} steps, and nothing is left to do; to go on, "
-                f"raise train.total_dialog_turns above {self.collected} (with optimizer.schedule=constant)"
+                f"{remedy if complete else 'set evaluate.patience=0, or another one: it stopped early'}"
             )
         return read_evaluation(self.path, self.step), over
+
+    def _stopped_early(self, state: dict) -> bool:
+        """Tells whether the run was stopped early, and would be again: by the same patience with the same score."""
+        before, now = (json.loads(text).get("evaluate", {}) for text in (state["config"], self.config))
+        same = all(before.get(name) == now.get(name) for name in ("patience", "score", "tasks"))
+        return same and bool(read_summary(self.path).get("stopped_early"))
 
     @property
     def resumes(self) -> bool:

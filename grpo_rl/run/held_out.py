@@ -51,10 +51,11 @@ class Plan:
 
 @dataclass
 class Evaluated:
-    """One evaluation: its metrics, and whether it is the best so far."""
+    """One evaluation: its metrics, whether it is the best so far, and what the user has to know of it."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     is_best: bool = False
+    note: str | None = None
 
 
 class HeldOut:
@@ -67,7 +68,8 @@ class HeldOut:
         sampling: of training, whose lengths and ends of responses are kept.
         before: rewards of the evaluation before training, if the resumed run has it.
         last: step and rewards of the newest evaluation, if the resumed run has it.
-        best: state of the tracker of the best evaluation, if the resumed run has it.
+        best: state of the tracker of the best evaluation, if the resumed run has it; :attr:`note` says where it is of
+            another score.
     """
 
     def __init__(
@@ -83,9 +85,9 @@ class HeldOut:
         self._env, self.rows = env, list(rows)
         ends = {"max_new_tokens": sampling.max_new_tokens, "stop": sampling.stop, "ignore_eos": sampling.ignore_eos}
         self._sampling = Sampling(temperature=0.0, **ends)
-        self._plan, self.tracker = plan, BestTracker(plan.patience)
-        if best:
-            self.tracker.restore(best)
+        self._plan, self.tracker = plan, BestTracker(plan.patience, plan.score)
+        rows_of = {"": len(self.rows)} | {task.name: len(task.rows) for task in plan.tasks}
+        self.note = self.tracker.restore(best, rows_of.get(plan.score.rpartition("/")[0])) if best else None
         self.before = list(before)
         self._newest: Evaluation | None = None
         self.evaluated_at, self.after = (last[0], list(last[1])) if last else (None, [])
@@ -106,7 +108,11 @@ class HeldOut:
             return Evaluated(metrics)
         if self._plan.score not in scores:
             raise ValueError(f"evaluate.score={self._plan.score} is none of {', '.join(scores)}")
-        return Evaluated(metrics, self.tracker.add(step, scores[self._plan.score]) and self._plan.keep_best)
+        followed = scores[self._plan.score]
+        note = None
+        if not self.tracker.comparable(followed):
+            note = f"Too few rows have evaluate.score={self._plan.score} at step {step}: best and patience pass it over"
+        return Evaluated(metrics, self.tracker.add(step, followed) and self._plan.keep_best, note)
 
     def _evaluate(
         self, env: LLMEnv, rows: Sequence[dict[str, Any]], samples: int, engine: Sampler
@@ -122,7 +128,7 @@ class HeldOut:
         """Stores the rewards and responses of this step's evaluation; called after its metrics are logged."""
         if self.evaluated_at == step:
             self.keep_responses(folder)
-            write_evaluation(folder, step, self.after)
+            write_evaluation(folder, step, self.after, self.tracker.state())
 
     def keep_responses(self, folder: Path) -> None:
         """Stores the responses of the newest evaluation as text, beside those of evaluations before it."""
@@ -137,19 +143,18 @@ class HeldOut:
         before: dict[str, object] = {"eval_before": float(np.nanmean(self.before))} | self._of_best()
         if self.evaluated_at != step or step == 0:
             return before
+        after: dict[str, object] = before | {"eval_after": float(np.nanmean(self.after))}
+        if (~np.isnan([self.before, self.after]).any(axis=0)).sum() < 2:
+            return after  # too few rows were judged both times
         gain = paired_gain(self.before, self.after)
-        after = float(np.nanmean(self.after))
-        return before | {"eval_after": after, "eval_gain": gain.mean, "eval_gain_ci95": gain.ci95}
+        return after | {"eval_gain": gain.mean, "eval_gain_ci95": gain.ci95}
 
     def _of_best(self) -> dict[str, object]:
-        """The best evaluation and the reason why the run was stopped, for ``summary.json``."""
-        found: dict[str, object] = {}
-        if self.tracker.best:
-            step, scores = self.tracker.best
-            found = {"best_step": step, f"best_{self._plan.score}": _mean(scores)}
-        if reason := self.tracker.stop_reason:
-            found["stopped_early"] = reason
-        return found
+        """The best evaluation, for ``summary.json``."""
+        if not self.tracker.best:
+            return {}
+        step, scores = self.tracker.best
+        return {"best_step": step, f"best_{self._plan.score}": _mean(scores)}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,7 +77,7 @@ def result(summary: Mapping[str, Any]) -> str:
     >>> result({"eval_before": 0.25, "eval_after": 0.5, "eval_gain": 0.25, "eval_gain_ci95": [0.125, 0.375]})
     'held-out reward 0.250 before and 0.500 after, a gain of +0.250 (95 % interval +0.125 to +0.375)'
     >>> result({"train_reward_first": 0.25, "train_reward_last": 0.5})
-    'training reward 0.250 at first and 0.500 at last (tenths of the steps); not measured on held-out data'
+    'training reward 0.250 at first and 0.500 at last (first and last steps); not measured on held-out data'
     """
     if summary.get("eval_gain_ci95"):
         low, high = summary["eval_gain_ci95"]
@@ -87,7 +89,7 @@ def result(summary: Mapping[str, Any]) -> str:
         return "not measured"
     return (
         f"training reward {summary['train_reward_first']:.3f} at first and {summary['train_reward_last']:.3f} at last "
-        "(tenths of the steps); not measured on held-out data"
+        "(first and last steps); not measured on held-out data"
     )
 
 
@@ -108,17 +110,34 @@ def base_license(name: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _without_paths(command: str) -> str:
-    """The command without the folders of this machine.
+LOCAL = re.compile(r"(^|[\s,:=\[\]{}()'\"])(~|\.{0,2}/(?!$|\s)|\.\.$|file://|[A-Za-z]:\\\\)")
+"""The beginning of a path of this machine, by itself or inside a list or a mapping."""
+PLACES = re.compile(r"(^|[._-])(path|dir|folder|file|files|out|resume|store|cache)$")
+"""Keys whose values are places, also relative ones."""
 
-    >>> _without_paths("python /home/me/grpo_rl/sota/grpo.py model.name=/data/m env.dataset=gsm8k")
+
+def _without_paths(command: str) -> str:
+    """The command without the places of this machine: settings with one are left out, a local model keeps its name.
+
+    >>> _without_paths("python /home/me/grpo_rl/sota/grpo.py model.name=/data/m env.dataset=gsm8k env.path=~/a=b.jsonl")
     'python sota/grpo.py model.name=m env.dataset=gsm8k'
     """
-    words = []
-    for word in command.split(" "):
-        key, equals, value = word.rpartition("=")
-        path = Path(value)
-        if path.is_absolute():
-            value = f"sota/{path.name}" if path.parent.name == "sota" else path.name
-        words.append(f"{key}{equals}{value}")
-    return " ".join(words)
+    kept: list[str] = []
+    for word in shlex.split(command):
+        key, equals, value = word.partition("=")
+        path = Path(word)
+        if not equals and path.suffix == ".py":
+            kept.append(f"sota/{path.name}" if path.parent.name == "sota" else path.name)
+        elif key.lstrip("+~") == "model.name" and not on_hub(value):
+            kept.append(f"{key}={Path(value).name}")
+        elif _names_a_place(key.lstrip("+~"), value) if equals else LOCAL.search(word):
+            if not equals and kept and kept[-1].startswith("-"):
+                kept.pop()  # the option whose argument it is
+        else:
+            kept.append(word)
+    return shlex.join(kept)
+
+
+def _names_a_place(key: str, value: str) -> bool:
+    local = bool(LOCAL.search(value)) or ("/" in value and bool(PLACES.search(key)) and not value.startswith("hf:"))
+    return local or key.startswith("hydra.")

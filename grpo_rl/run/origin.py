@@ -4,38 +4,55 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpo_rl
+from grpo_rl.storage.masking import masked_override
 
-PRIVATE = ("logger.", "+logger.", "++logger.")
+PRIVATE = re.compile(r"[+~]{0,2}logger\b")
 """Overrides that are not repeated: they don't change what is computed, and may hold a key or a password."""
 
 
-def origin(config: str) -> dict[str, str]:
+def origin(config: str, before: Mapping[str, Any] | None = None) -> dict[str, str]:
     """What ``summary.json`` says of how to make the run again: command, git commit or version, hash of the config.
 
     Args:
         config: the whole config as JSON.
+        before: what this said at the run's first start, where it resumes. Its command stays: that of the resume may say
+            no more than the folder; it comes as ``command_of_resume``.
     """
     code = {"git_commit": commit} if (commit := git_commit(Path(grpo_rl.__file__).parents[1])) else {}
-    return {"command": command(sys.argv), **code, "grpo_rl": grpo_rl.__version__, "config_hash": config_hash(config)}
+    processes = int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    now = command(sys.argv, processes)
+    commands = {"command": before["command"], "command_of_resume": now} if before else {"command": now}
+    return commands | code | {"grpo_rl": grpo_rl.__version__, "config_hash": config_hash(config)}
 
 
-def command(argv: Sequence[str]) -> str:
-    """The command line that a shell takes, without settings of loggers.
+def command(argv: Sequence[str], processes: int = 1) -> str:
+    """The command line that a shell takes, without settings of loggers, and with secrets masked.
+
+    Args:
+        processes: how many torchrun started, on all nodes together.
 
     >>> command(["sota/grpo.py", "env.dataset=gsm8k", "env.system_prompt=Think first.", "logger.name=me"])
     "python sota/grpo.py env.dataset=gsm8k 'env.system_prompt=Think first.'"
-    >>> command(["/usr/bin/grpo-rl", "train"])
+    >>> command(["/usr/bin/grpo-rl", "train", "logger={settings: {wandb: {api_key: x}}}"])
     'grpo-rl train'
+    >>> command(["sota/grpo.py", "seed=1"], processes=4)
+    'torchrun --nproc-per-node=4 sota/grpo.py seed=1'
     """
-    program = ["python", argv[0]] if argv[0].endswith(".py") else [Path(argv[0]).name]
-    return shlex.join([*program, *(word for word in argv[1:] if not word.startswith(PRIVATE))])
+    if processes > 1:
+        program = ["torchrun", f"--nproc-per-node={processes}", argv[0]]
+    else:
+        program = ["python", argv[0]] if argv[0].endswith(".py") else [Path(argv[0]).name]
+    return shlex.join([*program, *(masked_override(word) for word in argv[1:] if not PRIVATE.match(word))])
 
 
 def git_commit(checkout: Path) -> str | None:

@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    RepositoryNotFoundError,
+)
 from huggingface_hub.utils import validate_repo_id
 
 from grpo_rl.run.claim import MODEL
@@ -47,6 +52,11 @@ def _push(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     try:
         api = HfApi()
+        if options.private and _is_public(api, options.repo):
+            raise ValueError(
+                f"{options.repo} is there already, and public; make it private in its settings on the hub, name "
+                "another one, or leave out --private"
+            )
         api.create_repo(options.repo, private=options.private, exist_ok=True)
         names = [path.name for path in files]
         done = api.upload_folder(
@@ -59,6 +69,14 @@ def _push(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ValueError(f"the hub refuses ({error}); log in with `hf auth login`, or set HF_TOKEN") from error
     print(f"{total:10.2f} MB in all: {done}")
     return 0
+
+
+def _is_public(api: HfApi, repo: str) -> bool:
+    """Tells whether a repository is there that all can read: to make it again with ``private`` changes nothing."""
+    try:
+        return not api.repo_info(repo).private
+    except RepositoryNotFoundError:
+        return False
 
 
 def model_files(run: Path) -> list[Path]:

@@ -100,9 +100,11 @@ class Run:
         self._step_metrics, self._interrupt = step_metrics, interrupt
         self._ranks = ranks
         self.step, self.collected = folder.step, folder.collected
-        self._totals = dict(folder.restored[1].get("totals", {})) if folder.restored else {}
+        self._totals: dict[str, int] | None = folder.restored[1].get("totals") if folder.restored else {}
         self._training = False
         parts.begin(folder.restored[1] if folder.restored else None, options.train.seed)
+        if held_out.note:
+            logs.note(held_out.note)
         if folder.restored:
             logs.note(f"Resumed after step {self.step} from {folder.restored[0]}")
 
@@ -221,13 +223,19 @@ class Run:
             self.save_checkpoint()
 
     def _count(self, sampled: Sequence[Group]) -> dict[str, float]:
-        """The run's totals after a step, those before a resume included; of training alone, without evaluation."""
-        for name, count in (
-            ("sampled_tokens", sum(int(group.trainable.sum()) for group in sampled)),
-            ("trained_tokens", self.record.trained_tokens),
-        ):
-            self._totals[name] = self._totals.get(name, 0) + count
-        totals = {"responses": self.collected, **self._totals, "seconds": self.seconds}
+        """The run's totals after a step, those before a resume included.
+
+        Responses and tokens are of training alone; ``seconds`` is all of the run's wall time, evaluations included.
+        A run whose checkpoint has no totals, one of an earlier version, counts no tokens: they would be of the rest
+        alone.
+        """
+        if self._totals is not None:
+            for name, count in (
+                ("sampled_tokens", sum(int(group.trainable.sum()) for group in sampled)),
+                ("trained_tokens", self.record.trained_tokens),
+            ):
+                self._totals[name] = self._totals.get(name, 0) + count
+        totals = {"responses": self.collected, **(self._totals or {}), "seconds": self.seconds}
         return {f"total/{name}": float(value) for name, value in totals.items()}
 
     def evaluate_before(self) -> None:
@@ -235,8 +243,7 @@ class Run:
         if self._held_out.rows and self.step == 0:
             what = f"evaluating {len(self._held_out.rows)} held-out rows"
             with self.logs.progress.start_phase(what):
-                metrics = self._evaluate()
-            metrics = {"time/at_s": self.seconds} | metrics
+                metrics = {"time/at_s": self.seconds} | self._evaluate()
             self.logs.log(0, metrics)
             self._held_out.keep_responses(self.folder.path)
             self.logs.progress.update(0, metrics)
@@ -245,11 +252,18 @@ class Run:
         self.logs.progress.phase("evaluating")
         start = time.perf_counter()
         evaluated = self._held_out.evaluate(self.step, self.parts.engine, self.parts.weights.on_rank_zero)
+        if evaluated.note:
+            self.logs.note(evaluated.note)
         if evaluated.is_best:
             keep_best(self.folder.path, self.step, self.parts, self.options.export)
-        if reason := self._held_out.tracker.stop_reason:
+        if reason := self._stopped_early:
             self.logs.note(f"Stopped early: {reason}")
         return evaluated.metrics | {"time/evaluate_s": time.perf_counter() - start}
+
+    @property
+    def _stopped_early(self) -> str | None:
+        """The reason why the run stopped before its budget was used up; None if it did not."""
+        return self._held_out.tracker.stop_reason if self.collected < self.options.train.total_dialog_turns else None
 
     def save_checkpoint(self) -> Path:
         """Writes a checkpoint of the current step, unless there is one."""
@@ -265,6 +279,7 @@ class Run:
             "eval_best": self._held_out.tracker.state(),
             "seconds": self.seconds,
             "totals": self._totals,
+            "origin": dict(self.options.origin),
         } | self.parts.state()
 
     def finish(self) -> dict[str, object]:
@@ -286,13 +301,17 @@ class Run:
         return summary
 
     def _summary(self) -> dict[str, object]:
-        return {
-            "finished": self.collected >= self.options.train.total_dialog_turns
-            or bool(self._held_out.tracker.stop_reason),
-            "steps": self.step,
-            "seconds": round(self.seconds, 1),
-            "seed": self.options.train.seed,
-            "model": self.options.model,
-            "task": self.options.task,
-            **self.options.origin,
-        } | self._held_out.summary(self.step)
+        stopped = {"stopped_early": self._stopped_early} if self._stopped_early else {}
+        return (
+            {
+                "finished": self.collected >= self.options.train.total_dialog_turns or bool(stopped),
+                "steps": self.step,
+                "seconds": round(self.seconds, 1),
+                "seed": self.options.train.seed,
+                "model": self.options.model,
+                "task": self.options.task,
+                **self.options.origin,
+            }
+            | self._held_out.summary(self.step)
+            | stopped
+        )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from grpo_rl.monitor.metrics import first_and_last
 from grpo_rl.monitor.progress import summary_lines, summary_panel
 from grpo_rl.report.files import EVALUATION, SUMMARY, read_rows, versions
 from grpo_rl.report.page import write_report
@@ -17,10 +18,10 @@ from grpo_rl.run.export import export
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.model_card import CARD, model_card
 from grpo_rl.run.parts import Parts
-from grpo_rl.storage.whole_file import write_whole
+from grpo_rl.storage.whole_file import put_back, write_whole
 
 BEST, BEST_MODEL = "best.json", "best_model"
-TENTHS = "mean reward of all sampled responses, over the first and the last tenth of the steps"
+ENDS = "mean reward of all sampled responses, over the first and the last steps: a tenth, 5 at least, half at most"
 """The meaning of the training rewards in ``summary.json``."""
 
 
@@ -33,24 +34,25 @@ def end_run(
     _complete(logs.folder, summary, checkpoint)
     if model.is_dir():  # rank zero's
         write_whole(model / CARD, model_card(json.loads(config), summary))
-    report = write_end(logs, summary, checkpoint)
+    report = _write(logs, summary)
     logs.last_words = [summary_panel(summary, checkpoint=checkpoint, model=model, report=report)]
     logs.last_words += ["To pass on:", *(f"  {line}" for line in summary_lines(summary))]
 
 
 def keep_best(folder: Path, step: int, parts: Parts, adapters: str) -> None:
-    """Exports the model of the best evaluation so far, in the place of the one before; ``best.json`` has its step."""
-    # First away: a run that is killed in between must not find the old model under the new step, or half of each.
-    (folder / BEST).unlink(missing_ok=True)
-    shutil.rmtree(folder / BEST_MODEL, ignore_errors=True)
-    export(parts.policy.model, parts.tokenizer, folder / BEST_MODEL, adapters, parts.policy.peers)
-    write_whole(folder / BEST, json.dumps({"step": step}) + "\n")
+    """Exports the model of the best evaluation so far, which takes the place of the one before once it is whole.
+
+    ``best.json`` beside its weights has its step, so that no kill leaves the one without the other.
+    """
+    step_file = {BEST: json.dumps({"step": step}) + "\n"}
+    export(parts.policy.model, parts.tokenizer, folder / BEST_MODEL, adapters, parts.policy.peers, step_file)
 
 
 def best_kept(folder: Path) -> int | None:
     """The step of the best model that is kept whole; None if none is."""
+    put_back(folder / BEST_MODEL)
     try:
-        return int(json.loads((folder / BEST).read_text())["step"])
+        return int(json.loads((folder / BEST_MODEL / BEST).read_text())["step"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -58,6 +60,10 @@ def best_kept(folder: Path) -> int | None:
 def write_end(logs: RunLogs, summary: dict[str, object], checkpoint: Path | None) -> Path | None:
     """Writes the summary, completed in place, and the report; returns the report's path, None where it failed."""
     _complete(logs.folder, summary, checkpoint)
+    return _write(logs, summary)
+
+
+def _write(logs: RunLogs, summary: dict[str, object]) -> Path | None:
     summary["advisories"] = [asdict(advisory) for advisory in logs.advisories.raised]
     write_summary(logs.folder, summary)
     return try_write_report(logs.folder, logs.note)
@@ -67,18 +73,8 @@ def _complete(folder: Path, summary: dict[str, object], checkpoint: Path | None)
     summary |= {"versions": versions(), "checkpoint": checkpoint and str(checkpoint)}
     rewards = [row["reward/mean"] for row in read_rows(folder) if "reward/mean" in row]
     if rewards:
-        first, last = first_and_last_tenth(rewards)
-        summary |= {"train_reward_first": first, "train_reward_last": last, "train_reward_of": TENTHS}
-
-
-def first_and_last_tenth(values: Sequence[float]) -> tuple[float, float]:
-    """The means of the first and the last tenth of the values, at least one.
-
-    >>> first_and_last_tenth([1.0] * 2 + [0.0] * 16 + [3.0, 5.0])
-    (1.0, 4.0)
-    """
-    tenth = max(len(values) // 10, 1)
-    return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
+        first, last = first_and_last(rewards)
+        summary |= {"train_reward_first": first, "train_reward_last": last, "train_reward_of": ENDS}
 
 
 def write_summary(folder: Path, summary: Mapping[str, object]) -> None:
@@ -86,21 +82,40 @@ def write_summary(folder: Path, summary: Mapping[str, object]) -> None:
     write_whole(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
 
 
-def write_evaluation(folder: Path, step: int, rewards: Sequence[float]) -> None:
-    """Writes the held-out rewards of a step, with null for NaN, the reward of a response that has none."""
-    rows = [None if math.isnan(reward) else reward for reward in rewards]
-    write_whole(folder / EVALUATION, json.dumps({"step": step, "rewards": rows}, allow_nan=False) + "\n")
+def write_evaluation(
+    folder: Path, step: int, rewards: Sequence[float], best: Mapping[str, object] | None = None
+) -> None:
+    """Writes the held-out rewards of a step, with null for NaN, the reward of a response that has none.
+
+    Args:
+        best: state of the tracker of the best evaluation after this one: a checkpoint of the same step may be older.
+    """
+    stored = without_nan({"step": step, "rewards": list(rewards)} | ({"best": best} if best else {}))
+    write_whole(folder / EVALUATION, json.dumps(stored, allow_nan=False) + "\n")
 
 
-def read_evaluation(folder: Path, step: int) -> list[float] | None:
-    """The held-out rewards of a step, if they were stored and can be read."""
+def read_evaluation(folder: Path, step: int) -> tuple[list[float], dict[str, Any] | None] | None:
+    """The held-out rewards of a step and the tracker's state, if they were stored and can be read."""
     try:
         stored = json.loads((folder / EVALUATION).read_text())
         if stored["step"] == step:
-            return [math.nan if reward is None else float(reward) for reward in stored["rewards"]]
+            return [math.nan if reward is None else float(reward) for reward in stored["rewards"]], stored.get("best")
     except (OSError, ValueError, TypeError, KeyError):
         pass
     return None
+
+
+def without_nan(value: Any) -> Any:
+    """The same lists and mappings with None for each NaN.
+
+    >>> without_nan({"best": (3, [0.5, math.nan])})
+    {'best': [3, [0.5, None]]}
+    """
+    if isinstance(value, Mapping):
+        return {name: without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def try_write_report(folder: Path, say: Callable[[str], None]) -> Path | None:

@@ -18,8 +18,8 @@ from grpo_rl.by_name import is_name
 from grpo_rl.settings.command_line import option
 from grpo_rl.settings.composing_errors import OWN, explained
 from grpo_rl.settings.declaration import declared, plain, select
-from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.schema import Settings, check_keys
+from grpo_rl.settings.sections import Env
 from grpo_rl.settings.tasks import TASKS
 
 FOLDER = Path(grpo_rl.config.__path__[0]).resolve()
@@ -32,6 +32,8 @@ GROUPS = ("env", "loss", "experiment")
 
 def check_overrides(arguments: Sequence[str], dataset: str | None = None) -> None:
     """Checks the command line's overrides by name, since Hydra's own message suggests no nearest key.
+
+    Without a dataset a key of ``env`` passes: :class:`Settings` checks it against the task that the config names.
 
     Raises:
         ValueError: an unknown key.
@@ -47,7 +49,7 @@ def check_overrides(arguments: Sequence[str], dataset: str | None = None) -> Non
         # A slash, or Hydra's own section, is a group: `hydra/launcher=...`.
         if "/" not in name and name.split(".")[0] != "hydra" and name not in GROUPS:
             names.append(name)
-    check_keys(names, dataset)
+    check_keys([name for name in names if dataset or not name.startswith("env.")], dataset)
 
 
 def dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
@@ -60,15 +62,15 @@ def dataset_of(arguments: Sequence[str], config_name: str) -> str | None:
     >>> dataset_of(["--config-name=grpo_math"], "grpo_gsm8k"), dataset_of(["+experiment=mine"], "grpo_gsm8k")
     ('math', None)
     """
+    named = [word.removeprefix("env.dataset=") for word in arguments if word.startswith("env.dataset=")]
+    if named:  # over what a config or an experiment says
+        return named[-1] if named[-1] in TASKS or is_name(named[-1]) else None
     name = (option(arguments, "--config-name") or config_name).removeprefix("grpo_")
     if any(word.lstrip("+").startswith("experiment=") for word in arguments):
         return None  # an experiment may choose a task
     for word in arguments:
         if word.startswith("env="):
             name = word.removeprefix("env=")
-    for word in arguments:
-        if word.startswith("env.dataset="):
-            name = word.removeprefix("env.dataset=")
     return name if name in TASKS or is_name(name) else None
 
 
@@ -88,7 +90,7 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
     """The arguments with a task named by its config, which brings its keys; those of the user's own need none there.
 
     Raises:
-        ValueError: the task is one of the user's own, and there is no such class, it can't be used, or none is named.
+        ValueError: a name with a colon is no ``package.module:Class``, or ``own`` is chosen by its name.
 
     >>> choosing_configs(["env.dataset=math", "optimizer.lr=1"])
     ['env=math', 'optimizer.lr=1']
@@ -104,14 +106,20 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
             raise ValueError(f"{word} names no task; say which class of your own it is: env.task=module:Class")
         elif all(map(is_name, value.split(","))):
             words += [f"env={OWN}", f"env.dataset={value}"]
-        elif key == "env.task":
-            raise ValueError(f"{word} is no package.module:Class; the project's own tasks are env.dataset=NAME")
+        elif key == "env.task" or ":" in value:
+            raise ValueError(
+                f"{word} is no package.module:Class, names joined by dots without .py or folders; the project's own "
+                "tasks are env.dataset=NAME"
+            )
         else:
             words.append(f"env={value}")
-    own = [word.removeprefix("env.dataset=") for word in words if word.startswith("env.dataset=")]
-    names = {f"env.{name}" for dataset in own for task in dataset.split(",") for name in declared(task_section(task))}
-    forced = tuple(f"{name}{end}" for name in {*names, "env.columns"} for end in "=.")
-    return [f"++{word.lstrip('+')}" if word.lstrip("+").startswith(forced) else word for word in words]
+    return [f"++{word.lstrip('+')}" if _of_a_task(word.lstrip("+")) else word for word in words]
+
+
+def _of_a_task(word: str) -> bool:
+    """Tells whether an override may be of a key that no file of ``config/`` has; where it is of none, we tell it."""
+    section, _, key = word.partition("=")[0].partition(".")
+    return section == "env" and bool(key) and (key.split(".")[0] not in declared(Env) or key.startswith("columns"))
 
 
 def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 from yaml import YAMLError
 
+from grpo_rl.by_name import is_name
 from grpo_rl.policies.allocator import give_back
 from grpo_rl.settings.command_line import arranged
 from grpo_rl.settings.compose import FOLDER, check_overrides, choosing_configs, dataset_of, folders
@@ -59,8 +60,9 @@ def _checked(cfg: DictConfig, mode: str) -> Settings:
         raise ValueError(f"this script is of mode={mode}{other}")
     if cfg.resume == "auto" and (folder := _fixed_folder()):
         cfg.resume = folder
-    dataset = cfg.env.dataset if OmegaConf.select(cfg, "env.dataset", throw_on_missing=False) in TASKS else None
-    check_own_files(own_files(HydraConfig.get(), FOLDER), dataset)
+    dataset = OmegaConf.select(cfg, "env.dataset", throw_on_missing=False)
+    known = isinstance(dataset, str) and (dataset in TASKS or is_name(dataset))
+    check_own_files(own_files(HydraConfig.get(), FOLDER), dataset if known else None)
     settings = Settings.read(cfg)
     check_machine(settings, mode)
     return settings
@@ -125,7 +127,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 dataset, where = dataset_of(arguments, config_name), folders(arguments)
                 if (about := topic(arguments)) is not None:
                     says = function.__globals__["__doc__"] or ""
-                    _show(help_text(about, says.partition(": `")[0] + ".", config_name, where, dataset))
+                    _show(help_text(about, says.partition(": `")[0] + ".", config_name, where, dataset, mode))
                     return
                 check_overrides(arguments, dataset)
             except ValueError as error:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
+from grpo_rl.by_name import is_name
+
 RewardSource = str | tuple[str, ...] | Mapping[str, Any]
 """The type of a reward setting: one function by name, a list of them, or weights by name."""
 REQUIRED: Any = dataclasses.MISSING
@@ -69,13 +71,13 @@ class Setting:
         named: whether ``package.module:name``, an object of the user's own, is taken beside the choices.
         because: why a value out of bounds is refused, and what to do instead.
         mode: the only mode that reads the setting; None: both do.
-        kind: the type of its values other than null; str if it has choices.
+        kind: the type of its values other than null; where it has choices, theirs.
         free: whether it is a mapping whose keys are not declared here.
     """
 
     default: Any
     meaning: str
-    choices: tuple[str, ...] = ()
+    choices: tuple[Any, ...] = ()
     named: bool = False
     at_least: float | None = None
     more_than: float | None = None
@@ -94,7 +96,10 @@ class Setting:
         free = rest == RewardSource or get_origin(rest) is get_origin(Mapping[str, Any])
         null = NoneType in options
         if literal := [option for option in options if get_origin(option) is Literal]:
-            return dataclasses.replace(self, choices=get_args(literal[0]), null=null, named=str in options)
+            choices = tuple(choice for choice in get_args(literal[0]) if choice is not None)
+            kinds = {type(choice) for choice in choices}
+            kind, null = kinds.pop() if len(kinds) == 1 else object, null or None in get_args(literal[0])
+            return dataclasses.replace(self, choices=choices, kind=kind, null=null, named=str in options)
         return dataclasses.replace(self, kind=rest, null=null, free=free)
 
     @property
@@ -104,8 +109,8 @@ class Setting:
         >>> Setting("none", "an experiment tracker", choices=("wandb", "none")).comment
         'wandb | none; an experiment tracker'
         """
-        unnamed = any(choice not in self.meaning for choice in self.choices)
-        choices = " | ".join(self.choices) + "; " if unnamed else ""
+        unnamed = any(str(choice) not in self.meaning for choice in self.choices)
+        choices = " | ".join(map(str, self.choices)) + "; " if unnamed else ""
         return (f"mode={self.mode}: " if self.mode else "") + choices + self.meaning
 
     @property
@@ -138,11 +143,13 @@ class Setting:
         """Says what is wrong with a value of the right type; None: nothing."""
         if value is None:
             return None
-        if self.choices and value not in self.choices and not (self.named and ":" in value):
-            close = difflib.get_close_matches(str(value), self.choices, n=1)
+        if self.choices and value not in self.choices and not (self.named and is_name(value)):
+            choices = [str(choice) for choice in self.choices]
+            close = difflib.get_close_matches(str(value), choices, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            or_else = ", or package.module:name of your own" * self.named + ", or null" * self.null
-            return f"{key} is {value!r}; it can be {', '.join(self.choices)}" + or_else + hint
+            or_else = ", or package.module:name of your own, names joined by dots" * self.named
+            or_else += ", or null" * self.null
+            return f"{key} is {value!r}; it can be {', '.join(choices)}" + or_else + hint
         bounds = {name: bound for name in BOUNDS if (bound := getattr(self, name)) is not None}
         fits = all(BOUNDS[name](value, bound) for name, bound in bounds.items())
         reason = f": {self.because}" if self.because else ""

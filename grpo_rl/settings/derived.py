@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.by_name import object_by_name
-from grpo_rl.envs.sources import Source
+from grpo_rl.by_name import is_name, object_by_name
+from grpo_rl.envs.sources import HUB_PREFIX, Source, repository_of
 from grpo_rl.policies.adapters import LoRA
 from grpo_rl.settings.sections import Sections
 from grpo_rl.training.schedules import GroupSizes
 
 if TYPE_CHECKING:
     from grpo_rl.data.batching import MicroBatching
+
+
+SPLIT_OF_EVAL = {"split": "env.eval_split"}
+KEYS_OF_EVAL = {"path": "env.eval_path", **SPLIT_OF_EVAL}
+"""The settings that held-out rows come from, where they have others than those to train on, for messages."""
 
 
 def train_source(settings: Sections) -> Source:
@@ -22,11 +27,32 @@ def train_source(settings: Sections) -> Source:
 
 
 def eval_source(settings: Sections) -> Source:
-    """Where held-out rows come from: ``env.eval_path``, or the held-out split of the rows to train on."""
+    """Where held-out rows come from: ``env.eval_path``, or the held-out split of the rows to train on.
+
+    ``env.subset`` and ``env.revision`` are of the repository of ``env.path``, and so of ``env.eval_path`` where that is
+    the same one.
+
+    Raises:
+        ValueError: one of them is set, and ``env.eval_path`` is another repository.
+    """
     env = settings.env
-    if env.eval_path:
-        return Source(env.eval_path, split=env.eval_split, columns=env.columns)
-    return Source(env.path, env.subset, env.eval_split, env.revision, env.columns)
+    if not env.eval_path:
+        return Source(env.path, env.subset, env.eval_split, env.revision, env.columns, SPLIT_OF_EVAL)
+    held_out = repository_of(env.eval_path)
+    if held_out and held_out == repository_of(env.path):
+        own_subset = ":" in env.eval_path.removeprefix(HUB_PREFIX)
+        subset = None if own_subset else env.subset
+        return Source(env.eval_path, subset, env.eval_split, env.revision, env.columns, KEYS_OF_EVAL)
+    for name, remedy in (
+        ("subset", f"write the subset of each into its path: {held_out}:SUBSET"),
+        ("revision", "give a local copy of the held-out rows, or leave the revision at null"),
+    ):
+        if held_out and env[name]:
+            raise ValueError(
+                f"env.{name}={env[name]} is of {env.path or 'the rows to train on'}, and env.eval_path={env.eval_path} "
+                f"is another repository; {remedy}"
+            )
+    return Source(env.eval_path, split=env.eval_split, columns=env.columns, keys=KEYS_OF_EVAL)
 
 
 def group_sizes(settings: Sections) -> GroupSizes:
@@ -127,7 +153,7 @@ def loss_terms(settings: Sections) -> dict[str, Any]:
     names = ("surrogate", "ratio", "clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg", "kl")
     corrections = ("correction", "correction_level", "correction_low", "correction_high")
     terms = {name: settings.loss[name] for name in names + corrections}
-    own = [name for name in ("surrogate", "kl") if ":" in terms[name]]
+    own = [name for name in ("surrogate", "kl") if is_name(terms[name])]
     terms |= {name: object_by_name(terms[name], f"loss.{name}") for name in own}
     return terms | {"kl_coef": kl_in_loss(settings), "entropy_coef": settings.policy.entropy_coef}
 

@@ -6,28 +6,47 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from grpo_rl.by_name import is_name
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
+from grpo_rl.settings.composing_errors import explained
 from grpo_rl.settings.declaration import Section, build, declared, plain, setting
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.tasks import ALIASES, TASKS
 
+OWN_NAMES = {
+    "sampling.max_new_tokens": "max_new_tokens=",
+    "sampling.temperature": "temperature=",
+    "inference_model.max_model_len": "max_model_len=",
+    "inference_model.engine": "engine=",
+    "env.eval_path": "path.TASK=",
+    "env.dataset": "tasks=[...]",
+    "env.task": "tasks=[...]",
+    "env": "tasks=[...]",
+}
+"""Settings of training for which an evaluation has its own."""
 PASSED_ON = ("env", "model", "inference_model", "sampling", "train_model")
 """Sections of training's config that an evaluation reads, too."""
+
+
+TASK_NAMES = ", ".join((*TASKS, *ALIASES, "package.module:Class"))
 
 
 class EvalSettings(Section):
     """What `grpo-rl eval` takes as overrides, such as ``tasks=[gsm8k,countdown] samples=8``."""
 
-    tasks: tuple[str, ...] = setting((), "tasks whose held-out rows are evaluated, on one engine: " + ", ".join(TASKS))
+    tasks: tuple[str, ...] = setting((), "tasks whose held-out rows are evaluated, on one engine: " + TASK_NAMES)
     rows: int | None = setting(None, "held-out rows of each task, from the first; null: all", at_least=2)
     samples: int = setting(0, "responses to each row beside the greedy one, for pass@k and maj@k; 0: none", at_least=0)
     temperature: float = setting(1.0, "temperature of those responses", more_than=0, at_most=2)
     max_new_tokens: int = setting(512, "longest response, in tokens; in a conversation: longest turn", at_least=1)
     max_model_len: int = setting(2048, "prompt + response, in tokens, of an engine that is started here", at_least=2)
     engine: Literal["vllm", "transformers"] = setting("vllm", "the engine that is started here")
-    path: Mapping[str, Any] = setting({}, "local held-out data by task: path.gsm8k=test.jsonl")
+    path: Mapping[str, Any] = setting(
+        {}, "held-out data by task: path.gsm8k=test.jsonl; of package.module:Class: path.Class"
+    )
     seed: int = setting(0, "seed of the sampled responses")
     out: str | None = setting(None, "output folder; an evaluation that was cut off goes on there; null: a new one")
     served: str | None = setting(None, "for an endpoint: name of the served model; null: the only one that it lists")
@@ -36,12 +55,20 @@ class EvalSettings(Section):
     deadline_s: float = setting(300, "for an endpoint: seconds of one try of a request", more_than=0)
 
 
+def short_name(task: str) -> str:
+    """The name of a task in ``path``: its own, or that of its class.
+
+    >>> short_name("gsm8k"), short_name("my_tasks:Rhyme")
+    ('gsm8k', 'Rhyme')
+    """
+    return task.rpartition(":")[2]
+
+
 def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
     """The evaluation's own settings, and the overrides that are training's.
 
     Raises:
-        ValueError: an unknown key, a wrong value, or no task.
-        HydraException: an override that Hydra can't read.
+        ValueError: an unknown key, a wrong value, no task, or an override that can't be read.
 
     >>> own, rest = read_eval(["tasks=[gsm8k,math500]", "path.gsm8k=a.jsonl", "env.reward.correctness=1"])
     >>> own.tasks, own.path, rest
@@ -51,8 +78,13 @@ def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
     values = {name: list(s.default) if isinstance(s.default, tuple) else s.default for name, s in known.items()}
     values["path"] = {}
     for word in words:
-        override = OverridesParser.create().parse_override(word)
+        try:
+            (override,) = OverridesParser.create().parse_overrides([word])
+        except HydraException as error:
+            raise ValueError(explained(error, words)) from error
         key = override.key_or_group
+        if key in OWN_NAMES:
+            raise ValueError(f"{word}: an evaluation has its own setting for this, {OWN_NAMES[key]}")
         if key.split(".")[0] in PASSED_ON:
             rest.append(word)
         elif key.startswith("path."):
@@ -70,14 +102,16 @@ def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
         if line := declaration.wrong_type(key, values[key]) or declaration.wrong_value(key, values[key]):
             raise ValueError(line)
     own = build(EvalSettings, values)
-    names = (*TASKS, *ALIASES)
+    names, given = (*TASKS, *ALIASES), {short_name(name) for name in own.tasks if is_name(name)}
     if not own.tasks:
-        raise ValueError(f"no task is given; set tasks=[...] of {', '.join(names)}")
-    if unknown := [name for name in (*own.tasks, *own.path) if name not in names]:
-        raise ValueError(f"{unknown[0]} is no task; there are {', '.join(names)}")
-    if twice := [name for name in own.tasks if own.tasks.count(name) > 1]:
+        raise ValueError(f"no task is given; set tasks=[...] of {TASK_NAMES}")
+    wrong = [name for name in own.tasks if name not in names and not is_name(name)]
+    if unknown := wrong + [name for name in own.path if name not in names and name not in given]:
+        raise ValueError(f"{unknown[0]} is no task; there are {TASK_NAMES}")
+    short = [short_name(name) for name in own.tasks]
+    if twice := [name for name in short if short.count(name) > 1]:
         raise ValueError(f"tasks names {twice[0]} twice")
-    if idle := [name for name in own.path if name not in own.tasks]:
+    if idle := [name for name in own.path if name not in short]:
         raise ValueError(f"path.{idle[0]} is of no task of tasks={list(own.tasks)}")
     return own, rest
 
@@ -87,11 +121,13 @@ def task_settings(own: EvalSettings, name: str, rest: Sequence[str]) -> Settings
 
     Raises:
         ValueError: settings are wrong, or contradict each other.
-        HydraException: an override that Hydra can't read.
     """
     cfg = compose_config(DEFAULT_CONFIG, [f"env.dataset={ALIASES.get(name, name)}", *rest])
+    path = own.path.get(short_name(name))
+    if path and cfg.env.path is None:
+        cfg.env.path = path  # nothing else is read: env.subset and env.revision are of these rows
     values = {
-        "env.eval_path": own.path.get(name),
+        "env.eval_path": path,
         "sampling.max_new_tokens": own.max_new_tokens,
         "sampling.temperature": own.temperature,
         "inference_model.max_model_len": own.max_model_len,

@@ -14,6 +14,8 @@ from grpo_rl.settings.composing_errors import OWN, unknown
 from grpo_rl.settings.declaration import REQUIRED, Setting, plain
 from grpo_rl.settings.sections import Sections, declarations
 
+COMMAND_LINES = ("grpo-rl", "cli.py")
+"""The names under which `grpo-rl` itself runs: installed, and as `python -m grpo_rl.cli`."""
 FLAGS = ("--help", "-h")
 FIRST = (
     "model.name",
@@ -59,7 +61,14 @@ def topic(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def help_text(about: str, says: str, config_name: str, folders: Sequence[Path], dataset: str | None = None) -> str:
+def help_text(
+    about: str,
+    says: str,
+    config_name: str,
+    folders: Sequence[Path],
+    dataset: str | None = None,
+    mode: str = "sync",
+) -> str:
     """The help on a section or key, or on the script itself.
 
     Args:
@@ -68,16 +77,25 @@ def help_text(about: str, says: str, config_name: str, folders: Sequence[Path], 
         config_name: its default config.
         folders: the folders with configs: the project's, and the user's.
         dataset: the task whose settings are shown beside those of all tasks.
+        mode: the script's.
 
     Raises:
         ValueError: there is no such section or key; with the nearest.
     """
-    lines = _settings(about, dataset) if about else _overview(says, config_name, folders)
+    lines = _settings(about, dataset) if about else _overview(says, config_name, folders, mode)
     return "\n".join(lines)
 
 
-def _overview(says: str, config_name: str, folders: Sequence[Path]) -> Iterator[str]:
-    command = f"python {sys.argv[0]}" if sys.argv[0].endswith(".py") else Path(sys.argv[0]).name
+def _command(mode: str) -> str:
+    """The words before the overrides of this command line: a script's, or those of `grpo-rl`."""
+    name = Path(sys.argv[0]).name
+    if name in COMMAND_LINES:
+        return "grpo-rl train" + " --async" * (mode == "async")
+    return f"python {sys.argv[0]}" if name.endswith(".py") else name
+
+
+def _overview(says: str, config_name: str, folders: Sequence[Path], mode: str) -> Iterator[str]:
+    command = _command(mode)
     yield says
     yield ""
     yield f"usage: {command} [KEY=VALUE ...] [+experiment=RECIPE] [--config-name NAME (now {config_name})]"

@@ -39,7 +39,7 @@ def _section(name: str) -> type[Section]:
             raise ValueError(f"{name} has a setting {parameter.name}, a name that is taken; rename it")
         types_of[parameter.name] = hint = _kind(hints.get(parameter.name, Parameter.empty), parameter.default)
         default = REQUIRED if parameter.default is Parameter.empty else plain(parameter.default)
-        declaration = Setting(default, f"of {name}").typed(hint)
+        declaration = Setting(default, f"a parameter of {name}").typed(hint)
         settings[parameter.name] = field(metadata={"setting": declaration})
     return type("OwnTask", (Section,), {"__annotations__": types_of, "__doc__": task.__doc__, **settings})
 

@@ -11,7 +11,7 @@ from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.derived import adapters, group_sizes, kl_in_reward, loss_terms
 from grpo_rl.settings.models import LoRASection
 from grpo_rl.settings.sections import Sections, declarations
-from grpo_rl.settings.tasks import ALIASES, TASKS
+from grpo_rl.settings.tasks import ALIASES, NOT_BESIDE, TASKS
 from grpo_rl.training.schedules import AdaptiveKL
 
 SCRIPTS = {"sync": "sota/grpo.py, or grpo-rl train", "async": "sota/grpo_async.py, or grpo-rl train --async"}
@@ -67,9 +67,11 @@ def _check_evaluate(settings: Sections) -> None:
         where = f"evaluate.tasks[{i}]"
         if unknown := sorted(task.keys() - {"task", "rows", "samples", "path"}):
             raise ValueError(f"{where} has {', '.join(unknown)}; it takes task, rows, samples and path")
-        names = (*TASKS, *ALIASES)
-        if task.get("task") not in names:
-            raise ValueError(f"{where}.task is {task.get('task')!r}; it can be {', '.join(names)}")
+        name, names = task.get("task"), [name for name in (*TASKS, *ALIASES) if name not in NOT_BESIDE]
+        if name not in names:
+            because = f": {NOT_BESIDE[name]}" if name in NOT_BESIDE else ""
+            or_else = "; after training `grpo-rl eval` takes all, and those of your own"
+            raise ValueError(f"{where}.task is {name!r}; it can be {', '.join(names)}{because}{or_else}")
         for name, least in (("rows", 2), ("samples", 0)):
             value = task.get(name, least)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -72,7 +72,7 @@ class Settings(Sections):
     @classmethod
     def _checked(cls, values: Mapping[str, Any]) -> Settings:
         dataset = select(values, "env.dataset")
-        if dataset not in TASKS and not is_name(dataset):
+        if not isinstance(dataset, str) or (dataset not in TASKS and not is_name(dataset)):
             raise ValueError(declarations(None)["env.dataset"].wrong_value("env.dataset", dataset or "null"))
         values = _with_own_defaults(values, dataset)
         known, names = declarations(dataset), leaves(values)

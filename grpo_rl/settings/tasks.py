@@ -154,5 +154,10 @@ TASKS: Mapping[str, type[Section]] = {
     "prompt_response": PromptResponse,
 }
 """The values of ``env.dataset``, each with its own settings."""
+NOT_BESIDE = {
+    "prompt_response": "its reward is a setting of the run's own task",
+    "search_qa": "its documents are a setting of the run's own task",
+}
+"""The tasks that a run of another task can't evaluate, and why."""
 ALIASES = {"math500": "math"}
 """Names of test sets, and the task that they are the held-out rows of."""

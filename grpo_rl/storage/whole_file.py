@@ -52,7 +52,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """A folder to write to, which takes the place of ``folder`` when the block ends, once it is safe on the disk.
 
     A process that is killed leaves ``<name>.partial`` or ``<name>.old``, which the next one removes; a block that fails
-    leaves nothing.
+    leaves nothing. Killed between the two renames, it leaves no ``folder``: :func:`put_back` has the earlier one there.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -74,6 +74,13 @@ def _take_place(partial: Path, folder: Path) -> None:
     partial.rename(folder)
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def put_back(folder: Path) -> None:
+    """Puts the earlier folder in its place again where a process was killed before the new one took it."""
+    old = folder.with_name(f"{folder.name}.old")
+    if old.exists() and not folder.exists():
+        old.rename(folder)
 
 
 def make_folder(path: Path) -> None:

@@ -29,6 +29,7 @@ from grpo_rl.monitor.lineage import RESPONSES, TOKENS
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.monitor.step_parts import STEP_FOLDERS
 from grpo_rl.storage import checkpoint_file
+from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.whole_file import make_folder, sync
 from grpo_rl.training.former_settings import IGNORED, REMOVED
 
@@ -324,7 +325,7 @@ def check_config(saved: str, current: str) -> None:
     Raises:
         ValueError: names each key with both values.
     """
-    before, now = flatten(json.loads(saved)), flatten(json.loads(current))
+    before, now = flat(json.loads(saved)), flat(json.loads(current))
     before = {k: v for k, v in before.items() if k not in IGNORED and (k not in REMOVED or v != REMOVED[k])}
     # A schedule that does not decay is the same however long the run: it may be prolonged.
     may_differ = (*MAY_DIFFER, *(["train.total_dialog_turns"] if now.get("optimizer.schedule") == "constant" else []))
@@ -335,16 +336,3 @@ def check_config(saved: str, current: str) -> None:
     ]
     if different:
         raise ValueError("the checkpoint is of another config:\n  " + "\n  ".join(different))
-
-
-def flatten(tree: Mapping, prefix: str = "") -> dict:
-    """Leaves of a nested mapping by dotted name.
-
-    >>> flatten({"a": {"b": 1}, "c": []})
-    {'a.b': 1, 'c': []}
-    """
-    flat = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        flat.update(flatten(value, name + ".") if isinstance(value, Mapping) and value else {name: value})
-    return flat

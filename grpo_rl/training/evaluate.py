@@ -57,7 +57,7 @@ class Evaluation:
         judged = np.asarray(self.rewards)[~np.isnan(self.rewards)]
         return {
             "eval/reward": self.reward,
-            "eval/standard_error": float(stats.sem(judged)) if len(judged) > 1 else 0.0,
+            "eval/standard_error": float(stats.sem(judged)) if len(judged) > 1 else math.nan,
             **{f"eval/{name}": value for name, value in self.parts.items()},
             **{f"eval/measure/{name}": value for name, value in self.measures.items()},
             "eval/mean_length": float(np.mean(self.lengths)),
@@ -94,9 +94,30 @@ class Evaluation:
 
 
 def row_scores(greedy: Evaluation, sampled: Evaluation | None) -> dict[str, list[float]]:
-    """All scores of each row: ``reward`` and ``accuracy`` of the greedy response, ``sampled_reward``, pass@k, maj@k."""
+    """All scores of each row: ``reward`` and ``accuracy`` of the greedy response, ``sampled_reward``, pass@k, maj@k.
+
+    A single sampled response has ``sampled_accuracy``.
+    """
     scores = {"reward": greedy.row_rewards(), **greedy.row_scores()}
-    return scores | {"sampled_reward": sampled.row_rewards(), **sampled.row_scores()} if sampled else scores
+    if sampled is None:
+        return scores
+    more = {f"sampled_{name}" if name == "accuracy" else name: row for name, row in sampled.row_scores().items()}
+    return scores | {"sampled_reward": sampled.row_rewards()} | more
+
+
+def score_names(task: Task, samples: int) -> list[str]:
+    """The names of all scores that :func:`row_scores` can give, with so many sampled responses to each row.
+
+    Whether a task tells what is right can depend on its responses: then a score that is named may be missing.
+    """
+    tells = task.tells_right
+    names = ["reward", *(["accuracy"] if tells else []), *(["sampled_reward"] if samples else [])]
+    if not (tells and samples):
+        return names
+    if samples == 1:
+        return [*names, "sampled_accuracy"]
+    has_answers = bool(task.final_answers([""]))
+    return [*names, *(f"pass@{k}" for k in ks(samples)), *([f"maj@{samples}", "tied"] if has_answers else [])]
 
 
 def evaluate(

@@ -158,10 +158,21 @@ def test_a_position_in_other_data_is_refused(tokenizer):
         LLMEnv(reordered, tokenizer, 2, 2).load_state_dict(state)
 
 
-def test_a_part_named_like_a_metric_is_refused(tokenizer):
+@pytest.mark.parametrize("name", ["mean", "failed", "sampled_reward", "tied", "pass@4", "maj@2"])
+def test_a_part_named_like_a_metric_is_refused(tokenizer, name):
     task = Letters(4)
-    task.reward_parts = ("mean",)
-    with pytest.raises(ValueError, match="mean"):
+    task.reward_parts = (name,)
+    with pytest.raises(ValueError, match=name):
+        LLMEnv(task, tokenizer, 2, 2)
+
+
+def test_a_part_named_accuracy_has_to_be_what_tells_what_is_right(tokenizer):
+    task = Letters(4)
+    task.reward_parts = ("accuracy", "exact")
+    task.correct_part = "accuracy"
+    LLMEnv(task, tokenizer, 2, 2)
+    task.correct_part = "exact"
+    with pytest.raises(ValueError, match="accuracy is not what tells"):
         LLMEnv(task, tokenizer, 2, 2)
 
 

@@ -16,6 +16,9 @@ from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.prompt_response import PromptResponse
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.tables import load_rows
+from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.derived import eval_source
+from grpo_rl.settings.schema import Settings
 
 ROWS = [{"question": "3 + 4?", "answer": "#### 7"}, {"question": "8 + 1?", "answer": "#### 9"}]
 THEIRS = [{"problem": row["question"], "solution": row["answer"], "level": "easy"} for row in ROWS]
@@ -224,3 +227,22 @@ def test_conversations_beside_the_prompt_are_not_read(tmp_path):
 
     Dataset.from_list([row | {"messages": CHAT} for row in ROWS]).to_parquet(str(tmp_path / "rows.parquet"))
     assert gsm8k.load_rows(tmp_path / "rows.parquet") == ROWS
+
+
+def test_a_message_names_the_setting_that_the_rows_came_from(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(lines(ROWS))
+    (tmp_path / "empty.jsonl").write_text("")
+    for words, message in (
+        (["eval_path=rows.jsonl", "eval_split=dev"], "env.eval_split=dev means nothing for files"),
+        (["path=rows.jsonl", "eval_split=dev"], "env.eval_split=dev means nothing for files"),
+        (["eval_path=none.jsonl"], "env.eval_path={}/none.jsonl can't be read"),
+        (["eval_path=none-*.jsonl"], "env.eval_path={}/none-*.jsonl matches no file"),
+        (["eval_path=rows.txt"], "env.eval_path={}/rows.txt is no file that ends in"),
+        (["eval_path=empty.jsonl"], "env.eval_path={}/empty.jsonl has no rows"),
+        (["eval_path=."], "env.eval_path={} has no split dev"),
+    ):
+        given = [f"env.{word}".replace("path=", f"path={tmp_path}/") for word in words]
+        split = ["env.eval_split=dev"] if words == ["eval_path=."] else []
+        settings = Settings.read(compose_config("grpo_gsm8k", given + split))
+        with pytest.raises(ValueError, match=re.escape(message.format(tmp_path))):
+            gsm8k.load_rows(eval_source(settings), "test")

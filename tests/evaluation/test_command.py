@@ -9,10 +9,15 @@ import pandas as pd
 import pytest
 
 from grpo_rl.cli import main
+from grpo_rl.envs.base import Reward, Task
+from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.evaluation.models import model_folder
-from grpo_rl.evaluation.results import TaskResult, comparison_table, read_eval_file, write_eval
-from grpo_rl.settings.evaluation import read_eval
+from grpo_rl.evaluation.results import TaskResult, comparison_table, read_eval_file, write_eval, write_responses
+from grpo_rl.evaluation.sources import ServedSource
+from grpo_rl.settings.derived import eval_source
+from grpo_rl.settings.evaluation import read_eval, task_settings
 from grpo_rl.testing import save_tiny_model
+from grpo_rl.training.evaluate import Evaluation
 
 
 @pytest.fixture
@@ -80,6 +85,34 @@ def test_an_evaluation_that_was_cut_off_goes_on_with_the_tasks_that_lack(server,
     assert "another model or with other settings" in capsys.readouterr().err
 
 
+def test_a_task_that_cannot_be_judged_fails_alone_and_the_source_is_closed_once(
+    server, data, tmp_path, capsys, monkeypatch
+):
+    closed, server.respond = [], lambda body: "<answer>1</answer>\ud800"
+    monkeypatch.setattr(ServedSource, "close", lambda self: closed.append(self))
+    real = ServedSource.evaluate
+
+    def evaluate(self, name, *rest):
+        if name == "countdown":
+            raise ValueError("none of the 4 held-out responses could be judged")
+        return real(self, name, *rest)
+
+    monkeypatch.setattr(ServedSource, "evaluate", evaluate)
+    words = ["eval", server.url, "tasks=[countdown,gsm8k]", f"path.gsm8k={data}", "rows=4", f"out={tmp_path / 'out'}"]
+    assert main(words) == 1
+    told = capsys.readouterr().err
+    assert "countdown: failed: none of the 4" in told and "Not evaluated: countdown; go on with" in told
+    assert list(json.loads((tmp_path / "out" / "eval.json").read_text())["tasks"]) == ["gsm8k"] and len(closed) == 1
+
+
+def test_texts_that_utf_8_cannot_hold_are_written(tmp_path):
+    task = GSM8K([{"question": "a\ud800", "answer": "#### 1"}])
+    evaluation = Evaluation([1.0], {}, {}, ["p"], ["b\udfff"], [1], [False], correct=[True], answers=["c\ud800"])
+    write_responses(tmp_path, "gsm8k", task, task.rows, {"greedy": evaluation})
+    row = pd.read_parquet(tmp_path / "responses").iloc[0]
+    assert row[["query", "completion", "answer"]].tolist() == ["a?", "b?", "c?"]
+
+
 def result(ids, **scores):
     return {"gsm8k": TaskResult(list(ids), {name: list(map(float, values)) for name, values in scores.items()})}
 
@@ -125,6 +158,19 @@ def test_evaluations_of_other_rows_are_not_compared(tmp_path, capsys):
         (["m", "tasks=[gsm8k]", "temperature=0"], "temperature is 0; it must be more than 0"),
         (["tasks=[gsm8k]"], "0 models are given"),
         (["a", "b", "c", "tasks=[gsm8k]"], "3 models are given"),
+        (["m", "tasks=[gsm8k"], "'tasks=[gsm8k' can't be read as KEY=VALUE"),
+        (
+            ["m", "tasks=[gsm8k]", "sampling.temperature=0.2"],
+            "an evaluation has its own setting for this, temperature=",
+        ),
+        (["m", "tasks=[gsm8k]", "sampling.max_new_tokens=9"], "its own setting for this, max_new_tokens="),
+        (["m", "tasks=[gsm8k]", "inference_model.max_model_len=99"], "its own setting for this, max_model_len="),
+        (["m", "tasks=[gsm8k]", "inference_model.engine=vllm"], "its own setting for this, engine="),
+        (["m", "tasks=[gsm8k]", "+env.eval_path=a.jsonl"], "its own setting for this, path.TASK="),
+        (["m", "tasks=[gsm8k]", "env.dataset=math"], "its own setting for this, tasks=[...]"),
+        (["m", "tasks=[no_such:Task]"], "there is no module no_such"),
+        (["m", "tasks=[a:Task]", "path.Tusk=x"], "Tusk is no task"),
+        (["m", "tasks=[a:Task,b:Task]"], "tasks names Task twice"),
         (["--compare", "no/such", "other"], "no/such can't be read"),
         (["--compare", "a", "b", "tasks=[gsm8k]"], "--compare takes two evaluations alone"),
         (["http://127.0.0.1:9/v1", "tasks=[calculator]", "path.calculator=arithmetic", "served=x"], "several turns"),
@@ -134,6 +180,43 @@ def test_bad_input_is_told_in_one_line(words, message, capsys):
     assert main(["eval", *words]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and message in error and "\n" not in error
+
+
+class Echo(Task):
+    """Asks for a word; a response that is the word earns `weight`."""
+
+    reward_parts = ("echo",)
+
+    def __init__(self, rows, weight: float = 1.0):
+        self.rows, self.weight = rows, weight
+
+    def prompt(self, row):
+        return [{"role": "user", "content": row["word"]}]
+
+    def score(self, row, response):
+        return Reward({"echo": self.weight * (response == row["word"])})
+
+
+def test_a_task_of_ones_own_is_evaluated_with_its_settings(server, tmp_path):
+    (tmp_path / "words.jsonl").write_text('{"word": "night"}\n{"word": "day"}\n')
+    server.respond = lambda body: "day"
+    words = [f"tasks=[{__name__}:Echo]", f"path.Echo={tmp_path / 'words.jsonl'}", "env.weight=3"]
+    assert main(["eval", server.url, *words, f"out={tmp_path / 'out'}"]) == 0
+    stored = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert stored["tasks"][f"{__name__}:Echo"]["scores"]["reward"]["mean"] == 1.5
+
+
+def test_a_revision_in_an_evaluation_is_of_the_rows_that_it_reads():
+    own, rest = read_eval(["tasks=[math]", "path.math=hf:a/b", "env.revision=v1", "env.subset=algebra"])
+    source = eval_source(task_settings(own, "math", rest))
+    assert (source.path, source.subset, source.revision) == ("hf:a/b", "algebra", "v1")
+
+
+def test_a_prompt_that_is_too_long_is_told_with_the_settings_of_an_evaluation(data, tmp_path, capsys):
+    model = str(save_tiny_model(tmp_path / "model"))
+    words = ["tasks=[gsm8k]", f"path.gsm8k={data}", "max_new_tokens=4", "max_model_len=8", "engine=transformers"]
+    assert main(["eval", model, *words]) == 2
+    assert "4 fit; raise max_model_len= or lower rows=" in capsys.readouterr().err
 
 
 def test_a_setting_of_training_reaches_the_task():

@@ -75,6 +75,8 @@ def in_place(log_ratio, advantage):
         (lambda log_ratio, advantage: -log_ratio.square().exp() * advantage, "the value is -inf at a log-ratio of 12"),
         (lambda log_ratio, advantage: -log_ratio.abs().sqrt() * advantage, "the gradient is nan at a log-ratio of 0"),
         (lambda log_ratio, advantage: -log_ratio * (advantage - advantage.mean()), "where other tokens are beside it"),
+        (lambda log_ratio, advantage: -log_ratio.exp() * advantage / advantage.abs().mean(), "where other tokens are"),
+        (lambda log_ratio, advantage: -log_ratio.exp() * advantage / advantage.abs().max(), "where other tokens are"),
         (in_place, "changes advantage in place"),
         (lambda log_ratio, mask: log_ratio, "asks for mask; what it can get by name is log_ratio, advantage, log_prob"),
         (lambda log_ratio, advantage: log_ratio @ torch.ones(3), "raised RuntimeError: "),

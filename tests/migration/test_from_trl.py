@@ -209,6 +209,23 @@ def test_a_value_that_means_something_else_there_is_translated(fields, key, valu
     assert convert(fields).config[key[0]][key[1]] == (pytest.approx(value) if isinstance(value, float) else value)
 
 
+def test_a_scripts_data_keep_subset_and_split(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text('rows = load_dataset("openai/gsm8k", "main", split="train[:500]", trust=x)\nGRPOConfig()\n')
+    fields, unknown = read_trl(script)
+    assert fields == {
+        "dataset_name": "openai/gsm8k", "dataset_config": "main", "dataset_train_split": "train[:500]",
+    }  # fmt: skip
+    assert unknown == ["load_dataset(trust=x): not taken over"]
+
+
+@pytest.mark.parametrize("fields", [{"learning_rate": "fast"}, {"loss_type": ["a"]}, {"max_steps": True}])
+def test_a_value_of_a_wrong_type_is_named(fields):
+    (name,) = fields
+    with pytest.raises(ValueError, match=f"^{name} is "):
+        convert(fields)
+
+
 def test_text_of_digits_stays_text(tmp_path):
     (tmp_path / "a.yaml").write_text('run_name: "20250101"\nlearning_rate: 1e-6\n')
     assert read_trl(tmp_path / "a.yaml")[0] == {"run_name": "20250101", "learning_rate": 1e-6}

@@ -12,7 +12,9 @@ from omegaconf import OmegaConf
 
 from grpo_rl.monitor.advice.history import History, share_interval
 from grpo_rl.monitor.advisories import CAUSES, FACTS, PAGE, RULES, Advisories, Advisory, advisories_of, facts_of
-from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.monitor.metrics import MetricsLog, read_metrics
+from grpo_rl.run.logs import RunLogs
+from grpo_rl.settings.sections import Logger
 
 ROOT = Path(__file__).parents[2]
 GROUPS, SIZE = 16, 8
@@ -82,6 +84,8 @@ def healthy(steps=60, seed=0, groups=GROUPS):
                 "time/train_s": rng.uniform(2, 4),
                 "time/sync_s": 0.2,
                 "time/other_s": 0.1,
+                "time/at_s": 40.0 + 8 * step,  # the run's clock, and an evaluation now and then
+                **({"time/evaluate_s": 30.0} if step % 3 == 0 else {}),
                 "train/optimizer_steps": 1,
                 "train/micro_batches": 2,
                 "train/micro_batch_tokens": 7000.0,
@@ -233,6 +237,27 @@ def test_a_planted_trouble_is_told_alone_with_its_step_and_its_setting(trouble):
 def test_every_advisory_is_planted_once_at_least():
     held_out = {"held_out_falls"}  # its own test below
     assert {re.split("[ ,]", trouble)[0] for trouble in SICK} | held_out == set(RULES)
+
+
+def test_a_metric_that_some_steps_lack_is_no_error():
+    rows = SICK["off_policy"][0]
+    rows = [{name: v for name, v in row.items() if name != "clip/high_fraction" or row["step"] > 55} for row in rows]
+    assert [a.name for a in advisories_of(rows, facts(train__epochs=4))] == ["off_policy"]
+
+
+def test_a_rule_that_fails_ends_the_advisories_and_no_run(tmp_path, monkeypatch, capsys):
+    def broken(*_):
+        raise KeyError("entropy")
+
+    monkeypatch.setitem(RULES, "unstable", (broken, "x"))
+    logger = Logger()
+    MetricsLog(tmp_path).log(1, {"reward/mean": 0.5})
+    with RunLogs(tmp_path, logger, "{}", 9, resumes=True) as logs:
+        for step in (2, 3):
+            logs.log(step, {"reward/mean": 0.5})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("There are no advisories from step") == 1 and "KeyError: 'entropy'" in told
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart_lora", "quickstart_async"])

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.monitor.completions import CompletionsLog, completion_rows, logged_steps, printable, read_step
+from grpo_rl.monitor.step_parts import StepParts
 from grpo_rl.testing import random_group
 
 
@@ -77,7 +78,7 @@ def test_truncating_leaves_the_steps_up_to_the_checkpoint(tmp_path):
     for step in range(5):
         log.log(step, rows(step))
     (log.path / ".part-00000005.tmp").write_bytes(b"")
-    CompletionsLog(tmp_path).truncate(2)
+    StepParts(log.path).truncate(2)
     assert logged_steps(tmp_path) == [0, 1, 2]
     assert sorted(p.name for p in log.path.iterdir()) == [f"part-0000000{i}.parquet" for i in range(3)]
 

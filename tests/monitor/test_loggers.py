@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
@@ -11,6 +12,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ import pytest
 from grpo_rl.monitor.completions import logged_steps
 from grpo_rl.monitor.loggers import check_loggers, logger_class, open_loggers
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
+from grpo_rl.monitor.wandb import WandbLog
 from grpo_rl.testing import run_script
 
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp()  # read when trackio is imported, once for all
@@ -105,7 +108,7 @@ def written(run_dir):
     return [(name, row["step"], v) for row in read_metrics(run_dir) for name, v in row.items() if name not in UNSENT]
 
 
-UNSENT = ("step", "time")
+UNSENT = ("step", "time", "time/at_s")
 
 
 def check_same(found, expected, relative=1e-12):
@@ -221,24 +224,71 @@ def test_a_logger_that_fails_is_named_once_gets_what_it_missed_and_ends_no_run(t
     said, now = [], [0.0]
     loggers = open_loggers(f"{HERE}:Flaky", tmp_path, {}, said.append, clock=lambda: now[0])
     flaky = Flaky.last
-    loggers.log(1, {"x": 1.0})
+    log(loggers, tmp_path, [(1, {"x": 1.0})])
     flaky.away = True
-    loggers.log(2, {"x": 2.0})
+    log(loggers, tmp_path, [(2, {"x": 2.0})])
     loggers.table(2, [{"reward": 1.0}])
     now[0] = 1.9  # two seconds have to pass
     flaky.away = False
-    loggers.log(3, {"x": 3.0})
+    log(loggers, tmp_path, [(3, {"x": 3.0})])
     assert [step for step, _ in flaky.got] == [1]
     now[0] = 2.0
-    loggers.log(4, {"x": 4.0})
+    log(loggers, tmp_path, [(4, {"x": 4.0})])
     loggers.table(4, [{"reward": 1.0}])
     assert flaky.got == [(step, {"x": float(step)}) for step in (1, 2, 3, 4)] and flaky.tables == [4]
     flaky.away = True
-    loggers.log(5, {"x": 5.0})
+    log(loggers, tmp_path, [(5, {"x": 5.0})])
     loggers.close()
     assert len(said) == 3
     assert f"The logger {HERE}:Flaky failed at step 2 (ConnectionError: no route to host)" in said[0]
     assert "can't be closed" in said[1] and "lacks 1 rows of metrics and 1 tables" in said[2]
+
+
+def test_what_a_logger_missed_comes_from_the_file_some_rows_a_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_rl.monitor.loggers.CATCH_UP", 4)
+    now = [0.0]
+    log(open_loggers("none", tmp_path, {}, print), tmp_path, [(0, {"x": 0.0})])  # before a resume: it has this one
+    loggers = open_loggers(f"{HERE}:Flaky", tmp_path, {}, lambda _: None, clock=lambda: now[0])
+    flaky = Flaky.last
+    flaky.away = True
+    rows = [(step, {"x": math.nan if step == 3 else float(step)}) for step in range(1, 13)]
+    log(loggers, tmp_path, rows[:10])
+    flaky.away, now[0] = False, 2.0
+    log(loggers, tmp_path, rows[10:11])
+    assert [step for step, _ in flaky.got] == [1, 2, 3, 4] and math.isnan(flaky.got[2][1]["x"])
+    log(loggers, tmp_path, rows[11:])
+    assert [step for step, _ in flaky.got] == [*range(1, 9)]
+    loggers.close()
+    assert [step for step, _ in flaky.got] == [*range(1, 13)] and flaky.got[11] == (12, {"x": 12.0})
+
+
+class NoHistory(Flaky):
+    needs_history = True
+
+    def log(self, step, metrics):
+        raise ConnectionError("no route to host")
+
+
+def test_a_logger_that_cannot_take_the_runs_history_is_an_error_that_says_which(tmp_path):
+    log(open_loggers("none", tmp_path, {}, print), tmp_path, ROWS)
+    with pytest.raises(ValueError, match=r"NoHistory can't be given what the run folder holds \(ConnectionError"):
+        open_loggers(f"{HERE}:NoHistory", tmp_path, {}, print)
+
+
+def test_a_logger_is_given_the_config_without_its_secrets_and_its_own_settings_with_them(tmp_path):
+    settings = {"Flaky": {"api_key": "abc"}}
+    config = {"logger": {"settings": settings}, "optimizer": {"lr": 1.0}}
+    open_loggers(f"{HERE}:Flaky", tmp_path, config, print, settings)
+    masked = {"logger": {"settings": {"Flaky": {"api_key": "***"}}}, "optimizer": {"lr": 1.0}}
+    assert Flaky.last.made_with == (tmp_path, masked, -1, {"api_key": "abc"})
+
+
+def test_a_table_that_wandb_has_of_an_abandoned_continuation_is_not_sent_again(tmp_path):
+    logger = WandbLog.__new__(WandbLog)
+    logger._there, logger._run = {"eval/": 2, "": 5}, MagicMock()
+    for step in (4, 5, 6):
+        logger.table(step, [{"reward": 1.0}])
+    assert [call.args[0]["step"] for call in logger._run.log.call_args_list] == [6]
 
 
 def test_one_loggers_failure_is_none_of_the_others(tmp_path):
@@ -271,7 +321,7 @@ def test_a_logger_of_ones_own_gets_its_settings_and_the_step_that_the_run_resume
         ("tensorbord", {}, "names 'tensorbord'; did you mean tensorboard?"),
         (["none", "wandb"], {}, "has loggers and none"),
         ("no.such:Log", {}, "there is no module no, neither in"),
-        (f"{HERE}:Flacky", {}, "has no Flacky, only Flaky, Lacking, Refusing; did you mean Flaky?"),
+        (f"{HERE}:Flacky", {}, "has no Flacky, only Flaky, Lacking, Refusing, NoHistory; did you mean Flaky?"),
         (f"{HERE}:Lacking", {}, "Lacking has no method table, close"),
         ("tensorboard", {"wandb": {}}, "logger.settings.wandb is of a logger that logger.backend does not name"),
         ("tensorboard", {"tensorboard": 3}, "logger.settings.tensorboard is 3; it must be a mapping"),

@@ -246,6 +246,6 @@ def test_the_result_is_a_few_short_lines_to_paste():
     rewards = {"train_reward_first": 0.25, "train_reward_last": 0.5}
     assert summary_lines(summary | rewards) == [
         "m on t: 5 steps in 1:01",
-        "training reward 0.250 -> 0.500 (first and last tenth of the steps)",
+        "training reward 0.250 -> 0.500 (first and last steps)",
         "python sota/grpo.py",
     ]

@@ -232,12 +232,12 @@ def test_the_step_that_a_mismatch_stopped_is_stored_and_replays(tiny, tmp_path, 
 
 
 def test_a_run_with_adapters_replays_where_peft_is_not_installed(plain, monkeypatch, capsys):
-    from grpo_rl.policies import lora
+    from grpo_rl.policies import adapters
 
     def absent(package, key, extra):
         raise ValueError(f"{key} needs {package}")
 
-    monkeypatch.setattr(lora, "_need", absent)
+    monkeypatch.setattr(adapters, "_need", absent)
     changes = {"train_model.lora.rank": 8, "train_model.quantization": "nf4"}
     with_adapters = Settings.restored(read_step(plain, 1).config).with_values(changes)
     assert with_loss(with_adapters, ["loss=cispo"]).loss.surrogate == "cispo"

@@ -14,6 +14,9 @@ import pytest
 from grpo_rl.monitor.completions import CompletionsLog
 from grpo_rl.monitor.metrics import MetricsLog
 
+NAMES = json.loads((Path(__file__).parent / "metric_names.json").read_text())
+"""Metrics of a line of an evaluation and of one of a step, as a real run has them (tests/run/test_run.py)."""
+
 
 @pytest.fixture
 def make_run():
@@ -45,7 +48,7 @@ def _make_run(run_dir: Path, steps: int = 40, evaluated: bool = True, hostile: s
     )
     (run_dir / ".hydra" / "overrides.yaml").write_text("- +experiment=quickstart\n- optimizer.lr=5e-5\n")
     if evaluated:
-        metrics.log(0, {"eval/reward": 0.412})
+        metrics.log(0, dict.fromkeys(NAMES["evaluation"], 0.5) | {"eval/reward": 0.412})
     for step in range(1, steps + 1):
         learned = 1 / (1 + math.exp(-(step - 14) / 5))
         correct = 0.25 + 1.1 * learned + rng.gauss(0, 0.09)
@@ -53,7 +56,10 @@ def _make_run(run_dir: Path, steps: int = 40, evaluated: bool = True, hostile: s
         sample_s, train_s = 4.2 + rng.random(), 6.5 + rng.random()
         metrics.log(
             step,
-            {
+            dict.fromkeys(NAMES["step"], 0.5)
+            | {
+                "total/trained_tokens": 9000.0 * step,
+                "time/at_s": 16.0 * step,
                 "reward/mean": correct + style,
                 "reward/std": 0.8 - 0.4 * learned,
                 "reward/correctness": correct,
@@ -93,7 +99,7 @@ def _make_run(run_dir: Path, steps: int = 40, evaluated: bool = True, hostile: s
             },
         )
         if evaluated and step % 10 == 0:
-            metrics.log(step, {"eval/reward": 0.412 + 1.1 * learned})
+            metrics.log(step, dict.fromkeys(NAMES["evaluation"], 0.5) | {"eval/reward": 0.412 + 1.1 * learned})
         bare = "She has 3 boxes of 4 apples so 3 + 4 = 7 apples. The answer is 7 apples and so on and so on"
         tagged = "<reasoning>3 boxes of 4 apples are 12. 12 - 5 = 7.</reasoning>\n<answer>7</answer>"
         completions.log(

@@ -65,7 +65,7 @@ def test_the_page_of_a_run_asks_for_nothing_and_complains_of_nothing(tab, tmp_pa
     tab.page.mouse.wheel(0, 6000)
     tab.page.wait_for_timeout(300)
     assert tab.requests == [url] and tab.complaints == []
-    assert tab.page.locator("article.chart").count() == 19
+    assert tab.page.locator("article.chart").count() == 41
     assert tab.page.get_by_role("heading", level=1).inner_text().startswith("Held-out reward rose")
 
 
@@ -73,7 +73,7 @@ def test_charts_are_drawn_when_they_come_near(tab, tmp_path, make_run):
     tab.open(url_of(make_run(tmp_path)))
     tab.page.wait_for_timeout(200)
     drawn = tab.page.locator(".uplot").count()
-    assert 0 < drawn < 19
+    assert 0 < drawn < 41
     tab.card("Throughput").scroll_into_view_if_needed()
     tab.card("Throughput").locator(".uplot").wait_for()
 
@@ -92,6 +92,12 @@ def test_hostile_text_and_numbers_are_shown_as_text(tab, tmp_path, make_run):
     assert "<script>window.hacked=1</script>" in tab.page.locator("#configuration pre").inner_text()
     assert "(1 not finite)" in tab.card("Gradient norm").locator(".legend").inner_text()
     assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_many_equal_extremes_are_told_to_be_the_first_of_them(tab, tmp_path, make_run):
+    tab.open(url_of(make_run(tmp_path, steps=3)))
+    tab.page.get_by_text("Best and worst of the run").click()  # three steps of eight responses with a reward of 2
+    assert "24 have 2; these are the first of them." in tab.page.locator(".extremes").inner_text()
 
 
 def test_pointing_at_a_chart_reads_all_of_them(tab, tmp_path, make_run):
@@ -164,7 +170,7 @@ def test_curves_are_drawn_over_time_and_smoothed(tab, tmp_path, make_run):
     assert plot.evaluate("(node) => node.card.plot.series.length") == 3  # x, as logged, smoothed
     tab.page.get_by_label("Smoothing").fill("0")
     assert plot.evaluate("(node) => node.card.plot.series.length") == 2
-    tab.page.get_by_label("Over").select_option("time")
+    tab.page.locator("#axis").select_option("time")
     last = tab.page.evaluate("() => document.querySelector('.plot').card.plot.data[0].at(-1)")
     assert 5 < last < 15  # 40 steps of about 14 s, in minutes
 
@@ -221,7 +227,14 @@ def test_the_live_page_follows_the_run_to_its_end(tab, tmp_path):
         tab.card("Reward").locator(".uplot").wait_for()
         log.log(7, {"reward/mean": 7.0})
         until(tab, "document.querySelector('.plot').card.plot.data[0].at(-1) === 7")
-        (tmp_path / "summary.json").write_text(json.dumps({"finished": True, "steps": 7, "seconds": 1.0}))
+        for name in ("Log scale: Reward", "Large: Reward"):
+            tab.card("Reward").get_by_role("button", name=name).click()
+        log.log(8, {"reward/mean": 8.0, "lr": 0.1})  # a metric that is new: the charts are made anew
+        tab.card("Learning rate").wait_for()
+        tab.card("Reward").locator(".uplot").wait_for()
+        assert tab.card("Reward").locator(".plot").evaluate("(node) => node.card.plot.scales.y.distr") == 3
+        assert "wide" in tab.card("Reward").get_attribute("class")
+        (tmp_path / "summary.json").write_text(json.dumps({"finished": True, "steps": 8, "seconds": 1.0}))
         until(tab, "document.querySelector('#live').textContent === 'The run has ended.'")
         assert live.is_visible() and tab.complaints == []
         assert all(request.startswith(url) for request in tab.requests)

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import yaml
 
 from grpo_rl import cli
 from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.metrics import MetricsLog
-from grpo_rl.report import compare, demo
+from grpo_rl.monitor.step_parts import TOKENS_FOLDER, StepParts
+from grpo_rl.report import compare, demo, page
 
 
 def run_of(folder: Path, lr: float, rewards: list[float], gain: tuple[float, ...] = (), **env) -> Path:
@@ -49,11 +53,48 @@ def test_the_best_of_a_sweep_is_named_with_what_its_interval_allows(tmp_path):
     high = run_of(tmp_path / "1", 2e-5, [0.0, 1.0], (0.9, 0.8, 1.0))
     near = run_of(tmp_path / "2", 4e-5, [0.0, 1.0], (0.85, 0.7, 0.95))
     assert compare.head([low, high])["headline"] == (
-        "Run 1 gained most of 2: +0.900, 95 % interval +0.800 to +1.000, above every other run's interval."
+        "Run 1 gained most of 2 in held-out reward: +0.900, 95 % interval +0.800 to +1.000, above every other run's "
+        "interval."
     )
     assert compare.head([low, high, near])["headline"].endswith("; the intervals of others reach into it.")
     (panel,) = compare.sweep([high, low, near])["panels"]
     assert panel["key"] == "optimizer.lr" and [run["value"] for run in panel["runs"]] == ["1e-05", "2e-05", "4e-05"]
+
+
+def test_runs_are_ranked_only_where_their_gains_are_of_the_same_thing(tmp_path):
+    a = run_of(tmp_path / "a", 1e-5, [0.0, 1.0], (0.1, 0.0, 0.2))
+    short = run_of(tmp_path / "b", 2e-5, [])
+    other = run_of(tmp_path / "c", 2e-5, [0.0, 1.0], (0.9, 0.8, 1.0), dataset="math")
+    assert compare.head([a, short])["headline"] == (
+        "2 runs; run a alone is long enough to say what it gained in held-out reward: +0.100, 95 % interval +0.000 to "
+        "+0.200."
+    )
+    assert compare.head([a, other])["headline"] == (
+        "2 runs; their task or evaluation differs (env.dataset), so their gains don't compare."
+    )
+
+
+def test_a_comparison_of_stopped_runs_is_not_live(tmp_path):
+    runs = [run_of(tmp_path / name, 1e-5, []) for name in "ab"]
+    assert compare.head(runs)["state"] == "ended"
+    (runs[1] / "summary.json").write_text("{}")
+    assert compare.head(runs)["state"] == "stopped" and "1 of the runs has not ended" in compare.head(runs)["note"]
+    (runs[1] / ".lock").write_text(json.dumps({"pid": os.getppid(), "host": socket.gethostname()}))
+    assert compare.head(runs)["state"] == "running" and compare.head(runs)["note"].endswith("1 of the runs goes on.")
+
+
+def test_a_comparison_is_computed_once_for_a_page_and_shows_no_secret(tmp_path, monkeypatch):
+    a = run_of(tmp_path / "a", 1e-5, [0.0, 1.0], (0.1, 0.0, 0.2), api_key="hunter2")
+    b = run_of(tmp_path / "b", 2e-5, [0.0, 1.0], (0.1, 0.0, 0.2))
+    pairings = []
+    monkeypatch.setattr(compare, "paired_gain", lambda *given: pairings.append(1) or paired_gain(*given))
+    (b / "config.yaml").write_text((a / "config.yaml").read_text().replace("hunter2", "hunter3"))
+    found = page.build(compare.SECTIONS, [a, b], compare.SUMMARY)
+    assert json.loads(found["comparison"])["settings"] == {"env.api_key": ["***", "***"]}
+    assert "hunter" not in str(found)
+    c = run_of(tmp_path / "c", 2e-5, [0.0, 1.0], (0.1, 0.0, 0.2))
+    page.build(compare.SECTIONS, [c, run_of(tmp_path / "d", 1e-5, [0.0, 2.0])], compare.SUMMARY)
+    assert len(pairings) == 1
 
 
 def test_a_sweeps_folder_stands_for_its_runs_in_their_order(tmp_path):
@@ -85,3 +126,21 @@ def test_the_recorded_run_is_small_whole_and_without_paths_of_a_machine(tmp_path
     assert json.loads((run / "summary.json").read_text())["finished"]
     for name in ("summary.json", "config.yaml", "overrides.yaml", "metrics.jsonl"):
         assert not any(place in (run / name).read_text() for place in ("/tmp", "/root", "/home"))
+
+
+def test_a_run_is_recorded_whole_without_secrets_and_places(tmp_path, make_run, monkeypatch):
+    run = make_run(tmp_path / "run", steps=2)
+    config = {"env": {"path": "/root/x/train.jsonl"}, "a": {"api_key": "hunter2"}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (run / "overrides.yaml").write_text("- env.path=/root/x/train.jsonl\n")
+    summary = json.loads((run / "summary.json").read_text()) | {"command": "python /root/sota/grpo.py"}
+    (run / "summary.json").write_text(json.dumps(summary))
+    StepParts(run / TOKENS_FOLDER).write(1, pa.table({"step": [1]}))
+    monkeypatch.setattr(demo, "RECORDED", tmp_path / "demo.tar.xz")
+    demo.pack(run, demo.RECORDED)
+    recorded = demo.unpack(tmp_path / "there")
+    texts = "".join((recorded / name).read_text() for name in ("config.yaml", "overrides.yaml", "summary.json"))
+    assert "/root" not in texts and "hunter2" not in texts and "env.path=train.jsonl" in texts and "grpo.py" in texts
+    assert (recorded / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+    for folder in ("completions.parquet", "tokens.parquet"):
+        assert StepParts(recorded / folder).read(1).equals(StepParts(run / folder).read(1))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.monitor.sampling_log import SamplingLog
-from grpo_rl.report import lanes
+from grpo_rl.report import lanes, sample
 
 
 def step(sample=1.0, train=2.0, **more):
@@ -19,6 +19,21 @@ def test_a_step_begins_where_its_phases_before_its_end_begin(tmp_path):
     assert [(one["step"], one["begun"]) for one in data["steps"]] == [(1, 13.0), (2, 23.0)]  # 17 - 4, 30 - 7
     assert data["steps"][1]["phases"] == [4.0, 2.0, 0.5, 0.5]
     assert data["evaluations"] == [[0, 10.0, 2.0], [1, 17.0, 3.0]] and not data["assumed"]
+
+
+def test_neighbours_of_very_many_steps_are_put_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(sample, "MAX_POINTS", 2)
+    log = MetricsLog(tmp_path)
+    for number in (1, 2, 3, 4):
+        more = {"staleness/mean": 0.5 * number, "staleness/max": number, "groups/open": number, "time/evaluate_s": 1.0}
+        log.log(number, step() | more | {"time/at_s": 10.0 * number})
+    data = lanes.build(tmp_path)
+    # Each step takes 4 s and begins 4 s before its end, which is where its evaluation begins.
+    assert data["steps"] == [
+        {"first": 1, "step": 2, "begun": 6.0, "phases": [2.0, 4.0, 1.0, 1.0], "stale": [0.75, 2], "open": 2},
+        {"first": 3, "step": 4, "begun": 26.0, "phases": [2.0, 4.0, 1.0, 1.0], "stale": [1.75, 4], "open": 4},
+    ]
+    assert data["evaluations"] == [[2, 10.0, 2.0], [4, 30.0, 2.0]]
 
 
 def test_a_run_that_did_not_record_when_steps_ended_has_them_one_after_the_other(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 from grpo_rl import cli
 from grpo_rl.monitor.metrics import MetricsLog
+from grpo_rl.report import files
 from grpo_rl.report import page as pages
 from grpo_rl.report.page import SECTIONS, Section, assemble, build, write_report
 from grpo_rl.report.roofline import phase_times
@@ -64,20 +65,42 @@ def test_a_whole_run_is_told_on_one_page(tmp_path, make_run):
         "Held-out reward",
         "Reward parts",
         "Spread of the reward",
+        "Spread of correctness",
+        "Spread of reasoning_format",
+        "Spread of answer_format",
         "Zero-variance groups",
+        "Held-out problems solved",
+        "Held-out parts",
+        "Standard error of the held-out reward",
+        "Held-out response length",
+        "Held-out responses cut off",
+        "Held-out responses without a reward",
         "Response length",
         "Cut-off and repetitive responses",
+        "Length and reward",
         "Entropy",
         "KL divergence",
         "Clipped tokens",
+        "Advantages",
         "Gradient norm",
         "Loss",
         "Learning rate",
         "Sampler against trainer",
+        "Sampler against trainer on moved weights",
+        "Probability that the sampler could draw from",
+        "Effective sample size",
+        "Updates of a step",
+        "Tokens of a micro-batch",
+        "Skipped",
+        "Responses so far",
+        "Tokens so far",
+        "Time so far",
         "Throughput",
         "Time of a step",
+        "Time of an evaluation",
         "Share of the machine's roofline",
-        "advantage",
+        "Memory",
+        "Memory that there is",
         "Counters",
     ]
     assert page.data["configuration"]["overrides"] == ["+experiment=quickstart", "optimizer.lr=5e-5"]
@@ -145,6 +168,46 @@ def test_a_section_that_cannot_be_read_says_so_and_leaves_the_others(tmp_path, m
     found = build([Section("broken", "Broken", broken), *SECTIONS], tmp_path)
     assert json.loads(found["broken"]) == {"left_out": "part-7 can't be read"}
     assert {"summary", "charts", "configuration"} <= set(found)
+    found = build([Section("broken", "Broken", lambda _: {}["lost"])], tmp_path)
+    assert json.loads(found["broken"])["left_out"].startswith("KeyError: 'lost' (a defect")
+
+
+def test_damaged_overrides_leave_the_configuration_out_and_are_named(tmp_path, make_run):
+    make_run(tmp_path, steps=1)
+    (tmp_path / "overrides.yaml").write_text("- 'a\n- b: [")
+    page = page_of(tmp_path)
+    assert "overrides.yaml is not YAML" in page.data["configuration"]["left_out"] and "charts" in page.data
+
+
+def test_no_secret_of_config_or_overrides_is_on_the_page(tmp_path, make_run):
+    make_run(tmp_path, steps=1)
+    config = {
+        "model": {"name": "m", "mirror": "https://me:hunter2@host/x"},
+        "logger": {"settings": {"api_key": "hunter2", "password": "hunter2"}},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    (tmp_path / "overrides.yaml").write_text("- +logger.settings.api_key=hunter2\n- x={password: hunter2}\n")
+    html = write_report(tmp_path).read_text()
+    assert "hunter2" not in html and "logger.settings.api_key=***" in html and "https://***@host/x" in html
+
+
+def test_metrics_are_read_once_for_all_sections_until_the_file_changes(tmp_path, make_run, monkeypatch):
+    make_run(tmp_path, steps=2)
+    read, reads = files.read_metrics, []
+    monkeypatch.setattr(files, "read_metrics", lambda path: reads.append(path) or read(path))
+    build(SECTIONS, tmp_path)
+    build(SECTIONS, tmp_path)
+    assert len(reads) == 1
+    MetricsLog(tmp_path).log(3, {"reward/mean": 0.5})
+    build(SECTIONS, tmp_path)
+    assert len(reads) == 2
+
+
+def test_settings_that_are_none_or_empty_are_written_as_yaml_writes_them(tmp_path, make_run):
+    make_run(tmp_path, steps=1)
+    (tmp_path / "config.yaml").write_text("resume: null\nrewards: {}\nvllm: true\nbetas: [0.9, 0.95]\n")
+    settings = page_of(tmp_path).data["configuration"]["settings"]
+    assert settings == [["resume", "null"], ["rewards", "{}"], ["vllm", "true"], ["betas", "[0.9, 0.95]"]]
 
 
 def test_every_section_has_its_script():
@@ -177,7 +240,10 @@ def test_a_number_that_is_not_finite_is_null_in_the_page(tmp_path):
     for step, norm in enumerate([1.0, math.inf, math.nan, 2.0]):
         log.log(step, {"grad_norm": norm, "memory/peak_gib": math.nan})
     page = page_of(tmp_path)
-    assert page.data["charts"]["runs"][0]["columns"]["grad_norm"] == {"values": [1, None, None, 2]}
+    assert page.data["charts"]["runs"][0]["columns"]["grad_norm"] == {
+        "values": [1, None, None, 2],
+        "ends": [1, 2],
+    }
 
 
 def test_the_command_writes_the_page_and_refuses_what_is_no_run_folder(tmp_path, make_run, capsys):

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,6 +53,7 @@ def changes(port: int, have: dict[str, str]) -> dict:
 
 def test_a_reader_gets_only_the_sections_that_changed(tmp_path, make_run, monkeypatch):
     monkeypatch.setattr(serve, "FRESH_S", 0.0)
+    monkeypatch.setattr(serve, "MOST_OF_TIME", 1.0)
     make_run(tmp_path, steps=3, evaluated=False)
     with served(tmp_path) as port:
         first = changes(port, {})
@@ -66,6 +68,7 @@ def test_a_reader_gets_only_the_sections_that_changed(tmp_path, make_run, monkey
 
 def test_a_folder_without_a_step_is_served_and_then_followed(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "FRESH_S", 0.0)
+    monkeypatch.setattr(serve, "MOST_OF_TIME", 1.0)
     with served(tmp_path) as port:
         assert b"No training step was logged yet." in get(port, "/")[1]
         MetricsLog(tmp_path).log(1, {"reward/mean": 0.5})
@@ -85,6 +88,7 @@ def test_another_name_for_this_machine_reads_nothing(tmp_path):
         status, content, _ = get(port, "/", host="evil.example:80")
         assert status == 403 and b"<" not in content
         assert get(port, "/", host="localhost:1234")[0] == 200  # a port forwarded by ssh
+        assert get(port, "/", host="localhost")[0] == 200  # port 80
 
 
 def test_the_server_listens_on_loopback_and_takes_no_writes(tmp_path):
@@ -117,6 +121,7 @@ def test_many_readers_share_one_build(tmp_path, make_run):
 
 def test_damage_is_told_to_the_reader_and_mended_files_are_served(tmp_path, make_run, monkeypatch):
     monkeypatch.setattr(serve, "FRESH_S", 0.0)
+    monkeypatch.setattr(serve, "MOST_OF_TIME", 1.0)
     make_run(tmp_path, steps=1)
     whole = (tmp_path / "summary.json").read_text()
     with served(tmp_path) as port:
@@ -125,6 +130,35 @@ def test_damage_is_told_to_the_reader_and_mended_files_are_served(tmp_path, make
         assert status == 503 and b"summary.json is not JSON" in content and "text/plain" in headers["Content-Type"]
         (tmp_path / "summary.json").write_text(whole)
         assert get(port, "/data.json")[0] == 200
+
+
+def test_a_defect_is_told_to_the_reader_instead_of_cutting_them_off():
+    live = serve.LivePage(lambda: {}[1], str, lambda: 0)
+    with serve.make_server(live) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        status, content, _ = get(server.server_address[1], "/")
+        thread.join()
+    assert (status, content) == (500, b"KeyError: 1")
+
+
+def test_a_page_that_takes_long_to_build_is_built_seldom(monkeypatch):
+    clock, built = [100.0], []
+
+    def build():
+        clock[0] += 3.0
+        built.append(clock[0])
+        return {"summary": str(len(built))}
+
+    monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    live = serve.LivePage(build, str, lambda: clock[0])
+    live.page()
+    clock[0] += 56.0  # 3 s are 5 % of 60 s: the next begins 57 s after this one's end
+    live.page()
+    assert len(built) == 1
+    clock[0] += 1.5
+    live.page()
+    assert len(built) == 2
 
 
 def test_a_taken_port_is_an_error_that_says_what_to_do(tmp_path):
@@ -137,7 +171,8 @@ def test_a_taken_port_is_an_error_that_says_what_to_do(tmp_path):
     ("holder", "running"),
     [
         ({}, False),
-        ({"pid": os.getpid(), "host": socket.gethostname()}, True),
+        ({"pid": os.getppid(), "host": socket.gethostname()}, True),
+        ({"pid": os.getpid(), "host": socket.gethostname()}, False),  # the run itself, which writes its page at its end
         ({"pid": 2**22 + 1, "host": socket.gethostname()}, False),  # above the greatest id of a process
         ({"pid": 1, "host": "elsewhere"}, None),
         ([], False),

@@ -66,6 +66,14 @@ def test_the_page_holds_only_so_many_tokens_of_evenly_spaced_steps(tmp_path, mon
     assert shown[0] == 1 and shown[-1] == 21 and (data["all_steps"], data["shown_steps"]) == (21, len(shown))
 
 
+def test_a_response_has_the_row_of_its_prompt(tmp_path):
+    write(tmp_path, 1, [["a"]])
+    about = {"prompt": "", "answer": None, "tokens": 1, "truncated": False, "policy_version": 0, "completion": ""}
+    CompletionsLog(tmp_path).log(1, [about | {"group_id": 7, "row": 175, "reward": 0.5, "advantage": 0.0}])
+    (one,) = tokens.build(tmp_path)["responses"]
+    assert (one["group"], one["row"], one["reward"]) == (7, 175, 0.5)
+
+
 def test_a_group_that_was_not_scored_has_no_numbers_of_the_trainer(tmp_path):
     write(tmp_path, 1, [["a", "b"]])
     parts = StepParts(tmp_path / TOKENS_FOLDER)

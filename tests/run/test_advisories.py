@@ -24,10 +24,14 @@ STEPS = 7
 FIXED_LENGTH = "sampling.ignore_eos=true"  # a random model ends one response in 257 tokens; here that is no trouble
 
 
+STAMP = len("2026-01-31 12:00:00 ")
+
+
 def advisories(tiny_run, folder, capsys, *overrides, steps=STEPS):
     """Each advisory of a run's summary, and its lines in the terminal."""
     run([*tiny_run, *BATCH, f"train.total_dialog_turns={64 * steps}", *overrides], folder)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Advisory. ")]
+    told = [line[STAMP:] for line in capsys.readouterr().out.splitlines()]
+    lines = [line for line in told if line.startswith("Advisory. ")]
     return json.loads((folder / "summary.json").read_text())["advisories"], lines
 
 

@@ -108,7 +108,7 @@ def test_sampling_goes_on_while_it_trains_within_the_bound_and_every_group_is_ac
 def test_the_run_stores_when_the_engine_sampled_each_group(ran):
     folder, rows, _ = ran
     sampled = pd.read_parquet(folder / "sampling.parquet")
-    assert sorted(sampled["group_id"]) == list(range(4 * STEPS)) and set(sampled["engine"]) == {"engine 0"}
+    assert sorted(sampled["group_id"]) == list(range(4 * STEPS)) and set(sampled["engine"]) == {"engine 0 on 127.0.0.1"}
     assert (sampled["ended_s"] > sampled["begun_s"]).all() and sampled["ended_s"].max() < rows[-1]["time/at_s"]
     lanes = build(folder)
     assert lanes["engines"][0]["groups"] == 4 * STEPS and lanes["engines"][0]["curve"][-1][1] == 0

@@ -90,6 +90,35 @@ def test_of_equal_evaluations_the_first_is_the_best_and_rows_without_a_score_are
     assert tracker.stop_reason is None  # no patience, no stop
 
 
+def test_what_a_tracker_keeps_does_not_grow_with_the_run():
+    rng = np.random.default_rng(0)
+    for patience in (0, 3):
+        tracker, sizes = BestTracker(patience), []
+        for step in range(40):  # rising too little for one evaluation to be better, so that the anchor stays
+            tracker.add(step, (rng.normal(size=20) * 5 + 0.01 * step).tolist())
+            sizes.append(len(json.dumps(tracker.state())))
+        assert sizes[-1] < 1.2 * sizes[8]
+
+
+def test_an_evaluation_without_scores_is_passed_over():
+    tracker, none = BestTracker(1), [math.nan] * 4
+    assert not tracker.comparable(none) and not tracker.add(0, none) and tracker.best is None
+    assert tracker.add(1, [0.0, 1.0, 0.0, 1.0])
+    assert not tracker.add(2, [math.nan, math.nan, math.nan, 1.0])  # one row to compare
+    assert tracker.best == (1, [0.0, 1.0, 0.0, 1.0]) and tracker.stop_reason is None
+
+
+def test_scores_of_another_name_or_of_other_rows_are_not_compared_with():
+    before = BestTracker(2, "reward")
+    before.add(0, [0.0, 3.0, 2.0])
+    for now, rows, what in (("accuracy", 3, "accuracy of 3 rows"), ("reward", 4, "reward of 4 rows")):
+        tracker = BestTracker(2, now)
+        note = tracker.restore(json.loads(json.dumps(before.state())), rows)
+        assert "reward of 3 rows" in str(note) and what in str(note) and tracker.best is None
+    tracker = BestTracker(2, "reward")
+    assert tracker.restore(before.state(), 3) is None and tracker.best == before.best
+
+
 @pytest.mark.parametrize("cut", [1, 3, 4])
 def test_a_tracker_goes_on_from_its_state_as_if_it_had_not_been_cut_off(cut):
     rng = np.random.default_rng(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import shutil
@@ -14,6 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.run.best import BestTracker
+from grpo_rl.run.summary import best_kept
+from grpo_rl.storage.whole_file import whole_folder
 from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
 
@@ -50,7 +53,7 @@ def test_the_model_of_the_best_evaluation_is_kept_and_named_in_the_summary(finis
     rewards = {row["step"]: row["eval/reward"] for row in read_metrics(finished) if "eval/reward" in row}
     best = max(rewards, key=lambda step: (rewards[step], -step))
     assert (summary["best_step"], summary["best_reward"]) == (best, pytest.approx(rewards[best]))
-    assert json.loads((finished / "best.json").read_text()) == {"step": best}
+    assert json.loads((finished / "best_model" / "best.json").read_text()) == {"step": best}
     kept = AutoModelForCausalLM.from_pretrained(finished / "best_model").state_dict()
     if best:
         masters = load(finished / "checkpoints" / f"checkpoint_{best:06d}.pt")["optimizer"]["masters"]
@@ -73,8 +76,73 @@ def test_a_run_that_does_not_get_better_is_stopped_says_why_and_stays_so(setting
     assert summary["steps"] == 2 and summary["finished"]
     assert "2 evaluations in a row, up to step 2" in summary["stopped_early"]
     assert "Stopped early: 2 evaluations" in " ".join(capsys.readouterr().out.split())
-    run([*still, "evaluate.keep_best=false", f"resume={folder}"], tmp_path / "unused")
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 2
+    written = (folder / "summary.json").stat().st_mtime_ns, (folder / "report.html").stat().st_mtime_ns
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo_rl.build.training.make_policy", lambda *_: pytest.fail("a model is loaded"))
+        run([*still, "evaluate.keep_best=false", f"resume={folder}"], tmp_path / "unused")
+    assert "nothing is left to do; to go on, set evaluate.patience=0" in " ".join(capsys.readouterr().out.split())
+    assert ((folder / "summary.json").stat().st_mtime_ns, (folder / "report.html").stat().st_mtime_ns) == written
+
+
+def test_the_last_evaluation_of_a_run_that_used_its_budget_stops_nothing(settings, tmp_path, capsys):
+    still = [*settings, "optimizer.lr=0", "evaluate.patience=4", "evaluate.samples=0", "evaluate.tasks=[]"]
+    folder = run([*still, "evaluate.keep_best=false"], tmp_path / "run")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 4 and summary["finished"] and "stopped_early" not in summary
+    assert "Stopped early" not in capsys.readouterr().out
+
+
+def test_the_evaluation_after_the_last_checkpoint_is_known_when_the_run_is_prolonged(settings, tmp_path):
+    ends = [*settings, "evaluate.frequency=3", "evaluate.patience=9", "evaluate.samples=0", "evaluate.tasks=[]"]
+    ends += ["optimizer.schedule=constant"]
+    folder = run(ends, tmp_path / "run")
+    rewards = {row["step"]: row["eval/reward"] for row in read_metrics(folder) if "eval/reward" in row}
+    best = json.loads((folder / "best_model" / "best.json").read_text())["step"]
+    assert best == max(rewards, key=lambda step: (rewards[step], -step))
+    run([*ends, "train.total_dialog_turns=80", f"resume={folder}"], tmp_path / "unused")
+    state = load(checkpoints(folder / "checkpoints")[-1])["eval_best"]
+    assert {state["anchor"][0], *(step for step, _ in state["since"])} >= {4} and state["best"][0] == best
+
+
+def test_the_scores_that_best_and_patience_follow_are_checked_before_a_model_is_loaded(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("a model is loaded"))
+    for score, message in (("pass@3", "did you mean pass@2"), ("math/accuracy", "is none of reward, accuracy, ")):
+        with pytest.raises(SystemExit, match=message):
+            run([*settings, f"evaluate.score={score}"], tmp_path / "run")
+
+
+def test_another_score_after_a_resume_begins_the_comparison_anew(finished, settings, tmp_path, capsys):
+    shutil.copytree(finished, cut := tmp_path / "cut")
+    shutil.rmtree(cut / "model")
+    start = checkpoints(cut / "checkpoints")[1]
+    run([*settings, f"resume={start}", "evaluate.score=gsm8k/reward"], tmp_path / "unused")
+    assert "The evaluations before are of reward of 4 rows" in " ".join(capsys.readouterr().out.split())
+    summary = json.loads((cut / "summary.json").read_text())
+    assert summary["best_step"] >= 3 and "best_gsm8k/reward" in summary
+
+
+def test_a_kill_while_the_best_model_is_replaced_leaves_one_with_its_step(tmp_path, monkeypatch):
+    def write(step):
+        with whole_folder(tmp_path / "best_model") as partial:
+            partial.mkdir()
+            (partial / "best.json").write_text(json.dumps({"step": step}))
+
+    write(1)
+    for number in (1, 2):  # the old one is renamed, the new one is
+        renamed = itertools.count(1)
+
+        def rename(path, target, stop=number, renamed=renamed, real=Path.rename):
+            if next(renamed) == stop:
+                raise KeyboardInterrupt
+            return real(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", rename)
+            with pytest.raises(KeyboardInterrupt):
+                write(2)
+        assert best_kept(tmp_path) == 1
+    write(3)
+    assert best_kept(tmp_path) == 3
 
 
 def test_the_tracker_of_a_checkpoint_is_that_of_its_step(finished):

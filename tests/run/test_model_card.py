@@ -8,9 +8,11 @@ from unittest.mock import MagicMock
 
 import pytest
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from grpo_rl.cli import main
-from grpo_rl.run.model_card import base_license, model_card
+from grpo_rl.run.model_card import _without_paths, base_license, model_card
+from grpo_rl.run.origin import command, origin
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
 
@@ -65,6 +67,55 @@ def test_no_local_path_and_no_setting_of_a_logger_is_in_the_card(tmp_path):
     assert str(tmp_path) not in found.content and "password" not in found.content and "/home/me" not in found.content
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "env.path=/home/me/a=b.jsonl",
+        "env.eval_path=~/private/t.jsonl",
+        "hydra.run.dir=../private/x",
+        "hydra.run.dir=private",
+        "'env.path=/mnt/my private/x.jsonl'",
+        "env.path=private/x.jsonl",
+        "resume=outputs/private",
+        "'evaluate.tasks=[{task: math, rows: 5, path: /private/x}]'",
+        "'+logger.settings={file: /private}'",
+        "--config-dir=/private",
+        "--config-dir /private",
+        "env.path='/private/a b'",
+    ],
+)
+def test_the_card_names_no_place_of_this_machine(word):
+    rest = "env.dataset=gsm8k 'env.system_prompt=Say and/or why.'"
+    assert _without_paths(f"python /home/me/x/sota/grpo.py {word} {rest}") == f"python sota/grpo.py {rest}"
+
+
+def test_the_card_keeps_what_all_can_read():
+    words = "python sota/grpo.py env.path=hf:org/data model.name=org/Base loss.kl=module:function"
+    assert _without_paths(words) == words
+
+
+def test_the_command_has_no_setting_of_a_logger_and_no_secret():
+    words = ["logger={settings: {wandb: {key: k}}}", "+logger.name=k", "++logger=k", "~logger.name", "env.api_key=k"]
+    told = command(["/usr/bin/grpo-rl", "train", *words, "train.seed=1"])
+    assert told == "grpo-rl train 'env.api_key=***' train.seed=1"
+
+
+def test_a_resumed_run_keeps_the_command_of_its_first_start(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/usr/bin/grpo-rl", "train", "train.seed=1"])
+    first = origin("{}")
+    monkeypatch.setattr("sys.argv", ["/usr/bin/grpo-rl", "train", "resume=x"])
+    assert origin("{}", first)["command"] == "grpo-rl train train.seed=1"
+    assert origin("{}", origin("{}", first)) == first | {"command_of_resume": "grpo-rl train resume=x"}
+
+
+def test_a_command_under_torchrun_names_its_processes(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["sota/grpo.py", "train.seed=1"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert origin("{}")["command"].startswith("python")  # another program's
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert origin("{}")["command"] == "torchrun --nproc-per-node=2 sota/grpo.py train.seed=1"
+
+
 @pytest.fixture
 def run_folder(tmp_path) -> Path:
     model, checkpoints = tmp_path / "model", tmp_path / "checkpoints"
@@ -95,6 +146,20 @@ def test_the_upload_is_of_these_files_into_a_repository_as_private_as_asked(run_
     sent = api.upload_folder.call_args.kwargs
     assert sent["folder_path"] == run_folder / "model"
     assert sent["allow_patterns"] == ["README.md", "config.json", "model.safetensors"]
+
+
+def test_a_public_repository_is_not_taken_for_a_private_one(run_folder, monkeypatch, capsys):
+    api = MagicMock()
+    monkeypatch.setattr("grpo_rl.run.push.HfApi", lambda: api)
+    api.repo_info.return_value.private = False
+    assert main(["push-to-hub", str(run_folder), "org/name", "--private"]) == 2
+    assert "org/name is there already, and public" in capsys.readouterr().err
+    api.create_repo.assert_not_called()
+    api.upload_folder.assert_not_called()
+    assert main(["push-to-hub", str(run_folder), "org/name"]) == 0
+    api.repo_info.side_effect = RepositoryNotFoundError("404", response=MagicMock())
+    assert main(["push-to-hub", str(run_folder), "org/name", "--private"]) == 0
+    assert api.create_repo.call_args.kwargs["private"]
 
 
 @pytest.mark.parametrize(

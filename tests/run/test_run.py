@@ -30,6 +30,7 @@ from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.report import charts
 from grpo_rl.report.page import write_report
 from grpo_rl.run.claim import claim
 from grpo_rl.run.folder import Room, RunFolder
@@ -89,8 +90,9 @@ def test_a_run_leaves_all_its_files(finished):
     summary = json.loads((finished / "summary.json").read_text())
     assert {"eval_before", "eval_after", "eval_gain", "eval_gain_ci95", "steps", "seconds"} <= set(summary)
     assert summary["steps"] == 4
-    rewards = [row["reward/mean"] for row in metrics[1:5]]  # of four steps a tenth is one
-    assert (summary["train_reward_first"], summary["train_reward_last"]) == (rewards[0], rewards[-1])
+    rewards = [row["reward/mean"] for row in metrics[1:5]]  # of four steps two are at each end
+    ends = sum(rewards[:2]) / 2, sum(rewards[2:]) / 2
+    assert (summary["train_reward_first"], summary["train_reward_last"]) == pytest.approx(ends)
     assert summary["command"].startswith(f"python {SCRIPT} model.name=") and len(summary["config_hash"]) == 12
     assert len(pd.read_parquet(finished / "completions.parquet")) == 64
     assert (finished / "report.html").stat().st_size > 10_000
@@ -213,6 +215,25 @@ def test_the_runs_clock_goes_on_after_a_resume(finished, tiny, tmp_path):
     assert all(row["time/evaluate_s"] > 0 for row in (rows[0], rows[-1]))
 
 
+def test_the_made_runs_of_the_reports_tests_log_what_a_run_logs(finished):
+    made = json.loads((Path(__file__).parents[1] / "report" / "metric_names.json").read_text())
+    rows = read_metrics(finished)
+    assert set(made["evaluation"]) == set(rows[0]) - {"step"}
+    assert set(made["step"]) == {name for row in rows if "reward/mean" in row for name in row} - {"step"}
+
+
+def test_every_metric_of_a_run_is_in_a_chart_that_explains_it(finished):
+    drawn = charts.build(finished)["charts"]
+    assert [c["series"][0][0] for c in drawn if c["group"] == "Everything else"] == ["policy_version"]
+    assert all(chart["help"] for chart in drawn if chart["group"] != "Everything else")
+
+
+def test_the_evaluation_before_training_is_on_the_clock_where_it_began(finished):
+    before, first = read_metrics(finished)[:2]
+    phases = [value for name, value in first.items() if name.startswith("time/") and name != "time/at_s"]
+    assert before["time/at_s"] + before["time/evaluate_s"] <= first["time/at_s"] - sum(phases)
+
+
 def test_no_token_is_recorded_where_none_is_asked_for(tiny, tmp_path):
     folder = run([*tiny, "train.total_dialog_turns=16", "evaluate.rows=0", "logger.token_groups=0"], tmp_path / "run")
     assert not (folder / "tokens.parquet").exists() and not (folder / "held_out.parquet").exists()
@@ -265,6 +286,7 @@ def test_a_sweep_runs_every_job_in_one_process(tiny, tmp_path, monkeypatch):
 def test_a_run_says_what_it_does_before_its_first_step(tiny, tmp_path, capsys):
     run([*tiny, "train.total_dialog_turns=16"], tmp_path / "run")
     told = [line.rpartition(" … ")[0] for line in capsys.readouterr().out.splitlines() if line.endswith(" s")]
+    told = [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", line) for line in told]  # from the run's logs on
     assert [line for line in told if line and "measuring" not in line] == [
         "importing torch and the rest",
         "finding " + tiny[0].partition("=")[2],
@@ -550,8 +572,8 @@ def test_an_evaluation_with_a_response_that_has_no_reward_is_kept_as_json_and_re
     write_evaluation(tmp_path, 3, [0.5, float("nan")])
     stored = json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail)
     assert stored == {"step": 3, "rewards": [0.5, None]}
-    rewards = read_evaluation(tmp_path, 3)
-    assert rewards[0] == 0.5 and rewards[1] != rewards[1]
+    rewards, best = read_evaluation(tmp_path, 3)
+    assert best is None and rewards[0] == 0.5 and rewards[1] != rewards[1]
     assert read_evaluation(tmp_path, 4) is None and read_evaluation(tmp_path / "none", 3) is None
 
 

@@ -65,7 +65,7 @@ def test_the_default_passes_the_checks_and_open_r1s_distill_recipe_is_its_math_r
 )
 def test_an_unknown_override_is_refused_with_the_nearest_name(override, message):
     with pytest.raises(ValueError, match=message):
-        check_overrides([override])
+        check_overrides([override], "gsm8k")
 
 
 def test_groups_hydras_own_keys_and_sections_are_let_through():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from grpo_rl.envs import math
 from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.derived import eval_source
 from grpo_rl.settings.schema import Settings
 
 
@@ -18,8 +20,40 @@ from grpo_rl.settings.schema import Settings
         (["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 1}]"], "rows is 1; it must be a whole number, 2"),
         (["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 5, k: 2}]"], "has k; it takes task, rows, samples"),
         (["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 5}, {task: math, rows: 6}]"], "names math twice"),
+        (
+            ["evaluate.rows=9", "evaluate.tasks=[{task: prompt_response, rows: 5}]"],
+            "its reward is a setting of the run",
+        ),
+        (["evaluate.rows=9", "evaluate.tasks=[{task: search_qa, rows: 5}]"], "its documents are a setting of the run"),
     ],
 )
 def test_settings_of_evaluation_that_make_no_sense_are_refused(words, message):
     with pytest.raises(ValueError, match=message):
         Settings.read(compose_config("grpo_gsm8k", words))
+
+
+def source(*words):
+    return eval_source(Settings.read(compose_config("grpo_gsm8k", words)))
+
+
+def test_held_out_rows_of_the_same_repository_have_its_subset_and_revision():
+    pinned = ["env.path=hf:a/b:main", "env.revision=v1", "env.columns={question: q}"]
+    same = source(*pinned, "env.eval_split=dev")
+    assert (same.path, same.split, same.revision) == ("hf:a/b:main", "dev", "v1")
+    other = source(*pinned, "env.eval_path=a/b:socratic", "env.eval_split=dev")
+    assert (other.path, other.subset, other.split, other.revision) == ("a/b:socratic", None, "dev", "v1")
+    subset = source("env.path=hf:a/b", "env.subset=main", "env.eval_path=hf:a/b")
+    assert (subset.subset, subset.columns) == ("main", {})
+
+
+def test_a_revision_of_another_repository_is_neither_dropped_nor_asked_of_the_held_out_one():
+    with pytest.raises(
+        ValueError, match="env.revision=v1 is of hf:a/b, and env.eval_path=hf:c/d is another repo.*copy"
+    ):
+        source("env.path=hf:a/b", "env.revision=v1", "env.eval_path=hf:c/d")
+    with pytest.raises(ValueError, match="env.subset=main is of the rows to train on.*its path: c/d:SUBSET"):
+        source("env.subset=main", "env.eval_path=c/d")
+    assert source("env.path=hf:a/b", "env.revision=v1", "env.eval_path=rows.jsonl").revision is None
+    settings = Settings.read(compose_config("grpo_math", ["env.revision=v1"]))
+    with pytest.raises(ValueError, match="env.revision=v1 is of DigitalLearningGmbH/MATH-lighteval, and the held-out"):
+        math.load_rows(eval_source(settings), "test")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_rl.cli import main as command_line
 from grpo_rl.settings.command_line import arranged
 from grpo_rl.settings.compose import FOLDER
 from grpo_rl.settings.config import main
@@ -83,7 +84,10 @@ TABLE = [
     (["loss.dual_clip=1.1"], "use at least 1.2 (3 is usual), or null"),
     (["train_model.quantization=nf4"], "set train_model.lora.rank, or quantization=null"),
     (["env.path=no_such.jsonl"], "env.path=no_such.jsonl can't be read: "),
-    (["env.path=rows.jsonl"], "rows.jsonl, line 1 has no question; its columns are ['problem', 'answer']; env.columns={question: ITS_NAME}"),
+    (
+        ["env.path=rows.jsonl"],
+        "rows.jsonl, line 1 has no question; its columns are ['problem', 'answer']; env.columns=",
+    ),
     (["model.name=/no/such/model"], "unknown model '/no/such/model': there is no such folder, and it is no hub name"),
     (["model.name=empty"], "empty has no config.json with *.safetensors beside it (it has ['README.md']); give the"),
     (["train_model.num_devices=2"], "train_model.num_devices=2, but no GPU is visible; leave it null to use the CPU"),
@@ -119,7 +123,7 @@ def results(tmp_path_factory):
         [sys.executable, "-c", DRIVER, str(ROOT / "sota" / "grpo.py")],
         input="".join(json.dumps(words) + "\n" for words in lines),
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"},
         capture_output=True,
         text=True,
         check=True,
@@ -208,3 +212,12 @@ def test_a_config_of_ones_own_that_is_right_reaches_the_script(tmp_path, monkeyp
 def test_overrides_may_stand_before_options():
     words = ["optimizer.lr=1e-5", "--multirun", "--config-dir", "a=b", "~env.path", "-cn=mine"]
     assert arranged(words) == ["--multirun", "--config-dir", "a=b", "-cn=mine", "optimizer.lr=1e-5", "~env.path"]
+
+
+@pytest.mark.parametrize(("options", "command"), [([], "grpo-rl train"), (["--async"], "grpo-rl train --async")])
+def test_help_of_the_installed_command_has_commands_that_it_takes(monkeypatch, capsys, options, command):
+    for name in ("/venv/bin/grpo-rl", "grpo_rl/cli.py"):
+        monkeypatch.setattr(sys, "argv", [name, "train", "--help", *options])
+        assert command_line() == 0
+        text = capsys.readouterr().out
+        assert f"usage: {command} [KEY=VALUE ...]" in text and f"  {command} env.dataset=countdown" in text

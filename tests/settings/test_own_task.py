@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 from transformers import AutoTokenizer
 
 from grpo_rl.build.environment import eval_rows, make_env
 from grpo_rl.envs.base import Reward, Task
 from grpo_rl.settings.compose import check_overrides, choosing_configs, compose_config, dataset_of
+from grpo_rl.settings.config import main
 from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.schema import Settings
+from grpo_rl.settings.sections import declarations
 from grpo_rl.testing import save_tiny_model
 
 SOURCE = """
@@ -245,3 +248,101 @@ class Typed(Task):
 def test_a_choice_that_may_be_null_has_its_choices():
     fields = task_section(f"{__name__}:Typed").__dataclass_fields__
     assert fields["kind"].metadata["setting"].choices == ("a", "b") and fields["kind"].metadata["setting"].null
+
+
+# ---- Through a script ----
+
+
+def started(monkeypatch, *words):
+    """The settings of `env` that a script with these arguments gets, one for each job."""
+    got = []
+    monkeypatch.setattr(sys, "argv", ["script.py", *words])
+    GlobalHydra.instance().clear()
+    main(config_name="grpo_gsm8k")(lambda settings: got.append(settings.env))()
+    return got
+
+
+@pytest.fixture
+def in_a_file(folder):
+    """Arguments that choose a config file of the user's own, with a task and its settings."""
+
+    def write(env, defaults="[grpo, {env: own}, _self_]"):
+        (folder / "conf").mkdir(exist_ok=True)
+        (folder / "conf" / "mine.yaml").write_text(f"defaults: {defaults}\nenv: {env}\n")
+        return ["--config-dir", "conf", "--config-name", "mine", f"hydra.run.dir={folder / 'run'}"]
+
+    return write
+
+
+ECHO = "{dataset: own_tasks:Echo, path: rows.jsonl, weight: 5}"
+
+
+def test_the_settings_of_the_task_stand_in_a_config_file_and_give_way_to_the_command_line(in_a_file, monkeypatch):
+    words = in_a_file(ECHO)
+    assert started(monkeypatch, *words)[0].task["weight"] == 5
+    (env,) = started(monkeypatch, *words, "env.weight=4", "++env.ask=noun", "env.columns.word=word")
+    assert (env.task["weight"], env.task["ask"], env.columns) == (4, "noun", {"word": "word"})
+
+
+def test_a_wrong_setting_of_the_task_in_a_config_file_is_told_with_its_line(in_a_file, monkeypatch):
+    with pytest.raises(SystemExit, match=r"mine\.yaml, line 2: unknown config key env\.weigth; did you mean env\.weig"):
+        started(monkeypatch, *in_a_file("{dataset: own_tasks:Echo, path: rows.jsonl, weigth: 5}"))
+    with pytest.raises(SystemExit, match=r"unknown config key env\.weigth; did you mean env\.weight\?"):
+        started(monkeypatch, *in_a_file(ECHO), "env.weigth=5")
+
+
+def test_a_setting_of_the_task_is_taken_beside_an_experiment(folder, monkeypatch):
+    (folder / "conf" / "experiment").mkdir(parents=True, exist_ok=True)
+    (folder / "conf" / "experiment" / "fast.yaml").write_text("# @package _global_\noptimizer: {lr: 1e-4}\n")
+    words = ["--config-dir", "conf", "+experiment=fast", "env.task=own_tasks:Echo", "env.path=rows.jsonl"]
+    (env,) = started(monkeypatch, *words, "env.weight=4", f"hydra.run.dir={folder / 'run'}")
+    assert env.dataset == "own_tasks:Echo" and env.task["weight"] == 4
+
+
+def test_a_sweep_over_two_tasks_takes_a_setting_of_both(folder, monkeypatch):
+    words = [
+        "env.task=own_tasks:Echo,own_tasks:Made",
+        "env.weight=9",
+        "env.path=rows.jsonl",
+        f"hydra.sweep.dir={folder / 'sweep'}",
+        "-m",
+    ]
+    got = started(monkeypatch, *words, "+env.tags=[x]")
+    assert [(env.dataset, env.task["weight"]) for env in got] == [("own_tasks:Echo", 9), ("own_tasks:Made", 9)]
+
+
+@pytest.mark.parametrize("name", ["own-tasks:Echo", "tasks/own.py:Echo"])
+def test_a_name_that_no_module_can_have_is_refused_with_the_reason(in_a_file, monkeypatch, name):
+    with pytest.raises(SystemExit, match=f"line 2: env.dataset is '{name}'; .* of your own, names joined by dots"):
+        started(monkeypatch, *in_a_file(f"{{dataset: '{name}'}}"))
+    with pytest.raises(SystemExit, match=f"env.dataset={name} is no package.module:Class, names joined by dots"):
+        started(monkeypatch, f"env.dataset={name}")
+    for key in ("loss.surrogate", "logger.backend"):
+        with pytest.raises(SystemExit, match="package.module:"):
+            started(monkeypatch, *in_a_file(ECHO), f"{key}='{name}'")
+
+
+def test_a_mapping_in_the_place_of_the_tasks_name_is_refused(in_a_file, monkeypatch):
+    cfg = compose_config("grpo_gsm8k", [])
+    cfg.env.dataset = {"a": 1}
+    with pytest.raises(ValueError, match=r"env\.dataset is {'a': 1}; it can be gsm8k"):
+        Settings.read(cfg)
+    with pytest.raises(SystemExit, match=r"line 2: env\.dataset is {'a': 1}; it must be text"):
+        started(monkeypatch, *in_a_file("{dataset: {a: 1}}"))
+
+
+class Numbered(Typed):
+    def __init__(self, rows, size: Literal[1, 2] = 1):
+        self.rows = rows
+
+
+def test_a_choice_of_numbers_takes_them_and_tells_them():
+    name = f"{__name__}:Numbered"
+    read = {"env.task": name, "env.path": "rows.jsonl"}
+    words = [f"{key}={value}" for key, value in read.items()]
+    assert Settings.read(compose_config("grpo_gsm8k", [*words, "env.size=2"])).env.task["size"] == 2
+    with pytest.raises(ValueError, match=r"env\.size is 3; it can be 1, 2"):
+        Settings.read(compose_config("grpo_gsm8k", [*words, "env.size=3"]))
+    with pytest.raises(ValueError, match=r"env\.size is 'one'; it must be a whole number"):
+        Settings.read(compose_config("grpo_gsm8k", [*words, "env.size=one"]))
+    assert declarations(name)["env.size"].comment == f"1 | 2; a parameter of {name}"

@@ -205,6 +205,20 @@ def test_a_run_whose_checkpoints_are_gone_is_never_begun_again(tmp_path):
     assert over.over and not over.again and "is finished" in over.notes[0]
 
 
+def test_auto_leaves_a_finished_run_that_keeps_no_checkpoint_as_it_is(tmp_path):
+    run = tmp_path / "day" / "run"
+    run.mkdir(parents=True)
+    FolderLock(run).close()
+    (run / "config.yaml").write_text("optimizer:\n  lr: 1.0e-03\n")
+    of_this = {"optimizer": {"lr": 1e-3}}
+    assert not claimed("auto", tmp_path, of_this).over
+    (run / "summary.json").write_text('{"finished": true}')
+    (run / "model").mkdir()
+    over = claimed("auto", tmp_path, of_this)
+    assert over.over and over.folder == run and "is finished" in over.notes[0]
+    assert not claimed("auto", tmp_path, {"optimizer": {"lr": 1e-4}}).over
+
+
 def test_logs_of_a_run_that_begins_again_are_set_aside(tmp_path):
     for attempt in ("first", "second"):
         (tmp_path / "metrics.jsonl").write_text(attempt)

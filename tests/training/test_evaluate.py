@@ -8,7 +8,7 @@ import torch
 from grpo_rl.engines.base import Samples, Sampling
 from grpo_rl.envs.base import LLMEnv, Reward, Task, Unjudgeable
 from grpo_rl.intervals import paired_gain
-from grpo_rl.training.evaluate import evaluate
+from grpo_rl.training.evaluate import evaluate, row_scores, score_names
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=2)
 
@@ -73,6 +73,10 @@ def test_metrics_are_means_over_rows():
         "eval/truncated_fraction": 0.0,
         "eval/failed": 0.0,
     }
+
+
+def test_one_row_has_no_standard_error():
+    assert math.isnan(run([(1, "2")]).metrics()["eval/standard_error"])
 
 
 def test_a_row_that_cannot_be_judged_is_left_out_of_means_and_gains():
@@ -153,3 +157,17 @@ def test_sampling_draws_alike_in_every_evaluation_and_leaves_the_generator_of_tr
     torch.rand(10)
     assert sampled({1: [7, 8]}, 2, seed=5)[1].drawn == first
     assert sampled({1: [7, 8]}, 2, seed=6)[1].drawn != first
+
+
+def test_one_sampled_response_has_an_accuracy_of_its_own_beside_the_greedy_one():
+    greedy, drawn = sampled({1: [7], 2: [7]}, 1)[0], sampled({1: [8], 2: [7]}, 1)[0]
+    scores = row_scores(greedy, drawn)
+    assert scores["accuracy"] == [1.0, 1.0] and scores["sampled_accuracy"] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("samples", [0, 1, 4])
+def test_the_scores_of_an_evaluation_are_those_that_are_named_before_it(samples):
+    greedy = sampled({1: [7], 2: [8]}, 1)[0]
+    drawn = sampled({1: [7, 7, 8, 0], 2: [8, 8, 0, 0]}, samples)[0] if samples else None
+    assert set(score_names(Counting(), samples)) == set(row_scores(greedy, drawn))
+    assert score_names(Doubling(), 1) == ["reward", "sampled_reward"]  # which does not tell what is right

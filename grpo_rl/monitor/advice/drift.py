@@ -54,9 +54,8 @@ def off_policy(history: History, facts: Facts) -> Finding | None:
     ess = history.last("ess")
     if len(ess) < WINDOW:
         return None
-    clipped = [
-        a + b for a, b in zip(history.values("clip/low_fraction"), history.values("clip/high_fraction"), strict=True)
-    ]
+    low = dict(history.last("clip/low_fraction"))  # by step: a value that is not finite is left out
+    clipped = [low[step] + high for step, high in history.last("clip/high_fraction") if step in low]
     now = middle([value for _, value in ess])
     if now >= HALF and not middle(clipped) > HALF:
         return None

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
+from grpo_rl.monitor.step_phases import step_seconds
+
 WINDOW = 10
 """Steps over which a metric is averaged before it is judged: the mean of ten scatters a third as much as one step."""
 EARLY = 5
@@ -75,7 +77,7 @@ class History:
     def add(self, row: Row) -> None:
         """Takes a line of metrics."""
         if "reward/mean" in row:
-            row = {**row, TIME: _sum(row, "time/"), FAILED: _sum(row, "failed/") - row.get("failed/groups", 0)}
+            row = {**row, TIME: step_seconds(row) or 0.0, FAILED: _sum(row, "failed/") - row.get("failed/groups", 0)}
             self.row = row
             if row.get("reward/std", 1.0) or row.get("reward/zero_std_fraction") != 1:
                 self.alike = (0, 0, [])

@@ -2,6 +2,7 @@
 // window, and again when something changed while it was away.
 sections.charts = function (root, first) {
   let data = first, palette, cards = [], zoom = null, cursorX = null;
+  const chosen = {};
   const axes = {step: "Step", time: "Time trained", tokens: "Tokens trained"};
   const SMOOTH_FROM = 30, COLOURS = 8;
   const longest = Math.max(...data.runs.map((run) => run.step.length));
@@ -65,55 +66,53 @@ sections.charts = function (root, first) {
     });
   }
 
-  function mean(values) {
-    const finite = values.filter((value) => value !== null);
-    return finite.length ? finite.reduce((a, b) => a + b, 0) / finite.length : NaN;
-  }
-
   function makeCard(spec) {
     const text = spec.percent ? percent : number;
-    const card = {spec, near: false, stale: true, log: false, hidden: new Set()};
+    // What a reader has chosen outlives the charts being made anew: a live page does so when a metric is new.
+    const kept = chosen[`${spec.group}/${spec.title}`] ??= {log: false, wide: false, hidden: new Set()};
+    const card = {spec, near: false, stale: true, kept};
+    const isHidden = (i) => kept.hidden.has(spec.series[i].slice(0, 2).join("/"));
     const title = el("h4", {text: spec.title});
     const plot = el("div", {class: "plot", tabIndex: 0, role: "group", "aria-roledescription": "chart",
       "aria-label": `${spec.title}. Arrow keys move the cursor, plus and minus zoom, Escape resets.`, onkeydown: onKey});
     const status = el("span", {class: "hidden", role: "status"});
-    const log = el("button", {type: "button", text: "log", "aria-pressed": "false", "aria-label": `Log scale: ${spec.title}`,
-      onclick: () => { card.log = !card.log; log.setAttribute("aria-pressed", card.log); draw(); }});
-    const wide = el("button", {type: "button", text: "⤢", "aria-pressed": "false", "aria-label": `Large: ${spec.title}`,
-      onclick: () => wide.setAttribute("aria-pressed", card.element.classList.toggle("wide"))});
+    const log = el("button", {type: "button", text: "log", "aria-pressed": String(kept.log), "aria-label": `Log scale: ${spec.title}`,
+      onclick: () => { kept.log = !kept.log; log.setAttribute("aria-pressed", kept.log); draw(); }});
+    const wide = el("button", {type: "button", text: "⤢", "aria-pressed": String(kept.wide), "aria-label": `Large: ${spec.title}`,
+      onclick: () => { kept.wide = card.element.classList.toggle("wide"); wide.setAttribute("aria-pressed", kept.wide); }});
     const legend = el("div", {class: "legend"});
-    card.element = el("article", {class: "card chart"}, el("div", {class: "chart-head"}, title, log, wide), plot, legend,
+    card.element = el("article", {class: kept.wide ? "card chart wide" : "card chart"}, el("div", {class: "chart-head"}, title, log, wide), plot, legend,
       spec.help ? el("p", {class: "help", text: spec.help}) : null, status);
     card.words = [spec.group, spec.title, ...spec.series.flatMap((line) => line.slice(0, 2))].join(" ").toLowerCase();
     plot.card = card;
-    const shades = (i) => `series-${i % COLOURS}`;
+    const shades = (i) => `series-${spec.series[i][3] % COLOURS}`;
 
     const entries = spec.series.map((line, i) => {
       const value = el("b");
       const swatch = el("i");
       swatch.style.background = `var(--${shades(i)})`;
-      const entry = el("button", {type: "button", class: "series", "aria-pressed": "true", title: line[0],
+      const name = line.slice(0, 2).join("/");
+      const entry = el("button", {type: "button", class: "series", "aria-pressed": String(!isHidden(i)), title: line[0],
         onclick: () => {
-          card.hidden.has(i) ? card.hidden.delete(i) : card.hidden.add(i);
-          entry.setAttribute("aria-pressed", !card.hidden.has(i));
+          kept.hidden.delete(name) || kept.hidden.add(name);
+          entry.setAttribute("aria-pressed", !isHidden(i));
           draw();
         }}, swatch, line[1], " ", value);
       return {entry, value};
     });
     legend.append(...entries.map((entry) => entry.entry));
 
-    function ends(values) {
-      const tenth = Math.max(Math.floor(values.length / 10), 1), bad = values.filter((value) => value === null).length;
-      const said = values.length === 1 ? text(values[0])
-        : `${text(mean(values.slice(0, tenth)))} → ${text(mean(values.slice(-tenth)))}`;
+    function endsOf({values, ends}) {
+      const bad = values.filter((value) => value === null).length;
+      const said = ends ? ends.map(text).join(" → ") : text(values[0]);
       return said + (bad ? ` (${bad} not finite)` : "");
     }
 
-    // What the legend says: the values under the cursor, or the first and the last tenth.
+    // What the legend says: the values under the cursor, or the means of the first and the last steps.
     function tell(index) {
       entries.forEach((entry, i) => {
         const [metric, , run] = spec.series[i], value = index === null ? null : card.raw[i + 1][index];
-        entry.value.textContent = index === null ? ends(data.runs[run].columns[metric].values)
+        entry.value.textContent = index === null ? endsOf(data.runs[run].columns[metric])
           : value === undefined ? "–" : text(value);
       });
     }
@@ -123,7 +122,7 @@ sections.charts = function (root, first) {
       card.plot?.destroy();
       const joined = uPlot.join(spec.series.map(points));
       card.raw = joined;
-      const x = joined[0], lines = joined.slice(1).map((y, i) => card.hidden.has(i) ? y.map(() => undefined) : y);
+      const x = joined[0], lines = joined.slice(1).map((y, i) => isHidden(i) ? y.map(() => undefined) : y);
       const weight = Number(smoothing.value), smoothed = weight > 0 && !spec.markers && !spec.stacked && x.length >= SMOOTH_FROM;
       const series = [{}], columns = [x], bands = [];
       if (spec.stacked) {
@@ -136,8 +135,8 @@ sections.charts = function (root, first) {
         });
       } else {
         lines.forEach((y, i) => {
-          const safe = card.log ? y.map((value) => value > 0 ? value : value === undefined ? undefined : null) : y;
-          const dash = i >= COLOURS ? [5, 3] : undefined;
+          const safe = kept.log ? y.map((value) => value > 0 ? value : value === undefined ? undefined : null) : y;
+          const dash = spec.series[i][3] >= COLOURS ? [5, 3] : undefined;
           const alone = spec.markers || safe.filter((value) => Number.isFinite(value)).length === 1;
           columns.push(safe);
           series.push({stroke: () => palette[shades(i)], width: smoothed ? 1 : 2, alpha: smoothed ? 0.3 : 1, dash,
@@ -157,7 +156,7 @@ sections.charts = function (root, first) {
           bind: {dblclick: () => () => { zoomTo(null); return null; }}},
         scales: {
           x: {time: false, range: (_, low, high) => low === high ? [low - 1, high + 1] : [low, high]},
-          y: card.log && !spec.stacked ? {distr: 3} : {range: (_, low, high) => yRange(low, high)},
+          y: kept.log && !spec.stacked ? {distr: 3} : {range: (_, low, high) => yRange(low, high)},
         },
         axes: [
           {stroke: () => palette.muted, grid: {show: false}, ticks: tick, font, size: 26, incrs: whole, space: 60,
@@ -276,7 +275,9 @@ sections.charts = function (root, first) {
   }
 
   function rebuild() {
-    cards.forEach((card) => { card.plot?.destroy(); near.unobserve(card.element); });
+    near.disconnect();
+    sized.disconnect();
+    cards.forEach((card) => card.plot?.destroy());
     cards = data.charts.map(makeCard);
     const groups = [...new Set(data.charts.map((chart) => chart.group))].map((name) => {
       const own = cards.filter((card) => card.spec.group === name), rest = name === "Everything else";

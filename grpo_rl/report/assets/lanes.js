@@ -5,7 +5,7 @@ sections.lanes = function (root, data) {
   const note = el("p", {class: "note"});
   const button = (text, name, act) => el("button", {type: "button", text, "aria-label": name, onclick: () => { act(); draw(); }});
   const box = el("div", {class: "lanes", tabIndex: 0, role: "application", "aria-label": "Lanes: left and right arrow keys go from step to step, plus and minus zoom, Home shows all", onkeydown: keys});
-  const detail = el("p", {class: "lane-detail", role: "status"});
+  const detail = el("p", {class: "lane-detail", role: "status", text: "Point at a step to read how long its phases took."});
   root.append(note, el("div", {class: "controls"}, button("+", "Zoom in", () => zoom(.5)), button("−", "Zoom out", () => zoom(2)), button("‹", "Earlier", () => pan(-.5)), button("›", "Later", () => pan(.5)), button("All", "Show the whole run", whole)),
     el("div", {class: "card"}, box, detail));
 
@@ -18,8 +18,11 @@ sections.lanes = function (root, data) {
 
   const lengthOf = (step) => step.phases.reduce((sum, seconds) => sum + seconds, 0);
   const endOf = (step) => step.begun + lengthOf(step);
-  const limits = () => [Math.min(data.steps[0].begun, ...data.evaluations.map((one) => one[1])),
-    Math.max(endOf(data.steps[data.steps.length - 1]), ...data.evaluations.map((one) => one[1] + one[2]))];
+  // Spread into Math.max, a long run would be more arguments than a call takes.
+  const most = (items, of, first) => items.reduce((top, item) => Math.max(top, of(item)), first);
+  const limits = () => [-most(data.evaluations, (one) => -one[1], -data.steps[0].begun),
+    most(data.evaluations, (one) => one[1] + one[2], endOf(data.steps[data.steps.length - 1]))];
+  const named = (step) => step.first === step.step ? `Step ${step.step}` : `Steps ${step.first} to ${step.step}`;
 
   function set(from, to) {
     const [first, last] = limits(), length = Math.min(Math.max(to - from, 1e-3), last - first);
@@ -31,11 +34,11 @@ sections.lanes = function (root, data) {
   function pan(share) { const by = share * (view[1] - view[0]); set(view[0] + by, view[1] + by); }
 
   // The bars of a row: begin, seconds. Of many steps several become one bar, as long as all of them together.
-  function bars(phase, most) {
+  function bars(phase, room) {
     if (phase === "evaluate") return data.evaluations.map(([, begun, seconds]) => [begun, seconds]);
     const place = data.phases.indexOf(phase);
     const visible = data.steps.filter((step) => step.begun <= view[1] && endOf(step) >= view[0]);
-    const together = Math.ceil(visible.length / most), made = [];
+    const together = Math.ceil(visible.length / room), made = [];
     for (let i = 0; i < visible.length; i += together) {
       const some = visible.slice(i, i + together);
       const before = some.reduce((sum, step) => sum + step.phases.slice(0, place).reduce((a, b) => a + b, 0), 0);
@@ -46,7 +49,7 @@ sections.lanes = function (root, data) {
 
   function draw() {
     const width = Math.max(box.clientWidth, 280), x = (time) => (time - view[0]) / (view[1] - view[0]) * width;
-    const most = Math.ceil(width / LEAST_WIDTH);
+    const room = Math.ceil(width / LEAST_WIDTH);
     const rows = [...data.phases, ...(data.evaluations.length ? ["evaluate"] : [])];
     const stale = data.steps.some((step) => step.stale[1] > 0), lanes = rows.length + data.engines.length + (stale ? 1 : 0);
     const height = lanes * ROW + 24, all = data.steps.reduce((sum, step) => sum + lengthOf(step), 0) + data.evaluations.reduce((sum, one) => sum + one[2], 0);
@@ -55,14 +58,14 @@ sections.lanes = function (root, data) {
     const title = (text, y) => svg("text", {x: 0, y: y + 12, class: "lane-name"}, text);
     rows.forEach((phase, i) => {
       const y = i * ROW, spent = phase === "evaluate" ? data.evaluations.reduce((sum, one) => sum + one[2], 0) : data.steps.reduce((sum, step) => sum + step.phases[data.phases.indexOf(phase)], 0);
-      picture.append(title(`${NAMES[phase]} · ${percent(spent / all)} of the time`, y), svg("rect", {x: 0, y: y + ROW - BAR - 4, width, height: BAR, class: "lane-back"}));
-      for (const [begun, seconds] of bars(phase, most)) {
+      picture.append(title(`${NAMES[phase]} · ${percent(spent / all)} of all steps${data.evaluations.length ? " and evaluations" : ""}`, y), svg("rect", {x: 0, y: y + ROW - BAR - 4, width, height: BAR, class: "lane-back"}));
+      for (const [begun, seconds] of bars(phase, room)) {
         const at = clipped(begun, seconds);
         if (at) picture.append(svg("rect", {x: at[0].toFixed(2), width: at[1].toFixed(2), y: y + ROW - BAR - 4, height: BAR, class: `lane-bar lane-${phase}`}));
       }
     });
     data.engines.forEach((engine, i) => {
-      const y = (rows.length + i) * ROW, base = y + ROW - 4, top = Math.max(...engine.curve.map((point) => point[1]), 1);
+      const y = (rows.length + i) * ROW, base = y + ROW - 4, top = most(engine.curve, (point) => point[1], 1);
       picture.append(title(`${engine.name}: groups in flight, at most ${top}`, y), svg("rect", {x: 0, y: base - BAR, width, height: BAR, class: "lane-back"}));
       let path = "";
       for (const [time, count] of engine.curve) {
@@ -72,9 +75,9 @@ sections.lanes = function (root, data) {
       picture.append(svg("path", {d: `${path}V${base}Z`, class: "lane-engine"}));
     });
     if (stale) {
-      const y = (lanes - 1) * ROW, base = y + ROW - 4, top = Math.max(...data.steps.map((step) => step.stale[1] ?? 0), 1);
+      const y = (lanes - 1) * ROW, base = y + ROW - 4, top = most(data.steps, (step) => step.stale[1] ?? 0, 1);
       picture.append(title(`Mean staleness; full height: ${top} versions`, y), svg("rect", {x: 0, y: base - BAR, width, height: BAR, class: "lane-back"}));
-      const shown = data.steps.filter((step) => step.begun <= view[1] && endOf(step) >= view[0]), each = Math.ceil(shown.length / most);
+      const shown = data.steps.filter((step) => step.begun <= view[1] && endOf(step) >= view[0]), each = Math.ceil(shown.length / room);
       for (let i = 0; i < shown.length; i += each) {
         const some = shown.slice(i, i + each), mean = some.reduce((sum, step) => sum + (step.stale[0] ?? 0), 0) / some.length;
         const at = clipped(some[0].begun, endOf(some[some.length - 1]) - some[0].begun);
@@ -98,10 +101,10 @@ sections.lanes = function (root, data) {
     cursor = Math.min(Math.max(i, 0), data.steps.length - 1);
     told = true;
     const step = data.steps[cursor], said = data.phases.map((phase, p) => `${phase} ${number(step.phases[p])} s`);
-    const evaluated = data.evaluations.filter((one) => one[0] === step.step).map((one) => `, then evaluation ${number(one[2])} s`).join("");
+    const evaluated = data.evaluations.filter((one) => one[0] >= step.first && one[0] <= step.step).map((one) => `, then evaluation ${number(one[2])} s`).join("");
     const stale = step.stale[1] ? `; staleness ${number(step.stale[0])} on average, ${number(step.stale[1])} at most` : "";
     const open = step.open === null || step.open === undefined ? "" : `; ${step.open} groups open`;
-    detail.textContent = `Step ${step.step}, ${number(lengthOf(step))} s from ${duration(step.begun)}: ${said.join(", ")}${evaluated}${stale}${open}.`;
+    detail.textContent = `${named(step)}, ${number(lengthOf(step))} s from ${duration(step.begun)}: ${said.join(", ")}${evaluated}${stale}${open}.`;
   }
 
   function at(event) {

@@ -2,6 +2,9 @@
 // Sections of the page put their functions here: sections.NAME = function (root, data) {...}.
 const sections = {};
 
+// What one section offers to others, as functions by name.
+const links = {};
+
 // An element with properties and children; text only ever becomes text. Names with a dash are attributes, as is role.
 function el(tag, properties = {}, ...children) {
   const made = document.createElement(tag);

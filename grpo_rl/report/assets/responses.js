@@ -175,7 +175,9 @@ sections.responses = function (root, data) {
     const hidden = current.responses.length - order.length, missing = current.size - current.responses.length;
     const said = [hidden ? `${hidden} responses of this group don't match.` : "", missing ? `The first ${current.responses.length} of ${current.size} responses.` : "",
       alike(current) ? "Zero-variance group: all rewards are equal, and nothing is learned from it." : ""].filter(Boolean).join(" ");
-    viewer.replaceChildren(promptCard(current.prompt, current.prompt_cut, current.gold, search.value), ...(said ? [el("p", {class: "help", text: said})] : []), cards);
+    const strips = links.tokens?.(current.step, current.id);
+    const link = strips ? el("p", {}, el("button", {type: "button", text: "Show its tokens", onclick: strips})) : "";
+    viewer.replaceChildren(link, promptCard(current.prompt, current.prompt_cut, current.gold, search.value), ...(said ? [el("p", {class: "help", text: said})] : []), cards);
   }
 
   function facts(response) {
@@ -190,8 +192,9 @@ sections.responses = function (root, data) {
       return el("li", {}, el("button", {type: "button", text: `${number(reward)} · step ${of.step}, row ${of.row}, response ${response + 1}`,
         onclick: () => { clear(); go(of, response); viewer.focus(); }}));
     });
-    const more = list.length ? ` (${list[0].alike.toLocaleString("en")} have ${number(list[0].reward)}; the first of them)` : "";
-    return el("div", {}, el("h3", {text: title}), el("p", {class: "help", text: more.trim()}), el("ul", {}, ...items));
+    const alike = list.length && list[0].alike > list.length;
+    const more = alike ? `${list[0].alike.toLocaleString("en")} have ${number(list[0].reward)}; these are the first of them.` : "";
+    return el("div", {}, el("h3", {text: title}), more ? el("p", {class: "help", text: more}) : null, el("ul", {}, ...items));
   }
 
   function clear() {
@@ -204,12 +207,18 @@ sections.responses = function (root, data) {
   function fill() {
     const whole = data.shown_responses === data.all_responses;
     note.textContent = (whole ? `All ${data.all_responses.toLocaleString("en")} responses of the run.`
-      : `${data.groups.length.toLocaleString("en")} of ${data.all_groups.toLocaleString("en")} groups: of ${data.shown_steps} of ${data.all_steps.toLocaleString("en")} steps, evenly spaced, some groups each, `
+      : `${data.groups.length.toLocaleString("en")} of ${data.all_groups.toLocaleString("en")} groups: some of ${data.shown_steps === data.all_steps ? `all ${data.all_steps.toLocaleString("en")} steps` : `${data.shown_steps} of ${data.all_steps.toLocaleString("en")} steps, evenly spaced`}, `
       + "picked by place and rewards as the list of groups says, never by text; and the groups of the run's best and worst responses. completions.parquet has all.")
       + (data.unread.length ? ` Left out: ${data.unread.join(" ")}` : "");
     extremes.replaceChildren(el("summary", {text: "Best and worst of the run"}), el("div", {class: "side"}, extreme("Best", data.best), extreme("Worst", data.worst)));
     filter();
   }
+  // What shows a group of the page, for sections that link to it; null where the page does not have it.
+  links.responses = (step, id, response) => {
+    const of = data.groups.find((group) => group.step === step && group.id === id);
+    return of ? () => { clear(); go(of, response); viewer.focus(); viewer.scrollIntoView({block: "nearest"}); } : null;
+  };
+  links.tokensChanged = draw;
   fill();
 
   return (fresh) => {

@@ -6,9 +6,11 @@
     const root = document.getElementById(id), fill = root.querySelector(".fill");
     root.hidden = false;
     document.querySelector(`nav a[href="#${id}"]`)?.removeAttribute("hidden");
+    // A section is filled once: it comes back as it was when what it lacked is there again.
+    root.querySelector(".left-out")?.remove();
+    fill.hidden = Boolean(data.left_out);
     if (data.left_out) {
-      fill.replaceChildren(el("p", {class: "note", text: `Left out: ${data.left_out}`}));
-      updates[id] = null;
+      root.append(el("p", {class: "note left-out", text: `Left out: ${data.left_out}`}));
     } else if (updates[id]) {
       updates[id](data);
     } else {

@@ -12,11 +12,12 @@ sections.tokens = function (root, data) {
   const place = el("output", {class: "place"});
   const which = choice("Response", [], () => go(data.responses[Number(which.value)]));
   const colourBy = choice("Colour by", Object.entries(kinds).map(([id, kind]) => [id, kind.name]), draw);
+  const back = el("span");
   const legend = el("p", {class: "scale"});
   const strip = el("div", {class: "strip", role: "listbox", "aria-label": "Tokens: arrow keys move from one to the next", "aria-orientation": "horizontal",
     onkeydown: keys, onmouseover: (event) => tell(event.target), onfocusin: (event) => tell(event.target)});
   const detail = el("dl", {class: "facts detail", role: "status"});
-  root.append(note, el("div", {class: "controls"}, labelled("Step", slider), place, labelled("Response", which), labelled("Colour by", colourBy)),
+  root.append(note, el("div", {class: "controls"}, labelled("Step", slider), place, labelled("Response", which), labelled("Colour by", colourBy), back),
     el("div", {class: "card"}, legend, strip, detail));
 
   const steps = () => [...new Set(data.responses.map((response) => response.step))];
@@ -47,8 +48,10 @@ sections.tokens = function (root, data) {
     slider.setAttribute("aria-valuetext", `step ${current.step}`);
     place.textContent = `${current.step} (${at + 1} of ${all.length})`;
     which.replaceChildren(...data.responses.map((response, i) => [response, i]).filter(([response]) => response.step === current.step).map(([response, i]) =>
-      el("option", {value: i, text: `group ${response.group}, response ${response.response + 1}${response.reward === undefined ? "" : `, reward ${number(response.reward)}`}`})));
+      el("option", {value: i, text: `${response.row === undefined || response.row === null ? `group ${response.group}` : `row ${response.row}`}, response ${response.response + 1}${response.reward === undefined ? "" : `, reward ${number(response.reward)}`}`})));
     which.value = data.responses.indexOf(current);
+    const show = links.responses?.(current.step, current.group, current.response);
+    back.replaceChildren(show ? el("button", {type: "button", text: "Show among the responses", onclick: show}) : "");
     const kind = kinds[colourBy.value], byVersion = colourBy.value === "version";
     const first = Math.min(...current.versions), last = Math.max(...current.versions);
     const low = byVersion ? first : 0, high = byVersion ? Math.max(last, first + 1) : data.scales[colourBy.value];
@@ -75,6 +78,8 @@ sections.tokens = function (root, data) {
   }
 
   const visible = (text) => text === "" ? "·" : text.replaceAll("\n", "↵\n");
+  // Rank zero records what it scored itself; a zero-variance group may be scored by nobody.
+  const unscored = "not scored on rank zero";
   const exact = (value) => value === null ? "not recorded" : value.toFixed(4);
 
   function tell(target) {
@@ -88,8 +93,8 @@ sections.tokens = function (root, data) {
     strip.querySelector(`[data-at="${i}"]`)?.setAttribute("aria-selected", "true");
     const sampler = one.read ? "none: read, not sampled" : one.sampler === null ? "not recorded" : `${exact(one.sampler)} (${percent(Math.exp(one.sampler))})`;
     const rows = [["token", one.text === "" ? "a part of the next character" : JSON.stringify(one.text)], ["position", String(i)], ["id", String(one.id)],
-      ["sampler's log-prob", sampler], ["trainer's log-prob", one.trainer === null ? "not scored" : exact(one.trainer)],
-      ["|sampler − trainer|", gap(one) === null ? "n/a" : exact(gap(one))], ["entropy", one.entropy === null ? "not scored" : exact(one.entropy)],
+      ["sampler's log-prob", sampler], ["trainer's log-prob", one.trainer === null ? unscored : exact(one.trainer)],
+      ["|sampler − trainer|", gap(one) === null ? "n/a" : exact(gap(one))], ["entropy", one.entropy === null ? unscored : exact(one.entropy)],
       ["policy version", String(one.version)], ...(one.special ? [["kind", "special token"]] : [])];
     detail.replaceChildren(...rows.map(([name, value]) => el("div", {}, el("dt", {text: name}), el("dd", {text: value}))));
   }
@@ -108,13 +113,19 @@ sections.tokens = function (root, data) {
   }
 
   function fill() {
-    note.textContent = `${data.shown_steps} of ${data.all_steps.toLocaleString("en")} recorded steps, and of each a few responses of the groups in tokens.parquet: the first, the best, the worst. `
-      + "The stronger a token's colour and the higher the bar below it, the larger the number. Trainer's numbers are from the first optimizer step that took the group; mostly that is the first after sampling, on the sampler's weights.";
+    const whole = data.shown_steps === data.all_steps, all = data.all_steps.toLocaleString("en");
+    note.textContent = `${whole ? `All ${all}` : `${data.shown_steps} of ${all}`} recorded steps, and of each a few responses of the groups in tokens.parquet: the first, the best, the worst. `
+      + "The stronger a token's colour and the higher the bar below it, the larger the number. The trainer's numbers are those of the first optimizer step with the group, which mostly has the sampler's weights.";
     if (!data.responses.length) return strip.replaceChildren();
     current ??= data.responses[0];
     draw();
   }
+  links.tokens = (step, group) => {
+    const of = data.responses.find((response) => response.step === step && response.group === group);
+    return of ? () => { go(of); root.scrollIntoView(); which.focus(); } : null;
+  };
   fill();
+  links.tokensChanged?.();
   return (fresh) => {
     const before = current;
     data = fresh;

