@@ -68,6 +68,17 @@ def _checked(cfg: DictConfig, mode: str) -> Settings:
     return settings
 
 
+def _show(text: str) -> None:
+    """Prints to a reader that may close before the end, such as ``head``."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # The interpreter flushes once more when it ends, and would tell of the same error.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 def objective(summary: object) -> float | None:
     """The number that a sweep maximises: the run's paired gain in held-out reward; None where none was measured.
 
@@ -116,7 +127,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 dataset, where = dataset_of(arguments, config_name), folders(arguments)
                 if (about := topic(arguments)) is not None:
                     says = function.__globals__["__doc__"] or ""
-                    print(help_text(about, says.partition(": `")[0] + ".", config_name, where, dataset, mode))
+                    _show(help_text(about, says.partition(": `")[0] + ".", config_name, where, dataset, mode))
                     return
                 check_overrides(arguments, dataset)
             except ValueError as error:

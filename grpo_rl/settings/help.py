@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from grpo_rl.settings.composing_errors import unknown
+from grpo_rl.settings.composing_errors import OWN, unknown
 from grpo_rl.settings.declaration import REQUIRED, Setting, plain
 from grpo_rl.settings.sections import Sections, declarations
 
@@ -102,7 +102,8 @@ def _overview(says: str, config_name: str, folders: Sequence[Path], mode: str) -
     known = declarations(None)
     yield from _block("Settings that people change first, with their defaults:", _pairs(FIRST, known), 40)
     yield from _block("Recipes, +experiment=NAME:", _members("experiment", folders))
-    yield from _block("Tasks, env.dataset=NAME:", _members("env", folders))
+    tasks = [("package.module:Class" if name == OWN else name, says) for name, says in _members("env", folders)]
+    yield from _block("Tasks, env.dataset=NAME:", tasks)
     yield from _block("Losses, loss=NAME:", _members("loss", folders))
     yield from _block("Examples:", [(f"{command} {words}", says) for words, says in EXAMPLES.items()], 76)
     yield from _block("More:", MORE.items())
