@@ -90,7 +90,7 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
     """The arguments with a task named by its config, which brings its keys; those of the user's own need none there.
 
     Raises:
-        ValueError: a name with a colon is no ``package.module:Class``, or ``own`` is chosen by its name.
+        ValueError: a name with a colon is no ``package.module:Class``, or ``own`` is given where a class is wanted.
 
     >>> choosing_configs(["env.dataset=math", "optimizer.lr=1"])
     ['env=math', 'optimizer.lr=1']

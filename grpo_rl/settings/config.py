@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 from grpo_rl.by_name import is_name
 from grpo_rl.policies.allocator import give_back
-from grpo_rl.settings.command_line import arranged
+from grpo_rl.settings.command_line import arranged, program, typed
 from grpo_rl.settings.compose import FOLDER, check_overrides, choosing_configs, dataset_of, folders
 from grpo_rl.settings.composing_errors import explained
 from grpo_rl.settings.help import help_text, topic
@@ -122,6 +122,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 give_back()
 
         def entry() -> None:
+            typed[:] = [*program(mode), *sys.argv[1:]]
             try:
                 sys.argv[1:] = arguments = arranged(choosing_configs(sys.argv[1:]))
                 dataset, where = dataset_of(arguments, config_name), folders(arguments)

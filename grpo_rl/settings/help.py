@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from grpo_rl.settings.command_line import program
 from grpo_rl.settings.composing_errors import OWN, unknown
 from grpo_rl.settings.declaration import REQUIRED, Setting, plain
 from grpo_rl.settings.sections import Sections, declarations
 
-COMMAND_LINES = ("grpo-rl", "cli.py")
-"""The names under which `grpo-rl` itself runs: installed, and as `python -m grpo_rl.cli`."""
 FLAGS = ("--help", "-h")
 FIRST = (
     "model.name",
@@ -86,16 +84,8 @@ def help_text(
     return "\n".join(lines)
 
 
-def _command(mode: str) -> str:
-    """The words before the overrides of this command line: a script's, or those of `grpo-rl`."""
-    name = Path(sys.argv[0]).name
-    if name in COMMAND_LINES:
-        return "grpo-rl train" + " --async" * (mode == "async")
-    return f"python {sys.argv[0]}" if name.endswith(".py") else name
-
-
 def _overview(says: str, config_name: str, folders: Sequence[Path], mode: str) -> Iterator[str]:
-    command = _command(mode)
+    command = " ".join(program(mode))
     yield says
     yield ""
     yield f"usage: {command} [KEY=VALUE ...] [+experiment=RECIPE] [--config-name NAME (now {config_name})]"
