@@ -51,25 +51,28 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
-PLACEHOLDERS = ("NAME", "experiment=mine", "my_loss:", "my_tasks:")
+PLACEHOLDERS = ("NAME", "experiment=mine", "config-name mine", "my_loss:", "my_tasks:", "csv_log:")
 """Of lines that stand for many, or for files that the page gives: test_docs.py runs those."""
-TRAINS = [(page, line) for page, line in commands() if "sota/" in line and not any(x in line for x in PLACEHOLDERS)]
+SCRIPT = re.compile(r".*?(sota/(?:grpo\w*|sft)\.py|grpo-rl train)( |$)")
+TRAINS = [(page, line) for page, line in commands() if SCRIPT.match(line) and not any(x in line for x in PLACEHOLDERS)]
 
 
 @pytest.mark.parametrize(("page", "command"), TRAINS)
 def test_a_command_of_the_docs_that_trains_has_settings_that_are_right(page, command):
-    words = shlex.split(command)
-    words = words[next(i for i, word in enumerate(words) if word.startswith("sota/")) :]
+    script = SCRIPT.match(command)
+    assert script
+    words = shlex.split(command[script.end() :])
     if {"--cfg", "--help"} & set(words):
         return
     # Hydra's own options, and values of a sweep, of which the first counts.
-    name = "sft" if words[0] == "sota/sft.py" else "grpo_gsm8k"
-    name = words[words.index("--config-name") + 1] if "--config-name" in words else name
-    overrides = [word for word in words[1:] if "=" in word and not word.startswith("hydra.")]
+    mode = next((mode for mode in ("async", "sft") if mode in script[1] or f"--{mode}" in words), "sync")
+    name = words[words.index("--config-name") + 1] if "--config-name" in words else None
+    overrides = [word for word in words if "=" in word and not word.startswith("hydra.")]
     if "--multirun" in words:  # spaces of a sweeper's own, such as tag(log, interval(1e-6, 1e-4)), are no overrides
         overrides = [word for word in overrides if "(" not in word and not word.startswith("hydra/")]
         overrides = [re.sub(r"=([^,\[\]]+),.*", r"=\1", word) for word in overrides]
-    overrides += [f"mode={'async' if 'async' in words[0] else 'sft' if 'sft' in words[0] else 'sync'}"]
+    overrides += [f"mode={mode}"]
+    name = name or ("sft" if mode == "sft" else "grpo_gsm8k")
     Settings.read(compose_config(name, choosing_configs(overrides)))
 
 

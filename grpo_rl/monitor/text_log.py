@@ -13,8 +13,8 @@ FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 class TextLog:
     """Appends lines to the run folder's log: each step, each note, whatever the terminal shows.
 
-    The file has the name of Hydra's, ``grpo.log``, ``grpo_async.log`` or ``sft.log``. A resumed run goes on in the log of its
-    folder, while Hydra's own, of a new folder, has its start.
+    The file has the name of Hydra's, ``grpo.log``, ``grpo_async.log`` or ``sft.log``. A resumed run goes on in the log
+    of its folder, while Hydra's own, of a new folder, has its start.
     """
 
     def __init__(self, run_dir: Path) -> None:

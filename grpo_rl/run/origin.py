@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpo_rl
+from grpo_rl.settings.command_line import program, typed
 from grpo_rl.storage.masking import masked_override
 
 PRIVATE = re.compile(r"[+~]{0,2}logger\b")
@@ -30,29 +31,28 @@ def origin(config: str, before: Mapping[str, Any] | None = None) -> dict[str, st
     """
     code = {"git_commit": commit} if (commit := git_commit(Path(grpo_rl.__file__).parents[1])) else {}
     processes = int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else 1
-    now = command(sys.argv, processes)
+    now = command(typed or [*program("sync"), *sys.argv[1:]], processes)
     commands = {"command": before["command"], "command_of_resume": now} if before else {"command": now}
     return commands | code | {"grpo_rl": grpo_rl.__version__, "config_hash": config_hash(config)}
 
 
-def command(argv: Sequence[str], processes: int = 1) -> str:
+def command(words: Sequence[str], processes: int = 1) -> str:
     """The command line that a shell takes, without settings of loggers, and with secrets masked.
 
     Args:
+        words: the command line as it was typed.
         processes: how many torchrun started, on all nodes together.
 
-    >>> command(["sota/grpo.py", "env.dataset=gsm8k", "env.system_prompt=Think first.", "logger.name=me"])
+    >>> command(["python", "sota/grpo.py", "env.dataset=gsm8k", "env.system_prompt=Think first.", "logger.name=me"])
     "python sota/grpo.py env.dataset=gsm8k 'env.system_prompt=Think first.'"
-    >>> command(["/usr/bin/grpo-rl", "train", "logger={settings: {wandb: {api_key: x}}}"])
+    >>> command(["grpo-rl", "train", "logger={settings: {wandb: {api_key: x}}}"])
     'grpo-rl train'
-    >>> command(["sota/grpo.py", "seed=1"], processes=4)
+    >>> command(["python", "sota/grpo.py", "seed=1"], processes=4)
     'torchrun --nproc-per-node=4 sota/grpo.py seed=1'
     """
     if processes > 1:
-        program = ["torchrun", f"--nproc-per-node={processes}", argv[0]]
-    else:
-        program = ["python", argv[0]] if argv[0].endswith(".py") else [Path(argv[0]).name]
-    return shlex.join([*program, *(masked_override(word) for word in argv[1:] if not PRIVATE.match(word))])
+        words = ["torchrun", f"--nproc-per-node={processes}", *words[words[0] == "python" :]]
+    return shlex.join(masked_override(word) for word in words if not PRIVATE.match(word))
 
 
 def git_commit(checkout: Path) -> str | None:

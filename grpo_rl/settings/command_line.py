@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from grpo_rl.settings.composing_errors import unknown
 
@@ -13,6 +15,18 @@ OPTIONS = {
 }  # fmt: skip
 """Hydra's options, with their short names."""
 TAKE_VALUES = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"}
+GRPO_RL = ("grpo-rl", "cli.py")
+"""The names under which `grpo-rl` itself runs: installed, and as `python -m grpo_rl.cli`."""
+typed: list[str] = []
+"""The command line of this process's run as typed, before tasks give way to their configs; empty outside of one."""
+
+
+def program(mode: str) -> list[str]:
+    """The words before the overrides of this command line: a script's, or those of `grpo-rl`."""
+    name = Path(sys.argv[0]).name
+    if name in GRPO_RL:
+        return ["grpo-rl", "train", *([] if mode == "sync" else [f"--{mode}"])]
+    return ["python", sys.argv[0]] if name.endswith(".py") else [name]
 
 
 def arranged(arguments: Sequence[str]) -> list[str]:

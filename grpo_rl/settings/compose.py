@@ -16,7 +16,7 @@ from yaml import YAMLError
 import grpo_rl.config
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.command_line import option
-from grpo_rl.settings.composing_errors import explained
+from grpo_rl.settings.composing_errors import OWN, explained
 from grpo_rl.settings.declaration import declared, plain, select
 from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.sections import Env
@@ -90,7 +90,7 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
     """The arguments with a task named by its config, which brings its keys; those of the user's own need none there.
 
     Raises:
-        ValueError: a name with a colon is no ``package.module:Class``.
+        ValueError: a name with a colon is no ``package.module:Class``, or ``own`` is given where a class is wanted.
 
     >>> choosing_configs(["env.dataset=math", "optimizer.lr=1"])
     ['env=math', 'optimizer.lr=1']
@@ -102,8 +102,10 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
         key, _, value = word.lstrip("+").partition("=")
         if key not in ("env.dataset", "env.task"):
             words.append(word)
+        elif OWN in value.split(","):
+            raise ValueError(f"{word} names no task; say which class of your own it is: env.task=module:Class")
         elif all(map(is_name, value.split(","))):
-            words += ["env=own", f"env.dataset={value}"]
+            words += [f"env={OWN}", f"env.dataset={value}"]
         elif key == "env.task" or ":" in value:
             raise ValueError(
                 f"{word} is no package.module:Class, names joined by dots without .py or folders; the project's own "

@@ -12,6 +12,8 @@ from yaml import MarkedYAMLError, YAMLError
 
 KINDS = {"": "config", "env": "task", "experiment": "recipe"}
 """The word for a member of each config group, where it is not the group's name; ``""``: files of the folder itself."""
+OWN = "own"
+"""The config of ``env`` behind ``env.task=module:Class``, which is never chosen by its name."""
 NEEDS_PLUS = re.compile(r"To append to your default list use (\S+)")
 CHOSEN_ALREADY = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (\S+)'")
 
@@ -27,6 +29,7 @@ def explained(error: Exception, arguments: Sequence[str] = (), folders: Iterable
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         known = error.options or sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+        known = [member for member in known if (group, member) != ("env", OWN)]
         line = unknown(KINDS.get(group, group), name, known)
         return line if any(name in word for word in arguments) else f"{_holder(name, folders)}{line}"
     if isinstance(error, ConfigCompositionException) and (plus := NEEDS_PLUS.search(str(error))):

@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 from grpo_rl.by_name import is_name
 from grpo_rl.policies.allocator import give_back
-from grpo_rl.settings.command_line import arranged
+from grpo_rl.settings.command_line import arranged, program, typed
 from grpo_rl.settings.compose import FOLDER, check_overrides, choosing_configs, dataset_of, folders
 from grpo_rl.settings.composing_errors import explained
 from grpo_rl.settings.help import help_text, topic
@@ -66,6 +66,17 @@ def _checked(cfg: DictConfig, mode: str) -> Settings:
     settings = Settings.read(cfg)
     check_machine(settings, mode)
     return settings
+
+
+def _show(text: str) -> None:
+    """Prints to a reader that may close before the end, such as ``head``."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # The interpreter flushes once more when it ends, and would tell of the same error.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def objective(summary: object) -> float | None:
@@ -119,12 +130,13 @@ def main(config_name: str, mode: str = "sync") -> Callable:
                 give_back()
 
         def entry() -> None:
+            typed[:] = [*program(mode), *sys.argv[1:]]
             try:
                 sys.argv[1:] = arguments = arranged(choosing_configs(sys.argv[1:]))
                 dataset, where = dataset_of(arguments, config_name), folders(arguments)
                 if (about := topic(arguments)) is not None:
                     says = function.__globals__["__doc__"] or ""
-                    print(help_text(about, says.partition(": `")[0] + ".", config_name, where, dataset, mode))
+                    _show(help_text(about, says.partition(": `")[0] + ".", config_name, where, dataset, mode))
                     return
                 check_overrides(arguments, dataset)
             except ValueError as error:

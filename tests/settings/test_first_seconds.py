@@ -65,7 +65,8 @@ TABLE = [
     (["sampling.top_p=2"], "sampling.top_p is 2; it must be more than 0 and at most 1"),
     (["env.num_env=8"], "unknown config key env.num_env; did you mean env.num_envs?"),
     (["loss=drgrpo"], "unknown loss 'drgrpo'; did you mean dr_grpo? (all: bnpo, "),
-    (["env.dataset=gsm9k"], "unknown task 'gsm9k'; did you mean gsm8k? (all: "),
+    (["env.dataset=gsm9k"], "gsm8k? (all: calculator, countdown, gsm8k, ifeval, math, prompt_response, search_qa)"),
+    (["env.dataset=own"], "env.dataset=own names no task; say which class of your own it is: env.task=module:Class"),
     (["+experiment=quickstart_lor"], "unknown recipe 'quickstart_lor'; did you mean quickstart_lora? (all: "),
     (["experiment=quickstart"], "write it with a plus: +experiment=quickstart"),
     (["+loss=dapo"], "loss is chosen already, and a plus adds another; write loss=dapo without it"),
@@ -157,11 +158,22 @@ def test_help_names_every_recipe_task_and_loss_with_its_first_comment(results):
     text = results["--help",]["out"]
     for group in ("experiment", "env", "loss"):
         for path in (FOLDER / group).glob("*.yaml"):
-            (line,) = [line for line in text.splitlines() if line.startswith(f"  {path.stem} ")]
+            name = "package.module:Class" if (group, path.stem) == ("env", "own") else path.stem
+            (line,) = [line for line in text.splitlines() if line.startswith(f"  {name} ")]
             comment = next(c for c in path.read_text().splitlines() if c.startswith("# ") and "@package" not in c)
             assert line.split()[1].rstrip(":,") == comment.split()[1].rstrip(":,")
     assert len(text.splitlines()) < 100  # two screens
     assert text.startswith("GRPO, synchronous (sample, then train).\n")
+
+
+def test_help_is_quiet_where_its_reader_closes_before_the_end(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
+        main(config_name="grpo_gsm8k")(lambda settings: None)()
+        closed.flush()  # as the interpreter does at its end
 
 
 def test_help_on_a_section_has_each_of_its_settings_with_default_meaning_and_range(results):
