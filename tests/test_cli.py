@@ -71,12 +71,22 @@ def test_what_is_no_command_line_ends_with_two(arguments, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "mode"),
-    [(["mode=async"], "sync"), (["--async", "mode=sync"], "async"), (["mode=sync", "--async"], "async")],
+    [
+        (["mode=async"], "sync"),
+        (["--async", "mode=sync"], "async"),
+        (["mode=sync", "--async"], "async"),
+        (["--sft", "mode=sync"], "sft"),
+    ],
 )
 def test_train_runs_the_script_of_its_mode(arguments, mode, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["grpo-rl", "train", *arguments, f"hydra.run.dir={tmp_path}"])
     with pytest.raises(SystemExit, match=f"error: this script is of mode={mode}; run sota/.* or grpo-rl train"):
         main()
+
+
+def test_train_is_of_one_mode(capsys):
+    assert main(["train", "--sft", "--async"]) == 2
+    assert capsys.readouterr().err == "error: --async and --sft exclude each other\n"
 
 
 def test_train_passes_hydras_options_on(monkeypatch, tmp_path, capsys):

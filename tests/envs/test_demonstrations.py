@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 
@@ -12,6 +13,8 @@ from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.math import Math
 from grpo_rl.envs.prompt_response import PromptResponse
+from grpo_rl.envs.sources import Source
+from grpo_rl.envs.spec import task_spec
 from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.testing import save_tiny_model
 
@@ -77,6 +80,19 @@ def test_a_last_message_of_the_assistants_is_imitated_and_the_conversation_befor
     assert task.demonstration(task.rows[0]) == "3"
     (group,) = demonstrations(task, tokenizer).take(1)
     assert group.response_ids.tolist() == [*tokenizer("3")["input_ids"], END]
+
+
+def test_chat_rows_of_every_task_and_columns_of_other_names_are_imitated_as_the_loaders_give_them(tmp_path):
+    chat, other = tmp_path / "chat.jsonl", tmp_path / "other.jsonl"
+    turns = [{"role": "user", "content": "How much is 3 + 4?"}, {"role": "assistant", "content": r"\\boxed{7} #### 7"}]
+    chat.write_text(json.dumps({"messages": turns}))
+    for name in ("gsm8k", "math", "prompt_response"):
+        task = task_spec(name).make_task(chat)
+        assert task.demonstration(task.rows[0]) == turns[1]["content"], name
+        assert task.prompt(task.rows[0])[-1] == turns[0], name
+    other.write_text('{"task": "1 + 1?", "how": "It is #### 2"}')
+    task = task_spec("gsm8k").make_task(Source(str(other), columns={"question": "task", "answer": "how"}))
+    assert task.demonstration(task.rows[0]) == "It is #### 2"
 
 
 @pytest.mark.parametrize("completion", ["two", [{"role": "assistant", "content": "two"}]])

@@ -12,9 +12,11 @@ import pytest
 
 from grpo_rl.cli import main as command_line
 from grpo_rl.settings.command_line import arranged
-from grpo_rl.settings.compose import FOLDER
+from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.config import main
-from grpo_rl.settings.help import EXAMPLES, FIRST
+from grpo_rl.settings.help import EXAMPLES, EXAMPLES_OF_SFT, FIRST, FIRST_IN_SFT
+from grpo_rl.settings.machine import check_machine
+from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import declarations
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,9 +120,13 @@ def results(tmp_path_factory):
     for name, text in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    lines = [words for words, _ in TABLE] + ASKED
+    return told("grpo.py", [words for words, _ in TABLE] + ASKED, folder)
+
+
+def told(script, lines, folder):
+    """What a script gave for each command line; by its words."""
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(ROOT / "sota" / "grpo.py")],
+        [sys.executable, "-c", DRIVER, str(ROOT / "sota" / script)],
         input="".join(json.dumps(words) + "\n" for words in lines),
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"},
@@ -184,8 +190,8 @@ def test_help_on_a_section_has_each_of_its_settings_with_default_meaning_and_ran
 
 
 def test_what_help_says_is_there():
-    assert set(FIRST) <= declarations(None).keys()
-    examples = [word for words in EXAMPLES for word in words.split() if "=" in word]
+    assert {*FIRST, *FIRST_IN_SFT, *FIRST_IN_SFT.values()} <= declarations(None).keys()
+    examples = [word for words in [*EXAMPLES, *EXAMPLES_OF_SFT] for word in words.split() if "=" in word]
     keys = {word.lstrip("+").partition("=")[0] for word in examples}
     assert keys <= declarations(None).keys() | {"loss", "experiment"}
 
@@ -214,10 +220,49 @@ def test_overrides_may_stand_before_options():
     assert arranged(words) == ["--multirun", "--config-dir", "a=b", "-cn=mine", "optimizer.lr=1e-5", "~env.path"]
 
 
-@pytest.mark.parametrize(("options", "command"), [([], "grpo-rl train"), (["--async"], "grpo-rl train --async")])
-def test_help_of_the_installed_command_has_commands_that_it_takes(monkeypatch, capsys, options, command):
+def test_sft_asks_for_no_engine_and_tells_what_it_does_not_read_before_torch_is_imported(tmp_path):
+    wrong = [
+        (["optimizer.lr=fast"], "optimizer.lr is 'fast'; it must be a number"),
+        (["env.repeats=4"], "env.repeats=4 means nothing to mode=sft, which samples no responses; leave it out"),
+        (["evaluate.rows=4", "evaluate.patience=2", "evaluate.frequency=1"], "it follows a held-out reward"),
+        (["env.path=none.jsonl"], "none.jsonl can't be read"),
+        (["train_model.num_devices=2"], "no GPU is visible"),
+        (["mode=async"], "this script is of mode=sft; run sota/grpo_async.py, or grpo-rl train --async"),
+    ]
+    asked = ["--help"]
+    found = told("sft.py", [*(words for words, _ in wrong), asked], tmp_path)
+    for words, message in wrong:
+        result = found[tuple(words)]
+        assert message in result["code"] and "\n" not in result["code"] and not result["loaded"]
+    text = found[tuple(asked)]["out"]
+    assert "train.epochs=1" in text and "sft.py +experiment=quickstart_sft" in text and not found[("--help",)]["loaded"]
+    assert not [
+        key
+        for key in ("env.num_envs", "env.repeats", "policy.kl_coef", "train.total_dialog_turns")
+        if f"  {key}=" in text
+    ]
+
+
+def test_sft_runs_where_vllm_is_not_installed(monkeypatch):
+    settings = Settings.read(compose_config("sft", ["env.path=quickstart-train"]))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_machine(settings, "sft")
+    with pytest.raises(ValueError, match="vLLM is not installed"):
+        check_machine(Settings.read(compose_config("grpo_gsm8k", ["env.path=quickstart-train"])))
+
+
+@pytest.mark.parametrize(
+    ("options", "command", "example"),
+    [
+        ([], "grpo-rl train", "env.dataset=countdown"),
+        (["--async"], "grpo-rl train --async", "env.dataset=countdown"),
+        (["--sft"], "grpo-rl train --sft", "+experiment=quickstart_sft"),
+    ],
+)
+def test_help_of_the_installed_command_has_commands_that_it_takes(monkeypatch, capsys, options, command, example):
     for name in ("/venv/bin/grpo-rl", "grpo_rl/cli.py"):
         monkeypatch.setattr(sys, "argv", [name, "train", "--help", *options])
         assert command_line() == 0
         text = capsys.readouterr().out
-        assert f"usage: {command} [KEY=VALUE ...]" in text and f"  {command} env.dataset=countdown" in text
+        assert f"usage: {command} [KEY=VALUE ...]" in text and f"  {command} {example}" in text
