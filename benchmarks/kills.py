@@ -190,7 +190,7 @@ def differences(folder: Path, whole: Path) -> list[str]:
 
     def checkpoint(run: Path) -> dict[str, Any]:
         state = load(checkpoints(run / "checkpoints")[-1])
-        return {name: value for name, value in state.items() if name not in ("seconds", "config")}
+        return {name: value for name, value in state.items() if name not in ("seconds", "config", "origin")}
 
     def summary(run: Path) -> dict[str, Any]:
         return without_clocks(json.loads((run / "summary.json").read_text()))

@@ -24,7 +24,9 @@ def make_run():
     return _make_run
 
 
-@pytest.fixture(scope="session")
+# Not the session's: while Playwright's synchronous interface is open, its event loop counts as running, and no test of
+# another module could run one.
+@pytest.fixture(scope="module")
 def browser():
     """A Chromium, from $CHROMIUM or the system; tests that need one are skipped where there is none."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; see CONTRIBUTING.md")
