@@ -105,7 +105,7 @@ class Math(Task):
         return unboxed(row["answer"]) if row.get("answer") else last_boxed(row.get("solution", ""))
 
     def final_answers(self, responses: Sequence[str]) -> list[str | None]:
-        r"""What each response's last box holds; of those that are equal as mathematics, the form that comes first.
+        r"""The content of each response's last box; of those equal as mathematics, the form that comes first.
 
         >>> Math([]).final_answers([r"\boxed{0.5}", r"\boxed{\frac{1}{2}}", r"\boxed{2}", "No idea."])
         ['0.5', '0.5', '2', None]

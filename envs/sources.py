@@ -26,7 +26,7 @@ Placed = tuple[str, dict, Sequence[str]]
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows come from: a path or hub name, and what of it is read under which names.
+    """A source of rows: a path or hub name, and what of it is read under which names.
 
     Args:
         path: a file, a folder, a pattern of files (``data/*.jsonl``), or a hub name: ``hf:owner/name``, or without

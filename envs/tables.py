@@ -158,7 +158,7 @@ def is_message(message: object) -> bool:
 
 
 def place_of(rows: Sequence[dict], index: int) -> str:
-    """Where a row stands: its file and line, where that is known.
+    """The place of a row: its file and line, where that is known.
 
     >>> place_of([{}, {}], 1)
     'row 1'

@@ -42,7 +42,7 @@ class Gain(Estimate):
 
     @property
     def verdict(self) -> str:
-        """What the interval says of the second evaluation against the first.
+        """The interval's verdict on the second evaluation against the first.
 
         >>> Gain(0.1, 0.02, 0.18).verdict, Gain(0.1, -0.02, 0.22).verdict, Gain(-0.1, -0.2, -0.01).verdict
         ('better', 'no difference shown', 'worse')

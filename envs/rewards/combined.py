@@ -76,7 +76,7 @@ class WithRewards(Task):
 
     @property
     def tells_right(self) -> bool:
-        """As the task itself tells."""
+        """True if the task itself says which responses are right."""
         return self.task.tells_right
 
     def final_answers(self, responses: Sequence[str]) -> list[str | None] | None:

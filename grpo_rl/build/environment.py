@@ -87,7 +87,7 @@ def make_eval_env(
 
 
 def eval_plan(settings: Settings, tokenizer: PreTrainedTokenizerBase, env_of_training: LLMEnv) -> Plan:
-    """What is evaluated beside greedy responses to the training task's held-out rows.
+    """The plan of what is evaluated beside greedy responses to the training task's held-out rows.
 
     Raises:
         ValueError: the data of a task can't be found or read, has fewer rows, or a prompt is too long; no score has the

@@ -115,9 +115,8 @@ class TokenPieces:
 class TokenLog:
     """Writes ``tokens.parquet/part-<step>.parquet``, a row a token of the recorded groups.
 
-    Recorded are the first groups that were trained on in the step's first optimizer step, when sampler and trainer had
-    the same weights unless the group is stale; then those of later ones; then groups that were not scored, such as
-    zero-variance groups, with null for the trainer's numbers. These come from the first optimizer step with the group.
+    Recorded are groups of the first micro-batches, when sampler and trainer had the same weights unless the group is
+    stale; then groups that were not scored, such as zero-variance groups, with null for the trainer's numbers.
 
     Args:
         groups: how many groups of a step are recorded.
@@ -126,11 +125,11 @@ class TokenLog:
     def __init__(self, run_dir: str | Path, groups: int, pieces: Callable[[Sequence[int]], list[tuple[str, bool]]]):
         self._parts, self._groups, self._pieces = StepParts(Path(run_dir) / TOKENS_FOLDER), groups, pieces
         self._scored: dict[int, Tensor] = {}
-        self._first: set[int] = set()
 
-    def add(self, tokens: TensorDictBase, groups: Sequence[Group]) -> None:
-        """Adds a micro-batch: what `GRPOLoss` was given, and the optimizer step's groups."""
-        self._first = self._first or {group.group_id for group in groups}
+    def add(self, tokens: TensorDictBase) -> None:
+        """Adds a micro-batch: what `GRPOLoss` was given."""
+        if len(self._scored) >= self._groups:
+            return  # a step has many micro-batches, and few groups are recorded
         values = torch.stack([tokens["log_prob"].detach().float(), tokens["entropy"].detach().float()])
         for group_id, piece in by_group(tokens, values).items():
             self._scored.setdefault(group_id, piece)
@@ -141,13 +140,8 @@ class TokenLog:
         Raises:
             OSError: the disk is full or read-only; names the file.
         """
-        scored, first = self._scored, self._first
-        self._scored, self._first = {}, set()
-
-        def rank(group: Group) -> int:
-            return 2 if group.group_id not in scored else int(group.group_id not in first)
-
-        chosen = sorted(groups, key=rank)[: self._groups]
+        scored, self._scored = self._scored, {}
+        chosen = sorted(groups, key=lambda group: group.group_id not in scored)[: self._groups]
         tables = [_rows(step, group, scored.get(group.group_id), self._pieces) for group in chosen]
         self._parts.write(step, pa.concat_tables(tables))
 

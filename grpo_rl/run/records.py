@@ -37,12 +37,12 @@ class Records:
         self._tokens = TokenLog(run_dir, token_groups, TokenPieces(tokenizer)) if token_groups else None
         self._sampling = SamplingLog(run_dir)
 
-    def observe(self, tokens: TensorDictBase, losses: TensorDictBase, groups: Sequence[Group]) -> None:
+    def observe(self, tokens: TensorDictBase, losses: TensorDictBase, _groups: Sequence[Group]) -> None:
         """Adds a micro-batch (see `grpo_rl.monitor.step_record.Observer`)."""
         if self.lineage:
             self.lineage.add(tokens, losses)
         if self._tokens:
-            self._tokens.add(tokens, groups)
+            self._tokens.add(tokens)
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
         """Writes a step's tokens."""

@@ -43,7 +43,7 @@ def test_tokens_of_the_first_scored_group_are_recorded_with_both_log_probs(tmp_p
         response_ids=torch.tensor([0, 1, 2]),
     )
     log = TokenLog(tmp_path, 1, letters)
-    log.add(scored(other, group), [other, group])
+    log.add(scored(other, group))
     log.write(3, [left_out, group, other])
     found = read(tmp_path, 3)
     assert found[["step", "group_id"]].drop_duplicates().to_numpy().tolist() == [[3, 5]]
@@ -57,10 +57,10 @@ def test_tokens_of_the_first_scored_group_are_recorded_with_both_log_probs(tmp_p
 def test_the_first_visit_of_a_group_counts_and_no_number_goes_over_to_the_next_step(tmp_path):
     group = random_group(lengths=[2, 1], group_id=5)
     log = TokenLog(tmp_path, 2, letters)
-    log.add(scored(group), [group])
+    log.add(scored(group))
     later = scored(group)
     later["log_prob"] -= 1
-    log.add(later, [group])
+    log.add(later)
     log.write(1, [group])
     assert read(tmp_path, 1)["log_prob"].tolist() == [0.0, -1.0, -2.0]
     log.write(2, [group])  # all of this step had zero variance
@@ -70,11 +70,12 @@ def test_the_first_visit_of_a_group_counts_and_no_number_goes_over_to_the_next_s
 def test_so_many_groups_are_recorded_as_were_asked_for(tmp_path):
     groups = [random_group(lengths=[1, 1], group_id=i) for i in range(4)]
     log = TokenLog(tmp_path, 3, letters)
-    log.add(scored(groups[3], groups[2]), [groups[2], groups[3]])
-    log.add(scored(groups[1]), [groups[1]])  # after the weights have moved
+    log.add(scored(groups[3], groups[2]))
+    log.add(scored(groups[1]))
+    log.add(scored(groups[0]))  # one more than was asked for
     log.write(1, groups)
-    assert read(tmp_path, 1)["group_id"].drop_duplicates().tolist() == [2, 3, 1]
-    log.add(scored(groups[3]), [groups[3]])
+    assert read(tmp_path, 1)["group_id"].drop_duplicates().tolist() == [1, 2, 3]
+    log.add(scored(groups[3]))
     log.write(2, groups)
     assert read(tmp_path, 2)["group_id"].drop_duplicates().tolist() == [3, 0, 1]
 

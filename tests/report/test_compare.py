@@ -144,3 +144,10 @@ def test_a_run_is_recorded_whole_without_secrets_and_places(tmp_path, make_run, 
     assert (recorded / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
     for folder in ("completions.parquet", "tokens.parquet"):
         assert StepParts(recorded / folder).read(1).equals(StepParts(run / folder).read(1))
+
+
+def test_the_recorded_run_has_every_section_of_a_synchronous_run(tmp_path):
+    found = page.build(page.SECTIONS, demo.unpack(tmp_path))
+    assert {section.id for section in page.SECTIONS} - found.keys() <= {"advisories"}  # nothing went wrong in it
+    assert not any("left_out" in json.loads(text) for text in found.values())
+    assert not json.loads(found["lanes"])["assumed"]
