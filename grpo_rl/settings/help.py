@@ -54,6 +54,7 @@ MORE = {
     "--cfg job": "the config of a command line, without running it; docs/settings.md explains all",
     "--hydra-help": "Hydra's own options, such as --multirun and --config-dir",
 }
+_CLAUSES = re.compile(r"(.*\w\)?)[,;.]( |$)")
 _LINK = re.compile(r"\s*\(https?://[^)]*\)|:\s*(https?://|github\.com/).*")
 
 
@@ -102,7 +103,7 @@ def _overview(says: str, config_name: str, folders: Sequence[Path], mode: str) -
     yield f"usage: {command} [KEY=VALUE ...] [+experiment=RECIPE] [--config-name NAME (now {config_name})]"
     known = declarations(None)
     yield from _block("Settings that people change first, with their defaults:", _pairs(first, known), 40)
-    yield from _block("Recipes, +experiment=NAME:", _members("experiment", folders))
+    yield from _block("Recipes, +experiment=NAME:", _members("experiment", folders), shortened=True)
     tasks = [("package.module:Class" if name == OWN else name, says) for name, says in _members("env", folders)]
     yield from _block("Tasks, env.dataset=NAME:", tasks)
     if not sft:
@@ -151,8 +152,11 @@ def _first_comment(path: Path) -> str:
     return ""
 
 
-def _block(title: str, pairs: Iterable[tuple[str, str]], column: int = 22) -> Iterator[str]:
-    """A table of two columns under a title; a left side that is too long has a line of its own."""
+def _block(title: str, pairs: Iterable[tuple[str, str]], column: int = 22, shortened: bool = False) -> Iterator[str]:
+    """A table of two columns under a title; a left side that is too long has a line of its own.
+
+    With ``shortened`` a right side ends with the last of its clauses that its first line has room for.
+    """
     width = min(shutil.get_terminal_size((120, 24)).columns, 120)
     column = min(column, width // 2)
     if title:
@@ -163,5 +167,7 @@ def _block(title: str, pairs: Iterable[tuple[str, str]], column: int = 22) -> It
             yield start
             start = " " * column
         text = textwrap.wrap(right, width - column - 1, break_long_words=False) or [""]
+        if shortened and len(text) > 1 and (clauses := _CLAUSES.match(text[0])):
+            text = [clauses[1]]
         yield f"{start} {text[0]}".rstrip()
         yield from (" " * (column + 1) + line for line in text[1:])
