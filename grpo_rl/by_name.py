@@ -21,6 +21,15 @@ def is_name(text: object) -> bool:
     return bool(module and name) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
 
 
+def short_name(task: str) -> str:
+    """The name of a task in ``path``: its own, or that of its class.
+
+    >>> short_name("gsm8k"), short_name("my_tasks:Rhyme")
+    ('gsm8k', 'Rhyme')
+    """
+    return task.rpartition(":")[2]
+
+
 def object_by_name(name: str, key: str, is_wanted: Callable[[Any], bool] = inspect.isfunction) -> Any:
     """The object that ``package.module:name`` names, in an installed package, on PYTHONPATH or in the current folder.
 

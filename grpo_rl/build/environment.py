@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_rl.by_name import is_name
+from grpo_rl.by_name import is_name, short_name
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.envs.own import check_prompts, check_task_of
@@ -98,7 +98,7 @@ def eval_plan(settings: Settings, tokenizer: PreTrainedTokenizerBase, env_of_tra
         name, rows = given["task"], given["rows"]
         remedy = "raise inference_model.max_model_len or lower the rows of evaluate.tasks"
         env = make_eval_env(beside_training(settings, name, given.get("path")), tokenizer, rows, remedy)
-        tasks.append(HeldOutTask(name, env, env.task.rows, given.get("samples", 0)))
+        tasks.append(HeldOutTask(short_name(name), env, env.task.rows, given.get("samples", 0)))
     _check_score(wanted, env_of_training.task, tasks)
     return Plan(
         wanted.samples, wanted.temperature, settings.train.seed, tasks, wanted.score, wanted.keep_best, wanted.patience

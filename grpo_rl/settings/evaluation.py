@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from grpo_rl.by_name import is_name
+from grpo_rl.by_name import is_name, short_name
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
 from grpo_rl.settings.composing_errors import explained
 from grpo_rl.settings.declaration import Section, build, declared, plain, setting
@@ -53,15 +53,6 @@ class EvalSettings(Section):
     concurrency: int = setting(8, "for an endpoint: requests at the same time", at_least=1)
     retries: int = setting(5, "for an endpoint: further tries of a request that fails for now", at_least=0)
     deadline_s: float = setting(300, "for an endpoint: seconds of one try of a request", more_than=0)
-
-
-def short_name(task: str) -> str:
-    """The name of a task in ``path``: its own, or that of its class.
-
-    >>> short_name("gsm8k"), short_name("my_tasks:Rhyme")
-    ('gsm8k', 'Rhyme')
-    """
-    return task.rpartition(":")[2]
 
 
 def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
@@ -147,6 +138,8 @@ def beside_training(settings: Settings, name: str, path: str | None) -> Settings
         OmegaConf.update(cfg, section, plain(settings[section]), merge=False)
     values = {"env.eval_path": path, "train.seed": settings.train.seed, "mode": settings.mode}
     values["evaluate.rows"] = settings.evaluate.rows
+    if is_name(name):
+        values["env.path"] = path  # no rows of its own are known, and none are trained on
     for key, value in values.items():
         OmegaConf.update(cfg, key, value)
     return Settings.read(cfg, divides=False)

@@ -12,7 +12,7 @@ from grpo_rl.settings.derived import adapters, group_sizes, kl_in_reward, loss_t
 from grpo_rl.settings.imitation import check_sft
 from grpo_rl.settings.models import LoRASection
 from grpo_rl.settings.sections import Sections, declarations
-from grpo_rl.settings.tasks import ALIASES, NOT_BESIDE, TASKS
+from grpo_rl.settings.tasks import name_beside
 from grpo_rl.training.schedules import AdaptiveKL
 
 SCRIPTS = {
@@ -68,22 +68,18 @@ def _check_evaluate(settings: Sections) -> None:
         raise ValueError(
             f"evaluate.patience={evaluate.patience} counts evaluations in training; set evaluate.frequency"
         )
+    names: list[str] = []
     for i, task in enumerate(evaluate.tasks):
         where = f"evaluate.tasks[{i}]"
         if unknown := sorted(task.keys() - {"task", "rows", "samples", "path"}):
             raise ValueError(f"{where} has {', '.join(unknown)}; it takes task, rows, samples and path")
-        name, names = task.get("task"), [name for name in (*TASKS, *ALIASES) if name not in NOT_BESIDE]
-        if name not in names:
-            because = f": {NOT_BESIDE[name]}" if name in NOT_BESIDE else ""
-            or_else = "; after training `grpo-rl eval` takes all, and those of your own"
-            raise ValueError(f"{where}.task is {name!r}; it can be {', '.join(names)}{because}{or_else}")
+        names.append(name_beside(task.get("task"), where))
         for name, least in (("rows", 2), ("samples", 0)):
             value = task.get(name, least)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{where}.{name} is {value!r}; it must be a whole number, {least} or more")
         if "rows" not in task:
             raise ValueError(f"{where} lacks rows, the number of its held-out rows")
-    names = [task["task"] for task in evaluate.tasks]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"evaluate.tasks names {twice[0]} twice")
 

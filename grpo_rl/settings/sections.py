@@ -171,7 +171,7 @@ class Evaluate(Section):
     tasks: tuple[Mapping[str, Any], ...] = setting(
         (),
         "other tasks, logged as eval/TASK/reward and so on: a list of {task: math, rows: 50}, with samples and path "
-        "where wanted",
+        "where wanted; of your own, package.module:Class, `path` has the rows",
     )
     keep_best: bool = setting(False, "keep the model of the best evaluation in best_model/")
     patience: int = setting(

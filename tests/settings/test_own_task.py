@@ -12,7 +12,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from transformers import AutoTokenizer
 
-from grpo_rl.build.environment import eval_rows, make_env
+from grpo_rl.build.environment import eval_plan, eval_rows, make_env
 from grpo_rl.envs.base import Reward, Task
 from grpo_rl.settings.compose import check_overrides, choosing_configs, compose_config, dataset_of
 from grpo_rl.settings.config import main
@@ -229,6 +229,17 @@ def test_a_sweep_over_a_setting_of_the_task_is_let_through(folder):
 def test_a_name_that_is_no_class_is_told_what_to_give(folder):
     with pytest.raises(ValueError, match=r"env\.task=gsm8k is no package\.module:Class"):
         choosing_configs(["env.task=gsm8k"])
+
+
+def test_a_task_of_ones_own_is_evaluated_beside_another_under_the_name_of_its_class(folder, tokenizer):
+    tasks = "evaluate.tasks=[{task: 'own_tasks:Echo', rows: 2, path: rows.jsonl}, {task: 'own_tasks:Made', rows: 3}]"
+    given = settings("evaluate.rows=2", tasks)
+    echo, made = eval_plan(given, tokenizer, make_env(given, tokenizer)).tasks
+    assert (echo.name, made.name) == ("Echo", "Made")
+    assert [row["word"] for row in echo.rows] == ["night", "day"]
+    assert [row["word"] for row in made.rows] == ["test 0", "test 1", "test 2"]
+    with pytest.raises(ValueError, match="evaluate.tasks names Echo twice"):
+        settings("evaluate.rows=2", "evaluate.tasks=[{task: 'a:Echo', rows: 2}, {task: 'b:Echo', rows: 2}]")
 
 
 @dataclass
