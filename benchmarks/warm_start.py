@@ -1,10 +1,9 @@
 """SFT, then GRPO, against GRPO alone at equal cost on the quickstart: `python benchmarks/warm_start.py --seeds 0 1 2`.
 
-Cost is the seconds of the training steps (the sum of ``time/*_s``: sampling, scoring, training, pushes), on a machine
-that does nothing else; starting, evaluating and saving are not counted. The warm run does the quickstart's SFT and then
-so many steps of GRPO. GRPO alone gets as many steps more as fit into the seconds that SFT took, by the mean step of the
-warm run's GRPO. Both are evaluated greedily on the same held-out problems; the difference is paired, its interval a
-bootstrap.
+Cost is the seconds of the training steps (sampling, scoring, training, pushes), on a machine that does nothing else;
+starting, evaluating and saving are not counted. The warm run does the quickstart's SFT and then so many steps of GRPO.
+GRPO alone gets as many steps more as fit into the seconds that SFT took, by the mean step of the warm run's GRPO. Both
+are evaluated greedily on the same held-out problems; the difference is paired, its interval Student's t.
 
 With ``--tiny`` a random model of two layers does it on six rows, in a minute: the figures then mean nothing.
 """
@@ -18,10 +17,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from grpo_rl.intervals import paired_gain
 from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.monitor.step_phases import step_seconds
 from grpo_rl.run.summary import read_evaluation
 from grpo_rl.testing import tiny_run
-from grpo_rl.training.evaluate import paired_gain
 
 ROOT = Path(__file__).resolve().parents[1]
 RESPONSES_A_STEP = {False: 128, True: 16}
@@ -38,19 +38,14 @@ SAMPLING = (
 def run(script: str, folder: Path, words: list[str]) -> float:
     """Runs a script of sota/ in a process of its own; the seconds of its steps."""
     subprocess.run([sys.executable, str(ROOT / "sota" / script), *words, f"hydra.run.dir={folder}"], check=True)
-    return step_seconds(folder)
-
-
-def step_seconds(folder: Path) -> float:
-    """The seconds of all training steps of a run."""
-    return sum(value for row in read_metrics(folder) for name, value in row.items() if name.startswith("time/"))
+    return sum(step_seconds(row) or 0.0 for row in read_metrics(folder))
 
 
 def rewards(folder: Path) -> list[float]:
     """The held-out rewards at the end of a run."""
     found = read_evaluation(folder, json.loads((folder / "summary.json").read_text())["steps"])
     assert found is not None, f"{folder} has no evaluation of its last step"
-    return found
+    return found[0]
 
 
 def compare(seed: int, steps: int, folder: Path, tiny: bool, extra: list[str]) -> None:
