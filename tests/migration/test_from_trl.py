@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import json
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,9 +20,11 @@ from grpo_rl.cli import main
 from grpo_rl.migration.from_trl import convert
 from grpo_rl.migration.trl_config import read_trl
 from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, MISSING, RENAMED, SAME, UNNEEDED
+from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.settings.compose import FOLDER
 from grpo_rl.settings.devices import allocate
 from grpo_rl.settings.schema import Settings
+from grpo_rl.testing import run_script, tiny_run
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("trl_fields", ROOT / "tools" / "trl_fields.py")
@@ -83,6 +87,31 @@ def settings_of(configs, name) -> Settings:
 def test_a_published_config_becomes_settings_without_an_error(configs, name):
     settings = settings_of(configs, name)
     assert settings.model.name == read_published(name)[0]["model_name_or_path"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("name", MORE)
+def test_a_published_config_trains_a_step_of_a_tiny_model(configs, name, tmp_path):
+    """What is made smaller: the model, its data, lengths, batch and devices, which this machine has not."""
+    env = settings_of(configs, name).env
+    row = {"problem": "1+1?", "answer": "2", env.task.get("prompt_column", "prompt"): "Say 2.", "language": "cpp"}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**row, "index": i}) + "\n" for i in range(4)))
+    smaller = [word for word in tiny_run(tmp_path) if word.startswith(("model.", "inference_model.", "train.micro"))]
+    reward = "grpo_rl.envs.rewards.examples:reward_len"
+    needed = [f"env.reward={reward}"] if name == "open_r1_codeforces_7b.yaml" else []  # it wants a sandbox of their own
+    words = [
+        "--config-dir", str(configs), "--config-name", Path(converted(name)).stem, *smaller, *needed,
+        f"env.path={tmp_path / 'rows.jsonl'}", "env.subset=null", "env.split=null", "env.eval_split=null",
+        "env.columns={}", "sampling.max_new_tokens=8",
+        "env.num_envs=2", f"train.optim_batch_size={2 * env.repeats}", f"train.total_dialog_turns={2 * env.repeats}",
+        "inference_model.max_model_len=600", "inference_model.num_devices=null", "train_model.num_devices=null",
+        "train_model.parallel=null", "train_model.head=own", "train.max_staleness=2", "logger.backend=none",
+        "evaluate.rows=0", "evaluate.frequency=0",
+    ]  # fmt: skip
+    run = run_script(ROOT / "sota" / "grpo.py", words, tmp_path / "run")
+    (row,) = read_metrics(run)
+    assert row["step"] == 1 and math.isfinite(row["loss/total"])
 
 
 def test_the_batch_of_seven_processes_is_theirs(configs):
