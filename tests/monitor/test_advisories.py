@@ -138,6 +138,12 @@ SICK = {
         plant(1, reward__mean=noisy(0.5), reward__std=noisy(0.5), reward__zero_std_fraction=noisy(0.94)),
         {}, 1, "train.max_refills=5 (now 0)",
     ),
+    "no_variance since the reward rose": (
+        plant(
+            steps=FROM + 6, reward__mean=noisy(0.9), reward__std=noisy(0.3), reward__zero_std_fraction=noisy(0.98, 0.02)
+        ),
+        {}, FROM, "train.max_refills=5 (now 0)",
+    ),
     "no_gradient": (plant(grad_norm=at(0.0)), {"train__reward_clip": 0.1}, FROM, "train.reward_clip=null (now 0.1)"),
     "entropy_collapse": (
         plant(
