@@ -47,8 +47,7 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
     check_loggers(settings.logger.backend, settings.logger.settings)
     with start_phase(f"finding {settings.model.name}"):
         model = resolve_model(settings.model.name)
-        # There is no engine to plan for; this one needs nothing that the machine may lack.
-        plan = devices.plan_devices(settings.with_values({"inference_model.engine": "transformers"}), model)
+        plan = devices.plan_devices(settings, model)
     with start_phase(f"reading the data of {settings.env.dataset}"):
         tokenizer = load_tokenizer(model, settings.model.chat_template)
         rows = make_demonstrations(settings, tokenizer, end_ids(model))

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from grpo_rl.build.devices import plan_devices
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.report import charts, headline, lanes
 from grpo_rl.settings.compose import compose_config
@@ -186,3 +187,16 @@ def test_wrong_input_is_told_in_a_line(tiny, words, message, tmp_path):
     with pytest.raises(SystemExit, match=message) as stopped:
         run([*base, f"env.path={data}", *words], tmp_path / "run")
     assert "\n" not in str(stopped.value)
+
+
+def test_two_gpus_train_a_model_whose_attention_heads_they_could_not_share(tmp_path, monkeypatch):
+    sizes = {"hidden_size": 36, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    LlamaConfig(**sizes, num_attention_heads=9, num_key_value_heads=3).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    words = [f"model.name={tmp_path}", "train_model.num_devices=2", "train_model.parallel=fsdp"]
+    plan = plan_devices(Settings.read(compose_config("sft", words)), tmp_path)
+    assert [device.index for device in plan.train] == [0, 1]
+    # In GRPO the engine would split each layer's heads in two.
+    words.append("inference_model.engine=transformers")
+    with pytest.raises(ValueError, match="9 attention heads cannot be split 2 ways"):
+        plan_devices(Settings.read(compose_config("grpo_gsm8k", words)), tmp_path)
