@@ -21,7 +21,8 @@ HAVE_ONE = (
 )
 """The tasks whose rows can have a demonstration, and where."""
 _STAND_IN = "stand-in"
-_CHECK_BATCH = 1024
+_THOUGHT = "<think>"
+"""The beginning of a thought, which some templates write for the policy."""
 
 
 class Demonstrations:
@@ -29,6 +30,7 @@ class Demonstrations:
 
     A prompt's ids are those that GRPO samples from. The response's are those of its text, and the end of turn that
     generation stops at: what a policy that imitates it would have sampled, so that GRPO goes on with the same ids.
+    Where the prompt ends with the beginning of a thought, a demonstration's own is left out.
 
     Args:
         task: has a `Task.demonstration` of each row.
@@ -40,8 +42,8 @@ class Demonstrations:
         seed: of the shuffles.
 
     Raises:
-        ValueError: there are no rows, a row has no demonstration or an empty one, one is too long and ``long_prompt``
-            is ``error``, or the model has no end of sequence.
+        ValueError: there are no rows, a row has no demonstration, an empty one, or one with an end of turn in its text,
+            one is too long and ``long_prompt`` is ``error``, or the model has no end of sequence.
     """
 
     def __init__(
@@ -62,10 +64,10 @@ class Demonstrations:
                 "the model has no end of sequence, so that what it imitates would not end; give it one: "
                 "eos_token_id in generation_config.json"
             )
-        self.end = _end_of_turn(tokenizer, ends)
+        self.end, self._ends = _end_of_turn(tokenizer, ends), set(ends)
+        self._opened = _opened_thought(tokenizer)
         self._prompts = PromptSource(task, tokenizer, max_prompt_tokens, long_prompt, seed)
         self.responses([0])  # a task that has none at all is told before anything else
-        self._prompts.check()
         self.written_otherwise: list[int] = []
         """Rows whose prompt and response the chat template writes with other ids, as of the whole conversation."""
         self._check()
@@ -92,8 +94,14 @@ class Demonstrations:
         groups = []
         places = [f"{place_of(rows, i)}, held out" for i in range(len(rows))]
         for i, (ids, response) in enumerate(zip(prompts, self._encoded(rows, places), strict=True)):
+            remedy = f"or set evaluate.rows={i if i > 1 else 0}, as env.long_prompt leaves none of these out"
+            if len(ids) > self.max_prompt_tokens:
+                raise ValueError(
+                    f"the prompt of {places[i]} has {len(ids)} tokens, {self.max_prompt_tokens} fit; raise "
+                    f"inference_model.max_model_len, {remedy}"
+                )
             if len(response) > self._max_response_tokens:
-                raise ValueError(self._too_long(places[i], len(response)))
+                raise ValueError(self._too_long(places[i], len(response), remedy))
             groups.append(_group(Prompt(i, i, "", torch.tensor(ids, dtype=torch.long)), response))
         return groups
 
@@ -124,7 +132,10 @@ class Demonstrations:
     def _encoded(self, rows: Sequence[dict], places: Sequence[str]) -> list[list[int]]:
         texts = []
         for place, row in zip(places, rows, strict=True):
-            text = self.task.demonstration(row)
+            try:
+                text = self.task.demonstration(row)
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error
             if text is None:
                 raise ValueError(
                     f"{place}: {type(self.task).__name__} has no demonstration of it to imitate; rows "
@@ -132,43 +143,64 @@ class Demonstrations:
                 )
             if not isinstance(text, str) or not text.strip():
                 raise ValueError(f"the demonstration of {place} is {text!r:.80}; give it a text, or remove the row")
-            texts.append(text)
-        return [[*ids, self.end] for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+            opened = self._opened if text.startswith(self._opened) else self._opened.strip()
+            texts.append(text.removeprefix(opened))
+        encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        for place, ids in zip(places, encoded, strict=True):
+            if ends := self._ends.intersection(ids):
+                raise ValueError(
+                    f"the demonstration of {place} has {self.tokenizer.decode([min(ends)])!r} in its text, at which "
+                    "generation ends, as where a chat template wrote it; remove such tokens (the end is added here), "
+                    "or the row"
+                )
+        return [[*ids, self.end] for ids in encoded]
 
     def _check(self) -> None:
         """Encodes every row: finds what can't be trained on, and what the template would write otherwise."""
-        for start in range(0, len(self.task.rows), _CHECK_BATCH):
-            rows = range(start, min(start + _CHECK_BATCH, len(self.task.rows)))
-            responses = self.responses(rows)
-            for row, response in zip(rows, responses, strict=True):
-                if len(response) > self._max_response_tokens:
-                    if self._long_prompt == "error":
-                        raise ValueError(self._too_long(place_of(self.task.rows, row), len(response)))
+        for batch in self._prompts.checked():
+            fitting = []
+            for (row, prompt), response in zip(batch, self.responses([row for row, _ in batch]), strict=True):
+                if len(response) <= self._max_response_tokens:
+                    fitting.append((row, [*prompt, *response]))
+                elif self._long_prompt == "error":
+                    remedy = "or leave such rows out with env.long_prompt=skip"
+                    raise ValueError(self._too_long(place_of(self.task.rows, row), len(response), remedy))
+                else:
                     self._prompts.too_long.add(row)
-            self.written_otherwise += self._differing(rows, responses)
+            self.written_otherwise += self._differing(fitting)
         if not len(self):
             raise ValueError(
                 f"all {len(self.task.rows)} rows are too long; raise sampling.max_new_tokens or "
                 "inference_model.max_model_len"
             )
 
-    def _differing(self, rows: Sequence[int], responses: Sequence[list[int]]) -> list[int]:
-        if not self.tokenizer.chat_template:
+    def _differing(self, encoded: Sequence[tuple[int, list[int]]]) -> list[int]:
+        """Those of the rows, given with the ids of prompt and response, that the template writes otherwise."""
+        if not self.tokenizer.chat_template or not encoded:
             return []
-        prompts = [self.task.prompt(self.task.rows[row]) for row in rows]
+        rows = [self.task.rows[row] for row, _ in encoded]
         whole: list[Messages] = [
-            [*prompt, {"role": "assistant", "content": self.task.demonstration(self.task.rows[row]) or ""}]
-            for row, prompt in zip(rows, prompts, strict=True)
+            [*self.task.prompt(row), {"role": "assistant", "content": self.task.demonstration(row) or ""}]
+            for row in rows
         ]
         written = templated(self.tokenizer, whole, add_generation_prompt=False, tokenize=True, return_dict=False)
-        ours = [[*p, *r] for p, r in zip(encode_prompts(self.tokenizer, prompts), responses, strict=True)]
-        return [row for row, a, b in zip(rows, written, ours, strict=True) if a[: len(b)] != b]
+        return [row for (row, ids), ours in zip(encoded, written, strict=True) if ours[: len(ids)] != ids]
 
-    def _too_long(self, where: str, tokens: int) -> str:
+    def _too_long(self, where: str, tokens: int, remedy: str) -> str:
         return (
             f"the demonstration of {where} has {tokens} tokens with its end, and sampling.max_new_tokens, the longest "
-            f"response, is {self._max_response_tokens}; raise it, or leave such rows out with env.long_prompt=skip"
+            f"response, is {self._max_response_tokens}; raise it, {remedy}"
         )
+
+
+def _opened_thought(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The beginning of a thought that the generation prompt ends with, and what follows it; else nothing."""
+    if not tokenizer.chat_template:
+        return ""
+    question = [{"role": "user", "content": "question"}]
+    text = templated(tokenizer, question, add_generation_prompt=True, tokenize=False)
+    _, thought, behind = text.rpartition(_THOUGHT)
+    return thought + behind if not behind.strip() else ""
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> int:

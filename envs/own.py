@@ -99,9 +99,11 @@ def check_prompts(task: Task, rows: Sequence[dict], name: str, count: int | None
     """The prompt of the first row, when those of all rows, or the first ``count``, have been found to be messages.
 
     Raises:
-        ValueError: one is not, or the task raised; with the row's place.
+        ValueError: one is not, or the task raised; with the row's place; or there are no rows.
     """
     indices = range(len(rows) if count is None else count)
+    if not indices:
+        raise ValueError(f"{name} has no rows; give a dataset with at least one")
     prompts = [_prompt(task, rows[index], f"{name}: prompt of {place_of(rows, index)}") for index in indices]
     return prompts[0]
 

@@ -97,11 +97,14 @@ class PromptResponse(Task):
         >>> task.prompt(task.rows[0])
         [{'role': 'user', 'content': 'Hi'}]
         """
-        asked = self._asked(row)
-        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        messages = self._messages(row)
         if self._system_prompt and messages[0]["role"] != "system":
             return [{"role": "system", "content": self._system_prompt}, *messages]
         return messages
+
+    def _messages(self, row: dict) -> Messages:
+        asked = self._asked(row)
+        return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
 
     def score(self, row: dict, response: str) -> Reward:
         """The reward of a response alone, as a batch of one."""
@@ -152,10 +155,11 @@ class PromptResponse(Task):
         return {name: self._values(name, rows, responses) for name in wanted}
 
     def gold(self, row: dict) -> str | None:
-        """The data's own response; of several the first, of messages the last one's content."""
+        """The data's own response; of several the first, of messages the assistant's last one."""
         value = row.get(self._completion_column) if self._completion_column else None
         if isinstance(value, list) and value:
-            value = value[-1]["content"] if isinstance(value[-1], Mapping) else value[0]
+            said = [item["content"] for item in value if is_message(item) and item["role"] == "assistant"]
+            value = (said or [None])[-1] if isinstance(value[0], Mapping) else value[0]
         return None if value is None else str(value)
 
     def demonstration(self, row: dict) -> str | None:
@@ -165,10 +169,39 @@ class PromptResponse(Task):
         >>> task = PromptResponse([{"messages": chat}], prompt_column="messages")
         >>> task.prompt(task.rows[0]), task.demonstration(task.rows[0])
         ([{'role': 'user', 'content': '1 + 1?'}], '2')
+
+        Raises:
+            ValueError: ``completion_column`` has something else than a text, or one message of the assistant's, which
+                the messages of the prompt may precede.
         """
         if self._completion_column:
-            return self.gold(row)
+            return self._completion(row)
         return self._parted(row).get(_LAST_MESSAGE)
+
+    def _completion(self, row: dict) -> str | None:
+        """The one response in the column of completions."""
+        value = row.get(self._completion_column)
+        if value is None or isinstance(value, str):
+            return value
+        messages = value if isinstance(value, list) else [value]
+        if all(map(is_message, messages)):
+            turns = [{"role": item["role"], "content": item["content"]} for item in messages]
+            for prompt in (self.prompt(row), self._messages(row)):
+                if turns[: len(prompt)] == prompt:
+                    turns = turns[len(prompt) :]
+                    break
+            if [turn["role"] for turn in turns] == ["assistant"]:
+                return turns[0]["content"]
+            found = f"messages of {', '.join(turn['role'] for turn in turns) or 'nobody'} behind the prompt"
+        elif len(messages) == 1 and isinstance(messages[0], str):
+            return messages[0]
+        else:
+            found = f"{value!r:.80}"
+        raise ValueError(
+            f"{self._completion_column} is {found}; to be imitated it must be a text, or one message of the "
+            "assistant's, which the prompt may precede. Of a whole conversation the last message is imitated with "
+            f"env.prompt_column={self._completion_column} and without env.completion_column"
+        )
 
     def _reward(self, values: Sequence[float | Exception]) -> Reward | Exception:
         parts = {}

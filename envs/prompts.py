@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -83,11 +83,19 @@ class PromptSource:
         Raises:
             ValueError: see :meth:`take`.
         """
-        if self._max_tokens is None:
-            return
+        if self._max_tokens is not None:
+            for _ in self.checked():
+                pass
+
+    def checked(self) -> Iterator[list[tuple[int, list[int]]]]:
+        """The rows whose prompts fit, with the ids of these, in the order of the data, a batch at a time.
+
+        Raises:
+            ValueError: see :meth:`take`.
+        """
         for start in range(0, len(self._task.rows), _CHECK_BATCH):
-            for row, _, ids in self._encoded(range(start, min(start + _CHECK_BATCH, len(self._task.rows)))):
-                self._fits(row, len(ids))
+            encoded = self._encoded(range(start, min(start + _CHECK_BATCH, len(self._task.rows))))
+            yield [(row, ids) for row, _, ids in encoded if self._fits(row, len(ids))]
 
     def start_epoch(self, seed: int, epoch: int) -> None:
         """Shuffles the rows anew; group ids go on, as they are unique in the run."""

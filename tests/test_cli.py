@@ -52,6 +52,8 @@ def test_batches_ends_with_one_where_something_does_not_divide(capsys):
         (["batches", "env.repeats=[1"], "error: "),
         (["batches", "train_model.devices=[9]", "--gpus", "2"], "there is no GPU 9"),
         (["batches", "--svg", "/no/such/folder/x.svg"], "/no/such/folder"),
+        (["batches", "mode=sft"], "grpo-rl batches is about sampling beside training, and mode=sft samples nothing"),
+        (["plan", "--config-name", "sft"], "grpo-rl plan is about sampling beside training, and mode=sft samples noth"),
         (["replay", "/no/such/run", "1"], "has no lineage of step 1: it has none; train with train.lineage=true"),
     ],
 )

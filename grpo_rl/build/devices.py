@@ -21,22 +21,35 @@ if TYPE_CHECKING:
 
 
 def plan_devices(settings: Settings, model_folder: Path) -> Devices:
-    """The device plan, checked against what `sota/grpo.py` supports.
+    """The device plan, checked against what a run in this process supports.
 
-    That is one engine in this process, and several training devices only with `train_model.parallel`.
+    That is one engine in this process, or none in mode=sft, and several training devices only with
+    `train_model.parallel`.
 
     Raises:
         ValueError: the plan does not fit the machine or the model, or asks for more than the script supports; the
             engine is not installed; or the model can't be trained, see `grpo_rl.policies.loading.check_model`.
     """
-    check_engine(settings)
-    config = AutoConfig.from_pretrained(model_folder).get_text_config()
-    devices = allocate(settings, num_attention_heads=config.num_attention_heads)
+    samples = settings.mode != "sft"
+    if samples:
+        check_engine(settings)
+        config = AutoConfig.from_pretrained(model_folder).get_text_config()
+        devices = allocate(settings, num_attention_heads=config.num_attention_heads)
+    else:
+        devices = allocate(settings)  # no engine splits attention heads
     if len(devices.train) > 1 and settings.train_model.parallel is None:
         raise ValueError(
             f"{len(devices.train)} training devices and one process; set train_model.parallel=fsdp (or ddp) and start "
             f"torchrun --nproc-per-node {len(devices.train)}, or train_model.num_devices=1"
         )
+    if samples:
+        _check_engine_devices(settings, devices)
+    check_model(model_folder, adapters(settings), settings.policy.router_replay)
+    return devices
+
+
+def _check_engine_devices(settings: Settings, devices: Devices) -> None:
+    """Refuses a plan for sampling that one engine in this process can't follow."""
     if settings.train_model.parallel and settings.inference_model.engine == "vllm":
         raise ValueError(
             "vLLM in this process would take the trainer's process group for its own; with train_model.parallel set "
@@ -54,8 +67,6 @@ def plan_devices(settings: Settings, model_folder: Path) -> Devices:
             f"the plan is {devices}, but vLLM in the training process samples on the first GPUs; give it those: "
             f"inference_model.devices={[d.index for d in first]} train_model.devices=[{len(first)}]"
         )
-    check_model(model_folder, adapters(settings), settings.policy.router_replay)
-    return devices
 
 
 def make_ranks(settings: Settings, devices: Devices, rendezvous: Rendezvous | None = None) -> Ranks | None:

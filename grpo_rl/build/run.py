@@ -172,7 +172,6 @@ def open_folder(
     model: Path,
     ranks: Ranks | None,
     train: Train,
-    longer: str | None = None,
 ) -> RunFolder:
     """The run's folder, with room for its checkpoints; for the arguments see `RunFolder`."""
     model_bytes = sum(path.stat().st_size for path in weight_files(model))
@@ -185,7 +184,7 @@ def open_folder(
         model_bytes,
         2 if settings.evaluate.rows and settings.evaluate.keep_best else 1,
     )
-    return RunFolder(own, settings.resume, settings.as_json(), settings.as_text(), room, train, ranks, longer)
+    return RunFolder(own, settings.resume, settings.as_json(), settings.as_text(), room, train, ranks)
 
 
 def _best(folder: RunFolder, logs: RunLogs, keeps: bool, ranks: Ranks | None) -> dict | None:

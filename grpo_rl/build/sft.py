@@ -47,20 +47,21 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
     check_loggers(settings.logger.backend, settings.logger.settings)
     with start_phase(f"finding {settings.model.name}"):
         model = resolve_model(settings.model.name)
-        # There is no engine to plan for; this one needs nothing that the machine may lack.
-        plan = devices.plan_devices(settings.with_values({"inference_model.engine": "transformers"}), model)
+        plan = devices.plan_devices(settings, model)
     with start_phase(f"reading the data of {settings.env.dataset}"):
         tokenizer = load_tokenizer(model, settings.model.chat_template)
         rows = make_demonstrations(settings, tokenizer, end_ids(model))
         held_out = rows.groups(held_out_rows(settings, rows.task))
     epochs, batch = settings.train.epochs, settings.train.optim_batch_size
     total = epochs * len(rows)
-    steps, train = -(-total // batch), replace(settings.train, total_dialog_turns=total)
+    train = replace(settings.train, total_dialog_turns=total)
     with ExitStack() as stack:
         ranks = devices.make_ranks(settings, plan)
         if ranks:
             stack.callback(ranks.close)
-        folder = stack.enter_context(open_folder(settings, own_folder, model, ranks, train, longer="train.epochs"))
+        folder = stack.enter_context(open_folder(settings, own_folder, model, ranks, train))
+        # A run that is prolonged keeps the short step that it ended with.
+        steps = folder.step + -(-(total - folder.collected) // batch)
         logs = stack.enter_context(_open_logs(settings, folder, rows, steps))
         interrupt = stack.enter_context(Interrupt(logs.note))
         with logs.progress.start_phase("loading the model"):
@@ -119,7 +120,7 @@ def _open_logs(settings: Settings, folder: RunFolder, rows: Demonstrations, step
         if rows.skipped:
             logs.note(f"{rows.skipped} of {len(rows.task.rows)} rows are too long and left out")
         if wrong := rows.written_otherwise:
-            share = f"{len(wrong)} of {len(rows.task.rows)}"
+            share = f"{len(wrong)} of {len(rows)}"
             logs.note(
                 f"Warning. The chat template writes {share} demonstrations (the first is row {wrong[0]}) with other "
                 "ids than GRPO would sample them with: it changes earlier turns, or generation stops elsewhere. They "

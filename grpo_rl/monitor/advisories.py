@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_rl.monitor.advice import drift, hacking, learning, machine
-from grpo_rl.monitor.advice.history import EARLY, Facts, Finding, History, Row, Rule
+from grpo_rl.monitor.advice.history import EARLY, Facts, Finding, History, Row, Rule, is_training_step
 
 FACTS = (
     "env.num_envs",
@@ -21,6 +21,7 @@ FACTS = (
     "inference_model.max_model_len",
     "inference_model.num_devices",
     "loss.mask_truncated",
+    "loss.surrogate",
     "optimizer.lr",
     "policy.entropy_coef",
     "policy.kl_coef",
@@ -47,6 +48,7 @@ RULES: dict[str, tuple[Rule, str]] = {
     "entropy_collapse": (learning.entropy_collapse, "entropy-collapses"),
     "no_variance": (learning.no_variance, "all-rewards-are-equal-and-nothing-is-learned"),
     "no_gradient": (learning.no_gradient, "the-gradient-is-0-though-rewards-differ"),
+    "held_out_loss_rises": (learning.held_out_loss_rises, "the-held-out-loss-of-demonstrations-rises"),
     "held_out_falls": (hacking.held_out_falls, "the-reward-rises-and-the-responses-get-worse"),
     "paid_for_length": (hacking.paid_for_length, "the-reward-rises-and-the-responses-get-worse"),
     "repetition": (hacking.repetition, "the-reward-rises-and-the-responses-get-worse"),
@@ -73,6 +75,8 @@ CAUSES = {
     "off_policy": ("unstable",),
 }
 """What is not told while one of these, from which it would follow, is the case: one cause, one advisory."""
+OF_ADVANTAGES = ("zero_rewards", "no_variance", "no_gradient", "entropy_collapse")
+"""What is no trouble with ``loss.surrogate=none``, distillation: groups teach without variance in their rewards."""
 PAGE = "docs/troubleshooting.md"
 
 
@@ -136,6 +140,8 @@ class Advisories:
         self._history.add(row)
         new = []
         for name, (rule, section) in RULES.items():
+            if self._facts.get("loss.surrogate") == "none" and name in OF_ADVANTAGES:
+                continue
             finding = rule(self._history, self._facts)
             if finding is None:
                 self._fade(name, row)
@@ -153,7 +159,7 @@ class Advisories:
         return name in self._raised and self._raised[name].until is None
 
     def _fade(self, name: str, row: Row) -> None:
-        if not self._lasts(name) or "reward/mean" not in row:
+        if not self._lasts(name) or not is_training_step(row):
             return
         self._quiet[name] += 1
         if self._quiet[name] >= EARLY:

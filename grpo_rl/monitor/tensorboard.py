@@ -12,7 +12,7 @@ from grpo_rl.storage.dotted import flat
 FOLDER = "tensorboard"
 ROWS = 8
 """Responses of a step that are shown as text."""
-OUTCOMES = ("reward/mean", "eval/reward")
+OUTCOMES, OUTCOMES_OF_SFT = ("reward/mean", "eval/reward"), ("loss/sft", "eval/loss")
 """Metrics beside the settings on the page HPARAMS."""
 
 
@@ -40,7 +40,8 @@ class TensorBoardLog:
         self._writer = SummaryWriter(folder, purge_step=last_step + 1 if again else None)
         if not again:
             settings = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in flat(config).items()}
-            for summary in hparams(settings, dict.fromkeys(OUTCOMES, 0.0)):
+            outcomes = OUTCOMES_OF_SFT if config.get("mode") == "sft" else OUTCOMES
+            for summary in hparams(settings, dict.fromkeys(outcomes, 0.0)):
                 self._writer._get_file_writer().add_summary(summary)
             self._writer.flush()
 

@@ -15,6 +15,8 @@ SECTION = "a_overview"
 OVERVIEW = {
     "reward/mean": "reward",
     "eval/reward": "held-out reward",
+    "loss/sft": "loss of demonstrations",
+    "eval/loss": "held-out loss",
     "reward/zero_std_fraction": "zero-variance groups",
     "response/mean_length": "response length",
     "response/truncated_fraction": "truncated responses",

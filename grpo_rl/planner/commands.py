@@ -70,8 +70,18 @@ def _title(command: str, options: argparse.Namespace, overrides: Sequence[str]) 
     return " ".join([f"grpo-rl {command}", *name, *overrides])
 
 
+def _refuse_sft(command: str, mode: str | None) -> None:
+    if mode == "sft":
+        raise ValueError(
+            f"grpo-rl {command} is about sampling beside training, and mode=sft samples nothing: its steps are rows x "
+            "train.epochs / train.optim_batch_size; leave mode=sft out to plan the GRPO that follows"
+        )
+
+
 def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    settings = Settings.read(compose_config(options.config_name, overrides), divides=False)  # the drawing shows it
+    cfg = compose_config(options.config_name, overrides)
+    _refuse_sft("batches", cfg.mode)
+    settings = Settings.read(cfg, divides=False)  # the drawing shows it
     plan = plan_batches(settings, options.prompt_tokens, options.response_tokens, options.gpus, options.shared_tokens)
     title = _title("batches", options, overrides)
     Console(highlight=False).print(picture(plan, title))
@@ -82,6 +92,7 @@ def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg = compose_config(options.config_name, [word for word in overrides if not word.startswith("cluster=")])
+    _refuse_sft("plan", cfg.mode)
     clusters = ["here", *(word.removeprefix("cluster=") for word in overrides if word.startswith("cluster="))]
     cluster = Cluster.parse(clusters[-1], getattr(torch, cfg.train_model.dtype))
     cfg.mode = cfg.mode or ("async" if cluster.count > 1 else "sync")

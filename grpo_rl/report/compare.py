@@ -93,7 +93,8 @@ def read_held_out(run_dir: Path) -> list[float]:
 
 
 def compared(runs: Sequence[Path]) -> Sequence[Mapping[str, Any]]:
-    """Each run's name, steps, change of reward with its interval, and the paired difference from the first run.
+    """Each run's name, steps, change of reward with its interval, and the paired difference from the first run; or the
+    held-out losses of SFT.
 
     Head and sections of a page share one comparison of files that have not changed.
     """
@@ -120,7 +121,10 @@ def _compared(runs: Sequence[Path], _states: object) -> Sequence[Mapping[str, An
             row["gain"] = {**unpaired[0]._asdict(), "of": "held-out, unpaired"}
         elif len(training := headline.finite(rows, "reward/mean")) >= headline.FEWEST_STEPS:
             row["gain"] = {**headline.training_change(training)._asdict(), "of": "training"}
-        row |= _difference(rewards, held_out[0], flat(config), first) if run != runs[0] else {}
+        if losses := headline.held_out_losses(rows, summary):
+            row["loss"] = {"before": losses.before, "after": losses.after}
+        if run != runs[0] and "loss" not in row:
+            row |= _difference(rewards, held_out[0], flat(config), first)
         found.append(row)
     return found
 
@@ -146,16 +150,21 @@ def _other(setting: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
 
 def head(runs: Sequence[Path]) -> dict[str, Any]:
     """The head of the comparison: the run that gained most, and whether its interval is apart from the others'."""
-    known = [(row, flat(read_config(run))) for row, run in zip(compared(runs), runs, strict=True) if "gain" in row]
+    every = [(row, flat(read_config(run))) for row, run in zip(compared(runs), runs, strict=True)]
+    known = [(row, setting) for row, setting in every if "gain" in row]
+    imitated = [(row, setting) for row, setting in every if "loss" in row]
     goes_on = [is_running(run) for run in runs if not read_summary(run).get("finished")]
     running, rest = goes_on.count(True), len(goes_on) - goes_on.count(True)
     notes = ["Each interval is a 95 % interval by itself: of many runs, the best looks better than it is."]
+    notes = notes if known or not imitated else []
     notes += [f"{running} of the runs {'goes' if running == 1 else 'go'} on."] if running else []
     notes += [f"{rest} of the runs {'has' if rest == 1 else 'have'} not ended, or were stopped."] if rest else []
     return {
         "title": f"Comparison of {len(runs)} runs",
         "subject": f"Comparison of {len(runs)} runs",
-        "headline": _ranking([row for row, _ in known], [setting for _, setting in known], len(runs)),
+        "headline": _lowest_loss(imitated, len(runs))
+        if imitated and not known
+        else _ranking([row for row, _ in known], [setting for _, setting in known], len(runs)),
         "note": " ".join(notes),
         "tiles": [],
         "state": "running" if running else "stopped" if rest else "ended",
@@ -182,6 +191,17 @@ def _ranking(table: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str,
     return f"Run {best['name']} gained most of {of_how_many} in {of} reward: {span}" + (
         ", above every other run's interval." if apart else "; the intervals of others reach into it."
     )
+
+
+def _lowest_loss(known: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], runs: int) -> str:
+    """The run of SFT with the lowest held-out loss, where the losses are of the same thing."""
+    if other := sorted({key for _, setting in known for key in _other(setting, known[0][1])}):
+        return f"{runs} runs; their task or evaluation differs ({', '.join(other[:3])}), so their losses don't compare."
+    best, _ = min(known, key=lambda one: one[0]["loss"]["after"])
+    before, after = best["loss"]["before"], best["loss"]["after"]
+    of_how_many = str(runs) if len(known) == runs else f"the {len(known)} of {runs} that measured it"
+    loss = f"{after:.3f}, {before:.3f} before training"
+    return f"Run {best['name']} has the lowest held-out loss of {of_how_many}: {loss}."
 
 
 def build(runs: Sequence[Path]) -> dict[str, Any]:

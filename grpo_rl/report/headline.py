@@ -79,7 +79,7 @@ def headline(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) ->
         change, step = found
         return change.sentence("So far, held-out reward", f" (step {step})")
     if losses := finite(rows, "loss/sft"):
-        return imitation(losses, summary)
+        return imitation(losses, held_out_losses(rows, summary))
     rewards = finite(rows, "reward/mean")
     if not rewards:
         return "No training step was logged yet."
@@ -98,18 +98,40 @@ def headline(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) ->
     )
 
 
-def imitation(losses: Sequence[float], summary: Mapping[str, Any]) -> str:
+class HeldOutLosses(NamedTuple):
+    """The loss of held-out demonstrations before training, and the newest; the step of this while the run goes on."""
+
+    before: float
+    after: float
+    so_far: int | None = None
+
+
+def held_out_losses(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> HeldOutLosses | None:
+    """The held-out losses that a run's summary states, or of one that goes on its first evaluation and the newest.
+
+    >>> held_out_losses([{"step": 0, "eval/loss": 2.0}, {"step": 5, "eval/loss": 1.5}], {})
+    HeldOutLosses(before=2.0, after=1.5, so_far=5)
+    """
+    if None not in (known := [summary.get(f"eval_loss_{when}") for when in ("before", "after")]):
+        return HeldOutLosses(*known)
+    found = [row for row in rows if math.isfinite(row.get("eval/loss", math.nan))]
+    if len(found) < 2:
+        return None
+    return HeldOutLosses(found[0]["eval/loss"], found[-1]["eval/loss"], int(found[-1]["step"]))
+
+
+def imitation(losses: Sequence[float], held_out: HeldOutLosses | None) -> str:
     """One sentence on SFT: the held-out loss before and after, if it is known, and that of the training steps.
 
-    >>> imitation([0.5, 0.25], {})
+    >>> imitation([0.5, 0.25], None)
     'The loss of demonstrations was 0.500 nats a token in the first step and 0.250 in the last of 2.'
     """
     trained = f"{losses[0]:.3f} nats a token in the first step and {losses[-1]:.3f} in the last of {len(losses)}"
-    known = [summary.get(f"eval_loss_{when}") for when in ("before", "after")]
-    if None in known:
+    if held_out is None:
         return f"The loss of demonstrations was {trained}."
-    before, after = known
-    return f"The loss of held-out demonstrations went from {before:.3f} to {after:.3f}; in training it was {trained}."
+    what = f"loss of held-out demonstrations went from {held_out.before:.3f} to {held_out.after:.3f}"
+    what = f"The {what}" if held_out.so_far is None else f"So far, the {what} (step {held_out.so_far})"
+    return f"{what}; in training it was {trained}."
 
 
 def held_out_change(summary: Mapping[str, Any]) -> Change | None:
@@ -219,9 +241,8 @@ def tiles(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> li
         tone = {"rose": "good", "fell": "bad", None: "unsure"}[change.verb]
         tile("Held-out reward", f"{change.before:.3f} → {change.after:.3f}", "greedy responses")
         tile("Gain", f"{change.gain:+.3f}", f"95 %: {change.low:+.3f} to {change.high:+.3f}", tone)
-    if summary.get("eval_loss_before") is not None and summary.get("eval_loss_after") is not None:
-        losses = f"{summary['eval_loss_before']:.3f} → {summary['eval_loss_after']:.3f}"
-        tile("Held-out loss", losses, "nats a token of the demonstrations")
+    if losses := held_out_losses(rows, summary):
+        tile("Held-out loss", f"{losses.before:.3f} → {losses.after:.3f}", "nats a token of the demonstrations")
     training = [row for row in rows if row.keys() & {"reward/mean", "loss/sft"}]
     if training:
         took = f"in {duration(summary['seconds'])}" if summary.get("seconds") is not None else ""

@@ -51,7 +51,6 @@ class RunFolder:
         config_text: the same config as YAML, for people.
         ranks: the processes that train together. Rank zero's folder is kept; each other rank writes to a temporary
             folder, removed when it closes.
-        longer: the setting that a finished run is prolonged by; None: ``train.total_dialog_turns``.
 
     Raises:
         ValueError: the folder can't be written or is in use by another process, the disk is too small, or the
@@ -68,9 +67,7 @@ class RunFolder:
         room: Room,
         train: Train,
         ranks: Ranks | None = None,
-        longer: str | None = None,
     ) -> None:
-        self._longer = longer
         self.config, self._config_text, self._ranks = config, config_text, ranks
         self._own, self._train = Path(own), train
         self.rank_zero = ranks is None or ranks.rank == 0
@@ -190,8 +187,10 @@ class RunFolder:
         if over:
             if not (self.path / REPORT).exists():
                 try_write_report(self.path, print)
-            longer = self._longer or f"train.total_dialog_turns above {self.collected}"
-            remedy = f"raise {longer} (with optimizer.schedule=constant)"
+            longer, done = checkpoint.length_setting(json.loads(self.config)), self.collected
+            if longer == "train.epochs":
+                done = -(-done * self._train.epochs // self._train.total_dialog_turns)
+            remedy = f"raise {longer} above {done} (with optimizer.schedule=constant)"
             print(
                 f"The run in {self.path} is finished after {self.step} steps, and nothing is left to do; to go on, "
                 f"{remedy if complete else 'set evaluate.patience=0, or another one: it stopped early'}"

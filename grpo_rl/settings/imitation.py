@@ -32,11 +32,17 @@ def is_read(key: str) -> bool:
 
 
 def check_sft(settings: Sections) -> None:
-    """Refuses settings that mode=sft does not read.
+    """Refuses settings that mode=sft does not read, and more micro-batches than a step has rows.
 
     Raises:
-        ValueError: one has another value than its default.
+        ValueError: one has another value than its default, or there are too few rows.
     """
+    batch, count = settings.train.optim_batch_size, settings.train.gradient_accumulation_steps
+    if count is not None and count > batch:
+        raise ValueError(
+            f"train.gradient_accumulation_steps={count} micro-batches cannot be made of the {batch} rows of an "
+            f"optimizer step (train.optim_batch_size); use at most {batch}"
+        )
     for key, setting in declarations(settings.env.dataset).items():
         if not is_read(key) and (value := select(settings, key)) != setting.default:
             raise ValueError(

@@ -21,6 +21,12 @@ SCRIPTS = {
     "sft": "sota/sft.py, or grpo-rl train --sft",
 }
 """How a run of each mode is started: from a checkout, or installed."""
+OF_ADVANTAGES = (
+    "loss.ratio", "loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.tau_pos", "loss.tau_neg",
+    "loss.advantage", "loss.advantage_clip", "loss.reward_weights", "loss.correction", "loss.correction_level",
+    "loss.correction_low", "loss.correction_high", "loss.top_entropy_fraction", "train.reward_clip",
+)  # fmt: skip
+"""Settings of the policy gradient by advantages, which loss.surrogate=none has none of."""
 
 
 def check_relations(settings: Sections) -> None:
@@ -176,8 +182,41 @@ def _check_loss(settings: Sections) -> None:
             f"loss.normalizer is {loss.normalizer}, and loss.aggregate={loss.aggregate} reads none: use null"
         )
     check_loss(**loss_terms(settings))
+    if loss.surrogate == "none":
+        _check_distillation(settings)
     group_sizes(settings)
     check_advantage(loss.advantage, loss.advantage_clip, kl_in_reward(settings), loss.kl)
+
+
+def _check_distillation(settings: Sections) -> None:
+    """Refuses a teacher that is the policy itself, and settings that only advantages have."""
+    reference = settings.ref_model
+    what = "loss.surrogate=none trains on the KL to a teacher alone"
+    if settings.train_model.lora.rank:
+        raise ValueError(
+            f"{what}, and with train_model.lora the reference is the policy without its adapters, to which the KL "
+            "begins at 0; set train_model.lora.rank=0, or imitate responses of the teacher in mode=sft"
+        )
+    if reference.name in (None, settings.model.name):
+        raise ValueError(
+            f"{what}, and the reference is the policy's own model, {settings.model.name}, to which the KL begins at 0; "
+            "set ref_model.name=TEACHER, a model with the same vocabulary"
+        )
+    if reference.refresh != "never":
+        raise ValueError(
+            f"{what}, and ref_model.refresh={reference.refresh} would renew the teacher from the policy; set it to "
+            "never"
+        )
+    if settings.train.max_refills:
+        raise ValueError(
+            f"train.max_refills={settings.train.max_refills} resamples zero-variance groups, and with "
+            "loss.surrogate=none they teach as much as others; set it to 0"
+        )
+    for key, setting in declarations(settings.env.dataset).items():
+        if key in OF_ADVANTAGES and (value := select(settings, key)) != setting.default:
+            raise ValueError(
+                f"{key}={plain(value)} means nothing with loss.surrogate=none, which has no advantages; leave it out"
+            )
 
 
 def _check_reference(settings: Sections) -> None:

@@ -141,7 +141,7 @@ class PromptResponse(Section):
         "package.module:function, or a list of them, or weights by name; called in a process of its own (env.isolated)"
     )
     prompt_column: str = required("column of the prompts: texts, or lists of chat messages")
-    completion_column: str | None = required("column of the reference answer, for logs")
+    completion_column: str | None = required("column of the reference answer, for logs; mode=sft imitates it")
     system_prompt: str | None = required(SYSTEM_PROMPT)
 
 

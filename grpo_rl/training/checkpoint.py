@@ -315,6 +315,15 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
     )
 
 
+def length_setting(config: Mapping[str, object]) -> str:
+    """The setting that says how long a run is, and that prolongs a finished one; of a config by dotted names.
+
+    >>> length_setting({"mode": "sft"}), length_setting({"mode": "sync"})
+    ('train.epochs', 'train.total_dialog_turns')
+    """
+    return "train.epochs" if config.get("mode") == "sft" else "train.total_dialog_turns"
+
+
 def check_config(saved: str, current: str) -> None:
     """Refuses a checkpoint of another config, except for keys that do not touch what is computed.
 
@@ -328,8 +337,7 @@ def check_config(saved: str, current: str) -> None:
     before, now = flat(json.loads(saved)), flat(json.loads(current))
     before = {k: v for k, v in before.items() if k not in IGNORED and (k not in REMOVED or v != REMOVED[k])}
     # A schedule that does not decay is the same however long the run: it may be prolonged.
-    length = "train.epochs" if now.get("mode") == "sft" else "train.total_dialog_turns"
-    may_differ = (*MAY_DIFFER, *([length] if now.get("optimizer.schedule") == "constant" else []))
+    may_differ = (*MAY_DIFFER, *([length_setting(now)] if now.get("optimizer.schedule") == "constant" else []))
     different = [
         f"{key}: {before.get(key, 'absent')} in the checkpoint, {now.get(key, 'absent')} here"
         for key in sorted(before.keys() | now.keys())

@@ -22,7 +22,9 @@ LARGEST_SQUARE_ROOT = 1e19
 """Squares of larger gradients overflow fp32, and AdamW's second moment would never recover."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The tensors in AdamW's state that have the shape of a weight."""
-REMEDY = "Lower optimizer.lr or loss.clip_high, raise optimizer.warmup_steps, or set train_model.dtype=float32."
+REMEDY = (
+    "Lower optimizer.lr (in GRPO or loss.clip_high), raise optimizer.warmup_steps, or set train_model.dtype=float32."
+)
 
 
 class NonFiniteError(RuntimeError):

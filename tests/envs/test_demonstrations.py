@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+from grpo_rl.envs import chat, prompts
+from grpo_rl.envs import demonstrations as demonstrations_module
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.countdown import Countdown
 from grpo_rl.envs.demonstrations import Demonstrations
@@ -95,10 +97,33 @@ def test_chat_rows_of_every_task_and_columns_of_other_names_are_imitated_as_the_
     assert task.demonstration(task.rows[0]) == "It is #### 2"
 
 
-@pytest.mark.parametrize("completion", ["two", [{"role": "assistant", "content": "two"}]])
+ASKED, SAID = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "two"}
+
+
+@pytest.mark.parametrize(
+    "completion", ["two", ["two"], [SAID], [ASKED, SAID], [{"role": "system", "content": "Add"}, ASKED, SAID]]
+)
 def test_a_column_of_completions_is_imitated(completion):
-    task = PromptResponse([{"prompt": "1 + 1?", "completion": completion}], completion_column="completion")
-    assert task.demonstration(task.rows[0]) == "two"
+    row = {"prompt": "1 + 1?", "completion": completion}
+    task = PromptResponse([row], completion_column="completion", system_prompt="Add")
+    assert task.demonstration(row) == task.gold(row) == "two"
+
+
+@pytest.mark.parametrize(
+    ("completion", "found"),
+    [
+        ([SAID, ASKED, SAID], "messages of assistant, user, assistant behind the prompt"),  # a whole turn would be lost
+        ([SAID, {"role": "tool", "content": "2"}], "messages of assistant, tool behind the prompt"),
+        ([{"role": "user", "content": "2"}], "messages of user behind"),
+        ([{"role": "user", "content": "2 + 2?"}, SAID], "messages of user, assistant behind"),  # of another question
+        (["two", "2"], r"\['two', '2'\]"),
+        (2, "2; to be imitated it must be a text"),
+    ],
+)
+def test_a_completion_that_is_not_one_response_is_refused_with_its_row(completion, found, tokenizer):
+    rows = [{"prompt": "1 + 1?", "completion": "two"}, {"prompt": "1 + 1?", "completion": completion}]
+    with pytest.raises(ValueError, match=f"row 1: completion is {found}.*without env.completion_column"):
+        demonstrations(PromptResponse(rows, completion_column="completion"), tokenizer)
 
 
 def test_the_solution_of_a_mathematical_problem_is_imitated():
@@ -134,6 +159,46 @@ def test_long_demonstrations_are_refused_or_skipped_and_never_all(tokenizer):
     assert 5 not in {group.row for group in left.take(10)}
     with pytest.raises(ValueError, match="all 1 rows are too long"):
         demonstrations(GSM8K(rows[-1:]), tokenizer, long_prompt="skip")
+
+
+def test_a_text_with_an_end_of_turn_in_it_is_refused(tokenizer):
+    # As data have it that a chat template was applied to: a policy would learn to end twice.
+    for text in ("2<end>", "2<end>and 3"):
+        rows = [*GSM8K_ROWS, {"question": "1 + 1?", "answer": text}]
+        with pytest.raises(ValueError, match="of row 5 has '<end>' in its text, at which generation ends.*remove such"):
+            demonstrations(GSM8K(rows), tokenizer)
+
+
+def test_held_out_rows_that_are_too_long_are_refused_with_what_helps(tokenizer):
+    rows = demonstrations(GSM8K(GSM8K_ROWS), tokenizer, longest=(130, 20), long_prompt="skip")
+    with pytest.raises(ValueError, match=r"of row 2, held out has 24 tokens.*raise it, or set evaluate.rows=2, as"):
+        rows.groups([*GSM8K_ROWS[:2], {"question": "?", "answer": "a" * 23}])
+    with pytest.raises(ValueError, match=r"the prompt of row 1, held out has \d+ tokens, 130 fit; .*evaluate.rows=0"):
+        rows.groups([GSM8K_ROWS[0], {"question": "?" * 60, "answer": "2"}])
+
+
+def test_a_thought_that_the_prompt_begins_is_not_begun_twice(tokenizer):
+    thinking = copy.deepcopy(tokenizer)
+    thinking.chat_template = thinking.chat_template.replace(
+        "{% if add_generation_prompt %}>", "{% if add_generation_prompt %}><think>\n"
+    )
+    assert thinking.chat_template != tokenizer.chat_template
+    for text, rest in (("<think>\n1 + 1</think>2", "1 + 1</think>2"), ("<think>1</think>2", "1</think>2"), ("2", "2")):
+        task = GSM8K([{"question": "1 + 1?", "answer": text}])
+        (group,) = demonstrations(task, thinking).take(1)
+        assert thinking.decode(group.prompt_ids).endswith("<think>\n")
+        assert group.response_ids.tolist() == [*thinking(rest)["input_ids"], END]
+        (group,) = demonstrations(task, tokenizer).take(1)
+        assert group.response_ids.tolist() == [*tokenizer(text)["input_ids"], END]
+
+
+def test_each_row_is_tokenised_once_at_the_start(tokenizer, monkeypatch):
+    seen = []
+    encode = chat.encode_prompts
+    for module in (prompts, demonstrations_module):
+        monkeypatch.setattr(module, "encode_prompts", lambda t, asked: seen.extend(asked) or encode(t, asked))
+    demonstrations(GSM8K(GSM8K_ROWS), tokenizer)
+    assert len(seen) == len(GSM8K_ROWS)
 
 
 def test_the_end_is_the_templates_where_generation_stops_there_and_otherwise_generations_own(tokenizer):

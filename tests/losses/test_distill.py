@@ -65,3 +65,29 @@ def test_without_a_teacher_there_is_nothing_to_train_on():
         Settings.read(compose_config("grpo_gsm8k", [*TEACHER, "loss.kl_in=reward", "loss.kl=k1"]))
     with pytest.raises(ValueError, match=r"set policy\.kl_coef=1 and ref_model\.name=TEACHER"):
         Settings.read(compose_config("grpo_gsm8k", ["loss=distill", "mode=sync"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["ref_model.name=null"], "the policy's own model.*set ref_model.name=TEACHER"),
+        (["ref_model.name=same", "model.name=same"], "the policy's own model, same, to which the KL begins at 0"),
+        (["train_model.lora.rank=8"], "the policy without its adapters.*train_model.lora.rank=0"),
+        (["ref_model.refresh=average"], "ref_model.refresh=average would renew the teacher"),
+        (["train.max_refills=3"], "train.max_refills=3 resamples zero-variance groups.*teach as much as others"),
+        (["loss.ratio=sequence"], "loss.ratio=sequence means nothing with loss.surrogate=none"),
+        (["loss.clip_high=0.3"], "loss.clip_high=0.3 means nothing"),
+        (["loss.advantage=no_std"], "loss.advantage=no_std means nothing"),
+        (["loss.correction=truncate"], "loss.correction=truncate means nothing"),
+        (["loss.top_entropy_fraction=0.2"], "loss.top_entropy_fraction=0.2 means nothing"),
+        (["train.reward_clip=1"], "train.reward_clip=1.* means nothing"),
+    ],
+)
+def test_a_teacher_that_is_the_policy_and_settings_of_advantages_are_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        Settings.read(compose_config("grpo_gsm8k", [*TEACHER, *overrides]))
+
+
+def test_settings_that_distillation_reads_are_taken():
+    read = ["loss.aggregate=sequence_mean", "loss.mask_truncated=true", "policy.entropy_coef=0.01", "train.epochs=2"]
+    Settings.read(compose_config("grpo_gsm8k", [*TEACHER, *read]))

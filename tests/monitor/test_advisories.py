@@ -241,7 +241,7 @@ def test_a_planted_trouble_is_told_alone_with_its_step_and_its_setting(trouble):
 
 
 def test_every_advisory_is_planted_once_at_least():
-    held_out = {"held_out_falls"}  # its own test below
+    held_out = {"held_out_falls", "held_out_loss_rises"}  # their own tests below
     assert {re.split("[ ,]", trouble)[0] for trouble in SICK} | held_out == set(RULES)
 
 
@@ -368,6 +368,53 @@ def test_a_held_out_reward_that_falls_while_training_rises(evaluations, found):
 
     assert [a.name for a in advisories_of(lines(lambda step: step / 10), facts())] == found
     assert advisories_of(lines(lambda step: 3 - step / 300), facts()) == []  # both fall: another trouble
+
+
+def imitation(held_out, steps=30, **metrics):
+    """Lines of SFT whose loss falls, with evaluations at some steps, the first and the last by themselves."""
+    rng = random.Random(0)
+    for step in range(steps + 1):
+        row = {"step": step, "loss/sft": 2 * 0.95**step * rng.uniform(0.9, 1.1), "grad_norm": 1.0, "entropy": 1.0}
+        row |= {"optimizer/skipped_steps": 0, "train/epoch": step / 10, "time/read_s": 0.1, "time/train_s": 2.0}
+        if step:
+            yield row | {name.replace("__", "/"): value(step) for name, value in metrics.items()}
+        if step in held_out:
+            yield {"step": step, "eval/loss": held_out[step]}
+
+
+@pytest.mark.parametrize(
+    ("losses", "since"),
+    [
+        ({0: 2.0, 10: 1.0, 20: 1.2, 30: 1.3}, 20),  # a fifth above its lowest
+        ({0: 2.0, 30: 2.2}, 30),  # worse than before training
+        ({0: 2.0, 10: 1.0, 20: 1.04, 30: 1.03}, None),
+        ({0: 2.0, 10: 1.5, 20: 1.2, 30: 1.1}, None),
+        ({0: 2.0, 10: float("nan"), 20: 1.9}, None),
+    ],
+)
+def test_a_held_out_loss_of_demonstrations_that_rises(losses, since):
+    found = advisories_of(imitation(losses), facts(train__epochs=3))
+    assert [(a.name, a.since) for a in found] == ([("held_out_loss_rises", since)] if since else [])
+    if since:
+        assert found[0].setting.startswith("a lower train.epochs (now 3), or optimizer.lr=2.5e-05")
+
+
+def test_a_held_out_loss_that_falls_again_ends_its_advisory():
+    (advisory,) = advisories_of(imitation({0: 2.0, 5: 1.0, 10: 1.2, 15: 0.9}), facts())
+    assert (advisory.since, advisory.until) == (10, 10)
+
+
+def test_troubles_of_the_machine_are_told_in_sft_too():
+    bad = imitation({}, optimizer__skipped_steps=lambda step: step // 3)
+    assert [a.name for a in advisories_of(bad, facts())] == ["bad_steps"]
+    (full,) = advisories_of(imitation({}, memory__peak_gib=at(77.5), memory__limit_gib=at(79.2)), facts())
+    assert full.name == "memory_full" and "inference_model" not in full.setting
+
+
+@pytest.mark.parametrize("trouble", ["zero_rewards", "no_variance", "no_gradient", "entropy_collapse"])
+def test_rewards_without_variance_are_no_trouble_in_distillation(trouble):
+    rows, changed, *_ = SICK[trouble]
+    assert advisories_of(rows, facts(**changed, loss__surrogate="none")) == []
 
 
 def test_a_resumed_run_repeats_nothing():

@@ -80,6 +80,20 @@ def from_tensorboard(run_dir):
     return [(name, e.step, e.value) for name in found.Tags()["scalars"] for e in found.Scalars(name)]
 
 
+@pytest.mark.parametrize(
+    ("mode", "outcomes"), [("sync", {"reward/mean", "eval/reward"}), ("sft", {"loss/sft", "eval/loss"})]
+)
+def test_tensorboards_page_of_settings_has_the_outcomes_of_the_mode(tmp_path, mode, outcomes):
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    plugin = pytest.importorskip("tensorboard.plugins.hparams.plugin_data_pb2")
+    open_loggers(["tensorboard"], tmp_path, {"mode": mode}, lambda _: None)
+    (file,) = (tmp_path / "tensorboard").glob("events*")
+    values = [value for event in loader.EventFileLoader(str(file)).Load() for value in event.summary.value]
+    (content,) = (v.metadata.plugin_data.content for v in values if v.tag == "_hparams_/experiment")
+    found = plugin.HParamsPluginData.FromString(content).experiment.metric_infos
+    assert {info.name.tag for info in found} == outcomes
+
+
 def from_trackio(run_dir):
     trackio = pytest.importorskip("trackio", exc_type=ImportError)
     storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage

@@ -48,6 +48,27 @@ def test_other_held_out_rows_are_not_paired(tmp_path):
     assert longer["unpaired"].startswith("2 rewards before and 3 after")
 
 
+def test_runs_of_sft_are_compared_by_their_held_out_loss_which_is_better_when_lower(tmp_path):
+    def imitation(name, lr, losses, **env):
+        folder = run_of(tmp_path / name, lr, [], **env)
+        (folder / "metrics.jsonl").unlink()
+        for step, loss in enumerate(losses):
+            MetricsLog(folder).log(step, {"loss/sft": 2.0, "eval/loss": loss})
+        (folder / "evaluation.json").unlink()
+        return folder
+
+    a, b = imitation("a", 1e-5, [2.0, 1.5]), imitation("b", 2e-5, [2.0, 1.75, 1.25])
+    (a / "summary.json").write_text(json.dumps({"finished": True, "eval_loss_before": 2.0, "eval_loss_after": 1.5}))
+    first, second = compare.compared([a, b])
+    assert (first["loss"], second["loss"]) == ({"before": 2.0, "after": 1.5}, {"before": 2.0, "after": 1.25})
+    assert "gain" not in second and "unpaired" not in second
+    head = compare.head([a, b])
+    assert head["headline"] == "Run b has the lowest held-out loss of 2: 1.250, 2.000 before training."
+    assert "interval" not in head["note"]
+    other = imitation("c", 1e-5, [3.0, 0.1], dataset="math")
+    assert "so their losses don't compare" in compare.head([a, other])["headline"]
+
+
 def test_the_best_of_a_sweep_is_named_with_what_its_interval_allows(tmp_path):
     low = run_of(tmp_path / "0", 1e-5, [0.0, 1.0], (0.1, 0.0, 0.2))
     high = run_of(tmp_path / "1", 2e-5, [0.0, 1.0], (0.9, 0.8, 1.0))

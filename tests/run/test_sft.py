@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.build.devices import plan_devices
+from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.report import charts, headline, lanes
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
@@ -86,6 +89,17 @@ def test_page_log_and_model_card_tell_of_imitation(finished):
     assert f"loss of held-out demonstrations {before:.3f} before and {after:.3f} after" in card
 
 
+def test_the_page_of_a_run_that_goes_on_has_its_held_out_loss_so_far(finished, tmp_path):
+    rows = [dict(row) for row in read_metrics(finished)][:4] + [{"step": 3, "eval/loss": 1.25}]
+    (tmp_path / "config.yaml").write_text((finished / "config.yaml").read_text())
+    for row in rows:
+        MetricsLog(tmp_path).log(int(row.pop("step")), row)
+    head, before = headline.build(tmp_path), read_metrics(finished)[0]["eval/loss"]
+    said = f"So far, the loss of held-out demonstrations went from {before:.3f} to 1.250 (step 3); in training it was"
+    assert head["headline"].startswith(said)
+    assert head["tiles"][0]["value"] == f"{before:.3f} → 1.250"
+
+
 LOGGER = """
 class Kept:
     rows, tables = [], []
@@ -120,8 +134,19 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_may_be_prolonged(tiny, finished, 
     assert {row["step"]: row for row in comparable(folder) if "loss/total" in row} == steps
     run([*tiny, f"resume={folder}"], tmp_path / "unused")
     assert (
-        "is finished after 5 steps, and nothing is left to do; to go on, raise train.epochs" in capsys.readouterr().out
+        "is finished after 5 steps, and nothing is left to do; to go on, raise train.epochs above 3 (with"
+        in capsys.readouterr().out
     )
+    # No push follows, and the version that a checkpoint has stays as it was.
+    assert {load(path)["version"] for path in checkpoints(folder / "checkpoints")} == {0}
+
+
+def test_a_prolonged_run_keeps_the_short_step_that_it_ended_with(tiny, tmp_path):
+    folder = run([*tiny, "train.epochs=1", "evaluate.rows=0"], tmp_path / "run")
+    run([*tiny, "train.epochs=2", "evaluate.rows=0", f"resume={folder}"], tmp_path / "unused")
+    # Six rows in steps of four: 4 and 2, and again; in one run of two epochs 4, 4 and 4.
+    assert [row["train/tokens"] for row in read_metrics(folder)] == [40, 20, 40, 20]
+    assert "step 4/4 · loss " in (folder / "sft.log").read_text()
 
 
 def test_a_run_cut_off_in_an_epoch_resumes_at_its_row(tiny, finished, tmp_path):
@@ -130,6 +155,35 @@ def test_a_run_cut_off_in_an_epoch_resumes_at_its_row(tiny, finished, tmp_path):
     third = folder / "checkpoints" / "checkpoint_000003.pt"
     again = run([*tiny, f"resume={third}"], tmp_path / "unused")
     assert comparable(folder) == comparable(finished) and not again.joinpath("metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_one(tiny, finished, tmp_path):
+    words = ["train_model.parallel=ddp", "train.epochs=1", "train_model.timeout_s=120", f"hydra.run.dir={tmp_path}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    ended = subprocess.run([*torchrun, SOTA / "sft.py", *tiny, *words], capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    rows = comparable(tmp_path)
+    # The first epoch's steps of `finished` have the same rows, but for the last two of its second step.
+    for name in ("loss/sft", "grad_norm", "train/tokens"):
+        assert rows[1][name] == pytest.approx(comparable(finished)[1][name], rel=1e-2), name
+    assert rows[0]["eval/loss"] == pytest.approx(comparable(finished)[0]["eval/loss"], rel=1e-2)
+    assert [row["train/tokens"] for row in rows[1:-1]] == [40, 20] and rows[-1]["eval/loss"] < rows[0]["eval/loss"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.slow
+def test_adapters_imitate_resume_and_are_merged_into_the_model_that_grpo_goes_on_from(tiny, tmp_path):
+    words = [*tiny, "train_model.lora.rank=4", "train_model.lora.alpha=8", "optimizer.lr=3e-2", "train.epochs=4"]
+    whole = run(words, tmp_path / "whole")
+    first, *_, last = read_metrics(whole)
+    assert last["eval/loss"] < first["eval/loss"] - 0.1
+    half = run([*words, "train.epochs=2"], tmp_path / "half")
+    run([*words, f"resume={half}"], tmp_path / "unused")
+    assert all(torch.equal(x, masters(half)[name]) for name, x in masters(whole).items())
+    assert all("lora_" in name for name in masters(whole))
+    model = AutoModelForCausalLM.from_pretrained(whole / "model")
+    assert not [name for name, _ in model.named_parameters() if "lora_" in name]
 
 
 def test_grpo_goes_on_from_the_model_it_writes_and_that_says_what_was_demonstrated(tiny, tiny_run, tmp_path):
@@ -163,6 +217,7 @@ def test_a_data_set_of_prompts_needs_no_reward(tiny, tmp_path):
         (["loss=dapo"], r"loss\.\w+=.* means nothing to mode=sft"),
         (["env.repeats=4"], "env.repeats=4 means nothing to mode=sft, which samples no responses; leave it out"),
         (["policy.kl_coef=0.1"], "policy.kl_coef=0.1 means nothing"),
+        (["train.gradient_accumulation_steps=33"], "=33 micro-batches cannot be made of the 32 rows.*use at most 32"),
         (["train_model.lora.rank=8", "train_model.lora.push=adapter"], "train_model.lora.push=adapter means nothing"),
     ],
 )
@@ -186,3 +241,16 @@ def test_wrong_input_is_told_in_a_line(tiny, words, message, tmp_path):
     with pytest.raises(SystemExit, match=message) as stopped:
         run([*base, f"env.path={data}", *words], tmp_path / "run")
     assert "\n" not in str(stopped.value)
+
+
+def test_two_gpus_train_a_model_whose_attention_heads_they_could_not_share(tmp_path, monkeypatch):
+    sizes = {"hidden_size": 36, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    LlamaConfig(**sizes, num_attention_heads=9, num_key_value_heads=3).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    words = [f"model.name={tmp_path}", "train_model.num_devices=2", "train_model.parallel=fsdp"]
+    plan = plan_devices(Settings.read(compose_config("sft", words)), tmp_path)
+    assert [device.index for device in plan.train] == [0, 1]
+    # In GRPO the engine would split each layer's heads in two.
+    words.append("inference_model.engine=transformers")
+    with pytest.raises(ValueError, match="9 attention heads cannot be split 2 ways"):
+        plan_devices(Settings.read(compose_config("grpo_gsm8k", words)), tmp_path)

@@ -65,6 +65,8 @@ class History:
         """The newest line of a training step."""
         self.evaluations: list[Row] = []
         """Lines of evaluations: the best before the newest, and the newest."""
+        self.held_out_losses: list[Point] = []
+        """The loss of held-out demonstrations: the lowest before the newest, and the newest."""
         self.paid = False
         """Whether any reward was not 0."""
         self.alike: tuple[int, int, list[float]] = (0, 0, [])
@@ -77,8 +79,6 @@ class History:
     def add(self, row: Row) -> None:
         """Takes a line of metrics."""
         if "reward/mean" in row:
-            row = {**row, TIME: step_seconds(row) or 0.0, FAILED: _sum(row, "failed/") - row.get("failed/groups", 0)}
-            self.row = row
             if row.get("reward/std", 1.0) or row.get("reward/zero_std_fraction") != 1:
                 self.alike = (0, 0, [])
             else:
@@ -94,6 +94,9 @@ class History:
             if self._count > WINDOW:
                 steps = list(self._steps)[:-WINDOW]
                 self._best = max(self._best, steps[-EARLY:], key=mean_reward)
+        if is_training_step(row):
+            row = {**row, TIME: step_seconds(row) or 0.0, FAILED: _sum(row, "failed/") - row.get("failed/groups", 0)}
+            self.row = row
             for name, value in row.items():
                 if name != "step" and math.isfinite(value):
                     self._series.setdefault(name, Series()).add(int(row["step"]), value)
@@ -101,6 +104,9 @@ class History:
             best = max(self.evaluations, key=lambda one: one["eval/reward"], default=None)
             now = {**row, "reward/then": mean(self.values("reward/mean"))}
             self.evaluations = [best, now] if best else [now]
+        if math.isfinite(loss := row.get("eval/loss", math.nan)):
+            lowest = min(self.held_out_losses, key=lambda point: point[1], default=None)
+            self.held_out_losses = [*([lowest] if lowest else []), (int(row["step"]), loss)]
 
     def best_and_last(self) -> tuple[list[Row], list[Row]]:
         """The ``EARLY`` steps in a row of the highest reward, and the newest ones; empty while there are too few.
@@ -135,6 +141,15 @@ class History:
         """The values of the last ``WINDOW`` steps but one, and those of the last; empty while there are too few."""
         values = self.values(name, 2 * WINDOW)
         return (values[:WINDOW], values[WINDOW:]) if len(values) == 2 * WINDOW else ([], [])
+
+
+def is_training_step(row: Row) -> bool:
+    """Tells whether a line of metrics is of a training step: of GRPO or of SFT.
+
+    >>> is_training_step({"step": 0, "eval/loss": 2.0}), is_training_step({"step": 1, "loss/sft": 2.0})
+    (False, True)
+    """
+    return "reward/mean" in row or "loss/sft" in row
 
 
 def mean_reward(rows: Sequence[Row]) -> float:

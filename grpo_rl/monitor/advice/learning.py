@@ -46,6 +46,9 @@ ERRORS, SPREADS = 4.0, 0.5
 many steps are chosen for being high: by about 3 standard errors over 1,000 steps of noise, so two would not do."""
 UNSTABLE = 3.0
 """Growth of the gradient's norm, or change of the entropy either way, that shows that the weights came off course."""
+LOSS_ROSE = 1.05
+"""The held-out loss of demonstrations as a multiple of its lowest. The same rows are scored each time, so that sampling
+adds no noise, and a healthy run's last evaluations differ by less than a hundredth."""
 BAD_STEPS = 3
 """Optimizer steps left out, of the last ``WINDOW``. One is told when it happens, and may be a single overflow."""
 
@@ -233,6 +236,22 @@ def bad_steps(history: History, facts: Facts) -> Finding | None:
     seen = f"{left_out:.0f} optimizer steps of the last {len(counts) - 1} steps were left out, as they are not finite"
     remedy = f"{times(facts, 'optimizer.lr', 0.1)}, a higher optimizer.warmup_steps, or train_model.dtype=float32"
     return Finding(seen, remedy, grown[0], grown[-1])
+
+
+def held_out_loss_rises(history: History, facts: Facts) -> Finding | None:
+    """The loss of held-out demonstrations is above its lowest."""
+    if len(history.held_out_losses) < 2:
+        return None
+    (lowest_at, lowest), (step, now) = history.held_out_losses
+    if now <= LOSS_ROSE * lowest:
+        return None
+    seen = f"the loss of held-out demonstrations rose from {lowest:.3f} (step {lowest_at}, its lowest) to {now:.3f}"
+    training = mean(history.values("loss/sft"))
+    seen += f", where that in training is {training:.3f}" if math.isfinite(training) else ""
+    remedies = [times(facts, "optimizer.lr", 0.5), "more rows (env.path)"]
+    if (facts.get("train.epochs") or 1) > 1:
+        remedies.insert(0, change(facts, "train.epochs", "lower"))
+    return Finding(f"{seen}: rows are learned by heart, or steps are too large", ", or ".join(remedies), step, step)
 
 
 def _share(history: History, facts: Facts, name: str, least: int, bound: float) -> list[tuple[int, float]]:

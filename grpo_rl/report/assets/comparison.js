@@ -4,17 +4,21 @@ const tone = (gain) => gain.low > 0 ? "good" : gain.high < 0 ? "bad" : "unsure";
 
 sections.comparison = function (root, data) {
   const keys = Object.keys(data.settings), head = (text) => el("th", {scope: "col", text});
+  const imitated = data.runs.some((run) => run.loss), scored = !imitated || data.runs.some((run) => run.gain);
   const measured = data.runs.some((run) => run.difference || run.unpaired);
   const rows = data.runs.map((run, i) => el("tr", {},
     el("th", {scope: "row"}, swatch(i), run.name, run.ended ? null : el("span", {class: "help", text: " (not ended)"})),
     el("td", {text: number(run.steps)}),
-    run.gain ? el("td", {class: tone(run.gain)}, span(run.gain), el("div", {class: "help", text: run.gain.of}))
+    !scored ? null
+      : run.gain ? el("td", {class: tone(run.gain)}, span(run.gain), el("div", {class: "help", text: run.gain.of}))
       : el("td", {text: "too few steps to say"}),
+    imitated ? el("td", {text: run.loss ? `${run.loss.before.toFixed(3)} → ${run.loss.after.toFixed(3)}` : "–"}) : null,
     measured ? el("td", run.difference ? {class: tone(run.difference), text: span(run.difference)}
       : {text: i ? `not comparable: ${run.unpaired}` : "–"}) : null,
     ...keys.map((key) => el("td", {text: data.settings[key][i]}))));
   root.append(el("div", {class: "card scroll", tabIndex: 0, role: "region", "aria-label": "Table of the runs"}, el("table", {},
-    el("thead", {}, el("tr", {}, head("Run"), head("Steps"), head("Gain (95 % interval)"),
+    el("thead", {}, el("tr", {}, head("Run"), head("Steps"), scored ? head("Gain (95 % interval)") : null,
+      imitated ? head("Held-out loss (lower is better)") : null,
       measured ? head("Difference from the first (95 % interval)") : null, ...keys.map(head))),
     el("tbody", {}, ...rows))));
 };
