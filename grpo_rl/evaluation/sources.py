@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.settings.devices import allocate
 from grpo_rl.settings.schema import Settings
 from grpo_rl.training.evaluate import Evaluation, evaluate, judged
-
-URL = re.compile(r"https?://")
 
 
 class LocalSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,11 +12,13 @@ from omegaconf import OmegaConf
 
 from grpo_rl.by_name import is_name, short_name
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
-from grpo_rl.settings.composing_errors import explained
+from grpo_rl.settings.composing_errors import explained, unknown
 from grpo_rl.settings.declaration import Section, build, declared, plain, setting
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.tasks import ALIASES, TASKS
 
+URL = re.compile(r"https?://")
+"""What the name of an endpoint begins with."""
 OWN_NAMES = {
     "sampling.max_new_tokens": "max_new_tokens=",
     "sampling.temperature": "temperature=",
@@ -97,8 +100,8 @@ def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
     if not own.tasks:
         raise ValueError(f"no task is given; set tasks=[...] of {TASK_NAMES}")
     wrong = [name for name in own.tasks if name not in names and not is_name(name)]
-    if unknown := wrong + [name for name in own.path if name not in names and name not in given]:
-        raise ValueError(f"{unknown[0]} is no task; there are {TASK_NAMES}")
+    if wrong := wrong + [name for name in own.path if name not in names and name not in given]:
+        raise ValueError(unknown("task", wrong[0], [*names, *given, "package.module:Class"]))
     short = [short_name(name) for name in own.tasks]
     if twice := [name for name in short if short.count(name) > 1]:
         raise ValueError(f"tasks names {twice[0]} twice")

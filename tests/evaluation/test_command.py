@@ -151,7 +151,7 @@ def test_evaluations_of_other_rows_are_not_compared(tmp_path, capsys):
     ("words", "message"),
     [
         (["m"], "no task is given"),
-        (["m", "tasks=[gsm9k]"], "gsm9k is no task"),
+        (["m", "tasks=[gsm9k]"], "unknown task 'gsm9k'; did you mean gsm8k"),
         (["m", "tasks=[gsm8k]", "rows=1"], "rows is 1; it must be 2 or more"),
         (["m", "tasks=[gsm8k]", "sample=4"], "unknown setting sample"),
         (["m", "tasks=[gsm8k]", "path.ifeval=x"], "path.ifeval is of no task"),
@@ -169,7 +169,7 @@ def test_evaluations_of_other_rows_are_not_compared(tmp_path, capsys):
         (["m", "tasks=[gsm8k]", "+env.eval_path=a.jsonl"], "its own setting for this, path.TASK="),
         (["m", "tasks=[gsm8k]", "env.dataset=math"], "its own setting for this, tasks=[...]"),
         (["m", "tasks=[no_such:Task]"], "there is no module no_such"),
-        (["m", "tasks=[a:Task]", "path.Tusk=x"], "Tusk is no task"),
+        (["m", "tasks=[a:Task]", "path.Tusk=x"], "unknown task 'Tusk'; did you mean Task"),
         (["m", "tasks=[a:Task,b:Task]"], "tasks names Task twice"),
         (["--compare", "no/such", "other"], "no/such can't be read"),
         (["--compare", "a", "b", "tasks=[gsm8k]"], "--compare takes two evaluations alone"),

@@ -1,0 +1,110 @@
+"""Evaluations of a model on several tasks, stored task by task, and the comparison of two."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from transformers.utils import logging as transformers_logging
+
+from grpo_rl.engines.base import EngineDeadError, Sampling
+from grpo_rl.envs.guards.guard import ScoreError
+from grpo_rl.evaluation.endpoint import Endpoint, EndpointError
+from grpo_rl.evaluation.models import model_folder
+from grpo_rl.evaluation.results import (
+    EVAL,
+    TaskResult,
+    comparison_table,
+    read_eval_file,
+    results_table,
+    task_result,
+    write_eval,
+    write_responses,
+)
+from grpo_rl.evaluation.sources import LocalSource, ServedSource
+from grpo_rl.settings.declaration import plain
+from grpo_rl.settings.evaluation import URL, EvalSettings
+from grpo_rl.settings.schema import Settings
+
+NOT_THE_SCORES = ("out", "concurrency", "retries", "deadline_s", "tasks")
+"""Settings that an evaluation may go on with otherwise."""
+
+
+def evaluate_model(
+    name: str, own: EvalSettings, settings: Mapping[str, Settings], rest: Sequence[str], folder: Path
+) -> int:
+    """Evaluates one model into ``folder``, and returns the exit code. Tasks that the folder has already stay.
+
+    Args:
+        settings: of each task, as training would have them.
+        rest: the overrides of training's settings that they were made with.
+
+    Raises:
+        ValueError: wrong input, or the folder holds another evaluation.
+    """
+    transformers_logging.disable_progress_bar()
+    scoring = {key: value for key, value in plain(own).items() if key not in NOT_THE_SCORES}
+    header = {"model": name, "settings": scoring, "overrides": list(rest)}
+    done: dict[str, TaskResult] = {}
+    if (folder / EVAL).exists():
+        stored, done = read_eval_file(folder)
+        if stored != header:
+            raise ValueError(f"{folder} holds an evaluation of another model or with other settings; set another out=")
+    to_do = {task: settings[task] for task in own.tasks if task not in done}
+    console, failed = Console(), []
+    for task in (task for task in own.tasks if task in done):
+        console.print(f"{task}: is in {folder} already")
+    with ExitStack() as stack:
+        if to_do and URL.match(name):
+            key = os.environ.get("OPENAI_API_KEY")
+            endpoint = Endpoint(name, key, own.served, own.concurrency, own.retries, own.deadline_s)
+            source = ServedSource(endpoint, to_do, own.rows)
+        elif to_do:
+            source = LocalSource(stack.enter_context(model_folder(name)), to_do, own.rows, own.samples)
+        if to_do:
+            stack.callback(source.close)
+            source.start()
+        for task in to_do:
+            start = time.perf_counter()
+            try:
+                rows = [*source.task(task).rows][: own.rows]
+                sampling = Sampling(**settings[task].sampling)
+                greedy = source.evaluate(task, rows, replace(sampling, temperature=0.0), 1, own.seed)
+                sampled = source.evaluate(task, rows, sampling, own.samples, own.seed) if own.samples else None
+            # A ValueError here is of this task's data or its scorer: the settings are checked, and the engine runs.
+            except (EndpointError, EngineDeadError, ScoreError, ValueError) as error:
+                print(f"{task}: failed: {error}", file=sys.stderr)
+                failed.append(task)
+                continue
+            parts = {"greedy": greedy} | ({"sampled": sampled} if sampled else {})
+            write_responses(folder, task, source.task(task), rows, parts)
+            done[task] = task_result(source.task(task), rows, greedy, sampled)
+            write_eval(folder, header, done)
+            console.print(f"{task}: {len(rows)} rows in {time.perf_counter() - start:.1f} s")
+    console.print(results_table(name, {task: done[task] for task in own.tasks if task in done}))
+    if done:
+        console.print(f"Written to {folder / EVAL}", soft_wrap=True)
+    if failed:
+        print(f"Not evaluated: {', '.join(failed)}; go on with out={folder}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def compare(first: Path, second: Path) -> int:
+    """Prints the paired comparison of two evaluations.
+
+    Raises:
+        ValueError: one can't be read, or they had other rows.
+    """
+    (a, of_a), (b, of_b) = read_eval_file(first), read_eval_file(second)
+    console = Console()
+    if a["settings"] != b["settings"]:
+        other = [key for key in a["settings"] if a["settings"][key] != b["settings"].get(key)]
+        console.print(f"Note: the evaluations differ in {', '.join(other)}")
+    console.print(comparison_table((a["model"], b["model"]), of_a, of_b))
+    return 0
