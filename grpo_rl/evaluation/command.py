@@ -51,9 +51,7 @@ def _eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     base = _folder(own)
     if len(models) == 1:
         return evaluate_model(models[0], own, settings, rest, base)
-    codes = [
-        evaluate_model(model, own, settings, rest, base / part) for model, part in zip(models, "ab", strict=True)
-    ]
+    codes = [evaluate_model(model, own, settings, rest, base / part) for model, part in zip(models, "ab", strict=True)]
     return max(codes) or compare(base / "a", base / "b")
 
 
