@@ -143,8 +143,7 @@ class Demonstrations:
                 )
             if not isinstance(text, str) or not text.strip():
                 raise ValueError(f"the demonstration of {place} is {text!r:.80}; give it a text, or remove the row")
-            opened = self._opened if text.startswith(self._opened) else self._opened.strip()
-            texts.append(text.removeprefix(opened))
+            texts.append(_without(self._opened, text))
         encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         for place, ids in zip(places, encoded, strict=True):
             if ends := self._ends.intersection(ids):
@@ -191,6 +190,18 @@ class Demonstrations:
             f"the demonstration of {where} has {tokens} tokens with its end, and sampling.max_new_tokens, the longest "
             f"response, is {self._max_response_tokens}; raise it, {remedy}"
         )
+
+
+def _without(opened: str, text: str) -> str:
+    """The text without the beginning of a thought that the prompt ends with.
+
+    >>> _without("<think>\\n", "<think>\\nSo"), _without("<think>\\n", "\\n<think>So"), _without("", " So")
+    ('So', 'So', ' So')
+    """
+    if text.startswith(opened):
+        return text.removeprefix(opened)
+    thought = opened.strip()
+    return text.lstrip().removeprefix(thought) if text.lstrip().startswith(thought) else text
 
 
 def _opened_thought(tokenizer: PreTrainedTokenizerBase) -> str:

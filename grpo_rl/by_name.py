@@ -22,7 +22,7 @@ def is_name(text: object) -> bool:
 
 
 def short_name(task: str) -> str:
-    """The name of a task in ``path``: its own, or that of its class.
+    """The name of a task in metrics and in keys such as ``path.NAME``: its own, or that of its class.
 
     >>> short_name("gsm8k"), short_name("my_tasks:Rhyme")
     ('gsm8k', 'Rhyme')

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 
 from grpo_rl.monitor.metrics import read_metrics
 
-NOT_PARTS = {"reward/mean", "reward/std", "reward/zero_std_fraction"}
+NOT_PARTS = {"reward/mean", "reward/std", "reward/zero_std_fraction", "reward/sampled_mean"}
 
 
 def plot(out, runs):

@@ -39,15 +39,16 @@ def _eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.compare:
         if given:
             raise ValueError(f"--compare takes two evaluations alone, and not {given[0]}")
-    elif not 1 <= len(models) <= 2:
+        from grpo_rl.evaluation.evaluating import compare
+
+        return compare(*options.compare)
+    if not 1 <= len(models) <= 2:
         raise ValueError(f"{len(models)} models are given; eval takes one, or two to compare")
-    own, rest = (None, []) if options.compare else read_eval(words)
-    settings = {task: task_settings(own, task, rest) for task in own.tasks} if own else {}
+    own, rest = read_eval(words)
+    settings = {task: task_settings(own, task, rest) for task in own.tasks}
     # Imports torch, for which nobody waits who wrote a wrong setting, or asks for help.
     from grpo_rl.evaluation.evaluating import compare, evaluate_model
 
-    if not own:
-        return compare(*options.compare)
     base = _folder(own)
     if len(models) == 1:
         return evaluate_model(models[0], own, settings, rest, base)

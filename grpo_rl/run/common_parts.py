@@ -57,7 +57,7 @@ class CommonParts:
         self.weights.check_base(state["base"])  # a checkpoint of adapters does not hold their base
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedules.restore(state["schedules"])
-        if self.engine is not None:  # or no push follows
+        if self.engine is not None:  # SFT pushes nothing, so that its version stays
             self.weights.restore(state["version"])
         checkpoint.set_rng_state(state["rng"])
         self._collected = state["collector"]

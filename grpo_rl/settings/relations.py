@@ -21,7 +21,7 @@ SCRIPTS = {
     "sft": "sota/sft.py, or grpo-rl train --sft",
 }
 """How a run of each mode is started: from a checkout, or installed."""
-OF_ADVANTAGES = (
+BY_ADVANTAGES = (
     "loss.ratio", "loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.tau_pos", "loss.tau_neg",
     "loss.advantage", "loss.advantage_clip", "loss.reward_weights", "loss.correction", "loss.correction_level",
     "loss.correction_low", "loss.correction_high", "loss.top_entropy_fraction", "train.reward_clip",
@@ -213,7 +213,7 @@ def _check_distillation(settings: Sections) -> None:
             "loss.surrogate=none they teach as much as others; set it to 0"
         )
     for key, setting in declarations(settings.env.dataset).items():
-        if key in OF_ADVANTAGES and (value := select(settings, key)) != setting.default:
+        if key in BY_ADVANTAGES and (value := select(settings, key)) != setting.default:
             raise ValueError(
                 f"{key}={plain(value)} means nothing with loss.surrogate=none, which has no advantages; leave it out"
             )

@@ -144,6 +144,13 @@ SICK = {
         ),
         {}, FROM, "train.max_refills=5 (now 0)",
     ),
+    "no_variance at a collapsed entropy": (
+        plant(
+            steps=FROM + 6, reward__mean=noisy(0.9), reward__std=noisy(0.3), entropy=noisy(0.02),
+            reward__zero_std_fraction=noisy(0.98, 0.02),
+        ),
+        {}, FROM, "policy.entropy_coef=0.001 (now 0)",
+    ),
     "no_gradient": (plant(grad_norm=at(0.0)), {"train__reward_clip": 0.1}, FROM, "train.reward_clip=null (now 0.1)"),
     "entropy_collapse": (
         plant(

@@ -153,6 +153,24 @@ def test_help_and_the_config_are_shown_before_torch_is_imported(results, words):
     assert result["code"] in (None, 0) and result["out"] and result["loaded"] == []
 
 
+def test_an_evaluation_tells_its_help_and_wrong_settings_before_torch_is_imported():
+    lines = ["--help"], ["m", "tasks=[gsm9k]"], ["m", "tasks=[gsm8k]", "env.repeats=1"]
+    script = f"""
+import contextlib, sys
+from grpo_rl.cli import main
+for words in {lines}:
+    with contextlib.suppress(SystemExit):
+        assert main(["eval", *words]) == 2
+print("torch" in sys.modules)
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    assert "usage: grpo-rl eval" in done.stdout and done.stdout.endswith("False\n")
+    assert [line[:31] for line in done.stderr.splitlines()] == [
+        "error: unknown task 'gsm9k'; di", "error: env.repeats is 1; it mus"
+    ]  # fmt: skip
+
+
 def test_an_error_ends_the_process_with_one_line_and_exit_code_1(tmp_path):
     command = [sys.executable, str(ROOT / "sota" / "grpo.py"), "optimizer.lr=fast"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -32,8 +32,8 @@ from grpo_rl.monitor.advice.history import (
 
 NEARLY_ALL, MOSTLY, HALF, QUARTER = 0.9, 0.8, 0.5, 0.25
 """Shares above which a condition is extreme, and told after ``EARLY`` steps, and above which it is told if it stays.
-Above 0.9 hardly a group teaches anything, even where the reward of ten steps is above that of the ten before: it rose
-until then (SmolLM2 on Countdown without an entropy term, from its ninth step on). Above 0.8 more than four of five
+Above 0.9 hardly a group teaches anything, even where the reward of ten steps is above that of the ten before, as it was
+with SmolLM2 on Countdown, whose groups had variance until the ninth step. Above 0.8 more than four of five
 samples are wasted. A healthy quickstart begins with 0.59 of its responses cut off, but is below 0.5 at the third step,
 and its mean over ten steps is 0.21."""
 COLLAPSED, OF_FIRST = 0.1, 0.2
@@ -103,11 +103,15 @@ def no_variance(history: History, facts: Facts) -> Finding | None:
         return Finding(seen, "env.reward and env.rewards: a reward that tells responses apart", first, last)
     earlier, later = history.halves("reward/mean")
     if not nearly_all and earlier and rises(earlier, later):
-        return None  # few groups are enough as long as the reward rises by them; that of no groups rose before
+        return None  # few groups are enough as long as the reward rises by them
     seen = f"in {share:.0%} of the groups of the last {len(steps)} steps all responses earn the same"
     seen += f" (mean reward {mean(rewards):.3g})"
     remedies = [change(facts, "train.max_refills", 5)] if not facts.get("train.max_refills") else []
     remedies.append(times(facts, "env.repeats", 2))
+    entropies = history.values("entropy", EARLY)
+    if entropies and mean(entropies) <= COLLAPSED:
+        seen += f", at an entropy of {mean(entropies):.2g} nats a token"
+        remedies = [*_more_entropy(facts), *remedies]
     if (facts.get("sampling.temperature") or 1.0) < HALF:
         remedies.insert(0, change(facts, "sampling.temperature", 1.0))
     return Finding(seen, f"{', '.join(remedies)}, or rows of another difficulty (env.path)", first, last)
@@ -141,11 +145,15 @@ def entropy_collapse(history: History, facts: Facts) -> Finding | None:
         return None
     seen = f"entropy fell from {mean(first):.2g} to {mean(last):.2g} nats a token, {alike:.0%} of the groups have no "
     seen += f"variance, and the reward stays at {mean(after):.3g}"
-    remedies = [change(facts, "policy.entropy_coef", 0.001)] if not facts.get("policy.entropy_coef") else []
-    remedies += [change(facts, "policy.kl_coef", 0.01)] if not facts.get("policy.kl_coef") else []
-    remedies.append(times(facts, "optimizer.lr", 0.5))
+    remedies = [*_more_entropy(facts), times(facts, "optimizer.lr", 0.5)]
     begin, end = span(history.last("entropy", 2 * WINDOW), lambda value: value <= bound)
     return Finding(seen, ", or ".join(remedies), begin, end)
+
+
+def _more_entropy(facts: Facts) -> list[str]:
+    """The settings that keep the policy from collapsing, where they are off."""
+    remedies = [change(facts, "policy.entropy_coef", 0.001)] if not facts.get("policy.entropy_coef") else []
+    return remedies + ([change(facts, "policy.kl_coef", 0.01)] if not facts.get("policy.kl_coef") else [])
 
 
 def length_limit(history: History, facts: Facts) -> Finding | None:

@@ -124,7 +124,7 @@ def memory_full(history: History, facts: Facts) -> Finding | None:
     remedies = [times(facts, "train.micro_batch_tokens", 0.5)]
     if facts.get("train_model.gradient_checkpointing") is False:
         remedies.append(change(facts, "train_model.gradient_checkpointing", True))
-    if "loss/sft" not in history.row:  # which has no engine
+    if "loss/sft" not in history.row:  # SFT has no engine
         remedies.append(times(facts, "inference_model.gpu_memory_utilization", 0.8))
     return Finding(seen, ", or ".join(remedies), peaks[0][0], peaks[-1][0])
 

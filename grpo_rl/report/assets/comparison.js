@@ -11,10 +11,10 @@ sections.comparison = function (root, data) {
     el("td", {text: number(run.steps)}),
     !scored ? null
       : run.gain ? el("td", {class: tone(run.gain)}, span(run.gain), el("div", {class: "help", text: run.gain.of}))
-      : el("td", {text: "too few steps to say"}),
+      : el("td", {text: run.loss ? "–" : "too few steps to say"}),
     imitated ? el("td", {text: run.loss ? `${run.loss.before.toFixed(3)} → ${run.loss.after.toFixed(3)}` : "–"}) : null,
     measured ? el("td", run.difference ? {class: tone(run.difference), text: span(run.difference)}
-      : {text: i ? `not comparable: ${run.unpaired}` : "–"}) : null,
+      : {text: run.unpaired ? `not comparable: ${run.unpaired}` : "–"}) : null,
     ...keys.map((key) => el("td", {text: data.settings[key][i]}))));
   root.append(el("div", {class: "card scroll", tabIndex: 0, role: "region", "aria-label": "Table of the runs"}, el("table", {},
     el("thead", {}, el("tr", {}, head("Run"), head("Steps"), scored ? head("Gain (95 % interval)") : null,
