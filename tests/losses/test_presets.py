@@ -38,7 +38,7 @@ def test_a_preset_says_where_it_comes_from_and_passes_the_checks(preset):
     comment = re.match(r"(#.*\n)+", path.read_text())[0]
     assert "https://" in comment and (" J = " in comment or " A = " in comment)
     assert preset == "grpo" or "Differs from g" in comment
-    cfg = config(f"loss={preset}", "policy.kl_coef=0.1")
+    cfg = config(f"loss={preset}", "policy.kl_coef=0.1", "ref_model.name=another/model")  # distill wants a teacher
     Settings.read(cfg)
     loss, advantages = make_loss(cfg), make_advantages(cfg)
     # The KL counts once: in the loss or in the reward.

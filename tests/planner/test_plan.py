@@ -421,7 +421,7 @@ def test_between_nodes_the_network_is_the_narrow_place():
         (["cluster=8xH100,speed=3"], "unknown number 'speed'"),
         (["cluster=8xH100,tflops=fast"], "tflops='fast' is no number"),
         (["cluster=8xH100,tflops=0"], "tflops=0.0 of H100; it must be more than 0"),
-        (["cluster=2xH100", "mode=both"], "mode is 'both'; it can be sync, async, or null"),
+        (["cluster=2xH100", "mode=both"], "mode is 'both'; it can be sync, async, sft, or null"),
         (["cluster=2xH100", "train_model.num_devices=3"], "train 3 GPUs, 2 visible; lower train_model.num_devices"),
         (["cluster=8xH100", "mode=sync", "train_model.num_devices=2", "inference_model.num_devices=6"],
          "inference_model.tensor_parallel_size=6 (null, all inference devices: 64 attention heads cannot be split 6 "

@@ -138,11 +138,16 @@ def test_another_loss_is_set_against_the_runs_own(plain, capsys):
     assert len(differences) == 10 and differences == sorted(differences, reverse=True)
 
 
-@pytest.mark.parametrize("preset", sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml")))
+@pytest.mark.parametrize("preset", sorted({path.stem for path in (FOLDER / "loss").glob("*.yaml")} - {"distill"}))
 def test_every_preset_replays(plain, preset, capsys):
     told = replayed(plain, 1, f"loss={preset}", capsys=capsys)
     assert np.isfinite(told["other"]["loss/total"])
     assert told["cosine"] is None or told["cosine"] > 0  # None: DAPO leaves out responses that were cut off, here all
+
+
+def test_distillation_of_a_run_without_a_teacher_is_refused(plain, capsys):
+    assert main(["replay", str(plain), "1", "loss=distill"]) == 2
+    assert "set policy.kl_coef" in capsys.readouterr().err
 
 
 def test_a_surrogate_of_ones_own_replays_from_the_current_folder(plain, tmp_path, monkeypatch, capsys):
