@@ -21,7 +21,6 @@ from grpo_rl.envs.base import LLMEnv
 from grpo_rl.monitor.loggers import check_loggers
 from grpo_rl.monitor.phases import start_phase
 from grpo_rl.perf.roofline import StepRoofline
-from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.hub import load_tokenizer, resolve_model, weight_files
 from grpo_rl.run.diagnosis import RunDiagnosis
 from grpo_rl.run.folder import Room, RunFolder
@@ -92,10 +91,7 @@ def build_run(
         logs = stack.enter_context(_open_logs(settings, folder, env, loss))
         interrupt = stack.enter_context(Interrupt(logs.note))
 
-        with logs.progress.start_phase("loading the model"):
-            policy = training.make_policy(settings, model, plan, ranks)
-        if settings.train_model.compile is None and (why := why_uncompiled(policy.device)):
-            logs.note(f"Nothing is compiled, and steps take longer: {why}")
+        policy = training.load_policy(settings, model, plan, ranks, logs)
         with logs.progress.start_phase("loading the reference") if settings.policy.kl_coef else nullcontext():
             reference = training.make_reference(settings, model, plan, policy)
         optimizer = training.make_optimizer(settings, policy, ranks)

@@ -22,7 +22,6 @@ from grpo_rl.envs.demonstrations import Demonstrations
 from grpo_rl.losses.sft import SFTLoss
 from grpo_rl.monitor.loggers import check_loggers
 from grpo_rl.monitor.phases import start_phase
-from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.hub import load_tokenizer, resolve_model
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.folder import RunFolder
@@ -64,10 +63,7 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
         steps = folder.step + -(-(total - folder.collected) // batch)
         logs = stack.enter_context(_open_logs(settings, folder, rows, steps))
         interrupt = stack.enter_context(Interrupt(logs.note))
-        with logs.progress.start_phase("loading the model"):
-            policy = training.make_policy(settings, model, plan, ranks)
-        if settings.train_model.compile is None and (why := why_uncompiled(policy.device)):
-            logs.note(f"Nothing is compiled, and steps take longer: {why}")
+        policy = training.load_policy(settings, model, plan, ranks, logs)
         optimizer = training.make_optimizer(settings, policy, ranks, steps)
         stack.callback(optimizer.close)
         nowhere = NullTransport(getattr(torch, settings.train_model.dtype), takes_adapters=False)

@@ -13,10 +13,12 @@ from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.envs.task import check_weights
 from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.compiler import why_uncompiled
 from grpo_rl.policies.hub import check_finite, resolve_model
 from grpo_rl.policies.loading import skeleton
 from grpo_rl.policies.lora import has_adapters
 from grpo_rl.policies.policy import Peers, ReferencePolicy, TrainPolicy
+from grpo_rl.run.logs import RunLogs
 from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
@@ -44,6 +46,17 @@ def make_policy(settings: Settings, model_folder: Path, devices: Devices, ranks:
         settings.train_model.head == "liger",
         settings.policy.router_replay,
     )
+
+
+def load_policy(
+    settings: Settings, model_folder: Path, devices: Devices, ranks: Ranks | None, logs: RunLogs
+) -> TrainPolicy:
+    """The policy of a run, loaded in a phase of its start, with a note where nothing is compiled."""
+    with logs.progress.start_phase("loading the model"):
+        policy = make_policy(settings, model_folder, devices, ranks)
+    if settings.train_model.compile is None and (why := why_uncompiled(policy.device)):
+        logs.note(f"Nothing is compiled, and steps take longer: {why}")
+    return policy
 
 
 def make_reference(

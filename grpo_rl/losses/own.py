@@ -12,9 +12,9 @@ from torch import Tensor
 SURROGATE_TAKES = (
     "log_ratio", "advantage", "log_prob", "clip_low", "clip_high", "dual_clip", "tau_pos", "tau_neg",
 )  # fmt: skip
-"""What a surrogate of the user's own may have as parameters; see `grpo_rl.losses.surrogate.surrogate_loss`."""
+"""The parameters that a surrogate of the user's own may have; see `grpo_rl.losses.surrogate.surrogate_loss`."""
 KL_TAKES = ("log_prob", "ref_log_prob", "log_ratio")
-"""What a KL estimate of the user's own may have as parameters; see `grpo_rl.losses.kl.kl_estimate`."""
+"""The parameters that a KL estimate of the user's own may have; see `grpo_rl.losses.kl.kl_estimate`."""
 
 # Per token: a fresh token, one without an advantage, ratios on both sides of 1 and far beyond any clip.
 _LOG_RATIO = (0.0, 0.0, 0.0, 0.1, -0.1, 0.7, -0.7, 12.0, -12.0, 12.0)

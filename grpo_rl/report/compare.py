@@ -195,8 +195,13 @@ def _ranking(table: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str,
 
 def _lowest_loss(known: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], runs: int) -> str:
     """The run of SFT with the lowest held-out loss, where the losses are of the same thing."""
-    if other := sorted({key for _, setting in known for key in _other(setting, known[0][1])}):
-        return f"{runs} runs; their task or evaluation differs ({', '.join(other[:3])}), so their losses don't compare."
+    first = known[0][1]
+    other = {key for _, setting in known for key in _other(setting, first)}
+    # Nats a token are of a tokenizer and a template.
+    other |= {key for key in ("model.name", "model.chat_template") for _, s in known if s.get(key) != first.get(key)}
+    if other := sorted(other):
+        what = f"their model, task or evaluation differs ({', '.join(other[:3])})"
+        return f"{runs} runs; {what}, so their losses don't compare."
     best, _ = min(known, key=lambda one: one[0]["loss"]["after"])
     before, after = best["loss"]["before"], best["loss"]["after"]
     of_how_many = str(runs) if len(known) == runs else f"the {len(known)} of {runs} that measured it"

@@ -253,7 +253,7 @@ def test_lanes_tell_a_steps_phases_and_zoom(tab):
     tab.get_by_role("button", name="Zoom in").click()
     assert float(box.locator(".lane-sync").first.get_attribute("width")) > 0 and box.locator(".lane-train").count() >= 1
     assert max(float(one.get_attribute("width")) for one in box.locator(".lane-train").all()) != pytest.approx(whole)
-    tab.get_by_role("button", name="Show the whole run").click()
+    tab.get_by_role("button", name="All: show the whole run").click()
     assert float(box.locator(".lane-train").first.get_attribute("width")) == pytest.approx(whole)
 
 

@@ -68,7 +68,7 @@ class History:
         self.held_out_losses: list[Point] = []
         """The loss of held-out demonstrations: the lowest before the newest, and the newest."""
         self.paid = False
-        """Whether any reward was not 0."""
+        """This is True once a reward was not 0."""
         self.alike: tuple[int, int, list[float]] = (0, 0, [])
         """Since when all responses to all prompts earn the same, for how many steps, and the shares of zero-variance
         groups in the two steps before; no steps where rewards differ."""
@@ -240,7 +240,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def change(facts: Facts, name: str, value: object) -> str:
-    """What to try for a setting, and what it is now.
+    """The value to try for a setting, and the one it has now.
 
     >>> change({"optimizer.lr": 0.01}, "optimizer.lr", 0.001), change({}, "optimizer.lr", "lower")
     ('optimizer.lr=0.001 (now 0.01)', 'a lower optimizer.lr')
@@ -252,7 +252,7 @@ def change(facts: Facts, name: str, value: object) -> str:
 
 
 def times(facts: Facts, name: str, factor: float) -> str:
-    """What to try for a number: so many times what it is now, or just more or less of it where that isn't known.
+    """The number to try for a setting: a multiple of its value now, or just more or less where that isn't known.
 
     >>> times({"env.repeats": 8}, "env.repeats", 2), times({}, "env.repeats", 2)
     ('env.repeats=16 (now 8)', 'a higher env.repeats')

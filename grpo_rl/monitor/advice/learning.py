@@ -48,7 +48,7 @@ UNSTABLE = 3.0
 """Growth of the gradient's norm, or change of the entropy either way, that shows that the weights came off course."""
 LOSS_ROSE = 1.05
 """The held-out loss of demonstrations as a multiple of its lowest. The same rows are scored each time, so that sampling
-adds no noise, and a healthy run's last evaluations differ by less than a hundredth."""
+adds no noise. The bound is reasoned; it has not been measured on many runs."""
 BAD_STEPS = 3
 """Optimizer steps left out, of the last ``WINDOW``. One is told when it happens, and may be a single overflow."""
 
@@ -272,7 +272,7 @@ def _share(history: History, facts: Facts, name: str, least: int, bound: float) 
 
 
 def _signs(best: list, last: list) -> list[str]:
-    """What else shows that the weights came off course, in words."""
+    """Other signs that the weights came off course, in words."""
     found = []
 
     def both(name: str) -> tuple[float, float]:

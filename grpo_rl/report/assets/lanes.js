@@ -6,7 +6,7 @@ sections.lanes = function (root, data) {
   const button = (text, name, act) => el("button", {type: "button", text, "aria-label": name, onclick: () => { act(); draw(); }});
   const box = el("div", {class: "lanes", tabIndex: 0, role: "application", "aria-label": "Lanes: left and right arrow keys go from step to step, plus and minus zoom, Home shows all", onkeydown: keys});
   const detail = el("p", {class: "lane-detail", role: "status", text: "Point at a step to read how long its phases took."});
-  root.append(note, el("div", {class: "controls"}, button("+", "Zoom in", () => zoom(.5)), button("−", "Zoom out", () => zoom(2)), button("‹", "Earlier", () => pan(-.5)), button("›", "Later", () => pan(.5)), button("All", "Show the whole run", whole)),
+  root.append(note, el("div", {class: "controls"}, button("+", "Zoom in", () => zoom(.5)), button("−", "Zoom out", () => zoom(2)), button("‹", "Earlier", () => pan(-.5)), button("›", "Later", () => pan(.5)), button("All", "All: show the whole run", whole)),
     el("div", {class: "card"}, box, detail));
 
   function svg(tag, attributes, ...children) {

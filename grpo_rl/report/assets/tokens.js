@@ -16,9 +16,9 @@ sections.tokens = function (root, data) {
   const legend = el("p", {class: "scale"});
   const strip = el("div", {class: "strip", role: "listbox", "aria-label": "Tokens: arrow keys move from one to the next", "aria-orientation": "horizontal",
     onkeydown: keys, onmouseover: (event) => tell(event.target), onfocusin: (event) => tell(event.target)});
-  const detail = el("dl", {class: "facts detail", role: "status"});
+  const detail = el("dl", {class: "facts detail"});
   root.append(note, el("div", {class: "controls"}, labelled("Step", slider), place, labelled("Response", which), labelled("Colour by", colourBy), back),
-    el("div", {class: "card"}, legend, strip, detail));
+    el("div", {class: "card"}, legend, strip, el("div", {role: "status"}, detail)));
 
   const steps = () => [...new Set(data.responses.map((response) => response.step))];
   const gap = (t) => t.sampler === null || t.trainer === null || t.read ? null : Math.abs(t.sampler - t.trainer);
@@ -68,6 +68,7 @@ sections.tokens = function (root, data) {
       before = one.version;
       const span = el("span", {class: `token${one.special ? " special" : ""}${one.read ? " read" : ""}${one.text === "" ? " part" : ""}`,
         role: "option", "aria-selected": "false", tabIndex: i === focused ? 0 : -1, text: visible(one.text)});
+      if (!one.text.trim()) span.setAttribute("aria-label", one.text === "" ? "a part of the next character" : JSON.stringify(one.text));
       span.dataset.at = i;
       if (value !== null && !one.read) span.style.setProperty("--v", Math.min(Math.max((value - low) / (high - low), 0), 1).toFixed(3));
       made.push(span);
