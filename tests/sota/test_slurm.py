@@ -219,8 +219,9 @@ def test_what_is_cancelled_gets_a_checkpoint_and_is_not_queued_again(job, mode):
 
 
 @pytest.mark.slow
-def test_what_hangs_when_it_is_cancelled_is_ended_before_slurm_does(job):
-    job.start(training="hangs", GRPO_RL_GRACE_S="1")
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.nightly)])
+def test_what_hangs_when_it_is_cancelled_is_ended_before_slurm_does(job, mode):
+    job.start(f"mode={mode}", training="hangs", GRPO_RL_GRACE_S="1")
     job.cancel()
     begin = time.monotonic()
     code, out = job.wait()
