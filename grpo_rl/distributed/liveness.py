@@ -188,6 +188,11 @@ class Watch:
             if not self._lost.is_set():  # otherwise the thread sees to it that the process ends
                 self._thread.join(5.0)
 
+    def lost_in(self, name: str) -> str:
+        """Which rank was lost in an earlier watch of this name, and how; empty where none was found lost."""
+        key = f"{name}/lost"
+        return self._claimed(self.store.get(key))[1] if self.store.check([key]) else ""
+
     # The thread.
 
     def _run(self) -> None:

@@ -75,6 +75,8 @@ class RunFolder:
         """Messages for the user, shown once there is a terminal view."""
         self.step = self.collected = 0
         self.seconds_before = 0.0
+        self.restarts = 0
+        """How often the ranks of the run were started again, as far as its checkpoint knows."""
         self.eval_before: list[float] = []
         self.eval_after: tuple[int, list[float]] | None = None
         """Step and rewards of the evaluation at the step the run resumes after, if stored."""
@@ -166,6 +168,7 @@ class RunFolder:
     def _read(self, state: dict) -> None:
         """Restores the progress of the checkpointed run."""
         checkpoint.check_config(state["config"], self.config)
+        self._check_ranks(state)
         self.step, self.collected = state["step"], state["collected"]
         self.seconds_before, self.eval_before = state["seconds"], state["eval_before"]
         found = agreed(self._ranks, lambda: self._end_of_before(state) if self.rank_zero else (None, False))
@@ -176,6 +179,25 @@ class RunFolder:
             self.eval_after, self.best = (self.step, evaluated[0]), evaluated[1] or self.best
         if over:
             raise RunIsOver
+
+    def _check_ranks(self, state: dict) -> None:
+        """Refuses another number of ranks than the checkpoint's, unless the run is elastic.
+
+        Raises:
+            ValueError: there are more or fewer, and ``train.elastic`` is false.
+        """
+        self.restarts = state.get("restarts", 0)
+        size = self._ranks.size if self._ranks else 1
+        before = state.get("ranks", size)  # earlier versions did not say
+        if before == size:
+            return
+        if not self._train.elastic:
+            raise ValueError(
+                f"{before} ranks trained until step {state['step']}, and {size} would go on; start {before} "
+                f"(torchrun --nproc-per-node {before} on one node), or set train.elastic=true: the same groups are "
+                "trained then, with the same loss but for rounding"
+            )
+        self.notes.append(f"Trained by {before} ranks until step {state['step']}, and by {size} from there on")
 
     def _end_of_before(self, state: dict) -> tuple[tuple[list[float], dict[str, Any] | None] | None, bool]:
         """The evaluation of the run's last step, if it was stored, and whether nothing is left to do.

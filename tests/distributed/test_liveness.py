@@ -134,8 +134,8 @@ def test_a_rank_that_lives_and_does_not_come_is_named_after_the_longest_wait(fou
     late = found["late"]
     assert late["codes"]["0"] == LOST_CODE and TIMEOUT_S < late["seconds"]["0"] < TIMEOUT_S + 5
     assert re.search(
-        r"rank 1 \(.*\) did not come to the exchange `gather`, in which others have waited since [\d:]+; it is in phase "
-        "train of step 3 since",
+        r"rank 1 \(.*\) did not come to the exchange `gather`, in which others have waited since [\d:]+; it is in "
+        "phase train of step 3 since",
         error_line(late, 0),
     )
 
