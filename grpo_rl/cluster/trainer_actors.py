@@ -108,7 +108,7 @@ def run_trainers(
         SystemExit: the run was stopped, or its settings can't be run.
         RuntimeError: a trainer died once too often, or finds no room any more; names its node.
     """
-    store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(this_address(), 0, is_master=True, wait_for_workers=False)
     options = {"num_cpus": num_cpus, "num_gpus": num_gpus}
     start = 0
     while True:
