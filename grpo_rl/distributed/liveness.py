@@ -35,6 +35,18 @@ UNWINDING_S = 20.0
 """Seconds that the main thread then has to close logs and engines; torchrun gives 30."""
 
 
+_restorers: set[Callable[[], None]] = set()
+
+
+def _restore_in_child() -> None:
+    """Has a forked process handle SIGTERM by itself; it shares the pipe that would wake the rank's thread."""
+    for restore in [*_restorers]:
+        restore()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)
+
+
 class RankLostError(SystemExit):
     """Ends a rank because another one is lost, which was said on stderr; exit code 75."""
 
@@ -367,11 +379,13 @@ class Watch:
         descriptor = signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
 
         def restore() -> None:
+            _restorers.discard(restore)
             with contextlib.suppress(ValueError):
                 signal.set_wakeup_fd(descriptor)
                 if before is signal.SIG_DFL:
                     signal.signal(signal.SIGTERM, before)
 
+        _restorers.add(restore)
         return restore
 
     def _on_sigterm(self, *_: object) -> None:
