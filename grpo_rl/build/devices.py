@@ -85,7 +85,7 @@ def make_ranks(settings: Settings, devices: Devices, rendezvous: Rendezvous | No
     limits = {"timeout_s": train.timeout_s, "deadline_s": train.deadline_s}
     if rendezvous:
         ranks = rendezvous.rank, rendezvous.size, rendezvous.store()
-        return Ranks.join(train.parallel, devices.train[0], *ranks, start=rendezvous.start, **limits, **placement)
+        return Ranks.join(train.parallel, devices.train[0], *ranks, **limits, **placement)
     # Devices are those of this machine; other nodes have their own, and as many.
     started, on_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), devices.train[0].type == "cuda"
     fits = started <= len(devices.train) if settings.train.elastic else started == len(devices.train)

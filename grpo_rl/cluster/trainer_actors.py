@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_rl.cluster.nodes import on_node, this_address
-from grpo_rl.distributed.liveness import RankLostError
+from grpo_rl.distributed.endings import RankLostError
 
 log = logging.getLogger(__name__)
 LAST_WORDS_S = 60.0

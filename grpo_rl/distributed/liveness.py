@@ -14,18 +14,17 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-LOST_CODE = 75
-"""Exit code of a rank that ends as another is lost: EX_TEMPFAIL of sysexits.h, as the run can go on in a new start."""
+from grpo_rl.distributed.endings import LOST_CODE, RankLostError, farewell, first_line, is_of_exchange
+from grpo_rl.distributed.meeting import Member
+
 LONGEST_INTERVAL_S = 1.0
 FAREWELL_S = 30.0
 """Seconds after a rank has ended with an error of its own: the others, if they have the same error, end meanwhile."""
@@ -45,50 +44,6 @@ def _restore_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_restore_in_child)
-
-
-class RankLostError(SystemExit):
-    """Ends a rank because another one is lost, which was said on stderr; exit code 75."""
-
-    def __init__(self, message: str = "") -> None:
-        super().__init__(LOST_CODE)
-        self.message = message
-
-
-class Stopped(SystemExit):
-    """Ends all ranks in order, as they agreed: the run was asked to stop, and can go on later.
-
-    The exit code is 1, as the run is not finished; under a torchrun that would start it again at once, it is 0.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-            if os.environ.get("RANK", "0") == "0":
-                print(message, file=sys.stderr, flush=True)
-            self.code = 0
-
-
-@dataclass(frozen=True)
-class Member:
-    """A rank's process; ``machine`` is the same for processes that see each other's ids."""
-
-    rank: int
-    host: str
-    pid: int
-    machine: str
-
-    @classmethod
-    def here(cls, rank: int) -> Member:
-        """This process."""
-        try:
-            space = os.readlink("/proc/self/ns/pid")
-        except OSError:
-            space = ""
-        return cls(rank, socket.gethostname(), os.getpid(), f"{socket.gethostname()} {space}")
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host}, process {self.pid})"
 
 
 class Watch:
@@ -164,16 +119,16 @@ class Watch:
         """Returns if an error is this rank's own.
 
         Raises:
-            RankLostError: it is that of an exchange; names the rank that is to blame.
+            RankLostError: it is that of an exchange; names the rank that caused it.
         """
-        if not _of_exchange(error):
+        if not is_of_exchange(error):
             return
         self._unwinding.set()
         if not self._lost.wait(2 * self._interval_s + 1):
             with contextlib.suppress(RuntimeError):  # the store may be gone, too
-                self._claim(*self._who_is_to_blame(error))
+                self._claim(*self._cause(error))
             if not self._lost.wait(2 * self._interval_s + 1):
-                self.message = f"rank {self.rank} can't reach the others ({_first_line(error)})"
+                self.message = f"rank {self.rank} can't reach the others ({first_line(error)})"
                 _write_line(f"error: {self.message}")
         raise RankLostError(self.message) from None
 
@@ -189,7 +144,7 @@ class Watch:
             if error is not None:
                 self.explain(error)
         finally:
-            self._bye = _farewell(error)
+            self._bye = farewell(error)
             with contextlib.suppress(RuntimeError):
                 self._tell()
             self._left.set()
@@ -273,7 +228,7 @@ class Watch:
             if silent_s <= self._deadline_s:
                 time.sleep(self._interval_s)  # where the connection is refused, this comes at once
                 return None
-            return -1, f"the store of all ranks has not answered for {silent_s:.0f} s ({_first_line(error)})"
+            return -1, f"the store of all ranks has not answered for {silent_s:.0f} s ({first_line(error)})"
 
     def _find(self, ended: list[Member], now: float) -> tuple[int, str] | None:
         if self.store.check([self._key("lost")]):
@@ -306,7 +261,7 @@ class Watch:
         of = list(ranks)
         return dict(zip(of, map(json.loads, self.store.multi_get([self._key(rank) for rank in of])), strict=True))
 
-    def _who_is_to_blame(self, error: BaseException) -> tuple[int, str]:
+    def _cause(self, error: BaseException) -> tuple[int, str]:
         """The rank for which an exchange failed: one that is silent since, or that the others waited for."""
         everyone = {member.rank: member for member in self._members}
         before = self._said(everyone)
@@ -318,7 +273,7 @@ class Watch:
                 return member.rank, f"{member} is gone, and its connections with it; it was {_at(status)}"
         behind = [member for member in self._members if said[member.rank]["count"] < self._count]
         if not behind:
-            return -1, f"ranks can't reach each other ({_first_line(error)}), {_at(said[self.rank])}"
+            return -1, f"ranks can't reach each other ({first_line(error)}), {_at(said[self.rank])}"
         last = min(behind, key=lambda member: said[member.rank]["count"])
         status = said[last.rank]
         if status["bye"]:
@@ -391,22 +346,6 @@ class Watch:
     def _on_sigterm(self, *_: object) -> None:
         self._unwinding.set()
         raise SystemExit(128 + signal.SIGTERM)
-
-
-def _of_exchange(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL", "ProcessGroup"))
-    )
-
-
-def _farewell(error: BaseException | None) -> str:
-    """What the others are told of the error that ends a rank; nothing where all of them end in order."""
-    orderly = isinstance(error, (Stopped, RankLostError)) or (isinstance(error, SystemExit) and error.code in (None, 0))
-    return "" if error is None or orderly else f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
 
 
 def _clock(seconds: float) -> str:

@@ -37,7 +37,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo_rl.distributed.liveness import Member, Watch
+from grpo_rl.distributed.liveness import Watch
+from grpo_rl.distributed.meeting import Member, meet
 from grpo_rl.policies.policy import CALL_WHOLE
 from grpo_rl.policies.shards import whole
 
@@ -98,7 +99,6 @@ class Ranks:
         store: dist.Store | None = None,
         timeout_s: float = 1800.0,
         deadline_s: float = 60.0,
-        start: int = 0,
         **placement: bool,
     ) -> Ranks:
         """Meets the other ranks, by the environment that torchrun sets or by a store that all of them know.
@@ -107,7 +107,6 @@ class Ranks:
             rank: this process's number; with ``size``, how many there are, and ``store``.
             timeout_s: longest wait for the others, here and in every exchange; whoever waits longer fails.
             deadline_s: a rank that gives no sign of life for this long is lost, and all others end.
-            start: number of times that ranks have met by this store before.
             placement: ``fp32_masters`` and ``cpu_offload``.
 
         Raises:
@@ -123,27 +122,21 @@ class Ranks:
             torch.cuda.set_device(device)
         # Numbers and offloaded weights are exchanged on the CPU, beside what is on the GPUs.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        where = {}
-        if store is not None:
-            where = {"rank": rank, "world_size": size, "store": dist.PrefixStore(f"ranks {start}", store)}
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **where)
-        ranks = cls(mode, device, **placement)
-        ranks._begin_watch(store, deadline_s)
-        return ranks
-
-    def _begin_watch(self, store: dist.Store | None, deadline_s: float) -> None:
-        """Watches over the other ranks by the store, or by torchrun's, which outlives ranks."""
-        by_torchrun = store is None
+        limit, by_torchrun = datetime.timedelta(seconds=timeout_s), store is None
         if store is None:
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
-        own = store.clone()
-        number = self.broadcast(own.add("grpo_rl/starts", 1) if self.rank == 0 else 0)
-        members = self.gather(Member.here(self.rank))
-        watch = Watch(own, f"grpo_rl/watch {number}", members, self.rank, deadline_s, by_torchrun)
-        self.wait()  # everyone has given a sign of life
+            store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
+        assert store is not None and rank is not None and size is not None
+        name = meet(store, rank, size, timeout_s)
+        at = {"rank": rank, "world_size": size, "store": dist.PrefixStore(name, store)}
+        dist.init_process_group(backend, timeout=limit, **at)
+        ranks = cls(mode, device, **placement)
+        members = ranks.gather(Member.here(rank))
+        own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        watch = Watch(own, f"grpo_rl/watch {name}", members, rank, deadline_s, by_torchrun)
+        ranks.wait()  # everyone has given a sign of life
         watch.start()
-        self.watch = watch
+        ranks.watch = watch
+        return ranks
 
     def __enter__(self) -> Ranks:
         return self
@@ -155,7 +148,7 @@ class Ranks:
         """Leaves the other ranks, which are told if an error is the reason.
 
         Raises:
-            RankLostError: the error is that of an exchange, and another rank is to blame.
+            RankLostError: the error is that of an exchange, and another rank caused it.
         """
         if self.watch:
             self.watch.leave(error)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.distributed.endings import Stopped
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor import lineage
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
@@ -234,6 +235,10 @@ class RunFolder:
     def how_to_go_on(self) -> str:
         """The message for a user whose run stops."""
         return f"Go on with: resume={self.shared if self._ranks else self.path}"
+
+    def stopped(self, step: int) -> Stopped:
+        """The end of all ranks in order after a step, as the run was asked to stop."""
+        return Stopped(f"Stopped after step {step}. {self.how_to_go_on}")
 
     @property
     def checkpoints(self) -> Path:

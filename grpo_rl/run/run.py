@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from grpo_rl.data.group import Group
-from grpo_rl.distributed.liveness import Stopped
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.monitor.step_record import StepRecord
@@ -167,7 +166,7 @@ class Run(Generic[P]):
             if asked and self.collected < total:
                 path = self.save_checkpoint()
                 write_end(self.logs, self._summary(), path)
-                raise Stopped(f"Stopped after step {self.step}. {self.folder.how_to_go_on}")
+                raise self.folder.stopped(self.step)
 
     def optimizer_steps(self, batches: Iterable[list[Group]]) -> Iterator[list[Group]]:
         """Yields the groups for each optimizer step in turn, and adds them to the record."""

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_rl.distributed.liveness import LOST_CODE, Stopped
+from grpo_rl.distributed.endings import LOST_CODE, Stopped
 from grpo_rl.distributed.ranks import Ranks
 
 DEADLINE_S, TIMEOUT_S, AT = 2.0, 6.0, 5

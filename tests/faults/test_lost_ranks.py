@@ -92,7 +92,7 @@ def words(tiny_run) -> list[str]:
     ]
 
 
-KILLED = {"signal": signal.SIGKILL, "rank": 2, "step": 5}
+KILLED = {"signal": signal.SIGKILL, "rank": 2, "step": 5, "after_s": 1.5}
 """In the first of two optimizer steps of step 3; the last checkpoint is of step 2."""
 
 
