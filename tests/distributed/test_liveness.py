@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_rl.distributed.endings import LOST_CODE, Stopped
+from grpo_rl.distributed.meeting import meet
 from grpo_rl.distributed.ranks import Ranks
 
 DEADLINE_S, TIMEOUT_S, AT = 2.0, 6.0, 5
@@ -151,6 +153,23 @@ def test_a_rank_that_fails_keeps_its_own_error_and_the_others_name_it(found):
 
 def test_ranks_that_stop_in_order_say_nothing_of_each_other(found):
     assert found["in order"]["codes"] == {"0": 1, "1": 1} and found["in order"]["said"] == ["", ""]
+
+
+def test_ranks_meet_under_another_name_at_each_start_whoever_comes_first_and_whatever_was_left():
+    store, names = dist.HashStore(), []
+    for first in (0, 1, 1):
+        with ThreadPoolExecutor() as threads:
+            early = threads.submit(meet, store, first, 2, 30.0)
+            time.sleep(0.3)  # rank 1 finds the call of the start before, and its answer
+            name = threads.submit(meet, store, 1 - first, 2, 30.0).result()
+            assert early.result() == name
+            names.append(name)
+    assert len({*names}) == 3
+
+
+def test_a_rank_that_never_comes_to_the_meeting_is_named():
+    with pytest.raises(ValueError, match=r"2 of 3 ranks did not come within 0.2 s: rank 1, rank 2"):
+        meet(dist.HashStore(), 0, 3, 0.2)
 
 
 if __name__ == "__main__":
