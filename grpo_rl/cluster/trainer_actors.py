@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_rl.cluster.nodes import on_node, this_address
-from grpo_rl.distributed.endings import RankLostError
+from grpo_rl.distributed.endings import LAST_LOST, RankLostError
 
 log = logging.getLogger(__name__)
 LAST_WORDS_S = 60.0
@@ -116,6 +116,7 @@ def run_trainers(
             _Trainer.options(scheduling_strategy=PlacementGroupSchedulingStrategy(place, rank), **options).remote()
             for rank in range(count)
         ]
+        store.delete_key(LAST_LOST)
         try:
             found = _placed(trainers, patience_s if start else None)
             if len(found) < (1 if elastic else count):
@@ -125,11 +126,13 @@ def run_trainers(
                     "resume=<the run's folder>"
                 )
             return _run_once(work, found, Rendezvous(0, len(found), this_address(), store.port, start))
-        except _Lost as lost:
+        except _Lost as ended:
+            # A rank that waited for a frozen one had to be ended in its exchange, and looks dead itself.
+            lost = f"{store.get(LAST_LOST).decode()}." if store.check([LAST_LOST]) else str(ended)
             if start == max_restarts:
                 raise RuntimeError(
                     f"{lost} What the last checkpoint holds is safe; go on with resume=<the run's folder>"
-                ) from lost.__cause__
+                ) from ended.__cause__
             start += 1
             log.warning("%s All trainers start again, %d of %d times", lost, start, max_restarts)
             _end_all(trainers, found)

@@ -10,6 +10,9 @@ import torch.distributed as dist
 LOST_CODE = 75
 """Exit code of a rank that ends as another is lost: EX_TEMPFAIL of sysexits.h, as the run can go on in a new start."""
 
+LAST_LOST = "grpo_rl/lost"
+"""Key of a launcher's store under which ranks say which of them was lost."""
+
 
 class RankLostError(SystemExit):
     """Ends a rank because another one is lost, which was said on stderr; exit code 75."""

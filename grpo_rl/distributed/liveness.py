@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from grpo_rl.distributed.endings import LOST_CODE, RankLostError, farewell, first_line, is_of_exchange
+from grpo_rl.distributed.endings import LAST_LOST, LOST_CODE, RankLostError, farewell, first_line, is_of_exchange
 from grpo_rl.distributed.meeting import Member
 
 LONGEST_INTERVAL_S = 1.0
@@ -283,7 +283,9 @@ class Watch:
 
     def _claim(self, rank: int, text: str) -> tuple[int, str]:
         """Says for all which rank is lost; what was said first counts."""
-        return self._claimed(self.store.compare_set(self._key("lost"), "", json.dumps([rank, text])))
+        said = self._claimed(self.store.compare_set(self._key("lost"), "", json.dumps([rank, text])))
+        self.store.set(LAST_LOST, said[1])
+        return said
 
     def _claimed(self, said: bytes) -> tuple[int, str]:
         rank, text = json.loads(said)
