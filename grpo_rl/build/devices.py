@@ -82,15 +82,17 @@ def make_ranks(settings: Settings, devices: Devices, rendezvous: Rendezvous | No
     if train.parallel is None:
         return None
     placement = {"fp32_masters": settings.train.mixed_precision, "cpu_offload": train.cpu_offload}
+    limits = {"timeout_s": train.timeout_s, "deadline_s": train.deadline_s}
     if rendezvous:
         ranks = rendezvous.rank, rendezvous.size, rendezvous.store()
-        return Ranks.join(train.parallel, devices.train[0], *ranks, train.timeout_s, **placement)
+        return Ranks.join(train.parallel, devices.train[0], *ranks, **limits, **placement)
     # Devices are those of this machine; other nodes have their own, and as many.
     started, on_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), devices.train[0].type == "cuda"
-    if on_gpu and started and started != len(devices.train):
+    fits = started <= len(devices.train) if settings.train.elastic else started == len(devices.train)
+    if on_gpu and started and not fits:
         raise ValueError(
             f"{started} processes were started on this node and {len(devices.train)} of its devices train; set "
             f"train_model.num_devices={started}"
         )
     device = devices.train[int(os.environ.get("LOCAL_RANK", 0))] if on_gpu else devices.train[0]
-    return Ranks.join(train.parallel, device, timeout_s=train.timeout_s, **placement)
+    return Ranks.join(train.parallel, device, **limits, **placement)

@@ -28,6 +28,7 @@ from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.origin import origin
 from grpo_rl.run.parts import Parts
+from grpo_rl.run.restarts import Restarts
 from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.step_metrics import step_metrics
 from grpo_rl.run.summary import best_kept
@@ -86,9 +87,10 @@ def build_run(
     with ExitStack() as stack:
         ranks = make_ranks()
         if ranks:
-            stack.callback(ranks.close)
+            stack.enter_context(ranks)
         folder = stack.enter_context(open_folder(settings, own_folder, model, ranks, settings.train))
         logs = stack.enter_context(_open_logs(settings, folder, env, loss))
+        tell_watch(ranks, logs, folder)
         interrupt = stack.enter_context(Interrupt(logs.note))
 
         policy = training.load_policy(settings, model, plan, ranks, logs)
@@ -180,7 +182,23 @@ def open_folder(
         model_bytes,
         2 if settings.evaluate.rows and settings.evaluate.keep_best else 1,
     )
-    return RunFolder(own, settings.resume, settings.as_json(), settings.as_text(), room, train, ranks)
+    config = settings.as_json()
+    restarts = Restarts.find(ranks, config) if ranks else Restarts()
+    own, resume = restarts.place(own, settings.resume)
+    folder = RunFolder(own, resume, config, settings.as_text(), room, train, ranks)
+    if ranks:
+        restarts.leave(ranks, config, folder.shared, folder.restarts)
+        folder.restarts = restarts.count
+        if restarts.folder:
+            reason = f": {restarts.reason}" if restarts.reason else ""
+            folder.notes.append(f"Restart {restarts.count} of the run, with {ranks.size} ranks{reason}")
+    return folder
+
+
+def tell_watch(ranks: Ranks | None, logs: RunLogs, folder: RunFolder) -> None:
+    """Has this rank's signs of life say what the run is at, and the line of a lost rank how to go on."""
+    if ranks and ranks.watch:
+        ranks.watch.doing, ranks.watch.advice = logs.progress.doing, folder.how_to_go_on
 
 
 def _best(folder: RunFolder, logs: RunLogs, keeps: bool, ranks: Ranks | None) -> dict | None:

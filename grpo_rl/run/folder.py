@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.distributed.endings import Stopped
 from grpo_rl.distributed.ranks import Ranks, agreed
 from grpo_rl.monitor import lineage
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
@@ -75,6 +76,8 @@ class RunFolder:
         """Messages for the user, shown once there is a terminal view."""
         self.step = self.collected = 0
         self.seconds_before = 0.0
+        self.restarts = 0
+        """How often the ranks of the run were started again, as far as its checkpoint knows."""
         self.eval_before: list[float] = []
         self.eval_after: tuple[int, list[float]] | None = None
         """Step and rewards of the evaluation at the step the run resumes after, if stored."""
@@ -166,6 +169,7 @@ class RunFolder:
     def _read(self, state: dict) -> None:
         """Restores the progress of the checkpointed run."""
         checkpoint.check_config(state["config"], self.config)
+        self._check_ranks(state)
         self.step, self.collected = state["step"], state["collected"]
         self.seconds_before, self.eval_before = state["seconds"], state["eval_before"]
         found = agreed(self._ranks, lambda: self._end_of_before(state) if self.rank_zero else (None, False))
@@ -176,6 +180,25 @@ class RunFolder:
             self.eval_after, self.best = (self.step, evaluated[0]), evaluated[1] or self.best
         if over:
             raise RunIsOver
+
+    def _check_ranks(self, state: dict) -> None:
+        """Refuses another number of ranks than the checkpoint's, unless the run is elastic.
+
+        Raises:
+            ValueError: there are more or fewer, and ``train.elastic`` is false.
+        """
+        self.restarts = state.get("restarts", 0)
+        size = self._ranks.size if self._ranks else 1
+        before = state.get("ranks", size)  # earlier versions did not say
+        if before == size:
+            return
+        if not self._train.elastic:
+            raise ValueError(
+                f"{before} ranks trained until step {state['step']}, and {size} would go on; start {before} "
+                f"(torchrun --nproc-per-node {before} on one node), or set train.elastic=true: the same groups are "
+                "trained then, with the same loss but for rounding"
+            )
+        self.notes.append(f"Trained by {before} ranks until step {state['step']}, and by {size} from there on")
 
     def _end_of_before(self, state: dict) -> tuple[tuple[list[float], dict[str, Any] | None] | None, bool]:
         """The evaluation of the run's last step, if it was stored, and whether nothing is left to do.
@@ -212,6 +235,10 @@ class RunFolder:
     def how_to_go_on(self) -> str:
         """The message for a user whose run stops."""
         return f"Go on with: resume={self.shared if self._ranks else self.path}"
+
+    def stopped(self, step: int) -> Stopped:
+        """The end of all ranks in order after a step, as the run was asked to stop."""
+        return Stopped(f"Stopped after step {step}. {self.how_to_go_on}")
 
     @property
     def checkpoints(self) -> Path:
