@@ -170,17 +170,21 @@ def open_folder(
     train: Train,
 ) -> RunFolder:
     """The run's folder, with room for its checkpoints; for the arguments see `RunFolder`."""
-    model_bytes = sum(path.stat().st_size for path in weight_files(model))
+    room = needed_room(settings, sum(path.stat().st_size for path in weight_files(model)))
+    return RunFolder(own, settings.resume, settings.as_json(), settings.as_text(), room, train, ranks)
+
+
+def needed_room(settings: Settings, model_bytes: float) -> Room:
+    """The disk space that a run of a model of so many bytes needs."""
     # Checkpoints of adapters are small beside the model.
     parameters = 0 if settings.train_model.lora.rank else model_bytes / 2
     reference = {"never": 0, "average": 4}.get(settings.ref_model.refresh, 2)  # bytes of a parameter, when renewed
-    room = Room(
+    return Room(
         1 + settings.train.keep_checkpoints,  # one more while the next is written
         parameters * (BYTES_PER_PARAMETER + reference),
         model_bytes,
         2 if settings.evaluate.rows and settings.evaluate.keep_best else 1,
     )
-    return RunFolder(own, settings.resume, settings.as_json(), settings.as_text(), room, train, ranks)
 
 
 def _best(folder: RunFolder, logs: RunLogs, keeps: bool, ranks: Ranks | None) -> dict | None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 
 from transformers import PreTrainedModel
 
 from grpo_rl.checks.finding import Finding, Unfit, unfit
+from grpo_rl.checks.in_turn import Case
 from grpo_rl.checks.memory import memory_findings
 from grpo_rl.checks.template import template_findings
 from grpo_rl.engines.ends import end_ids
-from grpo_rl.policies.hub import load_tokenizer
+from grpo_rl.planner.scenario import config_source
+from grpo_rl.policies.hub import load_tokenizer, resolve_model
 from grpo_rl.policies.loading import check_model, skeleton
 from grpo_rl.policies.mixers import mixers
 from grpo_rl.policies.supported import supported_calls
@@ -19,11 +22,45 @@ from grpo_rl.settings.derived import adapters
 from grpo_rl.settings.schema import Settings
 
 
-def unloaded_findings(settings: Settings, source: str) -> Iterator[Finding]:
+def model(case: Case) -> Iterator[Finding]:
+    """The findings of a run that is about to start, but for memory."""
+    with unfit("model"):
+        source = source_of(case)
+    yield Finding("OK", "model", source)
+    yield from unloaded_findings(case.read, source, plans=False, needs_template=True)
+
+
+def memory(case: Case) -> Iterator[Finding]:
+    """The memory of the longest responses, planned, against what is free."""
+    if case.cluster:
+        yield Finding("SKIP", "memory", "the nodes' devices are not this machine's; grpo-rl plan cluster=... plans it")
+        return
+    yield from memory_findings(case.read, skeleton(source_of(case)))
+
+
+def source_of(case: Case) -> str:
+    """The model's folder; without weights also its name on the hub.
+
+    Raises:
+        ValueError: it is not there, or can't be fetched.
+    """
+    return _source(case.read.model.name, case.quick)
+
+
+@cache
+def _source(name: str, quick: bool) -> str:
+    return config_source(name) if quick else str(resolve_model(name))
+
+
+def unloaded_findings(
+    settings: Settings, source: str, plans: bool = True, needs_template: bool = False
+) -> Iterator[Finding]:
     """The findings on a model whose weights are not read.
 
     Args:
         source: its folder, or its name on the hub.
+        plans: whether memory is planned, too.
+        needs_template: whether a model without a chat template is to be mended.
     """
     try:
         with unfit("config"):
@@ -31,12 +68,13 @@ def unloaded_findings(settings: Settings, source: str) -> Iterator[Finding]:
     except Unfit as error:  # a tokenizer asks for the config, too
         yield error.finding
         return
-    checks = [_tokenizer(settings, source, model), _context(settings, model)]
+    checks = [_tokenizer(settings, source, model, needs_template), _context(settings, model)]
     try:
         with unfit("gate"):
             check_model(source, adapters(settings), settings.policy.router_replay)
             yield Finding("OK", "gate", road(model))
-        checks.append(memory_findings(settings, model))  # which knows models that can be trained alone
+        if plans:
+            checks.append(memory_findings(settings, model))  # which knows models that can be trained alone
     except Unfit as error:
         yield error.finding
     for check in checks:
@@ -46,12 +84,12 @@ def unloaded_findings(settings: Settings, source: str) -> Iterator[Finding]:
             yield error.finding
 
 
-def _tokenizer(settings: Settings, source: str, model: PreTrainedModel) -> Iterator[Finding]:
+def _tokenizer(settings: Settings, source: str, model: PreTrainedModel, needs_template: bool) -> Iterator[Finding]:
     with unfit("tokenizer", f"; {source} needs the files that its tokenizer's save_pretrained() writes"):
         tokenizer = load_tokenizer(source, settings.model.chat_template)
     embedded = model.get_input_embeddings().weight.shape[0]
     with unfit("chat template"):
-        yield from template_findings(tokenizer, end_ids(source), embedded)
+        yield from template_findings(tokenizer, end_ids(source), embedded, needs_template)
 
 
 def road(model: PreTrainedModel) -> str:

@@ -1,8 +1,9 @@
-"""Checks of a model with its weights: sampler against trainer, and a gradient."""
+"""Checks of a model with its weights: sampler against trainer, a gradient, a push of changed weights."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,7 +12,9 @@ from pathlib import Path
 import torch
 
 from grpo_rl.checks.finding import Finding, Unfit, unfit
-from grpo_rl.checks.trial import QUESTIONS, Trial, trial
+from grpo_rl.checks.in_turn import Case
+from grpo_rl.checks.model import source_of
+from grpo_rl.checks.trial import QUESTIONS, Trial, in_one_process, trial
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.causes import DiagnosisContext
@@ -24,6 +27,18 @@ from grpo_rl.training.micro_batches import scored_micro_batches
 
 SHOWN = 60
 """Characters of a response that are shown."""
+
+
+def weights(case: Case) -> Iterator[Finding]:
+    """The findings of a run that is about to start, in one process of its own."""
+    if case.quick or case.cluster:
+        why = (
+            "--quick reads none" if case.quick else "each node has its own; `grpo-rl doctor` without --ray on one tells"
+        )
+        yield Finding("SKIP", "weights", why)
+        return
+    alone = in_one_process(case.read, torch.cuda.device_count())
+    yield from loaded_findings(alone, Path(source_of(case)))
 
 
 def loaded_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
@@ -84,6 +99,26 @@ def _compared(settings: Settings, parts: Trial, groups: list[Group]) -> Iterator
         text += f", {seen['mismatch/max']:.2g} at most; mass kept {seen['mismatch/mass_kept']:.3f}"
         yield Finding("note" if warning else "OK", "sampler, trainer", f"{text}. {warning}" if warning else text)
     yield _gradient(parts)
+    with unfit("push"):
+        yield _pushed(parts)
+
+
+def _pushed(parts: Trial) -> Finding:
+    """Pushes weights that differ from those that the engine has read itself, and reads back what it computes with.
+
+    Raises:
+        WeightDeliveryError: they did not arrive.
+    """
+    trained = [weight for weight in parts.policy.model.parameters() if weight.requires_grad]
+    for weight in trained:
+        weight.data.add_(weight.data.abs().mean() / 8 + 2.0**-7)
+    began = time.monotonic()
+    parts.weights.push()
+    seconds = time.monotonic() - began
+    parts.weights.verify()
+    size = sum(weight.nbytes for weight in trained) / 2**20
+    text = f"{len(trained)} changed tensors ({size:,.0f} MiB) sent in {seconds:.2g} s, proven, and read back the same"
+    return Finding("OK", "push", text)
 
 
 def _gradient(parts: Trial) -> Finding:
