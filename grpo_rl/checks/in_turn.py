@@ -59,7 +59,7 @@ class Check:
 
     Args:
         about: its name, in findings too where it yields one alone.
-        function: ``module:name`` in this folder, imported where it runs: it takes a case, and yields findings.
+        function: ``package.module:name``, imported where it runs: it takes a case, and yields findings.
         limit_s: seconds that it may take.
         needs: findings that have to be in order before it can tell anything.
     """
@@ -74,7 +74,7 @@ class Check:
         module, name = self.function.split(":")
         try:
             with unfit(self.about):
-                yield from getattr(importlib.import_module(f"grpo_rl.checks.{module}"), name)(case)
+                yield from getattr(importlib.import_module(module), name)(case)
         except Unfit as error:
             yield error.finding
 

@@ -9,23 +9,23 @@ from grpo_rl.checks.in_turn import Case, Check
 MODEL = ("model", "config", "gate", "tokenizer", "chat template")
 """Findings without which data can't be tokenised, and no model be planned or loaded."""
 OF_MACHINE = (
-    Check("packages", "machine:packages"),
-    Check("open files", "machine:open_files"),
-    Check("shared memory", "machine:shared_memory"),
-    Check("clock", "machine:clock"),
-    Check("run folder", "folder:run_folder"),
-    Check("leftovers", "folder:leftovers"),
+    Check("packages", "grpo_rl.checks.machine:packages"),
+    Check("open files", "grpo_rl.checks.machine:open_files"),
+    Check("shared memory", "grpo_rl.checks.machine:shared_memory"),
+    Check("clock", "grpo_rl.checks.machine:clock"),
+    Check("run folder", "grpo_rl.checks.folder:run_folder"),
+    Check("leftovers", "grpo_rl.checks.folder:leftovers"),
 )
 OF_RUN = (
-    Check("loggers", "loggers:loggers", 40.0),
-    Check("model", "model:model", math.inf),  # which may have to be fetched
-    Check("devices", "devices:devices", 40.0, ("engine", "ray")),
-    Check("disk", "folder:disk", needs=("model", "config")),
-    Check("memory", "model:memory", 40.0, (*MODEL, "devices")),
-    Check("dataset", "data:dataset", 60.0, MODEL),
-    Check("rewards", "data:rewards", 60.0, (*MODEL, "dataset")),
-    Check("collectives", "devices:collectives", 75.0, ("devices",)),
-    Check("weights", "scores:weights", math.inf, (*MODEL, "engine", "devices", "memory", "context")),
+    Check("loggers", "grpo_rl.checks.loggers:loggers", 40.0),
+    Check("model", "grpo_rl.checks.model:model", math.inf),  # which may have to be fetched
+    Check("devices", "grpo_rl.checks.devices:devices", 40.0, ("engine", "ray")),
+    Check("disk", "grpo_rl.checks.folder:disk", needs=("model", "config")),
+    Check("memory", "grpo_rl.checks.model:memory", 40.0, (*MODEL, "devices")),
+    Check("dataset", "grpo_rl.checks.data:dataset", 60.0, MODEL),
+    Check("rewards", "grpo_rl.checks.data:rewards", 60.0, (*MODEL, "dataset")),
+    Check("collectives", "grpo_rl.checks.devices:collectives", 75.0, ("devices",)),
+    Check("weights", "grpo_rl.checks.scores:weights", math.inf, (*MODEL, "engine", "devices", "memory", "context")),
 )
 
 

@@ -149,7 +149,7 @@ def on_nodes(
 
 
 def clock_skews(alive: Sequence[Node], deadline_s: float) -> list[tuple[float, float] | Exception]:
-    """Seconds that each node's clock is before this one's, and how far that may be wrong: the best of several answers."""
+    """Seconds that each node is ahead of this one, and how far that may be off: the best of several answers."""
     best: list[tuple[float, float] | Exception] = [TimeoutError(f"no answer within {deadline_s:.0f} s")] * len(alive)
     for index, node in enumerate(alive):
         for _ in range(CLOCK_QUESTIONS):
