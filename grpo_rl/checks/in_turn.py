@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
-import multiprocessing
+import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 
 STACK_S = 0.5
 """Seconds that a process that hangs has to say where."""
+END_S = 3.0
+"""Seconds that a process has to end in order, when all has been told."""
+SERVE = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from grpo_rl.checks import in_turn; in_turn.serve"
+SERVE += "(int(sys.argv[1]))"
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 
 
@@ -110,13 +116,13 @@ def guarding(deadline_s: float) -> Iterator[Callable[[Check, Case], Iterator[Fin
     try:
         yield guard.findings
     finally:
-        guard.kill()
+        guard.close()
 
 
 class _Guard:
     def __init__(self, end: float, deadline_s: float) -> None:
         self._end, self._deadline_s = end, deadline_s
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def findings(self, check: Check, case: Case) -> Iterator[Finding]:
         """The findings of a check; also of one that does not come back."""
@@ -124,84 +130,81 @@ class _Guard:
         if limit <= 0:
             yield Finding("SKIP", check.about, f"the {self._deadline_s:g} s are over; --deadline-s gives more")
             return
-        pipe = self._started()
+        process = self._process = self._process or self._start()
         until = time.monotonic() + limit
         try:
-            pipe.send((check, case))
-            while pipe.poll(max(0.0, until - time.monotonic())):
-                finding = pipe.recv()
+            self._pipe.send((check, case))
+            while self._pipe.poll(max(0.0, until - time.monotonic())):
+                finding = self._pipe.recv()
                 if finding is None:
                     return
                 yield finding
         except (EOFError, OSError):
-            yield Finding("FIX", check.about, self._death())
-            self.kill()
+            yield Finding("FIX", check.about, self._death(process))
+            self._kill(process)
             return
-        cut = limit < check.limit_s
-        more = "; --deadline-s gives more, if it is only slow" if cut else ""
-        yield Finding("FIX", check.about, f"hangs: no result within {limit:.0f} s{self._place()}{more}")
-        self.kill()
+        more = "; --deadline-s gives more, if it is only slow" if limit < check.limit_s else ""
+        text = f"hangs: no result within {limit:.0f} s{self._place(process)}{more}"
+        yield Finding("FIX", check.about, text)
+        self._kill(process)
 
-    def _started(self) -> Connection:
-        if self._process is None:
-            file, log = tempfile.mkstemp(prefix="grpo_rl_doctor_", suffix=".log")
-            os.close(file)
-            self._log = Path(log)
-            context = multiprocessing.get_context("spawn")
-            self._pipe, other = context.Pipe()
-            self._process = context.Process(target=_serve, args=(other, log))
-            self._process.start()
-            other.close()
-        return self._pipe
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Starts a process with a session of its own, so that all that it starts ends with it."""
+        self._log = tempfile.NamedTemporaryFile(prefix="grpo_rl_doctor_", suffix=".log")  # noqa: SIM115
+        ours, theirs = socket.socketpair()
+        self._pipe = Connection(ours.detach())
+        command = [sys.executable, "-c", SERVE, str(theirs.fileno()), json.dumps(sys.path)]
+        keeping = {"pass_fds": [theirs.fileno()], "start_new_session": True, "stdin": subprocess.DEVNULL}
+        process = subprocess.Popen(command, stdout=self._log, stderr=self._log, **keeping)
+        theirs.close()
+        return process
 
-    def _death(self) -> str:
-        assert self._process is not None
-        self._process.join(STACK_S)
-        code = self._process.exitcode
+    def _said(self) -> str:
+        return Path(self._log.name).read_text(errors="replace")
+
+    def _death(self, process: subprocess.Popen[bytes]) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STACK_S)
+        code = process.returncode
         how = f"by {signal.Signals(-code).name}" if code and code < 0 else f"with exit code {code}"
         if code == -signal.SIGKILL:
             how += ", as the kernel does where memory is short"
-        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in self._said().splitlines() if line.strip()]
         return f"the process that looked ended {how}{f': {lines[-1].strip()[:LONGEST]}' if lines else ''}"
 
-    def _place(self) -> str:
-        """The innermost line that the process is at, and ours that called it, in words."""
-        assert self._process is not None and self._process.pid
+    def _place(self, process: subprocess.Popen[bytes]) -> str:
+        """The innermost line that the process is at, and the line of ours that called it, in words."""
         with suppress(OSError):
-            os.kill(self._process.pid, signal.SIGUSR1)
+            process.send_signal(signal.SIGUSR1)
             time.sleep(STACK_S)
-        _, _, stack = self._log.read_text(errors="replace").rpartition("(most recent call first)")
+        _, _, stack = self._said().rpartition("(most recent call first)")
         frames = FRAME.findall(stack)
-        ours = [frame for frame in frames if "/grpo_rl/" in frame[0] and "in_turn" not in frame[0]]
+        ours = [frame for frame in frames if "/grpo_rl/" in frame[0] and not frame[0].endswith("/in_turn.py")]
         shown = list(dict.fromkeys([*frames[:1], *ours[:1]]))
         places = (f"{Path(file).name}:{line} ({name})" for file, line, name in shown)
         return f", at {', called at '.join(places)}" if shown else ""
 
-    def kill(self) -> None:
-        """Ends the process, and all that it started."""
-        if self._process is None:
-            return
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid or 0, signal.SIGKILL) if self._leads() else self._process.kill()
-        self._process.join(STACK_S)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         self._pipe.close()
-        self._log.unlink(missing_ok=True)
+        self._log.close()
         self._process = None
 
-    def _leads(self) -> bool:
-        """Tells whether the process has begun its own group; until then it is in ours."""
-        assert self._process is not None and self._process.pid
-        return os.getpgid(self._process.pid) == self._process.pid
+    def close(self) -> None:
+        """Ends the process, which may put its things in order first, and all that it started."""
+        if (process := self._process) is not None:
+            self._pipe.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            self._kill(process)
 
 
-def _serve(pipe: Connection, log: str) -> None:
+def serve(descriptor: int) -> None:
     """Runs each check that comes, until nobody sends more."""
-    os.setsid()
-    file = open(log, "a")  # noqa: SIM115, as long as the process
-    sys.stdout.flush()
-    for stream in (1, 2):
-        os.dup2(file.fileno(), stream)
-    faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+    pipe = Connection(descriptor)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     with suppress(EOFError):
         while True:
             check, case = pipe.recv()

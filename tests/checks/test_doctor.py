@@ -296,7 +296,7 @@ def test_a_logger_that_cant_be_imported_is_told(look):
         (["env.path=/no/such.jsonl"], "/no/such.jsonl"),
         (["env.columns={question: no_such_column}"], "no_such_column"),
         (["evaluate.rows=7"], "evaluate.rows=7, but the held-out data has 6 rows"),
-        (["inference_model.max_model_len=12"], "12"),
+        (["inference_model.max_model_len=9"], "the prompt of row 0 has"),
     ],
 )
 def test_data_that_cant_be_used_are_told(look, words, told):
@@ -311,7 +311,7 @@ def test_rows_are_compared_with_steps(look):
     kind, text = look("env.num_envs=8", "train.optim_batch_size=32", only=["dataset"])["dataset"]
     assert kind == "note" and "lower env.num_envs to 6" in text
     kind, text = look("train.total_dialog_turns=1600", only=["dataset"])["dataset"]
-    assert kind == "note" and "see each 67 times. That often" in text
+    assert kind == "note" and "see each 67 times; " in text and "That often" in text
 
 
 def test_limits_of_files_and_shared_memory_are_told(look, monkeypatch):
