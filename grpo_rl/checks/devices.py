@@ -19,7 +19,7 @@ from grpo_rl.build.devices import check_devices
 from grpo_rl.checks.all_reduce import HERE
 from grpo_rl.checks.finding import Finding
 from grpo_rl.checks.in_turn import Case
-from grpo_rl.checks.model import source_of
+from grpo_rl.checks.model_of_run import source_of
 from grpo_rl.settings.devices import Devices, allocate
 
 COLLECTIVE_S = 60.0

@@ -143,8 +143,11 @@ class _Guard:
             yield Finding("FIX", check.about, self._death(process))
             self._kill(process)
             return
-        more = "; --deadline-s gives more, if it is only slow" if limit < check.limit_s else ""
-        text = f"hangs: no result within {limit:.0f} s{self._place(process)}{more}"
+        place = self._place(process)
+        text = f"hangs: no result within {limit:.0f} s{place}"
+        if limit < check.limit_s:
+            text = f"not done when the {self._deadline_s:g} s were over{place}; if it is only slow, "
+            text += "--deadline-s gives more"
         yield Finding("FIX", check.about, text)
         self._kill(process)
 
@@ -154,8 +157,14 @@ class _Guard:
         ours, theirs = socket.socketpair()
         self._pipe = Connection(ours.detach())
         command = [sys.executable, "-c", SERVE, str(theirs.fileno()), json.dumps(sys.path)]
-        keeping = {"pass_fds": [theirs.fileno()], "start_new_session": True, "stdin": subprocess.DEVNULL}
-        process = subprocess.Popen(command, stdout=self._log, stderr=self._log, **keeping)
+        process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+        )
         theirs.close()
         return process
 

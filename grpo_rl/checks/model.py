@@ -4,52 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 
 from transformers import PreTrainedModel
 
 from grpo_rl.checks.finding import Finding, Unfit, unfit
-from grpo_rl.checks.in_turn import Case
 from grpo_rl.checks.memory import memory_findings
 from grpo_rl.checks.template import template_findings
 from grpo_rl.engines.ends import end_ids
-from grpo_rl.planner.scenario import config_source
-from grpo_rl.policies.hub import load_tokenizer, resolve_model
+from grpo_rl.policies.hub import load_tokenizer
 from grpo_rl.policies.loading import check_model, skeleton
 from grpo_rl.policies.mixers import mixers
 from grpo_rl.policies.supported import supported_calls
 from grpo_rl.settings.derived import adapters
 from grpo_rl.settings.schema import Settings
-
-
-def model(case: Case) -> Iterator[Finding]:
-    """The findings of a run that is about to start, but for memory."""
-    with unfit("model"):
-        source = source_of(case)
-    yield Finding("OK", "model", source)
-    yield from unloaded_findings(case.read, source, plans=False, needs_template=True)
-
-
-def memory(case: Case) -> Iterator[Finding]:
-    """The memory of the longest responses, planned, against what is free."""
-    if case.cluster:
-        yield Finding("SKIP", "memory", "the nodes' devices are not this machine's; grpo-rl plan cluster=... plans it")
-        return
-    yield from memory_findings(case.read, skeleton(source_of(case)))
-
-
-def source_of(case: Case) -> str:
-    """The model's folder; without weights also its name on the hub.
-
-    Raises:
-        ValueError: it is not there, or can't be fetched.
-    """
-    return _source(case.read.model.name, case.quick)
-
-
-@cache
-def _source(name: str, quick: bool) -> str:
-    return config_source(name) if quick else str(resolve_model(name))
 
 
 def unloaded_findings(

@@ -12,9 +12,7 @@ from pathlib import Path
 import torch
 
 from grpo_rl.checks.finding import Finding, Unfit, unfit
-from grpo_rl.checks.in_turn import Case
-from grpo_rl.checks.model import source_of
-from grpo_rl.checks.trial import QUESTIONS, Trial, in_one_process, trial
+from grpo_rl.checks.trial import QUESTIONS, Trial, trial
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.causes import DiagnosisContext
@@ -27,18 +25,6 @@ from grpo_rl.training.micro_batches import scored_micro_batches
 
 SHOWN = 60
 """Characters of a response that are shown."""
-
-
-def weights(case: Case) -> Iterator[Finding]:
-    """The findings of a run that is about to start, in one process of its own."""
-    if case.quick or case.cluster:
-        why = (
-            "--quick reads none" if case.quick else "each node has its own; `grpo-rl doctor` without --ray on one tells"
-        )
-        yield Finding("SKIP", "weights", why)
-        return
-    alone = in_one_process(case.read, torch.cuda.device_count())
-    yield from loaded_findings(alone, Path(source_of(case)))
 
 
 def loaded_findings(settings: Settings, folder: Path) -> Iterator[Finding]:

@@ -18,14 +18,16 @@ OF_MACHINE = (
 )
 OF_RUN = (
     Check("loggers", "grpo_rl.checks.loggers:loggers", 40.0),
-    Check("model", "grpo_rl.checks.model:model", math.inf),  # which may have to be fetched
+    Check("model", "grpo_rl.checks.model_of_run:model", math.inf),  # which may have to be fetched
     Check("devices", "grpo_rl.checks.devices:devices", 40.0, ("engine", "ray")),
     Check("disk", "grpo_rl.checks.folder:disk", needs=("model", "config", "run folder")),
-    Check("memory", "grpo_rl.checks.model:memory", 40.0, (*MODEL, "devices")),
+    Check("memory", "grpo_rl.checks.model_of_run:memory", 40.0, (*MODEL, "devices")),
     Check("dataset", "grpo_rl.checks.data:dataset", 60.0, MODEL),
     Check("rewards", "grpo_rl.checks.data:rewards", 60.0, (*MODEL, "dataset")),
     Check("collectives", "grpo_rl.checks.devices:collectives", 75.0, ("devices",)),
-    Check("weights", "grpo_rl.checks.scores:weights", math.inf, (*MODEL, "engine", "devices", "memory", "context")),
+    Check(
+        "weights", "grpo_rl.checks.model_of_run:weights", math.inf, (*MODEL, "engine", "devices", "memory", "context")
+    ),
 )
 
 
