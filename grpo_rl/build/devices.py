@@ -37,15 +37,24 @@ def plan_devices(settings: Settings, model_folder: Path) -> Devices:
         devices = allocate(settings, num_attention_heads=config.num_attention_heads)
     else:
         devices = allocate(settings)  # no engine splits attention heads
+    check_devices(settings, devices)
+    check_model(model_folder, adapters(settings), settings.policy.router_replay)
+    return devices
+
+
+def check_devices(settings: Settings, devices: Devices) -> None:
+    """Refuses a plan that a run in this process can't follow, see :func:`plan_devices`.
+
+    Raises:
+        ValueError: says why, and what to set.
+    """
     if len(devices.train) > 1 and settings.train_model.parallel is None:
         raise ValueError(
             f"{len(devices.train)} training devices and one process; set train_model.parallel=fsdp (or ddp) and start "
             f"torchrun --nproc-per-node {len(devices.train)}, or train_model.num_devices=1"
         )
-    if samples:
+    if settings.mode != "sft":
         _check_engine_devices(settings, devices)
-    check_model(model_folder, adapters(settings), settings.policy.router_replay)
-    return devices
 
 
 def _check_engine_devices(settings: Settings, devices: Devices) -> None:

@@ -172,16 +172,7 @@ def open_folder(
     train: Train,
 ) -> RunFolder:
     """The run's folder, with room for its checkpoints; for the arguments see `RunFolder`."""
-    model_bytes = sum(path.stat().st_size for path in weight_files(model))
-    # Checkpoints of adapters are small beside the model.
-    parameters = 0 if settings.train_model.lora.rank else model_bytes / 2
-    reference = {"never": 0, "average": 4}.get(settings.ref_model.refresh, 2)  # bytes of a parameter, when renewed
-    room = Room(
-        1 + settings.train.keep_checkpoints,  # one more while the next is written
-        parameters * (BYTES_PER_PARAMETER + reference),
-        model_bytes,
-        2 if settings.evaluate.rows and settings.evaluate.keep_best else 1,
-    )
+    room = needed_room(settings, sum(path.stat().st_size for path in weight_files(model)))
     config = settings.as_json()
     restarts = Restarts.find(ranks, config) if ranks else Restarts()
     own, resume = restarts.place(own, settings.resume)
@@ -193,6 +184,19 @@ def open_folder(
             reason = f": {restarts.reason}" if restarts.reason else ""
             folder.notes.append(f"Restart {restarts.count} of the run, with {ranks.size} ranks{reason}")
     return folder
+
+
+def needed_room(settings: Settings, model_bytes: float) -> Room:
+    """The disk space that a run of a model of so many bytes needs."""
+    # Checkpoints of adapters are small beside the model.
+    parameters = 0 if settings.train_model.lora.rank else model_bytes / 2
+    reference = {"never": 0, "average": 4}.get(settings.ref_model.refresh, 2)  # bytes of a parameter, when renewed
+    return Room(
+        1 + settings.train.keep_checkpoints,  # one more while the next is written
+        parameters * (BYTES_PER_PARAMETER + reference),
+        model_bytes,
+        2 if settings.evaluate.rows and settings.evaluate.keep_best else 1,
+    )
 
 
 def tell_watch(ranks: Ranks | None, logs: RunLogs, folder: RunFolder) -> None:

@@ -100,11 +100,7 @@ def make_site(settings: Settings) -> Iterator[Site]:
             f"ray.address={settings.ray.address}; set train_model.parallel=fsdp (or ddp), or start the script by "
             "itself: on a cluster trainers are actors"
         )
-    if (settings.train_model.num_devices or 1) > 1 and parallel is None:
-        raise ValueError(
-            f"train_model.num_devices={settings.train_model.num_devices} with train_model.parallel=null; set it to "
-            "fsdp, or to ddp"
-        )
+    check_parallel(settings)
     if (address := settings.ray.address) is None:
         first = int(os.environ.get("RANK", 0)) == 0
         cores = len(os.sched_getaffinity(0))
@@ -141,6 +137,19 @@ def make_site(settings: Settings) -> Iterator[Site]:
         trainer = {"CPU": 1.0} | ({"GPU": 1.0} if devices.train[0].type == "cuda" else {})
         with places([trainer] * trainers + [_bundle(devices, 1)] * devices.replicas) as place:
             yield Site(devices, place, trainers, 1)
+
+
+def check_parallel(settings: Settings) -> None:
+    """Refuses several training devices without a way to share their work.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if (settings.train_model.num_devices or 1) > 1 and settings.train_model.parallel is None:
+        raise ValueError(
+            f"train_model.num_devices={settings.train_model.num_devices} with train_model.parallel=null; set it to "
+            "fsdp, or to ddp"
+        )
 
 
 def _bundle(devices: Devices, cpus: int) -> dict[str, float]:

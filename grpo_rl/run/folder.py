@@ -41,6 +41,15 @@ class Room:
     model_bytes: float
     models: int = 1
 
+    @property
+    def needed(self) -> float:
+        """The bytes of all of them."""
+        return self.checkpoint_bytes * self.checkpoints + self.model_bytes * self.models
+
+    def __str__(self) -> str:
+        model = "the exported model" if self.models == 1 else f"{self.models} exported models"
+        return f"{self.checkpoints} checkpoints and {model} take about {self.needed / 2**30:.1f} GiB"
+
 
 class RunFolder:
     """A run's folder, locked against other processes until it is closed; used as a context manager.
@@ -148,13 +157,10 @@ class RunFolder:
             probe.unlink()
         except OSError as error:
             raise ValueError(f"the run can't write to {folder} ({error.strerror}); set hydra.run.dir") from error
-        needed = room.checkpoint_bytes * room.checkpoints + room.model_bytes * room.models
-        model = "the exported model" if room.models == 1 else f"{room.models} exported models"
         free = shutil.disk_usage(folder).free
-        if free < needed:
+        if free < room.needed:
             raise ValueError(
-                f"{folder} has {free / 2**30:.1f} GiB free, and {room.checkpoints} checkpoints and {model} "
-                f"take about {needed / 2**30:.1f} GiB; free some space or set hydra.run.dir"
+                f"{folder} has {free / 2**30:.1f} GiB free, and {room}; free some space or set hydra.run.dir"
             )
         kept = room.checkpoints - 1
         count = f"{kept} checkpoint{'s' * (kept > 1)}" if kept else "checkpoints"
