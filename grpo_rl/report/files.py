@@ -151,3 +151,18 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue  # vllm goes by two names, and is optional
     return found
+
+
+def signature(runs: Sequence[Path]) -> object:
+    """A value that is equal as long as no file of these run folders has changed and no process began or ended there."""
+    found = []
+    for run in runs:
+        for path in [run, *sorted(run.iterdir())]:
+            try:
+                state = path.stat()
+            except OSError:  # gone since it was listed
+                continue
+            if path.name != REPORT:
+                found.append((str(path), state.st_mtime_ns, state.st_size))
+        found.append(is_running(run))
+    return found

@@ -14,8 +14,8 @@ from huggingface_hub import try_to_load_from_cache
 
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.monitor.progress import duration
+from grpo_rl.run.model_files import CARD
 
-CARD = "README.md"
 SHOWN = {
     "loss": ("surrogate", "ratio", "aggregate", "advantage", "kl"),
     "optimizer": ("name", "lr", "schedule"),

@@ -144,7 +144,7 @@ def run_folder(tmp_path) -> Path:
 
 
 def test_a_dry_run_lists_the_models_files_alone_with_their_sizes_and_asks_nobody(run_folder, capsys, monkeypatch):
-    monkeypatch.setattr("grpo_rl.run.push.HfApi", MagicMock(side_effect=AssertionError))
+    monkeypatch.setattr("huggingface_hub.HfApi", MagicMock(side_effect=AssertionError))
     assert main(["push-to-hub", str(run_folder), "org/name", "--dry-run"]) == 0
     assert [line.split() for line in capsys.readouterr().out.splitlines()[:3]] == [
         ["0.00", "MB", "README.md"],
@@ -154,7 +154,7 @@ def test_a_dry_run_lists_the_models_files_alone_with_their_sizes_and_asks_nobody
 
 
 def test_the_upload_is_of_these_files_into_a_repository_as_private_as_asked(run_folder, monkeypatch):
-    monkeypatch.setattr("grpo_rl.run.push.HfApi", lambda: api)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
     api = MagicMock()
     assert main(["push-to-hub", str(run_folder), "org/name", "--private"]) == 0
     api.create_repo.assert_called_once_with("org/name", private=True, exist_ok=True)
@@ -165,7 +165,7 @@ def test_the_upload_is_of_these_files_into_a_repository_as_private_as_asked(run_
 
 def test_a_public_repository_is_not_taken_for_a_private_one(run_folder, monkeypatch, capsys):
     api = MagicMock()
-    monkeypatch.setattr("grpo_rl.run.push.HfApi", lambda: api)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
     api.repo_info.return_value.private = False
     assert main(["push-to-hub", str(run_folder), "org/name", "--private"]) == 2
     assert "org/name is there already, and public" in capsys.readouterr().err
