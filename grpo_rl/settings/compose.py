@@ -96,6 +96,8 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
     ['env=math', 'optimizer.lr=1']
     >>> choosing_configs(["env.task=grpo_rl.envs.gsm8k:GSM8K", "env.correctness=1"])
     ['env=own', 'env.dataset=grpo_rl.envs.gsm8k:GSM8K', '++env.correctness=1']
+    >>> choosing_configs(["--help", "env.reward"])
+    ['--help', 'env.reward']
     """
     words = []
     for word in arguments:
@@ -119,6 +121,8 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
 def _of_a_task(word: str) -> bool:
     """Tells whether an override may be of a key that no file of ``config/`` has; where it is of none, we tell it."""
     section, _, key = word.partition("=")[0].partition(".")
+    if "=" not in word:  # `--help env.reward`
+        return False
     return section == "env" and bool(key) and (key.split(".")[0] not in declared(Env) or key.startswith("columns"))
 
 

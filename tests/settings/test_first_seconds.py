@@ -131,6 +131,8 @@ ASKED = [
     ["--help"],
     ["--help", "env"],
     ["--help", "optimizer.lr"],
+    ["--help", "env.reward"],
+    ["env.dataset=prompt_response", "--help", "env.reward"],
     ["--hydra-help"],
     ["--cfg", "job"],
     ["--info", "all"],
@@ -224,6 +226,16 @@ def test_help_on_a_section_has_each_of_its_settings_with_default_meaning_and_ran
     assert all(f"  {key}" in env for key in declarations("gsm8k") if key.startswith("env."))
     one = results["--help", "optimizer.lr"]["out"]
     assert one.split() == ["optimizer.lr=1e-05", "learning", "rate", "(0", "or", "more)"]
+
+
+def test_help_on_the_reward_has_the_parts_of_the_task_with_their_weights(results):
+    text = results["--help", "env.reward"]["out"]
+    for part, weight in (("correctness", 2.0), ("reasoning_format", 0.5), ("answer_format", 0.5)):
+        assert f"  env.reward.{part}={weight} " in text
+    assert text.startswith("env.reward: A response earns the sum of its reward's parts, each times its weight")
+    assert r"'env.reward={my_rewards\:short: 1, my_rewards\:polite: 0.5}'" in text
+    own = results["env.dataset=prompt_response", "--help", "env.reward"]["out"]
+    assert "  env.reward  " in own and "weights by name" in own and "correctness" not in own
 
 
 def test_what_help_says_is_there():
