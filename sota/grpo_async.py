@@ -42,10 +42,11 @@ def train(settings, folder, site):
             parts.buffer.extend(parts.compute_advantages(groups))
             with run.phase("train"):
                 for batch in run.optimizer_steps(parts.buffer.batches(epochs)):
-                    for tokens in scored_micro_batches(policy, batch, parts.micro_batching):
-                        losses = loss(tokens)
-                        losses["loss"].backward()
-                        run.record.add(tokens, losses)
+                    for micro_batch in run.micro_batches(batch):  # if memory runs out: again, with smaller ones
+                        with micro_batch as tokens:
+                            losses = loss(tokens)
+                            losses["loss"].backward()
+                            run.record.add(tokens, losses)
                     run.check_mismatch()  # tokens of older versions are compared separately
                     run.add_result(optimizer.step(run.record.loss_is_finite, run.locate_nonfinite))
                     if stop_kl is not None and run.record.kl_sampler > stop_kl:

@@ -102,6 +102,7 @@ class Run(Generic[P]):
         self._diagnosis, self._held_out = diagnosis, held_out
         self._step_metrics, self._interrupt = step_metrics, interrupt
         self._ranks = ranks
+        self._within_memory = WithinMemory(parts.policy, parts.micro_batching, parts.optimizer.clear_gradients)
         self.step, self.collected = folder.step, folder.collected
         self._totals: dict[str, int] | None = folder.restored[1].get("totals") if folder.restored else {}
         self._training = False
@@ -128,7 +129,7 @@ class Run(Generic[P]):
         if isinstance(error, ValueError):
             # A ValueError means wrong input, and is reported without a traceback; a failure from here on is a bug.
             raise RuntimeError(f"failed after step {self.step}: {error}") from error
-        if isinstance(error, EngineDeadError):
+        if isinstance(error, EngineDeadError | OutOfMemoryError):
             raise SystemExit(f"Stopped after step {self.step}: {error}. {self.folder.how_to_go_on}") from error
 
     @property
@@ -177,6 +178,18 @@ class Run(Generic[P]):
             if self.logs.lineage:
                 self.logs.lineage.begin(batch)
             yield batch
+
+    def micro_batches(self, batch: Sequence[Group]) -> Iterator[AbstractContextManager[TensorDict]]:
+        """The optimizer step's micro-batches, scored: blocks at whose end the gradient goes through the model.
+
+        Where memory runs out, the step begins again with smaller ones: see
+        :meth:`grpo_rl.training.within_memory.WithinMemory.micro_batches`.
+        """
+        return self._within_memory.micro_batches(batch, self._begin_again)
+
+    def _begin_again(self, why: str) -> None:
+        self.record.begin_again()
+        self.logs.note(why)
 
     def check_mismatch(self) -> None:
         """Compares sampler and trainer over the optimizer step, once its micro-batches are in the record.
