@@ -24,7 +24,6 @@ def grpo_async(settings):
 def train(settings, folder, site):
     """The run, in each of the processes that train."""
     from grpo_rl.build.asynchronous import async_run
-    from grpo_rl.training.micro_batches import scored_micro_batches
 
     max_tokens, epochs, stop_kl = settings.train.micro_batch_tokens, settings.train.epochs, settings.policy.stop_kl
     with async_run(settings, folder, site) as run:

@@ -19,7 +19,7 @@ def sft(settings):
 
     with sft_run(settings, HydraConfig.get().runtime.output_dir) as run:  # its folder, model and demonstrations
         parts = run.parts
-        policy, loss, optimizer = parts.policy, parts.loss, parts.optimizer
+        loss, optimizer = parts.loss, parts.optimizer
 
         run.evaluate_before()
         for groups in run.collections():  # the rows of each step, each as a group of one response

@@ -108,7 +108,7 @@ class StepRecord:
         """The metrics of a step that sampled so many tokens and took so many seconds.
 
         ``train/micro_batches`` counts those of all its optimizer steps; ``train/micro_batch_tokens`` is the mean number
-        of response tokens in one, prompts aside; ``train/out_of_memory`` counts optimizer steps that had to begin again.
+        of response tokens in one, prompts aside; ``train/out_of_memory`` counts how often a step had to begin again.
         """
         steps = max(len(self._results), 1)
         terms = [name for name in self._sums if name.startswith("loss_")] or LOSSES

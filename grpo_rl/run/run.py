@@ -5,14 +5,16 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from tensordict import TensorDict
+
 from grpo_rl.data.group import Group
 from grpo_rl.distributed.ranks import Ranks
-from grpo_rl.engines.base import EngineDeadError
+from grpo_rl.engines.base import EngineDeadError, OutOfMemoryError
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.diagnosis import DIAGNOSED, RunDiagnosis
@@ -102,7 +104,6 @@ class Run(Generic[P]):
         self._diagnosis, self._held_out = diagnosis, held_out
         self._step_metrics, self._interrupt = step_metrics, interrupt
         self._ranks = ranks
-        self._within_memory = WithinMemory(parts.policy, parts.micro_batching, parts.optimizer.clear_gradients)
         self.step, self.collected = folder.step, folder.collected
         self._totals: dict[str, int] | None = folder.restored[1].get("totals") if folder.restored else {}
         self._training = False
@@ -185,7 +186,7 @@ class Run(Generic[P]):
         Where memory runs out, the step begins again with smaller ones: see
         :meth:`grpo_rl.training.within_memory.WithinMemory.micro_batches`.
         """
-        return self._within_memory.micro_batches(batch, self._begin_again)
+        return self.parts.within_memory.micro_batches(batch, self._begin_again)
 
     def _begin_again(self, why: str) -> None:
         self.record.begin_again()

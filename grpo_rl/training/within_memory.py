@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 from grpo_rl.data.batching import MicroBatching, groups_to_score, micro_batches_of
 from grpo_rl.data.group import Group
+from grpo_rl.engines.base import OutOfMemoryError, is_out_of_memory
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.training.micro_batches import scored_micro_batches
 
@@ -19,14 +20,6 @@ REMEDY = (
     "lower sampling.max_new_tokens or env.repeats, set train_model.gradient_checkpointing=true, or give the engine "
     "less (inference_model.gpu_memory_utilization)"
 )
-
-
-SIGNS = ("DefaultCPUAllocator: can't allocate", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-"""What torch says where it has no error of its own for a lack of memory."""
-
-
-class OutOfMemoryError(RuntimeError):
-    """Memory ran out, and smaller micro-batches can't help."""
 
 
 @dataclass(frozen=True)
@@ -143,12 +136,3 @@ class WithinMemory:
             f"({smallest.why}); the optimizer step begins again, and the run goes on, with micro-batches of {size} "
             f"tokens. The gradient is the same; train.micro_batch_tokens={size} saves the attempt"
         )
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Tells whether an error of torch says that memory ran out, of a GPU or of the machine.
-
-    >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("shapes differ"))
-    (True, False)
-    """
-    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
