@@ -38,6 +38,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_rl.policies.policy import CALL_WHOLE
 from grpo_rl.policies.shards import whole
+from grpo_rl.waits.registry import OTHER_RANKS, Wait, waiting
 
 Mode = Literal["fsdp", "ddp"]
 X = TypeVar("X")
@@ -63,6 +64,8 @@ class Ranks:
         check_mode(mode)
         self._fp32_masters, self._cpu_offload = fp32_masters, cpu_offload
         self.mode, self.device = mode, torch.device(device)
+        self.told_after_s: float | None = None
+        """Seconds of waiting for other ranks after which it is told; None: those of every wait."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.in_step = mode == "fsdp"
         """True if a forward or backward pass of one rank waits for those of the others."""
@@ -103,7 +106,9 @@ class Ranks:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         where = {} if store is None else {"rank": rank, "world_size": size, "store": store}
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **where)
-        return cls(mode, device, **placement)
+        ranks = cls(mode, device, **placement)
+        ranks.told_after_s = timeout_s / 2  # before the process group gives up
+        return ranks
 
     def close(self) -> None:
         """Leaves the other ranks."""
@@ -119,13 +124,15 @@ class Ranks:
     def gather(self, mine: X) -> list[X]:
         """The values that all ranks passed, in rank order."""
         everyones: list[Any] = [None] * self.size
-        dist.all_gather_object(everyones, mine)
+        with self._waiting("gather"):
+            dist.all_gather_object(everyones, mine)
         return everyones
 
     def broadcast(self, first: X) -> X:
         """The value that rank zero passed."""
         box = [first]
-        dist.broadcast_object_list(box, src=0)
+        with self._waiting("broadcast"):
+            dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def sum(self, mine: Mapping[str, float]) -> dict[str, float]:
@@ -139,7 +146,8 @@ class Ranks:
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """Tells for each flag whether it is set on any rank."""
         joint = torch.tensor([bool(flag) for flag in flags], dtype=torch.int32)
-        dist.all_reduce(joint, dist.ReduceOp.MAX)
+        with self._waiting("any"):
+            dist.all_reduce(joint, dist.ReduceOp.MAX)
         return joint.bool().tolist()
 
     def sum_gradients(self, weights: Sequence[Tensor]) -> None:
@@ -155,8 +163,12 @@ class Ranks:
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
                 exchanges.append(dist.all_reduce(weight.grad, async_op=True))
-        for exchange in exchanges:
-            exchange.wait()
+        with self._waiting("sum of gradients"):
+            for exchange in exchanges:
+                exchange.wait()
+
+    def _waiting(self, what: str) -> Wait:
+        return waiting(OTHER_RANKS, what, self.told_after_s)
 
     # Who holds which weights.
 

@@ -97,7 +97,8 @@ class RunLogs:
     @property
     def observers(self) -> list[Observer]:
         """Functions called with each micro-batch."""
-        return [self.records.observe] if self.records else []
+        alive = [lambda *_: self.progress.goes_on()]
+        return [*alive, self.records.observe] if self.records else alive
 
     @property
     def lineage(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.engines.base import AsyncEngine, EngineDeadError
+from grpo_rl.waits.registry import waiting
 from grpo_rl.weights.transport import Held, PushProofs, WeightDeliveryError
 
 READ_AT_ONCE = 16
@@ -90,7 +92,9 @@ class RemoteTransport(ABC):
         end = time.monotonic() + self.deadline_s
         results: dict[str, Any] = {}
         while open_calls := {name: calls[name] for name in calls if name not in results and name not in self._gone}:
-            done, late = wait(open_calls.values(), max(0.0, end - time.monotonic()), FIRST_COMPLETED)
+            left_s = max(0.0, end - time.monotonic())
+            with waiting(", ".join(itertools.islice(open_calls, 3)), what, left_s):
+                done, late = wait(open_calls.values(), left_s, FIRST_COMPLETED)
             for name, call in open_calls.items():
                 error = call.exception() if call in done else None
                 if call in late and not done:

@@ -30,6 +30,7 @@ from grpo_rl.engines.vllm.common import NamelessExecutor, VLLMBase
 from grpo_rl.engines.vllm.lora import adapter_request
 from grpo_rl.engines.vllm.sampling import samples_with_versions, token_counts, version_number, with_routes
 from grpo_rl.engines.vllm.shared_transfer import BACKEND
+from grpo_rl.waits.registry import waiting
 
 T = TypeVar("T")
 _CLOSE_S = 10.0
@@ -246,7 +247,8 @@ class AsyncVLLMEngine(VLLMBase):
                 # A process that dies leaves the calls that wait for it as they are.
                 if self._llm is None or self._llm.errored:
                     raise self._dead(what)
-                await asyncio.wait({task}, timeout=max(0.0, min(_POLL_S, end - clock())))
+                with waiting(f"vLLM's process of {self.name}", what, self.deadline_s):
+                    await asyncio.wait({task}, timeout=max(0.0, min(_POLL_S, end - clock())))
             if not task.done():
                 raise EngineDeadError(
                     f"{self.name} (process {self._pids}) did not answer {what} within {self.deadline_s:g} s"
