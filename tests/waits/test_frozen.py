@@ -58,6 +58,9 @@ class Frozen(Task):
         super().__init__([{"question": "?"}])
         self._seconds = seconds
 
+    def prompt(self, row):
+        return [{"role": "user", "content": row["question"]}]
+
     def score(self, row, response):
         time.sleep(self._seconds)
         return Reward({"right": 1.0})
@@ -99,8 +102,7 @@ class Transport(RemoteTransport):
 def test_a_frozen_engine_in_a_push(tmp_path):
     kind = {"dtype": "bfloat16", "takes_adapters": False, "proves_bytes": False}
     engines = [SimpleNamespace(name=f"engine {i}", submit=lambda *_: Future(), **kind) for i in range(2)]
-    engines[0].submit = done = lambda *_: answered()
-    del done
+    engines[0].submit = lambda *_: answered()
     with told(tmp_path, "engine 1 (a pause for new weights)"), pytest.raises(EngineDeadError, match="engine 1 did not"):
         Transport(engines, DEADLINE_S).call("pause", what="a pause for new weights")
 
@@ -117,34 +119,42 @@ from pathlib import Path
 import torch.distributed as dist
 from grpo_rl.distributed.ranks import Ranks
 from grpo_rl.waits.watcher import watching
-folder, frozen = Path(sys.argv[1]), int(sys.argv[2])
-child = os.fork()  # before any thread: what is imported is imported once
-rank = int(child == 0)
-ranks = Ranks.join("ddp", rank=rank, size=2, store=dist.FileStore(str(folder / "store"), 2), timeout_s=60.0)
-ranks.told_after_s = 1.0
-with watching(600.0) as watcher, watcher.telling(folder, rank, 2):
-    ranks.gather(os.getpid())
-    if rank == frozen:
-        print(os.getpid(), flush=True)
-        time.sleep(60)
-    begun = time.monotonic()
-    watcher.say = lambda text: (print(f"{time.monotonic() - begun:.1f}", text, flush=True), os.kill(0, signal.SIGKILL))
-    ranks.gather("never")
+
+def pair(folder, frozen):
+    os.setsid()
+    rank = int(os.fork() == 0)
+    ranks = Ranks.join("ddp", rank=rank, size=2, store=dist.FileStore(str(folder / "store"), 2), timeout_s=60.0)
+    ranks.told_after_s = 1.0
+    with watching(600.0) as watcher, watcher.telling(folder, rank, 2):
+        ranks.gather(None)
+        if rank == frozen:
+            (folder / "frozen").write_text(str(os.getpid()))
+            time.sleep(60)
+        begun = time.monotonic()
+        def say(text):
+            (folder / "said").write_text(f"{time.monotonic() - begun:.1f} {text}")
+            os.kill(0, signal.SIGKILL)
+        watcher.say = say
+        ranks.gather("never")
+
+pairs = []
+for frozen in (0, 1):  # forks before any thread is there: what is imported is imported once
+    folder = Path(sys.argv[1], str(frozen))
+    folder.mkdir()
+    if not (child := os.fork()):
+        pair(folder, frozen)
+    pairs.append(child)
+for child in pairs:
+    os.waitpid(child, 0)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_rank(tmp_path, frozen):
-    done = subprocess.run(
-        [sys.executable, "-c", RANKS, str(tmp_path), str(frozen)],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        start_new_session=True,
-    )
-    pid, line = done.stdout.splitlines()
-    seconds, text = line.split(" ", 1)
-    assert float(seconds) < 1.0 + 5
-    assert f"rank {1 - frozen} has waited " in text and "for the other ranks (gather), longer than 1.0 s" in text
-    assert f": rank {frozen} (process {pid} on " in text and "does not wait for the others" in text
+def test_a_frozen_rank(tmp_path):
+    subprocess.run([sys.executable, "-c", RANKS, str(tmp_path)], timeout=100)
+    for frozen in (0, 1):
+        pid = (tmp_path / str(frozen) / "frozen").read_text()
+        seconds, text = (tmp_path / str(frozen) / "said").read_text().split(" ", 1)
+        assert float(seconds) < 1.0 + 5
+        assert f"rank {1 - frozen} has waited " in text and "for the other ranks (gather), longer than 1.0 s" in text
+        assert f": rank {frozen} (process {pid} on " in text and "does not wait for the others" in text
