@@ -8,7 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from grpo_rl.faults.share import table
 from grpo_rl.faults.simulation import Outcome, simulate
+
+SHARE_STEPS = 200
+"""Steps of each run of which `--share` tells."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, metavar="K", help="the first of the seeds (0)")
     parser.add_argument("--trace", action="store_true", help="with --seed: print every event")
     options = parser.parse_args(arguments)
+    if options.share:
+        table(SHARE_STEPS)
+        return 0
     if options.seed is not None:
         outcome = simulate(options.seed, keeps_all=options.trace)
         print(report_of(outcome, options.trace))
@@ -51,11 +58,11 @@ def simulate_many(seeds: Sequence[int]) -> int:
 def report_of(outcome: Outcome, shows_events: bool) -> str:
     """What came of a seed, in lines."""
     verdict = f"FAILED: {outcome.error}" if outcome.error else "all invariants hold"
-    head = (
-        f"seed {outcome.seed}: {verdict}\n  {outcome.lives} lives in {outcome.seconds:.0f} virtual s, groups trained on "
-        f"{outcome.trained}, dropped {dict(outcome.dropped)}, faults {dict(outcome.faults)}, trace {outcome.digest[:16]}"
+    found = (
+        f"{outcome.lives} lives in {outcome.seconds:.0f} virtual s, groups trained on {outcome.trained}, dropped "
+        f"{dict(outcome.dropped)}, faults {dict(outcome.faults)}, trace {outcome.digest[:16]}"
     )
-    return "\n".join([*(outcome.events if shows_events else ()), head])
+    return "\n".join([*(outcome.events if shows_events else ()), f"seed {outcome.seed}: {verdict}", f"  {found}"])
 
 
 if __name__ == "__main__":

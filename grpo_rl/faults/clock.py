@@ -11,8 +11,8 @@ import concurrent.futures
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -37,9 +37,18 @@ class Loop(VirtualLoop):
     def __init__(self, begun_s: float, after_turn: Callable[[], None]) -> None:
         super().__init__()
         self._jumping.now, self._after_turn = begun_s, after_turn
+        self._errors: list[BaseException] = []
+        self.set_exception_handler(self._on_error)
+
+    def _on_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        # One of a task that nobody waits for is found when the task is collected, which is not the same each time.
+        if "handle" in context:
+            self._errors.append(context["exception"])
 
     def _run_once(self) -> None:
         super()._run_once()  # pyright: ignore[reportAttributeAccessIssue]
+        if self._errors:
+            raise self._errors[0]
         self._after_turn()
 
 
@@ -80,7 +89,7 @@ class Process:
         return call.result()
 
     def wait(
-        self, calls: Iterable[Future[Any]], timeout: float | None = None, return_when: str = FIRST_COMPLETED
+        self, calls: Iterable[Future[Any]], timeout: float | None = None, return_when: str = ALL_COMPLETED
     ) -> tuple[set[Future[Any]], set[Future[Any]]]:
         """As :func:`concurrent.futures.wait`, in virtual time.
 
@@ -88,7 +97,7 @@ class Process:
             LockedUpError: it would wait for ever.
         """
         calls = set(calls)
-        needed = 1 if return_when == FIRST_COMPLETED else len(calls)
+        needed = min(1, len(calls)) if return_when == FIRST_COMPLETED else len(calls)
 
         def enough() -> bool:
             return self._asked or sum(call.done() for call in calls) >= needed
@@ -99,10 +108,8 @@ class Process:
                 await self._change.wait()
 
         async def wait_until() -> None:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(wait(), timeout)
-            except TimeoutError:
-                pass
 
         self.check()
         for call in calls:

@@ -37,6 +37,14 @@ class Fates(Protocol):
         """Draws how long something takes."""
         ...
 
+    def token_s(self, groups: int) -> float:
+        """Draws how long a token takes on an engine that samples so many groups."""
+        ...
+
+    def launch_s(self) -> float:
+        """Draws how long an engine takes to start."""
+        ...
+
     def later(self, seconds: float, call: Callable[[], object]) -> None:
         """Calls a function once so many virtual seconds have passed, unless the process is gone."""
         ...
@@ -61,6 +69,7 @@ class SimulatedEngine:
         self._fates = fates
         self.weights: dict[str, Tensor] = {}
         self._slowness = 20.0 if fates.happens("slow engine", name) else 1.0
+        self._groups = 0
         self._running = asyncio.Event()
         self._running.set()
         self._turns: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
@@ -68,14 +77,16 @@ class SimulatedEngine:
     async def generate(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
         """Samples token by token; log-probability: minus the number of optimizer steps that the weights have seen."""
         ids, log_probs, versions = [], [], []
+        self._groups += 1
         for _ in range(n):
             ids.append([])
             for _ in range(1 + int(self._fates.seconds(1.0))):
-                await asyncio.sleep(self._fates.seconds(0.5) * self._slowness)
+                await asyncio.sleep(self._fates.token_s(self._groups) * self._slowness)
                 await self._running.wait()
                 ids[-1].append(int(prompt[0]))
                 log_probs.append(-self.weights["steps"].item())
                 versions.append(self.version)
+        self._groups -= 1
         offsets = torch.tensor([0, *map(len, ids)]).cumsum(0)
         return Samples(
             torch.tensor([i for response in ids for i in response]),
@@ -180,7 +191,7 @@ class SimulatedActor:
 
     def _about(self) -> _Answer:
         async def about() -> dict[str, Any]:
-            await asyncio.sleep(self._fates.seconds(5.0))
+            await asyncio.sleep(self._fates.launch_s())
             if self._fates.happens("crash of an engine that starts", self.engine.name):
                 self.die()
             names = ("dtype", "max_model_len", "takes_adapters", "proves_bytes", "version", "deadline_s")
@@ -231,14 +242,14 @@ class SimulatedActor:
         self._fates.later(self._message_s(method), lambda: self._deliver(value, method, result, error))
 
     def _deliver(self, value: Future[Any], method: str, result: Any, error: Exception | None) -> None:
-        if not self.alive or self._hangs or not value.set_running_or_notify_cancel():
+        if not self.alive or self._hangs or value.done() or not value.set_running_or_notify_cancel():
             return
         if method not in ("generate", "check_health"):
             self._fates.tell(f"{self.engine.name} answers {method}{f' with {error.cause!r}' if error else ''}")
         value.set_exception(error) if error else value.set_result(result)
 
     def _fail(self, value: Future[Any]) -> None:
-        if value.set_running_or_notify_cancel():
+        if not value.done() and value.set_running_or_notify_cancel():
             value.set_exception(RayError(f"the actor of {self.engine.name} died"))
 
     def die(self) -> None:

@@ -17,9 +17,6 @@ from grpo_rl.faults.world import World
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.parts import Parts
 
-PATIENCE_S = 2000.0
-"""Virtual seconds in which a step, or a start, must be over: more than all deadlines and retries in a row."""
-
 
 class Violation(AssertionError):
     """Something is not true that has to be."""
@@ -36,6 +33,7 @@ class Invariants:
         self._world = world
         self._updates_at: dict[int, int] = {}
         """Optimizer steps that the weights of each policy version have seen."""
+        self._most_groups = (world.setup.max_staleness + 1) * world.setup.num_envs
         self._saved = 0
         """The step of the newest checkpoint that must be there after whatever happens."""
         self._parts: Parts | None = None
@@ -88,14 +86,14 @@ class Invariants:
 
     def after_turn(self) -> None:
         """Checks what can be seen between two turns of the event loop."""
-        if self._world.now() - self._last_progress_s > PATIENCE_S:
-            raise Violation(f"nothing has come of {PATIENCE_S:g} s: something waits without a deadline")
+        if self._world.now() - self._last_progress_s > self._world.patience_s:
+            raise Violation(f"no step in {self._world.patience_s:g} s: something waits without a deadline")
         if self._parts is None or self._world.process is None or self._world.process.killed:
             return
         staleness, weights = self._collector.staleness, self._parts.weights
         staleness.check()
-        if staleness.room() < 0:
-            raise Violation(f"{len(staleness.open)} groups are open, more than the bound allows")
+        if (held := len(staleness.open) + staleness._in_training) > self._most_groups:
+            raise Violation(f"{held} groups are open or in training, and the bound allows {self._most_groups}")
         if weights.version < self._last_version:
             raise Violation(f"the policy version fell from {self._last_version} to {weights.version}")
         self._last_version = weights.version

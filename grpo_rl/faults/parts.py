@@ -24,8 +24,6 @@ from grpo_rl.weights import push, shared_memory
 
 BUCKET_BYTES = 256
 """Memory for weights: the model comes in two buckets."""
-LAUNCH_S = 60.0
-"""Seconds until an engine must be ready."""
 
 
 class _ActorClass:
@@ -62,7 +60,7 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
     async def start(number: int) -> FleetMember:
         name = f"engine {number}"
         make = partial(SimulatedEngine, name, world)
-        return await engine_actors.launch(name, cast(Any, make), deadline_s=LAUNCH_S)
+        return await engine_actors.launch(name, cast(Any, make), deadline_s=world.engine_start_s)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(engine_actors, "_EngineActor", _ActorClass(world)))

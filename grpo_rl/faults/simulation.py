@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +26,6 @@ from grpo_rl.settings.sections import Train
 from grpo_rl.training.optimizer import StepResult
 from grpo_rl.weights.transport import WeightDeliveryError
 
-MOST_LIVES = 30
-"""Lives of the trainer after which a run should long be over: faults are fewer."""
-RESTART_S = 10.0
-"""Virtual seconds until the trainer is started again, in the mean."""
 ENDS = {
     Killed: ("crash of the trainer", "power cut"),
     OSError: ("disk full",),
@@ -68,31 +65,41 @@ def simulate(seed: int, keeps_all: bool = False) -> Outcome:
     >>> simulate(0).digest == simulate(0).digest
     True
     """
+    with run_folder() as root:
+        return outcome_of(World(seed, root, keeps_all))
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """A new folder for a run, in memory where there is such a place."""
     shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(prefix="faults-", dir=shared) as folder:
         root = Path(folder, "run")
         root.mkdir()
-        world = World(seed, root, keeps_all)
-        invariants = Invariants(world)
-        error = None
-        try:
-            with world.disk.watched():
-                while not _live(world, invariants):
-                    if world.life == MOST_LIVES:
-                        raise Violation(f"the run is not over after {MOST_LIVES} lives")
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
-        return Outcome(
-            seed,
-            error,
-            tuple(world.events),
-            world.digest,
-            world.life,
-            world.now(),
-            world.faults,
-            invariants.trained,
-            invariants.dropped,
-        )
+        yield root
+
+
+def outcome_of(world: World) -> Outcome:
+    """What comes of a world, from the run's start to its end."""
+    invariants, error = Invariants(world), None
+    try:
+        with world.disk.watched():
+            while not _live(world, invariants):
+                if world.life == world.most_lives:
+                    raise Violation(f"the run is not over after {world.most_lives} lives")
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return Outcome(
+        world.seed,
+        error,
+        tuple(world.events),
+        world.digest,
+        world.life,
+        world.now(),
+        world.faults,
+        invariants.trained,
+        invariants.dropped,
+    )
 
 
 def _live(world: World, invariants: Invariants) -> bool:
@@ -101,7 +108,7 @@ def _live(world: World, invariants: Invariants) -> bool:
     Raises:
         Exception: something went wrong that may not.
     """
-    begun_s = world.now() + (RESTART_S if world.life else 0.0)
+    begun_s = world.now() + (world.restart_s() if world.life else 0.0)
     process = Process(begun_s, invariants.after_turn, world.take_what_is_left)
     world.begin_life(process)
     if world.left is not None:  # by a kill
@@ -152,9 +159,10 @@ def _loop(run: Run, world: World, process: Process, invariants: Invariants) -> N
     parts.weights.push()
     for groups in _collections(run, invariants):
         invariants.collected(groups)
+        world.begin_step()
         parts.buffer.extend(groups)
         for batch in run.optimizer_steps(parts.buffer.batches(world.setup.epochs)):
-            process.sleep(world.seconds(1.0))
+            process.sleep(world.train_s())
             ids = [group.group_id for group in batch]
             world.tell(f"step {run.step + 1} trains on groups {ids}, started by version {parts.weights.version}")
             optimizer.train(run.step + 1, batch)
@@ -162,6 +170,8 @@ def _loop(run: Run, world: World, process: Process, invariants: Invariants) -> N
         parts.weights.push()
         run.finish_step(parts.buffer.drain())
         world.tell(f"step {run.step} is over")
+        if run.step % world.setup.checkpoint_frequency == 0:
+            process.sleep(world.checkpoint_s())
         invariants.stepped(run.step, run.folder)
     run.save_checkpoint()
 

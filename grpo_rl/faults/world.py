@@ -1,4 +1,4 @@
-"""World: a seed's decisions: how the run is set up, how long everything takes, what fails where; and the trace of it."""
+"""World: the decisions of a seed, how the run is set up, how long everything takes, what fails where; and the trace."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ OFTEN = {
     "crash of the trainer while it writes": 0.02,
     "power cut": 0.02,
     "disk full": 0.02,
-    "checkpoint damaged": 0.5,
+    "checkpoint damaged": 1.0,
     "crash of a scorer": 0.1,
     "scorer hangs": 0.05,
     "clock jumps": 0.05,
 }
 """Every kind of fault, with the chance of it wherever it can happen, in a seed that has it."""
+BY_TIME = ("clock jumps", "crash of a node", "crash of the trainer", "power cut")
+"""Faults that come with time."""
 MOST_FAULTS = 12
 """Faults of a seed; after them the run must get to its end."""
 LAST_EVENTS = 25
@@ -65,13 +67,21 @@ class World:
     Args:
         root: the run's folder.
         keeps_all: whether :attr:`events` keeps every event, not the last ones alone.
+        setup: of the run; None: the seed decides.
     """
 
-    def __init__(self, seed: int, root: Path, keeps_all: bool = False) -> None:
+    most_lives = 30
+    """Lives of the trainer after which a run should long be over: faults are fewer."""
+    patience_s = 2000.0
+    """Virtual seconds in which a step, or a start, must be over: more than all deadlines and retries in a row."""
+    engine_start_s = 60.0
+    """Seconds until an engine must be ready."""
+
+    def __init__(self, seed: int, root: Path, keeps_all: bool = False, setup: Setup | None = None) -> None:
         self.seed, self._rng = seed, random.Random(seed)
         draw = self._rng
         num_envs = draw.randint(1, 3)
-        self.setup = Setup(
+        drawn = Setup(
             engines=draw.randint(1, 3),
             num_envs=num_envs,
             max_staleness=draw.randint(0, 3),
@@ -81,6 +91,7 @@ class World:
             steps=draw.randint(3, 6),
             drops_zero_variance=draw.random() < 0.5,
         )
+        self.setup = setup or drawn
         # A seed with few kinds of faults finds what many at once would hide.
         share = draw.choice([0.2, 0.5, 1.0])
         self._chances = {kind: chance if draw.random() < share else 0.0 for kind, chance in OFTEN.items()}
@@ -131,6 +142,29 @@ class World:
         """Draws how long something takes: as a rule about the mean, now and then several times that."""
         return self._rng.expovariate(1 / mean) if self._rng.random() < 0.3 else mean * self._rng.uniform(0.5, 1.5)
 
+    def token_s(self, groups: int) -> float:
+        """Draws how long a token takes on an engine that samples so many groups."""
+        return self.seconds(0.5)
+
+    def launch_s(self) -> float:
+        """Draws how long an engine takes to start."""
+        return self.seconds(5.0)
+
+    def restart_s(self) -> float:
+        """Draws how long it takes until the trainer runs again, engines aside."""
+        return self.seconds(10.0)
+
+    def train_s(self) -> float:
+        """Draws how long an optimizer step takes."""
+        return self.seconds(1.0)
+
+    def checkpoint_s(self) -> float:
+        """How long a checkpoint takes."""
+        return 0.0
+
+    def begin_step(self) -> None:
+        """Decides what befalls this step in particular."""
+
     def later(self, seconds: float, call: Callable[[], object]) -> None:
         """Calls a function once so many virtual seconds have passed, unless the process is gone."""
         process = self.process
@@ -149,7 +183,12 @@ class World:
         self.process, self._actors, self._cuts_power = process, [], False
         self.life += 1
         self.tell("the trainer starts")
-        self.later(self.seconds(3.0), self._fate)
+        self._await_fate()
+
+    def _await_fate(self) -> None:
+        # A timer that goes on for ever would hide that nothing else does.
+        if self._left and any(self._chances[kind] for kind in BY_TIME):
+            self.later(self.seconds(3.0), self._fate)
 
     def _fate(self) -> None:
         """What befalls the whole machine, every few seconds."""
@@ -165,7 +204,7 @@ class World:
         if self.happens("power cut"):
             self._cuts_power = True
             self.kill_trainer()
-        self.later(self.seconds(3.0), self._fate)
+        self._await_fate()
 
     def kill_trainer(self) -> None:
         """Kills the process that trains, where it stands now."""
