@@ -44,6 +44,7 @@ def simulate_many(seeds: Sequence[int]) -> int:
         if outcome.error:
             failed += 1
             print(report_of(outcome, True), flush=True)
+            print(f"  replay it with: python -m grpo_rl.faults --seed {seed} --trace", flush=True)
         faults += outcome.faults
         dropped += outcome.dropped
         trained, lives, virtual_s = trained + outcome.trained, lives + outcome.lives, virtual_s + outcome.seconds
