@@ -233,7 +233,7 @@ def test_every_file_is_looked_at_once():
         ("grpo_rl/monitor/wandb.py", "import grpo_rl.cli", "monitor imports cli, which is above it"),
         ("grpo_rl/training/checkpoint.py", "import grpo_rl.planner.plan", "training imports planner, which is above"),
         ("grpo_rl/build/run.py", "import grpo_rl.planner.plan", "build imports planner, which is above it"),
-        ("grpo_rl/replay/table.py", "import grpo_rl.planner.plan", "replay imports planner, which only checks cli faul"),
+        ("grpo_rl/replay/table.py", "import grpo_rl.planner.plan", "replay imports planner, which only checks cli f"),
         ("grpo_rl/checks/model.py", "import grpo_rl.faults.world", "checks imports faults, which only tests may"),
         ("grpo_rl/run/run.py", "import grpo_rl.build.run", "run imports build, which is above it"),
         ("grpo_rl/weights/push.py", "from grpo_rl.settings.schema import Settings", "weights imports settings, which"),

@@ -105,8 +105,8 @@ def test_a_power_cut_keeps_what_was_synced_and_loses_some_of_the_rest(tmp_path):
 
 
 def test_the_share_of_training_is_what_a_hand_computes():
-    # Two steps of 100 s and two checkpoints of 10 s; before them an engine starts in 71 s, 10 % more or less, and the first
-    # groups take 2 to 4 tokens of 80 / 3 s.
+    # Two steps of 100 s and two checkpoints of 10 s; before them an engine starts in 71 s, 10 % more or less, and the
+    # first groups take 2 to 4 tokens of 80 / 3 s.
     quiet = Failures(step_s=100.0, sample_s=80.0, chance=0.0, steps=2, groups=2, engines=1)
     found = share_of(quiet)
     assert found.failed == {} and 220 + 0.9 * (71 + 2 / 3 * 80) < found.seconds < 225 + 1.1 * (71 + 4 / 3 * 80)
