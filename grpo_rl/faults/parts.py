@@ -47,6 +47,16 @@ def _kill(actor: SimulatedActor) -> None:
 
 
 @contextmanager
+def simulated_ray(world: World) -> Iterator[None]:
+    """Has engines run in simulated actors; longer than anything that calls them, as Ray would start a cluster."""
+    with (
+        mock.patch.object(engine_actors, "_EngineActor", _ActorClass(world)),
+        mock.patch.object(engine_actors, "ray", SimpleNamespace(kill=_kill)),
+    ):
+        yield
+
+
+@contextmanager
 def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, asynchronous.AsyncCollector]]:
     """The parts of a run, and its collector itself, as `grpo_rl.build.run` builds them.
 
@@ -63,8 +73,6 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
         return await engine_actors.launch(name, cast(Any, make), deadline_s=world.engine_start_s)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(engine_actors, "_EngineActor", _ActorClass(world)))
-        stack.enter_context(mock.patch.object(engine_actors, "ray", SimpleNamespace(kill=_kill)))
         executor = lambda **_: Executor(process, env.score_s)  # noqa: E731
         stack.enter_context(mock.patch.object(asynchronous, "ThreadPoolExecutor", executor))
         fleet = Fleet(start, setup.engines)

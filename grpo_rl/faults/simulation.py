@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.engines.base import EngineDeadError, Sampling
 from grpo_rl.faults.clock import Killed, Process, lived_by
 from grpo_rl.faults.invariants import Invariants, Violation
-from grpo_rl.faults.parts import simulated_parts
+from grpo_rl.faults.parts import simulated_parts, simulated_ray
 from grpo_rl.faults.stand_ins import Diagnosis, Logs, Optimizer, config_of
 from grpo_rl.faults.world import World
 from grpo_rl.run.folder import Room, RunFolder
@@ -83,7 +84,7 @@ def outcome_of(world: World) -> Outcome:
     """What comes of a world, from the run's start to its end."""
     invariants, error = Invariants(world), None
     try:
-        with world.disk.watched():
+        with world.disk.watched(), simulated_ray(world), redirect_stderr(io.StringIO()):
             while not _live(world, invariants):
                 if world.life == world.most_lives:
                     raise Violation(f"the run is not over after {world.most_lives} lives")
