@@ -212,7 +212,7 @@ def lived_by(process: Process) -> Iterator[None]:
     with ExitStack() as stack:
         for name, clock in clocks.items():
             stack.enter_context(mock.patch.object(time, name, clock))
-        for name, module in sorted(sys.modules.items()):
+        for name, module in list(sys.modules.items()):
             if name.startswith("grpo_rl.") and getattr(module, "wait", None) is concurrent.futures.wait:
                 stack.enter_context(mock.patch.object(module, "wait", process.wait))
         yield

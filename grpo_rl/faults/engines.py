@@ -49,6 +49,14 @@ class Fates(Protocol):
         """Calls a function once so many virtual seconds have passed, unless the process is gone."""
         ...
 
+    def now(self) -> float:
+        """Virtual seconds since the simulation's beginning."""
+        ...
+
+    def jump_clock(self) -> None:
+        """Sets the wall clock."""
+        ...
+
     def kill_trainer(self) -> None:
         """Kills the process that trains."""
         ...
@@ -184,7 +192,8 @@ class SimulatedActor:
     def __init__(self, make: Callable[[], SimulatedEngine], node: int, fates: Fates) -> None:
         self.node, self._fates = node, fates
         self.alive, self._hangs = True, False
-        self._open: dict[Future[Any], str] = {}
+        self._open: dict[Future[Any], float] = {}
+        """Calls that were not answered yet, with when they were made, the oldest first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.engine = make()
         self.about, self.call = _Method(self._about), _Method(self._call)
@@ -209,7 +218,7 @@ class SimulatedActor:
 
     def _answer(self, method: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> _Answer:
         value: Future[Any] = Future()
-        self._open[value] = method
+        self._open[value] = self._fates.now()
         value.add_done_callback(lambda call: self._open.pop(call, None))
         self._fates.later(self._message_s(method), lambda: self._begin(value, method, work))
         return _Answer(value)
@@ -225,6 +234,8 @@ class SimulatedActor:
             self.die()
         if self.alive and self._fates.happens("engine hangs", where):
             self._hangs = True
+        if self.alive and self._fates.happens("clock jumps", where):
+            self._fates.jump_clock()
         if method == "update_weights" and self._fates.happens("crash of the trainer in a push", where):
             self._fates.kill_trainer()
         if not self.alive:
@@ -248,6 +259,13 @@ class SimulatedActor:
             self._fates.tell(f"{self.engine.name} answers {method}{f' with {error.cause!r}' if error else ''}")
         value.set_exception(error) if error else value.set_result(result)
 
+    @property
+    def silent_s(self) -> float:
+        """How long a call has waited for an engine that will never answer it; 0: none has."""
+        if not (self._hangs and self.alive and self._open):
+            return 0.0
+        return self._fates.now() - next(iter(self._open.values()))
+
     def _fail(self, value: Future[Any]) -> None:
         if not value.done() and value.set_running_or_notify_cancel():
             value.set_exception(RayError(f"the actor of {self.engine.name} died"))
@@ -260,5 +278,5 @@ class SimulatedActor:
         self._fates.tell(f"{self.engine.name} is dead")
         for task in self._tasks:
             task.cancel()
-        for value in self._open:
+        for value in list(self._open):
             self._fates.later(self._fates.seconds(1.0), lambda value=value: self._fail(value))

@@ -12,10 +12,15 @@ import pyarrow.parquet as pq
 
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.data.group import Group
+from grpo_rl.faults.engines import DEADLINE_S, SimulatedActor
 from grpo_rl.faults.stand_ins import Environment, Model, Optimizer, has_no_signal
-from grpo_rl.faults.world import World
+from grpo_rl.faults.world import OF_ENGINES, World
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.parts import Parts
+
+
+NOTICED_S = 5 * DEADLINE_S
+"""Seconds within which an engine that hangs is noticed: twice its deadline for the call, as long for a health check."""
 
 
 class Violation(AssertionError):
@@ -97,13 +102,18 @@ class Invariants:
         if weights.version < self._last_version:
             raise Violation(f"the policy version fell from {self._last_version} to {weights.version}")
         self._last_version = weights.version
-        for slot in self._parts.engine.fleet._slots:
+        fleet = self._parts.engine.fleet
+        if fleet.restarts and not any(kind in self._world.faults for kind in OF_ENGINES):
+            raise Violation(f"{fleet.restarts} engines were replaced, and nothing had befallen any")
+        for slot in fleet._slots:
             if slot.engine is not None and slot.engine._actor.alive:
                 self._holds(slot.engine._actor, staleness.version)
 
-    def _holds(self, actor: object, version: int) -> None:
+    def _holds(self, actor: SimulatedActor, version: int) -> None:
         """Checks an engine that groups are given to."""
-        engine = actor.engine  # pyright: ignore[reportAttributeAccessIssue]
+        engine = actor.engine
+        if actor.silent_s > NOTICED_S:
+            raise Violation(f"{engine.name} has not answered for {actor.silent_s:.0f} s, and nobody has noticed")
         before = self._held.get(id(actor), 0)
         if engine.version < before:
             raise Violation(f"{engine.name} went back from version {before} to {engine.version}")

@@ -17,7 +17,7 @@ OFTEN = {
     "crash of an engine": 0.02,
     "crash of an engine that starts": 0.15,
     "crash of a node": 0.02,
-    "engine hangs": 0.01,
+    "engine hangs": 0.02,
     "slow engine": 0.2,
     "weights damaged in a push": 0.02,
     "message late": 0.01,
@@ -30,9 +30,11 @@ OFTEN = {
     "checkpoint damaged": 1.0,
     "crash of a scorer": 0.1,
     "scorer hangs": 0.05,
-    "clock jumps": 0.05,
+    "clock jumps": 0.01,
 }
 """Every kind of fault, with the chance of it wherever it can happen, in a seed that has it."""
+OF_ENGINES = ("crash of an engine", "crash of an engine that starts", "crash of a node", "engine hangs", "message late")
+"""Faults for which an engine may be replaced."""
 BY_TIME = ("clock jumps", "crash of a node", "crash of the trainer", "power cut")
 """Faults that come with time."""
 MOST_FAULTS = 12
@@ -192,8 +194,8 @@ class World:
 
     def _fate(self) -> None:
         """What befalls the whole machine, every few seconds."""
-        if self.happens("clock jumps") and self.process:
-            self.process.wall_jump_s += self._rng.choice([-1e6, -3600.0, 3600.0, 1e6])
+        if self.happens("clock jumps"):
+            self.jump_clock()
         if self.happens("crash of a node"):
             node = self._rng.randrange(2)
             for actor in self._actors:
@@ -205,6 +207,11 @@ class World:
             self._cuts_power = True
             self.kill_trainer()
         self._await_fate()
+
+    def jump_clock(self) -> None:
+        """Sets the wall clock, forward or back; the monotonic one goes on."""
+        assert self.process is not None
+        self.process.wall_jump_s += self._rng.choice([-1e6, -3600.0, 3600.0, 1e6])
 
     def kill_trainer(self) -> None:
         """Kills the process that trains, where it stands now."""
