@@ -128,7 +128,7 @@ class Disk:
 
 def damaged(content: bytes, rng: random.Random) -> bytes:
     """A file's contents with its end missing or one byte changed, as a failing disk leaves them."""
-    if rng.random() < 0.5:
+    if rng.random() < 0.25:
         return content[: rng.randrange(len(content))]
     place = rng.randrange(len(content))
     return content[:place] + bytes([content[place] ^ (1 + rng.randrange(255))]) + content[place + 1 :]

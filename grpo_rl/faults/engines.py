@@ -252,7 +252,7 @@ class SimulatedActor:
             result, error = None, RayTaskError(method, str(raised), raised, "actor", 1, "127.0.0.1")
         self._fates.later(self._message_s(method), lambda: self._deliver(value, method, result, error))
 
-    def _deliver(self, value: Future[Any], method: str, result: Any, error: Exception | None) -> None:
+    def _deliver(self, value: Future[Any], method: str, result: Any, error: RayTaskError | None) -> None:
         if not self.alive or self._hangs or value.done() or not value.set_running_or_notify_cancel():
             return
         if method not in ("generate", "check_health"):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.data.group import Group
 from grpo_rl.faults.engines import DEADLINE_S, SimulatedActor
@@ -17,7 +18,6 @@ from grpo_rl.faults.stand_ins import Environment, Model, Optimizer, has_no_signa
 from grpo_rl.faults.world import OF_ENGINES, World
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.parts import Parts
-
 
 NOTICED_S = 5 * DEADLINE_S
 """Seconds within which an engine that hangs is noticed: twice its deadline for the call, as long for a health check."""
@@ -102,6 +102,7 @@ class Invariants:
         if weights.version < self._last_version:
             raise Violation(f"the policy version fell from {self._last_version} to {weights.version}")
         self._last_version = weights.version
+        assert isinstance(self._parts.engine, FleetEngine)
         fleet = self._parts.engine.fleet
         if fleet.restarts and not any(kind in self._world.faults for kind in OF_ENGINES):
             raise Violation(f"{fleet.restarts} engines were replaced, and nothing had befallen any")
