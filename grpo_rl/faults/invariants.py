@@ -107,8 +107,9 @@ class Invariants:
         if fleet.restarts and not any(kind in self._world.faults for kind in OF_ENGINES):
             raise Violation(f"{fleet.restarts} engines were replaced, and nothing had befallen any")
         for slot in fleet._slots:
-            if slot.engine is not None and slot.engine._actor.alive:
-                self._holds(slot.engine._actor, staleness.version)
+            actor: SimulatedActor | None = getattr(slot.engine, "_actor", None)
+            if actor is not None and actor.alive:
+                self._holds(actor, staleness.version)
 
     def _holds(self, actor: SimulatedActor, version: int) -> None:
         """Checks an engine that groups are given to."""

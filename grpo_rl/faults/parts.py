@@ -15,7 +15,6 @@ from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember
 from grpo_rl.collectors import asynchronous
 from grpo_rl.collectors.broadcast import BroadcastCollector
 from grpo_rl.data.buffer import GroupBuffer
-from grpo_rl.faults.clock import Executor
 from grpo_rl.faults.engines import DEADLINE_S, SimulatedActor, SimulatedEngine
 from grpo_rl.faults.stand_ins import Environment, Model, Optimizer, Schedules
 from grpo_rl.faults.world import World
@@ -73,7 +72,7 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
         return await engine_actors.launch(name, cast(Any, make), deadline_s=world.engine_start_s)
 
     with ExitStack() as stack:
-        executor = lambda **_: Executor(process, env.score_s)  # noqa: E731
+        executor = lambda **_: process.executor(env.score_s)  # noqa: E731
         stack.enter_context(mock.patch.object(asynchronous, "ThreadPoolExecutor", executor))
         fleet = Fleet(start, setup.engines)
         try:

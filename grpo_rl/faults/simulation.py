@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from grpo_rl.data.group import Group
 from grpo_rl.engines.base import EngineDeadError, Sampling
 from grpo_rl.faults.clock import Killed, Process, lived_by
 from grpo_rl.faults.invariants import Invariants, Violation
@@ -177,7 +176,7 @@ def _loop(run: Run, world: World, process: Process, invariants: Invariants) -> N
     run.save_checkpoint()
 
 
-def _collections(run: Run, invariants: Invariants) -> Iterator[list[Group]]:
+def _collections(run: Run, invariants: Invariants) -> Iterator[list[Any]]:
     """The run's collections; what is under way after a resume is checked before the first is asked for."""
     asked, collect = False, run.parts.collector.collect
 
