@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from grpo_rl.faults.share import table
 from grpo_rl.faults.simulation import Outcome, simulate
 
-SHARE_STEPS = 200
-"""Steps of each run of which `--share` tells."""
+SHARE_STEPS, SHARE_RUNS = 200, 3
+"""Steps of each run of which ``--share`` tells, and runs of a kind."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", action="store_true", help="with --seed: print every event")
     options = parser.parse_args(arguments)
     if options.share:
-        table(SHARE_STEPS)
+        table(SHARE_STEPS, SHARE_RUNS, lambda line: print(line, flush=True))
         return 0
     if options.seed is not None:
         outcome = simulate(options.seed, keeps_all=options.trace)

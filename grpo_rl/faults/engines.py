@@ -191,7 +191,7 @@ class SimulatedActor:
 
     def __init__(self, make: Callable[[], SimulatedEngine], node: int, fates: Fates) -> None:
         self.node, self._fates = node, fates
-        self.alive, self._hangs = True, False
+        self.alive, self._hangs, self._hangs_since_s = True, False, 0.0
         self._open: dict[Future[Any], float] = {}
         """Calls that were not answered yet, with when they were made, the oldest first."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -233,7 +233,7 @@ class SimulatedActor:
         if self.alive and self._fates.happens("crash of an engine", where):
             self.die()
         if self.alive and self._fates.happens("engine hangs", where):
-            self._hangs = True
+            self._hangs, self._hangs_since_s = True, self._fates.now()
         if self.alive and self._fates.happens("clock jumps", where):
             self._fates.jump_clock()
         if method == "update_weights" and self._fates.happens("crash of the trainer in a push", where):
@@ -264,7 +264,7 @@ class SimulatedActor:
         """How long a call has waited for an engine that will never answer it; 0: none has."""
         if not (self._hangs and self.alive and self._open):
             return 0.0
-        return self._fates.now() - next(iter(self._open.values()))
+        return self._fates.now() - max(self._hangs_since_s, next(iter(self._open.values())))
 
     def _fail(self, value: Future[Any]) -> None:
         if not value.done() and value.set_running_or_notify_cancel():

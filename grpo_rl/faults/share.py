@@ -7,8 +7,9 @@ steps that are trained again after a crash, waiting for groups, pushes, checkpoi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_rl.faults.simulation import outcome_of, run_folder
@@ -148,24 +149,33 @@ def share_of(failures: Failures) -> Share:
     return Share(failures, dict(outcome.faults), outcome.seconds)
 
 
-def table(steps: int, show: Callable[[str], None] = print) -> None:
-    """Prints the shares of several runs, of so many steps each."""
-    cases = [
-        (step_s, who, chance, frequency)
-        for step_s in (60.0, 300.0, 600.0)
-        for who, chance, frequency in (("nothing", 0.0, 1), ("any role", 0.1, 1), ("the trainer", 0.1, 1))
-    ] + [(300.0, who, 0.1, 5) for who in ("any role", "the trainer")]
-    show("training of a step | fails in 10 % of steps | steps between checkpoints | failures | share of training")
-    for step_s, who, chance, frequency in cases:
-        found = share_of(
-            Failures(
-                step_s=step_s,
-                sample_s=0.8 * step_s,
-                chance=chance,
-                roles=("trainer",) if who == "the trainer" else ROLES,
-                checkpoint_frequency=frequency,
-                steps=steps,
-            )
+CASES = (
+    (60.0, "any role", 1),
+    (300.0, "nothing", 1),
+    (300.0, "any role", 1),
+    (300.0, "the trainer", 1),
+    (600.0, "any role", 1),
+    (600.0, "the trainer", 1),
+    (300.0, "any role", 5),
+    (300.0, "the trainer", 5),
+)
+"""Seconds of a step, what fails in one of ten steps, and steps between checkpoints."""
+
+
+def table(steps: int, runs: int, show: Callable[[str], None] = print) -> None:
+    """Prints the shares of :data:`CASES`, each of several runs of so many steps."""
+    show("a step | in 10 % of steps fails | steps between checkpoints | failures | share of training")
+    for step_s, who, frequency in CASES:
+        failures = Failures(
+            step_s=step_s,
+            sample_s=0.8 * step_s,
+            chance=0.0 if who == "nothing" else 0.1,
+            roles=("trainer",) if who == "the trainer" else ROLES,
+            checkpoint_frequency=frequency,
+            steps=steps,
         )
-        failed = ", ".join(f"{role} {count}" for role, count in sorted(found.failed.items())) or "none"
-        show(f"{step_s:.0f} s | {who} | {frequency} | {failed} | {100 * found.share:.1f} %")
+        found = [share_of(replace(failures, seed=seed)) for seed in range(runs)]
+        failed = sum((Counter(one.failed) for one in found), Counter())
+        share = runs * steps * step_s / sum(one.seconds for one in found)
+        counts = ", ".join(f"{kind} {count}" for kind, count in sorted(failed.items())) or "none"
+        show(f"{step_s:.0f} s | {who} | {frequency} | {counts} | {100 * share:.1f} %")

@@ -180,7 +180,7 @@ def _collections(run: Run, invariants: Invariants) -> Iterator[list[Any]]:
     """The run's collections; what is under way after a resume is checked before the first is asked for."""
     asked, collect = False, run.parts.collector.collect
 
-    def check_and_collect(group_size: int) -> list[Group]:
+    def check_and_collect(group_size: int) -> list[Any]:
         nonlocal asked
         if not asked:
             invariants.resumed(run.step)
