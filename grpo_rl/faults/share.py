@@ -66,6 +66,7 @@ class FailingWorld(World):
             drops_zero_variance=False,
         )
         super().__init__(failures.seed, root, setup=setup)
+        self._chances = dict.fromkeys(self._chances, 0.0)
         self._failures, self._fails_next_score = failures, False
         self.patience_s = 100 * failures.step_s
         self.engine_start_s = 1800.0
