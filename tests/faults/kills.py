@@ -66,11 +66,7 @@ class Campaign:
             for name, count in asdict(row).items():
                 setattr(mine, name, getattr(mine, name) + count)
         self.faults += other.faults
-        self.starts, self.runs, self.points = (
-            self.starts + other.starts,
-            self.runs + other.runs,
-            self.points | other.points,
-        )
+        self.starts, self.runs = self.starts + other.starts, self.runs + other.runs
 
 
 def undisturbed(mode: Mode, work: Path) -> tuple[Path, Start]:

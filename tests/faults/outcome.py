@@ -72,6 +72,11 @@ def _checkpoint(run: Path) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in ("seconds", "config", "origin", "logs")}
 
 
+def _summary(run: Path) -> dict[str, Any]:
+    found = without_clocks(json.loads((run / "summary.json").read_text()))
+    return {name: value for name, value in found.items() if name != "git_commit"}  # of the start that ended
+
+
 def _files(run: Path) -> list[str]:
     left = (path.relative_to(run) for path in run.rglob("*") if not path.name.startswith("."))
     return sorted(str(path) for path in left if not any(part.endswith(SET_ASIDE) for part in path.parts))
@@ -99,7 +104,7 @@ EXACT: dict[str, Callable[[Path], Any]] = {
     "checkpoint": _checkpoint,
     "model": lambda run: (run / "model" / "model.safetensors").read_bytes(),
     "evaluation": lambda run: (run / "evaluation.json").read_text(),
-    "summary": lambda run: without_clocks(json.loads((run / "summary.json").read_text())),
+    "summary": _summary,
     "files": _files,
 }
 """Views of a run that are equal to the last bit where a mode promises it."""

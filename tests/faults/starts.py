@@ -191,7 +191,8 @@ def _be_the_run(
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             os.environ |= {"WORLD_SIZE": str(mode.processes), "LOCAL_WORLD_SIZE": str(mode.processes)}
-        arm(folder, at, tally if at is None and rank == 0 else None, witness)
+        if "LD_PRELOAD" in os.environ:
+            arm(folder, at, tally if at is None and rank == 0 else None, witness)
         sys.argv = [str(ROOT / "sota" / mode.script), *arguments]
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
