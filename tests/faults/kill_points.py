@@ -33,13 +33,18 @@ def missing() -> str | None:
     return None if shutil.which("cc") else "kill points need a C compiler, cc"
 
 
+def compiled(folder: Path) -> Path:
+    """The library, compiled into the folder."""
+    library = folder / "kill_points.so"
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"], check=True)
+    return library
+
+
 def begin_anew_with_kill_points(folder: Path) -> None:
     """Replaces this process by itself with the library preloaded, which it compiles into the folder; once."""
-    library = folder / "kill_points.so"
-    if os.environ.get("LD_PRELOAD", "").endswith(library.name):
+    if os.environ.get("LD_PRELOAD", "").endswith("kill_points.so"):
         return
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"], check=True)
-    os.environ["LD_PRELOAD"] = str(library)
+    os.environ["LD_PRELOAD"] = str(compiled(folder))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

@@ -2,9 +2,9 @@
 
 A run of three steps, each with a checkpoint, is copied, and one file of the copy is cut off, changed by a bit, filled
 with zeros for a page, removed, or replaced by an older one: a checkpoint, its shards, metrics, a log of the last step,
-or the last evaluation. The run's folder is then opened as a resumed run does. It has to go on from the newest checkpoint that
-is untouched, with all that was logged until then, or to say in one line why it can't. Some of the damaged runs are
-also finished, and compared with the one that nobody disturbed.
+or the last evaluation. The run's folder is then opened as a resumed run does. It has to go on from the newest
+checkpoint that is untouched, with all that was logged until then, or to say in one line why it can't. Some of the
+damaged runs are also finished, and compared with the one that nobody disturbed.
 """
 
 from __future__ import annotations
@@ -209,9 +209,11 @@ def torn(runs: Runs, count: int, seed: int, finish_every: int = 0) -> tuple[Coun
         if finishes:
             mode = MODES["sync"]
             ended = start(mode, [*overrides(mode, runs.work), "train.keep_checkpoints=0"], to)
-            faults = [ended.said[-2000:]] if ended.status else sum(counted(to, STEPS, GROUPS), [])
-            faults += [] if ended.status else differences(to, runs.work / "whole sync")
-            fault = "; ".join(faults)
+            if ended.status:
+                fault = ended.said[-2000:]
+            else:
+                lost, doubled = counted(to, STEPS, GROUPS)
+                fault = "; ".join([*lost, *doubled, *differences(to, runs.work / "whole sync")])
         else:
             fault = judge(runs, kind, to, expected, name)
         if fault:
