@@ -23,7 +23,6 @@ from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import write_whole
 from grpo_rl.training import checkpoint
-from grpo_rl.training.logged import logged_bytes
 
 BEFORE_ALL = -1
 """The step to truncate logs to so that even the evaluation at step 0 is removed."""
@@ -276,7 +275,7 @@ class RunFolder:
         # Whatever was written after the checkpoint belongs to an abandoned continuation.
         last = self.step if self.restored else BEFORE_ALL
         logs = self.restored[1].get(checkpoint.LOGS, {}) if self.restored and self.inside and self.rank_zero else {}
-        unread = MetricsLog(self.path).truncate(last, logged_bytes(logs))
+        unread = MetricsLog(self.path).truncate(last, checkpoint.logged_bytes(logs))
         if unread:  # one may be the last evaluation's, which is then repeated
             self.eval_after, self.best = None, self.restored[1].get("eval_best") if self.restored else None
             what = "a line that can't" if unread == 1 else f"{unread} lines that can't"

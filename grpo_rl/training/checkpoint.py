@@ -30,7 +30,9 @@ from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.whole_file import make_folder
 from grpo_rl.training import logged
 from grpo_rl.training.former_settings import IGNORED, REMOVED
-from grpo_rl.training.logged import LOGS, step_of
+from grpo_rl.training.logged import LOGS as LOGS
+from grpo_rl.training.logged import logged_bytes as logged_bytes
+from grpo_rl.training.logged import step_of
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints inside the run's folder."""
