@@ -111,9 +111,9 @@ EXACT: dict[str, Callable[[Path], Any]] = {
 SAMPLED_ALIKE: dict[str, Callable[[Path], Any]] = {
     "responses": _responses,
     "prompts": lambda run: {(row["group_id"], row["row"]) for row in _table("lineage_answers")(run)},
-    "files": _files,
+    "files": lambda run: [name for name in _files(run) if not name.startswith("sampling.parquet/")],
 }
-"""Views of an async run, whose versions and batches depend on when groups end."""
+"""Views of an async run, whose versions, batches and steps in which nothing was sampled depend on when groups end."""
 
 
 def differences(folder: Path, whole: Path, exact: bool = True) -> list[str]:

@@ -54,7 +54,7 @@ MODES = {
         Mode("sync"),
         Mode("async", "grpo_async.py", ("inference_model.engine=vllm", "mismatch.bound=null"), exact=False),
         Mode("LoRA", overrides=("train_model.lora.rank=4",)),
-        Mode("two ranks", overrides=("train_model.parallel=fsdp", "train_model.num_devices=2"), processes=2),
+        Mode("two ranks", overrides=("train_model.parallel=fsdp",), processes=2),
     )
 }
 
