@@ -284,6 +284,7 @@ class RunFolder:
         for name in (SUMMARY, REPORT, *([] if evaluated else [EVALUATION])):
             (self.path / name).unlink(missing_ok=True)
         checkpoint.set_aside_later(self.path / checkpoint.CHECKPOINTS, last)
+        checkpoint.keep_newest(self.path / checkpoint.CHECKPOINTS, self._train.keep_checkpoints)
         for name in STEP_FOLDERS:
             StepParts(self.path / name).truncate(last)
         lineage.truncate(self.path, last)

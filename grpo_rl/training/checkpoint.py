@@ -128,8 +128,7 @@ def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | 
         if rank_zero:
             checkpoint_file.write(path, state)
             remove_stale(path, state)
-            for old in checkpoints(folder)[:-keep] if keep else []:
-                remove(old)
+            keep_newest(folder, keep)
 
     try:
         agreed(ranks, lambda: make_folder(folder) if rank_zero else None)
@@ -140,6 +139,12 @@ def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | 
             remove_stale(path, checkpoint_file.read(path) if path.exists() else {})
         raise
     return path
+
+
+def keep_newest(folder: Path, keep: int) -> None:
+    """Removes all checkpoints but so many of the newest, 0 for all: a kill can come before :func:`save` does."""
+    for old in checkpoints(folder)[:-keep] if keep else []:
+        remove(old)
 
 
 def remove_all(folder: Path) -> None:

@@ -95,7 +95,8 @@ class Runs:
         if kind == "log":
             names = sorted(path.relative_to(run) for path in run.glob("*/*.parquet") if str(STEPS) in path.name)
             assert len(names) >= 5, names
-            return run, [(str(name), str(name).replace(f"{STEPS}.parquet", f"{STEPS - 1}.parquet")) for name in names]
+            before = {name: sorted((run / name).parent.glob("*.parquet"))[-2].relative_to(run) for name in names}
+            return run, [(str(name), str(before[name])) for name in names]
         return run, [({"metrics": "metrics.jsonl", "evaluation": "evaluation.json"}[kind], None)]
 
 

@@ -13,10 +13,11 @@ from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.testing import run_script
-from grpo_rl.training.checkpoint import checkpoints, load
+from grpo_rl.training.checkpoint import checkpoints, load, save
 from grpo_rl.training.optimizer import PolicyOptimizer
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
+BEGUN = {"collected": 8, "seconds": 1.0, "eval_before": []}
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
@@ -98,3 +99,14 @@ def test_a_disk_that_is_full_for_a_checkpoint_stops_the_run_at_its_next_step(tin
     assert f"can't write to {folder / 'checkpoints' / 'checkpoint_000002.pt'}" in str(stopped.value)
     assert str(stopped.value).endswith(f"Go on with: resume={folder}")
     assert [path.name for path in checkpoints(folder / "checkpoints")] == ["checkpoint_000001.pt"]
+
+
+def test_a_kill_before_old_checkpoints_are_removed_leaves_none_too_many(tmp_path):
+    run = tmp_path / "run"
+    for step in (1, 2, 3):
+        save(run / "checkpoints", step, {"step": step, "config": "{}", **BEGUN}, keep=0)
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
+    train = Train(keep_checkpoints=2, total_dialog_turns=99)
+    with RunFolder(run, str(run), "{}", "", Room(3, 1000, 1000), train) as opened:
+        opened.prepare()
+    assert [load(path)["step"] for path in checkpoints(run / "checkpoints")] == [2, 3]
