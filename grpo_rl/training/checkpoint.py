@@ -273,6 +273,12 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
     paths, named = ranks.broadcast(found) if ranks else found
     told = []
     for path in paths:
+        # Before gigabytes are hashed.
+        lacks = agreed(ranks, lambda path=path: _lacks(run, path) if rank_zero and run else None)
+        if lacks := ranks.broadcast(lacks) if ranks else lacks:
+            told.append(f"{'going on with a gap' if named else 'passed over'}: {path}: {lacks}")
+            if not named:
+                continue
         try:
             state = load(path, ranks) if named else _load(path, ranks)
             if "step" not in state:
@@ -283,11 +289,6 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
                 raise
             told.append(f"passed over: {error}")
             continue
-        lacks = agreed(ranks, lambda state=state: _lacks(run, state) if rank_zero and run else None)
-        if lacks := ranks.broadcast(lacks) if ranks else lacks:
-            told.append(f"{'going on with a gap' if named else 'passed over'}: {path} is whole, but {lacks}")
-            if not named:
-                continue
         if rank_zero and told:
             _say("\n".join([*told, f"resume={resume}: going on with {path}"]))
         return path, state
@@ -298,13 +299,14 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
     )
 
 
-def _lacks(run: Path, state: Mapping) -> str | None:
+def _lacks(run: Path, path: Path) -> str | None:
     """Says what the logs of a checkpoint's run lack that they had when it was written; None: nothing."""
-    if LOGS in state:
-        return logged.flaw(run, state[LOGS])
-    last = last_logged(run)
-    if last < state["step"]:
-        return f"{run}/{METRICS_FILE} ends at step {last}, and it is of step {state['step']}: the rest is lost"
+    # The checkpoint itself may be damaged, which is found out when it is loaded.
+    with suppress(ValueError, TypeError, KeyError, AttributeError, OSError):
+        if LOGS in (state := checkpoint_file.read(path)):
+            return logged.flaw(run, state[LOGS])
+    if (last := last_logged(run)) < step_of(path):
+        return f"{run}/{METRICS_FILE} ends at step {last}, and it is of step {step_of(path)}: the rest is lost"
     return None
 
 
