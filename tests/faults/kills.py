@@ -187,8 +187,10 @@ def shared_out(kills: int, modes: list[str]) -> dict[str, int]:
 
 def in_turns(kills: dict[str, int], seed: int, work: Path, jobs: int, until: float) -> Campaign:
     """The campaigns of all modes, each in ``jobs`` forks of this process side by side."""
-    found = Campaign()
+    found, left = Campaign(), sum(kills.values())
     for name, count in kills.items():
+        now = time.monotonic()
+        until_of_mode, left = now + (until - now) * count / left, left - count  # none takes the time of those after it
         whole, done = undisturbed(MODES[name], work)
         kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(p.kind for p in done.passed).items())
         print(f"{name}: a run takes {done.seconds:.1f} s and passes {len(done.passed)} points: {kinds}", flush=True)
@@ -200,7 +202,9 @@ def in_turns(kills: dict[str, int], seed: int, work: Path, jobs: int, until: flo
             if not (child := os.fork()):
                 code = 1
                 try:
-                    own = campaign(MODES[name], share, seed * jobs + job, work, whole, numbers[job::jobs], until)
+                    own = campaign(
+                        MODES[name], share, seed * jobs + job, work, whole, numbers[job::jobs], until_of_mode
+                    )
                     out.write_text(json.dumps(asdict(own)))
                     code = 0
                 except BaseException:
