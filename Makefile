@@ -3,6 +3,7 @@
 # make quick: lint, types and the fast tests that need no engine, for the inner loop.
 # make test-faults: 1,000 kills of runs and 1,000 damaged checkpoints, at most 15 minutes.
 # make docs: the site, in site/; every warning and broken link is an error.
+# make test-slow: the tests marked nightly, which take minutes each beside a case in make test.
 # make test-models: every causal language model of transformers against its own forward, a minute or two.
 # make gpu-check: tests marked gpu, then benchmarks/gpu.py (12 minutes at most); without a GPU at toy sizes.
 # Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=3, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
@@ -23,13 +24,14 @@ ifeq ($(shell uname),Darwin)
 ENGINE := inference_model.engine=transformers
 endif
 
-.PHONY: docs help setup train test quick test-models test-faults lint types pytest quick-tests bench gpu-check clean
+.PHONY: docs help setup train test quick test-slow test-models test-faults lint types pytest quick-tests bench gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train   install, then train the quickstart (7 to 15 minutes on 2 CPU cores); ARGS='optimizer.lr=2e-5 ...'"
 	@echo "make test    install, then lint, types, tests, doctests"
 	@echo "make quick   install, then lint, types and the fast tests that need no engine (a minute and a half on 2 CPU cores)"
+	@echo "make test-slow   install, then the tests marked nightly, too long for make test (10 minutes on 2 CPU cores)"
 	@echo "make test-models   install, then all models that transformers has, against their own forward"
 	@echo "make test-faults   install, then 1,000 kills of runs and 1,000 damaged checkpoints (at most 15 minutes)"
 	@echo "make docs    install, then the docs as a site in site/; warnings and broken links are errors"
@@ -65,18 +67,21 @@ types: $(DEV)
 # Or each of many processes compiles our files anew.
 pytest: export PYTHONDONTWRITEBYTECODE =
 pytest: $(DEV)
-	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not alone and not models" $(ARGS)
-	.venv/bin/python -m pytest -m alone $$(grep -rl --include=*.py pytest.mark.alone tests) $(ARGS)
+	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not alone and not models and not nightly" $(ARGS)
+	.venv/bin/python -m pytest -m "alone and not nightly" $$(grep -rl --include=*.py pytest.mark.alone tests) $(ARGS)
 
 quick-tests: export PYTHONDONTWRITEBYTECODE =
 quick-tests: $(DEV)
 	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
-		-m "not slow and not engine and not alone and not models and not network" \
+		-m "not slow and not engine and not alone and not models and not network and not nightly" \
 		$(addprefix --ignore=,$(ENGINE_FOLDERS)) $(ARGS)
 
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 	@echo "site/index.html"
+
+test-slow: $(DEV)
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m nightly $$(grep -rl --include=*.py mark.nightly tests) $(ARGS)
 
 test-models: $(DEV)
 	.venv/bin/python -m pytest -m models tests/policies -s $(ARGS)

@@ -97,6 +97,7 @@ setup(
         "nltk>=3.10.4,<4",
         "numpy>=2,<3",
         "omegaconf>=2.3,<2.4",
+        "packaging>=25,<27",
         "pyarrow>=21,<27",
         "pyyaml>=6,<7",
         "rich>=14,<16",

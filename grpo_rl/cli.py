@@ -19,7 +19,7 @@ COMMANDS = {
     "plan": ("planner.commands", "say what a config needs of a cluster: memory and seconds, by role and device"),
     "check-model": ("checks.command", "say whether a model can be trained here, line by line, or what to do"),
     "eval": ("evaluation.command", "evaluate a model or an endpoint on held-out rows, or compare two"),
-    "doctor": ("cli", "ask every node of a Ray cluster whether it is fit for a run"),
+    "doctor": ("checks.doctor", "check in two minutes what a run will need, here or on every node of a Ray cluster"),
     "from-trl": ("migration.command", "convert a GRPO config of TRL, and name what differs"),
     "replay": ("replay.command", "recompute a step of a run under another loss"),
     "report": ("report.command", "write the page of a run or a comparison, or serve it live; --demo shows one"),
@@ -68,21 +68,6 @@ def _train(arguments: Sequence[str]) -> int:
     return 0
 
 
-def add_doctor(parser: argparse.ArgumentParser) -> None:
-    """Waits until all nodes of a Ray cluster are there, has each respond, compares their packages and checks that all
-    see the run's folder; starts nothing. Exit code 2: a node, which is named, is missing, silent or different.
-    """
-    parser.add_argument(
-        "--ray", required=True, metavar="ADDRESS", help="host:port of the head, or auto on a node of it"
-    )
-    who = parser.add_mutually_exclusive_group()
-    who.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes to expect (1)")
-    who.add_argument("--names", metavar="A,B,...", help="or their names, as given to `ray start --node-name`")
-    parser.add_argument("--folder", type=Path, help="folder that all nodes must see: the run's, or its parent")
-    parser.add_argument("--deadline-s", type=float, default=120.0, metavar="S", help="longest wait for the nodes (120)")
-    parser.set_defaults(run_command=_examine)
-
-
 def add_export(parser: argparse.ArgumentParser) -> None:
     """Writes the model of a checkpoint, sharded or not, as a folder that transformers and vLLM read; a finished run has
     written model/ itself. Runs on the CPU, with 4 bytes a parameter of memory and half as much again.
@@ -90,22 +75,6 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a run's checkpoints/checkpoint_*.pt")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="output folder; must be empty or absent")
     parser.set_defaults(run_command=_export_model)
-
-
-def _examine(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if overrides:
-        raise ValueError(f"doctor takes no overrides such as {overrides[0]}; it looks at machines, not at a config")
-    try:
-        from grpo_rl.cluster.doctor import examine
-    except ImportError as error:
-        raise ValueError(f"Ray is not installed ({error}); install the extra `ray`") from None
-    expected = options.names.split(",") if options.names else options.nodes
-    reports = examine(options.ray, expected, options.folder, options.deadline_s)
-    for node in reports:
-        print(f"{node.name} ({node.address}): {node.cpus:g} CPUs, {node.gpus:g} GPUs")
-    devices = sum(node.gpus for node in reports)
-    print(f"All {len(reports)} nodes answer, with the same packages; {devices:g} GPUs in all.")
-    return 0
 
 
 def _export_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:

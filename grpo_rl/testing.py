@@ -147,7 +147,8 @@ def save_tiny_model(folder: str | Path, seed: int = 0, hidden_size: int = 64) ->
 def tiny_run(folder: str | Path) -> list[str]:
     """The overrides of a run of seconds: six rows, and a random model that is rewarded for digits.
 
-    Four steps of four groups of four responses; later overrides win.
+    Four steps of four groups of four responses; later overrides win. Nothing is compiled, which would take longer than
+    all the steps do.
 
     Args:
         folder: where the rows and the model are written.
@@ -168,6 +169,7 @@ def tiny_run(folder: str | Path) -> list[str]:
         "train.checkpoint_frequency=1",
         "train.keep_checkpoints=0",
         "train.micro_batch_tokens=64",
+        "train_model.compile=false",
         "inference_model.engine=transformers",
         "inference_model.max_model_len=64",
         "sampling.max_new_tokens=8",

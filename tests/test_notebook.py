@@ -35,6 +35,7 @@ def test_the_notebook_trains_and_shows_the_run(tmp_path, monkeypatch):
     settings = [
         f"model.name={save_tiny_model(tmp_path / 'model')}",
         "inference_model.engine=transformers",
+        "train_model.compile=false",
         "env.num_envs=2",
         "train.optim_batch_size=16",
         "train.total_dialog_turns=32",

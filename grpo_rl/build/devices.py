@@ -37,15 +37,24 @@ def plan_devices(settings: Settings, model_folder: Path) -> Devices:
         devices = allocate(settings, num_attention_heads=config.num_attention_heads)
     else:
         devices = allocate(settings)  # no engine splits attention heads
+    check_devices(settings, devices)
+    check_model(model_folder, adapters(settings), settings.policy.router_replay)
+    return devices
+
+
+def check_devices(settings: Settings, devices: Devices) -> None:
+    """Refuses a plan that a run in this process can't follow, see :func:`plan_devices`.
+
+    Raises:
+        ValueError: says why, and what to set.
+    """
     if len(devices.train) > 1 and settings.train_model.parallel is None:
         raise ValueError(
             f"{len(devices.train)} training devices and one process; set train_model.parallel=fsdp (or ddp) and start "
             f"torchrun --nproc-per-node {len(devices.train)}, or train_model.num_devices=1"
         )
-    if samples:
+    if settings.mode != "sft":
         _check_engine_devices(settings, devices)
-    check_model(model_folder, adapters(settings), settings.policy.router_replay)
-    return devices
 
 
 def _check_engine_devices(settings: Settings, devices: Devices) -> None:
@@ -82,15 +91,17 @@ def make_ranks(settings: Settings, devices: Devices, rendezvous: Rendezvous | No
     if train.parallel is None:
         return None
     placement = {"fp32_masters": settings.train.mixed_precision, "cpu_offload": train.cpu_offload}
+    limits = {"timeout_s": train.timeout_s, "deadline_s": train.deadline_s}
     if rendezvous:
         ranks = rendezvous.rank, rendezvous.size, rendezvous.store()
-        return Ranks.join(train.parallel, devices.train[0], *ranks, train.timeout_s, **placement)
+        return Ranks.join(train.parallel, devices.train[0], *ranks, **limits, **placement)
     # Devices are those of this machine; other nodes have their own, and as many.
     started, on_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), devices.train[0].type == "cuda"
-    if on_gpu and started and started != len(devices.train):
+    fits = started <= len(devices.train) if settings.train.elastic else started == len(devices.train)
+    if on_gpu and started and not fits:
         raise ValueError(
             f"{started} processes were started on this node and {len(devices.train)} of its devices train; set "
             f"train_model.num_devices={started}"
         )
     device = devices.train[int(os.environ.get("LOCAL_RANK", 0))] if on_gpu else devices.train[0]
-    return Ranks.join(train.parallel, device, timeout_s=train.timeout_s, **placement)
+    return Ranks.join(train.parallel, device, **limits, **placement)

@@ -28,6 +28,7 @@ from grpo_rl.run.held_out import HeldOut
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.origin import origin
 from grpo_rl.run.parts import Parts
+from grpo_rl.run.restarts import Restarts
 from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.step_metrics import step_metrics
 from grpo_rl.run.summary import best_kept
@@ -86,9 +87,10 @@ def build_run(
     with ExitStack() as stack:
         ranks = make_ranks()
         if ranks:
-            stack.callback(ranks.close)
+            stack.enter_context(ranks)
         folder = stack.enter_context(open_folder(settings, own_folder, model, ranks, settings.train))
         logs = stack.enter_context(_open_logs(settings, folder, env, loss))
+        tell_watch(ranks, logs, folder)
         interrupt = stack.enter_context(Interrupt(logs.note))
 
         policy = training.load_policy(settings, model, plan, ranks, logs)
@@ -170,17 +172,37 @@ def open_folder(
     train: Train,
 ) -> RunFolder:
     """The run's folder, with room for its checkpoints; for the arguments see `RunFolder`."""
-    model_bytes = sum(path.stat().st_size for path in weight_files(model))
+    room = needed_room(settings, sum(path.stat().st_size for path in weight_files(model)))
+    config = settings.as_json()
+    restarts = Restarts.find(ranks, config) if ranks else Restarts()
+    own, resume = restarts.place(own, settings.resume)
+    folder = RunFolder(own, resume, config, settings.as_text(), room, train, ranks)
+    if ranks:
+        restarts.leave(ranks, config, folder.shared, folder.restarts)
+        folder.restarts = restarts.count
+        if restarts.folder:
+            reason = f": {restarts.reason}" if restarts.reason else ""
+            folder.notes.append(f"Restart {restarts.count} of the run, with {ranks.size} ranks{reason}")
+    return folder
+
+
+def needed_room(settings: Settings, model_bytes: float) -> Room:
+    """The disk space that a run of a model of so many bytes needs."""
     # Checkpoints of adapters are small beside the model.
     parameters = 0 if settings.train_model.lora.rank else model_bytes / 2
     reference = {"never": 0, "average": 4}.get(settings.ref_model.refresh, 2)  # bytes of a parameter, when renewed
-    room = Room(
+    return Room(
         1 + settings.train.keep_checkpoints,  # one more while the next is written
         parameters * (BYTES_PER_PARAMETER + reference),
         model_bytes,
         2 if settings.evaluate.rows and settings.evaluate.keep_best else 1,
     )
-    return RunFolder(own, settings.resume, settings.as_json(), settings.as_text(), room, train, ranks)
+
+
+def tell_watch(ranks: Ranks | None, logs: RunLogs, folder: RunFolder) -> None:
+    """Has this rank's signs of life say what the run is at, and the line of a lost rank how to go on."""
+    if ranks and ranks.watch:
+        ranks.watch.doing, ranks.watch.advice = logs.progress.doing, folder.how_to_go_on
 
 
 def _best(folder: RunFolder, logs: RunLogs, keeps: bool, ranks: Ranks | None) -> dict | None:

@@ -11,7 +11,7 @@ import torch
 
 from grpo_rl.build import devices, training
 from grpo_rl.build.environment import held_out_rows, make_demonstrations
-from grpo_rl.build.run import open_folder
+from grpo_rl.build.run import open_folder, tell_watch
 from grpo_rl.collectors.demonstrations import DemonstrationCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
@@ -57,11 +57,12 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
     with ExitStack() as stack:
         ranks = devices.make_ranks(settings, plan)
         if ranks:
-            stack.callback(ranks.close)
+            stack.enter_context(ranks)
         folder = stack.enter_context(open_folder(settings, own_folder, model, ranks, train))
         # A run that is prolonged keeps the short step that it ended with.
         steps = folder.step + -(-(total - folder.collected) // batch)
         logs = stack.enter_context(_open_logs(settings, folder, rows, steps))
+        tell_watch(ranks, logs, folder)
         interrupt = stack.enter_context(Interrupt(logs.note))
         policy = training.load_policy(settings, model, plan, ranks, logs)
         optimizer = training.make_optimizer(settings, policy, ranks, steps)

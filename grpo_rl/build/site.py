@@ -54,7 +54,8 @@ class Site:
         assert self.place is not None
         work = functools.partial(_train_there, train, settings, str(Path(folder).resolve()), self, os.getcwd())
         gpus = int(self.devices.train[0].type == "cuda")
-        return run_trainers(work, self.trainers, self.place, num_cpus=1, num_gpus=gpus)
+        restarts, elastic = settings.ray.max_restarts, settings.train.elastic
+        return run_trainers(work, self.trainers, self.place, 1, gpus, restarts, elastic)
 
 
 def _train_there(
@@ -72,7 +73,7 @@ def _train_there(
     devices = site.devices
     if devices.train[0].type == "cuda":
         own = torch.device("cuda", 0)  # Ray shows an actor the GPUs of its bundle only
-        devices = replace(devices, train=(own,) * site.trainers, ref=(own,) * bool(devices.ref))
+        devices = replace(devices, train=(own,) * rendezvous.size, ref=(own,) * bool(devices.ref))
     try:
         return train(settings, folder, replace(site, devices=devices, rendezvous=rendezvous))
     except RunIsOver:
@@ -99,16 +100,12 @@ def make_site(settings: Settings) -> Iterator[Site]:
             f"ray.address={settings.ray.address}; set train_model.parallel=fsdp (or ddp), or start the script by "
             "itself: on a cluster trainers are actors"
         )
-    if (settings.train_model.num_devices or 1) > 1 and parallel is None:
-        raise ValueError(
-            f"train_model.num_devices={settings.train_model.num_devices} with train_model.parallel=null; set it to "
-            "fsdp, or to ddp"
-        )
+    check_parallel(settings)
     if (address := settings.ray.address) is None:
         first = int(os.environ.get("RANK", 0)) == 0
         cores = len(os.sched_getaffinity(0))
         devices = allocate(settings, "async", num_attention_heads=heads, cores=cores, world=world)
-        if parallel and world != len(devices.train):
+        if parallel and world != len(devices.train) and not (settings.train.elastic and world < len(devices.train)):
             raise ValueError(
                 f"{len(devices.train)} devices train with train_model.parallel={parallel}, in {world} process; start "
                 f"torchrun --nproc-per-node {len(devices.train)} -m grpo_rl.sota.grpo_async, or set ray.address"
@@ -140,6 +137,19 @@ def make_site(settings: Settings) -> Iterator[Site]:
         trainer = {"CPU": 1.0} | ({"GPU": 1.0} if devices.train[0].type == "cuda" else {})
         with places([trainer] * trainers + [_bundle(devices, 1)] * devices.replicas) as place:
             yield Site(devices, place, trainers, 1)
+
+
+def check_parallel(settings: Settings) -> None:
+    """Refuses several training devices without a way to share their work.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if (settings.train_model.num_devices or 1) > 1 and settings.train_model.parallel is None:
+        raise ValueError(
+            f"train_model.num_devices={settings.train_model.num_devices} with train_model.parallel=null; set it to "
+            "fsdp, or to ddp"
+        )
 
 
 def _bundle(devices: Devices, cpus: int) -> dict[str, float]:

@@ -16,7 +16,8 @@ class Finding:
     """One line of a report.
 
     Args:
-        kind: ``OK``; ``note``, which limits what can be trained; ``FIX``, without which training goes wrong.
+        kind: ``OK``; ``note``, which limits what can be trained; ``FIX``, without which training goes wrong; ``SKIP``:
+            it was not looked at.
         about: what was looked at, in a word or two.
         text: what was found, and what to do where it is not in order.
         override: setting without which the model can't be trained.
@@ -25,7 +26,7 @@ class Finding:
     OK    pad token         none is needed
     """
 
-    kind: Literal["OK", "note", "FIX"]
+    kind: Literal["OK", "note", "FIX", "SKIP"]
     about: str
     text: str
     override: str = ""
@@ -56,6 +57,8 @@ def unfit(about: str, remedy: str = "") -> Iterator[None]:
     """
     try:
         yield
+    except Unfit:
+        raise
     except Exception as error:
         text = " ".join(str(error).split())
         text = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

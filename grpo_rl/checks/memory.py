@@ -8,10 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from grpo_rl.checks.finding import Finding, unfit
+from grpo_rl.checks.machine import free_memory
 from grpo_rl.planner.advice import remedies, with_devices
 from grpo_rl.planner.errors import NotPlannedError
 from grpo_rl.planner.hardware import GIB, Cluster
-from grpo_rl.planner.plan import make_plan
+from grpo_rl.planner.plan import Plan, make_plan
 from grpo_rl.planner.scenario import Scenario
 from grpo_rl.settings.schema import Settings
 
@@ -26,11 +27,35 @@ def memory_findings(settings: Settings, model: PreTrainedModel) -> Iterator[Find
         except NotPlannedError as error:
             yield Finding("note", "memory", f"not planned: {error}; whether it fits, a short run tells")
             return
-        roles = (f"{role.name} {role.needed / GIB:,.1f} of {role.usable / GIB:,.1f} GiB" for role in plan.roles)
-        text = f"planned for the longest responses: {', '.join(roles)}"
-        if plan.fits:
+        roles = tuple(plan.roles)
+        free, bound = _free(plan)
+        told = (f"{role.name} {role.needed / GIB:,.1f} of {role.usable / GIB:,.1f} GiB" for role in roles)
+        text = f"planned for the longest responses: {', '.join(told)}; {free / GIB:,.1f} GiB are free ({bound})"
+        if plan.fits and free >= (needed := _at_once(plan)):
             yield Finding("OK", "memory", text)
+            return
+        if plan.fits:
+            text = f"{text}, and {needed / GIB:,.1f} GiB are needed at once; end what else takes memory"
+            yield Finding("FIX", "memory", f"{text}, or raise the limit")
             return
         found = [remedy for of_role in remedies(plan).values() for remedy in of_role]
         remedy = f"set {' or '.join(found)}" if found else "take a smaller model, or more devices"
         yield Finding("FIX", "memory", f"{text}; {remedy} (grpo-rl plan says more)")
+
+
+def _at_once(plan: Plan) -> float:
+    """Bytes that are taken of the memory that :func:`_free` speaks of: a GPU's by one role, the CPU's by all."""
+    if plan.scenario.cluster.device.kind == "cpu" and plan.scenario.overlaps:
+        train, *others = plan.roles
+        return plan.layout.train * train.needed + plan.layout.engines * sum(role.needed for role in others)
+    if plan.layout.colocated:
+        return plan.roles[0].needed  # which counts what the engine holds meanwhile
+    return max(role.needed for role in plan.roles)
+
+
+def _free(plan: Plan) -> tuple[float, str]:
+    """Bytes that are free now, on the fullest GPU of the plan or for processes of this machine; what bounds them."""
+    if plan.scenario.cluster.device.kind == "cpu":
+        return free_memory()
+    free = [torch.cuda.mem_get_info(index)[0] for index in range(min(plan.layout.total, torch.cuda.device_count()))]
+    return min(free), f"on cuda:{free.index(min(free))}"

@@ -19,11 +19,15 @@ from grpo_rl.settings.derived import adapters
 from grpo_rl.settings.schema import Settings
 
 
-def unloaded_findings(settings: Settings, source: str) -> Iterator[Finding]:
+def unloaded_findings(
+    settings: Settings, source: str, plans: bool = True, needs_template: bool = False
+) -> Iterator[Finding]:
     """The findings on a model whose weights are not read.
 
     Args:
         source: its folder, or its name on the hub.
+        plans: whether memory is planned, too.
+        needs_template: whether a model without a chat template is to be mended.
     """
     try:
         with unfit("config"):
@@ -31,12 +35,13 @@ def unloaded_findings(settings: Settings, source: str) -> Iterator[Finding]:
     except Unfit as error:  # a tokenizer asks for the config, too
         yield error.finding
         return
-    checks = [_tokenizer(settings, source, model), _context(settings, model)]
+    checks = [_tokenizer(settings, source, model, needs_template), _context(settings, model)]
     try:
         with unfit("gate"):
             check_model(source, adapters(settings), settings.policy.router_replay)
             yield Finding("OK", "gate", road(model))
-        checks.append(memory_findings(settings, model))  # which knows models that can be trained alone
+        if plans:
+            checks.append(memory_findings(settings, model))  # which knows models that can be trained alone
     except Unfit as error:
         yield error.finding
     for check in checks:
@@ -46,12 +51,12 @@ def unloaded_findings(settings: Settings, source: str) -> Iterator[Finding]:
             yield error.finding
 
 
-def _tokenizer(settings: Settings, source: str, model: PreTrainedModel) -> Iterator[Finding]:
+def _tokenizer(settings: Settings, source: str, model: PreTrainedModel, needs_template: bool) -> Iterator[Finding]:
     with unfit("tokenizer", f"; {source} needs the files that its tokenizer's save_pretrained() writes"):
         tokenizer = load_tokenizer(source, settings.model.chat_template)
     embedded = model.get_input_embeddings().weight.shape[0]
     with unfit("chat template"):
-        yield from template_findings(tokenizer, end_ids(source), embedded)
+        yield from template_findings(tokenizer, end_ids(source), embedded, needs_template)
 
 
 def road(model: PreTrainedModel) -> str:

@@ -1,8 +1,9 @@
-"""Checks of a model with its weights: sampler against trainer, and a gradient."""
+"""Checks of a model with its weights: sampler against trainer, a gradient, a push of changed weights."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -84,6 +85,26 @@ def _compared(settings: Settings, parts: Trial, groups: list[Group]) -> Iterator
         text += f", {seen['mismatch/max']:.2g} at most; mass kept {seen['mismatch/mass_kept']:.3f}"
         yield Finding("note" if warning else "OK", "sampler, trainer", f"{text}. {warning}" if warning else text)
     yield _gradient(parts)
+    with unfit("push"):
+        yield _pushed(parts)
+
+
+def _pushed(parts: Trial) -> Finding:
+    """Pushes weights that differ from those that the engine has read itself, and reads back what it computes with.
+
+    Raises:
+        WeightDeliveryError: they did not arrive.
+    """
+    trained = [weight for weight in parts.policy.model.parameters() if weight.requires_grad]
+    for weight in trained:
+        weight.data.add_(weight.data.abs().mean() / 8 + 2.0**-7)
+    began = time.monotonic()
+    parts.weights.push()
+    seconds = time.monotonic() - began
+    parts.weights.verify()
+    size = sum(weight.nbytes for weight in trained) / 2**20
+    text = f"{len(trained)} changed tensors ({size:,.0f} MiB) sent in {seconds:.2g} s, proven, and read back the same"
+    return Finding("OK", "push", text)
 
 
 def _gradient(parts: Trial) -> Finding:

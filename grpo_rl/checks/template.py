@@ -18,12 +18,15 @@ TEXTS = ("2 + 3 = 5\n\n#### 5", "So \\frac{1}{2} , or 0.5 .", "  if x:\n\treturn
 APPENDING = "a template that only appends (model.chat_template) keeps them"
 
 
-def template_findings(tokenizer: PreTrainedTokenizerBase, ends: Collection[int], embedded: int) -> Iterator[Finding]:
+def template_findings(
+    tokenizer: PreTrainedTokenizerBase, ends: Collection[int], embedded: int, needs_template: bool = False
+) -> Iterator[Finding]:
     """The findings on a tokenizer, without its model.
 
     Args:
         ends: ids that end a response, see `grpo_rl.engines.ends.end_ids`.
         embedded: ids that the model has an embedding for.
+        needs_template: whether one without a chat template is to be mended; a base model's template says what is done.
 
     Raises:
         ValueError: the chat template fails on a question.
@@ -42,11 +45,10 @@ def template_findings(tokenizer: PreTrainedTokenizerBase, ends: Collection[int],
     if tokenizer.chat_template:
         yield _roles(tokenizer)
     else:
-        yield Finding(
-            "note",
-            "chat template",
-            "none: prompts are the messages' texts, as for a base model; model.chat_template=... gives one",
-        )
+        text = "none: prompts are the messages' texts, as for a base model; model.chat_template=... gives one"
+        if needs_template:
+            text += "; for a base model, say that this is meant by a template that writes just them"
+        yield Finding("FIX" if needs_template else "note", "chat template", text)
     yield _end_of_turn(tokenizer, ends)
     pad = tokenizer.pad_token
     yield Finding("OK", "pad token", f"{pad} ({tokenizer.pad_token_id})" if pad else "none, and nothing here is padded")

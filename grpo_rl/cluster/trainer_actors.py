@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
-import socket
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -15,46 +17,66 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo_rl.cluster.nodes import on_node
+from grpo_rl.cluster.nodes import on_node, this_address
+from grpo_rl.distributed.endings import LAST_LOST, RankLostError
 
+log = logging.getLogger(__name__)
 LAST_WORDS_S = 60.0
 """Seconds that rank zero has to end after another rank has: it writes what is to be kept."""
+END_S = 30.0
+"""Longest wait for the processes of a start before the next one."""
+
+_At = tuple[str, str, int]
+"""Where an actor runs: its node's address and id, and its process id."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The rendezvous of a training's ``size`` ranks, at rank zero's address and port; ``rank`` is this process's."""
+    """The rendezvous of a training's ``size`` ranks, at the store of the process that started them.
+
+    Args:
+        rank: this process's.
+        start: how often ranks were started before.
+    """
 
     rank: int
     size: int
     host: str
     port: int
+    start: int = 0
 
     def store(self) -> dist.Store:
-        """The store of the process group; blocks until rank zero has started it."""
-        return dist.TCPStore(self.host, self.port, self.size, is_master=self.rank == 0)
+        """The store, which outlives the ranks."""
+        return dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
 
 
 @ray.remote(max_restarts=0, max_task_retries=0)
 class _Trainer:
     """A process that trains, perhaps on another machine."""
 
-    def place(self) -> tuple[str, str, int, int]:
-        """The actor's node address and id, its process id, and a port that was free a moment ago."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), os.getpid(), port
+    def place(self) -> _At:
+        """The actor's node address and id, and its process id."""
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), os.getpid()
 
     def run(self, work: Callable[[Rendezvous], Any], rendezvous: Rendezvous) -> Any:
         """Does the work and returns its result; a run that stops early raises what it says."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which Ray blocks, as terminals send it to all
         try:
             return work(rendezvous)
+        except RankLostError as lost:
+            raise OtherLost(lost.message) from None
         except SystemExit as stop:
             raise StoppedEarly(str(stop)) from stop
         except ValueError as error:
             raise StoppedEarly(f"error: {error}") from error
+
+
+class OtherLost(RuntimeError):
+    """A rank that ended as another one is lost, which the message names."""
+
+
+class _Lost(Exception):
+    """A rank is lost; the message says which, and on which node."""
 
 
 class StoppedEarly(RuntimeError):
@@ -62,47 +84,96 @@ class StoppedEarly(RuntimeError):
 
 
 def run_trainers(
-    work: Callable[[Rendezvous], Any], count: int, place: PlacementGroup, num_cpus: float, num_gpus: float
+    work: Callable[[Rendezvous], Any],
+    count: int,
+    place: PlacementGroup,
+    num_cpus: float,
+    num_gpus: float,
+    max_restarts: int = 0,
+    elastic: bool = False,
+    patience_s: float = 120.0,
 ) -> Any:
     """Runs ``work`` on all ranks, each in a process of its own, and returns what it returns on rank zero.
 
+    When a rank is lost, all of them are started again; what they leave in the rendezvous' store, they find there.
     Ctrl-C is passed on to all of them, which finish their step; the second one ends them.
 
     Args:
         work: function that each rank runs; its argument is the rendezvous.
         count: number of ranks; each runs in the bundle of its number.
+        max_restarts: how often the ranks are started again.
+        elastic: whether they are then as many as Ray finds room for within ``patience_s``.
 
     Raises:
         SystemExit: the run was stopped, or its settings can't be run.
-        RuntimeError: a trainer died; names its node.
+        RuntimeError: a trainer died once too often, or finds no room any more; names its node.
     """
-    trainers = [
-        _Trainer.options(
-            num_cpus=num_cpus, num_gpus=num_gpus, scheduling_strategy=PlacementGroupSchedulingStrategy(place, rank)
-        ).remote()
-        for rank in range(count)
-    ]
-    places = ray.get([trainer.place.remote() for trainer in trainers])
-    host, _, _, port = places[0]
-    runs = [trainer.run.remote(work, Rendezvous(rank, count, host, port)) for rank, trainer in enumerate(trainers)]
+    store = dist.TCPStore(this_address(), 0, is_master=True, wait_for_workers=False)
+    options = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+    start = 0
+    while True:
+        trainers = [
+            _Trainer.options(scheduling_strategy=PlacementGroupSchedulingStrategy(place, rank), **options).remote()
+            for rank in range(count)
+        ]
+        store.delete_key(LAST_LOST)
+        try:
+            found = _placed(trainers, patience_s if start else None)
+            if len(found) < (1 if elastic else count):
+                raise RuntimeError(
+                    f"{len(found)} of {count} trainers have found a place again within {patience_s:.0f} s; with "
+                    "train.elastic=true they would go on; what the last checkpoint holds is safe: "
+                    "resume=<the run's folder>"
+                )
+            return _run_once(work, found, Rendezvous(0, len(found), this_address(), store.port, start))
+        except _Lost as ended:
+            # A rank that waited for a frozen one had to be ended in its exchange, and looks dead itself.
+            lost = f"{store.get(LAST_LOST).decode()}." if store.check([LAST_LOST]) else str(ended)
+            if start == max_restarts:
+                raise RuntimeError(
+                    f"{lost} What the last checkpoint holds is safe; go on with resume=<the run's folder>"
+                ) from ended.__cause__
+            start += 1
+            log.warning("%s All trainers start again, %d of %d times", lost, start, max_restarts)
+            _end_all(trainers, found)
+        finally:
+            for trainer in trainers:
+                ray.kill(trainer)
+
+
+def _placed(trainers: list[Any], patience_s: float | None) -> list[tuple[Any, _At]]:
+    """The trainers that run somewhere within so many seconds, each with its place."""
+    places = [trainer.place.remote() for trainer in trainers]
+    ready, _ = ray.wait(places, num_returns=len(places), timeout=patience_s)
+    found = []
+    for trainer, at in zip(trainers, places, strict=True):
+        with contextlib.suppress(RayActorError if patience_s else ()):
+            if at in ready:
+                found.append((trainer, ray.get(at)))
+    return found
+
+
+def _run_once(work: Callable[[Rendezvous], Any], found: list[tuple[Any, _At]], first: Rendezvous) -> Any:
+    """The result of rank zero, once all ranks have one.
+
+    Raises:
+        _Lost: one is lost.
+    """
+    runs = [trainer.run.remote(work, replace(first, rank=rank)) for rank, (trainer, _) in enumerate(found)]
     pending, asked_to_stop = list(runs), False
-    try:
-        while pending:
-            try:
-                # As soon as one fails: the others would wait for it. Ray notices Ctrl-C between the calls alone.
-                ready, pending = ray.wait(pending, timeout=1.0)
-                for run in sorted(ready, key=runs.index):
-                    _check(run, places[runs.index(run)][0], runs[0])
-            except KeyboardInterrupt:
-                if asked_to_stop:
-                    raise
-                asked_to_stop = True
-                for _, node, pid, _ in places:
-                    _interrupt.options(scheduling_strategy=on_node(node)).remote(pid)
-        return ray.get(runs[0])
-    finally:
-        for trainer in trainers:
-            ray.kill(trainer)
+    while pending:
+        try:
+            # As soon as one fails: the others would wait for it. Ray notices Ctrl-C between the calls alone.
+            ready, pending = ray.wait(pending, timeout=1.0)
+            for run in sorted(ready, key=runs.index):
+                _check(run, found[runs.index(run)][1][0], runs[0])
+        except KeyboardInterrupt:
+            if asked_to_stop:
+                raise
+            asked_to_stop = True
+            for _, (_, node, pid) in found:
+                _interrupt.options(scheduling_strategy=on_node(node)).remote(pid)
+    return ray.get(runs[0])
 
 
 def _check(run: Any, node: str, first: Any) -> None:
@@ -110,11 +181,10 @@ def _check(run: Any, node: str, first: Any) -> None:
     try:
         ray.get(run)
     except RayActorError as error:
-        raise RuntimeError(
-            f"the trainer on {node} died: {str(error).splitlines()[0]} What the last checkpoint holds is safe; go on "
-            "with resume=<the run's folder>"
-        ) from error
+        raise _Lost(f"the trainer on {node} died: {str(error).splitlines()[0]}") from error
     except RayTaskError as error:
+        if isinstance(error.cause, OtherLost):
+            raise _Lost(f"{error.cause}.") from error
         ray.wait([first], timeout=LAST_WORDS_S)
         stop = _stop_of(first) or _stop_of(run)
         raise (SystemExit(str(stop)) if stop else error) from None
@@ -129,6 +199,22 @@ def _stop_of(run: Any) -> StoppedEarly | None:
     except (RayActorError, GetTimeoutError):
         pass
     return None
+
+
+def _end_all(trainers: list[Any], found: list[tuple[Any, _At]]) -> None:
+    """Ends all trainers; returns when their processes, frozen ones too, hold neither devices nor the run's folder."""
+    for trainer in trainers:
+        ray.kill(trainer)
+    ends = [_end.options(scheduling_strategy=on_node(node)).remote(pid) for _, (_, node, pid) in found]
+    ray.wait(ends, num_returns=len(ends), timeout=END_S)  # on a node that is gone nothing runs
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
 
 
 @ray.remote(num_cpus=0, max_retries=0)

@@ -14,12 +14,13 @@ whole groups, balanced by tokens. Gradients are sums over ranks, as the loss is 
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import socket
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,11 +37,27 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from grpo_rl.distributed.liveness import Watch
+from grpo_rl.distributed.meeting import Member, meet
 from grpo_rl.policies.policy import CALL_WHOLE
 from grpo_rl.policies.shards import whole
 
 Mode = Literal["fsdp", "ddp"]
 X = TypeVar("X")
+P = ParamSpec("P")
+
+
+def _exchange(method: Callable[Concatenate[Ranks, P], X]) -> Callable[Concatenate[Ranks, P], X]:
+    """The method as an exchange of ranks, which their watch knows by its name."""
+
+    @functools.wraps(method)
+    def watched(ranks: Ranks, *arguments: P.args, **named: P.kwargs) -> X:
+        if ranks.watch is None:
+            return method(ranks, *arguments, **named)
+        with ranks.watch.exchange(method.__name__):
+            return method(ranks, *arguments, **named)
+
+    return watched
 
 
 class Ranks:
@@ -69,6 +86,8 @@ class Ranks:
         self._mesh = init_device_mesh(self.device.type, (self.size,)) if self.in_step else None
         self.cpu_mesh = init_device_mesh("cpu", (self.size,)) if self.in_step else None
         """The device mesh over which a checkpoint's tensors are spread while they are read."""
+        self.watch: Watch | None = None
+        """The watch over the other ranks, of ranks that have met."""
 
     @classmethod
     def join(
@@ -79,6 +98,7 @@ class Ranks:
         size: int | None = None,
         store: dist.Store | None = None,
         timeout_s: float = 1800.0,
+        deadline_s: float = 60.0,
         **placement: bool,
     ) -> Ranks:
         """Meets the other ranks, by the environment that torchrun sets or by a store that all of them know.
@@ -86,6 +106,7 @@ class Ranks:
         Args:
             rank: this process's number; with ``size``, how many there are, and ``store``.
             timeout_s: longest wait for the others, here and in every exchange; whoever waits longer fails.
+            deadline_s: a rank that gives no sign of life for this long is lost, and all others end.
             placement: ``fp32_masters`` and ``cpu_offload``.
 
         Raises:
@@ -101,12 +122,36 @@ class Ranks:
             torch.cuda.set_device(device)
         # Numbers and offloaded weights are exchanged on the CPU, beside what is on the GPUs.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        where = {} if store is None else {"rank": rank, "world_size": size, "store": store}
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **where)
-        return cls(mode, device, **placement)
+        limit, by_torchrun = datetime.timedelta(seconds=timeout_s), store is None
+        if store is None:
+            store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
+        assert store is not None and rank is not None and size is not None
+        name = meet(store, rank, size, timeout_s)
+        at = {"rank": rank, "world_size": size, "store": dist.PrefixStore(name, store)}
+        dist.init_process_group(backend, timeout=limit, **at)
+        ranks = cls(mode, device, **placement)
+        members = ranks.gather(Member.here(rank))
+        own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        watch = Watch(own, f"grpo_rl/watch {name}", members, rank, deadline_s, by_torchrun)
+        ranks.wait()  # everyone has given a sign of life
+        watch.start()
+        ranks.watch = watch
+        return ranks
 
-    def close(self) -> None:
-        """Leaves the other ranks."""
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leaves the other ranks, which are told if an error is the reason.
+
+        Raises:
+            RankLostError: the error is that of an exchange, and another rank caused it.
+        """
+        if self.watch:
+            self.watch.leave(error)
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -116,12 +161,14 @@ class Ranks:
         """Waits until all ranks are here."""
         self.any([False])
 
+    @_exchange
     def gather(self, mine: X) -> list[X]:
         """The values that all ranks passed, in rank order."""
         everyones: list[Any] = [None] * self.size
         dist.all_gather_object(everyones, mine)
         return everyones
 
+    @_exchange
     def broadcast(self, first: X) -> X:
         """The value that rank zero passed."""
         box = [first]
@@ -136,12 +183,14 @@ class Ranks:
                 total[name] = total.get(name, 0.0) + number
         return total
 
+    @_exchange
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """Tells for each flag whether it is set on any rank."""
         joint = torch.tensor([bool(flag) for flag in flags], dtype=torch.int32)
         dist.all_reduce(joint, dist.ReduceOp.MAX)
         return joint.bool().tolist()
 
+    @_exchange
     def sum_gradients(self, weights: Sequence[Tensor]) -> None:
         """Makes every rank's gradients the sum of all; a weight that none has a gradient of is left without one.
 

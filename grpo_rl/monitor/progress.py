@@ -121,7 +121,12 @@ class Progress:
 
     def start_phase(self, what: str) -> AbstractContextManager[None]:
         """A context for a phase of the run's start, shown with its seconds; see `grpo_rl.monitor.phases`."""
+        self._phase = what
         return start_phase(what, self.note, not self.console.quiet, self.is_live)
+
+    def doing(self) -> str:
+        """What goes on, as ``phase train of step 5``."""
+        return f"phase {self._phase} of step {self.step + 1}"
 
     def phase(self, name: str) -> None:
         """Names what is going on: sampling, training, weights, evaluating, checkpoint."""

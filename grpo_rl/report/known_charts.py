@@ -260,6 +260,8 @@ def _progress(names: Sequence[str]) -> Iterator[Chart]:
 def _machine(names: Sequence[str]) -> Iterator[Chart]:
     group = "Machine"
     rates = {"throughput/sample_tokens_per_s": "sampling", "throughput/train_tokens_per_s": "training"}
+    ranks = {"ranks/size": "ranks", "ranks/restarts": "restarts"}
+    yield Chart(group, "Ranks", ranks, "Processes that train together, and how often they were started again.", 0)
     yield Chart(group, "Throughput", rates, "Tokens of responses per second.", 0)
     # What SFT alone has comes last, and leaves the others their colours.
     phases = {f"time/{phase}_s": phase for phase in sorted(PHASES, key="read".__eq__)}

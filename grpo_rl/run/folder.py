@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.distributed.endings import Stopped
 from grpo_rl.distributed.ranks import Ranks, agreed
-from grpo_rl.monitor import lineage
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
-from grpo_rl.monitor.step_parts import STEP_FOLDERS, StepParts
 from grpo_rl.report.files import CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
 from grpo_rl.run.background import Background
 from grpo_rl.run.claim import claim, is_finished, set_logs_aside
@@ -22,7 +21,7 @@ from grpo_rl.run.summary import read_evaluation, try_write_report
 from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import write_whole
-from grpo_rl.training import checkpoint
+from grpo_rl.training import checkpoint, logged
 
 BEFORE_ALL = -1
 """The step to truncate logs to so that even the evaluation at step 0 is removed."""
@@ -40,6 +39,15 @@ class Room:
     checkpoint_bytes: float
     model_bytes: float
     models: int = 1
+
+    @property
+    def needed(self) -> float:
+        """The bytes of all of them."""
+        return self.checkpoint_bytes * self.checkpoints + self.model_bytes * self.models
+
+    def __str__(self) -> str:
+        model = "the exported model" if self.models == 1 else f"{self.models} exported models"
+        return f"{self.checkpoints} checkpoints and {model} take about {self.needed / 2**30:.1f} GiB"
 
 
 class RunFolder:
@@ -76,6 +84,8 @@ class RunFolder:
         """Messages for the user, shown once there is a terminal view."""
         self.step = self.collected = 0
         self.seconds_before = 0.0
+        self.restarts = 0
+        """How often the ranks of the run were started again, as far as its checkpoint knows."""
         self.eval_before: list[float] = []
         self.eval_after: tuple[int, list[float]] | None = None
         """Step and rewards of the evaluation at the step the run resumes after, if stored."""
@@ -149,13 +159,10 @@ class RunFolder:
             probe.unlink()
         except OSError as error:
             raise ValueError(f"the run can't write to {folder} ({error.strerror}); set hydra.run.dir") from error
-        needed = room.checkpoint_bytes * room.checkpoints + room.model_bytes * room.models
-        model = "the exported model" if room.models == 1 else f"{room.models} exported models"
         free = shutil.disk_usage(folder).free
-        if free < needed:
+        if free < room.needed:
             raise ValueError(
-                f"{folder} has {free / 2**30:.1f} GiB free, and {room.checkpoints} checkpoints and {model} "
-                f"take about {needed / 2**30:.1f} GiB; free some space or set hydra.run.dir"
+                f"{folder} has {free / 2**30:.1f} GiB free, and {room}; free some space or set hydra.run.dir"
             )
         kept = room.checkpoints - 1
         count = f"{kept} checkpoint{'s' * (kept > 1)}" if kept else "checkpoints"
@@ -170,6 +177,7 @@ class RunFolder:
     def _read(self, state: dict) -> None:
         """Restores the progress of the checkpointed run."""
         checkpoint.check_config(state["config"], self.config)
+        self._check_ranks(state)
         self.step, self.collected = state["step"], state["collected"]
         self.seconds_before, self.eval_before = state["seconds"], state["eval_before"]
         found = agreed(self._ranks, lambda: self._end_of_before(state) if self.rank_zero else (None, False))
@@ -180,6 +188,25 @@ class RunFolder:
             self.eval_after, self.best = (self.step, evaluated[0]), evaluated[1] or self.best
         if over:
             raise RunIsOver
+
+    def _check_ranks(self, state: dict) -> None:
+        """Refuses another number of ranks than the checkpoint's, unless the run is elastic.
+
+        Raises:
+            ValueError: there are more or fewer, and ``train.elastic`` is false.
+        """
+        self.restarts = state.get("restarts", 0)
+        size = self._ranks.size if self._ranks else 1
+        before = state.get("ranks", size)  # earlier versions did not say
+        if before == size:
+            return
+        if not self._train.elastic:
+            raise ValueError(
+                f"{before} ranks trained until step {state['step']}, and {size} would go on; start {before} "
+                f"(torchrun --nproc-per-node {before} on one node), or set train.elastic=true: the same groups are "
+                "trained then, with the same loss but for rounding"
+            )
+        self.notes.append(f"Trained by {before} ranks until step {state['step']}, and by {size} from there on")
 
     def _end_of_before(self, state: dict) -> tuple[tuple[list[float], dict[str, Any] | None] | None, bool]:
         """The evaluation of the run's last step, if it was stored, and whether nothing is left to do.
@@ -217,6 +244,10 @@ class RunFolder:
         """The message for a user whose run stops."""
         return f"Go on with: resume={self.shared if self._ranks else self.path}"
 
+    def stopped(self, step: int) -> Stopped:
+        """The end of all ranks in order after a step, as the run was asked to stop."""
+        return Stopped(f"Stopped after step {step}. {self.how_to_go_on}")
+
     @property
     def checkpoints(self) -> Path:
         """The folder that all ranks write checkpoints to."""
@@ -237,7 +268,7 @@ class RunFolder:
             path = self.checkpoints / checkpoint.PATTERN.format(step=step)
 
             def write() -> None:
-                parts[checkpoint.LOGS] = agreed(self._ranks, lambda: checkpoint.sync_logs(self.path))
+                parts[logged.LOGS] = agreed(self._ranks, lambda: checkpoint.sync_logs(self.path))
                 checkpoint.save(self.checkpoints, step, parts, keep, self._ranks)
 
             if self._ranks:
@@ -274,8 +305,8 @@ class RunFolder:
             return
         # Whatever was written after the checkpoint belongs to an abandoned continuation.
         last = self.step if self.restored else BEFORE_ALL
-        logs = self.restored[1].get(checkpoint.LOGS, {}) if self.restored and self.inside and self.rank_zero else {}
-        unread = MetricsLog(self.path).truncate(last, checkpoint.logged_bytes(logs))
+        logs = self.restored[1].get(logged.LOGS, {}) if self.restored and self.inside and self.rank_zero else {}
+        unread = MetricsLog(self.path).truncate(last, logged.logged_bytes(logs))
         if unread:  # one may be the last evaluation's, which is then repeated
             self.eval_after, self.best = None, self.restored[1].get("eval_best") if self.restored else None
             what = "a line that can't" if unread == 1 else f"{unread} lines that can't"
@@ -285,6 +316,4 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
         checkpoint.set_aside_later(self.path / checkpoint.CHECKPOINTS, last)
         checkpoint.keep_newest(self.path / checkpoint.CHECKPOINTS, self._train.keep_checkpoints)
-        for name in STEP_FOLDERS:
-            StepParts(self.path / name).truncate(last)
-        lineage.truncate(self.path, last)
+        logged.truncate(self.path, last)

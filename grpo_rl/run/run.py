@@ -168,7 +168,7 @@ class Run(Generic[P]):
                 path = self.save_checkpoint()
                 self.folder.settle()
                 write_end(self.logs, self._summary(), path)
-                raise SystemExit(f"Stopped after step {self.step}. {self.folder.how_to_go_on}")
+                raise self.folder.stopped(self.step)
 
     def optimizer_steps(self, batches: Iterable[list[Group]]) -> Iterator[list[Group]]:
         """Yields the groups for each optimizer step in turn, and adds them to the record."""
@@ -216,6 +216,8 @@ class Run(Generic[P]):
             metrics |= self._evaluate()
         metrics |= parts.schedules.after_step(metrics)
         metrics |= self._count(parts.collector.sampled)
+        if self._ranks:
+            metrics |= {"ranks/size": self._ranks.size, "ranks/restarts": self.folder.restarts}
         self.logs.log_step(self.step, metrics, groups, parts.env)
         sampled = parts.collector.take_sampled()
         if self.logs.records:
@@ -284,6 +286,8 @@ class Run(Generic[P]):
             "eval_best": self._held_out.tracker.state(),
             "seconds": self.seconds,
             "totals": self._totals,
+            "ranks": self._ranks.size if self._ranks else 1,
+            "restarts": self.folder.restarts,
             "origin": dict(self.options.origin),
         } | self.parts.state()
 
@@ -320,5 +324,6 @@ class Run(Generic[P]):
                 **self.options.origin,
             }
             | self._held_out.summary(self.step)
+            | ({"ranks": self._ranks.size, "restarts": self.folder.restarts} if self._ranks else {})
             | stopped
         )

@@ -59,6 +59,9 @@ class TrainModel(Section):
     timeout_s: float = setting(
         1800, "with parallel: longest wait of one process for another, in sampling and evaluation too", at_least=1
     )
+    deadline_s: float = setting(
+        60, "with parallel: a process that gives no sign of life for so long is lost, and all others end", at_least=1
+    )
     cpu_offload: bool = setting(False, "with fsdp: weights, gradients and optimizer state stay in the CPU's memory")
     compile: bool | None = setting(
         None,

@@ -106,6 +106,9 @@ class Train(Section):
     keep_final_checkpoint: bool = setting(
         True, "false: a finished run keeps model/ and no checkpoint, so that it can't be prolonged"
     )
+    elastic: bool = setting(
+        False, "true: a run of several processes goes on with as many as are there; false: with as many as before"
+    )
     lineage: bool = setting(
         False, "store every token's history, for `grpo-rl replay`; 13 to 25 bytes a token (docs/lineage.md)"
     )
@@ -216,6 +219,9 @@ class Ray(Section):
     )
     nodes: int | None = setting(
         None, "number of nodes that must be present before anything starts; null: any", at_least=1, mode="async"
+    )
+    max_restarts: int = setting(
+        3, "how often all trainers are started again when one is lost; 0: the run stops", at_least=0, mode="async"
     )
 
 

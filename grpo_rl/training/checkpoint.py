@@ -30,9 +30,7 @@ from grpo_rl.storage.dotted import flat
 from grpo_rl.storage.whole_file import make_folder
 from grpo_rl.training import logged
 from grpo_rl.training.former_settings import IGNORED, REMOVED
-from grpo_rl.training.logged import LOGS as LOGS
-from grpo_rl.training.logged import logged_bytes as logged_bytes
-from grpo_rl.training.logged import step_of
+from grpo_rl.training.logged import LOGS, step_of
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints inside the run's folder."""
@@ -51,6 +49,7 @@ MAY_DIFFER = (
     "env.isolated",
     "env.score_timeout_s",
     "train.checkpoint_frequency",
+    "train.elastic",
     "train.keep_checkpoints",
     "train.keep_final_checkpoint",
     "train.lineage",
@@ -61,6 +60,7 @@ MAY_DIFFER = (
     "train_model.parallel",
     "train_model.cpu_offload",
     "train_model.timeout_s",
+    "train_model.deadline_s",
     "inference_model.num_devices",
     "inference_model.devices",
     "inference_model.tensor_parallel_size",

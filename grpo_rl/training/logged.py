@@ -11,9 +11,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from grpo_rl.monitor import lineage
 from grpo_rl.monitor.lineage import RESPONSES, TOKENS
 from grpo_rl.monitor.metrics import METRICS_FILE
-from grpo_rl.monitor.step_parts import STEP_FOLDERS
+from grpo_rl.monitor.step_parts import STEP_FOLDERS, StepParts
 from grpo_rl.storage.whole_file import sync
 
 LOGS = "logs"
@@ -74,6 +75,13 @@ def flaw(run: Path, logs: Mapping[str, list]) -> str | None:
         if found[1] != digest:
             return f"{path} is not as it was written (another SHA-256)"
     return None
+
+
+def truncate(run: Path, step: int) -> None:
+    """Drops the files of steps after ``step``, and what a killed run left half written."""
+    for name in STEP_FOLDERS:
+        StepParts(run / name).truncate(step)
+    lineage.truncate(run, step)
 
 
 def step_of(path: Path) -> int:

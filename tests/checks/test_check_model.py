@@ -97,7 +97,7 @@ def test_a_model_in_order_has_every_line_and_its_command_line_trains_it(tiny_run
     out = capsys.readouterr().out
     words = shlex.split(out.rpartition("Train it: ")[2])
     assert words[:3] == ["grpo-rl", "train", f"model.name={name}"]
-    assert [line.split()[0] for line in out.splitlines() if line.strip()] == ["OK"] * 13 + ["OK."]
+    assert [line.split()[0] for line in out.splitlines() if line.strip()] == ["OK"] * 14 + ["OK."]
     folder = run_script(ROOT / "sota" / "grpo.py", words[2:], tmp_path / "run")
     assert json.loads((folder / "summary.json").read_text())["steps"] == 2
     (mean,) = re.findall(r"log-probs differ by (\S+) nats", out)

@@ -62,6 +62,24 @@ def test_one_that_dies_is_told_though_the_others_wait_for_it():
         trained(die)
 
 
+def test_a_trainer_that_is_killed_is_started_again_with_all_others_and_finds_what_they_left():
+    def work(rendezvous):
+        store = rendezvous.store()
+        if rendezvous.start == 0:
+            store.set(f"pid {rendezvous.rank}", str(os.getpid()))
+            store.get("pid 1")
+            if rendezvous.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
+        return rendezvous, [int(store.get(f"pid {rank}")) for rank in range(2)], os.getpid()
+
+    with places([{"CPU": 1}] * 2) as place:
+        rendezvous, before, now = run_trainers(work, 2, place, num_cpus=1, num_gpus=0, max_restarts=1)
+    assert (rendezvous.rank, rendezvous.size, rendezvous.start) == (0, 2, 1)
+    assert len({*before, now, os.getpid()}) == 4
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in before), "a process of the first start is still there"
+
+
 def test_what_rank_0_says_last_is_told_and_not_what_the_others_said_first():
     def stop(rendezvous):
         if rendezvous.rank == 0:

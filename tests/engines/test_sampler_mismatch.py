@@ -24,6 +24,8 @@ FLOOR = 0.05
 """Mean |difference| in nats that bf16 alone explains here: 0.033 was measured with vLLM on CPU (docs/log.md)."""
 SAMPLING = Sampling(temperature=0.9, max_new_tokens=24)
 ENGINES = ["vllm", "transformers"]
+FIRST, *OTHERS = ENGINES if find_spec("vllm") else ENGINES[1:]
+"""The engine that `make test` takes, and what `make test-slow` adds."""
 
 
 class Sampled(NamedTuple):
@@ -60,7 +62,7 @@ def sample(engine, prompts, sampling):
     ]
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=[FIRST, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def sampled(request, default_model):
     from transformers import AutoTokenizer
 
@@ -104,8 +106,8 @@ def test_the_wrong_temperature_shows(sampled):
     assert gap > 1.5 * FLOOR, json.dumps(gap.item())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sampled", ENGINES[:1] if find_spec("vllm") else ENGINES[1:], indirect=True)
+@pytest.mark.nightly
+@pytest.mark.parametrize("sampled", [FIRST], indirect=True)
 def test_rounding_of_bf16_is_no_fault_and_small_faults_are_named(sampled, monkeypatch):
     policy, engine, weights, prompts, groups, trainer = sampled
     context = DiagnosisContext(policy, weights, engine, SAMPLING, 8192, lambda g: f"group {g.group_id}", repr)
@@ -125,7 +127,7 @@ def test_rounding_of_bf16_is_no_fault_and_small_faults_are_named(sampled, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 20}], ids=str)
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, pytest.param({"top_k": 20}, marks=pytest.mark.nightly)], ids=str)
 def test_truncated_sampling_is_on_the_floor_with_its_kept_sets_and_named_without_them(sampled, cut, monkeypatch):
     policy, engine, weights, prompts, _, _ = sampled
     floor = (sampled.trainer - sampled.sampler).abs().mean()

@@ -23,7 +23,12 @@ STEPS = 6
 def test_the_async_script_trains_and_samples_on_one_gpu(tiny_run, tmp_path, transfer):
     pytest.importorskip("ray")
     pytest.importorskip("vllm")
-    overrides = [*tiny_run, "inference_model.engine=vllm", "inference_model.gpu_memory_utilization=0.3"]
+    overrides = [
+        *tiny_run,
+        "inference_model.engine=vllm",
+        "inference_model.gpu_memory_utilization=0.3",
+        "train_model.compile=null",
+    ]
     overrides += [
         "train.optim_batch_size=16",
         f"train.total_dialog_turns={STEPS * 16}",

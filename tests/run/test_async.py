@@ -137,29 +137,51 @@ def kill_after(cluster, node, process, folder, steps):
     cluster.remove_node(node, allow_graceful=False)
 
 
-def test_a_node_dies_and_the_run_stops_by_name_or_goes_on_as_it_was_told(tiny, tmp_path):
+TWO_NODE_STEPS = 24
+
+
+@pytest.fixture
+def two_nodes(tiny, tmp_path):
+    """A cluster of a head and a place for one more node, and the overrides of a run with an engine on each."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    folder, steps = tmp_path / "run", 24
     settings = ["inference_model.num_devices=2", f"ray.address={cluster.address}", "ray.nodes=2"]
-    settings += [f"train.total_dialog_turns={steps * 16}", "train.keep_checkpoints=2"]
-    environment = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}  # as of the cluster
-    try:
-        node = cluster.add_node(num_cpus=1)
-        process, _ = start([*tiny, *settings, "inference_model.max_restarts=0"], folder, **environment)
-        kill_after(cluster, node, process, folder, steps=5)
-        assert process.wait(PATIENCE_S) == 1
-        stopped = re.search(r"Stopped after step (\d+): engine 1 on [\d.]+ died; .* Go on with: resume=", said(folder))
-        assert stopped and int(stopped[1]) < steps, said(folder)[-3000:]
+    settings += [f"train.total_dialog_turns={TWO_NODE_STEPS * 16}", "train.keep_checkpoints=2"]
+    yield cluster, [*tiny, *settings]
+    cluster.shutdown()
 
-        node = cluster.add_node(num_cpus=1)
-        process, _ = start([*tiny, *settings, f"resume={folder}"], folder, **environment)
-        kill_after(cluster, node, process, folder, steps=int(stopped[1]) + 5)
-        rows = finished(process, folder)
-    finally:
-        cluster.shutdown()
+
+def run_and_kill(two_nodes, folder, steps, *overrides):
+    """The run on both nodes, of which one is killed after so many steps."""
+    cluster, settings = two_nodes
+    node = cluster.add_node(num_cpus=1)
+    environment = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}  # as of the cluster
+    process, _ = start([*settings, *overrides], folder, **environment)
+    kill_after(cluster, node, process, folder, steps)
+    return process
+
+
+def assert_replaced(folder, rows):
+    """The engine of the node that died has been replaced, and no group was lost or trained on twice."""
     assert "It is replaced, and its unfinished groups are sampled again" in said(folder)
-    assert rows[-1]["engines/replaced"] == 1 and len(rows) == steps
-    assert trained_groups(folder) == list(range(4 * steps)), "each group is trained on once, over both runs"
+    assert rows[-1]["engines/replaced"] == 1 and len(rows) == TWO_NODE_STEPS
+    assert trained_groups(folder) == list(range(4 * TWO_NODE_STEPS)), "each group is trained on once"
     assert all(started == trained_or_open + dropped for started, trained_or_open, dropped in accounts(rows))
+
+
+def test_a_node_dies_and_the_run_goes_on(two_nodes, tmp_path):
+    folder = tmp_path / "run"
+    assert_replaced(folder, finished(run_and_kill(two_nodes, folder, 5), folder))
+
+
+@pytest.mark.nightly
+def test_a_node_dies_and_the_run_stops_by_name_is_resumed_and_lives_through_another_ones_death(two_nodes, tmp_path):
+    folder = tmp_path / "run"
+    process = run_and_kill(two_nodes, folder, 5, "inference_model.max_restarts=0")
+    assert process.wait(PATIENCE_S) == 1
+    stopped = re.search(r"Stopped after step (\d+): engine 1 on [\d.]+ died; .* Go on with: resume=", said(folder))
+    assert stopped and int(stopped[1]) < TWO_NODE_STEPS, said(folder)[-3000:]
+
+    process = run_and_kill(two_nodes, folder, int(stopped[1]) + 5, f"resume={folder}")
+    assert_replaced(folder, finished(process, folder))

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 @pytest.fixture(scope="module")
 def tiny(tiny_run):
-    return [*tiny_run, "evaluate.rows=4"]
+    return [*tiny_run, "evaluate.rows=4", "train_model.compile=null"]  # as users train
 
 
 def comparable(folder):
@@ -684,7 +684,8 @@ def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
     run(overrides, tmp_path / "run")
     # These are vLLM's; `build.make_engine` hands them on by name.
     of_vllm = {f"inference_model.{name}" for name in ("gpu_memory_utilization", "enforce_eager", "max_num_seqs")}
-    of_several_processes = {"train_model.cpu_offload", "train_model.timeout_s"}  # tests/distributed/test_ranks.py
+    of_several_processes = {f"train_model.{name}" for name in ("cpu_offload", "timeout_s", "deadline_s")}
+    of_several_processes.add("train.elastic")  # tests/distributed, tests/faults
     of_async = {key for key, setting in known.items() if setting.mode == "async"}
     names = {f"{prefix}{name}" for section, prefix in sections(Settings).items() for s, name in read if s is section}
     assert known.keys() - names == of_vllm | of_several_processes | of_async
@@ -841,7 +842,7 @@ def test_what_only_rank_zero_can_fail_at_is_told_to_all_ranks(finished, tmp_path
         (folder / "model").rename(tmp_path / "model")  # something is left to do
     monkeypatch.setattr("grpo_rl.training.checkpoint.sync_logs", fail)
     monkeypatch.setattr("grpo_rl.training.checkpoint.load_shards", lambda path, state, ranks: state)
-    train = Train(checkpoint_frequency=1, total_dialog_turns=64)
+    train = Train(checkpoint_frequency=1, total_dialog_turns=64, elastic=True)  # one rank wrote the checkpoint
     with pytest.raises((ValueError, OSError)) as error:
         with RunFolder(folder, str(folder), config, "", Room(3, 1000, 1000), train, ranks) as opened:
             assert what.startswith("logs")

@@ -128,7 +128,7 @@ BY_HAND = {
         inference_model.tensor_parallel_size inference_model.max_num_seqs train.gradient_accumulation_steps""",
     "a number": """env.score_timeout_s inference_model.deadline_s loss.advantage_clip
         loss.dual_clip loss.normalizer policy.stop_kl policy.target_kl train.reward_clip train_model.lora.alpha
-        train_model.timeout_s""",
+        train_model.timeout_s train_model.deadline_s""",
     "text": """mode resume env.path env.eval_path env.subset env.split env.revision env.eval_split
         env.corpus env.system_prompt env.completion_column logger.name
         model.chat_template inference_model.transfer ref_model.name ray.address train_model.parallel

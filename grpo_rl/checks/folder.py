@@ -1,0 +1,137 @@
+"""Checks of the run's folder: whether it can be written and locked, who still holds it, whether its disk is large."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from grpo_rl.checks.finding import Finding
+from grpo_rl.checks.in_turn import Case
+from grpo_rl.run.lock import FolderLock, in_use
+from grpo_rl.storage.whole_file import write_whole
+
+PROBE_BYTES = 1 << 20
+SLOW_S = 1.0
+"""Seconds that a file of :data:`PROBE_BYTES` may take until it is safe: checkpoints and logs are written so."""
+METRICS = "metrics.jsonl"
+
+
+def place_of(folder: Path) -> Path:
+    """The folder, or the nearest above it that exists."""
+    folder = folder.absolute()
+    return next(place for place in (folder, *folder.parents) if place.exists())
+
+
+def run_folder(case: Case) -> Iterator[Finding]:
+    """Writes, locks and syncs beside the files that the run will write, and leaves nothing."""
+    about, place = "run folder", place_of(case.folder)
+    resume = case.settings and case.settings.resume
+    if resume not in (None, "auto") and not Path(resume).exists():
+        yield Finding(
+            "FIX", about, f"resume={resume}: nothing is there; give a checkpoint_*.pt, a run's folder, or auto"
+        )
+        return
+    if case.settings and not resume and _trained(case.folder):
+        text = f"{case.folder} already holds a run; go on with it (resume={case.folder}) or set another hydra.run.dir"
+        yield Finding("FIX", about, text)
+        return
+    try:
+        probe = Path(tempfile.mkdtemp(prefix=".doctor_", dir=place))
+    except OSError as error:
+        yield Finding("FIX", about, f"{place} can't be written ({error.strerror}); set hydra.run.dir")
+        return
+    try:
+        lock = FolderLock(probe)
+        held = in_use(probe)
+        began = time.monotonic()
+        write_whole(probe / "probe", bytes(PROBE_BYTES))
+        seconds = time.monotonic() - began
+        lock.close()
+    except OSError as error:
+        yield Finding("FIX", about, f"{place}: {error.strerror} ({error.filename or 'lock'}); set hydra.run.dir")
+        return
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
+    text = f"{case.folder}: written, locked, {PROBE_BYTES >> 20} MiB safe on the disk in {seconds:.2g} s"
+    if lock.warning or held is None:
+        text = f"{case.folder}: its file system has no locks; see to it that no other process writes there"
+    elif seconds > SLOW_S:
+        text += ": slow, and every step waits for its log; a local disk is faster"
+    good = held is not None and not lock.warning and seconds <= SLOW_S
+    yield Finding("OK" if good else "note", about, text)
+
+
+def _trained(folder: Path) -> bool:
+    """Tells whether steps are logged in the folder; one whose run failed at its start may be used again."""
+    try:
+        lines = (folder / METRICS).read_text().splitlines()
+    except OSError:
+        return False
+    return bool(lines) and (int(json.loads(lines[-1]).get("step", 0)) > 0 or (folder / "summary.json").exists())
+
+
+def leftovers(case: Case) -> Iterator[Finding]:
+    """Processes of an earlier run that hold the folder, by its lock or by open files."""
+    about, resume = "leftovers", case.settings and case.settings.resume
+    folder = Path(resume) if resume not in (None, "auto") else case.folder
+    folder = folder.absolute() if folder.is_dir() else case.folder.absolute()
+    if not folder.is_dir():
+        busy = [run for path in folder.parent.parent.glob("**/.lock") if in_use(run := path.parent)]
+        if busy and not case.named:
+            text = f"{len(busy)} other runs are going on in {folder.parent.parent}, {busy[0].name} first"
+            yield Finding("note", about, f"{text}: they take memory and time of this one")
+        else:
+            yield Finding("OK", about, "none: the folder is new")
+        return
+    if error := in_use(folder):
+        yield Finding("FIX", about, str(error))
+    elif holders := list(_holders(folder)):
+        text = f"processes of an earlier run have files of {folder} open: {'; '.join(holders[:5])}; end them"
+        yield Finding("FIX", about, text)
+    else:
+        yield Finding("OK", about, f"no process holds {folder}")
+
+
+def _holders(folder: Path) -> Iterator[str]:
+    """Processes of this user, other than this one's own, with open files in the folder."""
+    for process in Path("/proc").glob("[0-9]*"):
+        if int(process.name) in (os.getpid(), os.getppid()):
+            continue
+        with suppress(OSError):  # it has ended, or is another user's
+            for file in (process / "fd").iterdir():
+                if Path(os.readlink(file)).is_relative_to(folder):
+                    command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                    yield f"pid {process.name} ({command[:60]})"
+                    break
+
+
+def disk(case: Case) -> Iterator[Finding]:
+    """The free space against what the run will write."""
+    # Here, not above: this imports torch, which the other checks do without.
+    from grpo_rl.build.run import needed_room
+    from grpo_rl.checks.model_of_run import source_of
+    from grpo_rl.policies.hub import weight_files
+    from grpo_rl.policies.loading import skeleton
+    from grpo_rl.settings.derived import total_steps
+
+    settings, source = case.read, Path(source_of(case))
+    files = weight_files(source) if source.is_dir() else []
+    size = sum(path.stat().st_size for path in files) or 2 * sum(p.numel() for p in skeleton(str(source)).parameters())
+    room = needed_room(settings, size)
+    if not settings.train.keep_checkpoints and settings.train.checkpoint_frequency:  # all of them are kept
+        room = replace(room, checkpoints=1 + total_steps(settings) // settings.train.checkpoint_frequency)
+    place = place_of(case.folder)
+    free = shutil.disk_usage(place).free
+    text = f"{free / 2**30:,.1f} GiB are free at {place}, and {room}"
+    if free >= room.needed:
+        yield Finding("OK", "disk", text)
+    else:
+        remedy = "free some space, set hydra.run.dir, or keep fewer (train.keep_checkpoints)"
+        yield Finding("FIX", "disk", f"{text}; {remedy}")

@@ -1,0 +1,61 @@
+"""Checks of the model of a run that is about to start: what `grpo-rl check-model` looks at, with the run's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from grpo_rl.checks.finding import Finding, unfit
+from grpo_rl.checks.in_turn import Case
+from grpo_rl.checks.memory import memory_findings
+from grpo_rl.checks.model import unloaded_findings
+from grpo_rl.checks.scores import loaded_findings
+from grpo_rl.checks.trial import in_one_process
+from grpo_rl.planner.scenario import config_source
+from grpo_rl.policies.hub import resolve_model
+from grpo_rl.policies.loading import skeleton
+
+
+def model(case: Case) -> Iterator[Finding]:
+    """The findings of a run that is about to start, but for memory."""
+    with unfit("model"):
+        source = source_of(case)
+    yield Finding("OK", "model", source)
+    yield from unloaded_findings(case.read, source, plans=False, needs_template=True)
+
+
+def memory(case: Case) -> Iterator[Finding]:
+    """The memory of the longest responses, planned, against what is free."""
+    if case.cluster:
+        yield Finding("SKIP", "memory", "the nodes' devices are not this machine's; grpo-rl plan cluster=... plans it")
+        return
+    yield from memory_findings(case.read, skeleton(source_of(case)))
+
+
+def source_of(case: Case) -> str:
+    """The model's folder; without weights also its name on the hub.
+
+    Raises:
+        ValueError: it is not there, or can't be fetched.
+    """
+    return _source(case.read.model.name, case.quick)
+
+
+@cache
+def _source(name: str, quick: bool) -> str:
+    return config_source(name) if quick else str(resolve_model(name))
+
+
+def weights(case: Case) -> Iterator[Finding]:
+    """The findings of a run that is about to start, in one process of its own."""
+    if case.quick or case.cluster:
+        why = (
+            "--quick reads none" if case.quick else "each node has its own; `grpo-rl doctor` without --ray on one tells"
+        )
+        yield Finding("SKIP", "weights", why)
+        return
+    alone = in_one_process(case.read, torch.cuda.device_count())
+    yield from loaded_findings(alone, Path(source_of(case)))

@@ -1,0 +1,364 @@
+"""Whether all ranks live: a dead or frozen one is named, and the others end instead of waiting for it.
+
+A thread of every rank writes a sign of life into the store that all ranks know, with what the rank is at. Rank zero
+reads everyone's, the others read rank zero's. The end of a process on the same machine is told by the kernel at once.
+Whoever finds a rank lost writes it into the store once, and all others read it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from grpo_rl.distributed.endings import LAST_LOST, LOST_CODE, RankLostError, farewell, first_line, is_of_exchange
+from grpo_rl.distributed.meeting import Member
+
+LONGEST_INTERVAL_S = 1.0
+FAREWELL_S = 30.0
+"""Seconds after a rank has ended with an error of its own: the others, if they have the same error, end meanwhile."""
+BLOCKED_S = 2.0
+"""Seconds that the main thread has to take notice; a thread that does not is inside of an exchange that never ends."""
+UNWINDING_S = 20.0
+"""Seconds that the main thread then has to close logs and engines; torchrun gives 30."""
+
+
+_restorers: set[Callable[[], None]] = set()
+
+
+def _restore_in_child() -> None:
+    """Has a forked process handle SIGTERM by itself; it shares the pipe that would wake the rank's thread."""
+    for restore in [*_restorers]:
+        restore()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)
+
+
+class Watch:
+    """The watch over all ranks, in a thread of each, from its making until :meth:`leave`.
+
+    Args:
+        store: a connection of its own to a store that all ranks know.
+        name: prefix of its keys, another one for every start.
+        members: all ranks.
+        deadline_s: a rank that gives no sign of life for this long is lost.
+        ends_on_sigterm: whether SIGTERM unwinds this process, which otherwise dies of it.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        members: list[Member],
+        rank: int,
+        deadline_s: float,
+        ends_on_sigterm: bool = False,
+    ) -> None:
+        self.store, self.name, self.rank = store, name, rank
+        self.doing: Callable[[], str] = lambda: "its start"
+        """What this rank is at, as ``phase train of step 5``."""
+        self.advice = ""
+        """What the user can do when the run has ended."""
+        self._members, self._deadline_s = members, deadline_s
+        self._interval_s = min(LONGEST_INTERVAL_S, deadline_s / 10)
+        store.set_timeout(datetime.timedelta(seconds=max(1.0, deadline_s / 4)))
+        self._exchange, self._count, self._entered = "", 0, 0.0
+        self._beat, self._did, self._since, self._bye = 0, "", time.time(), None
+        now = time.monotonic()
+        self._reached = self._looked = now
+        self._heard = {member.rank: (0, now) for member in members}
+        self._farewells: dict[int, float] = {}
+        self._left, self._lost, self._unwinding = threading.Event(), threading.Event(), threading.Event()
+        self.message = ""
+        self._main = threading.get_ident()
+        self._wake, self._waker = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self._waker, False)
+        self._restore = self._take_sigterm() if ends_on_sigterm else lambda: None
+        self._tell()
+        self._thread = threading.Thread(target=self._run, name="watch over ranks", daemon=True)
+
+    def start(self) -> None:
+        """Begins to watch; every rank has given its first sign of life."""
+        self._thread.start()
+
+    # What the rank's own thread calls.
+
+    @contextlib.contextmanager
+    def exchange(self, name: str) -> Iterator[None]:
+        """A context for an exchange with all ranks; one inside of another is part of it.
+
+        Raises:
+            RankLostError: the exchange failed, as a rank is lost.
+        """
+        if self._exchange:
+            yield
+            return
+        self._count, self._entered, self._exchange = self._count + 1, time.time(), name
+        try:
+            yield
+        except RuntimeError as error:
+            self.explain(error)
+            raise
+        finally:
+            self._exchange = ""
+
+    def explain(self, error: BaseException) -> None:
+        """Returns if an error is this rank's own.
+
+        Raises:
+            RankLostError: it is that of an exchange; names the rank that caused it.
+        """
+        if not is_of_exchange(error):
+            return
+        self._unwinding.set()
+        if not self._lost.wait(2 * self._interval_s + 1):
+            with contextlib.suppress(RuntimeError):  # the store may be gone, too
+                self._claim(*self._cause(error))
+            if not self._lost.wait(2 * self._interval_s + 1):
+                self.message = f"rank {self.rank} can't reach the others ({first_line(error)})"
+                _write_line(f"error: {self.message}")
+        raise RankLostError(self.message) from None
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Ends the watch, and tells the others whether this rank ends in order.
+
+        Raises:
+            RankLostError: as :meth:`explain`.
+        """
+        if self._left.is_set():
+            return
+        try:
+            if error is not None:
+                self.explain(error)
+        finally:
+            self._bye = farewell(error)
+            with contextlib.suppress(RuntimeError):
+                self._tell()
+            self._left.set()
+            self._unwinding.set()
+            self._restore()
+            with contextlib.suppress(OSError):
+                os.write(self._waker, b"\0")
+            if not self._lost.is_set():  # otherwise the thread sees to it that the process ends
+                self._thread.join(5.0)
+
+    def lost_in(self, name: str) -> str:
+        """Which rank was lost in an earlier watch of this name, and how; empty where none was found lost."""
+        key = f"{name}/lost"
+        return self._claimed(self.store.get(key))[1] if self.store.check([key]) else ""
+
+    # The thread.
+
+    def _run(self) -> None:
+        poll, of = select.poll(), {}
+        poll.register(self._wake, select.POLLIN)
+        ended: list[Member] = []
+        for member in self._members if hasattr(os, "pidfd_open") else ():
+            if member.rank != self.rank and member.machine == self._members[self.rank].machine:
+                try:
+                    of[descriptor := os.pidfd_open(member.pid)] = member
+                    poll.register(descriptor, select.POLLIN)
+                except ProcessLookupError:
+                    ended.append(member)
+                except OSError:  # a kernel without them: silence tells as well, only later
+                    break
+        try:
+            while not self._left.is_set():
+                events = [descriptor for descriptor, _ in poll.poll(self._interval_s * 1000)]
+                terminated = self._wake in events and signal.SIGTERM in os.read(self._wake, 64)
+                if self._left.is_set():
+                    return
+                for descriptor in of.keys() & set(events):
+                    poll.unregister(descriptor)
+                    ended.append(of[descriptor])
+                lost = self._look(ended, terminated)
+                if lost is not None:
+                    self._end(*lost)
+                elif terminated:
+                    self._exit(128 + signal.SIGTERM)
+        finally:
+            for descriptor in of:
+                os.close(descriptor)
+
+    def _tell(self) -> None:
+        """Writes this rank's sign of life."""
+        if (doing := self.doing()) != self._did:
+            self._did, self._since = doing, time.time()
+        self._beat += 1
+        said = {
+            "beat": self._beat, "doing": self._did, "since": self._since, "exchange": self._exchange,
+            "entered": self._entered, "count": self._count, "bye": self._bye,
+        }  # fmt: skip
+        self.store.set(self._key(self.rank), json.dumps(said))
+
+    def _key(self, rank: int | str) -> str:
+        return f"{self.name}/{rank}"
+
+    def _look(self, ended: list[Member], terminated: bool) -> tuple[int, str] | None:
+        """The rank that is lost, and how that is said; None if none is."""
+        now = time.monotonic()
+        if now - self._looked > self._deadline_s / 2:  # this process was stopped itself: the others get their time anew
+            self._heard = {rank: (beat, now) for rank, (beat, _) in self._heard.items()}
+            self._reached = now
+        self._looked = now
+        try:
+            if not self._left.is_set():
+                self._tell()
+            found = self._find(ended, now)
+            if found is None and terminated:
+                time.sleep(0.2)  # a rank that was killed with this one may be known now
+                found = self._find(ended, now)
+            self._reached = time.monotonic()
+            return found
+        except RuntimeError as error:
+            silent_s = time.monotonic() - self._reached
+            if silent_s <= self._deadline_s:
+                time.sleep(self._interval_s)  # where the connection is refused, this comes at once
+                return None
+            return -1, f"the store of all ranks has not answered for {silent_s:.0f} s ({first_line(error)})"
+
+    def _find(self, ended: list[Member], now: float) -> tuple[int, str] | None:
+        if self.store.check([self._key("lost")]):
+            return self._claimed(self.store.get(self._key("lost")))
+        watched = self._members[1:] if self.rank == 0 else self._members[:1]
+        said = self._said({member.rank: member for member in [*ended, *watched]})
+        if any(said[member.rank]["bye"] is None for member in ended):
+            time.sleep(0.1)  # its last word may be on its way
+            said = self._said(said)
+        for member in [*ended]:
+            if said[member.rank]["bye"] is None:
+                return self._claim(member.rank, f"{member} died {_at(said[member.rank])}")
+            ended.remove(member)
+        for member in watched:
+            status = said[member.rank]
+            if status["bye"] == "":
+                continue
+            if status["bye"]:
+                if now - self._farewells.setdefault(member.rank, now) > FAREWELL_S:
+                    return self._claim(member.rank, f"{member} ended with {status['bye']}, {_at(status)}")
+            elif status["beat"] != self._heard[member.rank][0]:
+                self._heard[member.rank] = status["beat"], now
+            elif now - self._heard[member.rank][1] > self._deadline_s:
+                silent = f"has given no sign of life for {self._deadline_s:g} s (train_model.deadline_s)"
+                return self._claim(member.rank, f"{member} {silent}: frozen, or its machine is gone; {_at(status)}")
+        return None
+
+    def _said(self, ranks: Mapping[int, object]) -> dict[int, dict[str, Any]]:
+        """The last signs of life of some ranks."""
+        of = list(ranks)
+        return dict(zip(of, map(json.loads, self.store.multi_get([self._key(rank) for rank in of])), strict=True))
+
+    def _cause(self, error: BaseException) -> tuple[int, str]:
+        """The rank for which an exchange failed: one that is silent since, or that the others waited for."""
+        everyone = {member.rank: member for member in self._members}
+        before = self._said(everyone)
+        time.sleep(3 * self._interval_s)
+        said = self._said(everyone)
+        for member in self._members:
+            status = said[member.rank]
+            if status["beat"] == before[member.rank]["beat"] and status["bye"] is None and member.rank != self.rank:
+                return member.rank, f"{member} is gone, and its connections with it; it was {_at(status)}"
+        behind = [member for member in self._members if said[member.rank]["count"] < self._count]
+        if not behind:
+            return -1, f"ranks can't reach each other ({first_line(error)}), {_at(said[self.rank])}"
+        last = min(behind, key=lambda member: said[member.rank]["count"])
+        status = said[last.rank]
+        if status["bye"]:
+            return last.rank, f"{last} ended with {status['bye']}, {_at(status)}"
+        where = f"to the exchange `{self._exchange}`, in which others have waited since {_clock(self._entered)}"
+        return last.rank, f"{last} did not come {where}; it is {_at(status)}"
+
+    def _claim(self, rank: int, text: str) -> tuple[int, str]:
+        """Says for all which rank is lost; what was said first counts."""
+        said = self._claimed(self.store.compare_set(self._key("lost"), "", json.dumps([rank, text])))
+        self.store.set(LAST_LOST, said[1])
+        return said
+
+    def _claimed(self, said: bytes) -> tuple[int, str]:
+        rank, text = json.loads(said)
+        return rank, text
+
+    # The end.
+
+    def _end(self, lost: int, text: str) -> None:
+        """Says which rank is lost, once on each machine, and ends the process."""
+        own = self._members[self.rank].machine
+        speakers = [member.rank for member in self._members if member.machine == own and member.rank != lost]
+        self.message = text
+        if self.rank == lost:
+            text = f"the other ranks have given this one up: {text}"
+        if self.rank == lost or speakers[0] == self.rank:
+            advice = f" {self.advice}" if self.advice else ""
+            _write_line(f"error: {text}. The others end, with exit code {LOST_CODE}.{advice}")
+        self._lost.set()
+        unwinding = self._unwinding
+
+        class Told(RankLostError):
+            """Raised in the main thread, when that is next in Python's own code."""
+
+            def __init__(self, message: str = text) -> None:
+                super().__init__(message)
+                unwinding.set()
+
+        if not unwinding.wait(1.0):  # an exchange that fails is explained by itself
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), ctypes.py_object(Told))
+        self._exit(LOST_CODE)
+
+    def _exit(self, code: int) -> None:
+        """Ends the process when the main thread has unwound, or can't."""
+        if self._unwinding.wait(BLOCKED_S):
+            time.sleep(UNWINDING_S)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+    def _take_sigterm(self) -> Callable[[], None]:
+        """Has SIGTERM unwind the main thread, and wake this one even if the main thread is blocked; undoes it."""
+        if threading.current_thread() is not threading.main_thread():
+            return lambda: None
+        before = signal.getsignal(signal.SIGTERM)
+        if before is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+        descriptor = signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+
+        def restore() -> None:
+            _restorers.discard(restore)
+            with contextlib.suppress(ValueError):
+                signal.set_wakeup_fd(descriptor)
+                if before is signal.SIG_DFL:
+                    signal.signal(signal.SIGTERM, before)
+
+        _restorers.add(restore)
+        return restore
+
+    def _on_sigterm(self, *_: object) -> None:
+        self._unwinding.set()
+        raise SystemExit(128 + signal.SIGTERM)
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+def _at(status: Mapping[str, Any]) -> str:
+    """Where a rank was when it was heard of last."""
+    exchange = f", in the exchange `{status['exchange']}` since {_clock(status['entered'])}"
+    return f"in {status['doing']} since {_clock(status['since'])}{exchange if status['exchange'] else ''}"
+
+
+def _write_line(text: str) -> None:
+    os.write(2, f"{' '.join(text.split())}\n".encode())  # in one piece, as other ranks write there, too
