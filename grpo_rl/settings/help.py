@@ -59,7 +59,7 @@ MORE = {
     "--hydra-help": "Hydra's own options, such as --multirun and --config-dir",
 }
 SECTIONS = {
-    "env.reward": "A response earns the sum of its reward's parts, each times its weight; 0 takes a part out of it. Each "
+    "env.reward": "A response earns the sum of its reward's parts, each times its weight; 0 leaves it out. Each "
     "step logs the weighted parts as reward/PART. The parts differ from task to task: env.dataset=math --help "
     "env.reward shows those of another. Functions of your own score the prompts of env.dataset=prompt_response; "
     "several are a list, each with weight 1, or a mapping of each to its weight, which in a shell needs a backslash: "

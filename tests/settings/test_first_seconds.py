@@ -233,7 +233,7 @@ def test_help_on_the_reward_has_the_parts_of_the_task_with_their_weights(results
     for part, weight in (("correctness", 2.0), ("reasoning_format", 0.5), ("answer_format", 0.5)):
         assert f"  env.reward.{part}={weight} " in text
     assert text.startswith("env.reward: A response earns the sum of its reward's parts, each times its weight")
-    assert r"'env.reward={my_rewards\:short: 1, my_rewards\:polite: 0.5}'" in text
+    assert r"'env.reward={my_rewards\:short: 1, my_rewards\:polite: 0.5}'" in " ".join(text.split())
     own = results["env.dataset=prompt_response", "--help", "env.reward"]["out"]
     assert "  env.reward  " in own and "weights by name" in own and "correctness" not in own
 
