@@ -10,7 +10,7 @@ from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.tasks import ALIASES, TASKS
 
 KEYS = ("task", "rows", "samples", "path", "env")
-"""What is said of each."""
+"""The keys of an entry."""
 NOT_BESIDE = {
     "prompt_response": "its reward is a setting of the run's own task",
     "search_qa": "its documents are a setting of the run's own task",

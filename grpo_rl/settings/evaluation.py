@@ -18,7 +18,7 @@ from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.tasks import ALIASES, TASKS
 
 URL = re.compile(r"https?://")
-"""What the name of an endpoint begins with."""
+"""The beginning of an endpoint's name."""
 OWN_NAMES = {
     "sampling.max_new_tokens": "max_new_tokens=",
     "sampling.temperature": "temperature=",
@@ -38,7 +38,7 @@ TASK_NAMES = ", ".join((*TASKS, *ALIASES, "package.module:Class"))
 
 
 class EvalSettings(Section):
-    """What `grpo-rl eval` takes as overrides, such as ``tasks=[gsm8k,countdown] samples=8``."""
+    """The overrides that `grpo-rl eval` takes, such as ``tasks=[gsm8k,countdown] samples=8``."""
 
     tasks: tuple[str, ...] = setting((), "tasks whose held-out rows are evaluated, on one engine: " + TASK_NAMES)
     rows: int | None = setting(None, "held-out rows of each task, from the first; null: all", at_least=2)

@@ -37,7 +37,7 @@ FIRST = (
 )
 """The settings that people change first; of SFT, those of them that it reads."""
 FIRST_IN_SFT = {"train.total_dialog_turns": "train.epochs"}
-"""What SFT has in the place of some of them."""
+"""SFT's own settings, in the place of some of them."""
 EXAMPLES = {
     "+experiment=quickstart": "a small model learns in minutes, on a laptop too",
     "model.name=Qwen/Qwen2.5-0.5B-Instruct env.path=train.jsonl optimizer.lr=1e-6": "your model, your problems",
@@ -73,7 +73,7 @@ _LINK = re.compile(r"\s*\(https?://[^)]*\)|:\s*(https?://|github\.com/).*")
 
 
 def topic(arguments: Sequence[str]) -> str | None:
-    """What a command line asks help on: a section, a key, or ``""`` for all; None: it asks for none.
+    """The topic that a command line asks help on: a section, a key, or ``""`` for all; None: it asks for none.
 
     >>> topic(["--help", "optimizer"]), topic(["loss=dapo", "-h"]), topic(["loss=dapo"])
     ('optimizer', '', None)
