@@ -154,8 +154,10 @@ def check_in_its_modes(cfg: DictConfig) -> None:
     """
     wrong = []
     for mode in [cfg.mode] if cfg.mode else ["sync", "async"]:
+        tried = cfg.copy()
+        tried.mode = mode
         try:
-            Settings.read(OmegaConf.merge(cfg, {"mode": mode}))
+            Settings.read(tried)
         except ValueError as error:
             wrong.append(error)
         else:
