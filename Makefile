@@ -2,6 +2,7 @@
 # make test:  lint, types, tests and doctests, likewise.
 # make quick: lint, types and the fast tests that need no engine, for the inner loop.
 # make docs: the site, in site/; every warning and broken link is an error.
+# make audit: known vulnerabilities of what is installed, by pip-audit.
 # make fuzz: N=1000000 hostile inputs for each reader of foreign text (tests/fuzz/).
 # make test-models: every causal language model of transformers against its own forward, a minute or two.
 # make gpu-check: tests marked gpu, then benchmarks/gpu.py (12 minutes at most); without a GPU at toy sizes.
@@ -24,7 +25,7 @@ ifeq ($(shell uname),Darwin)
 ENGINE := inference_model.engine=transformers
 endif
 
-.PHONY: docs help setup train test quick test-models fuzz lint types pytest quick-tests bench gpu-check clean
+.PHONY: docs help setup train test quick test-models fuzz audit lint types pytest quick-tests bench gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +34,7 @@ help:
 	@echo "make quick   install, then lint, types and the fast tests that need no engine (a minute and a half on 2 CPU cores)"
 	@echo "make test-models   install, then all models that transformers has, against their own forward"
 	@echo "make fuzz    install, then N=1000000 hostile inputs for each reader of foreign text; ARGS='--target calculate' for one"
+	@echo "make audit   install, then known vulnerabilities of what is installed; needs the network"
 	@echo "make docs    install, then the docs as a site in site/; warnings and broken links are errors"
 	@echo "make setup   only install, with what the tests need"
 	@echo "make bench   install, then all benchmarks and benchmarks/README.md; wants a quiet machine, and \$$GRPO_RL_DATA"
@@ -81,6 +83,10 @@ docs: $(DEV)
 
 test-models: $(DEV)
 	.venv/bin/python -m pytest -m models tests/policies -s $(ARGS)
+
+# Asks the advisory database, so it needs the network and is no part of make test.
+audit: $(DEV)
+	.venv/bin/pip-audit --progress-spinner off --skip-editable $(ARGS)
 
 fuzz: $(DEV)
 	.venv/bin/python tests/fuzz --count $(N) $(ARGS)
