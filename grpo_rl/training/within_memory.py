@@ -96,7 +96,8 @@ class WithinMemory:
         with self._watched():
             yield tokens.update(leaves)
             reached = [name for name, leaf in leaves.items() if leaf.grad is not None]
-            torch.autograd.backward([outputs[name] for name in reached], [leaves[name].grad for name in reached])
+            if reached:
+                torch.autograd.backward([outputs[name] for name in reached], [leaves[name].grad for name in reached])
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
