@@ -60,15 +60,21 @@ def found_in(folder, *texts):
     return held + [("printed", secret) for text in texts for secret in secrets if secret in text]
 
 
+NOT_OF_SFT = ("env.num_envs", "env.repeats", "train.total_dialog_turns", "inference_model.engine")
+OWN = {
+    "grpo.py": ["train.lineage=true"],
+    "sft.py": ["train.optim_batch_size=4", "train.epochs=1", "sampling.max_new_tokens=10"],
+}
+
+
 @pytest.mark.parametrize("script", ["grpo.py", "sft.py"])
 def test_no_byte_of_a_runs_folder_holds_a_secret_of_environment_or_settings(
     script, tiny_run, tmp_path, monkeypatch, own_cache, capfd
 ):
     for name, value in IN_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    own = ["train.lineage=true"] if script == "grpo.py" else ["train.epochs=2"]
     rest = [word for word in tiny_run if script == "grpo.py" or not word.startswith(NOT_OF_SFT)]
-    folder = run_script(SCRIPTS / script, [*rest, *own, "evaluate.rows=2", *SETTINGS], tmp_path / "run")
+    folder = run_script(SCRIPTS / script, [*rest, *OWN[script], "evaluate.rows=2", *SETTINGS], tmp_path / "run")
     printed = capfd.readouterr()
     assert found_in(folder, printed.out, printed.err) == []
     # They were there to be found, and reached the logger.
@@ -77,9 +83,6 @@ def test_no_byte_of_a_runs_folder_holds_a_secret_of_environment_or_settings(
     assert {"config.yaml", "overrides.yaml", "summary.json", "report.html", "README.md", "hydra.yaml"} <= names
     assert any(name.startswith("checkpoint_") for name in names)
     assert "***" in (folder / "config.yaml").read_text() and "***" in (folder / ".hydra" / "overrides.yaml").read_text()
-
-
-NOT_OF_SFT = ("env.num_envs", "env.repeats", "env.reward", "train.total_dialog_turns", "inference_model.", "evaluate.")
 
 
 def test_a_start_that_is_refused_leaves_no_secret_behind(tiny_run, tmp_path, own_cache):
