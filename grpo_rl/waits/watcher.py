@@ -214,6 +214,7 @@ def watching(deadline_s: float, waits: Waits = PROCESS, poll_s: float = POLL_S) 
         yield _watcher
         return
     waits.default_s = deadline_s
+    waits.late.clear()  # of what was not watched
     try:
         with Watcher(waits, poll_s) as _watcher:
             yield _watcher

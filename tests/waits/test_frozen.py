@@ -55,8 +55,7 @@ class Frozen(Task):
     reward_parts = ("right",)
 
     def __init__(self, seconds):
-        super().__init__([{"question": "?"}])
-        self._seconds = seconds
+        self.rows, self._seconds = [{"question": "?"}], seconds
 
     def prompt(self, row):
         return [{"role": "user", "content": row["question"]}]
