@@ -83,7 +83,9 @@ def leftovers(case: Case) -> Iterator[Finding]:
     folder = Path(resume) if resume not in (None, "auto") else case.folder
     folder = folder.absolute() if folder.is_dir() else case.folder.absolute()
     if not folder.is_dir():
-        busy = [run for path in folder.parent.parent.glob("**/.lock") if in_use(run := path.parent)]
+        busy = []
+        with suppress(OSError):  # a folder that can't be read, or is gone by now
+            busy = [run for path in folder.parent.parent.glob("*/*/.lock") if in_use(run := path.parent)]
         if busy and not case.named:
             text = f"{len(busy)} other runs are going on in {folder.parent.parent}, {busy[0].name} first"
             yield Finding("note", about, f"{text}: they take memory and time of this one")
@@ -100,16 +102,31 @@ def leftovers(case: Case) -> Iterator[Finding]:
 
 
 def _holders(folder: Path) -> Iterator[str]:
-    """Processes of this user, other than this one's own, with open files in the folder."""
+    """Processes of this user with open files in the folder, without those of this one's own job."""
+    own = set(_with_ancestors(os.getpid()))
+    job = os.environ.get("SLURM_JOB_ID")
+    mark = f"SLURM_JOB_ID={job}".encode()
     for process in Path("/proc").glob("[0-9]*"):
-        if int(process.name) in (os.getpid(), os.getppid()):
+        if int(process.name) in own:
             continue
         with suppress(OSError):  # it has ended, or is another user's
+            # Ray's processes have no ancestor in the job that started them, but its environment.
+            if job and mark in (process / "environ").read_bytes().split(b"\0"):
+                continue
             for file in (process / "fd").iterdir():
                 if Path(os.readlink(file)).is_relative_to(folder):
                     command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                     yield f"pid {process.name} ({command[:60]})"
                     break
+
+
+def _with_ancestors(pid: int) -> Iterator[int]:
+    while pid > 0:
+        yield pid
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            return
 
 
 def disk(case: Case) -> Iterator[Finding]:

@@ -2,9 +2,9 @@
 # One node's part of grpo.sbatch, started there by srun: a Ray node, or torchrun with the ranks of this node.
 # Usage: node.sh COMMAND [ARGUMENT ...]
 #
-# SIGUSR2 ends the command. SIGUSR1 asks its children, the ranks, for a checkpoint and the end, as Ctrl-C would:
-# torchrun itself would kill them after 30 s, whatever they are at. SIGTERM is left to the batch script: `scancel` sends
-# it to all at once, when a checkpoint is still to be written.
+# SIGUSR2 ends the command, and after 3 s kills what it started. SIGUSR1 asks its children, the ranks, for a checkpoint
+# and the end, as Ctrl-C would: torchrun itself would kill them after 30 s, whatever they are at. SIGTERM is left to the
+# batch script: `scancel` sends it to all at once, when a checkpoint is still to be written.
 set -u
 set -m # a command in the background takes no notice of SIGINT otherwise
 
@@ -17,7 +17,14 @@ fi
 
 "$@" &
 command=$!
-trap 'kill -TERM "$command" 2>/dev/null' USR2 INT
+force=
+# shellcheck disable=SC2329 # a trap calls it
+finish() { # torchrun waits 30 s for a rank that hangs, which is as long as SLURM waits for all
+    kill -TERM "$command" 2>/dev/null
+    [ -n "$force" ] || { sleep 3 && pkill -KILL -P "$command"; } &
+    force=${force:-$!}
+}
+trap finish USR2 INT
 trap 'pkill -INT -P "$command"' USR1
 
 code=0
@@ -26,5 +33,6 @@ while kill -0 "$command" 2>/dev/null; do # a signal has ended the wait, not the 
     wait "$command"
     code=$?
 done
+[ -z "$force" ] || kill -- "-$force" 2>/dev/null
 [ -z "$temp" ] || rm -rf "$temp"
 exit "$code"

@@ -223,6 +223,21 @@ def test_a_folder_that_holds_a_run_is_told(look, tmp_path):
     assert not to_fix(look(f"resume={tmp_path / 'run'}", only=OF_MACHINE))
 
 
+def test_processes_of_the_same_job_are_not_leftovers(look, tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    code = f"file = open({str(tmp_path / 'run' / 'log')!r}, 'w'); print(1, flush=True); import time; time.sleep(60)"
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout and process.stdout.readline()
+        assert not to_fix(look(only=OF_MACHINE))
+        monkeypatch.setenv("SLURM_JOB_ID", "1")
+        assert f"pid {process.pid} (" in to_fix(look(only=OF_MACHINE))["leftovers"]
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_process_that_holds_the_folder_is_told(look, tmp_path):
     lock = FolderLock(tmp_path / "run")
     told = to_fix(look(only=OF_MACHINE))

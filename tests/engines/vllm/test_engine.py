@@ -86,7 +86,7 @@ def test_on_cpu_the_cache_has_room_for_the_longest_responses_and_no_more(tmp_pat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_norms_on_cpu_are_as_exact_as_pytorchs(dtype):
+def test_norms_on_cpu_that_are_less_exact_than_pytorchs_are_not_taken(dtype):
     pytest.importorskip("vllm")
     from vllm import ir
 
@@ -104,8 +104,13 @@ def test_the_norms_on_cpu_are_as_exact_as_pytorchs(dtype):
 
         exact = normed("native", [t.double() for t in (*args, weight)])
         ours, native = (normed(provider, (*args, weight)) for provider in (PROVIDER, "native"))
-        for a, b, c in zip(ours, native, exact, strict=True):
-            assert (a - c).abs().mean() <= 1.1 * (b - c).abs().mean() + 1e-7
+        as_exact = all(
+            (a - c).abs().mean() <= 1.1 * (b - c).abs().mean() + 1e-7
+            for a, b, c in zip(ours, native, exact, strict=True)
+        )
+        # vLLM's kernels for CPUs without AVX512-BF16 cut off instead of rounding: PyTorch does these norms there.
+        assert getattr(ir.ops, name).impls[PROVIDER].supports_args(*args, weight, 1e-5) == as_exact
+        assert as_exact or (dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
