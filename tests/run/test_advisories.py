@@ -20,7 +20,7 @@ BATCH = [
     "train.micro_batch_tokens=4096",
     "train.checkpoint_frequency=0",
 ]
-STEPS = 7
+STEPS = 8
 FIXED_LENGTH = "sampling.ignore_eos=true"  # a random model ends one response in 257 tokens; here that is no trouble
 
 
@@ -38,21 +38,22 @@ def advisories(tiny_run, folder, capsys, *overrides, steps=STEPS):
 @pytest.mark.parametrize(
     ("name", "since", "overrides", "setting"),
     [
-        ("cut_off", 1, [], "sampling.max_new_tokens=16 (now 8)"),
+        ("cut_off", {1}, [], "sampling.max_new_tokens=16 (now 8)"),
         (
             "no_variance",
-            1,
+            {1},
             [FIXED_LENGTH, "env.reward.correctness=0", "env.reward.reasoning_pattern='(?s).*'"],
             "env.reward",
         ),
-        ("unstable", 3, [FIXED_LENGTH, "optimizer.lr=1"], "optimizer.lr=0.1 (now 1)"),
+        # The step depends on how the CPU rounds.
+        ("unstable", {3, 4}, [FIXED_LENGTH, "optimizer.lr=1"], "optimizer.lr=0.1 (now 1)"),
     ],
 )
 def test_a_run_says_what_is_wrong_once(tiny_run, tmp_path, capsys, name, since, overrides, setting):
     (told,), lines = advisories(tiny_run, tmp_path / "run", capsys, *overrides)
-    assert (told["name"], told["since"], told["until"]) == (name, since, None) and setting in told["setting"]
+    assert (told["name"], told["until"]) == (name, None) and told["since"] in since and setting in told["setting"]
     (line,) = lines
-    assert line == f"Advisory. Since step {since}: {told['seen']}. Try {told['setting']}. See {told['page']}"
+    assert line == f"Advisory. Since step {told['since']}: {told['seen']}. Try {told['setting']}. See {told['page']}"
     assert told["page"] in (tmp_path / "run" / "report.html").read_text()
 
 
