@@ -20,7 +20,7 @@ BATCH = [
     "train.micro_batch_tokens=4096",
     "train.checkpoint_frequency=0",
 ]
-STEPS = 8
+STEPS = 7
 FIXED_LENGTH = "sampling.ignore_eos=true"  # a random model ends one response in 257 tokens; here that is no trouble
 
 
@@ -45,8 +45,8 @@ def advisories(tiny_run, folder, capsys, *overrides, steps=STEPS):
             [FIXED_LENGTH, "env.reward.correctness=0", "env.reward.reasoning_pattern='(?s).*'"],
             "env.reward",
         ),
-        # The step depends on how the CPU rounds.
-        ("unstable", {3, 4}, [FIXED_LENGTH, "optimizer.lr=1"], "optimizer.lr=0.1 (now 1)"),
+        # In bfloat16, how the CPU rounds decides whether it collapses at once.
+        ("unstable", {3, 4}, [FIXED_LENGTH, "optimizer.lr=1", "train_model.dtype=float32"], "optimizer.lr=0.1 (now 1)"),
     ],
 )
 def test_a_run_says_what_is_wrong_once(tiny_run, tmp_path, capsys, name, since, overrides, setting):
