@@ -47,7 +47,7 @@ class LLMEnv(EnvBase):
         long_prompt: what to do with longer ones: ``error``, or ``skip``, which counts them in :attr:`skipped`.
         max_turns: responses of the policy in one conversation, where the task replies.
         score_timeout_s: deadline of a scorer, and of a reply; see `grpo_rl.envs.guards.guard`.
-        max_failed_fraction: of all responses, beyond which failing scorers stop the run.
+        max_failed_fraction: share of all responses, beyond which failing scorers stop the run.
         isolated: score in processes of their own, or not, whatever the task asks for; None leaves it to the task.
         rewards: added to the task's own, see `grpo_rl.envs.rewards`.
         seed: of the shuffles.

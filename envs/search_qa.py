@@ -74,7 +74,7 @@ class SearchQA(ToolTask):
         supporting_recall: paid by the share of ``documents`` that were shown; at 0 it is no part of the reward, and
             measured all the same.
         results: documents that a search shows.
-        max_result_chars: of each document's text.
+        max_result_chars: most characters shown of a document's text.
         form, tool_role, system_prompt, examples: see :class:`~grpo_rl.envs.tools.task.ToolTask`.
 
     Raises:

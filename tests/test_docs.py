@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from grpo_rl.cli import main
@@ -141,9 +142,8 @@ def test_what_a_page_shows_of_ones_own_trains_in_a_folder_with_the_files_that_it
     assert math.isfinite(row["reward/mean"]) and row["grad_norm"] >= 0
     recorded = yaml.safe_load((folder / "config.yaml").read_text())
     for word in shlex.split(command):
-        key, _, value = word.replace("env.task", "env.dataset").partition("=")
-        value = value.replace(":", ": ") if "{" in value else value
-        assert OmegaConf.select(OmegaConf.create(recorded), key) == yaml.safe_load(value)
+        override = OverridesParser.create().parse_override(word.replace("env.task", "env.dataset"))
+        assert OmegaConf.select(OmegaConf.create(recorded), override.key_or_group) == override.value()
     for name, _ in shown:
         sys.modules.pop(name.removesuffix(".py"), None)
 

@@ -35,7 +35,7 @@ ONLY_FOR = {
     "migration": {"cli"},
     "planner": {"checks", "cli"},
     "replay": {"cli"},
-    "settings": {"build", "checks", "evaluation", "planner", "replay", "run", "cli", "sota"},
+    "settings": {"build", "checks", "evaluation", "migration", "planner", "replay", "run", "cli", "sota"},
     "testing": set(),
 }
 # Libraries that only files or folders with these beginnings may import.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, MISSING, RENAMED, SAME, UNNEEDED
+from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, MISSING, RENAMED, UNNEEDED
+from grpo_rl.settings.other_names import SAME
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "from_trl.md"
 MARKER = "<!-- The tables are written by tools/trl_fields.py. -->\n"

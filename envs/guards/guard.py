@@ -81,7 +81,7 @@ class ScoreGuard:
     Args:
         task: judges.
         deadline_s: seconds that one call of the scorer may take.
-        max_failed_fraction: of all responses; beyond it the run stops, as it would train on an odd choice of responses.
+        max_failed_fraction: share of all responses; beyond it the run stops: the rest is an odd choice.
 
     Raises:
         ValueError: a setting is out of range.

@@ -59,7 +59,7 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
             script, where workers would not find it.
         workers: processes at most; None takes one a CPU, up to 8.
         deadline_s: seconds of each call.
-        memory_gib: what a worker may take beyond what it has after its imports (Linux; elsewhere there is no limit).
+        memory_gib: memory that a worker may take beyond that of its imports (Linux; elsewhere there is no limit).
             A call that asks for more gets a MemoryError. None sets no limit.
 
     Raises:
@@ -112,8 +112,8 @@ class IsolatedCalls(contextlib.AbstractContextManager["IsolatedCalls"]):
         """The result of each call, in the order of ``arguments``, one tuple a call.
 
         Args:
-            deadline_s: of each of these calls, where it is not the usual one.
-            budget_s: of all calls together; in the place of those that have no result by then is a TimeoutError.
+            deadline_s: seconds of each of these calls, where it is not the usual one.
+            budget_s: seconds of all calls together; each that has no result by then gives a TimeoutError in its place.
             on_result: gets each call's index and result as soon as it is there, from any thread.
 
         In the place of a call that failed stands the exception: what it raised, a TimeoutError where it took longer

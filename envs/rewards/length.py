@@ -51,11 +51,11 @@ def cosine(
         length: of the response.
         correct: whether it is right.
         max_len: where the wave ends.
-        min_value_wrong: for a wrong response of length 0.
-        max_value_wrong: for a wrong response of ``max_len``.
-        min_value_correct: for a right response of ``max_len``.
-        max_value_correct: for a right response of length 0.
-        value_exceeded: for any response of ``max_len`` or more, the paper's r_e; None goes on with the wave's end.
+        min_value_wrong: reward of a wrong response of length 0.
+        max_value_wrong: reward of a wrong response of ``max_len``.
+        min_value_correct: reward of a right response of ``max_len``.
+        max_value_correct: reward of a right response of length 0.
+        value_exceeded: reward of one of ``max_len`` or more, the paper's r_e; None goes on with the wave's end.
 
     Raises:
         ValueError: ``max_len`` is below 1, or a value is not finite.

@@ -54,7 +54,7 @@ class Part:
 
     Args:
         name: of :data:`REWARDS`, and of the reward part.
-        weight: that its value is multiplied with.
+        weight: factor of its value.
         known: the reward.
         unit: of its lengths.
         correct: the reward part that is above 0 for right responses; None looks for one.

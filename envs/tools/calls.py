@@ -34,7 +34,7 @@ class Tool:
     """Something that a model can call with one text, and that returns one.
 
     Args:
-        name: of lower-case letters and underscores.
+        name: lower-case letters and underscores.
         argument: its argument's name, in the ``json`` form.
         example: an argument that makes sense, for prompts and error messages.
         run: gives the result. What is wrong with an argument stands in it too, from `Error: ` on.

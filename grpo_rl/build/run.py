@@ -29,6 +29,7 @@ from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.origin import origin
 from grpo_rl.run.parts import Parts
 from grpo_rl.run.restarts import Restarts
+from grpo_rl.run.revisions import revisions
 from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.step_metrics import step_metrics
 from grpo_rl.run.summary import best_kept
@@ -141,6 +142,7 @@ def build_run(
         sampling, best = Sampling(**settings.sampling), _best(folder, logs, settings.evaluate.keep_best, ranks)
         held_out = HeldOut(env, rows, sampling, folder.eval_before, folder.eval_after, evaluation, best)
         mismatch = Mismatch(settings.mismatch.bound, max_staleness=derived.max_staleness(settings))
+        before = folder.restored[1].get("origin") if folder.restored else None
         with Run(
             folder,
             logs,
@@ -157,7 +159,7 @@ def build_run(
                 settings.train_model.lora.export,
                 "wait" if settings.mode == "async" else "sample",
                 settings.inference_model.sleep,
-                origin(folder.config, folder.restored[1].get("origin") if folder.restored else None),
+                origin(folder.config, before) | revisions(model, settings.env, before),
             ),
             ranks,
         ) as run:

@@ -27,6 +27,7 @@ from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.logs import RunLogs
 from grpo_rl.run.origin import origin
+from grpo_rl.run.revisions import revisions
 from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.sft import HeldOutDemonstrations, SFTDiagnosis, SFTLogs, sft_metrics
 from grpo_rl.settings.schema import Settings
@@ -81,6 +82,7 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
             loss=SFTLoss(),
             micro_batching=MicroBatching(max_tokens, count, aggregate="token_mean"),
         )
+        before = folder.restored[1].get("origin") if folder.restored else None
         with Run(
             folder,
             logs,
@@ -97,7 +99,7 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
                 settings.train_model.lora.export,
                 "read",
                 False,
-                origin(folder.config, folder.restored[1].get("origin") if folder.restored else None),
+                origin(folder.config, before) | revisions(model, settings.env, before),
             ),
             ranks,
         ) as run:

@@ -51,9 +51,14 @@ def make_policy(settings: Settings, model_folder: Path, devices: Devices, ranks:
 def load_policy(
     settings: Settings, model_folder: Path, devices: Devices, ranks: Ranks | None, logs: RunLogs
 ) -> TrainPolicy:
-    """The policy of a run, loaded in a phase of its start, with a note where nothing is compiled."""
+    """The policy of a run, loaded in a phase of its start, with a note on what is compiled, or why nothing is."""
     with logs.progress.start_phase("loading the model"):
         policy = make_policy(settings, model_folder, devices, ranks)
+    if policy.compile_s is not None:
+        logs.progress.compiles = True
+        logs.note(
+            f"Compiled for training in {policy.compile_s:.1f} s; the first step compiles the rest, and takes longer"
+        )
     if settings.train_model.compile is None and (why := why_uncompiled(policy.device)):
         logs.note(f"Nothing is compiled, and steps take longer: {why}")
     return policy

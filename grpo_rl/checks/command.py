@@ -5,21 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from transformers.utils import logging as transformers_logging
-
-from grpo_rl.checks.finding import Finding, Unfit, unfit
-from grpo_rl.checks.model import unloaded_findings
-from grpo_rl.checks.scores import loaded_findings
-from grpo_rl.planner.scenario import config_source
-from grpo_rl.policies.hub import resolve_model
 from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
 from grpo_rl.settings.schema import Settings
-
-PREVENTING = ("config", "gate", "tokenizer", "chat template", "context", "memory")
-"""Findings that have to be mended before the weights are worth loading."""
 
 
 def add_check_model(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +34,11 @@ def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg.model.name, cfg.mode = options.name, "sync"
     cfg.inference_model.engine = options.engine or cfg.inference_model.engine
     settings = Settings.read(cfg)
+    # Imports torch, for which nobody waits who wrote a wrong setting, or asks for help.
+    from transformers.utils import logging as transformers_logging
+
+    from grpo_rl.checks.checking import findings
+
     transformers_logging.disable_progress_bar()
     found = []
     for finding in findings(settings, options.quick):
@@ -60,28 +54,6 @@ def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     told = ", as far as can be told without weights" if options.quick else ""
     print(f"\nOK{told}. Train it: {shlex.join(['grpo-rl', 'train', *words, *overrides])}")
     return 0
-
-
-def findings(settings: Settings, quick: bool = False) -> Iterator[Finding]:
-    """The findings on ``model.name``.
-
-    Args:
-        quick: read no weights.
-    """
-    name = settings.model.name
-    try:
-        with unfit("model"):
-            source = config_source(name) if quick else str(resolve_model(name))
-    except Unfit as error:
-        yield error.finding
-        return
-    yield Finding("OK", "model", source)
-    prevented = False
-    for finding in unloaded_findings(settings, source):
-        yield finding
-        prevented = prevented or (finding.kind == "FIX" and finding.about in PREVENTING)
-    if not quick and not prevented:
-        yield from loaded_findings(settings, Path(source))
 
 
 def _written(name: str) -> str:

@@ -20,9 +20,11 @@ from grpo_rl.settings.schema import Settings
 def memory_findings(settings: Settings, model: PreTrainedModel) -> Iterator[Finding]:
     """The memory that `grpo-rl plan` predicts on this machine; tests compare its peaks with measured ones."""
     with unfit("memory"):
-        dtype = getattr(torch, settings.train_model.dtype)
+        dtype = settings.train_model.dtype
         try:
-            scenario, _ = with_devices(Scenario(settings, model.to(dtype), Cluster.parse("here", dtype)))
+            scenario, _ = with_devices(
+                Scenario(settings, model.to(getattr(torch, dtype)), Cluster.parse("here", dtype))
+            )
             plan = make_plan(scenario)
         except NotPlannedError as error:
             yield Finding("note", "memory", f"not planned: {error}; whether it fits, a short run tells")

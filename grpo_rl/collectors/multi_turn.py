@@ -91,7 +91,7 @@ def play(env: LLMEnv, engine: Sampler, sampling: Sampling, trajectories: Sequenc
         env: whose task replies.
         engine: samples one turn at a time, many conversations at once.
         sampling: of each turn.
-        trajectories: with their prompts alone.
+        trajectories: conversations that hold their prompts alone.
     """
     _Player(env, engine, sampling).play(trajectories)
 

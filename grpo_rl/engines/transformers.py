@@ -36,7 +36,7 @@ class TransformersEngine(StepByGenerate):
 
     Args:
         model: a local model folder.
-        max_model_len: of prompt and response, in tokens.
+        max_model_len: longest prompt and response together, in tokens.
         dtype: of the weights and the computation.
         device: where it runs.
         max_batch: responses sampled at the same time.

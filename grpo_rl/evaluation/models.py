@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_rl.policies.hub import resolve_model
-from grpo_rl.run.claim import MODEL
 from grpo_rl.run.export import export_checkpoint
+from grpo_rl.run.model_files import MODEL
 from grpo_rl.training.checkpoint import CHECKPOINTS, checkpoints
 
 

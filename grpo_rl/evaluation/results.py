@@ -33,7 +33,7 @@ class TaskResult:
     Args:
         row_ids: digest of each row, by which a comparison knows it.
         scores: per-row numbers by score; NaN where a row could not be judged.
-        measures: of the responses: length, truncation, failures.
+        measures: numbers on the responses: length, truncation, failures.
     """
 
     row_ids: list[str]

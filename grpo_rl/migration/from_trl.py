@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from grpo_rl.migration.trl_config import check_types
-from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, MISSING, RENAMED, SAME, UNNEEDED
+from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, MISSING, RENAMED, UNNEEDED
 from grpo_rl.monitor.logger_names import BUILT_IN
+from grpo_rl.settings.other_names import SAME
 
 KNOWN_DATASETS = {"openai/gsm8k": "gsm8k", "gsm8k": "gsm8k", "google/IFEval": "ifeval"}
 """Data sets of the hub that have a task here."""

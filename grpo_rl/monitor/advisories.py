@@ -74,9 +74,9 @@ CAUSES = {
     "kl_runaway": ("unstable",),
     "off_policy": ("unstable",),
 }
-"""What is not told while one of these, from which it would follow, is the case: one cause, one advisory."""
+"""The causes of an advisory that is not told while one of them is the case: one cause, one advisory."""
 OF_ADVANTAGES = ("zero_rewards", "no_variance", "no_gradient", "entropy_collapse")
-"""What is no trouble with ``loss.surrogate=none``, distillation: groups teach without variance in their rewards."""
+"""Advisories that distillation, ``loss.surrogate=none``, does without: groups teach without variance in rewards."""
 PAGE = "docs/troubleshooting.md"
 
 

@@ -88,7 +88,7 @@ def completion_rows(
 
 
 def turn_ends(ids: Tensor, chosen: Tensor, text: str, decode: Callable[[Sequence[int]], str]) -> list[int]:
-    """Where each turn of the policy and each reply ends in a response's text, in characters; a turn comes first.
+    """The ends of the policy's turns and of the replies in a response's text, in characters; a turn comes first.
 
     Args:
         chosen: which of the ids the policy chose.

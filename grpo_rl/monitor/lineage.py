@@ -115,7 +115,7 @@ class LineageLog:
         Args:
             groups: the whole collection, with advantages; None: the step was cut short, and those that optimizer steps
                 took until then are all that is known.
-            kl_coef: what the step was trained with, which ``policy.target_kl`` moves away from the config's.
+            kl_coef: weight that the step was trained with, which ``policy.target_kl`` moves away from the config's.
         """
         config = self._config | {"policy": self._config["policy"] | {"kl_coef": kl_coef}}
         masked = config["loss"]["mask_truncated"]

@@ -169,7 +169,7 @@ def memory_metrics(engine_gib: float = 0.0) -> dict[str, float]:
     ``memory/limit_gib`` is what the GPU has, or what this machine, or the container, lets its processes have together.
 
     Args:
-        engine_gib: what an engine in this process holds of the GPU. ``memory/peak_beside_engine_gib`` is the rest of
+        engine_gib: GPU memory that an engine in this process holds. ``memory/peak_beside_engine_gib`` is the rest of
             the peak, which may come in sampling: then some of it is what the engine took for a batch.
     """
     if not torch.cuda.is_available():

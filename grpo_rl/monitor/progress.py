@@ -29,7 +29,8 @@ from grpo_rl.monitor.phases import start_phase
 BLOCKS = "▁▂▃▄▅▆▇█"
 SAMPLE_LINES = 5
 ETA_STEPS = 20
-"""The ETA goes by the mean of this many last steps, so that it follows responses that grow or shrink."""
+"""The ETA goes by the mean of this many last steps, so that it follows responses that grow or shrink. The first step
+of a process counts only until there is another: it compiles, and fills caches."""
 FACTS = {
     "loss": {"loss/sft": ("loss", "{:.3f}"), "eval/loss": ("held-out loss", "{:.3f}")},
     "policy": {"entropy": ("entropy", "{:.3g}"), "kl/ref": ("kl", "{:.3g}"), "grad_norm": ("grad norm", "{:.3g}")},
@@ -94,10 +95,13 @@ class Progress:
     ) -> None:
         self.total_steps, self.step = total_steps, first_step
         self.title = "GRPO"
+        self.compiles = False
+        """Tells whether the first step includes compilation, which its line says."""
         self.console = console or _console()
         self._clock, self._record = clock, record
         self._started = self._last = clock()
         self._durations: deque[float] = deque(maxlen=ETA_STEPS)
+        self._is_first = True
         self._metrics: dict[str, float] = {}
         self._rewards: list[float] = []
         self._held_out: list[float] = []
@@ -147,6 +151,9 @@ class Progress:
             self._held_out.append(metrics["eval/reward"])
         now = self._clock()
         if step > self.step:
+            if self._durations and self._is_first:
+                self._durations.clear()
+                self._is_first = False
             self._durations.append((now - self._last) / (step - self.step))
             self.step = step
         self._last = now
@@ -180,10 +187,18 @@ class Progress:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds that the remaining steps will take; None before the first step."""
+        """Seconds that the remaining steps will take, by the last ones; None before the first step."""
         if not self._durations:
             return None
         return (self.total_steps - self.step) * sum(self._durations) / len(self._durations)
+
+    @property
+    def _compiled(self) -> bool:
+        """Tells whether the one step that has been timed includes compilation."""
+        return self.compiles and self._is_first and bool(self._durations)
+
+    def _eta(self, seconds: float) -> str:
+        return f"ETA {'below ' * self._compiled}{duration(seconds)}"
 
     def _line(self, metrics: Mapping[str, float]) -> str:
         fields = [f"step {self.step}/{self.total_steps}"]
@@ -194,7 +209,8 @@ class Progress:
             fields += [f"{name} {metrics[f'reward/{name}']:.3f}" for name in _parts(metrics)]
         fields += [f"{label} {text}" for row in FACTS for label, text in _facts(metrics, row)]
         if self._durations and metrics.keys() & {"reward/mean", "loss/sft"}:
-            fields.append(f"{self._durations[-1]:.1f} s/step, ETA {duration(self.eta_s or 0)}")
+            step_s = f"{self._durations[-1]:.1f} s" + (", compilation included" if self._compiled else "/step")
+            fields.append(f"{step_s}, {self._eta(self.eta_s or 0)}")
         return " · ".join(fields)
 
     def _panel(self) -> RenderableType:
@@ -205,7 +221,7 @@ class Progress:
         head.add_column(ratio=1)
         head.add_column(justify="right")
         elapsed = duration(self._clock() - self._started)
-        eta = f" · ETA {duration(max(self.eta_s - (self._clock() - self._last), 0))}" if self.eta_s else ""
+        eta = f" · {self._eta(max(self.eta_s - (self._clock() - self._last), 0))}" if self.eta_s else ""
         head.add_row(Text(self._phase, style="cyan"), Text(f"{elapsed}{eta}", style="dim"))
 
         body = Table.grid(padding=(0, 2))

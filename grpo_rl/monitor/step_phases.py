@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 STEP_PHASES = ("read", "sample", "wait", "score", "train", "sync", "other")
-"""In the order in which they begin; SFT reads in the place of sampling.
+"""The phases of a step in the order in which they begin; SFT reads in the place of sampling.
 
 Other metrics under ``time/`` are of no step: the run's clock, an evaluation."""
 

@@ -49,8 +49,8 @@ class ModelSizes:
         trunk: N, parameters that a token is multiplied by, but for those of the embedding and the head.
         attention: A, query heads times their size.
         decode_bytes: weights that each decoding step reads: trunk and head, not the embedding's table.
-        pushed_bytes: what every push sends: all weights, tied ones once, or adapters alone.
-        windows: for each layer that attends how many positions back a token sees, its own included; None: all.
+        pushed_bytes: size of a push: all weights, tied ones once, or adapters alone.
+        windows: positions back that a token sees in each layer that attends, its own included; None: all.
         trained: share of the weights that have a gradient: a frozen one's is not computed.
     """
 

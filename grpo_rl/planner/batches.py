@@ -185,7 +185,7 @@ def assumed_group(
     """A group of these lengths and of nothing else; one number stands for all its tokens.
 
     Args:
-        number: what tells it from other groups, its prompt included.
+        number: an id that tells it from other groups, its prompt included.
         shared: tokens that all prompts begin with.
         reference: the reference has scored it.
     """

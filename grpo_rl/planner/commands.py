@@ -6,20 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from rich.console import Console
-
-from grpo_rl.planner.advice import best_in_turns, best_overlapped, remedies, with_devices
-from grpo_rl.planner.batches import plan_batches
-from grpo_rl.planner.drawing import picture, svg
+from grpo_rl.planner.assumed import SAMPLE_SHARE, TAIL, TRAIN_SHARE
 from grpo_rl.planner.hardware import Cluster
-from grpo_rl.planner.plan import make_plan
-from grpo_rl.planner.scenario import Scenario, config_source
-from grpo_rl.planner.simulation import TAIL, simulate_plan
-from grpo_rl.planner.table import plan_view, simulation_view
-from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE
-from grpo_rl.policies.loading import skeleton
-from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
+from grpo_rl.settings.compose import DEFAULT_CONFIG, check_in_its_modes, compose_config
 from grpo_rl.settings.schema import Settings
 
 
@@ -82,6 +71,12 @@ def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg = compose_config(options.config_name, overrides)
     _refuse_sft("batches", cfg.mode)
     settings = Settings.read(cfg, divides=False)  # the drawing shows it
+    # Imports torch, for which nobody waits who wrote a wrong setting, or asks for help.
+    from rich.console import Console
+
+    from grpo_rl.planner.batches import plan_batches
+    from grpo_rl.planner.drawing import picture, svg
+
     plan = plan_batches(settings, options.prompt_tokens, options.response_tokens, options.gpus, options.shared_tokens)
     title = _title("batches", options, overrides)
     Console(highlight=False).print(picture(plan, title))
@@ -94,9 +89,20 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg = compose_config(options.config_name, [word for word in overrides if not word.startswith("cluster=")])
     _refuse_sft("plan", cfg.mode)
     clusters = ["here", *(word.removeprefix("cluster=") for word in overrides if word.startswith("cluster="))]
-    cluster = Cluster.parse(clusters[-1], getattr(torch, cfg.train_model.dtype))
+    check_in_its_modes(cfg)
+    cluster = Cluster.parse(clusters[-1], cfg.train_model.dtype)
     cfg.mode = cfg.mode or ("async" if cluster.count > 1 else "sync")
     settings = Settings.read(cfg)
+    import torch
+    from rich.console import Console
+
+    from grpo_rl.planner.advice import best_in_turns, best_overlapped, remedies, with_devices
+    from grpo_rl.planner.plan import make_plan
+    from grpo_rl.planner.scenario import Scenario, config_source
+    from grpo_rl.planner.simulation import simulate_plan
+    from grpo_rl.planner.table import plan_view, simulation_view
+    from grpo_rl.policies.loading import skeleton
+
     model = skeleton(config_source(settings.model.name)).to(getattr(torch, settings.train_model.dtype))
     lengths, shares = (options.prompt_tokens, options.response_tokens), (options.train_share, options.sample_share)
     scenario, chosen = with_devices(Scenario(settings, model, cluster, *lengths, *shares, options.shared_tokens))

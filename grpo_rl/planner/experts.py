@@ -16,10 +16,10 @@ class Experts:
     """The experts of a mixture; those of a dense model are none.
 
     Args:
-        number: of a layer.
-        chosen: that a token visits in a layer.
+        number: experts of a layer.
+        chosen: experts that a token visits in a layer.
         intermediate: numbers between an expert's products.
-        parameters: of all experts of all layers.
+        parameters: number in all experts of all layers.
     """
 
     number: int = 1

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from grpo_rl.perf.rates import Rates, machine_rates
+if TYPE_CHECKING:
+    from grpo_rl.perf.rates import Rates
 
 GIB = 2**30
 
@@ -49,6 +48,8 @@ class Device:
 
     def rates(self, share: float = 1.0) -> Rates:
         """The rates of the device where it reaches this share of its best."""
+        from grpo_rl.perf.rates import Rates  # imports torch, as does what measures: a cluster is read before
+
         return Rates(self.tflops * 1e12 * share, self.memory_gb_s * 1e9 * share)
 
     def link_bytes_per_s(self, devices: int) -> float:
@@ -91,7 +92,7 @@ class Cluster:
     device: Device
 
     @classmethod
-    def parse(cls, text: str, dtype: torch.dtype = torch.bfloat16) -> Cluster:
+    def parse(cls, text: str, dtype: str = "bfloat16") -> Cluster:
         """The cluster that a text such as ``64xH100`` or ``8xH100,tflops=600,node=4`` describes.
 
         ``here`` is this machine, measured. A device of another name needs all numbers but ``node``.
@@ -142,11 +143,15 @@ def known_device(name: str) -> Device | None:
     return next((device for device in DEVICES.values() if device.name.split("-")[0].lower() in name.lower()), None)
 
 
-def _here(dtype: torch.dtype) -> Cluster:
+def _here(dtype: str) -> Cluster:
     """This machine, its rates as they are measured."""
+    import torch
+
+    from grpo_rl.perf.rates import machine_rates
+
     gpus = torch.cuda.device_count()
     kind: Literal["cuda", "cpu"] = "cuda" if gpus else "cpu"
-    rates = machine_rates(dtype, kind)
+    rates = machine_rates(getattr(torch, dtype), kind)
     tflops, memory_gb_s = rates.gemm_flops_per_s / 1e12, rates.bytes_per_s / 1e9
     if not gpus:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -328,7 +328,7 @@ def engine_memory(
 
     Args:
         utilization: the share of it that vLLM may take; on a CPU :data:`CPU_CACHE_GIB` at most, and these are counted.
-        responses: that are sent to it at a time.
+        responses: number that is sent to it at a time.
         max_num_seqs: the setting.
     """
     size, w = tensor_parallel_size, shape.itemsize

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedModel
 
+from grpo_rl.planner.assumed import SAMPLE_SHARE, TRAIN_SHARE
 from grpo_rl.planner.batches import BatchPlan, plan_batches
 from grpo_rl.planner.hardware import Cluster
 from grpo_rl.planner.memory import (
@@ -24,7 +25,6 @@ from grpo_rl.planner.memory import (
     kept_state,
     training_footprint,
 )
-from grpo_rl.planner.time import SAMPLE_SHARE, TRAIN_SHARE
 from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.hub import DEFAULT_MODEL, check_class, resolve_model
 from grpo_rl.settings.derived import adapters, responses_at_once

@@ -11,13 +11,12 @@ import math
 from dataclasses import dataclass, replace
 
 from grpo_rl.planner.advice import best_in_turns, neighbours
+from grpo_rl.planner.assumed import TAIL
 from grpo_rl.planner.plan import Plan, plan_layout
 from grpo_rl.planner.scenario import Scenario
 from grpo_rl.planner.simulator import LogNormal, Outcome, SimulatorConfig, simulate
 from grpo_rl.planner.time import sample_s
 
-TAIL = 8.0
-"""Default 99th percentile of the lengths over their median."""
 RESPONSES = 60_000
 """A simulation counts about so many, as far as they make :data:`STEPS`."""
 STEPS = (6, 40)

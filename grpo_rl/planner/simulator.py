@@ -97,7 +97,7 @@ class SimulatorConfig:
     Args:
         slots: responses that an engine computes at a time; more wait.
         token_s: time of a decoding step, whatever it computes.
-        token_s_per_response: what each response in a decoding step adds to its time.
+        token_s_per_response: seconds that each response in a decoding step adds to its time.
         train_tokens_per_s: response tokens that all trainers together train on in a second.
         push_s: time of a weight push, in which engines stand still and keep what they are at.
         max_staleness: the bound, in versions; 0 samples and trains in turns.

@@ -17,12 +17,6 @@ from grpo_rl.planner.batches import BatchPlan
 from grpo_rl.planner.hardware import Device
 from grpo_rl.planner.memory import EngineMemory, Shape, Training, kept_state
 
-TRAIN_SHARE = 0.4
-"""Share of the rate in matrix products: 38 to 43 % were reached with Llama 3 405B on 8,192 and 16,384 H100 (table 4 of
-https://arxiv.org/abs/2407.21783). A run of one process in mode=sync logs its own as ``limit_fraction/train``."""
-SAMPLE_SHARE = 0.5
-"""Share of both rates, an assumption; a run of one process in mode=sync logs its own as ``limit_fraction/sample``."""
-
 
 @functools.lru_cache(maxsize=4096)  # the search for a split asks again and again
 def train_s(

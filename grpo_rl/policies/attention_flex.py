@@ -209,7 +209,7 @@ def block_tables(nodes: tuple[Node, ...], tokens: int, window: int | None, devic
 
 
 def reach(nodes: tuple[Node, ...], tokens: int, window: int | None) -> Int[Tensor, "3 T"]:
-    """For each token: up to which token it is seen, its position, and the earliest position that it sees.
+    """Three rows for all tokens: the end of those that see it, its position, and the earliest position that it sees.
 
     >>> from grpo_rl.policies.packing import Node
     >>> reach((Node(0, 3, 6, 0, -1), Node(3, 5, 5, 3, 0), Node(5, 6, 6, 3, 0)), tokens=7, window=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -77,6 +78,8 @@ class TrainPolicy:
         ValueError: the model's attention or head is of a kind that would be scored wrongly.
     """
 
+    compile_s: float | None = None
+    """Seconds in which the kernels with gradient were compiled; None where nothing is."""
     _has_compiled = False
     """Tells whether the kernels without gradient have been compiled."""
     liger = False
@@ -149,8 +152,10 @@ class TrainPolicy:
             if peers and not quantization:
                 peers.place(model)
         if compile_model(model, compile, policy.device, alone=peers is None):
+            start = time.perf_counter()
             policy.score([FIRST_GROUP])[0].sum().backward()
             model.zero_grad()
+            policy.compile_s = time.perf_counter() - start
         return policy
 
     @property

@@ -8,14 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from transformers import AutoTokenizer
-
-from grpo_rl.monitor.lineage_reader import read_step
-from grpo_rl.policies.hub import CONVERTED, DEFAULT_MODEL
-from grpo_rl.replay.replay import replay
-from grpo_rl.replay.table import replay_view
-from grpo_rl.settings.compose import with_loss
+from grpo_rl.settings.compose import loss_config, with_loss
 from grpo_rl.settings.schema import Settings
 from grpo_rl.storage.cache import cache_folder
 
@@ -33,6 +26,14 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    loss_config(overrides)
+    # Imports torch, for which nobody waits who wrote a wrong override, or asks for help.
+    from rich.console import Console
+
+    from grpo_rl.monitor.lineage_reader import read_step
+    from grpo_rl.replay.replay import replay
+    from grpo_rl.replay.table import replay_view
+
     stored = read_step(options.run, options.step)
     settings = Settings.restored(stored.config)
     result = replay(stored, settings, with_loss(settings, overrides), options.top)
@@ -49,6 +50,10 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _decoder(run: Path, model: str) -> Callable[[Sequence[int]], str] | None:
     """The function ids -> text of the run's tokenizer; None where this machine lacks it."""
+    from transformers import AutoTokenizer
+
+    from grpo_rl.policies.hub import CONVERTED, DEFAULT_MODEL
+
     exported = run / "model"
     converted = [cache_folder() / "models" / CONVERTED] * (model == DEFAULT_MODEL)
     for name in [*([exported] if exported.is_dir() else []), model, *converted]:

@@ -12,8 +12,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from grpo_rl.report import compare, demo, page
-from grpo_rl.report.files import REPORT, is_running
 from grpo_rl.report.serve import LOOPBACK, LivePage, make_server
 from grpo_rl.storage.whole_file import write_whole
 
@@ -39,12 +37,16 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ValueError("give the folder of a run, such as outputs/2026-01-31/12-00-00, or --demo")
     if options.output and (options.serve or options.demo):
         raise ValueError("--output writes a file, and --serve and --demo none; leave one out")
+    if missing := [run for run in options.runs if not run.is_dir()]:
+        raise ValueError(f"{missing[0]} is not a run folder; give one like outputs/2026-01-31/12-00-00")
+    # Imports torch, for which nobody waits who wrote a wrong name, or asks for help.
+    from grpo_rl.report import compare, demo, page
+    from grpo_rl.report.files import REPORT, signature
+
     with ExitStack() as stack:
         runs = options.runs
         if options.demo:
             runs = [demo.unpack(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-rl-demo-"))))]
-        if missing := [run for run in runs if not run.is_dir()]:
-            raise ValueError(f"{missing[0]} is not a run folder; give one like outputs/2026-01-31/12-00-00")
         found = compare.run_folders(runs)
         if found == runs and len(runs) == 1:
             sections, head, source = page.SECTIONS, page.SUMMARY, runs[0]
@@ -61,21 +63,6 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def signature(runs: Sequence[Path]) -> object:
-    """A value that is equal as long as no file of these run folders has changed and no process began or ended there."""
-    found = []
-    for run in runs:
-        for path in [run, *sorted(run.iterdir())]:
-            try:
-                state = path.stat()
-            except OSError:  # gone since it was listed
-                continue
-            if path.name != REPORT:
-                found.append((str(path), state.st_mtime_ns, state.st_size))
-        found.append(is_running(run))
-    return found
-
-
 def _serve(live: LivePage, port: int, open_url: Callable[[str], object] | None) -> int:
     with make_server(live, port) as server:
         url = f"http://{LOOPBACK}:{server.server_address[1]}/"
@@ -90,5 +77,5 @@ def _serve(live: LivePage, port: int, open_url: Callable[[str], object] | None) 
 
 
 def _has_display() -> bool:
-    """Whether a browser would open a window: without one, ``webbrowser`` may start one that takes the terminal."""
+    """Tells whether a browser opens a window: without one, ``webbrowser`` may start one that takes the terminal."""
     return sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -44,7 +44,7 @@ def run_folders(given: Sequence[Path]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run wrote to this folder."""
+    """Tells whether a run wrote to this folder."""
     return (folder / METRICS_FILE).exists() or (folder / CONFIG).exists()
 
 
@@ -215,7 +215,7 @@ def build(runs: Sequence[Path]) -> dict[str, Any]:
 
 
 def sweep(runs: Sequence[Path]) -> dict[str, Any] | None:
-    """For each setting that differs, the runs in the order of its values; None where a setting says no more."""
+    """The runs in the order of a setting's values, for each setting that differs; None where one says no more."""
     settings = differences([read_config(run) for run in runs])
     gains = compared(runs)
     known = [i for i, run in enumerate(gains) if "gain" in run]

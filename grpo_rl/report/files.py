@@ -102,7 +102,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def subject(config: dict[str, Any]) -> str:
-    """What the run did, in a few words.
+    """A line on what the run did, in a few words.
 
     >>> subject({"model": {"name": "HuggingFaceTB/SmolLM2-135M"}, "env": {"dataset": "gsm8k"}})
     'SmolLM2-135M trained with GRPO on gsm8k'
@@ -117,7 +117,7 @@ def subject(config: dict[str, Any]) -> str:
 
 
 def is_running(run_dir: Path) -> bool | None:
-    """Whether another process works in the folder; None where that can't be told from here: it is on another host.
+    """Tells whether another process works in the folder; None if it is on another host, where that can't be seen.
 
     A run that writes its own page still holds the lock, and is at its end: the page is the last thing it writes.
     The lock itself is not touched: trying it could refuse a run that starts at this moment.
@@ -150,4 +150,19 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue  # vllm goes by two names, and is optional
+    return found
+
+
+def signature(runs: Sequence[Path]) -> object:
+    """A value that is equal as long as no file of these run folders has changed and no process began or ended there."""
+    found = []
+    for run in runs:
+        for path in [run, *sorted(run.iterdir())]:
+            try:
+                state = path.stat()
+            except OSError:  # gone since it was listed
+                continue
+            if path.name != REPORT:
+                found.append((str(path), state.st_mtime_ns, state.st_size))
+        found.append(is_running(run))
     return found

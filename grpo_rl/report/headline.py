@@ -16,7 +16,7 @@ from grpo_rl.monitor.progress import duration
 from grpo_rl.report.files import is_running, read_config, read_rows, read_summary, subject, versions
 
 FEWEST_STEPS = 6
-"""With fewer steps nothing is said about the training reward: three on each side give no interval worth its name."""
+"""Fewest steps whose training reward is judged: three on each side give no interval worth its name."""
 
 
 def build(run_dir: Path) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def _variance_of_mean(x: np.ndarray) -> float:
 
 
 def note(rows: Sequence[Mapping[str, float]], summary: Mapping[str, Any], state: str) -> str:
-    """What a reader has to know of the headline: whether the run has ended, and what its number is of."""
+    """The note below the headline: whether the run has ended, and what its number is of."""
     notes = []
     last = int(max((row["step"] for row in rows), default=0))
     if state == "running":

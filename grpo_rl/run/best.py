@@ -86,7 +86,7 @@ class BestTracker:
         )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """The state that a checkpoint holds."""
         kept = {"best": self.best, "anchor": self._anchor, "since": self._since}
         return kept | {"no_better": self._no_better, "score": self.score}
 

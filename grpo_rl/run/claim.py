@@ -16,11 +16,10 @@ from grpo_rl.monitor.metrics import METRICS_FILE
 from grpo_rl.monitor.step_parts import STEP_FOLDERS
 from grpo_rl.report.files import CONFIG, SUMMARY, read_summary
 from grpo_rl.run.lock import LOCK, FolderInUseError, FolderLock, in_use
+from grpo_rl.run.model_files import MODEL
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.training import checkpoint
 from grpo_rl.training.checkpoint import CHECKPOINTS
-
-MODEL = "model"
 
 
 @dataclass

@@ -31,7 +31,7 @@ class HeldOutTask:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is evaluated beside the greedy responses of the training task, and what follows from it.
+    """The evaluations beside greedy responses to the training task, and what follows from them.
 
     Args:
         samples: responses to each row of the training task at ``temperature``; 0: none.

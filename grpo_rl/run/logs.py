@@ -76,7 +76,7 @@ class RunLogs:
                 {"mode": logger.mode},
             )
         self.last_words: list[Panel | str] = []
-        """What is shown when all else is closed, unless an error ends the run."""
+        """Lines that are shown when all else is closed, unless an error ends the run."""
 
     def __enter__(self) -> RunLogs:
         self.started = time.perf_counter()

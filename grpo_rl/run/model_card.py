@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 from collections.abc import Mapping
@@ -12,10 +11,10 @@ from typing import Any
 import yaml
 from huggingface_hub import try_to_load_from_cache
 
-from grpo_rl.envs.spec import task_spec
 from grpo_rl.monitor.progress import duration
+from grpo_rl.run.model_files import CARD
+from grpo_rl.run.revisions import own_repository
 
-CARD = "README.md"
 SHOWN = {
     "loss": ("surrogate", "ratio", "aggregate", "advantage", "kl"),
     "optimizer": ("name", "lr", "schedule"),
@@ -40,9 +39,7 @@ def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """
     base, env = config["model"]["name"], config["env"]
     adapters = config["train_model"]["lora"]["rank"] and config["train_model"]["lora"]["export"] == "adapter"
-    # Tasks with data of the hub say which; those that make their own have none.
-    task = importlib.import_module(task_spec(env["dataset"]).load_rows.__module__)
-    data = None if env.get("path") else getattr(task, "HUB_NAME", "").partition(":")[0]
+    data = None if env.get("path") else own_repository(env["dataset"])
     head: dict[str, Any] = {"library_name": "peft" if adapters else "transformers", "pipeline_tag": "text-generation"}
     if on_hub(base):
         head["base_model"] = base
@@ -56,11 +53,15 @@ def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     added = "".join(f", plus `{key}`" for key in env.get("rewards", {}))
     taught = "**Imitates**: responses in the data" if sft else f"**Reward**: of the task `{env['dataset']}`{added}"
     name = base if on_hub(base) else Path(base).name
+    at = _at(summary, "model_revision") if on_hub(base) else ""
+    read = (
+        f"{data}{_at(summary, 'data_revision')}" if data else "data of its own" if env.get("path") else env["dataset"]
+    )
     lines = [
         f"# {name}, trained with {'SFT' if sft else 'GRPO'} on {env['dataset']}",
         "",
-        f"- **Base model**: {name}" + ("" if found else "; its licence is not known here, look it up"),
-        f"- **Data**: {data or ('data of its own' if env.get('path') else env['dataset'])}",
+        f"- **Base model**: {name}{at}" + ("" if found else "; its licence is not known here, look it up"),
+        f"- **Data**: {read}",
         f"- {taught}",
         f"- **Result**: {result(summary)}",
         f"- **Training**: {summary.get('steps')} steps in {duration(summary.get('seconds') or 0)}",
@@ -79,6 +80,11 @@ def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     if summary.get("command"):
         lines += ["", "```bash", _without_paths(str(summary["command"])), "```"]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
+
+
+def _at(summary: Mapping[str, Any], key: str) -> str:
+    """The commit of the hub that was loaded, behind a name."""
+    return f" at commit {commit}" if (commit := summary.get(key)) else ", whose commit is not known"
 
 
 def result(summary: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ PRIVATE = re.compile(r"[+~]{0,2}logger\b")
 
 
 def origin(config: str, before: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """What ``summary.json`` says of how to make the run again: command, git commit or version, hash of the config.
+    """The entries of ``summary.json`` on how to make the run again: command, git commit or version, hash of the config.
 
     Args:
         config: the whole config as JSON.

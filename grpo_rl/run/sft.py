@@ -89,7 +89,7 @@ class HeldOutDemonstrations:
 
 
 AnyHeldOut = HeldOut | HeldOutDemonstrations
-"""What evaluates a run: greedy responses, or the loss of demonstrations."""
+"""The evaluation of a run: by greedy responses, or by the loss of demonstrations."""
 
 
 def sft_metrics(parts: CommonParts, groups: Sequence[Group], record: StepRecord) -> dict[str, float]:

@@ -13,11 +13,11 @@ from grpo_rl.monitor.metrics import first_and_last
 from grpo_rl.monitor.progress import summary_lines, summary_panel
 from grpo_rl.report.files import EVALUATION, SUMMARY, read_rows, versions
 from grpo_rl.report.page import write_report
-from grpo_rl.run.claim import MODEL
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.export import export
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.model_card import CARD, model_card
+from grpo_rl.run.model_card import model_card
+from grpo_rl.run.model_files import CARD, MODEL
 from grpo_rl.storage.whole_file import put_back, write_whole
 
 BEST, BEST_MODEL = "best.json", "best_model"

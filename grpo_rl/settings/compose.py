@@ -19,7 +19,7 @@ from grpo_rl.settings.command_line import option
 from grpo_rl.settings.composing_errors import OWN, explained
 from grpo_rl.settings.declaration import declared, plain, select
 from grpo_rl.settings.schema import Settings, check_keys
-from grpo_rl.settings.sections import Env
+from grpo_rl.settings.sections import Env, declarations
 from grpo_rl.settings.tasks import TASKS
 
 FOLDER = Path(grpo_rl.config.__path__[0]).resolve()
@@ -96,6 +96,8 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
     ['env=math', 'optimizer.lr=1']
     >>> choosing_configs(["env.task=grpo_rl.envs.gsm8k:GSM8K", "env.correctness=1"])
     ['env=own', 'env.dataset=grpo_rl.envs.gsm8k:GSM8K', '++env.correctness=1']
+    >>> choosing_configs(["--help", "env.reward"])
+    ['--help', 'env.reward']
     """
     words = []
     for word in arguments:
@@ -119,6 +121,8 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
 def _of_a_task(word: str) -> bool:
     """Tells whether an override may be of a key that no file of ``config/`` has; where it is of none, we tell it."""
     section, _, key = word.partition("=")[0].partition(".")
+    if "=" not in word:  # `--help env.reward`
+        return False
     return section == "env" and bool(key) and (key.split(".")[0] not in declared(Env) or key.startswith("columns"))
 
 
@@ -142,12 +146,30 @@ def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
         raise ValueError(explained(error, [config_name, *words], [FOLDER])) from error
 
 
-def with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
-    """A run's settings with another loss.
+def check_in_its_modes(cfg: DictConfig) -> None:
+    """Refuses a config that is wrong in the mode it names; one that names none, where no mode makes it right.
 
     Raises:
-        ValueError: an override that has no part in a loss or can't be read, an unknown preset, or settings that don't
-            go together.
+        ValueError: as :meth:`Settings.read`, of the first of its modes.
+    """
+    wrong = []
+    for mode in [cfg.mode] if cfg.mode else ["sync", "async"]:
+        tried = cfg.copy()
+        tried.mode = mode
+        try:
+            Settings.read(tried)
+        except ValueError as error:
+            wrong.append(error)
+        else:
+            return
+    raise wrong[0]
+
+
+def loss_config(overrides: Sequence[str]) -> DictConfig:
+    """The default config with these overrides of the loss.
+
+    Raises:
+        ValueError: an override that has no part in a loss or can't be read, an unknown preset or a wrong value.
     """
     keys = [word.lstrip("+").partition("=")[0] for word in overrides]
     if others := [key for key in keys if key != "loss" and not key.startswith("loss.") and key not in OF_A_LOSS]:
@@ -156,6 +178,23 @@ def with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
             f"loss.KEY=VALUE, {' and '.join(OF_A_LOSS)}"
         )
     chosen = compose_config(DEFAULT_CONFIG, overrides)
+    for key, setting in declarations(None).items():
+        if key.startswith("loss.") or key in OF_A_LOSS:
+            value = OmegaConf.select(chosen, key)
+            if line := setting.wrong_type(key, value) or setting.wrong_value(key, value):
+                raise ValueError(line)
+    return chosen
+
+
+def with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
+    """A run's settings with another loss.
+
+    Raises:
+        ValueError: an override that has no part in a loss or can't be read, an unknown preset, or settings that don't
+            go together.
+    """
+    chosen = loss_config(overrides)
+    keys = [word.lstrip("+").partition("=")[0] for word in overrides]
     changed = OmegaConf.create({name: plain(settings[name]) for name in ("loss", "policy")})
     for key in sorted(keys, key=len):  # a preset first, and single settings over it
         OmegaConf.update(changed, key, OmegaConf.select(chosen, key), merge=False)

@@ -21,13 +21,13 @@ KEYS_OF_EVAL = {"path": "env.eval_path", **SPLIT_OF_EVAL}
 
 
 def train_source(settings: Sections) -> Source:
-    """Where the rows to train on come from."""
+    """The source of the rows to train on."""
     env = settings.env
     return Source(env.path, env.subset, env.split, env.revision, env.columns)
 
 
 def eval_source(settings: Sections) -> Source:
-    """Where held-out rows come from: ``env.eval_path``, or the held-out split of the rows to train on.
+    """The source of held-out rows: ``env.eval_path``, or the held-out split of the rows to train on.
 
     ``env.subset`` and ``env.revision`` are of the repository of ``env.path``, and so of ``env.eval_path`` where that is
     the same one.

@@ -18,7 +18,7 @@ from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.tasks import ALIASES, TASKS
 
 URL = re.compile(r"https?://")
-"""What the name of an endpoint begins with."""
+"""The beginning of an endpoint's name."""
 OWN_NAMES = {
     "sampling.max_new_tokens": "max_new_tokens=",
     "sampling.temperature": "temperature=",
@@ -38,7 +38,7 @@ TASK_NAMES = ", ".join((*TASKS, *ALIASES, "package.module:Class"))
 
 
 class EvalSettings(Section):
-    """What `grpo-rl eval` takes as overrides, such as ``tasks=[gsm8k,countdown] samples=8``."""
+    """The overrides that `grpo-rl eval` takes, such as ``tasks=[gsm8k,countdown] samples=8``."""
 
     tasks: tuple[str, ...] = setting((), "tasks whose held-out rows are evaluated, on one engine: " + TASK_NAMES)
     rows: int | None = setting(None, "held-out rows of each task, from the first; null: all", at_least=2)
@@ -134,13 +134,20 @@ def task_settings(own: EvalSettings, name: str, rest: Sequence[str]) -> Settings
     return Settings.read(cfg, divides=False)
 
 
-def beside_training(settings: Settings, name: str, path: str | None) -> Settings:
-    """The settings of another task that a run evaluates: its defaults, with the run's sampling, context and engine."""
+def beside_training(settings: Settings, given: Mapping[str, Any]) -> Settings:
+    """The settings of another task that a run evaluates: its own, with the run's sampling, context and engine.
+
+    Args:
+        given: of ``evaluate.tasks``: the task, its path, and under ``env`` those of its settings that differ from its
+            defaults.
+    """
+    name, path = given["task"], given.get("path")
     cfg = compose_config(DEFAULT_CONFIG, [f"env.dataset={ALIASES.get(name, name)}"])
     for section in ("sampling", "inference_model", "model"):
         OmegaConf.update(cfg, section, plain(settings[section]), merge=False)
     values = {"env.eval_path": path, "train.seed": settings.train.seed, "mode": settings.mode}
     values["evaluate.rows"] = settings.evaluate.rows
+    OmegaConf.update(cfg, "env", given.get("env", {}), merge=True, force_add=True)
     if is_name(name):
         values["env.path"] = path  # no rows of its own are known, and none are trained on
     for key, value in values.items():

@@ -6,14 +6,18 @@ import json
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from grpo_rl.settings.command_line import program
 from grpo_rl.settings.composing_errors import OWN, unknown
 from grpo_rl.settings.declaration import REQUIRED, Setting, plain
 from grpo_rl.settings.imitation import is_read
 from grpo_rl.settings.sections import Sections, declarations
+from grpo_rl.storage.dotted import flat
 
 FLAGS = ("--help", "-h")
 FIRST = (
@@ -33,7 +37,7 @@ FIRST = (
 )
 """The settings that people change first; of SFT, those of them that it reads."""
 FIRST_IN_SFT = {"train.total_dialog_turns": "train.epochs"}
-"""What SFT has in the place of some of them."""
+"""SFT's own settings, in the place of some of them."""
 EXAMPLES = {
     "+experiment=quickstart": "a small model learns in minutes, on a laptop too",
     "model.name=Qwen/Qwen2.5-0.5B-Instruct env.path=train.jsonl optimizer.lr=1e-6": "your model, your problems",
@@ -54,12 +58,22 @@ MORE = {
     "--cfg job": "the config of a command line, without running it; docs/settings.md explains all",
     "--hydra-help": "Hydra's own options, such as --multirun and --config-dir",
 }
+SECTIONS = {
+    "env.reward": "A response earns the sum of its reward's parts, each times its weight; 0 leaves it out. Each "
+    "step logs the weighted parts as reward/PART. The parts differ from task to task: env.dataset=math --help "
+    "env.reward shows those of another. Functions of your own score the prompts of env.dataset=prompt_response; "
+    "several are a list, each with weight 1, or a mapping of each to its weight, which in a shell needs a backslash: "
+    "'env.reward={my_rewards\\:short: 1, my_rewards\\:polite: 0.5}'. env.rewards adds parts to any task.",
+}
+"""Explanations of sections that lie in others."""
+LONGEST_DEFAULT = 24
+"""Characters of a task's default that is shown; a longer one is left to the task's config file."""
 _CLAUSES = re.compile(r"(.*\w\)?)[,;.]( |$)")
 _LINK = re.compile(r"\s*\(https?://[^)]*\)|:\s*(https?://|github\.com/).*")
 
 
 def topic(arguments: Sequence[str]) -> str | None:
-    """What a command line asks help on: a section, a key, or ``""`` for all; None: it asks for none.
+    """The topic that a command line asks help on: a section, a key, or ``""`` for all; None: it asks for none.
 
     >>> topic(["--help", "optimizer"]), topic(["loss=dapo", "-h"]), topic(["loss=dapo"])
     ('optimizer', '', None)
@@ -91,7 +105,7 @@ def help_text(
     Raises:
         ValueError: there is no such section or key; with the nearest.
     """
-    lines = _settings(about, dataset) if about else _overview(says, config_name, folders, mode)
+    lines = _settings(about, dataset, folders) if about else _overview(says, config_name, folders, mode)
     return "\n".join(lines)
 
 
@@ -102,7 +116,7 @@ def _overview(says: str, config_name: str, folders: Sequence[Path], mode: str) -
     yield ""
     yield f"usage: {command} [KEY=VALUE ...] [+experiment=RECIPE] [--config-name NAME (now {config_name})]"
     known = declarations(None)
-    yield from _block("Settings that people change first, with their defaults:", _pairs(first, known), 40)
+    yield from _block("Settings that people change first, with their defaults:", _pairs(first, known, {}), 40)
     yield from _block("Recipes, +experiment=NAME:", _members("experiment", folders), shortened=True)
     tasks = [("package.module:Class" if name == OWN else name, says) for name, says in _members("env", folders)]
     yield from _block("Tasks, env.dataset=NAME:", tasks)
@@ -113,7 +127,7 @@ def _overview(says: str, config_name: str, folders: Sequence[Path], mode: str) -
     yield from _block("More:", MORE.items())
 
 
-def _settings(about: str, dataset: str | None) -> Iterator[str]:
+def _settings(about: str, dataset: str | None, folders: Sequence[Path]) -> Iterator[str]:
     known = declarations(dataset)
     keys = [key for key in known if key == about or key.startswith(f"{about}.")]
     if not keys:
@@ -122,18 +136,29 @@ def _settings(about: str, dataset: str | None) -> Iterator[str]:
     if section := Sections.__dataclass_fields__.get(about):
         makes = section.default_factory
         yield f"{about}: {makes.__doc__}" if isinstance(makes, type) else about
-    yield from _block("", _pairs(keys, known), 40)
+    elif about in SECTIONS:
+        width = min(shutil.get_terminal_size((120, 24)).columns, 120)
+        yield from textwrap.wrap(f"{about}: {SECTIONS[about]}", width, break_on_hyphens=False)
+    yield from _block("", _pairs(keys, known, _of_task(dataset, folders)), 40)
 
 
-def _pairs(keys: Iterable[str], known: dict[str, Setting]) -> list[tuple[str, str]]:
+def _of_task(dataset: str | None, folders: Sequence[Path]) -> dict[str, Any]:
+    """The defaults that a task's config has, by dotted name, without those too long for a line."""
+    paths = [path for folder in folders if (path := folder / "env" / f"{dataset}.yaml").is_file()]
+    values = flat({"env": yaml.safe_load(paths[-1].read_text(encoding="utf-8"))}) if paths else {}
+    return {key: value for key, value in values.items() if value != "???" and len(json.dumps(value)) < LONGEST_DEFAULT}
+
+
+def _pairs(keys: Iterable[str], known: dict[str, Setting], of_task: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Each setting with its default, and what it means with its range."""
     pairs = []
     for key in keys:
-        if known[key].default is REQUIRED:  # the task's config has it
-            pairs.append((key, known[key].comment))
-            continue
         setting = known[key]
-        default = setting.default if isinstance(setting.default, str) else json.dumps(plain(setting.default))
+        if setting.default is REQUIRED and key not in of_task:
+            pairs.append((key, setting.comment))
+            continue
+        default = of_task[key] if setting.default is REQUIRED else setting.default
+        default = default if isinstance(default, str) else json.dumps(plain(default))
         limits = f" ({setting.bounds})" if setting.bounds else ""
         pairs.append((f"{key}={default}", setting.comment + limits))
     return pairs

@@ -7,12 +7,12 @@ from grpo_rl.envs.rewards.registry import read_parts
 from grpo_rl.losses.choices import check_advantage, check_loss
 from grpo_rl.monitor.logger_names import logger_names
 from grpo_rl.policies.adapters import check_quantization
+from grpo_rl.settings.beside import check_tasks
 from grpo_rl.settings.declaration import plain, select
 from grpo_rl.settings.derived import adapters, group_sizes, kl_in_reward, loss_terms
 from grpo_rl.settings.imitation import check_sft
 from grpo_rl.settings.models import LoRASection
 from grpo_rl.settings.sections import Sections, declarations
-from grpo_rl.settings.tasks import name_beside
 from grpo_rl.training.schedules import AdaptiveKL
 
 SCRIPTS = {
@@ -74,20 +74,7 @@ def _check_evaluate(settings: Sections) -> None:
         raise ValueError(
             f"evaluate.patience={evaluate.patience} counts evaluations in training; set evaluate.frequency"
         )
-    names: list[str] = []
-    for i, task in enumerate(evaluate.tasks):
-        where = f"evaluate.tasks[{i}]"
-        if unknown := sorted(task.keys() - {"task", "rows", "samples", "path"}):
-            raise ValueError(f"{where} has {', '.join(unknown)}; it takes task, rows, samples and path")
-        names.append(name_beside(task.get("task"), where))
-        for name, least in (("rows", 2), ("samples", 0)):
-            value = task.get(name, least)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{where}.{name} is {value!r}; it must be a whole number, {least} or more")
-        if "rows" not in task:
-            raise ValueError(f"{where} lacks rows, the number of its held-out rows")
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"evaluate.tasks names {twice[0]} twice")
+    check_tasks(evaluate.tasks)
 
 
 def _check_sampling(settings: Sections) -> None:

@@ -173,8 +173,9 @@ class Evaluate(Section):
     temperature: float = setting(1.0, "temperature of those responses", more_than=0, at_most=2)
     tasks: tuple[Mapping[str, Any], ...] = setting(
         (),
-        "other tasks, logged as eval/TASK/reward and so on: a list of {task: math, rows: 50}, with samples and path "
-        "where wanted; of your own, package.module:Class, `path` has the rows",
+        "other tasks, logged as eval/TASK/reward and so on: a list of {task: math, rows: 50}, with samples, path and "
+        "env: {reward: {correctness: 1}}, the task's own settings, where wanted; of your own, package.module:Class, "
+        "`path` has the rows",
     )
     keep_best: bool = setting(False, "keep the model of the best evaluation in best_model/")
     patience: int = setting(

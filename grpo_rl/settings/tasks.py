@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from grpo_rl.by_name import is_name, short_name
 from grpo_rl.settings.declaration import REQUIRED, RewardSource, Section, setting
 
 Examples = tuple[Mapping[str, Any], ...]
@@ -155,33 +154,5 @@ TASKS: Mapping[str, type[Section]] = {
     "prompt_response": PromptResponse,
 }
 """The values of ``env.dataset``, each with its own settings."""
-NOT_BESIDE = {
-    "prompt_response": "its reward is a setting of the run's own task",
-    "search_qa": "its documents are a setting of the run's own task",
-}
-"""The tasks that a run of another task can't evaluate, and why."""
 ALIASES = {"math500": "math"}
 """Names of test sets, and the task that they are the held-out rows of."""
-
-
-def name_beside(task: object, where: str) -> str:
-    """The name in metrics of a task that a run of another task evaluates.
-
-    Args:
-        task: what the setting says.
-        where: the setting, for messages.
-
-    Raises:
-        ValueError: there is no such task, or it can't be evaluated beside another.
-
-    >>> name_beside("math500", "evaluate.tasks[0]"), name_beside("my_tasks:Rhyme", "evaluate.tasks[1]")
-    ('math500', 'Rhyme')
-    """
-    names = [name for name in (*TASKS, *ALIASES) if name not in NOT_BESIDE]
-    if task in names or is_name(task):
-        return short_name(str(task))
-    because = f"{NOT_BESIDE[task]}; " if isinstance(task, str) and task in NOT_BESIDE else ""
-    raise ValueError(
-        f"{where}.task is {task!r}; {because}it can be {', '.join(names)} or package.module:Class, your own; after "
-        "training `grpo-rl eval` takes all"
-    )

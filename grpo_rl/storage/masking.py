@@ -20,7 +20,7 @@ _IN_TEXT = re.compile(
 
 
 def is_secret(key: str) -> bool:
-    """Whether a setting of this name, or of this dotted key, may hold a secret.
+    """Tells whether a setting of this name, or of this dotted key, may hold a secret.
 
     >>> is_secret("logger.settings.api_key"), is_secret("DB_PASSWORD"), is_secret("model.tokenizer")
     (True, True, False)

@@ -19,10 +19,11 @@ from omegaconf import OmegaConf
 from grpo_rl.cli import main
 from grpo_rl.migration.from_trl import convert
 from grpo_rl.migration.trl_config import read_trl
-from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, MISSING, RENAMED, SAME, UNNEEDED
+from grpo_rl.migration.trl_fields import CONVERTED, DEFAULTS, MISSING, RENAMED, UNNEEDED
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.settings.compose import FOLDER
 from grpo_rl.settings.devices import allocate
+from grpo_rl.settings.other_names import SAME
 from grpo_rl.settings.schema import Settings
 from grpo_rl.testing import run_script, tiny_run
 

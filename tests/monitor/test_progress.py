@@ -64,8 +64,20 @@ def test_a_log_file_gets_one_line_a_step_however_long():
     stamps, lines = zip(*((line[:20], line[20:]) for line in lines), strict=True)
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", stamp) for stamp in stamps)
     assert lines[0].startswith("step 1/10 · reward 1.250 · correctness 1.000 · answer_format 0.250 · entropy 0.5")
-    # 30 s and 10 s for two steps: 20 s each for the eight to come.
-    assert lines[1].endswith("10.0 s/step, ETA 2:40")
+    # The first step is no measure of the eight to come once there is another.
+    assert lines[0].endswith("30.0 s/step, ETA 4:30") and lines[1].endswith("10.0 s/step, ETA 1:20")
+
+
+def test_a_first_step_that_compiles_says_so_and_leaves_the_eta_to_those_after_it():
+    screen, clock = console(terminal=False), Clock()
+    with Progress(10, screen, clock=clock) as progress:
+        progress.compiles = True
+        for step, seconds in ((1, 300), (2, 10), (3, 20)):
+            clock.now += seconds
+            progress.update(step, METRICS)
+    ends = [line.rpartition(" · ")[2] for line in screen.file.getvalue().splitlines()]
+    # 9 x 300 s at most; then 8 x 10 s, and 7 x 15 s.
+    assert ends == ["300.0 s, compilation included, ETA below 45:00", "10.0 s/step, ETA 1:20", "20.0 s/step, ETA 1:45"]
 
 
 def test_the_eta_counts_from_where_a_run_was_resumed():

@@ -80,6 +80,7 @@ def test_every_norm_and_mlp_is_compiled_and_the_weights_keep_their_names(folder)
     plain, policy = (TrainPolicy.load(folder, torch.float32, compile=c) for c in (False, True))
     assert policy.model.state_dict().keys() == plain.model.state_dict().keys()
     is_compiled = {type(m).__name__: m._compiled_call_impl is not None for m in policy.model.modules()}
+    assert plain.compile_s is None and policy.compile_s is not None and policy.compile_s > 0
     assert is_compiled["LlamaRMSNorm"] and is_compiled["LlamaMLP"] and not is_compiled["LlamaAttention"]
 
 
@@ -87,6 +88,7 @@ def test_without_a_compiler_the_model_stays_as_it_is_or_the_setting_is_refused(f
     monkeypatch.setenv("CXX", "no-such-compiler")
     policy = TrainPolicy.load(folder, torch.float32, compile=None)
     assert all(module._compiled_call_impl is None for module in policy.model.modules())
+    assert policy.compile_s is None  # and the first step is told to be like the others
     with pytest.raises(ValueError, match="train_model.compile=true can't be had: there is no C"):
         TrainPolicy.load(folder, torch.float32, compile=True)
 

@@ -14,7 +14,7 @@ import pytest
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.report import compare, serve
 from grpo_rl.report import page as pages
-from grpo_rl.report.command import signature
+from grpo_rl.report.files import signature
 
 pytestmark = pytest.mark.slow
 

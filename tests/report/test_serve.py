@@ -17,8 +17,7 @@ from grpo_rl import cli
 from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.report import page as pages
 from grpo_rl.report import serve
-from grpo_rl.report.command import signature
-from grpo_rl.report.files import is_running
+from grpo_rl.report.files import is_running, signature
 
 
 @contextmanager

@@ -7,12 +7,13 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from grpo_rl.cli import main
 from grpo_rl.run.model_card import _without_paths, base_license, model_card
 from grpo_rl.run.origin import command, origin
+from grpo_rl.run.revisions import revisions
 from grpo_rl.settings import command_line
 from grpo_rl.settings.compose import compose_config
 from grpo_rl.settings.schema import Settings
@@ -51,6 +52,35 @@ def test_the_card_says_what_came_of_it_and_how_to_make_it_again():
     assert "| `optimizer.lr` | 2e-05 |" in text and "plus `length`" in text
     assert "commit abc123" in text and "torch 2.13.0" in text
     assert "python sota/grpo.py model.name=m optimizer.lr=2e-5" in text
+
+
+def test_the_commits_that_the_hubs_cache_names_are_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    ours, main, branch = (digit * 40 for digit in "abc")
+    for name, commit in (("models--org--M", ours), ("datasets--openai--gsm8k", main), ("datasets--org--rows", main)):
+        (tmp_path / name / "refs").mkdir(parents=True)
+        (tmp_path / name / "refs" / "main").write_text(commit)
+    (tmp_path / "datasets--org--rows" / "refs" / "dev").write_text(branch)
+    model = tmp_path / "models--org--M" / "snapshots" / ours
+    model.mkdir(parents=True)
+    for name, content in (("config.json", "{}"), ("model.safetensors", "")):
+        (model / name).write_text(content)
+    loaded = Path(snapshot_download("org/M", local_files_only=True)).resolve()  # as a run finds it, without a network
+    own = {"path": None, "dataset": "gsm8k", "revision": None}
+    assert revisions(loaded, own) == {"model_revision": ours, "data_revision": main}
+    assert revisions(loaded, own, {"model_revision": "d" * 40})["model_revision"] == "d" * 40  # it goes on from there
+    cases = [({"path": "hf:org/rows"}, main), ({"path": "hf:org/rows", "revision": "dev"}, branch)]
+    cases += [({"path": "hf:org/rows", "revision": "e" * 40}, "e" * 40), ({"path": "hf:org/others"}, None)]
+    cases += [({"path": "rows.jsonl"}, None), ({"dataset": "countdown"}, None)]
+    for changes, commit in cases:
+        assert revisions(tmp_path, own | changes) == {"model_revision": None, "data_revision": commit}, changes
+
+
+def test_the_card_names_the_commits_or_says_that_they_are_not_known():
+    settings = json.loads(Settings.read(compose_config("grpo_gsm8k", ["model.name=org/Base-1B"])).as_json())
+    text = model_card(settings, SUMMARY | {"model_revision": "a" * 40, "data_revision": None})
+    assert "**Base model**: org/Base-1B at commit " + "a" * 40 in text
+    assert "**Data**: openai/gsm8k, whose commit is not known" in text
 
 
 def test_no_local_path_and_no_setting_of_a_logger_is_in_the_card(tmp_path):
@@ -144,7 +174,7 @@ def run_folder(tmp_path) -> Path:
 
 
 def test_a_dry_run_lists_the_models_files_alone_with_their_sizes_and_asks_nobody(run_folder, capsys, monkeypatch):
-    monkeypatch.setattr("grpo_rl.run.push.HfApi", MagicMock(side_effect=AssertionError))
+    monkeypatch.setattr("huggingface_hub.HfApi", MagicMock(side_effect=AssertionError))
     assert main(["push-to-hub", str(run_folder), "org/name", "--dry-run"]) == 0
     assert [line.split() for line in capsys.readouterr().out.splitlines()[:3]] == [
         ["0.00", "MB", "README.md"],
@@ -154,7 +184,7 @@ def test_a_dry_run_lists_the_models_files_alone_with_their_sizes_and_asks_nobody
 
 
 def test_the_upload_is_of_these_files_into_a_repository_as_private_as_asked(run_folder, monkeypatch):
-    monkeypatch.setattr("grpo_rl.run.push.HfApi", lambda: api)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
     api = MagicMock()
     assert main(["push-to-hub", str(run_folder), "org/name", "--private"]) == 0
     api.create_repo.assert_called_once_with("org/name", private=True, exist_ok=True)
@@ -165,7 +195,7 @@ def test_the_upload_is_of_these_files_into_a_repository_as_private_as_asked(run_
 
 def test_a_public_repository_is_not_taken_for_a_private_one(run_folder, monkeypatch, capsys):
     api = MagicMock()
-    monkeypatch.setattr("grpo_rl.run.push.HfApi", lambda: api)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
     api.repo_info.return_value.private = False
     assert main(["push-to-hub", str(run_folder), "org/name", "--private"]) == 2
     assert "org/name is there already, and public" in capsys.readouterr().err

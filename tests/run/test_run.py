@@ -94,6 +94,7 @@ def test_a_run_leaves_all_its_files(finished):
     ends = sum(rewards[:2]) / 2, sum(rewards[2:]) / 2
     assert (summary["train_reward_first"], summary["train_reward_last"]) == pytest.approx(ends)
     assert summary["command"].startswith(f"python {SCRIPT} model.name=") and len(summary["config_hash"]) == 12
+    assert summary["model_revision"] is None and summary["data_revision"] is None  # both are files of this machine
     assert len(pd.read_parquet(finished / "completions.parquet")) == 64
     assert (finished / "report.html").stat().st_size > 10_000
     assert (finished / ".hydra" / "config.yaml").exists() and (finished / "config.yaml").exists()

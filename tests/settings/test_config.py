@@ -22,6 +22,7 @@ from grpo_rl.envs.spec import task_spec
 from grpo_rl.policies.lora import LoRA
 from grpo_rl.settings.compose import FOLDER, check_overrides, with_loss
 from grpo_rl.settings.declaration import leaves, plain, select
+from grpo_rl.settings.other_names import OTHERS, SAME
 from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.sections import Sections, declarations
 from grpo_rl.settings.tasks import GSM8K, TASKS
@@ -57,6 +58,12 @@ def test_the_default_passes_the_checks_and_open_r1s_distill_recipe_is_its_math_r
     [
         ("optimizer.lrr=1", r"unknown config key optimizer\.lrr; did you mean optimizer\.lr\?"),
         ("+train.lr=1", r"unknown config key train\.lr; did you mean optimizer\.lr\?"),
+        ("optimizer.learning_rate=1", r"did you mean optimizer\.lr\?"),
+        ("train.batch_size=8", r"did you mean train\.optim_batch_size\?"),
+        ("num_generations=8", r"did you mean env\.repeats\?"),
+        ("loss.beta=0.1", r"did you mean policy\.kl_coef\?"),
+        ("loss.epsilon=0.2", r"did you mean loss\.clip_low\?"),
+        ("loss.clip_ratio=0.2", r"did you mean loss\.clip_low or loss\.clip_high\?"),
         ("env.num_env=4", r"did you mean env\.num_envs\?"),
         ("+sampling.repetition_penalty=1.1", r"sampling\.repetition_penalty is no setting: .*env\.rewards has"),
         ("sampling.presence_penalty=0.5", r"sampling\.presence_penalty is no setting: a penalty moves each token"),
@@ -376,3 +383,12 @@ def test_no_dataset_is_told_by_the_choices_there_are():
     values["env"]["dataset"] = None
     with pytest.raises(ValueError, match="env.dataset is 'null'; it can be gsm8k, ifeval"):
         Settings.read(values)
+
+
+def test_other_names_of_settings_are_names_of_none_and_lead_to_one_that_exists():
+    known = declarations(None)
+    assert OTHERS.keys() <= known.keys()
+    last = {key.rpartition(".")[2] for key in known}
+    names = {name for of_key in OTHERS.values() for name in of_key}
+    assert not names & last  # the setting of that name would be suggested
+    assert not names & SAME.keys()  # one home for a name

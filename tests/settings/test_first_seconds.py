@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_rl.cli import COMMANDS
 from grpo_rl.cli import main as command_line
 from grpo_rl.settings.command_line import arranged
 from grpo_rl.settings.compose import FOLDER, compose_config
@@ -103,10 +104,35 @@ TABLE = [
     (["--help", "optimzer"], "unknown section or setting 'optimzer'; did you mean optimizer?"),
 ]
 """Wrong input, and what its one line says."""
+OF_COMMANDS = [
+    (["batches", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
+    (["batches", "env.repeats=1"], "env.repeats is 1"),
+    (["batches", "--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
+    (["plan", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
+    (["plan", "optimizer.lr=fast"], "optimizer.lr is 'fast'; it must be a number"),  # no mode is given: in either
+    (["plan", "cluster=8xH100", "mode=async", "policy.kl_coef=-1"], "policy.kl_coef is -1; it must be 0 or more"),
+    (["plan", "cluster=8xH10"], "cluster=8xH10: H10 is none of A100-40GB, "),
+    (["check-model", "m", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
+    (["check-model", "m", "env.repeats=1"], "env.repeats is 1"),
+    (["check-model", "m", "mode=async"], "check-model takes the model as NAME, and looks at one process"),
+    (["eval", "m", "tasks=[gsm9k]"], "unknown task 'gsm9k'; did you mean gsm8k?"),
+    (["eval", "m", "tasks=[gsm8k]", "env.repeats=1"], "env.repeats is 1"),
+    (["replay", "run", "1", "loss=drgrpo"], "unknown loss 'drgrpo'; did you mean dr_grpo?"),
+    (["replay", "run", "1", "loss.clip_high=wide"], "loss.clip_high is 'wide'; it must be a number"),
+    (["replay", "run", "1", "optimizer.lr=1"], "optimizer.lr has no part in the loss"),
+    (["replay", "run", "first"], "argument STEP: invalid int value: 'first'"),
+    (["report", "run"], "run is not a run folder"),
+    (["report", "env.repeats=4"], "env.repeats=4 is not a run folder"),
+    (["push-to-hub", "run", "org/name", "env.repeats=4"], "push-to-hub takes no overrides such as env.repeats=4"),
+    (["push-to-hub", "run"], "the following arguments are required: REPO"),
+]
+"""Wrong words of the commands beside `train`, and what their one line says."""
 ASKED = [
     ["--help"],
     ["--help", "env"],
     ["--help", "optimizer.lr"],
+    ["--help", "env.reward"],
+    ["env.dataset=prompt_response", "--help", "env.reward"],
     ["--hydra-help"],
     ["--cfg", "job"],
     ["--info", "all"],
@@ -124,7 +150,7 @@ def results(tmp_path_factory):
 
 
 def told(script, lines, folder):
-    """What a script gave for each command line; by its words."""
+    """What a script of sota/ gave for each command line; by its words."""
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(ROOT / "sota" / script)],
         input="".join(json.dumps(words) + "\n" for words in lines),
@@ -153,22 +179,17 @@ def test_help_and_the_config_are_shown_before_torch_is_imported(results, words):
     assert result["code"] in (None, 0) and result["out"] and result["loaded"] == []
 
 
-def test_an_evaluation_tells_its_help_and_wrong_settings_before_torch_is_imported():
-    lines = ["--help"], ["m", "tasks=[gsm9k]"], ["m", "tasks=[gsm8k]", "env.repeats=1"]
-    script = f"""
-import contextlib, sys
-from grpo_rl.cli import main
-for words in {lines}:
-    with contextlib.suppress(SystemExit):
-        assert main(["eval", *words]) == 2
-print("torch" in sys.modules)
-"""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
-    assert "usage: grpo-rl eval" in done.stdout and done.stdout.endswith("False\n")
-    assert [line[:31] for line in done.stderr.splitlines()] == [
-        "error: unknown task 'gsm9k'; di", "error: env.repeats is 1; it mus"
-    ]  # fmt: skip
+def test_every_command_tells_its_help_and_wrong_words_before_torch_is_imported(tmp_path):
+    helps = [[command, "--help"] for command in COMMANDS]
+    found = told("../grpo_rl/cli.py", [*helps, *(words for words, _ in OF_COMMANDS)], tmp_path)
+    for words in helps:
+        result = found[tuple(words)]
+        assert result["code"] == 0 and result["out"].startswith("usage: ") and words[0] in result["out"]
+        assert result["loaded"] == [], words
+    for words, message in OF_COMMANDS:
+        result = found[tuple(words)]
+        assert result["code"] == 2 and message in result["err"].splitlines()[-1], result
+        assert result["loaded"] == [], words
 
 
 def test_an_error_ends_the_process_with_one_line_and_exit_code_1(tmp_path):
@@ -205,6 +226,16 @@ def test_help_on_a_section_has_each_of_its_settings_with_default_meaning_and_ran
     assert all(f"  {key}" in env for key in declarations("gsm8k") if key.startswith("env."))
     one = results["--help", "optimizer.lr"]["out"]
     assert one.split() == ["optimizer.lr=1e-05", "learning", "rate", "(0", "or", "more)"]
+
+
+def test_help_on_the_reward_has_the_parts_of_the_task_with_their_weights(results):
+    text = results["--help", "env.reward"]["out"]
+    for part, weight in (("correctness", 2.0), ("reasoning_format", 0.5), ("answer_format", 0.5)):
+        assert f"  env.reward.{part}={weight} " in text
+    assert text.startswith("env.reward: A response earns the sum of its reward's parts, each times its weight")
+    assert r"'env.reward={my_rewards\:short: 1, my_rewards\:polite: 0.5}'" in " ".join(text.split())
+    own = results["env.dataset=prompt_response", "--help", "env.reward"]["out"]
+    assert "  env.reward  " in own and "weights by name" in own and "correctness" not in own
 
 
 def test_what_help_says_is_there():

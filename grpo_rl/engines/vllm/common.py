@@ -38,7 +38,7 @@ class VLLMBase:
 
     Args:
         model: a local model folder; of several models in one, the text part is loaded.
-        max_model_len: of prompt and response, in tokens.
+        max_model_len: longest prompt and response together, in tokens.
         seed: of vLLM's sampler.
         tensor_parallel_size: GPUs that share one copy of the model.
         gpu_memory_utilization: part of a GPU's memory that vLLM may take, weights and KV cache.

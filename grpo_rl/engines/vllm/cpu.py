@@ -179,7 +179,7 @@ def rows_of(layer: torch.nn.Module, whole: Tensor, parts: tuple[int, int]) -> Te
     """The rows of a layer's tensor that are the checkpoint's.
 
     Args:
-        parts: of a fused layer's parts the first that is meant, and the one after the last.
+        parts: the first of a fused layer's parts that is meant, and the one after the last.
     """
     if isinstance(layer, VocabParallelEmbedding):
         return whole[: layer.shard_indices.num_org_elements]  # the vocabulary is padded
