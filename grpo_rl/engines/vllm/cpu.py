@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from vllm.kernels import vllm_c
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.triton_utils import dispatcher
 
 from grpo_rl.engines.fingerprint import digest
 
@@ -120,6 +122,32 @@ def rotate_heads_in_rows() -> None:
                 x.copy_(rotated.view_as(x))
 
     _custom_ops.rotary_embedding = rotary_embedding
+
+
+@functools.cache
+def skip_proxies() -> None:
+    """Has vLLM look for kernels in modules without Werkzeug's proxies alone.
+
+    Outside of a request a proxy of Flask's raises at any look at it: vLLM did not start where Flask was imported, as
+    MLflow's server does.
+    """
+    rebind = dispatcher._rebind_kernels
+
+    @functools.wraps(rebind)
+    def rebind_kernels(*args: Any, **keywords: Any) -> None:
+        modules = {name: module for name, module in list(sys.modules.items()) if not _has_proxies(module)}
+        dispatcher.sys = types.SimpleNamespace(modules=modules)  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            rebind(*args, **keywords)
+        finally:
+            dispatcher.sys = sys
+
+    dispatcher._rebind_kernels = rebind_kernels
+
+
+def _has_proxies(module: Any) -> bool:
+    values = list(getattr(module, "__dict__", {}).values())
+    return any(type(value).__module__ == "werkzeug.local" for value in values)
 
 
 def refresh_heads(model: torch.nn.Module) -> None:

@@ -33,6 +33,20 @@ def test_a_closed_engine_leaves_no_layer_behind(tmp_path, monkeypatch):
     assert [o for o in gc.get_objects() if type(o).__name__ in ("QKVParallelLinear", "VocabParallelEmbedding")] == []
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these are for CPUs")
+def test_an_engine_starts_where_proxies_raise_at_any_look(tmp_path, monkeypatch):
+    local = pytest.importorskip("werkzeug.local", reason="Werkzeug comes with MLflow's server")
+    pytest.importorskip("vllm")
+    from contextvars import ContextVar
+
+    from grpo_rl.engines.vllm.engine import VLLMEngine
+
+    monkeypatch.setitem(globals(), "proxy", local.LocalProxy(ContextVar("request")))
+    with pytest.raises(RuntimeError):
+        hasattr(globals()["proxy"], "__dict__")
+    VLLMEngine(save_tiny_model(tmp_path / "model"), max_model_len=64).close()
+
+
 def test_adapters_in_fp32_are_refused_where_gpu_kernels_do_not_take_them():
     pytest.importorskip("vllm")
     from grpo_rl.engines.vllm.lora import adapter_arguments
