@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 HERE = "here"
 """What a rank prints when it is up."""
+SECONDS = "seconds"
+"""What a rank prints before what :func:`all_reduce` gave."""
 NUMBERS = 1024
 
 
@@ -41,5 +43,5 @@ def all_reduce(host: str, port: int, rank: int, size: int, device: str, timeout_
 
 if __name__ == "__main__":
     print(HERE, flush=True)
-    place, at, own, count, where, longest = sys.argv[1:]
-    print(all_reduce(place, int(at), int(own), int(count), where, float(longest)), flush=True)
+    host, port, rank, size, device, timeout_s = sys.argv[1:]
+    print(SECONDS, all_reduce(host, int(port), int(rank), int(size), device, float(timeout_s)), flush=True)

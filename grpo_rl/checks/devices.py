@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from grpo_rl.build.devices import check_devices
-from grpo_rl.checks.all_reduce import HERE
+from grpo_rl.checks.all_reduce import HERE, SECONDS
 from grpo_rl.checks.finding import Finding
 from grpo_rl.checks.in_turn import Case
 from grpo_rl.checks.model_of_run import source_of
@@ -95,7 +95,9 @@ def collectives(case: Case) -> Iterator[Finding]:
                 process.wait()
         backend = "nccl and gloo" if plan.train[0].type == "cuda" else "gloo"
         if not any(codes) and None not in codes:
-            seconds = max(float(_said(log)[-1]) for log in logs)
+            # A rank may have printed a warning after it.
+            words = [line.split() for log in logs for line in _said(log)]
+            seconds = max(float(line[1]) for line in words if line[:1] == [SECONDS])
             text = f"{len(ranks)} processes summed a tensor by {backend} in {seconds:.2g} s"
             yield Finding("OK", "collectives", text)
             return

@@ -45,6 +45,8 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             "--nodes, --names and --folder are about the cluster at --ray ADDRESS; this run's own folder is "
             f"{FOLDER}FOLDER"
         )
+    if not options.deadline_s > 0:
+        raise ValueError(f"--deadline-s {options.deadline_s:g}: give a number of seconds above 0")
     began = time.monotonic()
     case, found = _case(options, overrides)
     if options.ray:

@@ -71,7 +71,7 @@ def run_folder(case: Case) -> Iterator[Finding]:
 def _trained(folder: Path) -> bool:
     """Tells whether steps are logged in the folder; one whose run failed at its start may be used again."""
     try:
-        lines = (folder / METRICS).read_text().splitlines()
+        *lines, _ = (folder / METRICS).read_text().split("\n")  # a run that was killed leaves a torn last line
     except OSError:
         return False
     return bool(lines) and (int(json.loads(lines[-1]).get("step", 0)) > 0 or (folder / "summary.json").exists())
@@ -94,15 +94,15 @@ def leftovers(case: Case) -> Iterator[Finding]:
         return
     if error := in_use(folder):
         yield Finding("FIX", about, str(error))
-    elif holders := list(_holders(folder)):
-        text = f"processes of an earlier run have files of {folder} open: {'; '.join(holders[:5])}; end them"
+    elif holders := list(_holders(folder.resolve())):
+        text = f"processes of an earlier run write to files of {folder}: {'; '.join(holders[:5])}; end them"
         yield Finding("FIX", about, text)
     else:
         yield Finding("OK", about, f"no process holds {folder}")
 
 
 def _holders(folder: Path) -> Iterator[str]:
-    """Processes of this user with open files in the folder, without those of this one's own job."""
+    """Processes of this user that write to files in the folder, without those of this one's own job."""
     own = set(_with_ancestors(os.getpid()))
     job = os.environ.get("SLURM_JOB_ID")
     mark = f"SLURM_JOB_ID={job}".encode()
@@ -114,10 +114,16 @@ def _holders(folder: Path) -> Iterator[str]:
             if job and mark in (process / "environ").read_bytes().split(b"\0"):
                 continue
             for file in (process / "fd").iterdir():
-                if Path(os.readlink(file)).is_relative_to(folder):
+                if Path(os.readlink(file)).is_relative_to(folder) and _writes(process / "fdinfo" / file.name):
                     command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                     yield f"pid {process.name} ({command[:60]})"
                     break
+
+
+def _writes(info: Path) -> bool:
+    """Tells whether an open file can be written, by its flags in /proc; `tail -f` and TensorBoard only read."""
+    flags = next(line.split()[1] for line in info.read_text().splitlines() if line.startswith("flags:"))
+    return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
 
 
 def _with_ancestors(pid: int) -> Iterator[int]:

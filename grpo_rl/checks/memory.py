@@ -17,14 +17,18 @@ from grpo_rl.planner.scenario import Scenario
 from grpo_rl.settings.schema import Settings
 
 
-def memory_findings(settings: Settings, model: PreTrainedModel) -> Iterator[Finding]:
-    """The memory that `grpo-rl plan` predicts on this machine; tests compare its peaks with measured ones."""
+def memory_findings(settings: Settings, model: PreTrainedModel, divides: bool = True) -> Iterator[Finding]:
+    """The memory that `grpo-rl plan` predicts on this machine; tests compare its peaks with measured ones.
+
+    Args:
+        divides: plans for all of the machine's GPUs where the settings name none; a run itself takes one to train.
+    """
     with unfit("memory"):
         dtype = settings.train_model.dtype
         try:
-            scenario, _ = with_devices(
-                Scenario(settings, model.to(getattr(torch, dtype)), Cluster.parse("here", dtype))
-            )
+            scenario = Scenario(settings, model.to(getattr(torch, dtype)), Cluster.parse("here", dtype))
+            if divides:
+                scenario, _ = with_devices(scenario)
             plan = make_plan(scenario)
         except NotPlannedError as error:
             yield Finding("note", "memory", f"not planned: {error}; whether it fits, a short run tells")
@@ -50,8 +54,6 @@ def _at_once(plan: Plan) -> float:
     if plan.scenario.cluster.device.kind == "cpu" and plan.scenario.overlaps:
         train, *others = plan.roles
         return plan.layout.train * train.needed + plan.layout.engines * sum(role.needed for role in others)
-    if plan.layout.colocated:
-        return plan.roles[0].needed  # which counts what the engine holds meanwhile
     return max(role.needed for role in plan.roles)
 
 

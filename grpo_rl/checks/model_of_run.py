@@ -32,7 +32,7 @@ def memory(case: Case) -> Iterator[Finding]:
     if case.cluster:
         yield Finding("SKIP", "memory", "the nodes' devices are not this machine's; grpo-rl plan cluster=... plans it")
         return
-    yield from memory_findings(case.read, skeleton(source_of(case)))
+    yield from memory_findings(case.read, skeleton(source_of(case)), divides=False)
 
 
 def source_of(case: Case) -> str:
