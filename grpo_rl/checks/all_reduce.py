@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 HERE = "here"
-"""What a rank prints when it is up."""
+"""The line that a rank prints when it is up."""
 SECONDS = "seconds"
-"""What a rank prints before what :func:`all_reduce` gave."""
+"""The first word of the line with the seconds that :func:`all_reduce` took."""
 NUMBERS = 1024
 
 

@@ -124,7 +124,7 @@ def _look(file: Path | None) -> tuple[dict[str, str], bool]:
 def on_nodes(
     alive: Sequence[Node], function: Callable[..., Any], arguments: Sequence[tuple], deadline_s: float
 ) -> list:
-    """What the function returns on each node, all at the same time; an error in the place of what a node did not do.
+    """The results of a function on each node, all at the same time; an error stands in the place of a missing one.
 
     Args:
         arguments: of the function, for each node.

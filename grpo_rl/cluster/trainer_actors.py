@@ -27,7 +27,7 @@ END_S = 30.0
 """Longest wait for the processes of a start before the next one."""
 
 _At = tuple[str, str, int]
-"""Where an actor runs: its node's address and id, and its process id."""
+"""The place where an actor runs: its node's address and id, and its process id."""
 
 
 @dataclass(frozen=True)

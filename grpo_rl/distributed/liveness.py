@@ -1,4 +1,4 @@
-"""Whether all ranks live: a dead or frozen one is named, and the others end instead of waiting for it.
+"""The watch over all ranks: a dead or frozen one is named, and the others end instead of waiting for it.
 
 A thread of every rank writes a sign of life into the store that all ranks know, with what the rank is at. Rank zero
 reads everyone's, the others read rank zero's. The end of a process on the same machine is told by the kernel at once.

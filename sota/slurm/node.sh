@@ -21,8 +21,10 @@ force=
 # shellcheck disable=SC2329 # a trap calls it
 finish() { # torchrun waits 30 s for a rank that hangs, which is as long as SLURM waits for all
     kill -TERM "$command" 2>/dev/null
-    [ -n "$force" ] || { sleep 3 && pkill -KILL -P "$command"; } &
-    force=${force:-$!}
+    if [ -z "$force" ]; then
+        (sleep 3 && pkill -KILL -P "$command") &
+        force=$!
+    fi
 }
 trap finish USR2 INT
 trap 'pkill -INT -P "$command"' USR1
