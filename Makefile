@@ -2,7 +2,7 @@
 # make test:  lint, types, tests and doctests, likewise.
 # make quick: lint, types and the fast tests that need no engine, for the inner loop.
 # make docs: the site, in site/; every warning and broken link is an error.
-# make test-slow: the tests marked nightly, which take minutes each beside a case in make test.
+# make test-slow: the tests marked nightly: dear cases beside those in make test.
 # make test-models: every causal language model of transformers against its own forward, a minute or two.
 # make gpu-check: tests marked gpu, then benchmarks/gpu.py (12 minutes at most); without a GPU at toy sizes.
 # Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=3, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
@@ -50,7 +50,9 @@ $(DEV): $(RUN)
 train: $(RUN)
 	.venv/bin/python sota/grpo.py +experiment=quickstart $(ENGINE) $(ARGS)
 
-test: lint types pytest
+# Pyright takes one core, beside tests that wait for their processes.
+test: lint
+	@$(MAKE) --no-print-directory -j 2 types pytest
 
 quick: $(DEV)
 	@$(MAKE) --no-print-directory -j 2 types lint quick-tests

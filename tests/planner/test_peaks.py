@@ -115,7 +115,9 @@ def planned(sizes: dict, lengths: Lengths, checkpointing: bool) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("checkpointing", "tied"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("checkpointing", "tied"), [(False, False), pytest.param(True, True, marks=pytest.mark.nightly)]
+)
 def test_the_tensors_of_a_real_step_take_what_is_planned(checkpointing, tied, tmp_path):
     sizes = SMALL | {"tie_word_embeddings": tied}
     peak = peak_of_tensors(sizes, LONG, checkpointing, tmp_path)
@@ -123,12 +125,13 @@ def test_the_tensors_of_a_real_step_take_what_is_planned(checkpointing, tied, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_the_tensors_of_a_real_step_of_a_mixture_take_what_is_planned(checkpointing, tmp_path):
     peak = peak_of_tensors(MIXTURE, LONG, checkpointing, tmp_path)
     assert planned(MIXTURE, LONG, checkpointing) == pytest.approx(peak, rel=0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_process_grows_by_what_is_planned():

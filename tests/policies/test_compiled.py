@@ -101,7 +101,9 @@ def graphs_and_layers(policy: TrainPolicy) -> tuple[int, int]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
+@pytest.mark.parametrize(
+    "checkpointing", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["kept", "checkpointing"]
+)
 def test_compiled_layers_in_fp64_equal_uncompiled_ones(folder, checkpointing):
     """As far as fp64 goes: the norms of transformers round to fp32 on both roads."""
     plain = TrainPolicy.load(folder, torch.float64)
@@ -115,7 +117,9 @@ def test_compiled_layers_in_fp64_equal_uncompiled_ones(folder, checkpointing):
 
 
 @needs_compiler
-@pytest.mark.parametrize("as_layers", [False, True], ids=["norms and MLPs", "layers"])
+@pytest.mark.parametrize(
+    "as_layers", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["norms and MLPs", "layers"]
+)
 def test_no_compilation_after_the_second_step_of_a_run_whose_lengths_vary(folder, as_layers):
     policy = TrainPolicy.load(folder, torch.bfloat16, compile=not as_layers)
     if as_layers:

@@ -91,6 +91,7 @@ print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_c
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_compiler
 def test_a_second_process_finds_all_compiled_code_in_the_cache_folder(folder, tmp_path):

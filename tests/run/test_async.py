@@ -170,6 +170,7 @@ def assert_replaced(folder, rows):
     assert all(started == trained_or_open + dropped for started, trained_or_open, dropped in accounts(rows))
 
 
+@pytest.mark.nightly
 def test_a_node_dies_and_the_run_goes_on(two_nodes, tmp_path):
     folder = tmp_path / "run"
     assert_replaced(folder, finished(run_and_kill(two_nodes, folder, 5), folder))

