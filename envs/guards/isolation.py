@@ -9,7 +9,6 @@ says which call it was, and takes nobody else's lock with it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -24,6 +23,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
+
+from grpo_rl.envs.guards.parent import end_with_parent
 
 START_TIMEOUT_S = 120.0
 """Seconds that a worker may take to import its function; not a part of any call's deadline."""
@@ -271,10 +272,7 @@ class _Worker:
 
 def serve(handle: int, parent: int) -> None:
     """A worker's life: it imports the function, then makes calls until its pipe is closed."""
-    if sys.platform == "linux":
-        # Has the kernel kill this process with the thread that started it, also while it hangs and reads no pipe.
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:
         return
     with Connection(handle) as pipe:

@@ -6,6 +6,7 @@ import ast
 import math
 import operator
 import re
+import time
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -164,6 +165,20 @@ class _Evaluator(SimpleEval):
         super().__init__(operators=_OPERATORS, functions={}, names={})
         self.nodes = {kind: self.nodes[kind] for kind in (ast.Expr, ast.BinOp, ast.UnaryOp)}
         self.nodes[ast.Constant] = _constant
+
+    @staticmethod
+    def parse(expr: str) -> ast.AST:
+        """The expression's syntax tree.
+
+        Python 3.11 counts how deep a tree is for all threads together, and tells a wrong count where two parse at a
+        time, here or in a library (SystemError: AST constructor recursion depth mismatch).
+        """
+        for _ in range(100):
+            try:
+                return SimpleEval.parse(expr)
+            except SystemError:
+                time.sleep(0.001)
+        return SimpleEval.parse(expr)
 
 
 # One for all threads. It keeps nothing but the last expression, for messages that nobody sees; but to make one changes

@@ -57,13 +57,18 @@ def rewards(case: Case) -> Iterator[Finding]:
     guard.tell = lambda _: None  # a line of the report tells
     totals: dict[str, list[float]] = {"gold": [], "garbage": []}
     slowest = 0.0
+    if env.task.rows:  # a scorer's own process starts at the first call, once in a run
+        for result in _scored(env, guard, env.task.rows[0], [GARBAGE] * _group_size(env, settings), 0):
+            if not isinstance(result, Reward) and result.kind != "unjudgeable":
+                yield _failed(result, "garbage", deadline)
+                return
     for index in range(min(ROWS, len(env.task.rows))):
         row = env.task.rows[index]
         gold = env.task.demonstration(row) or env.task.gold(row)
         for kind, text in (("gold", gold), ("garbage", GARBAGE)):
             if text is None:
                 continue
-            count = group_sizes(settings).at(1) if env.task.scores_group else 1
+            count = _group_size(env, settings)
             began = time.monotonic()
             results = _scored(env, guard, row, [text] * count, index)
             slowest = max(slowest, time.monotonic() - began)
@@ -88,6 +93,10 @@ def _judged(totals: dict[str, list[float]], slowest: float, deadline: float, set
     if len(means) == 2 and means["gold"] <= means["garbage"]:
         return Finding("note", "rewards", f"{text}. The data's own response earns no more: does it have the format?")
     return Finding("OK" if means else "note", "rewards", text)
+
+
+def _group_size(env: LLMEnv, settings: Settings) -> int:
+    return group_sizes(settings).at(1) if env.task.scores_group else 1
 
 
 def _scored(env: LLMEnv, guard: ScoreGuard, row: dict, texts: Sequence[str], index: int) -> Sequence[Reward | Failure]:

@@ -25,6 +25,7 @@ from grpo_rl.settings.devices import Devices, allocate
 COLLECTIVE_S = 60.0
 """Seconds for the ranks to start, to meet and to sum a tensor."""
 POLL_S = 0.1
+SHOWN_RANKS = 3
 
 
 def devices(case: Case) -> Iterator[Finding]:
@@ -112,8 +113,12 @@ def _said(log: IO[str]) -> list[str]:
 def _cause(codes: list[int | None], said: list[list[str]]) -> str:
     """The rank that failed, or those that never came; where all came, the network between them is silent."""
     if failed := [rank for rank, code in enumerate(codes) if code]:
-        rank = failed[0]
-        return f"rank {rank} of {len(codes)} ended with exit code {codes[rank]}: {said[rank][-1][:300]}"
+        # The first cause, if the others say no more than that it is gone, is not always of the lowest rank.
+        told = [
+            f"rank {rank} of {len(codes)} ended with exit code {codes[rank]}: {said[rank][-1][:200]}" for rank in failed
+        ]
+        more = f"; and {len(told) - SHOWN_RANKS} more" if len(told) > SHOWN_RANKS else ""
+        return "; ".join(told[:SHOWN_RANKS]) + more
     waiting = f"no sum within {COLLECTIVE_S:g} s"
     if absent := [str(rank) for rank, lines in enumerate(said) if HERE not in lines]:
         return f"{waiting}: of {len(codes)} ranks, {', '.join(absent)} did not come"

@@ -20,7 +20,8 @@ from grpo_rl.storage.whole_file import write_whole
 PROBE_BYTES = 1 << 20
 SLOW_S = 1.0
 """Seconds that a file of :data:`PROBE_BYTES` may take until it is safe: checkpoints and logs are written so."""
-METRICS = "metrics.jsonl"
+METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+PROBE = ".doctor_"
 
 
 def place_of(folder: Path) -> Path:
@@ -29,21 +30,40 @@ def place_of(folder: Path) -> Path:
     return next(place for place in (folder, *folder.parents) if place.exists())
 
 
+def folder_of(case: Case) -> Path:
+    """The folder that the run will write to: its own, or the one that it resumes in.
+
+    Raises:
+        ValueError: ``resume`` names nothing that a run can go on from.
+    """
+    resume = case.settings and case.settings.resume
+    if resume in (None, "auto"):
+        return case.folder
+    place = Path(resume).absolute()
+    holder = place.parent if place.is_file() else place
+    if any((place / name).exists() for name in (CHECKPOINTS, METRICS, ".lock")):
+        return place
+    if not place.is_file() and not list(place.glob("checkpoint_*.pt")):
+        what = "no run and no checkpoint is there" if place.exists() else "nothing is there"
+        raise ValueError(f"resume={resume}: {what}; give a checkpoint_*.pt, a run's folder, or auto")
+    return holder.parent if holder.name == CHECKPOINTS else case.folder
+
+
 def run_folder(case: Case) -> Iterator[Finding]:
     """Writes, locks and syncs beside the files that the run will write, and leaves nothing."""
-    about, place = "run folder", place_of(case.folder)
-    resume = case.settings and case.settings.resume
-    if resume not in (None, "auto") and not Path(resume).exists():
-        yield Finding(
-            "FIX", about, f"resume={resume}: nothing is there; give a checkpoint_*.pt, a run's folder, or auto"
-        )
+    about = "run folder"
+    try:
+        folder = folder_of(case)
+    except ValueError as error:
+        yield Finding("FIX", about, str(error))
         return
-    if case.settings and not resume and _trained(case.folder):
-        text = f"{case.folder} already holds a run; go on with it (resume={case.folder}) or set another hydra.run.dir"
+    place = place_of(folder)
+    if case.settings and not case.settings.resume and _trained(folder):
+        text = f"{folder} already holds a run; go on with it (resume={folder}) or set another hydra.run.dir"
         yield Finding("FIX", about, text)
         return
     try:
-        probe = Path(tempfile.mkdtemp(prefix=".doctor_", dir=place))
+        probe = Path(tempfile.mkdtemp(prefix=PROBE, dir=place))
     except OSError as error:
         yield Finding("FIX", about, f"{place} can't be written ({error.strerror}); set hydra.run.dir")
         return
@@ -59,9 +79,9 @@ def run_folder(case: Case) -> Iterator[Finding]:
         return
     finally:
         shutil.rmtree(probe, ignore_errors=True)
-    text = f"{case.folder}: written, locked, {PROBE_BYTES >> 20} MiB safe on the disk in {seconds:.2g} s"
+    text = f"{folder}: written, locked, {PROBE_BYTES >> 20} MiB safe on the disk in {seconds:.2g} s"
     if lock.warning or held is None:
-        text = f"{case.folder}: its file system has no locks; see to it that no other process writes there"
+        text = f"{folder}: its file system has no locks; see to it that no other process writes there"
     elif seconds > SLOW_S:
         text += ": slow, and every step waits for its log; a local disk is faster"
     good = held is not None and not lock.warning and seconds <= SLOW_S
@@ -79,9 +99,11 @@ def _trained(folder: Path) -> bool:
 
 def leftovers(case: Case) -> Iterator[Finding]:
     """Processes of an earlier run that hold the folder, by its lock or by open files."""
-    about, resume = "leftovers", case.settings and case.settings.resume
-    folder = Path(resume) if resume not in (None, "auto") else case.folder
-    folder = folder.absolute() if folder.is_dir() else case.folder.absolute()
+    about = "leftovers"
+    try:
+        folder = folder_of(case).absolute()
+    except ValueError:  # told by the check of the folder
+        folder = case.folder.absolute()
     if not folder.is_dir():
         busy = []
         with suppress(OSError):  # a folder that can't be read, or is gone by now
@@ -114,10 +136,19 @@ def _holders(folder: Path) -> Iterator[str]:
             if job and mark in (process / "environ").read_bytes().split(b"\0"):
                 continue
             for file in (process / "fd").iterdir():
-                if Path(os.readlink(file)).is_relative_to(folder) and _writes(process / "fdinfo" / file.name):
+                if _belongs(Path(os.readlink(file)), folder) and _writes(process / "fdinfo" / file.name):
                     command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                     yield f"pid {process.name} ({command[:60]})"
                     break
+
+
+def _belongs(file: Path, folder: Path) -> bool:
+    """Tells whether a file is of the run in the folder: not of another run inside it, nor of a doctor at work there."""
+    if not file.is_relative_to(folder):
+        return False
+    inside = file.relative_to(folder).parts[:-1]
+    runs = (folder.joinpath(*inside[: i + 1], ".lock") for i in range(len(inside)))
+    return not any(part.startswith(PROBE) for part in inside) and not any(lock.exists() for lock in runs)
 
 
 def _writes(info: Path) -> bool:
@@ -150,7 +181,10 @@ def disk(case: Case) -> Iterator[Finding]:
     room = needed_room(settings, size)
     if not settings.train.keep_checkpoints and settings.train.checkpoint_frequency:  # all of them are kept
         room = replace(room, checkpoints=1 + total_steps(settings) // settings.train.checkpoint_frequency)
-    place = place_of(case.folder)
+    try:
+        place = place_of(folder_of(case))
+    except ValueError:
+        place = place_of(case.folder)
     free = shutil.disk_usage(place).free
     text = f"{free / 2**30:,.1f} GiB are free at {place}, and {room}"
     if free >= room.needed:

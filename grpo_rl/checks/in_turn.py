@@ -21,16 +21,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_rl.checks.finding import LONGEST, Finding, Unfit, unfit
+from grpo_rl.envs.guards.parent import end_with_parent
 
 if TYPE_CHECKING:
     from grpo_rl.settings.schema import Settings
 
+POLL_S = 0.2
 STACK_S = 0.5
 """Seconds that a process that hangs has to say where."""
 END_S = 3.0
 """Seconds that a process has to end in order, when all has been told."""
 SERVE = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from grpo_rl.checks import in_turn; in_turn.serve"
-SERVE += "(int(sys.argv[1]))"
+SERVE += "(int(sys.argv[1]), int(sys.argv[3]))"
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 
 
@@ -134,7 +136,12 @@ class _Guard:
         until = time.monotonic() + limit
         try:
             self._pipe.send((check, case))
-            while self._pipe.poll(max(0.0, until - time.monotonic())):
+            while (left := until - time.monotonic()) > 0:
+                if not self._pipe.poll(min(left, POLL_S)):
+                    # Children of the process that looks may hold its end of the pipe open.
+                    if process.poll() is not None and not self._pipe.poll():
+                        raise EOFError
+                    continue
                 finding = self._pipe.recv()
                 if finding is None:
                     return
@@ -156,7 +163,7 @@ class _Guard:
         self._log = tempfile.NamedTemporaryFile(prefix="grpo_rl_doctor_", suffix=".log")  # noqa: SIM115
         ours, theirs = socket.socketpair()
         self._pipe = Connection(ours.detach())
-        command = [sys.executable, "-c", SERVE, str(theirs.fileno()), json.dumps(sys.path)]
+        command = [sys.executable, "-c", SERVE, str(theirs.fileno()), json.dumps(sys.path), str(os.getpid())]
         process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],
@@ -210,8 +217,11 @@ class _Guard:
             self._kill(process)
 
 
-def serve(descriptor: int) -> None:
-    """Runs each check that comes, until nobody sends more."""
+def serve(descriptor: int, parent: int) -> None:
+    """Runs each check that comes, until nobody sends more, or the process that sends them has ended."""
+    end_with_parent()
+    if os.getppid() != parent:
+        return
     pipe = Connection(descriptor)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     with suppress(EOFError):

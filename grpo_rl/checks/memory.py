@@ -61,5 +61,8 @@ def _free(plan: Plan) -> tuple[float, str]:
     """Bytes that are free now, on the fullest GPU of the plan or for processes of this machine; what bounds them."""
     if plan.scenario.cluster.device.kind == "cpu":
         return free_memory()
-    free = [torch.cuda.mem_get_info(index)[0] for index in range(min(plan.layout.total, torch.cuda.device_count()))]
-    return min(free), f"on cuda:{free.index(min(free))}"
+    settings = plan.scenario.settings
+    named = [index for role in (settings.train_model, settings.inference_model) for index in role.devices or ()]
+    indices = named or range(min(plan.layout.total, torch.cuda.device_count()))
+    least, index = min((torch.cuda.mem_get_info(index)[0], index) for index in indices)
+    return least, f"on cuda:{index}"

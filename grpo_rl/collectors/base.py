@@ -11,7 +11,7 @@ from grpo_rl.data.group import Group
 
 @dataclass(frozen=True)
 class Sampled:
-    """When an engine sampled a group.
+    """The times at which an engine sampled a group.
 
     Args:
         version: of the engine's weights when it began.

@@ -68,9 +68,9 @@ class Watch:
     ) -> None:
         self.store, self.name, self.rank = store, name, rank
         self.doing: Callable[[], str] = lambda: "its start"
-        """What this rank is at, as ``phase train of step 5``."""
+        """The phase that this rank is at, as ``phase train of step 5``."""
         self.advice = ""
-        """What the user can do when the run has ended."""
+        """The remedy that the user is told when the run has ended."""
         self._members, self._deadline_s = members, deadline_s
         self._interval_s = min(LONGEST_INTERVAL_S, deadline_s / 10)
         store.set_timeout(datetime.timedelta(seconds=max(1.0, deadline_s / 4)))
@@ -156,7 +156,7 @@ class Watch:
                 self._thread.join(5.0)
 
     def lost_in(self, name: str) -> str:
-        """Which rank was lost in an earlier watch of this name, and how; empty where none was found lost."""
+        """The rank that was lost in an earlier watch of this name, and how; empty where none was found lost."""
         key = f"{name}/lost"
         return self._claimed(self.store.get(key))[1] if self.store.check([key]) else ""
 
@@ -355,7 +355,7 @@ def _clock(seconds: float) -> str:
 
 
 def _at(status: Mapping[str, Any]) -> str:
-    """Where a rank was when it was heard of last."""
+    """The place of a rank when it was heard of last."""
     exchange = f", in the exchange `{status['exchange']}` since {_clock(status['entered'])}"
     return f"in {status['doing']} since {_clock(status['since'])}{exchange if status['exchange'] else ''}"
 

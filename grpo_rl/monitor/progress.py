@@ -129,7 +129,7 @@ class Progress:
         return start_phase(what, self.note, not self.console.quiet, self.is_live)
 
     def doing(self) -> str:
-        """What goes on, as ``phase train of step 5``."""
+        """The phase that goes on, as ``phase train of step 5``."""
         return f"phase {self._phase} of step {self.step + 1}"
 
     def phase(self, name: str) -> None:

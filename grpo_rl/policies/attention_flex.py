@@ -111,7 +111,7 @@ def padded_length(tokens: int) -> int:
 
 
 class BlockTables(NamedTuple):
-    """Who sees whom in a padded micro-batch, as tensors alone: other layouts of it need no other kernels."""
+    """The attention mask of a padded micro-batch, as tensors alone: other layouts of it need no other kernels."""
 
     reach: Int[Tensor, "3 T"]
     kv_count: Int[Tensor, "1 1 I"]

@@ -86,7 +86,7 @@ class RunFolder:
         self.step = self.collected = 0
         self.seconds_before = 0.0
         self.restarts = 0
-        """How often the ranks of the run were started again, as far as its checkpoint knows."""
+        """The number of times that the ranks of the run were started again, as far as its checkpoint knows."""
         self.eval_before: list[float] = []
         self.eval_after: tuple[int, list[float]] | None = None
         """Step and rewards of the evaluation at the step the run resumes after, if stored."""

@@ -31,7 +31,7 @@ class Restarts:
 
     @classmethod
     def find(cls, ranks: Ranks, config: str) -> Restarts:
-        """What earlier starts with the same config left; every rank calls this."""
+        """The state that earlier starts with the same config left; every rank calls this."""
         found = cls()
         if ranks.rank == 0 and ranks.watch and ranks.watch.store.check([_key(config)]):
             left = json.loads(ranks.watch.store.get(_key(config)))

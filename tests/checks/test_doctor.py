@@ -12,7 +12,9 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -254,6 +256,33 @@ def test_processes_of_the_same_job_are_not_leftovers(look, tmp_path, monkeypatch
         process.wait()
 
 
+def test_a_run_inside_the_folder_and_another_doctor_are_no_leftovers(look, tmp_path):
+    for name, told in (("other/log", []), (".doctor_1/probe", []), ("checkpoints/log", ["leftovers"])):
+        file = tmp_path / "run" / name
+        file.parent.mkdir(parents=True)
+        if name.startswith("other"):
+            (file.parent / ".lock").touch()
+        code = f"file = open({str(file)!r}, 'w'); print(1, flush=True); import time; time.sleep(60)"
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+            try:
+                assert process.stdout and process.stdout.readline()
+                assert list(to_fix(look(only=["leftovers"]))) == told
+            finally:
+                process.kill()
+
+
+def test_the_folder_is_the_one_that_the_run_resumes_in(look, tmp_path):
+    run, file = tmp_path / "earlier", tmp_path / "earlier" / "checkpoints" / "checkpoint_000003.pt"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    for resume in (run, file.parent, file):
+        assert look(f"resume={resume}", only=["run folder"])["run folder"][1].startswith(f"{run}: written, locked")
+    (tmp_path / "empty").mkdir()
+    for resume, told in ((tmp_path / "empty", "no run and no checkpoint is there"), ("/no/such", "nothing is there")):
+        text = to_fix(look(f"resume={resume}", only=["run folder", "leftovers"]))["run folder"]
+        assert text == f"resume={resume}: {told}; give a checkpoint_*.pt, a run's folder, or auto"
+
+
 def test_a_process_that_holds_the_folder_is_told(look, tmp_path):
     lock = FolderLock(tmp_path / "run")
     told = to_fix(look(only=OF_MACHINE))
@@ -275,9 +304,10 @@ def test_a_process_that_holds_the_folder_is_told(look, tmp_path):
 def no_key(monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    netrc, urlopen = tmp_path / "netrc", urllib.request.urlopen
+    monkeypatch.setenv("NETRC", str(netrc))
     monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("somebody is asked"))
-    return tmp_path / "netrc"
+    return SimpleNamespace(netrc=netrc, urlopen=urlopen)
 
 
 def test_wandb_online_without_a_key_is_told_and_nobody_is_asked(look, no_key):
@@ -305,10 +335,9 @@ def test_the_key_of_wandb_is_asked_of_its_server(look, no_key, monkeypatch):
     with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.undo()
-        monkeypatch.setenv("NETRC", str(no_key))
+        monkeypatch.setattr("urllib.request.urlopen", no_key.urlopen)
         monkeypatch.setenv("WANDB_BASE_URL", url)
-        no_key.write_text("machine 127.0.0.1 login user password good\n")
+        no_key.netrc.write_text("machine 127.0.0.1 login user password good\n")
         assert look("logger.backend=wandb", only=["loggers"])["wandb"] == ("OK", f"online as kim at {url}")
         monkeypatch.setenv("WANDB_API_KEY", "bad")
         assert "the key is refused" in to_fix(look("logger.backend=wandb", only=["loggers"]))["wandb"]
@@ -427,6 +456,13 @@ def killed(case):
 
 def fails(case):
     yield {}["key"]
+
+def leaves_a_child(case):
+    if not os.fork():
+        time.sleep(60)
+        os._exit(0)
+    os._exit(4)
+    yield
 """
 
 
@@ -449,6 +485,42 @@ def test_what_hangs_dies_or_fails_is_named_and_the_rest_is_told(tmp_path, monkey
     assert fails == "KeyError: 'key'"
     for pid in {found[0].text, found[-1].text}:
         assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_death_is_no_hang_though_a_child_lives_on(tmp_path, monkeypatch):
+    (tmp_path / "planted_checks.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    with guarding(60.0) as run:
+        check = Check("leaves a child", "planted_checks:leaves_a_child", 30.0)
+        (found,) = in_turn.in_turn([check], Case(None, tmp_path), run)
+    assert found.text == "the process that looked ended with exit code 4"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's promise is Linux's")
+def test_a_doctor_that_is_killed_leaves_no_process(tmp_path):
+    (tmp_path / "planted_checks.py").write_text(PLANTED)
+    code = f"""
+import sys; sys.path.insert(0, {str(tmp_path)!r})
+from pathlib import Path
+from grpo_rl.checks.in_turn import Case, Check, guarding
+with guarding(60.0) as run:
+    for name in ("fine", "hangs"):
+        for finding in run(Check(name, f"planted_checks:{{name}}", 60.0), Case(None, Path())):
+            print(finding.text, flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as doctor:
+        assert doctor.stdout
+        pid, told = doctor.stdout.readline().strip(), doctor.stdout.readline()
+        assert told == "before it hangs\n" and Path(f"/proc/{pid}").exists()
+        doctor.kill()
+        doctor.wait()
+        end = time.monotonic() + 10
+        while Path(f"/proc/{pid}/status").exists() and time.monotonic() < end:
+            if "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
+                break  # nobody is left to ask for its exit code
+            time.sleep(0.05)
+        else:
+            assert time.monotonic() < end
 
 
 def test_what_the_deadline_leaves_no_time_for_is_skipped(tmp_path, monkeypatch):
