@@ -3,6 +3,7 @@
 # make quick: lint, types and the fast tests that need no engine, for the inner loop.
 # make docs: the site, in site/; every warning and broken link is an error.
 # make test-slow: the tests marked nightly: dear cases beside those in make test.
+# make test-seeds: 10,000 seeds of the simulation of faults, a quarter of an hour; SEEDS=1000 for fewer.
 # make test-models: every causal language model of transformers against its own forward, a minute or two.
 # make gpu-check: tests marked gpu, then benchmarks/gpu.py (12 minutes at most); without a GPU at toy sizes.
 # Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=3, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
@@ -11,6 +12,7 @@ SHELL := /bin/bash
 PYTHON ?=
 BACKEND ?=
 TEST_PROCESSES ?= 3
+SEEDS ?= 10000
 ARGS ?=
 # What make quick leaves out: engines, scripts and processes of their own.
 ENGINE_FOLDERS := $(addprefix tests/,benchmarks cluster distributed engines gpu run sota weights) \
@@ -23,7 +25,7 @@ ifeq ($(shell uname),Darwin)
 ENGINE := inference_model.engine=transformers
 endif
 
-.PHONY: docs help setup train test quick test-slow test-models lint types pytest quick-tests bench gpu-check clean
+.PHONY: docs help setup train test quick test-slow test-seeds test-models lint types pytest quick-tests bench gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +33,7 @@ help:
 	@echo "make test    install, then lint, types, tests, doctests"
 	@echo "make quick   install, then lint, types and the fast tests that need no engine (a minute and a half on 2 CPU cores)"
 	@echo "make test-slow   install, then the tests marked nightly, too long for make test (10 minutes on 2 CPU cores)"
+	@echo "make test-seeds   install, then 10,000 seeds of the simulation of faults, a quarter of an hour; SEEDS=1000 for fewer"
 	@echo "make test-models   install, then all models that transformers has, against their own forward"
 	@echo "make docs    install, then the docs as a site in site/; warnings and broken links are errors"
 	@echo "make setup   only install, with what the tests need"
@@ -85,6 +88,9 @@ test-slow: $(DEV)
 
 test-models: $(DEV)
 	.venv/bin/python -m pytest -m models tests/policies -s $(ARGS)
+
+test-seeds: $(DEV)
+	.venv/bin/python -m grpo_rl.faults --seeds $(SEEDS) $(ARGS)
 
 bench: $(DEV)
 	.venv/bin/python benchmarks/run_all.py $(ARGS)

@@ -1,0 +1,282 @@
+"""Simulated engines in simulated Ray actors: the driver's code that calls them is the real one.
+
+An actor is a process of its own: its answers take time and may come late, it may die with all calls that are under way,
+or hang. The engine in it samples one token after the other, and says of each what weights it had for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from grpo_rl.cluster.engine_actors import RayError, RayTaskError
+from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
+from grpo_rl.engines.fingerprint import fingerprint
+from grpo_rl.engines.shared_memory import parts, trainers_memory
+
+DEADLINE_S = 10.0
+"""Seconds in which an engine has to answer a call."""
+ANSWERS_TWICE = ("check_health", "weight_version", "fingerprints", "pause", "resume")
+"""Calls that an engine may be asked for twice."""
+
+
+class Fates(Protocol):
+    """Decides what befalls engines; see `grpo_rl.faults.world.World`."""
+
+    def happens(self, kind: str, where: str) -> bool:
+        """Decides whether a fault happens here, and counts it."""
+        ...
+
+    def seconds(self, mean: float) -> float:
+        """Draws how long something takes."""
+        ...
+
+    def token_s(self, groups: int) -> float:
+        """Draws how long a token takes on an engine that samples so many groups."""
+        ...
+
+    def launch_s(self) -> float:
+        """Draws how long an engine takes to start."""
+        ...
+
+    def later(self, seconds: float, call: Callable[[], object]) -> None:
+        """Calls a function once so many virtual seconds have passed, unless the process is gone."""
+        ...
+
+    def now(self) -> float:
+        """Virtual seconds since the simulation's beginning."""
+        ...
+
+    def jump_clock(self) -> None:
+        """Sets the wall clock."""
+        ...
+
+    def kill_trainer(self) -> None:
+        """Kills the process that trains."""
+        ...
+
+    def tell(self, event: str) -> None:
+        """Adds to the trace."""
+        ...
+
+
+class SimulatedEngine:
+    """What runs in the actor, with the interface of `grpo_rl.engines.vllm.asynchronous.AsyncVLLMEngine`."""
+
+    dtype, max_model_len, takes_adapters, proves_bytes = torch.float32, 64, False, False
+    deadline_s = DEADLINE_S
+
+    def __init__(self, name: str, fates: Fates) -> None:
+        self.name, self.version, self.pids = name, 0, []
+        self._fates = fates
+        self.weights: dict[str, Tensor] = {}
+        self._slowness = 20.0 if fates.happens("slow engine", name) else 1.0
+        self._groups = 0
+        self._running = asyncio.Event()
+        self._running.set()
+        self._turns: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+
+    async def generate(self, request_id: str, prompt: Sequence[int], n: int, sampling: Sampling) -> Samples:
+        """Samples token by token; log-probability: minus the number of optimizer steps that the weights have seen."""
+        ids, log_probs, versions = [], [], []
+        self._groups += 1
+        for _ in range(n):
+            ids.append([])
+            for _ in range(1 + int(self._fates.seconds(1.0))):
+                await asyncio.sleep(self._fates.token_s(self._groups) * self._slowness)
+                await self._running.wait()
+                ids[-1].append(int(prompt[0]))
+                log_probs.append(-self.weights["steps"].item())
+                versions.append(self.version)
+        self._groups -= 1
+        offsets = torch.tensor([0, *map(len, ids)]).cumsum(0)
+        return Samples(
+            torch.tensor([i for response in ids for i in response]),
+            torch.tensor(log_probs),
+            offsets,
+            torch.zeros(n, dtype=torch.bool),
+            self.version,
+            torch.tensor(versions),
+        )
+
+    async def pause(self) -> None:
+        """See :meth:`grpo_rl.engines.base.AsyncEngine.pause`."""
+        self._running.clear()
+
+    async def resume(self) -> None:
+        """See :meth:`grpo_rl.engines.base.AsyncEngine.resume`."""
+        self._running.set()
+
+    async def check_health(self) -> None:
+        """See :meth:`grpo_rl.engines.base.AsyncEngine.check_health`."""
+
+    async def start_weight_update(self) -> None:
+        """Begins an update."""
+        assert not self._running.is_set(), f"{self.name} takes weights while it samples"
+        self._turns = defaultdict(asyncio.Event)
+        self._turns[0].set()
+
+    async def update_weights(self, bucket: Mapping[str, Any]) -> None:
+        """Takes a bucket from the trainer's memory, once its turn has come."""
+        number = bucket["number"]
+        try:
+            await asyncio.wait_for(self._turns[number].wait(), self.deadline_s)
+        except TimeoutError:
+            raise EngineDeadError(f"{self.name}: part {number} of an update waits for the one before") from None
+        memory = trainers_memory(bucket["path"], bucket["size"])
+        header = memory[bucket["start"] : bucket["start"] + 16].view(torch.int64).tolist()
+        assert header == [bucket["version"], number], f"bucket {number} was written over: {header}"
+        for part in parts(memory, bucket["tensors"]):
+            held = self.weights.get(part.name)
+            held = torch.zeros(part.shape) if held is None else held.clone()
+            held.view(-1)[part.first : part.first + len(part.values)] = part.values
+            self.weights[part.name] = held
+        if self._fates.happens("weights damaged in a push", self.name):
+            self.weights["steps"] = self.weights["steps"] + 0.5
+        self._turns[number + 1].set()
+
+    async def finish_weight_update(self, weight_version: str) -> None:
+        """Ends an update."""
+        self.version = int(weight_version)
+
+    async def abandon_weight_update(self) -> None:
+        """Gives up an update."""
+
+    async def weight_version(self) -> int:
+        """The version of the weights."""
+        return self.version
+
+    async def fingerprints(self, shapes: Mapping[str, Sequence[int]], read_back: bool = False) -> dict[str, int]:
+        """See :meth:`grpo_rl.engines.base.AsyncEngine.fingerprints`."""
+        return {name: fingerprint(self.weights[name]) for name in shapes}
+
+    async def close(self) -> None:
+        """Ends the engine."""
+
+
+class _Answer:
+    """Stands for a Ray object reference."""
+
+    def __init__(self, value: Future[Any]) -> None:
+        self._value = value
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self._value).__await__()
+
+    def future(self) -> Future[Any]:
+        """See ``ray.ObjectRef.future``."""
+        return self._value
+
+
+class _Method:
+    """A method of an actor, called by ``remote``."""
+
+    def __init__(self, call: Callable[..., _Answer]) -> None:
+        self.remote = call
+
+
+class SimulatedActor:
+    """Stands for a Ray actor that holds an engine.
+
+    Args:
+        make: makes the engine.
+        node: number of the node that it runs on; actors die with their node.
+    """
+
+    def __init__(self, make: Callable[[], SimulatedEngine], node: int, fates: Fates) -> None:
+        self.node, self._fates = node, fates
+        self.alive, self._hangs, self._hangs_since_s = True, False, 0.0
+        self._open: dict[Future[Any], float] = {}
+        """Calls that were not answered yet, with when they were made, the oldest first."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.engine = make()
+        self.about, self.call = _Method(self._about), _Method(self._call)
+
+    def _about(self) -> _Answer:
+        async def about() -> dict[str, Any]:
+            await asyncio.sleep(self._fates.launch_s())
+            if self._fates.happens("crash of an engine that starts", self.engine.name):
+                self.die()
+            names = ("dtype", "max_model_len", "takes_adapters", "proves_bytes", "version", "deadline_s")
+            return {name: getattr(self.engine, name) for name in names} | {"node": f"node {self.node}", "pids": []}
+
+        return self._answer("about", about)
+
+    def _call(self, method: str, *args: Any) -> _Answer:
+        async def work() -> Any:
+            if method in ANSWERS_TWICE and self._fates.happens("message doubled", f"{self.engine.name} {method}"):
+                await getattr(self.engine, method)(*args)
+            return await getattr(self.engine, method)(*args)
+
+        return self._answer(method, work)
+
+    def _answer(self, method: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> _Answer:
+        value: Future[Any] = Future()
+        self._open[value] = self._fates.now()
+        value.add_done_callback(lambda call: self._open.pop(call, None))
+        self._fates.later(self._message_s(method), lambda: self._begin(value, method, work))
+        return _Answer(value)
+
+    def _message_s(self, method: str) -> float:
+        """How long a message takes; calls overtake each other, as with Ray."""
+        late = self._fates.happens("message late", f"{self.engine.name} {method}")
+        return self._fates.seconds(15.0 if late else 0.01)
+
+    def _begin(self, value: Future[Any], method: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        where = f"{self.engine.name} {method}"
+        if self.alive and self._fates.happens("crash of an engine", where):
+            self.die()
+        if self.alive and self._fates.happens("engine hangs", where):
+            self._hangs, self._hangs_since_s = True, self._fates.now()
+        if self.alive and self._fates.happens("clock jumps", where):
+            self._fates.jump_clock()
+        if method == "update_weights" and self._fates.happens("crash of the trainer in a push", where):
+            self._fates.kill_trainer()
+        if not self.alive:
+            self._fail(value)
+        elif not self._hangs:
+            task = asyncio.get_running_loop().create_task(self._serve(value, method, work))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, value: Future[Any], method: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        try:
+            result, error = await work(), None
+        except Exception as raised:
+            result, error = None, RayTaskError(method, str(raised), raised, "actor", 1, "127.0.0.1")
+        self._fates.later(self._message_s(method), lambda: self._deliver(value, method, result, error))
+
+    def _deliver(self, value: Future[Any], method: str, result: Any, error: RayTaskError | None) -> None:
+        if not self.alive or self._hangs or value.done() or not value.set_running_or_notify_cancel():
+            return
+        if method not in ("generate", "check_health"):
+            self._fates.tell(f"{self.engine.name} answers {method}{f' with {error.cause!r}' if error else ''}")
+        value.set_exception(error) if error else value.set_result(result)
+
+    @property
+    def silent_s(self) -> float:
+        """How long a call has waited for an engine that will never answer it; 0: none has."""
+        if not (self._hangs and self.alive and self._open):
+            return 0.0
+        return self._fates.now() - max(self._hangs_since_s, next(iter(self._open.values())))
+
+    def _fail(self, value: Future[Any]) -> None:
+        if not value.done() and value.set_running_or_notify_cancel():
+            value.set_exception(RayError(f"the actor of {self.engine.name} died"))
+
+    def die(self) -> None:
+        """Ends the process; calls that are under way fail as soon as Ray has noticed."""
+        if not self.alive:
+            return
+        self.alive = False
+        self._fates.tell(f"{self.engine.name} is dead")
+        for task in self._tasks:
+            task.cancel()
+        for value in list(self._open):
+            self._fates.later(self._fates.seconds(1.0), lambda value=value: self._fail(value))

@@ -1,0 +1,240 @@
+"""Invariants: what has to be true of a run at every moment, whatever has failed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from grpo_rl.cluster.fleet_engine import FleetEngine
+from grpo_rl.collectors.asynchronous import AsyncCollector
+from grpo_rl.data.group import Group
+from grpo_rl.faults.engines import DEADLINE_S, SimulatedActor
+from grpo_rl.faults.stand_ins import Environment, Model, Optimizer, has_no_signal
+from grpo_rl.faults.world import OF_ENGINES, World
+from grpo_rl.run.folder import RunFolder
+from grpo_rl.run.parts import Parts
+
+NOTICED_S = 5 * DEADLINE_S
+"""Seconds within which an engine that hangs is noticed: twice its deadline for the call, as long for a health check."""
+
+
+class Violation(AssertionError):
+    """Something is not true that has to be."""
+
+
+class Invariants:
+    """Checks a run, over all its lives.
+
+    Args:
+        world: the seed's decisions, which say what may be missing.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._updates_at: dict[int, int] = {}
+        """Optimizer steps that the weights of each policy version have seen."""
+        self._most_groups = (world.setup.max_staleness + 1) * world.setup.num_envs
+        self._saved = 0
+        """The step of the newest checkpoint that must be there after whatever happens."""
+        self._parts: Parts | None = None
+        self._last_progress_s = 0.0
+        self.trained, self.dropped = 0, Counter[str]()
+
+    # Before and after the parts of a life are there.
+
+    def lost(self, newest: str | None) -> None:
+        """Takes note of a checkpoint that was damaged by the disk."""
+        if newest is not None:
+            self._saved = 0
+
+    def expected(self) -> Path | None:
+        """The checkpoint that a run in the folder has to go on with: the newest whole one that the metrics reach."""
+        root = self._world.disk.root
+        metrics = root / "metrics.jsonl"
+        lines = metrics.read_bytes().split(b"\n")[:-1] if metrics.exists() else []
+        logged = max((json.loads(line)["step"] for line in lines), default=0)
+        for path in sorted(root.glob("checkpoints/checkpoint_*.pt"), reverse=True):
+            step = _number(path)
+            if step <= logged and self._world.disk.is_whole(path):
+                if step < self._saved:
+                    raise Violation(f"the checkpoint of step {self._saved} was safe, and the newest is of step {step}")
+                return path
+        if self._saved:
+            raise Violation(f"the checkpoint of step {self._saved} was safe, and there is none")
+        return None
+
+    def opened(self, folder: RunFolder, expected: Path | None) -> None:
+        """Checks what a run has found in its folder; called when its logs are those of the checkpoint."""
+        found = folder.restored[0] if folder.restored else None
+        self._is(found, expected, "the run goes on with another checkpoint")
+        trained = folder.restored[1]["optimizer"]["trained"].tolist() if folder.restored else []
+        self._records_are(folder.path, folder.step, [(step, group_id) for step, group_id in trained])
+
+    def begin(self, parts: Parts, collector: AsyncCollector) -> None:
+        """Begins to watch the parts of a life."""
+        self._parts, self._collector, self._last_version = parts, collector, parts.weights.version
+        self._held: dict[int, int] = {}
+        self._last_progress_s = self._world.now()
+        parts.weights.subscribe(self._pushed)
+
+    def end(self) -> None:
+        """Ends watching: the life is over."""
+        self._parts = None
+        self._last_progress_s = self._world.now()
+
+    # At every moment.
+
+    def after_turn(self) -> None:
+        """Checks what can be seen between two turns of the event loop."""
+        if self._world.now() - self._last_progress_s > self._world.patience_s:
+            raise Violation(f"no step in {self._world.patience_s:g} s: something waits without a deadline")
+        if self._parts is None or self._world.process is None or self._world.process.killed:
+            return
+        staleness, weights = self._collector.staleness, self._parts.weights
+        staleness.check()
+        if (held := len(staleness.open) + staleness._in_training) > self._most_groups:
+            raise Violation(f"{held} groups are open or in training, and the bound allows {self._most_groups}")
+        if weights.version < self._last_version:
+            raise Violation(f"the policy version fell from {self._last_version} to {weights.version}")
+        self._last_version = weights.version
+        assert isinstance(self._parts.engine, FleetEngine)
+        fleet = self._parts.engine.fleet
+        if fleet.restarts and not any(kind in self._world.faults for kind in OF_ENGINES):
+            raise Violation(f"{fleet.restarts} engines were replaced, and nothing had befallen any")
+        for slot in fleet._slots:
+            actor: SimulatedActor | None = getattr(slot.engine, "_actor", None)
+            if actor is not None and actor.alive:
+                self._holds(actor, staleness.version)
+
+    def _holds(self, actor: SimulatedActor, version: int) -> None:
+        """Checks an engine that groups are given to."""
+        engine = actor.engine
+        if actor.silent_s > NOTICED_S:
+            raise Violation(f"{engine.name} has not answered for {actor.silent_s:.0f} s, and nobody has noticed")
+        before = self._held.get(id(actor), 0)
+        if engine.version < before:
+            raise Violation(f"{engine.name} went back from version {before} to {engine.version}")
+        self._held[id(actor)] = engine.version
+        if engine.version < version:
+            raise Violation(f"{engine.name} samples with version {engine.version}, and the run is at {version}")
+
+    # By the thread that trains.
+
+    def _pushed(self, version: int) -> None:
+        model = self._parts.policy.model if self._parts else None
+        assert isinstance(model, Model)
+        updates = int(model.steps.item())
+        if self._updates_at.get(version, updates) != updates:
+            raise Violation(
+                f"version {version} stood for {self._updates_at[version]} optimizer steps, and now for {updates}"
+            )
+        self._world.tell(f"version {version} is pushed")
+        self._updates_at = {v: u for v, u in self._updates_at.items() if v < version} | {version: updates}
+
+    def resumed(self, step: int) -> None:
+        """Checks what is under way when a run goes on after this step."""
+        assert self._parts is not None
+        self._is(self._parts.weights.version, step + 1, "the first push after a resume has another version")
+        self._accounts(())
+
+    def collected(self, groups: Sequence[Group]) -> None:
+        """Checks the groups of a step, and the whereabouts of all others."""
+        assert self._parts is not None
+        version, bound = self._parts.weights.version, self._world.setup.max_staleness
+        for group in groups:
+            late = version - int(group.versions.min())
+            if not 0 <= late <= bound or int(group.versions.max()) > version:
+                raise Violation(f"group {group.group_id} is {late} versions old in version {version}; {bound} may be")
+            for at, log_prob in zip(group.versions.tolist(), group.log_probs.tolist(), strict=True):
+                if -log_prob != self._updates_at.get(at):
+                    raise Violation(
+                        f"group {group.group_id} says version {at}, of {self._updates_at.get(at)} optimizer steps, and "
+                        f"was sampled with weights of {-log_prob:g}"
+                    )
+        self._accounts([group.group_id for group in groups])
+
+    def _accounts(self, in_hand: Sequence[int]) -> None:
+        """Checks that each group is trained on, in hand, open or dropped with a reason, and exactly one of these."""
+        parts, staleness = self._parts, self._collector.staleness
+        assert parts is not None
+        env, optimizer = parts.env, parts.optimizer
+        assert isinstance(env, Environment) and isinstance(optimizer, Optimizer)
+        trained = {group_id for _, group_id in optimizer.trained}
+        open_ids = [prompt.group_id for _, prompt, _ in self._collector._scheduler.open()]
+        whereabouts = Counter([*trained, *in_hand, *open_ids])
+        if twice := [group_id for group_id, count in whereabouts.items() if count > 1]:
+            raise Violation(f"groups {twice} are in two places at once")
+        missing = set(range(env.issued)) - whereabouts.keys()
+        if len(missing) != staleness.dropped.total():
+            raise Violation(
+                f"groups {sorted(missing)} are neither trained on nor open, and {dict(staleness.dropped)} were dropped"
+            )
+        drops = self._world.setup.drops_zero_variance
+        for group_id in missing:
+            row = self._world.rows[group_id]
+            if row not in self._world.unscored and not (drops and has_no_signal(self._world.seed, row)):
+                raise Violation(f"group {group_id} was dropped, and nothing was wrong with it")
+        self._is(staleness.trained, len(trained) + len(in_hand), "the count of trained groups is another")
+        if nobodys := [group_id for group_id in whereabouts if group_id >= env.issued]:
+            raise Violation(f"groups {nobodys} have ids of prompts that are still to be given out")
+
+    def stepped(self, step: int, folder: RunFolder) -> None:
+        """Checks a step when it is logged, and saved where that was due."""
+        parts = self._parts
+        assert parts is not None and isinstance(parts.optimizer, Optimizer)
+        self._last_progress_s = self._world.now()
+        self._is(parts.weights.version, step + 1, f"the version after step {step}")
+        visits = Counter(group_id for _, group_id in parts.optimizer.trained)
+        if wrong := {group_id: n for group_id, n in visits.items() if n != self._world.setup.epochs}:
+            raise Violation(f"groups were trained on {wrong} times in {self._world.setup.epochs} epochs")
+        if len({group_id for _, group_id in parts.optimizer.trained}) < len(set(parts.optimizer.trained)):
+            raise Violation("a group was trained on in two steps")
+        self._accounts(())
+        if step % self._world.setup.checkpoint_frequency == 0:
+            saved = folder._saved
+            if saved is None or saved[0] != step or not self._world.disk.is_whole(saved[1]):
+                raise Violation(f"the checkpoint of step {step} was to be saved, and is not there")
+            self._saved = step
+
+    def finished(self, step: int, folder: RunFolder) -> None:
+        """Checks a run that is over."""
+        parts, staleness, setup = self._parts, self._collector.staleness, self._world.setup
+        assert parts is not None and isinstance(parts.optimizer, Optimizer) and isinstance(parts.env, Environment)
+        self._is(len(staleness.open), 0, "groups are left")
+        self._is(parts.collector.collected, setup.responses, "the number of responses")
+        self._is(parts.env.issued * setup.group_size, setup.responses, "the number of prompts")
+        self._records_are(folder.path, step, parts.optimizer.trained)
+        self.trained, self.dropped = staleness.trained, staleness.dropped
+
+    def _records_are(self, run: Path, step: int, trained: Sequence[tuple[int, int]]) -> None:
+        """Checks that metrics and lineage tell of exactly these optimizer steps, and of nothing after the step."""
+        metrics, expected = run / "metrics.jsonl", list(range(1, step + 1))
+        rows = [json.loads(line) for line in metrics.read_bytes().splitlines()] if metrics.exists() else []
+        self._is([row["step"] for row in rows], expected, "the steps in metrics.jsonl")
+        for row in rows:
+            dropped = sum(count for name, count in row.items() if name.startswith("groups/dropped_"))
+            counted = row["groups/trained"] + row["groups/open"] + dropped
+            self._is(row["groups/started"], counted, f"the groups started by step {row['step']}")
+        self._is(sorted(map(_number, run.glob("lineage/*.parquet"))), expected, "the steps of the lineage")
+        stored = []
+        for at in expected:
+            columns = ["epoch", "optimizer_step", "group_id"]
+            with pq.ParquetFile(run / f"lineage/step_{at:06d}.parquet") as file:  # quicker than `read_table`
+                table = file.read(columns)
+            visits = set(zip(*(table[name].to_pylist() for name in table.column_names), strict=True))
+            stored += [(at, group_id) for _, _, group_id in visits]
+        self._is(sorted(stored), sorted(trained), "what the lineage says was trained on")
+
+    def _is(self, found: object, expected: object, what: str) -> None:
+        if found != expected:
+            raise Violation(f"{what}: {found}, and not {expected}")
+
+
+def _number(path: Path) -> int:
+    match = re.search(r"\d+", path.name)
+    return int(match[0]) if match else -1

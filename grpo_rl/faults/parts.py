@@ -1,0 +1,118 @@
+"""The parts of a simulated run: collector, weight sync, fleet and buffer are the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+from grpo_rl.cluster import engine_actors
+from grpo_rl.cluster.fleet import Fleet
+from grpo_rl.cluster.fleet_engine import FleetEngine, FleetMember
+from grpo_rl.collectors import asynchronous
+from grpo_rl.collectors.broadcast import BroadcastCollector
+from grpo_rl.data.buffer import GroupBuffer
+from grpo_rl.faults.engines import DEADLINE_S, SimulatedActor, SimulatedEngine
+from grpo_rl.faults.stand_ins import Environment, Model, Optimizer, Schedules
+from grpo_rl.faults.world import World
+from grpo_rl.run.parts import Parts
+from grpo_rl.weights import push, shared_memory
+
+BUCKET_BYTES = 256
+"""Memory for weights: the model comes in two buckets."""
+
+
+class _ActorClass:
+    """Stands for the class of the engines' actors, as Ray makes it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def options(self, **_: object) -> _ActorClass:
+        """See ``ray.actor.ActorClass.options``."""
+        return self
+
+    def remote(self, make: Any) -> SimulatedActor:
+        """See ``ray.actor.ActorClass.remote``."""
+        return self._world.launch(make)
+
+
+def _kill(actor: SimulatedActor) -> None:
+    """See ``ray.kill``."""
+    actor.die()
+
+
+@contextmanager
+def simulated_ray(world: World) -> Iterator[None]:
+    """Has engines run in simulated actors; longer than anything that calls them, as Ray would start a cluster."""
+    with (
+        mock.patch.object(engine_actors, "_EngineActor", _ActorClass(world)),
+        mock.patch.object(engine_actors, "ray", SimpleNamespace(kill=_kill)),
+    ):
+        yield
+
+
+@contextmanager
+def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, asynchronous.AsyncCollector]]:
+    """The parts of a run, and its collector itself, as `grpo_rl.build.run` builds them.
+
+    Args:
+        collected: responses that were sampled before, when the run is resumed.
+    """
+    process, setup = world.process, world.setup
+    assert process is not None
+    env = Environment(world)
+
+    async def start(number: int) -> FleetMember:
+        name = f"engine {number}"
+        make = partial(SimulatedEngine, name, world)
+        return await engine_actors.launch(name, cast(Any, make), deadline_s=world.engine_start_s)
+
+    with ExitStack() as stack:
+        executor = lambda **_: process.executor(env.score_s)  # noqa: E731
+        stack.enter_context(mock.patch.object(asynchronous, "ThreadPoolExecutor", executor))
+        fleet = Fleet(start, setup.engines)
+        try:
+            process.run(fleet.start())
+        except Exception:
+            process.run(fleet.close())
+            raise
+        transport = partial(shared_memory.SharedMemoryTransport, bucket_bytes=BUCKET_BYTES, deadline_s=DEADLINE_S)
+        engine = FleetEngine(fleet, cast(Any, process), transport)
+        stack.callback(engine.close)
+        stack.callback(engine._transport.close)  # a killed process keeps no memory
+        model = Model()
+        weights = push.WeightSync(model, cast(Any, engine))
+        collector = asynchronous.AsyncCollector(
+            cast(Any, env),
+            engine,
+            asynchronous.Sampling(),
+            setup.responses,
+            weights,
+            setup.max_staleness,
+            collected,
+            drops_zero_variance=setup.drops_zero_variance,
+        )
+        stack.callback(collector.close)
+        yield (
+            Parts(
+                env=cast(Any, env),
+                tokenizer=cast(Any, None),
+                policy=cast(Any, SimpleNamespace(model=model)),
+                reference=None,
+                optimizer=cast(Any, Optimizer(model)),
+                engine=engine,
+                weights=weights,
+                collector=BroadcastCollector(collector, weights.on_rank_zero, collected),
+                schedules=cast(Any, Schedules(setup.group_size)),
+                loss=cast(Any, None),
+                compute_advantages=cast(Any, None),
+                buffer=GroupBuffer(setup.num_envs, setup.groups_per_batch),
+                micro_batching=cast(Any, None),
+                needs_old_log_probs=False,
+            ),
+            collector,
+        )

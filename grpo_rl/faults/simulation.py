@@ -1,0 +1,191 @@
+"""Simulation: one seed's run from its start to its end, through as many lives of the trainer as it takes."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from grpo_rl.engines.base import EngineDeadError, Sampling
+from grpo_rl.faults.clock import Killed, Process, lived_by
+from grpo_rl.faults.invariants import Invariants, Violation
+from grpo_rl.faults.parts import simulated_parts, simulated_ray
+from grpo_rl.faults.stand_ins import Diagnosis, Logs, Optimizer, config_of
+from grpo_rl.faults.world import World
+from grpo_rl.run.folder import Room, RunFolder
+from grpo_rl.run.held_out import HeldOut
+from grpo_rl.run.run import Run, RunOptions
+from grpo_rl.settings.sections import Train
+from grpo_rl.training.optimizer import StepResult
+from grpo_rl.weights.transport import WeightDeliveryError
+
+ENDS = {
+    Killed: ("crash of the trainer", "power cut"),
+    OSError: ("disk full",),
+    WeightDeliveryError: ("weights damaged",),
+    EngineDeadError: ("crash of a", "engine hangs", "message late"),
+    SystemExit: ("crash of a", "engine hangs", "message late"),
+}
+"""Errors that may end a life, with the beginnings of the faults one of which must have happened before."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a seed.
+
+    Args:
+        error: what was wrong, in a line; None: nothing.
+        events: the last events, or all.
+        digest: SHA-256 of the trace; the same seed has the same one.
+        lives: how often the trainer was started.
+        seconds: virtual ones.
+    """
+
+    seed: int
+    error: str | None
+    events: tuple[str, ...]
+    digest: str
+    lives: int
+    seconds: float
+    faults: Counter[str]
+    trained: int
+    dropped: Counter[str]
+
+
+def simulate(seed: int, keeps_all: bool = False) -> Outcome:
+    """The outcome of a seed, always the same one.
+
+    >>> simulate(0).digest == simulate(0).digest
+    True
+    """
+    with run_folder() as root:
+        return outcome_of(World(seed, root, keeps_all))
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """A new folder for a run, in memory where there is such a place."""
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(prefix="faults-", dir=shared) as folder:
+        root = Path(folder, "run")
+        root.mkdir()
+        yield root
+
+
+def outcome_of(world: World) -> Outcome:
+    """What comes of a world, from the run's start to its end."""
+    invariants, error = Invariants(world), None
+    try:
+        with world.disk.watched(), simulated_ray(world), redirect_stderr(io.StringIO()):
+            while not _live(world, invariants):
+                if world.life == world.most_lives:
+                    raise Violation(f"the run is not over after {world.most_lives} lives")
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return Outcome(
+        world.seed,
+        error,
+        tuple(world.events),
+        world.digest,
+        world.life,
+        world.now(),
+        world.faults,
+        invariants.trained,
+        invariants.dropped,
+    )
+
+
+def _live(world: World, invariants: Invariants) -> bool:
+    """One life of the process that trains; returns whether the run is over.
+
+    Raises:
+        Exception: something went wrong that may not.
+    """
+    begun_s = world.now() + (world.restart_s() if world.life else 0.0)
+    process = Process(begun_s, invariants.after_turn, world.take_what_is_left)
+    world.begin_life(process)
+    if world.left is not None:  # by a kill
+        invariants.lost(world.damage_newest())
+        world.put_back()
+    before = world.faults.copy()
+    try:
+        with lived_by(process):
+            _train(world, invariants)
+        return True
+    except (*ENDS,) as error:
+        happened = world.faults if isinstance(error, EngineDeadError | SystemExit) else world.faults - before
+        causes = next(causes for kind, causes in ENDS.items() if isinstance(error, kind))
+        if not any(kind.startswith(causes) for kind in happened):
+            raise Violation(f"the run ended although nothing had failed: {error!r}") from error
+        world.tell(f"the run ends: {type(error).__name__}")
+        return False
+    finally:
+        invariants.end()
+        process.end()
+
+
+def _train(world: World, invariants: Invariants) -> None:
+    """A run in the folder, from its beginning or from its newest checkpoint, as ``sota/grpo_async.py`` has it."""
+    process, setup = world.process, world.setup
+    assert process is not None
+    root, config = world.disk.root, config_of(world)
+    expected = invariants.expected()
+    train = Train(total_dialog_turns=setup.responses, checkpoint_frequency=setup.checkpoint_frequency, seed=world.seed)
+    resume = str(root) if any(root.iterdir()) else None
+    with RunFolder(root, resume, config, config, Room(3, 1e4, 1e4), train) as folder:
+        folder.prepare()
+        invariants.opened(folder, expected)
+        with simulated_parts(world, folder.collected) as (parts, collector):
+            invariants.begin(parts, collector)
+            logs = Logs(folder.path, config, world.tell, process.now)
+            held_out = HeldOut(cast(Any, parts.env), [], Sampling())
+            options = RunOptions(train, 0, "", "", "merged", "wait", False, {})
+            step_metrics = lambda parts, groups, record: parts.collector.metrics()  # noqa: E731
+            others = cast(Any, Diagnosis()), held_out, step_metrics, cast(Any, SimpleNamespace(asked=False)), options
+            with Run(folder, cast(Any, logs), parts, *others) as run:
+                _loop(run, world, process, invariants)
+            invariants.finished(run.step, folder)
+
+
+def _loop(run: Run, world: World, process: Process, invariants: Invariants) -> None:
+    parts, optimizer = run.parts, cast(Optimizer, run.parts.optimizer)
+    parts.weights.push()
+    for groups in _collections(run, invariants):
+        invariants.collected(groups)
+        world.begin_step()
+        parts.buffer.extend(groups)
+        for batch in run.optimizer_steps(parts.buffer.batches(world.setup.epochs)):
+            process.sleep(world.train_s())
+            ids = [group.group_id for group in batch]
+            world.tell(f"step {run.step + 1} trains on groups {ids}, started by version {parts.weights.version}")
+            optimizer.train(run.step + 1, batch)
+            run.add_result(StepResult(1.0, 1.0, skipped=False))
+        parts.weights.push()
+        run.finish_step(parts.buffer.drain())
+        world.tell(f"step {run.step} is over")
+        if run.step % world.setup.checkpoint_frequency == 0:
+            process.sleep(world.checkpoint_s())
+        invariants.stepped(run.step, run.folder)
+    run.save_checkpoint()
+
+
+def _collections(run: Run, invariants: Invariants) -> Iterator[list[Any]]:
+    """The run's collections; what is under way after a resume is checked before the first is asked for."""
+    asked, collect = False, run.parts.collector.collect
+
+    def check_and_collect(group_size: int) -> list[Any]:
+        nonlocal asked
+        if not asked:
+            invariants.resumed(run.step)
+        asked = True
+        return collect(group_size)
+
+    run.parts.collector.collect = check_and_collect
+    return run.collections()

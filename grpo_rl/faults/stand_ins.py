@@ -1,0 +1,184 @@
+"""What stands for the costly parts of a run: a task without texts, a model of two numbers, an optimizer that notes what
+it is given, and logs without a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from grpo_rl.data.group import Group
+from grpo_rl.envs.base import Failure, Prompt, Reward
+from grpo_rl.envs.prompts import PromptSource
+from grpo_rl.faults.world import World
+from grpo_rl.monitor.lineage import LineageLog
+from grpo_rl.monitor.metrics import MetricsLog
+
+ROWS = 1000
+"""Rows of the data: more than any run has groups, so that a row stands for one group."""
+SCORE_TIMEOUT_S = 60.0
+"""Seconds after which a scorer that hangs is given up."""
+
+
+def _tokenizer(texts: Sequence[str]) -> dict[str, list[list[int]]]:
+    return {"input_ids": [[int(text)] for text in texts]}
+
+
+_tokenizer.chat_template = None  # pyright: ignore[reportFunctionMemberAccess]
+
+
+class Environment:
+    """Gives the prompts of a real prompt source, whose rewards are drawn by the row."""
+
+    max_turns = 1
+
+    def __init__(self, world: World) -> None:
+        self._world, self.num_envs = world, world.setup.num_envs
+        rows = [{"number": number} for number in range(ROWS)]
+        self.task = SimpleNamespace(rows=rows, prompt=lambda row: [{"role": "user", "content": str(row["number"])}])
+        self._source = PromptSource(cast(Any, self.task), cast(Any, _tokenizer), None, "error", world.seed)
+        self._hangs: deque[bool] = deque()
+
+    def next_prompts(self, count: int) -> list[Prompt]:
+        """See :meth:`grpo_rl.envs.base.LLMEnv.next_prompts`."""
+        prompts = self._source.take(count)
+        for prompt in prompts:
+            self._world.give_out(prompt.group_id, prompt.row)
+        return prompts
+
+    def score_s(self) -> float:
+        """How long the next group's scoring takes; a scorer that hangs is given up after its deadline."""
+        self._hangs.append(self._world.happens("scorer hangs"))
+        return SCORE_TIMEOUT_S if self._hangs[-1] else self._world.seconds(0.1)
+
+    def score(self, row: int, responses: Sequence[Any]) -> list[Reward | Failure]:
+        """The rewards of the responses, or why the scorer gave none."""
+        if self._hangs.popleft() or self._world.happens("crash of a scorer", f"row {row}"):
+            self._world.unscored.add(row)
+            return [Failure("error", f"row {row}")] * len(responses)
+        if has_no_signal(self._world.seed, row):
+            return [Reward({"right": 1.0})] * len(responses)
+        return [Reward({"right": float(g == 0)}) for g in range(len(responses))]
+
+    def state_dict(self) -> dict[str, int]:
+        """See :class:`grpo_rl.envs.base.LLMEnv`."""
+        return self._source.state()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """See :class:`grpo_rl.envs.base.LLMEnv`."""
+        self._source.restore(state)
+
+    @property
+    def issued(self) -> int:
+        """The number of groups whose prompts were given out so far; their ids are the numbers below it."""
+        return self._source.state()["next_group_id"]
+
+
+def has_no_signal(seed: int, row: int) -> bool:
+    """Tells whether all responses to a row are rewarded alike.
+
+    >>> 150 < sum(has_no_signal(0, row) for row in range(1000)) < 250
+    True
+    """
+    return random.Random(f"{seed}/{row}").random() < 0.2
+
+
+class Model(torch.nn.Module):
+    """Two weights: the number of optimizer steps, and the sum of the groups' ids that they were taken on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.ids = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(40))
+
+
+class Optimizer:
+    """Notes in which step each group was trained on, and moves the model accordingly."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.trained: list[tuple[int, int]] = []
+        """Step and group, for each optimizer step and group in it."""
+        self.updates = 0
+
+    @torch.no_grad()
+    def train(self, step: int, groups: Sequence[Group]) -> None:
+        """Takes an optimizer step."""
+        self.trained += [(step, group.group_id) for group in groups]
+        self.updates += 1
+        self._move()
+
+    def _move(self) -> None:
+        with torch.no_grad():
+            self._model.steps.fill_(self.updates)
+            self._model.ids.fill_(sum(group_id for _, group_id in self.trained))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :class:`grpo_rl.training.optimizer.PolicyOptimizer`."""
+        return {"trained": torch.tensor(self.trained, dtype=torch.long).reshape(-1, 2), "updates": self.updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :class:`grpo_rl.training.optimizer.PolicyOptimizer`."""
+        self.trained = [(step, group_id) for step, group_id in state["trained"].tolist()]
+        self.updates = state["updates"]
+        self._move()
+
+
+class Schedules:
+    """Changes nothing."""
+
+    kl_coef = 0.0
+
+    def __init__(self, group_size: int) -> None:
+        self._group_size = group_size
+
+    def group_size(self, step: int) -> int:
+        """See :class:`grpo_rl.training.schedules.Schedules`."""
+        return self._group_size
+
+    def after_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """See :class:`grpo_rl.training.schedules.Schedules`."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """See :class:`grpo_rl.training.schedules.Schedules`."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See :class:`grpo_rl.training.schedules.Schedules`."""
+
+
+class Logs:
+    """The metrics and the lineage of a real run, and nothing for people; see :class:`grpo_rl.run.logs.RunLogs`."""
+
+    records = None
+
+    def __init__(self, folder: Path, config: str, note: Callable[[str], None], now: Callable[[], float]) -> None:
+        self.metrics, self.lineage = MetricsLog(folder), LineageLog(folder, config, cast(Any, None))
+        self.note, self.started, self.observers = note, now(), []
+        self.progress = SimpleNamespace(phase=lambda name: None)
+
+    def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], env: object) -> None:
+        """See :meth:`grpo_rl.run.logs.RunLogs.log_step`."""
+        self.metrics.log(step, metrics)
+
+
+class Diagnosis:
+    """Finds nothing; see :class:`grpo_rl.run.diagnosis.RunDiagnosis`."""
+
+    mismatch = SimpleNamespace(begin=lambda: None, weights_moved=lambda: None)
+
+    def observe(self, *_: object) -> None:
+        """See :meth:`grpo_rl.run.diagnosis.RunDiagnosis.observe`."""
+
+
+def config_of(world: World) -> str:
+    """The run's config, as far as a checkpoint and the lineage read it."""
+    settings = vars(world.setup) | {"seed": world.seed}
+    return json.dumps({"faults": settings, "policy": {"kl_coef": 0.0}, "loss": {"mask_truncated": False}})
