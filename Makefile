@@ -6,12 +6,12 @@
 # make test-seeds: 10,000 seeds of the simulation of faults, a quarter of an hour; SEEDS=1000 for fewer.
 # make test-models: every causal language model of transformers against its own forward, a minute or two.
 # make gpu-check: tests marked gpu, then benchmarks/gpu.py (12 minutes at most); without a GPU at toy sizes.
-# Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=3, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
+# Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=4, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
 
 SHELL := /bin/bash
 PYTHON ?=
 BACKEND ?=
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 4
 SEEDS ?= 10000
 ARGS ?=
 # What make quick leaves out: engines, scripts and processes of their own.

@@ -82,7 +82,7 @@ class Environment:
 
 
 def has_no_signal(seed: int, row: int) -> bool:
-    """Tells whether all responses to a row are rewarded alike.
+    """Tells whether all responses to a row are of zero variance.
 
     >>> 150 < sum(has_no_signal(0, row) for row in range(1000)) < 250
     True

@@ -19,6 +19,7 @@ from grpo_rl.training.checkpoint import checkpoints, load, save
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kills.py"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_runs_that_are_killed_go_on_as_if_nothing_had_been_and_a_planted_difference_is_found(tmp_path, script):
     command = [sys.executable, str(SCRIPT), "--kills", "4", "--seed", "1", "--keep", str(tmp_path)]

@@ -105,6 +105,7 @@ def test_neither_splits_nor_orders_of_a_step_change_its_gradient(loss, aggregate
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_processes_with_a_share_of_the_groups_each_have_the_gradient_of_one(tmp_path):
     """Each scores its own groups under the totals of the step; their gradients are added by gloo."""

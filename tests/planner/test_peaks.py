@@ -124,8 +124,9 @@ def test_the_tensors_of_a_real_step_take_what_is_planned(checkpointing, tied, tm
     assert planned(sizes, LONG, checkpointing) == pytest.approx(peak, rel=0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_tensors_of_a_real_step_of_a_mixture_take_what_is_planned(checkpointing, tmp_path):
     peak = peak_of_tensors(MIXTURE, LONG, checkpointing, tmp_path)
     assert planned(MIXTURE, LONG, checkpointing) == pytest.approx(peak, rel=0.1)

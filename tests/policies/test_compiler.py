@@ -65,6 +65,7 @@ print(why_uncompiled("cpu"))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_compiler
 def test_a_compiler_without_headers_leaves_the_model_uncompiled_and_says_why(folder, tmp_path):

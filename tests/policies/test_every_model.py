@@ -348,6 +348,7 @@ def model_page(verdicts: dict[tuple[str, float | None], Verdict] | None = None) 
     return TOOL["page"](verdicts or check(NAMES), kind_of, transformers.__version__)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_some_models_of_each_kind_are_scored_like_their_own_forward_or_refused():
     verdicts = check(FEW)

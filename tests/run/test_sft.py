@@ -157,6 +157,7 @@ def test_a_run_cut_off_in_an_epoch_resumes_at_its_row(tiny, finished, tmp_path):
     assert comparable(folder) == comparable(finished) and not again.joinpath("metrics.jsonl").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(tiny, finished, tmp_path):
     words = ["train_model.parallel=ddp", "train.epochs=1", "train_model.timeout_s=120", f"hydra.run.dir={tmp_path}"]

