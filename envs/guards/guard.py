@@ -81,7 +81,8 @@ class ScoreGuard:
     Args:
         task: judges.
         deadline_s: seconds that one call of the scorer may take.
-        max_failed_fraction: share of all responses; beyond it the run stops: the rest is an odd choice.
+        max_failed_fraction: share of all responses; beyond it the run stops, as the responses that
+            could be scored are no fair sample.
 
     Raises:
         ValueError: a setting is out of range.

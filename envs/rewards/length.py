@@ -55,7 +55,7 @@ def cosine(
         max_value_wrong: reward of a wrong response of ``max_len``.
         min_value_correct: reward of a right response of ``max_len``.
         max_value_correct: reward of a right response of length 0.
-        value_exceeded: reward of one of ``max_len`` or more, the paper's r_e; None goes on with the wave's end.
+        value_exceeded: reward of a response of ``max_len`` or more, the paper's r_e; None goes on with the wave's end.
 
     Raises:
         ValueError: ``max_len`` is below 1, or a value is not finite.

@@ -34,7 +34,7 @@ def _check_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg.model.name, cfg.mode = options.name, "sync"
     cfg.inference_model.engine = options.engine or cfg.inference_model.engine
     settings = Settings.read(cfg)
-    # Imports torch, for which nobody waits who wrote a wrong setting, or asks for help.
+    # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
     from transformers.utils import logging as transformers_logging
 
     from grpo_rl.checks.checking import findings

@@ -46,7 +46,7 @@ def _eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ValueError(f"{len(models)} models are given; eval takes one, or two to compare")
     own, rest = read_eval(words)
     settings = {task: task_settings(own, task, rest) for task in own.tasks}
-    # Imports torch, for which nobody waits who wrote a wrong setting, or asks for help.
+    # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
     from grpo_rl.evaluation.evaluating import compare, evaluate_model
 
     base = _folder(own)

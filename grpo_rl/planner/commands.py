@@ -71,7 +71,7 @@ def _batches(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg = compose_config(options.config_name, overrides)
     _refuse_sft("batches", cfg.mode)
     settings = Settings.read(cfg, divides=False)  # the drawing shows it
-    # Imports torch, for which nobody waits who wrote a wrong setting, or asks for help.
+    # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
     from rich.console import Console
 
     from grpo_rl.planner.batches import plan_batches

@@ -27,7 +27,7 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
 
 def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     loss_config(overrides)
-    # Imports torch, for which nobody waits who wrote a wrong override, or asks for help.
+    # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
     from rich.console import Console
 
     from grpo_rl.monitor.lineage_reader import read_step

@@ -22,7 +22,7 @@ def revisions(model: Path, env: Mapping[str, Any], before: Mapping[str, Any] | N
     Args:
         model: the folder that the initial model was loaded from.
         env: the settings of the data, which have been read.
-        before: what this said at the run's first start, where it resumes: its model's commit stays.
+        before: these entries at the run's first start, where it resumes: its model's commit stays.
     """
     own = repository_of(env["path"]) if env["path"] else own_repository(env["dataset"])
     return {

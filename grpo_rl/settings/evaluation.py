@@ -138,8 +138,8 @@ def beside_training(settings: Settings, given: Mapping[str, Any]) -> Settings:
     """The settings of another task that a run evaluates: its own, with the run's sampling, context and engine.
 
     Args:
-        given: of ``evaluate.tasks``: the task, its path, and under ``env`` those of its settings that differ from its
-            defaults.
+        given: an entry of ``evaluate.tasks``: the task, its path, and under ``env`` its settings that differ from
+            the defaults.
     """
     name, path = given["task"], given.get("path")
     cfg = compose_config(DEFAULT_CONFIG, [f"env.dataset={ALIASES.get(name, name)}"])

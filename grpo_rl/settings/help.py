@@ -146,7 +146,11 @@ def _of_task(dataset: str | None, folders: Sequence[Path]) -> dict[str, Any]:
     """The defaults that a task's config has, by dotted name, without those too long for a line."""
     paths = [path for folder in folders if (path := folder / "env" / f"{dataset}.yaml").is_file()]
     values = flat({"env": yaml.safe_load(paths[-1].read_text(encoding="utf-8"))}) if paths else {}
-    return {key: value for key, value in values.items() if value != "???" and len(json.dumps(value)) < LONGEST_DEFAULT}
+    return {
+        key: value
+        for key, value in values.items()
+        if value != "???" and len(json.dumps(value, default=str)) <= LONGEST_DEFAULT
+    }
 
 
 def _pairs(keys: Iterable[str], known: dict[str, Setting], of_task: Mapping[str, Any]) -> list[tuple[str, str]]:

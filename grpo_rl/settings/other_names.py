@@ -50,7 +50,7 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
         "samples_per_prompt",
     ),
     "evaluate.frequency": ("eval_every", "eval_interval", "eval_steps", "test_freq"),
-    "inference_model.max_model_len": ("context_length", "max_prompt_length", "max_seq_len", "max_seq_length"),
+    "inference_model.max_model_len": ("context_length", "max_seq_len", "max_seq_length"),
     "logger.backend": ("report_to", "tracker"),
     "loss.clip_high": ("clip_eps", "clip_range", "clip_ratio", "clip_ratio_high", "eps_clip", "epsilon_high"),
     "loss.clip_low": ("clip_eps", "clip_range", "clip_ratio", "clip_ratio_low", "eps_clip", "epsilon_low"),

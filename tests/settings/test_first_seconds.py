@@ -150,7 +150,7 @@ def results(tmp_path_factory):
 
 
 def told(script, lines, folder):
-    """What a script of sota/ gave for each command line; by its words."""
+    """The results of a script's command lines, by their words."""
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(ROOT / "sota" / script)],
         input="".join(json.dumps(words) + "\n" for words in lines),

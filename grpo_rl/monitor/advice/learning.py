@@ -196,7 +196,7 @@ def unstable(history: History, facts: Facts) -> Finding | None:
 
 
 def _collapses(history: History, facts: Facts) -> Finding | None:
-    """The responses to a prompt stop to differ in reward from one step to the next, where most did before."""
+    """No prompt's responses differ in reward any more from one step to the next, where most did before."""
     since, steps, before = history.alike
     # Learning takes variance away bit by bit: the quickstart needs ten steps from none to half of its groups.
     if steps < EARLY or steps * groups_of(facts) < FEW_GROUPS or not before or max(before) > QUARTER:
