@@ -173,12 +173,13 @@ class _Evaluator(SimpleEval):
         Python 3.11 counts how deep a tree is for all threads together, and tells a wrong count where two parse at a
         time, here or in a library (SystemError: AST constructor recursion depth mismatch).
         """
-        for _ in range(100):
+        while True:
             try:
                 return SimpleEval.parse(expr)
-            except SystemError:
+            except SystemError as error:
+                if "recursion depth mismatch" not in str(error):
+                    raise
                 time.sleep(0.001)
-        return SimpleEval.parse(expr)
 
 
 # One for all threads. It keeps nothing but the last expression, for messages that nobody sees; but to make one changes

@@ -26,6 +26,7 @@ COLLECTIVE_S = 60.0
 """Seconds for the ranks to start, to meet and to sum a tensor."""
 POLL_S = 0.1
 SHOWN_RANKS = 3
+"""Failed ranks that are told; more are counted."""
 
 
 def devices(case: Case) -> Iterator[Finding]:
@@ -113,7 +114,7 @@ def _said(log: IO[str]) -> list[str]:
 def _cause(codes: list[int | None], said: list[list[str]]) -> str:
     """The rank that failed, or those that never came; where all came, the network between them is silent."""
     if failed := [rank for rank, code in enumerate(codes) if code]:
-        # The first cause, if the others say no more than that it is gone, is not always of the lowest rank.
+        # The lowest rank that failed may only say that another one is gone.
         told = [
             f"rank {rank} of {len(codes)} ended with exit code {codes[rank]}: {said[rank][-1][:200]}" for rank in failed
         ]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from grpo_rl.checks.finding import Finding
 from grpo_rl.checks.in_turn import Case
-from grpo_rl.run.lock import FolderLock, in_use
+from grpo_rl.run.lock import LOCK, FolderLock, in_use
 from grpo_rl.storage.whole_file import write_whole
 
 PROBE_BYTES = 1 << 20
@@ -41,12 +41,20 @@ def folder_of(case: Case) -> Path:
         return case.folder
     place = Path(resume).absolute()
     holder = place.parent if place.is_file() else place
-    if any((place / name).exists() for name in (CHECKPOINTS, METRICS, ".lock")):
+    if any((place / name).exists() for name in (CHECKPOINTS, METRICS, LOCK)):
         return place
     if not place.is_file() and not list(place.glob("checkpoint_*.pt")):
         what = "no run and no checkpoint is there" if place.exists() else "nothing is there"
         raise ValueError(f"resume={resume}: {what}; give a checkpoint_*.pt, a run's folder, or auto")
     return holder.parent if holder.name == CHECKPOINTS else case.folder
+
+
+def _folder_or_own(case: Case) -> Path:
+    """The folder that the run will write to; its own where :func:`run_folder` tells that it can't resume."""
+    try:
+        return folder_of(case)
+    except ValueError:
+        return case.folder
 
 
 def run_folder(case: Case) -> Iterator[Finding]:
@@ -100,10 +108,7 @@ def _trained(folder: Path) -> bool:
 def leftovers(case: Case) -> Iterator[Finding]:
     """Processes of an earlier run that hold the folder, by its lock or by open files."""
     about = "leftovers"
-    try:
-        folder = folder_of(case).absolute()
-    except ValueError:  # told by the check of the folder
-        folder = case.folder.absolute()
+    folder = _folder_or_own(case).absolute()
     if not folder.is_dir():
         busy = []
         with suppress(OSError):  # a folder that can't be read, or is gone by now
@@ -147,7 +152,7 @@ def _belongs(file: Path, folder: Path) -> bool:
     if not file.is_relative_to(folder):
         return False
     inside = file.relative_to(folder).parts[:-1]
-    runs = (folder.joinpath(*inside[: i + 1], ".lock") for i in range(len(inside)))
+    runs = (folder.joinpath(*inside[: i + 1], LOCK) for i in range(len(inside)))
     return not any(part.startswith(PROBE) for part in inside) and not any(lock.exists() for lock in runs)
 
 
@@ -181,10 +186,7 @@ def disk(case: Case) -> Iterator[Finding]:
     room = needed_room(settings, size)
     if not settings.train.keep_checkpoints and settings.train.checkpoint_frequency:  # all of them are kept
         room = replace(room, checkpoints=1 + total_steps(settings) // settings.train.checkpoint_frequency)
-    try:
-        place = place_of(folder_of(case))
-    except ValueError:
-        place = place_of(case.folder)
+    place = place_of(_folder_or_own(case))
     free = shutil.disk_usage(place).free
     text = f"{free / 2**30:,.1f} GiB are free at {place}, and {room}"
     if free >= room.needed:

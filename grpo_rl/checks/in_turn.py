@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from grpo_rl.settings.schema import Settings
 
 POLL_S = 0.2
+"""Seconds between two looks at whether a process still lives."""
 STACK_S = 0.5
 """Seconds that a process that hangs has to say where."""
 END_S = 3.0

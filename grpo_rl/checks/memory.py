@@ -14,6 +14,7 @@ from grpo_rl.planner.errors import NotPlannedError
 from grpo_rl.planner.hardware import GIB, Cluster
 from grpo_rl.planner.plan import Plan, make_plan
 from grpo_rl.planner.scenario import Scenario
+from grpo_rl.settings.devices import allocate
 from grpo_rl.settings.schema import Settings
 
 
@@ -62,7 +63,7 @@ def _free(plan: Plan) -> tuple[float, str]:
     if plan.scenario.cluster.device.kind == "cpu":
         return free_memory()
     settings = plan.scenario.settings
-    named = [index for role in (settings.train_model, settings.inference_model) for index in role.devices or ()]
-    indices = named or range(min(plan.layout.total, torch.cuda.device_count()))
+    devices = allocate(settings, settings.mode or "sync")
+    indices = {device.index for device in (*devices.train, *devices.ref, *devices.inference)}
     least, index = min((torch.cuda.mem_get_info(index)[0], index) for index in indices)
     return least, f"on cuda:{index}"

@@ -1,4 +1,4 @@
-"""How a rank ends when another is lost, when all of them stop, and by an error of its own."""
+"""Endings of a rank: when another is lost, when all of them stop, and by an error of its own."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from grpo_rl.faults.share import table
 from grpo_rl.faults.simulation import Outcome, simulate
 
 SHARE_STEPS, SHARE_RUNS = 200, 3
-"""Steps of each run of which ``--share`` tells, and runs of a kind."""
+"""Steps of each run of ``--share``, and runs of each of its cases."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def simulate_many(seeds: Sequence[int]) -> int:
 
 
 def report_of(outcome: Outcome, shows_events: bool) -> str:
-    """What came of a seed, in lines."""
+    """The report on a seed, in lines."""
     verdict = f"FAILED: {outcome.error}" if outcome.error else "all invariants hold"
     found = (
         f"{outcome.lives} lives in {outcome.seconds:.0f} virtual s, groups trained on {outcome.trained}, dropped "

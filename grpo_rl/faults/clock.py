@@ -37,18 +37,18 @@ class Loop(VirtualLoop):
     def __init__(self, begun_s: float, after_turn: Callable[[], None]) -> None:
         super().__init__()
         self._jumping.now, self._after_turn = begun_s, after_turn
-        self._errors: list[BaseException] = []
+        self.errors: list[BaseException] = []
         self.set_exception_handler(self._on_error)
 
     def _on_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        # One of a task that nobody waits for is found when the task is collected, which is not the same each time.
+        # An error of a task that nobody waits for shows when the task is collected, at another time in each process.
         if "handle" in context:
-            self._errors.append(context["exception"])
+            self.errors.append(context["exception"])
 
     def _run_once(self) -> None:
         super()._run_once()  # pyright: ignore[reportAttributeAccessIssue]
-        if self._errors:
-            raise self._errors[0]
+        if self.errors:
+            raise self.errors[0]
         self._after_turn()
 
 
@@ -63,7 +63,7 @@ class Process:
 
     def __init__(self, begun_s: float, after_turn: Callable[[], None], on_kill: Callable[[], None]) -> None:
         self.wall_jump_s = 0.0
-        """What the wall clock was set forward; the monotonic one never is."""
+        """Seconds that the wall clock was set forward; the monotonic one never is."""
         self.killed = False
         self._asked, self._on_kill = False, on_kill
         self.events = Loop(begun_s, after_turn)
@@ -91,7 +91,7 @@ class Process:
     def wait(
         self, calls: Iterable[Future[Any]], timeout: float | None = None, return_when: str = ALL_COMPLETED
     ) -> tuple[set[Future[Any]], set[Future[Any]]]:
-        """As :func:`concurrent.futures.wait`, in virtual time.
+        """The calls that are done, and the others; :func:`concurrent.futures.wait` in virtual time.
 
         Raises:
             LockedUpError: it would wait for ever.
@@ -129,7 +129,7 @@ class Process:
         self.events.call_later(seconds, call)
 
     def executor(self, seconds: Callable[[], float]) -> Executor:
-        """What stands for a thread of the process; see :class:`Executor`."""
+        """A stand-in for a thread of the process; see :class:`Executor`."""
         return Executor(self, seconds)
 
     def ask_to_kill(self) -> None:
@@ -163,6 +163,7 @@ class Process:
     def end(self) -> None:
         """Ends the process, and what is left on its event loop."""
         self.killed = True
+        self.events.errors.clear()  # raised already, and would be again before the loop is closed
         tasks = asyncio.all_tasks(self.events)
         for task in tasks:
             task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]

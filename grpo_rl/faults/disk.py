@@ -1,5 +1,6 @@
 """The disk of a simulated process: what a kill and a power cut leave of a run's folder.
 
+Faults come at `os.fsync` and `os.replace`, and not in a write between them; names of folders count as safe.
 A kill leaves files as they are. A power cut keeps only what was synced: of a file the contents at its last `fsync` and
 perhaps a part of what followed, of a folder the names at its own last one and perhaps later ones.
 """
@@ -95,7 +96,7 @@ class Disk:
                 is_same = name in now and name in synced and now[name].stat().st_ino == synced[name][0]
                 if name in now and (is_same or self._rng.random() < 0.5):
                     content = self._content(now[name])
-                elif name in synced:
+                elif name in synced and (name in now or self._rng.random() < 0.5):
                     content = synced[name][1]
                 else:
                     continue

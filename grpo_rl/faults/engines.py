@@ -10,7 +10,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from grpo_rl.cluster.engine_actors import RayError, RayTaskError
 from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
 from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.engines.shared_memory import parts, trainers_memory
+from grpo_rl.faults.world import World
 
 DEADLINE_S = 10.0
 """Seconds in which an engine has to answer a call."""
@@ -26,57 +27,17 @@ ANSWERS_TWICE = ("check_health", "weight_version", "fingerprints", "pause", "res
 """Calls that an engine may be asked for twice."""
 
 
-class Fates(Protocol):
-    """Decides what befalls engines; see `grpo_rl.faults.world.World`."""
-
-    def happens(self, kind: str, where: str) -> bool:
-        """Decides whether a fault happens here, and counts it."""
-        ...
-
-    def seconds(self, mean: float) -> float:
-        """Draws how long something takes."""
-        ...
-
-    def token_s(self, groups: int) -> float:
-        """Draws how long a token takes on an engine that samples so many groups."""
-        ...
-
-    def launch_s(self) -> float:
-        """Draws how long an engine takes to start."""
-        ...
-
-    def later(self, seconds: float, call: Callable[[], object]) -> None:
-        """Calls a function once so many virtual seconds have passed, unless the process is gone."""
-        ...
-
-    def now(self) -> float:
-        """Virtual seconds since the simulation's beginning."""
-        ...
-
-    def jump_clock(self) -> None:
-        """Sets the wall clock."""
-        ...
-
-    def kill_trainer(self) -> None:
-        """Kills the process that trains."""
-        ...
-
-    def tell(self, event: str) -> None:
-        """Adds to the trace."""
-        ...
-
-
 class SimulatedEngine:
-    """What runs in the actor, with the interface of `grpo_rl.engines.vllm.asynchronous.AsyncVLLMEngine`."""
+    """The engine in the actor, with the interface of `grpo_rl.engines.vllm.asynchronous.AsyncVLLMEngine`."""
 
     dtype, max_model_len, takes_adapters, proves_bytes = torch.float32, 64, False, False
     deadline_s = DEADLINE_S
 
-    def __init__(self, name: str, fates: Fates) -> None:
-        self.name, self.version, self.pids = name, 0, []
-        self._fates = fates
+    def __init__(self, name: str, world: World) -> None:
+        self.name, self.version = name, 0
+        self._world = world
         self.weights: dict[str, Tensor] = {}
-        self._slowness = 20.0 if fates.happens("slow engine", name) else 1.0
+        self._slowness = 20.0 if world.happens("slow engine", name) else 1.0
         self._groups = 0
         self._running = asyncio.Event()
         self._running.set()
@@ -88,11 +49,11 @@ class SimulatedEngine:
         self._groups += 1
         for _ in range(n):
             ids.append([])
-            for _ in range(1 + int(self._fates.seconds(1.0))):
-                await asyncio.sleep(self._fates.token_s(self._groups) * self._slowness)
+            for _ in range(1 + int(self._world.seconds(1.0))):
+                await asyncio.sleep(self._world.token_s(self._groups) * self._slowness)
                 await self._running.wait()
                 ids[-1].append(int(prompt[0]))
-                log_probs.append(-self.weights["steps"].item())
+                log_probs.append(-self._updates())
                 versions.append(self.version)
         self._groups -= 1
         offsets = torch.tensor([0, *map(len, ids)]).cumsum(0)
@@ -104,6 +65,11 @@ class SimulatedEngine:
             self.version,
             torch.tensor(versions),
         )
+
+    def _updates(self) -> float:
+        """Optimizer steps that the weights have seen; a quarter more where they do not all say the same."""
+        steps = self.weights["steps"]
+        return steps.item() + (0.0 if all(bool((w == steps).all()) for w in self.weights.values()) else 0.25)
 
     async def pause(self) -> None:
         """See :meth:`grpo_rl.engines.base.AsyncEngine.pause`."""
@@ -132,13 +98,14 @@ class SimulatedEngine:
         memory = trainers_memory(bucket["path"], bucket["size"])
         header = memory[bucket["start"] : bucket["start"] + 16].view(torch.int64).tolist()
         assert header == [bucket["version"], number], f"bucket {number} was written over: {header}"
+        part = None
         for part in parts(memory, bucket["tensors"]):
             held = self.weights.get(part.name)
             held = torch.zeros(part.shape) if held is None else held.clone()
             held.view(-1)[part.first : part.first + len(part.values)] = part.values
             self.weights[part.name] = held
-        if self._fates.happens("weights damaged in a push", self.name):
-            self.weights["steps"] = self.weights["steps"] + 0.5
+        if part is not None and self._world.happens("weights damaged in a push", self.name):
+            self.weights[part.name] = self.weights[part.name] + 0.5
         self._turns[number + 1].set()
 
     async def finish_weight_update(self, weight_version: str) -> None:
@@ -189,19 +156,21 @@ class SimulatedActor:
         node: number of the node that it runs on; actors die with their node.
     """
 
-    def __init__(self, make: Callable[[], SimulatedEngine], node: int, fates: Fates) -> None:
-        self.node, self._fates = node, fates
-        self.alive, self._hangs, self._hangs_since_s = True, False, 0.0
-        self._open: dict[Future[Any], float] = {}
-        """Calls that were not answered yet, with when they were made, the oldest first."""
+    def __init__(self, make: Callable[[], SimulatedEngine], node: int, world: World) -> None:
+        self.node, self._world = node, world
+        self.alive, self._hangs = True, False
+        self._unanswered_since_s: float | None = None
+        """Since when a call waits for an engine that hangs; a later call, or none, changes nothing."""
+        self._open: dict[Future[Any], None] = {}
+        """Calls that were not answered yet, in their order."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.engine = make()
         self.about, self.call = _Method(self._about), _Method(self._call)
 
     def _about(self) -> _Answer:
         async def about() -> dict[str, Any]:
-            await asyncio.sleep(self._fates.launch_s())
-            if self._fates.happens("crash of an engine that starts", self.engine.name):
+            await asyncio.sleep(self._world.launch_s())
+            if self._world.happens("crash of an engine that starts", self.engine.name):
                 self.die()
             names = ("dtype", "max_model_len", "takes_adapters", "proves_bytes", "version", "deadline_s")
             return {name: getattr(self.engine, name) for name in names} | {"node": f"node {self.node}", "pids": []}
@@ -210,7 +179,7 @@ class SimulatedActor:
 
     def _call(self, method: str, *args: Any) -> _Answer:
         async def work() -> Any:
-            if method in ANSWERS_TWICE and self._fates.happens("message doubled", f"{self.engine.name} {method}"):
+            if method in ANSWERS_TWICE and self._world.happens("message doubled", f"{self.engine.name} {method}"):
                 await getattr(self.engine, method)(*args)
             return await getattr(self.engine, method)(*args)
 
@@ -218,26 +187,26 @@ class SimulatedActor:
 
     def _answer(self, method: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> _Answer:
         value: Future[Any] = Future()
-        self._open[value] = self._fates.now()
+        self._open[value] = None
         value.add_done_callback(lambda call: self._open.pop(call, None))
-        self._fates.later(self._message_s(method), lambda: self._begin(value, method, work))
+        self._world.later(self._message_s(method), lambda: self._begin(value, method, work))
         return _Answer(value)
 
     def _message_s(self, method: str) -> float:
-        """How long a message takes; calls overtake each other, as with Ray."""
-        late = self._fates.happens("message late", f"{self.engine.name} {method}")
-        return self._fates.seconds(15.0 if late else 0.01)
+        """Seconds that a message takes; calls overtake each other, as with Ray."""
+        late = self._world.happens("message late", f"{self.engine.name} {method}")
+        return self._world.seconds(15.0 if late else 0.01)
 
     def _begin(self, value: Future[Any], method: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         where = f"{self.engine.name} {method}"
-        if self.alive and self._fates.happens("crash of an engine", where):
+        if self.alive and self._world.happens("crash of an engine", where):
             self.die()
-        if self.alive and self._fates.happens("engine hangs", where):
-            self._hangs, self._hangs_since_s = True, self._fates.now()
-        if self.alive and self._fates.happens("clock jumps", where):
-            self._fates.jump_clock()
-        if method == "update_weights" and self._fates.happens("crash of the trainer in a push", where):
-            self._fates.kill_trainer()
+        if self.alive and self._world.happens("engine hangs", where):
+            self._hangs, self._unanswered_since_s = True, self._world.now()
+        if self.alive and self._world.happens("clock jumps", where):
+            self._world.jump_clock()
+        if method == "update_weights" and self._world.happens("crash of the trainer in a push", where):
+            self._world.kill_trainer()
         if not self.alive:
             self._fail(value)
         elif not self._hangs:
@@ -250,21 +219,21 @@ class SimulatedActor:
             result, error = await work(), None
         except Exception as raised:
             result, error = None, RayTaskError(method, str(raised), raised, "actor", 1, "127.0.0.1")
-        self._fates.later(self._message_s(method), lambda: self._deliver(value, method, result, error))
+        self._world.later(self._message_s(method), lambda: self._deliver(value, method, result, error))
 
     def _deliver(self, value: Future[Any], method: str, result: Any, error: RayTaskError | None) -> None:
         if not self.alive or self._hangs or value.done() or not value.set_running_or_notify_cancel():
             return
         if method not in ("generate", "check_health"):
-            self._fates.tell(f"{self.engine.name} answers {method}{f' with {error.cause!r}' if error else ''}")
+            self._world.tell(
+                f"{self.engine.name} answers {method}{f' with {type(error.cause).__name__}' if error else ''}"
+            )
         value.set_exception(error) if error else value.set_result(result)
 
     @property
     def silent_s(self) -> float:
-        """How long a call has waited for an engine that will never answer it; 0: none has."""
-        if not (self._hangs and self.alive and self._open):
-            return 0.0
-        return self._fates.now() - max(self._hangs_since_s, next(iter(self._open.values())))
+        """Seconds since the first call that an engine that hangs will never answer; 0: there is none."""
+        return self._world.now() - self._unanswered_since_s if self.alive and self._unanswered_since_s else 0.0
 
     def _fail(self, value: Future[Any]) -> None:
         if not value.done() and value.set_running_or_notify_cancel():
@@ -275,8 +244,8 @@ class SimulatedActor:
         if not self.alive:
             return
         self.alive = False
-        self._fates.tell(f"{self.engine.name} is dead")
+        self._world.tell(f"{self.engine.name} is dead")
         for task in self._tasks:
             task.cancel()
         for value in list(self._open):
-            self._fates.later(self._fates.seconds(1.0), lambda value=value: self._fail(value))
+            self._world.later(self._world.seconds(1.0), lambda value=value: self._fail(value))

@@ -14,13 +14,13 @@ from grpo_rl.cluster.fleet_engine import FleetEngine
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.data.group import Group
 from grpo_rl.faults.engines import DEADLINE_S, SimulatedActor
-from grpo_rl.faults.stand_ins import Environment, Model, Optimizer, has_no_signal
+from grpo_rl.faults.stand_ins import Environment, Model, Optimizer, has_zero_variance
 from grpo_rl.faults.world import OF_ENGINES, World
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.parts import Parts
 
 NOTICED_S = 5 * DEADLINE_S
-"""Seconds within which an engine that hangs is noticed: twice its deadline for the call, as long for a health check."""
+"""Seconds within which an engine that hangs is noticed: several deadlines of a call, one of which may be a push's."""
 
 
 class Violation(AssertionError):
@@ -41,6 +41,8 @@ class Invariants:
         self._most_groups = (world.setup.max_staleness + 1) * world.setup.num_envs
         self._saved = 0
         """The step of the newest checkpoint that must be there after whatever happens."""
+        self._damaged: set[str] = set()
+        """Names of checkpoints that the disk has damaged."""
         self._parts: Parts | None = None
         self._last_progress_s = 0.0
         self.trained, self.dropped = 0, Counter[str]()
@@ -50,7 +52,9 @@ class Invariants:
     def lost(self, newest: str | None) -> None:
         """Takes note of a checkpoint that was damaged by the disk."""
         if newest is not None:
-            self._saved = 0
+            self._damaged.add(Path(newest).name)
+            whole = filter(self._world.disk.is_whole, self._world.disk.root.glob("checkpoints/checkpoint_*.pt"))
+            self._saved = max((step for step in map(_number, whole) if step <= self._saved), default=0)
 
     def expected(self) -> Path | None:
         """The checkpoint that a run in the folder has to go on with: the newest whole one that the metrics reach."""
@@ -60,6 +64,8 @@ class Invariants:
         logged = max((json.loads(line)["step"] for line in lines), default=0)
         for path in sorted(root.glob("checkpoints/checkpoint_*.pt"), reverse=True):
             step = _number(path)
+            if not self._world.disk.is_whole(path) and path.name not in self._damaged:
+                raise Violation(f"{path.name} has its name and is not whole, though no disk has damaged it")
             if step <= logged and self._world.disk.is_whole(path):
                 if step < self._saved:
                     raise Violation(f"the checkpoint of step {self._saved} was safe, and the newest is of step {step}")
@@ -104,8 +110,10 @@ class Invariants:
         self._last_version = weights.version
         assert isinstance(self._parts.engine, FleetEngine)
         fleet = self._parts.engine.fleet
-        if fleet.restarts and not any(kind in self._world.faults for kind in OF_ENGINES):
-            raise Violation(f"{fleet.restarts} engines were replaced, and nothing had befallen any")
+        # The fleet's own count goes on from the checkpoint's.
+        replaced = sum(max(0, slot.launches - 1) for slot in fleet._slots)
+        if replaced and not any(self._world.faults_of_life[kind] for kind in OF_ENGINES):
+            raise Violation(f"{replaced} engines were replaced, and no fault had happened to any")
         for slot in fleet._slots:
             actor: SimulatedActor | None = getattr(slot.engine, "_actor", None)
             if actor is not None and actor.alive:
@@ -177,7 +185,7 @@ class Invariants:
         drops = self._world.setup.drops_zero_variance
         for group_id in missing:
             row = self._world.rows[group_id]
-            if row not in self._world.unscored and not (drops and has_no_signal(self._world.seed, row)):
+            if row not in self._world.unscored and not (drops and has_zero_variance(self._world.seed, row)):
                 raise Violation(f"group {group_id} was dropped, and nothing was wrong with it")
         self._is(staleness.trained, len(trained) + len(in_hand), "the count of trained groups is another")
         if nobodys := [group_id for group_id in whereabouts if group_id >= env.issued]:
@@ -200,6 +208,7 @@ class Invariants:
             if saved is None or saved[0] != step or not self._world.disk.is_whole(saved[1]):
                 raise Violation(f"the checkpoint of step {step} was to be saved, and is not there")
             self._saved = step
+            self._damaged.discard(saved[1].name)
 
     def finished(self, step: int, folder: RunFolder) -> None:
         """Checks a run that is over."""

@@ -37,7 +37,9 @@ class _ActorClass:
 
     def remote(self, make: Any) -> SimulatedActor:
         """See ``ray.actor.ActorClass.remote``."""
-        return self._world.launch(make)
+        actor = SimulatedActor(make, len(self._world.actors) % 2, self._world)  # on one of two nodes
+        self._world.actors.append(actor)
+        return actor
 
 
 def _kill(actor: SimulatedActor) -> None:
@@ -47,7 +49,7 @@ def _kill(actor: SimulatedActor) -> None:
 
 @contextmanager
 def simulated_ray(world: World) -> Iterator[None]:
-    """Has engines run in simulated actors; longer than anything that calls them, as Ray would start a cluster."""
+    """Has engines run in simulated actors; ends after everything that calls them, or Ray would start a cluster."""
     with (
         mock.patch.object(engine_actors, "_EngineActor", _ActorClass(world)),
         mock.patch.object(engine_actors, "ray", SimpleNamespace(kill=_kill)),

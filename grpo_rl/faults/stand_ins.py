@@ -1,4 +1,4 @@
-"""What stands for the costly parts of a run: a task without texts, a model of two numbers, an optimizer that notes what
+"""Stand-ins for the costly parts of a run: a task without texts, a model of two numbers, an optimizer that notes what
 it is given, and logs without a terminal.
 """
 
@@ -54,7 +54,7 @@ class Environment:
         return prompts
 
     def score_s(self) -> float:
-        """How long the next group's scoring takes; a scorer that hangs is given up after its deadline."""
+        """Seconds that the next group's scoring takes; a scorer that hangs is given up after its deadline."""
         self._hangs.append(self._world.happens("scorer hangs"))
         return SCORE_TIMEOUT_S if self._hangs[-1] else self._world.seconds(0.1)
 
@@ -63,7 +63,7 @@ class Environment:
         if self._hangs.popleft() or self._world.happens("crash of a scorer", f"row {row}"):
             self._world.unscored.add(row)
             return [Failure("error", f"row {row}")] * len(responses)
-        if has_no_signal(self._world.seed, row):
+        if has_zero_variance(self._world.seed, row):
             return [Reward({"right": 1.0})] * len(responses)
         return [Reward({"right": float(g == 0)}) for g in range(len(responses))]
 
@@ -81,21 +81,21 @@ class Environment:
         return self._source.state()["next_group_id"]
 
 
-def has_no_signal(seed: int, row: int) -> bool:
-    """Tells whether all responses to a row are of zero variance.
+def has_zero_variance(seed: int, row: int) -> bool:
+    """Tells whether a row gives a zero-variance group.
 
-    >>> 150 < sum(has_no_signal(0, row) for row in range(1000)) < 250
+    >>> 150 < sum(has_zero_variance(0, row) for row in range(1000)) < 250
     True
     """
     return random.Random(f"{seed}/{row}").random() < 0.2
 
 
 class Model(torch.nn.Module):
-    """Two weights: the number of optimizer steps, and the sum of the groups' ids that they were taken on."""
+    """41 weights in two tensors, which two buckets carry; each is the number of optimizer steps."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps, self.ids = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(40))
+        self.steps, self.more = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(40))
 
 
 class Optimizer:
@@ -117,7 +117,7 @@ class Optimizer:
     def _move(self) -> None:
         with torch.no_grad():
             self._model.steps.fill_(self.updates)
-            self._model.ids.fill_(sum(group_id for _, group_id in self.trained))
+            self._model.more.fill_(self.updates)
 
     def state_dict(self) -> dict[str, Any]:
         """See :class:`grpo_rl.training.optimizer.PolicyOptimizer`."""

@@ -8,10 +8,10 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from grpo_rl.faults.clock import Process
 from grpo_rl.faults.disk import Disk, damaged
-from grpo_rl.faults.engines import SimulatedActor, SimulatedEngine
 
 OFTEN = {
     "crash of an engine": 0.02,
@@ -43,9 +43,20 @@ LAST_EVENTS = 25
 """Events that are shown of a seed that fails."""
 
 
+class Actor(Protocol):
+    """A process with an engine in it; see `grpo_rl.faults.engines.SimulatedActor`."""
+
+    node: int
+    alive: bool
+
+    def die(self) -> None:
+        """Ends the process."""
+        ...
+
+
 @dataclass(frozen=True)
 class Setup:
-    """How a seed's run is set up; the names are those of the settings."""
+    """The setup of a seed's run; the names are those of the settings."""
 
     engines: int
     num_envs: int
@@ -64,7 +75,7 @@ class Setup:
 
 
 class World:
-    """What a seed decides, over all lives of the process that trains.
+    """The decisions of a seed, over all lives of the process that trains.
 
     Args:
         root: the run's folder.
@@ -99,17 +110,20 @@ class World:
         self._chances = {kind: chance if draw.random() < share else 0.0 for kind, chance in OFTEN.items()}
         self._left = draw.randint(1, MOST_FAULTS)
         self.faults: Counter[str] = Counter()
+        self.faults_of_life: Counter[str] = Counter()
+        """Faults since the trainer was started last."""
         self.events: deque[str] = deque(maxlen=None if keeps_all else LAST_EVENTS)
         self._digest = hashlib.sha256()
         self.disk = Disk(root, draw, self._before_write)
         self.process: Process | None = None
-        self._actors: list[SimulatedActor] = []
+        self.actors: list[Actor] = []
+        """Actors that were started in this life."""
         self._cuts_power = False
         self.life = 0
         self.rows: dict[int, int] = {}
         """The row of each group whose prompt was given out in any life."""
         self.left: dict[str, bytes] | None = None
-        """What the last kill has left of the run's folder, until the next life."""
+        """The files that the last kill has left of the run's folder, until the next life."""
         self.unscored: set[int] = set()
         """Rows of which a scorer has failed at least once."""
 
@@ -121,6 +135,7 @@ class World:
         """Adds to the trace; nothing that comes after a kill is a part of it."""
         if self.process and self.process.killed:
             return
+        event = event.replace(str(self.disk.root), "RUN")  # whose name is another at each replay
         line = f"{self.now():10.3f} s  life {self.life}  {event}"
         self.events.append(line)
         self._digest.update(line.encode())
@@ -136,12 +151,17 @@ class World:
         if not (chance and self._left and self.process and not self.process.killed) or self._rng.random() >= chance:
             return False
         self._left -= 1
-        self.faults[kind] += 1
-        self.tell(f"FAULT {kind}{': ' if where else ''}{where}")
+        self.count(kind, where)
         return True
 
+    def count(self, kind: str, where: str = "") -> None:
+        """Counts a fault, and tells of it."""
+        self.faults[kind] += 1
+        self.faults_of_life[kind] += 1
+        self.tell(f"FAULT {kind}{': ' if where else ''}{where}")
+
     def seconds(self, mean: float) -> float:
-        """Draws how long something takes: as a rule about the mean, now and then several times that."""
+        """Draws the seconds that something takes: mostly near the mean, sometimes several times that."""
         return self._rng.expovariate(1 / mean) if self._rng.random() < 0.3 else mean * self._rng.uniform(0.5, 1.5)
 
     def token_s(self, groups: int) -> float:
@@ -161,11 +181,11 @@ class World:
         return self.seconds(1.0)
 
     def checkpoint_s(self) -> float:
-        """How long a checkpoint takes."""
+        """Seconds that a checkpoint takes."""
         return 0.0
 
     def begin_step(self) -> None:
-        """Decides what befalls this step in particular."""
+        """Plans faults of this step alone."""
 
     def later(self, seconds: float, call: Callable[[], object]) -> None:
         """Calls a function once so many virtual seconds have passed, unless the process is gone."""
@@ -182,23 +202,25 @@ class World:
 
     def begin_life(self, process: Process) -> None:
         """Begins another life of the process that trains; engines of an earlier one died with it."""
-        self.process, self._actors, self._cuts_power = process, [], False
+        self.process, self.actors, self._cuts_power = process, [], False
+        self.faults_of_life = Counter()
         self.life += 1
         self.tell("the trainer starts")
-        self._await_fate()
+        self._schedule_timed_faults()
 
-    def _await_fate(self) -> None:
+    def _schedule_timed_faults(self) -> None:
         # A timer that goes on for ever would hide that nothing else does.
         if self._left and any(self._chances[kind] for kind in BY_TIME):
-            self.later(self.seconds(3.0), self._fate)
+            self.later(self.seconds(3.0), self._inject_timed_faults)
 
-    def _fate(self) -> None:
-        """What befalls the whole machine, every few seconds."""
+    def _inject_timed_faults(self) -> None:
+        """Draws the faults that come with time, every few seconds."""
         if self.happens("clock jumps"):
             self.jump_clock()
-        if self.happens("crash of a node"):
-            node = self._rng.randrange(2)
-            for actor in self._actors:
+        nodes = sorted({actor.node for actor in self.actors if actor.alive})
+        if nodes and self.happens("crash of a node"):
+            node = self._rng.choice(nodes)
+            for actor in self.actors:
                 if actor.node == node:
                     actor.die()
         if self.happens("crash of the trainer"):
@@ -206,7 +228,7 @@ class World:
         if self.happens("power cut"):
             self._cuts_power = True
             self.kill_trainer()
-        self._await_fate()
+        self._schedule_timed_faults()
 
     def jump_clock(self) -> None:
         """Sets the wall clock, forward or back; the monotonic one goes on."""
@@ -239,14 +261,6 @@ class World:
             self.disk.put(self.left)
         self.left = None
 
-    # Engines.
-
-    def launch(self, make: Callable[[], SimulatedEngine]) -> SimulatedActor:
-        """Starts an actor on one of two nodes."""
-        actor = SimulatedActor(make, len(self._actors) % 2, self)
-        self._actors.append(actor)
-        return actor
-
     # Data.
 
     def give_out(self, group_id: int, row: int) -> None:
@@ -259,13 +273,12 @@ class World:
         assert before == row, f"group {group_id} was of row {before} before the resume, and is of row {row} after it"
 
     def damage_newest(self) -> str | None:
-        """Damages the newest of several checkpoints as the case may be, and returns its path."""
+        """Damages the newest of several checkpoints and returns its path; None where it leaves them as they are."""
         left = self.left or {}
         checkpoints = sorted(name for name in left if name.startswith("checkpoints/") and name.endswith(".pt"))
         # Beside the other faults, as it does not keep a run from its end: only kills are followed by one.
         if len(checkpoints) < 2 or self._rng.random() >= self._chances["checkpoint damaged"]:
             return None
-        self.faults["checkpoint damaged"] += 1
-        self.tell(f"FAULT checkpoint damaged: {checkpoints[-1]}")
+        self.count("checkpoint damaged", checkpoints[-1])
         left[checkpoints[-1]] = damaged(left[checkpoints[-1]], self._rng)
         return checkpoints[-1]

@@ -1,4 +1,4 @@
-"""When engines sampled groups while the trainer trained, as a Parquet dataset (`grpo_rl.monitor.step_parts`)."""
+"""Times at which engines sampled while the trainer trained, as a Parquet dataset (`grpo_rl.monitor.step_parts`)."""
 
 from __future__ import annotations
 

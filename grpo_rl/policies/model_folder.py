@@ -1,4 +1,4 @@
-"""What a model's name and folder tell before torch and transformers are imported."""
+"""Facts that a model's name and folder tell before torch and transformers are imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's layers ask of attention and state, and the factor on its logits, by running a copy without weights."""
+"""Demands of a model's layers on attention and state, and its logits' factor, by running a copy without weights."""
 
 from __future__ import annotations
 

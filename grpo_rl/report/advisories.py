@@ -1,4 +1,4 @@
-"""What the run says about itself: advisories, each with what to do."""
+"""Advisories on the page: what the run says about itself, each with what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which groups and responses the page shows of a run that is too large to show whole, and how much of their texts."""
+"""Sample: groups and responses that the page shows of a run too large to show whole, and the length of their texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What starts of the same run by one launcher know of each other: the run's folder, their number, why the last ended.
+"""Restarts of a run by one launcher, which hand on the run's folder, their number and why the last one ended.
 
 torchrun, and the script that started trainers as Ray's actors, hold a store that outlives the ranks. A run writes its
 folder there; when the ranks are started again they find it, whatever ``hydra.run.dir`` and ``resume`` say.

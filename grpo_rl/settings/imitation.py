@@ -1,4 +1,4 @@
-"""What mode=sft, which imitates the data's responses, reads of the settings, and what it refuses."""
+"""The settings that mode=sft, which imitates the data's responses, reads, and those that it refuses."""
 
 from __future__ import annotations
 

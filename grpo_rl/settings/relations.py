@@ -20,7 +20,7 @@ SCRIPTS = {
     "async": "sota/grpo_async.py, or grpo-rl train --async",
     "sft": "sota/sft.py, or grpo-rl train --sft",
 }
-"""How a run of each mode is started: from a checkout, or installed."""
+"""The command that starts a run of each mode: from a checkout, or installed."""
 BY_ADVANTAGES = (
     "loss.ratio", "loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.tau_pos", "loss.tau_neg",
     "loss.advantage", "loss.advantage_clip", "loss.reward_weights", "loss.correction", "loss.correction_level",

@@ -200,6 +200,17 @@ def test_too_little_memory_is_told(look, monkeypatch):
     assert "0.0 GiB are free (the container's limit is 1.0)" in to_fix(lines)["memory"]
 
 
+def test_the_fullest_of_the_gpus_that_the_run_uses_is_looked_at(monkeypatch, tiny_run):
+    words = ["train_model.devices=[2]", "inference_model.devices=[3]"]
+    cfg = compose_config("grpo_gsm8k", [*tiny_run, *words])
+    cfg.mode = "sync"
+    cluster = SimpleNamespace(device=SimpleNamespace(kind="H100"))
+    plan = SimpleNamespace(scenario=SimpleNamespace(settings=Settings.read(cfg), cluster=cluster))
+    monkeypatch.setattr(memory.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(memory.torch.cuda, "mem_get_info", lambda index: ((1 + index) << 30, 8 << 30))
+    assert memory._free(plan) == (3 << 30, "on cuda:2")
+
+
 def test_a_disk_that_checkpoints_do_not_fit_on_is_told(look):
     lines = look("train.keep_checkpoints=1000000000", quick=True)
     assert list(to_fix(lines)) == ["disk"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import json
 import re
 import time
@@ -149,6 +150,19 @@ def test_threads_get_their_own_results():
     numbers = list(range(300)) * 3
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(play, numbers)) == [calculate(f"{n}*{n} + 1/(7+{n})") for n in numbers]
+
+
+def test_a_wrong_count_of_the_parsers_depth_is_tried_again(monkeypatch):
+    parse, failed = ast.parse, []
+
+    def once_wrong(text):
+        if not failed:
+            failed.append(text)
+            raise SystemError("AST constructor recursion depth mismatch (before=42, after=37)")
+        return parse(text)
+
+    monkeypatch.setattr(ast, "parse", once_wrong)
+    assert calculate("2+3") == "5" and failed == ["2+3"]
 
 
 @pytest.mark.parametrize("piece", ["Calculator: 1+1\n", "Calculator: ", "<tool_call>", "1,1", "9", "<answer>1"])

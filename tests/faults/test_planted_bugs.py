@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from grpo_rl.cluster.engine_actors import RayEngine
+from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.collectors.rollout_scheduler import Dropped, RolloutScheduler
 from grpo_rl.collectors.staleness import StalenessManager
@@ -158,12 +160,36 @@ def logs_are_not_synced_before_a_checkpoint(patch):
 
 
 def a_checkpoint_is_renamed_before_it_is_synced(patch):
-    def write(path, state):
-        with path.open("wb") as file:
-            torch.save(dict(state), file)
-        return ""
+    write = checkpoint_file.write
 
-    patch.setattr(checkpoint_file, "write", write)
+    def renamed_first(path, state):
+        digest = write(path, state)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        return digest
+
+    patch.setattr(checkpoint_file, "os", SimpleNamespace(**vars(os) | {"fsync": lambda _: None}))
+    patch.setattr(checkpoint_file, "write", renamed_first)
+
+
+def the_first_dead_engine_ends_the_run(patch):
+    start = Fleet.__init__
+    patch.setattr(Fleet, "__init__", lambda self, launch, size: start(self, launch, size, max_restarts=0))
+
+
+def old_checkpoints_are_removed_before_the_new_one_is_safe(patch):
+    save = checkpoint.save
+
+    def removed_first(folder, *rest, **options):
+        for path in checkpoint.checkpoints(folder):
+            path.unlink()
+        return save(folder, *rest, **options)
+
+    patch.setattr(checkpoint, "save", removed_first)
+
+
+def a_dead_engine_stays_in_its_slot(patch):
+    patch.setattr(Fleet, "_replace", lambda self, slot, engine, error: None)
 
 
 def what_came_after_the_checkpoint_stays_in_the_metrics(patch):
@@ -175,26 +201,32 @@ def deadlines_go_by_the_wall_clock(patch):
 
 
 FOUND_AT = {
-    a_batch_is_trained_on_twice: 0,
-    a_group_that_was_complete_is_delivered_again_after_a_resume: 24,
-    the_bound_on_staleness_is_off_by_one: 60,
-    one_step_too_many_is_in_flight: 0,
-    the_version_goes_back_when_an_engine_is_replaced: 0,
-    a_damaged_checkpoint_is_accepted: 137,
-    the_oldest_checkpoint_is_taken: 11,
-    groups_in_flight_are_lost_with_their_engine: 15,
-    a_wait_has_no_deadline: 52,
-    a_resume_trains_again_on_what_was_trained: 15,
-    what_is_dropped_is_not_counted: 1,
-    a_healthy_group_is_dropped: 34,
-    a_push_that_failed_is_taken_for_delivered: 35,
-    a_full_disk_is_taken_for_a_saved_checkpoint: 83,
-    logs_are_not_synced_before_a_checkpoint: 10,
-    a_checkpoint_is_renamed_before_it_is_synced: 0,
-    what_came_after_the_checkpoint_stays_in_the_metrics: 24,
-    deadlines_go_by_the_wall_clock: 1,
+    a_batch_is_trained_on_twice: (0, "groups were trained on .* times in 2 epochs"),
+    a_group_that_was_complete_is_delivered_again_after_a_resume: (24, "are in two places at once"),
+    the_bound_on_staleness_is_off_by_one: (60, "is 2 versions old in version 5; 1 may be"),
+    one_step_too_many_is_in_flight: (0, "groups are open or in training, and the bound allows"),
+    the_version_goes_back_when_an_engine_is_replaced: (0, "the policy version fell from"),
+    a_damaged_checkpoint_is_accepted: (137, "the run goes on with another checkpoint"),
+    the_oldest_checkpoint_is_taken: (11, "the run goes on with another checkpoint"),
+    groups_in_flight_are_lost_with_their_engine: (15, "are neither trained on nor open"),
+    a_wait_has_no_deadline: (52, "nothing is scheduled, and the program is not over"),
+    a_resume_trains_again_on_what_was_trained: (15, "have ids of prompts that are still to be given out"),
+    what_is_dropped_is_not_counted: (1, "are neither trained on nor open, and {} were dropped"),
+    a_healthy_group_is_dropped: (25, "was dropped, and nothing was wrong with it"),
+    a_push_that_failed_is_taken_for_delivered: (9, "was sampled with weights of"),
+    a_full_disk_is_taken_for_a_saved_checkpoint: (83, "was to be saved, and is not there"),
+    logs_are_not_synced_before_a_checkpoint: (10, "the checkpoint of step 1 was safe, and there is none"),
+    a_checkpoint_is_renamed_before_it_is_synced: (21, "has its name and is not whole"),
+    what_came_after_the_checkpoint_stays_in_the_metrics: (24, "the steps in metrics.jsonl"),
+    the_first_dead_engine_ends_the_run: (0, "the run ended with 1 faults of crash of an engine"),
+    old_checkpoints_are_removed_before_the_new_one_is_safe: (
+        83,
+        "the checkpoint of step 1 was safe, and there is none",
+    ),
+    a_dead_engine_stays_in_its_slot: (0, "samples with version 1, and the run is at 2"),
+    deadlines_go_by_the_wall_clock: (227, "engines were replaced, and no fault had happened to any"),
 }
-"""The first seed that finds each bug. Where the simulation has changed, another one may be the first."""
+"""The first seed that finds each bug, and what is said of it. Another may be the first when the simulation changes."""
 
 
 def first_seed(plant, patch, seeds):
@@ -206,6 +238,12 @@ def first_seed(plant, patch, seeds):
     return None
 
 
-@pytest.mark.parametrize(("plant", "seed"), FOUND_AT.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_a_planted_bug_is_found(plant, seed, monkeypatch):
-    assert first_seed(plant, monkeypatch, [seed, *range(MOST_SEEDS)]), f"no seed below {MOST_SEEDS} finds it"
+@pytest.mark.parametrize(
+    ("plant", "seed", "told"),
+    [(plant, *found) for plant, found in FOUND_AT.items()],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_a_planted_bug_is_found_by_the_invariant_that_it_breaks(plant, seed, told, monkeypatch):
+    found = first_seed(plant, monkeypatch, [seed, *range(MOST_SEEDS)])
+    assert found, f"no seed below {MOST_SEEDS} finds it"
+    assert re.search(told, found[1]), found
