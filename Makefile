@@ -32,7 +32,7 @@ help:
 	@echo "make train   install, then train the quickstart (7 to 15 minutes on 2 CPU cores); ARGS='optimizer.lr=2e-5 ...'"
 	@echo "make test    install, then lint, types, tests, doctests"
 	@echo "make quick   install, then lint, types and the fast tests that need no engine (a minute and a half on 2 CPU cores)"
-	@echo "make test-slow   install, then the tests marked nightly, too long for make test (10 minutes on 2 CPU cores)"
+	@echo "make test-slow   install, then the tests marked nightly, too long for make test (15 minutes on 2 CPU cores)"
 	@echo "make test-seeds   install, then 10,000 seeds of the simulation of faults, a quarter of an hour; SEEDS=1000 for fewer"
 	@echo "make test-models   install, then all models that transformers has, against their own forward"
 	@echo "make docs    install, then the docs as a site in site/; warnings and broken links are errors"
