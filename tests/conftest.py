@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,10 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or vLLM puts the threads of all of them on the same cores
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  at Ray's 15 actors hardly run beside other tests
+
+# A shell's background jobs ignore Ctrl-C, which tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Compiled code is kept between sessions, wherever a test puts the cache folder.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "grpo_rl_tests_compiled"))
