@@ -9,6 +9,14 @@ say() { echo "[setup] $*" >&2; }
 # Python compiles what is imported; pip would compile all that is installed, a minute of two cores.
 export PIP_NO_COMPILE=1 PIP_PROGRESS_BAR=off PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 pip() { .venv/bin/python -m pip "$@" </dev/null >>.venv/install.log 2>&1; }
+
+# Installs by uv, which takes a third of pip's time. It does not read pip's configuration: where a package comes from an
+# index that is configured for pip alone, uv finds less than pip would, and pip takes over.
+install() {
+  if ! .venv/bin/python -m uv --version >/dev/null 2>&1; then pip install "uv>=0.9,<1" || true; fi
+  .venv/bin/python -m uv pip install --python .venv/bin/python --no-progress "$@" </dev/null >>.venv/install.log 2>&1 ||
+    pip install "$@"
+}
 on_exit() {
   if [ "$1" != 0 ] && [ -f .venv/install.log ]; then
     tail -n 15 .venv/install.log >&2
@@ -59,7 +67,7 @@ case "${1:-}" in
     install_torch
     case $BACKEND in cuda) extra=vllm ;; *) extra=cpu ;; esac
     say "installing grpo_rl[$extra] and what it needs"
-    pip install -e ".[$extra]"
+    install -e ".[$extra]"
     drop_torchvision
     .venv/bin/python -m grpo_rl.envs.ifeval.punkt
     # Compiled here, or processes that may not write it would do so at each start.
@@ -68,11 +76,11 @@ case "${1:-}" in
     ;;
   dev)
     say "installing what the tests need"
-    pip install -e ".[dev]"
+    install -e ".[dev]"
     # verl pins a tensordict and a transformers that we do not use; the functions compared with ours need neither.
     # It has no release for Python 3.13 and later: there, its half of the parity tests is skipped.
     if .venv/bin/python -c 'import sys; sys.exit(sys.version_info >= (3, 13))'; then
-      pip install --no-deps verl==0.9.1
+      install --no-deps verl==0.9.1
     fi
     drop_torchvision
     ;;
