@@ -19,6 +19,7 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.triton_utils import dispatcher
+from vllm.v1.attention.backends import cpu_attn
 
 from grpo_rl.engines.fingerprint import digest
 
@@ -122,6 +123,22 @@ def rotate_heads_in_rows() -> None:
                 x.copy_(rotated.view_as(x))
 
     _custom_ops.rotary_embedding = rotary_embedding
+
+
+@functools.cache
+def attend_without_amx() -> None:
+    """Has vLLM's attention for CPUs take its AVX-512 kernel where it would take AMX's.
+
+    AMX's died of SIGILL at about every third start of an engine on a Xeon (docs/log.md).
+    """
+    choose = cpu_attn._get_attn_isa
+
+    @functools.wraps(choose)
+    def kernel(*args: Any, **keywords: Any) -> str:
+        chosen = choose(*args, **keywords)
+        return "vec" if chosen == "amx" else chosen
+
+    cpu_attn._get_attn_isa = kernel
 
 
 @functools.cache

@@ -7,7 +7,13 @@ import torch
 import grpo_rl.engines.vllm.environment  # noqa: F401
 
 # isort: split
-from grpo_rl.engines.vllm.cpu import offer_norms, record_packing, rotate_heads_in_rows, skip_proxies
+from grpo_rl.engines.vllm.cpu import (
+    attend_without_amx,
+    offer_norms,
+    record_packing,
+    rotate_heads_in_rows,
+    skip_proxies,
+)
 from grpo_rl.engines.vllm.experts import record_expert_packing
 from grpo_rl.engines.vllm.hybrids import record_decays
 from grpo_rl.engines.vllm.kept import record_kept
@@ -20,6 +26,7 @@ record_packing()
 record_expert_packing()
 record_decays()
 if not torch.cuda.is_available():
+    attend_without_amx()
     offer_norms()
     record_kept()
     rotate_heads_in_rows()

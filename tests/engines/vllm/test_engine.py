@@ -142,6 +142,20 @@ def test_the_norms_on_cpu_take_heads_that_are_cut_out_of_a_fused_product():
     torch.testing.assert_close(ours, by_hand)
 
 
+def test_attention_on_a_cpu_with_amx_takes_the_avx512_kernel(monkeypatch):
+    pytest.importorskip("vllm")
+    from vllm.v1.attention.backends import cpu_attn
+
+    import grpo_rl.engines.vllm.registered  # noqa: F401
+
+    if torch.cuda.is_available():
+        pytest.skip("kernels for CPUs are left alone beside a GPU")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert cpu_attn._get_attn_isa.__wrapped__(torch.bfloat16, 32) == "amx"  # vLLM's own choice
+    assert cpu_attn._get_attn_isa(torch.bfloat16, 32) == "vec"
+    assert cpu_attn._get_attn_isa(torch.bfloat16, 16) == "vec16"
+
+
 def test_an_engines_start_leaves_torch_its_threads():
     """vLLM's start on a GPU sets them to one, a global that each compiled function checks."""
     pytest.importorskip("vllm")
