@@ -69,6 +69,15 @@ def shape(model):
     return Shape.of(model)
 
 
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory):
+    """The folder of that model with a layer alone, of which nothing takes time."""
+    folder = tmp_path_factory.mktemp("llama")
+    config = json.loads((LLAMA_70B / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    return folder
+
+
 def scenario_of(model, cluster, *overrides, mode="async", **lengths):
     words = [f"model.name={LLAMA_70B}", f"mode={mode}", *overrides]
     return Scenario(Settings.read(compose_config("grpo_gsm8k", words)), model, Cluster.parse(cluster), **lengths)
@@ -436,9 +445,9 @@ def test_between_nodes_the_network_is_the_narrow_place():
         (["cluster=4xH100", "model.name=/no/such/folder"], "unknown model '/no/such/folder'"),
     ],
 )  # fmt: skip
-def test_a_wrong_scenario_is_told_in_one_line_best_overlapped(words, message, capsys, monkeypatch):
+def test_a_wrong_scenario_is_told_in_one_line(words, message, capsys, monkeypatch, one_layer):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert main(["plan", f"model.name={LLAMA_70B}", *words]) == 2
+    assert main(["plan", f"model.name={one_layer}", *words]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and message in error and "\n" not in error
 
