@@ -166,6 +166,7 @@ def test_a_layer_of_a_real_model_keeps_as_many_bytes_as_planned(kind, dtype):
     assert planned + 4 * 2 <= measured <= planned + 4 * (2 + 8)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not has_compiler("cpu"), reason="no compiler")
 def test_a_fused_layer_keeps_no_more_than_planned():
     groups = [random_group(prompt=30, lengths=[20, 50], vocab=50)]

@@ -175,6 +175,7 @@ def test_lengths_are_few_whole_blocks_and_at_most_a_third_is_padding():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch compiles CPU kernels with g++")
 def test_the_compiled_cpu_kernel_which_skips_blocks_gives_the_same_values(monkeypatch):
     torch.compiler.reset()

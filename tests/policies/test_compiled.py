@@ -100,10 +100,9 @@ def graphs_and_layers(policy: TrainPolicy) -> tuple[int, int]:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"], layers
 
 
+@pytest.mark.nightly
 @needs_compiler
-@pytest.mark.parametrize(
-    "checkpointing", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["kept", "checkpointing"]
-)
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
 def test_compiled_layers_in_fp64_equal_uncompiled_ones(folder, checkpointing):
     """As far as fp64 goes: the norms of transformers round to fp32 on both roads."""
     plain = TrainPolicy.load(folder, torch.float64)
@@ -135,6 +134,7 @@ def test_no_compilation_after_the_second_step_of_a_run_whose_lengths_vary(folder
             scored(policy, groups)
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_compiled_layer_runs_fewer_kernels_than_its_operators(folder):
     def operators(policy: TrainPolicy) -> int:

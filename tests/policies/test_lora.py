@@ -206,6 +206,7 @@ def test_a_reference_that_is_interrupted_while_it_begins_leaves_the_policy_as_it
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not has_compiler("cpu"), reason="no C++ compiler")
 def test_compiled_mlps_use_the_adapters_and_are_compiled_once(folder):
     counters, graphs = torch._dynamo.utils.counters, []

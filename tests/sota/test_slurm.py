@@ -181,6 +181,7 @@ def job(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_ray_starts_with_a_token_on_every_node_and_nothing_is_left_but_the_trainings_exit_code(job):
     (job.run / "checkpoints").mkdir(parents=True)
     (job.run / "checkpoints" / "checkpoint_000001.pt").touch()
