@@ -12,8 +12,6 @@ from grpo_rl import __version__
 
 TRAIN = "train a model, by Hydra's options and overrides; --async: async mode; --sft: imitate the data's responses"
 """The help of ``train``."""
-MODES = {"--async": "grpo_async", "--sft": "sft"}
-"""The script in sota/ of each option of ``train``, and the function in it; without one it is ``grpo``."""
 COMMANDS = {
     "batches": ("planner.commands", "draw how prompts, responses, optimizer steps and micro-batches fit together"),
     "plan": ("planner.commands", "say what a config needs of a cluster: memory and seconds, by role and device"),
@@ -57,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: Sequence[str]) -> int:
-    """Runs sota/grpo.py, or the script of an option in :data:`MODES`, with all other arguments."""
+    """Runs sota/grpo.py, or the script of an option in `MODES`, with all other arguments."""
+    from grpo_rl.settings.command_line import MODES
+
     chosen = sorted(set(MODES).intersection(arguments))
     if len(chosen) > 1:
         print(f"error: {' and '.join(chosen)} exclude each other", file=sys.stderr)
@@ -80,6 +80,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 def _export_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ValueError(f"export takes no overrides such as {overrides[0]}; the checkpoint has its config")
+    if not options.checkpoint.is_file():
+        raise ValueError(f"there is no checkpoint {options.checkpoint}; a run's are its checkpoints/checkpoint_*.pt")
     from grpo_rl.run.export import export_checkpoint
 
     export_checkpoint(options.checkpoint, options.folder)

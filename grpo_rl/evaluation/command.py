@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_rl.policies.model_folder import check_name
 from grpo_rl.settings.evaluation import URL, EvalSettings, read_eval, task_settings
 
 OVERRIDE = re.compile(r"[+~]{0,2}[\w.@/-]+=")
@@ -44,6 +45,9 @@ def _eval(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return compare(*options.compare)
     if not 1 <= len(models) <= 2:
         raise ValueError(f"{len(models)} models are given; eval takes one, or two to compare")
+    for model in models:
+        if not URL.match(model) and not Path(model).expanduser().exists():
+            check_name(model)
     own, rest = read_eval(words)
     settings = {task: task_settings(own, task, rest) for task in own.tasks}
     # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.

@@ -15,6 +15,8 @@ OPTIONS = {
 }  # fmt: skip
 """Hydra's options, with their short names."""
 TAKE_VALUES = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"}
+MODES = {"--async": "grpo_async", "--sft": "sft"}
+"""The script in sota/ of each option of `grpo-rl train`, and the function in it; without one it is ``grpo``."""
 GRPO_RL = ("grpo-rl", "cli.py")
 """The names under which `grpo-rl` itself runs: installed, and as `python -m grpo_rl.cli`."""
 typed: list[str] = []
@@ -45,7 +47,8 @@ def arranged(arguments: Sequence[str]) -> list[str]:
             options.append(word)
         elif word.startswith("-"):
             if word.partition("=")[0] not in {*OPTIONS, *OPTIONS.values()}:
-                raise ValueError(unknown("option", word.partition("=")[0], OPTIONS))
+                modes = MODES if Path(sys.argv[0]).name in GRPO_RL else {}
+                raise ValueError(unknown("option", word.partition("=")[0], [*modes, *OPTIONS]))
             options.append(word)
         else:
             # What `--info` and `--help` take is optional; an override has an equals sign, or deletes.

@@ -15,6 +15,7 @@ KINDS = {"": "config", "env": "task", "experiment": "recipe"}
 OWN = "own"
 """The config of ``env`` behind ``env.task=module:Class``, which is never chosen by its name."""
 NEEDS_PLUS = re.compile(r"To append to your default list use (\S+)")
+NO_LIST = re.compile(r"Cannot merge DictConfig with ListConfig\s+full_key: (\S+)")
 CHOSEN_ALREADY = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (\S+)'")
 
 
@@ -36,6 +37,8 @@ def explained(error: Exception, arguments: Sequence[str] = (), folders: Iterable
         return f"{plus[1].lstrip('+')} adds a config that the command did not have; write it with a plus: {plus[1]}"
     if isinstance(error, ConfigCompositionException) and (twice := CHOSEN_ALREADY.search(str(error))):
         return f"{twice[1]} is chosen already, and a plus adds another; write {twice[1]}={twice[2]} without it"
+    if isinstance(error, ConfigCompositionException) and (section := NO_LIST.search(f"{error} {error.__cause__}")):
+        return f"{section[1]} is a section, and takes no list; set its keys, such as {section[1]}.KEY=VALUE"
     if isinstance(error, OverrideParseException):
         what = _joined(error).partition(" See https")[0]
         return f"{error.override!r} can't be read as KEY=VALUE ({what}); quote texts with signs in them: 'KEY=\"a, b\"'"
