@@ -35,13 +35,14 @@ def check_tasks(tasks: Sequence[Mapping[str, Any]]) -> None:
                 raise ValueError(f"{where}.{name} is {value!r}; it must be a whole number, {least} or more")
         if "rows" not in task:
             raise ValueError(f"{where} lacks rows, the number of its held-out rows")
-        _check_own(task, where)
         if task["task"] == "prompt_response" and not task.get("path"):
             raise ValueError(f"{where} lacks path, its prompts; prompt_response has none of its own")
         if task["task"] == "search_qa" and task.get("path") and not task.get("env", {}).get("corpus"):
             raise ValueError(f"{where}.env lacks corpus: the documents in which the questions of path are answered")
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"evaluate.tasks names {twice[0]} twice")
+    for i, task in enumerate(tasks):
+        _check_own(task, f"evaluate.tasks[{i}]")
 
 
 def _check_own(task: Mapping[str, Any], where: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from grpo_rl.envs import math
@@ -26,7 +28,7 @@ from grpo_rl.settings.schema import Settings
         (["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 5, k: 2}]"], "has k; it takes task, rows, samples"),
         (["evaluate.rows=9", "evaluate.tasks=[{task: math, rows: 5}, {task: math, rows: 6}]"], "names math twice"),
         (
-            ["evaluate.rows=9", "evaluate.tasks=[{task: prompt_response, rows: 5}]"],
+            ["evaluate.rows=9", "evaluate.tasks=[{task: prompt_response, rows: 5, path: p.jsonl}]"],
             r"tasks\[0\].env lacks reward",
         ),
         (
@@ -72,12 +74,17 @@ def test_any_task_may_be_evaluated_beside_another_with_settings_of_its_own(entry
     assert eval_source(beside).path == run.evaluate.tasks[0].get("path")
 
 
-def test_what_contradicts_itself_in_a_task_beside_is_told_as_its_own():
-    run = compose_config("grpo_gsm8k", ["evaluate.rows=9", "evaluate.tasks=[{task: calculator, rows: 5}]"])
-    run.evaluate.tasks[0].env = {"reward": {"correctness": 0}}
-    settings = Settings.read(run).with_values({"inference_model.max_model_len": 2})
-    with pytest.raises(ValueError, match=r"^evaluate.tasks\[0\]"):
-        beside_training(settings, 0)
+def test_what_contradicts_itself_in_a_task_beside_is_told_by_the_names_of_its_entry(monkeypatch):
+    tasks = "evaluate.tasks=[{task: ifeval, rows: 5}, {task: math, rows: 5}]"
+    run = Settings.read(compose_config("grpo_gsm8k", ["evaluate.rows=9", tasks]))
+
+    def refuse(cfg, divides):
+        raise ValueError("env.eval_path=x needs env.corpus; see my_env.x")
+
+    monkeypatch.setattr(Settings, "read", refuse)
+    told = "evaluate.tasks[1].path=x needs evaluate.tasks[1].env.corpus; see my_env.x"
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+        beside_training(run, 1)
 
 
 def source(*words):
