@@ -12,6 +12,7 @@ from datasets import Dataset
 from huggingface_hub import ModelCard, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
 
+from grpo_rl.build.run import origin_of
 from grpo_rl.cli import main
 from grpo_rl.envs import sources
 from grpo_rl.run.model_card import _without_paths, base_license, model_card
@@ -93,6 +94,17 @@ def test_the_commits_that_the_hubs_cache_names_are_recorded(tmp_path, monkeypatc
     cases += [({"dataset": task}, read) for task in ("math", "calculator")] + [({"dataset": "ifeval"}, None)]
     for changes, commit in cases:
         assert revisions(tmp_path, own | changes) == {"model_revision": None, "data_revision": commit}, changes
+
+
+@pytest.mark.parametrize("config", ["grpo_gsm8k", "sft"])
+def test_a_run_that_resumes_keeps_the_command_and_the_model_commit_of_its_first_start(config, tmp_path):
+    settings = Settings.read(compose_config(config, ["env.path=quickstart-train"]))
+    first = {"command": "grpo-rl train first=1", "model_revision": "a" * 40}
+    resumed = SimpleNamespace(config="{}", restored=(None, {"origin": first}))
+    found = origin_of(settings, resumed, tmp_path)
+    assert found["command"] == first["command"] and found["model_revision"] == "a" * 40 and found["command_of_resume"]
+    new = origin_of(settings, SimpleNamespace(config="{}", restored=None), tmp_path)
+    assert new["model_revision"] is None and "command_of_resume" not in new
 
 
 def test_the_card_names_the_commits_or_says_that_they_are_not_known():

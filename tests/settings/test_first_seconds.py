@@ -111,6 +111,7 @@ OF_COMMANDS = [
     (["plan", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
     (["plan", "optimizer.lr=fast"], "optimizer.lr is 'fast'; it must be a number"),  # no mode is given: in either
     (["plan", "cluster=8xH100", "mode=async", "policy.kl_coef=-1"], "policy.kl_coef is -1; it must be 0 or more"),
+    (["plan", "cluster=8xH100", "ray.nodes=2"], "ray.nodes=2 needs a cluster"),  # as in async mode
     (["plan", "cluster=8xH10"], "cluster=8xH10: H10 is none of A100-40GB, "),
     (["check-model", "m", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
     (["check-model", "m", "env.repeats=1"], "env.repeats is 1"),
