@@ -15,7 +15,7 @@ from grpo_rl.cli import main as command_line
 from grpo_rl.settings.command_line import arranged
 from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.config import main
-from grpo_rl.settings.help import EXAMPLES, EXAMPLES_OF_SFT, FIRST, FIRST_IN_SFT
+from grpo_rl.settings.help import EXAMPLES, EXAMPLES_OF_SFT, FIRST, FIRST_IN_SFT, help_text
 from grpo_rl.settings.machine import check_machine
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import declarations
@@ -242,6 +242,13 @@ def test_help_on_the_reward_has_the_parts_of_the_task_with_their_weights(results
     assert r"'env.reward={my_rewards\:short: 1, my_rewards\:polite: 0.5}'" in " ".join(text.split())
     own = results["env.dataset=prompt_response", "--help", "env.reward"]["out"]
     assert "  env.reward  " in own and "weights by name" in own and "correctness" not in own
+
+
+def test_help_on_a_task_whose_file_is_no_yaml_is_an_error_in_one_line(tmp_path):
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "gsm8k.yaml").write_text("dataset: gsm8k\n reward: 1\n")
+    with pytest.raises(ValueError, match=r"^\S+gsm8k.yaml, line 2, column 8 is no YAML: .*; correct that line$"):
+        help_text("env", "", "grpo_gsm8k", [tmp_path], "gsm8k")
 
 
 def test_what_help_says_is_there():
