@@ -32,10 +32,10 @@ description as docstring; its help."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells a wrong word in one line, without the usage."""
+    """A parser that tells a wrong word in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
+        self.exit(2, f"error: {message}; {self.prog} --help says more\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
