@@ -167,5 +167,5 @@ def load_rows(path: str | Path | Source | None = None, split: str = "train") -> 
     return rows[:TRAIN] if split == "train" else rows[TRAIN:]
 
 
-CalculatorEnv = TaskSpec(Calculator, load_rows, generated=(ARITHMETIC,))
+CalculatorEnv = TaskSpec(Calculator, load_rows, generated=(ARITHMETIC,), hub=gsm8k.HUB_NAME)
 """Word problems with a calculator as a TorchRL environment, of several turns."""

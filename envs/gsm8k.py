@@ -201,5 +201,5 @@ def gold_number(row: dict) -> str | None:
 _gold = lru_cache(maxsize=64)(extract_answer)
 
 
-GSM8KEnv = TaskSpec(GSM8K, load_rows)
+GSM8KEnv = TaskSpec(GSM8K, load_rows, hub=HUB_NAME)
 """GSM8K as a TorchRL environment."""

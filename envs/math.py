@@ -175,5 +175,5 @@ def _checked(row: dict, where: str, present: Sequence[str]) -> dict:
     return row
 
 
-MathEnv = TaskSpec(Math, load_rows)
+MathEnv = TaskSpec(Math, load_rows, hub=HUB_SETS["train"][0])
 """MATH as a TorchRL environment."""

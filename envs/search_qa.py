@@ -212,5 +212,5 @@ def _question(row: Mapping, where: str) -> dict:
     return {"question": row["question"], "answer": row["answer"], "documents": documents}
 
 
-SearchQAEnv = TaskSpec(SearchQA, load_rows, row_settings=("held_out",), beside="corpus")
+SearchQAEnv = TaskSpec(SearchQA, load_rows, row_settings=("held_out",), beside="corpus", hub=HUB_NAME.partition(":")[0])
 """Questions with a search tool as a TorchRL environment, of several turns."""

@@ -20,6 +20,9 @@ HUB_PREFIX = "hf:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 Choose = Callable[[tuple[str, ...]], Sequence[str]]
 """Chooses the columns to read from those that are there."""
+LOADED: dict[tuple[str, str | None], str] = {}
+"""The commit of each data set of the hub that this process has read, by its name and ``env.revision``."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 Placed = tuple[str, dict, Sequence[str]]
 """A row: the place where it stands, its values, and the names of all columns that it has there."""
 
@@ -226,7 +229,7 @@ def _hub_data(name: str, source: Source, subset: str | None, split: str) -> Any:
 
     told, revision = f"{name}:{subset}" if subset else name, source.revision
     try:
-        return load_dataset(name, subset, split=split, revision=revision)
+        data = load_dataset(name, subset, split=split, revision=revision)
     except (ConnectionError, DatasetsError, HTTPError) as error:
         raise ValueError(
             f"{told}{f' at revision {revision}' * bool(revision)} can't be had from the hub ({error}); with a copy of "
@@ -238,6 +241,11 @@ def _hub_data(name: str, source: Source, subset: str | None, split: str) -> Any:
             f"{source.key('path')}={told}, split {split}: {error}; {source.key('subset')} and {source.key('split')} "
             "choose"
         ) from error
+    # Not the commit that the hub's cache has for the branch: offline `datasets` takes the newest copy of its own cache.
+    folders = {Path(file["filename"]).parent.name for file in data.cache_files}
+    if len(folders) == 1 and _COMMIT.fullmatch(commit := folders.pop()):
+        LOADED[name, revision] = commit
+    return data
 
 
 def _of_table(data: Any, where: str, choose: Choose) -> list[Placed]:

@@ -35,6 +35,7 @@ class TaskSpec:
         generated: values of ``path`` that name generated data instead of files; they have both splits.
         takes_reward: whether ``reward`` itself is a setting of the task; otherwise its entries are the task's settings.
         beside: name of a task setting that names other data; if that setting is None, ``path`` is used.
+        hub: the hub's data set with the task's own rows to train on, ``owner/name``; None: it makes them, or has none.
     """
 
     task: Callable[..., Task]
@@ -43,6 +44,7 @@ class TaskSpec:
     generated: tuple[str, ...] = ()
     takes_reward: bool = False
     beside: str | None = None
+    hub: str | None = None
 
     def __call__(
         self,

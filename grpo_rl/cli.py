@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from grpo_rl import __version__
 
@@ -28,12 +29,24 @@ COMMANDS = {
 description as docstring; its help."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that tells a wrong word in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; {self.prog} --help says more\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line, by default ``sys.argv``, and returns its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["train"]:  # its options are Hydra's, which argparse can't pass on
         return _train(arguments[1:])
-    parser = argparse.ArgumentParser("grpo-rl", description="Trains language models with GRPO, and tools around that.")
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        from grpo_rl.settings.composing_errors import unknown
+
+        print(f"error: {unknown('command', arguments[0], ['train', *COMMANDS])}", file=sys.stderr)
+        return 2
+    parser = _Parser("grpo-rl", description="Trains language models with GRPO, and tools around that.")
     parser.add_argument("--version", action="version", version=f"grpo-rl {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     commands.add_parser("train", help=TRAIN)
@@ -45,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             declare(command)
     # Overrides may stand anywhere between the options, which argparse's own positionals may not.
     options, overrides = parser.parse_known_args(arguments)
-    if unknown := [word for word in overrides if word.startswith("-") or "=" not in word.lstrip("~")]:
-        parser.error(f"{unknown[0]!r} is neither an option nor an override such as env.repeats=8")
+    if strange := [word for word in overrides if word.startswith("-") or "=" not in word.lstrip("~")]:
+        parser.error(f"{strange[0]!r} is neither an option nor an override such as env.repeats=8")
     try:
         return options.run_command(options, overrides)
     except (ValueError, OSError) as error:

@@ -63,12 +63,13 @@ def test_bad_input_is_told_in_one_line(arguments, message, capsys):
     assert error.startswith("error: ") and message in error and "\n" not in error
 
 
-@pytest.mark.parametrize("arguments", [[], ["no_such_command"], ["batches", "--no-such-option"], ["batches", "word"]])
-def test_what_is_no_command_line_ends_with_two(arguments, capsys):
+@pytest.mark.parametrize("arguments", [[], ["batches", "--no-such-option"], ["batches", "word"]])
+def test_what_is_no_command_line_ends_with_two_and_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert "usage: grpo-rl" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.endswith(" --help says more\n") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -140,5 +140,5 @@ def _instructions(row: dict, where: str) -> list[Instruction]:
     return parse(row["instruction_id_list"], row["kwargs"], f"{where} (key {row['key']})")
 
 
-IFEvalEnv = TaskSpec(IFEval, load_rows)
+IFEvalEnv = TaskSpec(IFEval, load_rows, hub=HUB_NAME)
 """IFEval as a TorchRL environment."""

@@ -94,10 +94,10 @@ def eval_plan(settings: Settings, tokenizer: PreTrainedTokenizerBase, env_of_tra
             name of ``evaluate.score``.
     """
     wanted, tasks = settings.evaluate, []
-    for given in wanted.tasks:
+    for i, given in enumerate(wanted.tasks):
         name, rows = given["task"], given["rows"]
         remedy = "raise inference_model.max_model_len or lower the rows of evaluate.tasks"
-        env = make_eval_env(beside_training(settings, given), tokenizer, rows, remedy)
+        env = make_eval_env(beside_training(settings, i), tokenizer, rows, remedy)
         tasks.append(HeldOutTask(short_name(name), env, env.task.rows, given.get("samples", 0)))
     _check_score(wanted, env_of_training.task, tasks)
     return Plan(

@@ -142,7 +142,6 @@ def build_run(
         sampling, best = Sampling(**settings.sampling), _best(folder, logs, settings.evaluate.keep_best, ranks)
         held_out = HeldOut(env, rows, sampling, folder.eval_before, folder.eval_after, evaluation, best)
         mismatch = Mismatch(settings.mismatch.bound, max_staleness=derived.max_staleness(settings))
-        before = folder.restored[1].get("origin") if folder.restored else None
         with Run(
             folder,
             logs,
@@ -159,11 +158,17 @@ def build_run(
                 settings.train_model.lora.export,
                 "wait" if settings.mode == "async" else "sample",
                 settings.inference_model.sleep,
-                origin(folder.config, before) | revisions(model, settings.env, before),
+                origin_of(settings, folder, model),
             ),
             ranks,
         ) as run:
             yield run
+
+
+def origin_of(settings: Settings, folder: RunFolder, model: Path) -> dict[str, Any]:
+    """The entries of ``summary.json`` on command, code and commits of the hub; of a run that resumes, the first's."""
+    before = folder.restored[1].get("origin") if folder.restored else None
+    return origin(folder.config, before) | revisions(model, settings.env, before)
 
 
 def open_folder(

@@ -11,7 +11,7 @@ import torch
 
 from grpo_rl.build import devices, training
 from grpo_rl.build.environment import held_out_rows, make_demonstrations
-from grpo_rl.build.run import open_folder, tell_watch
+from grpo_rl.build.run import open_folder, origin_of, tell_watch
 from grpo_rl.collectors.demonstrations import DemonstrationCollector
 from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
@@ -26,8 +26,6 @@ from grpo_rl.policies.hub import load_tokenizer, resolve_model
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.folder import RunFolder
 from grpo_rl.run.logs import RunLogs
-from grpo_rl.run.origin import origin
-from grpo_rl.run.revisions import revisions
 from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.sft import HeldOutDemonstrations, SFTDiagnosis, SFTLogs, sft_metrics
 from grpo_rl.settings.schema import Settings
@@ -82,7 +80,6 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
             loss=SFTLoss(),
             micro_batching=MicroBatching(max_tokens, count, aggregate="token_mean"),
         )
-        before = folder.restored[1].get("origin") if folder.restored else None
         with Run(
             folder,
             logs,
@@ -99,7 +96,7 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
                 settings.train_model.lora.export,
                 "read",
                 False,
-                origin(folder.config, before) | revisions(model, settings.env, before),
+                origin_of(settings, folder, model),
             ),
             ranks,
         ) as run:

@@ -56,9 +56,10 @@ def load_policy(
         policy = make_policy(settings, model_folder, devices, ranks)
     if policy.compile_s is not None:
         logs.progress.compiles = True
-        logs.note(
-            f"Compiled for training in {policy.compile_s:.1f} s; the first step compiles the rest, and takes longer"
-        )
+        # Passes without a gradient are compiled when first made: old log-probs, or those of a reference.
+        more = settings.mode != "sft" and (derived.needs_old_log_probs(settings) or settings.policy.kl_coef)
+        rest = "; the first step compiles scoring, and takes longer" if more else ""
+        logs.note(f"Compiled for training in {policy.compile_s:.1f} s{rest}")
     if settings.train_model.compile is None and (why := why_uncompiled(policy.device)):
         logs.note(f"Nothing is compiled, and steps take longer: {why}")
     return policy

@@ -89,7 +89,8 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     cfg = compose_config(options.config_name, [word for word in overrides if not word.startswith("cluster=")])
     _refuse_sft("plan", cfg.mode)
     clusters = ["here", *(word.removeprefix("cluster=") for word in overrides if word.startswith("cluster="))]
-    check_in_its_modes(cfg)
+    # As the mode is chosen below; "here" is looked at later, as that needs torch.
+    check_in_its_modes(cfg, "async" if len(clusters) > 1 and not clusters[-1].startswith("1x") else "sync")
     cluster = Cluster.parse(clusters[-1], cfg.train_model.dtype)
     cfg.mode = cfg.mode or ("async" if cluster.count > 1 else "sync")
     settings = Settings.read(cfg)

@@ -26,7 +26,7 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    loss_config(overrides)
+    chosen = loss_config(overrides)
     # Imported late: torch takes seconds, and neither help nor a wrong word should wait for it.
     from rich.console import Console
 
@@ -36,7 +36,7 @@ def _replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     stored = read_step(options.run, options.step)
     settings = Settings.restored(stored.config)
-    result = replay(stored, settings, with_loss(settings, overrides), options.top)
+    result = replay(stored, settings, with_loss(settings, overrides, chosen), options.top)
     if options.json:
         print(json.dumps(result.summary() | {"overrides": list(overrides)}, indent=2))
         return 0

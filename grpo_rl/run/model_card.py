@@ -11,9 +11,10 @@ from typing import Any
 import yaml
 from huggingface_hub import try_to_load_from_cache
 
+from grpo_rl.envs.sources import HUB_PREFIX
 from grpo_rl.monitor.progress import duration
 from grpo_rl.run.model_files import CARD
-from grpo_rl.run.revisions import own_repository
+from grpo_rl.run.revisions import repository
 
 SHOWN = {
     "loss": ("surrogate", "ratio", "aggregate", "advantage", "kl"),
@@ -39,7 +40,9 @@ def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """
     base, env = config["model"]["name"], config["env"]
     adapters = config["train_model"]["lora"]["rank"] and config["train_model"]["lora"]["export"] == "adapter"
-    data = None if env.get("path") else own_repository(env["dataset"])
+    path, data = env.get("path"), repository(env)
+    if path and not path.startswith(HUB_PREFIX) and not summary.get("data_revision"):
+        data = None  # it may be a folder of the machine that trained
     head: dict[str, Any] = {"library_name": "peft" if adapters else "transformers", "pipeline_tag": "text-generation"}
     if on_hub(base):
         head["base_model"] = base
@@ -54,9 +57,7 @@ def model_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     taught = "**Imitates**: responses in the data" if sft else f"**Reward**: of the task `{env['dataset']}`{added}"
     name = base if on_hub(base) else Path(base).name
     at = _at(summary, "model_revision") if on_hub(base) else ""
-    read = (
-        f"{data}{_at(summary, 'data_revision')}" if data else "data of its own" if env.get("path") else env["dataset"]
-    )
+    read = f"{data}{_at(summary, 'data_revision')}" if data else "data of its own" if path else env["dataset"]
     lines = [
         f"# {name}, trained with {'SFT' if sft else 'GRPO'} on {env['dataset']}",
         "",

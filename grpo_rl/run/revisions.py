@@ -1,16 +1,13 @@
-"""Revisions: the commits of the hub that a run's model and data are of, as this machine's cache of the hub has them."""
+"""Revisions: the commits of the hub that a run's model and data are of."""
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants
-
-from grpo_rl.envs.sources import repository_of
+from grpo_rl.envs.sources import LOADED, repository_of
 from grpo_rl.envs.spec import task_spec
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -24,17 +21,21 @@ def revisions(model: Path, env: Mapping[str, Any], before: Mapping[str, Any] | N
         env: the settings of the data, which have been read.
         before: these entries at the run's first start, where it resumes: its model's commit stays.
     """
-    own = repository_of(env["path"]) if env["path"] else own_repository(env["dataset"])
+    data = repository(env)
     return {
         "model_revision": (before or {}).get("model_revision") or model_revision(model),
-        "data_revision": data_revision(own, env["revision"]) if own else None,
+        "data_revision": LOADED.get((data, env["revision"])) if data else None,
     }
 
 
-def own_repository(dataset: str) -> str | None:
-    """The repository of the hub with a task's own data; None for a task that makes its own."""
-    task = importlib.import_module(task_spec(dataset).load_rows.__module__)
-    return getattr(task, "HUB_NAME", "").partition(":")[0] or None
+def repository(env: Mapping[str, Any]) -> str | None:
+    """The hub's data set that a run trains on, ``owner/name``; None: it trains on files or on rows that its task makes.
+
+    >>> repository({"dataset": "math", "path": None}), repository({"dataset": "math", "path": "hf:owner/name:subset"})
+    ('DigitalLearningGmbH/MATH-lighteval', 'owner/name')
+    """
+    path = env.get("path")
+    return repository_of(path) if path else task_spec(env["dataset"]).hub
 
 
 def model_revision(folder: Path) -> str | None:
@@ -45,21 +46,3 @@ def model_revision(folder: Path) -> str | None:
     (True, None)
     """
     return folder.name if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name) else None
-
-
-def data_revision(repository: str, revision: str | None) -> str | None:
-    """The commit of a data set that was loaded at a revision: what the cache says that a branch or tag is.
-
-    Loading by the name of a branch or tag writes there, and offline reads there, which commit that is.
-
-    Args:
-        revision: None: the main branch.
-    """
-    if revision and COMMIT.fullmatch(revision):
-        return revision
-    folder = Path(constants.HF_HUB_CACHE) / f"datasets--{repository.replace('/', '--')}"
-    try:
-        commit = (folder / "refs" / (revision or constants.DEFAULT_REVISION)).read_text().strip()
-    except OSError:
-        return None
-    return commit if COMMIT.fullmatch(commit) else None

@@ -6,30 +6,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_rl.by_name import is_name, short_name
+from grpo_rl.settings.composing_errors import unknown
+from grpo_rl.settings.declaration import REQUIRED, declared, leaves, select
 from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.tasks import ALIASES, TASKS
 
 KEYS = ("task", "rows", "samples", "path", "env")
 """The keys of an entry."""
-NOT_BESIDE = {
-    "prompt_response": "its reward is a setting of the run's own task",
-    "search_qa": "its documents are a setting of the run's own task",
-}
-"""The tasks that a run of another task can't evaluate, and why."""
+ABSENT = object()
 
 
 def check_tasks(tasks: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses what can't be evaluated beside a run's own task.
+    """Checks the entries, before a model or data is looked for.
 
     Raises:
-        ValueError: an entry names no such task, has a key or a setting that means nothing there, or lacks its rows; or
-            two have one name.
+        ValueError: an entry names no such task, has a key or a setting that means nothing there, a wrong value, or
+            lacks its rows or a setting that its task can't do without; or two have one name.
     """
     names: list[str] = []
     for i, task in enumerate(tasks):
         where = f"evaluate.tasks[{i}]"
-        if unknown := sorted(task.keys() - set(KEYS)):
-            raise ValueError(f"{where} has {', '.join(unknown)}; it takes {', '.join(KEYS)}")
+        if wrong := sorted(task.keys() - set(KEYS)):
+            raise ValueError(f"{where} has {', '.join(wrong)}; it takes {', '.join(KEYS)}")
         names.append(name_beside(task.get("task"), where))
         for name, least in (("rows", 2), ("samples", 0)):
             value = task.get(name, least)
@@ -37,18 +35,36 @@ def check_tasks(tasks: Sequence[Mapping[str, Any]]) -> None:
                 raise ValueError(f"{where}.{name} is {value!r}; it must be a whole number, {least} or more")
         if "rows" not in task:
             raise ValueError(f"{where} lacks rows, the number of its held-out rows")
-        _check_own(task, where)
+        if task["task"] == "prompt_response" and not task.get("path"):
+            raise ValueError(f"{where} lacks path, its prompts; prompt_response has none of its own")
+        if task["task"] == "search_qa" and task.get("path") and not task.get("env", {}).get("corpus"):
+            raise ValueError(f"{where}.env lacks corpus: the documents in which the questions of path are answered")
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"evaluate.tasks names {twice[0]} twice")
+    for i, task in enumerate(tasks):
+        _check_own(task, f"evaluate.tasks[{i}]")
 
 
 def _check_own(task: Mapping[str, Any], where: str) -> None:
     given, name = task.get("env", {}), task["task"]
     if not isinstance(given, Mapping):
         raise ValueError(f"{where}.env is {given!r}; it must be a mapping of the task's own settings")
-    own = list(task_section(ALIASES.get(name, name)).__dataclass_fields__) if given else []
-    if other := [key for key in given if key not in own]:
-        raise ValueError(f"{where}.env.{other[0]} is no setting of {name} alone; it has {', '.join(own) or 'none'}")
+    own = declared(task_section(ALIASES.get(name, name)))
+    free = tuple(f"{key}." for key, setting in own.items() if setting.free)
+    for key in leaves(given):
+        if any(other.startswith(f"{key}.") for other in own):
+            raise ValueError(f"{where}.env.{key} is {select(given, key)!r}, and it is a section; set its keys")
+        if key not in own and not key.startswith(free):
+            raise ValueError(f"{where}.env: {unknown(f'setting of {name}', key, own)}")
+    for key, setting in own.items():
+        value = select(given, key, ABSENT)
+        if value is ABSENT:
+            if (name, key) == ("prompt_response", "reward") or (is_name(name) and setting.default is REQUIRED):
+                raise ValueError(f"{where}.env lacks {key}; {name} can't do without")
+        elif line := setting.wrong_type(f"{where}.env.{key}", value) or setting.wrong_value(
+            f"{where}.env.{key}", value
+        ):
+            raise ValueError(line)
 
 
 def name_beside(task: object, where: str) -> str:
@@ -59,16 +75,12 @@ def name_beside(task: object, where: str) -> str:
         where: the setting, for messages.
 
     Raises:
-        ValueError: there is no such task, or it can't be evaluated beside another.
+        ValueError: there is no such task.
 
     >>> name_beside("math500", "evaluate.tasks[0]"), name_beside("my_tasks:Rhyme", "evaluate.tasks[1]")
     ('math500', 'Rhyme')
     """
-    names = [name for name in (*TASKS, *ALIASES) if name not in NOT_BESIDE]
+    names = (*TASKS, *ALIASES)
     if task in names or is_name(task):
         return short_name(str(task))
-    because = f"{NOT_BESIDE[task]}; " if isinstance(task, str) and task in NOT_BESIDE else ""
-    raise ValueError(
-        f"{where}.task is {task!r}; {because}it can be {', '.join(names)} or package.module:Class, your own; after "
-        "training `grpo-rl eval` takes all"
-    )
+    raise ValueError(f"{where}.task: {unknown('task', str(task), [*names, 'package.module:Class'])}")

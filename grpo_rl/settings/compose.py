@@ -146,14 +146,14 @@ def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
         raise ValueError(explained(error, [config_name, *words], [FOLDER])) from error
 
 
-def check_in_its_modes(cfg: DictConfig) -> None:
+def check_in_its_modes(cfg: DictConfig, likely: str = "sync") -> None:
     """Refuses a config that is wrong in the mode it names; one that names none, where no mode makes it right.
 
     Raises:
-        ValueError: as :meth:`Settings.read`, of the first of its modes.
+        ValueError: as :meth:`Settings.read`, in the mode that is named or ``likely``.
     """
     wrong = []
-    for mode in [cfg.mode] if cfg.mode else ["sync", "async"]:
+    for mode in [cfg.mode] if cfg.mode else sorted(("sync", "async"), key=likely.__ne__):
         tried = cfg.copy()
         tried.mode = mode
         try:
@@ -186,14 +186,17 @@ def loss_config(overrides: Sequence[str]) -> DictConfig:
     return chosen
 
 
-def with_loss(settings: Settings, overrides: Sequence[str]) -> Settings:
+def with_loss(settings: Settings, overrides: Sequence[str], chosen: DictConfig | None = None) -> Settings:
     """A run's settings with another loss.
+
+    Args:
+        chosen: what :func:`loss_config` made of the overrides, where that has been called.
 
     Raises:
         ValueError: an override that has no part in a loss or can't be read, an unknown preset, or settings that don't
             go together.
     """
-    chosen = loss_config(overrides)
+    chosen = loss_config(overrides) if chosen is None else chosen
     keys = [word.lstrip("+").partition("=")[0] for word in overrides]
     changed = OmegaConf.create({name: plain(settings[name]) for name in ("loss", "policy")})
     for key in sorted(keys, key=len):  # a preset first, and single settings over it

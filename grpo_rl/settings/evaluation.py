@@ -134,13 +134,17 @@ def task_settings(own: EvalSettings, name: str, rest: Sequence[str]) -> Settings
     return Settings.read(cfg, divides=False)
 
 
-def beside_training(settings: Settings, given: Mapping[str, Any]) -> Settings:
+def beside_training(settings: Settings, i: int) -> Settings:
     """The settings of another task that a run evaluates: its own, with the run's sampling, context and engine.
 
     Args:
-        given: an entry of ``evaluate.tasks``: the task, its path, and under ``env`` its settings that differ from
-            the defaults.
+        i: the index of its entry in ``evaluate.tasks``: the task, its path, and under ``env`` its settings that differ
+            from the defaults.
+
+    Raises:
+        ValueError: the settings contradict each other, told under the names that they have in the entry.
     """
+    given, where = settings.evaluate.tasks[i], f"evaluate.tasks[{i}]"
     name, path = given["task"], given.get("path")
     cfg = compose_config(DEFAULT_CONFIG, [f"env.dataset={ALIASES.get(name, name)}"])
     for section in ("sampling", "inference_model", "model"):
@@ -152,4 +156,10 @@ def beside_training(settings: Settings, given: Mapping[str, Any]) -> Settings:
         values["env.path"] = path  # no rows of its own are known, and none are trained on
     for key, value in values.items():
         OmegaConf.update(cfg, key, value)
-    return Settings.read(cfg, divides=False)
+    try:
+        return Settings.read(cfg, divides=False)
+    except ValueError as error:
+        told = re.sub(
+            r"(?<![\w.])env\.", f"{where}.env.", re.sub(r"(?<![\w.])env\.eval_path\b", f"{where}.path", str(error))
+        )
+        raise ValueError(told if where in told else f"{where}: {told}") from error

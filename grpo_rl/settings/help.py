@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from grpo_rl.settings.command_line import program
-from grpo_rl.settings.composing_errors import OWN, unknown
+from grpo_rl.settings.composing_errors import OWN, explained, unknown
 from grpo_rl.settings.declaration import REQUIRED, Setting, plain
 from grpo_rl.settings.imitation import is_read
 from grpo_rl.settings.sections import Sections, declarations
@@ -145,7 +145,13 @@ def _settings(about: str, dataset: str | None, folders: Sequence[Path]) -> Itera
 def _of_task(dataset: str | None, folders: Sequence[Path]) -> dict[str, Any]:
     """The defaults that a task's config has, by dotted name, without those too long for a line."""
     paths = [path for folder in folders if (path := folder / "env" / f"{dataset}.yaml").is_file()]
-    values = flat({"env": yaml.safe_load(paths[-1].read_text(encoding="utf-8"))}) if paths else {}
+    if not paths:
+        return {}
+    try:
+        with paths[-1].open(encoding="utf-8") as file:  # a file, whose name the error then has
+            values = flat({"env": yaml.safe_load(file)})
+    except yaml.YAMLError as error:
+        raise ValueError(explained(error)) from error
     return {
         key: value
         for key, value in values.items()

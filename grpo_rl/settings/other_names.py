@@ -52,7 +52,15 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
     "evaluate.frequency": ("eval_every", "eval_interval", "eval_steps", "test_freq"),
     "inference_model.max_model_len": ("context_length", "max_seq_len", "max_seq_length"),
     "logger.backend": ("report_to", "tracker"),
-    "loss.clip_high": ("clip_eps", "clip_range", "clip_ratio", "clip_ratio_high", "eps_clip", "epsilon_high"),
+    "loss.clip_high": (
+        "clip_eps",
+        "clip_range",
+        "clip_ratio",
+        "clip_ratio_high",
+        "eps_clip",
+        "epsilon",
+        "epsilon_high",
+    ),
     "loss.clip_low": ("clip_eps", "clip_range", "clip_ratio", "clip_ratio_low", "eps_clip", "epsilon_low"),
     "optimizer.clip_grad_norm": ("clip_grad", "grad_clip", "gradient_clipping", "max_norm"),
     "optimizer.schedule": ("lr_schedule", "lr_scheduler", "lr_scheduler_type", "scheduler"),
@@ -69,6 +77,12 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
     "train_model.lora.rank": ("lora_r", "lora_rank"),
 }
 """Other names of ours, which nothing converts: they serve to suggest ours."""
+COUNTS: Mapping[str, str] = {
+    "optimizer.warmup_steps": "optimizer steps",
+    "train.micro_batch_tokens": "tokens",
+    "train.total_dialog_turns": "responses",
+}
+"""The unit of ours where a name of :data:`OTHERS` has another one."""
 
 
 def ours(name: str, known: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.declaration import Section, Setting, build, declared, leaves, plain, select
 from grpo_rl.settings.misfits import misfits
-from grpo_rl.settings.other_names import ours
+from grpo_rl.settings.other_names import COUNTS, ours
 from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.relations import check_relations
 from grpo_rl.settings.sections import Env, Sections, declarations
@@ -185,5 +185,6 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     # The right name in the wrong section is the likeliest slip of all, and then another trainer's name.
     leaf = name.rsplit(".", 1)[-1]
     same_leaf = sorted(key for key in known if key.rsplit(".", 1)[-1] == leaf)
-    best = same_leaf or ours(leaf, known) or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    elsewhere = [f"{key}, which counts {COUNTS[key]}" if key in COUNTS else key for key in ours(leaf, known)]
+    best = same_leaf or elsewhere or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {' or '.join(best)}?" if best else "; `--cfg job` prints every key"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from datasets import Dataset
 from huggingface_hub import ModelCard, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
 
+from grpo_rl.build.run import origin_of
 from grpo_rl.cli import main
+from grpo_rl.envs import sources
 from grpo_rl.run.model_card import _without_paths, base_license, model_card
 from grpo_rl.run.origin import command, origin
 from grpo_rl.run.revisions import revisions
@@ -56,24 +60,51 @@ def test_the_card_says_what_came_of_it_and_how_to_make_it_again():
 
 def test_the_commits_that_the_hubs_cache_names_are_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    ours, main, branch = (digit * 40 for digit in "abc")
-    for name, commit in (("models--org--M", ours), ("datasets--openai--gsm8k", main), ("datasets--org--rows", main)):
+    ours, main, branch, read = (digit * 40 for digit in "abcd")
+    for name, commit in (("models--org--M", ours), ("datasets--openai--gsm8k", main)):
         (tmp_path / name / "refs").mkdir(parents=True)
         (tmp_path / name / "refs" / "main").write_text(commit)
-    (tmp_path / "datasets--org--rows" / "refs" / "dev").write_text(branch)
+
+    def load_dataset(name, subset, *, split, revision):
+        # Offline `datasets` reads the newest copy of its own cache, whatever the hub's cache has as the main branch.
+        commit = {None: read, "dev": branch}.get(revision, revision)
+        files = [{"filename": str(tmp_path / "datasets" / commit / f"rows-{split}.arrow")}]
+        return SimpleNamespace(
+            cache_files=files, column_names=["q"], select_columns=lambda names: Dataset.from_list([])
+        )
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("grpo_rl.envs.sources.LOADED", {})
+    monkeypatch.setattr("grpo_rl.run.revisions.LOADED", sources.LOADED)
+    for source in ("openai/gsm8k:main", "DigitalLearningGmbH/MATH-lighteval", "hf:org/rows"):
+        sources.read(sources.Source(source), "train")
+    for revision in ("dev", "e" * 40):
+        sources.read(sources.Source("hf:org/rows", revision=revision), "train")
     model = tmp_path / "models--org--M" / "snapshots" / ours
     model.mkdir(parents=True)
     for name, content in (("config.json", "{}"), ("model.safetensors", "")):
         (model / name).write_text(content)
     loaded = Path(snapshot_download("org/M", local_files_only=True)).resolve()  # as a run finds it, without a network
     own = {"path": None, "dataset": "gsm8k", "revision": None}
-    assert revisions(loaded, own) == {"model_revision": ours, "data_revision": main}
+    assert revisions(loaded, own) == {"model_revision": ours, "data_revision": read}
     assert revisions(loaded, own, {"model_revision": "d" * 40})["model_revision"] == "d" * 40  # it goes on from there
-    cases = [({"path": "hf:org/rows"}, main), ({"path": "hf:org/rows", "revision": "dev"}, branch)]
+    cases = [({"path": "hf:org/rows"}, read), ({"path": "hf:org/rows", "revision": "dev"}, branch)]
     cases += [({"path": "hf:org/rows", "revision": "e" * 40}, "e" * 40), ({"path": "hf:org/others"}, None)]
     cases += [({"path": "rows.jsonl"}, None), ({"dataset": "countdown"}, None)]
+    cases += [({"dataset": task}, read) for task in ("math", "calculator")] + [({"dataset": "ifeval"}, None)]
     for changes, commit in cases:
         assert revisions(tmp_path, own | changes) == {"model_revision": None, "data_revision": commit}, changes
+
+
+@pytest.mark.parametrize("config", ["grpo_gsm8k", "sft"])
+def test_a_run_that_resumes_keeps_the_command_and_the_model_commit_of_its_first_start(config, tmp_path):
+    settings = Settings.read(compose_config(config, ["env.path=quickstart-train"]))
+    first = {"command": "grpo-rl train first=1", "model_revision": "a" * 40}
+    resumed = SimpleNamespace(config="{}", restored=(None, {"origin": first}))
+    found = origin_of(settings, resumed, tmp_path)
+    assert found["command"] == first["command"] and found["model_revision"] == "a" * 40 and found["command_of_resume"]
+    new = origin_of(settings, SimpleNamespace(config="{}", restored=None), tmp_path)
+    assert new["model_revision"] is None and "command_of_resume" not in new
 
 
 def test_the_card_names_the_commits_or_says_that_they_are_not_known():
@@ -81,6 +112,24 @@ def test_the_card_names_the_commits_or_says_that_they_are_not_known():
     text = model_card(settings, SUMMARY | {"model_revision": "a" * 40, "data_revision": None})
     assert "**Base model**: org/Base-1B at commit " + "a" * 40 in text
     assert "**Data**: openai/gsm8k, whose commit is not known" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "repository"),
+    [
+        (["env.path=hf:org/rows:main"], "org/rows"),
+        (["env.dataset=math"], "DigitalLearningGmbH/MATH-lighteval"),
+        (["env.dataset=search_qa"], "hotpotqa/hotpot_qa"),
+        (["env.path=org/rows"], "org/rows"),
+    ],
+)
+def test_the_card_names_the_repository_and_commit_of_the_data(words, repository):
+    settings = json.loads(Settings.read(compose_config("grpo_gsm8k", words)).as_json())
+    text = model_card(settings, SUMMARY | {"data_revision": "b" * 40})
+    assert f"**Data**: {repository} at commit " + "b" * 40 in text and f"datasets:\n- {repository}\n" in text
+    unknown = model_card(settings, SUMMARY | {"data_revision": None})
+    mine = words == ["env.path=org/rows"]  # without hf: and a commit it may be a folder
+    assert ("**Data**: data of its own" in unknown and repository not in unknown) is mine
 
 
 def test_no_local_path_and_no_setting_of_a_logger_is_in_the_card(tmp_path):

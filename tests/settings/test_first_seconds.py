@@ -15,7 +15,7 @@ from grpo_rl.cli import main as command_line
 from grpo_rl.settings.command_line import arranged
 from grpo_rl.settings.compose import FOLDER, compose_config
 from grpo_rl.settings.config import main
-from grpo_rl.settings.help import EXAMPLES, EXAMPLES_OF_SFT, FIRST, FIRST_IN_SFT
+from grpo_rl.settings.help import EXAMPLES, EXAMPLES_OF_SFT, FIRST, FIRST_IN_SFT, help_text
 from grpo_rl.settings.machine import check_machine
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import declarations
@@ -112,6 +112,7 @@ OF_COMMANDS = [
     (["plan", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
     (["plan", "optimizer.lr=fast"], "optimizer.lr is 'fast'; it must be a number"),  # no mode is given: in either
     (["plan", "cluster=8xH100", "mode=async", "policy.kl_coef=-1"], "policy.kl_coef is -1; it must be 0 or more"),
+    (["plan", "cluster=8xH100", "ray.nodes=2"], "ray.nodes=2 needs a cluster"),  # as in async mode
     (["plan", "cluster=8xH10"], "cluster=8xH10: H10 is none of A100-40GB, "),
     (["check-model", "m", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
     (["check-model", "m", "env.repeats=1"], "env.repeats is 1"),
@@ -127,6 +128,11 @@ OF_COMMANDS = [
     (["report", "run"], "run is not a run folder"),
     (["report", "env.repeats=4"], "env.repeats=4 is not a run folder"),
     (["push-to-hub", "run", "org/name", "env.repeats=4"], "push-to-hub takes no overrides such as env.repeats=4"),
+    (["doctor", "--deadline-s", "soon"], "argument --deadline-s: invalid float value: 'soon'"),
+    (["doctor", "--quik"], "'--quik' is neither an option nor an override"),
+    (["from-trl", "c.yaml", "env.repeats=4"], "from-trl takes no overrides"),
+    (["export", "c.pt", "out", "env.repeats=4"], "export takes no overrides such as env.repeats=4"),
+    (["trian"], "unknown command 'trian'; did you mean train? (all: train, batches, "),
     (["push-to-hub", "run"], "the following arguments are required: REPO"),
 ]
 """Wrong words of the commands beside `train`, and what their one line says."""
@@ -191,7 +197,7 @@ def test_every_command_tells_its_help_and_wrong_words_before_torch_is_imported(t
         assert result["loaded"] == [], words
     for words, message in OF_COMMANDS:
         result = found[tuple(words)]
-        assert result["code"] == 2 and message in result["err"].splitlines()[-1], result
+        assert result["code"] == 2 and message in result["err"] and result["err"].count("\n") == 1, result
         assert result["loaded"] == [], words
 
 
@@ -239,6 +245,13 @@ def test_help_on_the_reward_has_the_parts_of_the_task_with_their_weights(results
     assert r"'env.reward={my_rewards\:short: 1, my_rewards\:polite: 0.5}'" in " ".join(text.split())
     own = results["env.dataset=prompt_response", "--help", "env.reward"]["out"]
     assert "  env.reward  " in own and "weights by name" in own and "correctness" not in own
+
+
+def test_help_on_a_task_whose_file_is_no_yaml_is_an_error_in_one_line(tmp_path):
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "gsm8k.yaml").write_text("dataset: gsm8k\n reward: 1\n")
+    with pytest.raises(ValueError, match=r"^\S+gsm8k.yaml, line 2, column 8 is no YAML: .*; correct that line$"):
+        help_text("env", "", "grpo_gsm8k", [tmp_path], "gsm8k")
 
 
 def test_what_help_says_is_there():
