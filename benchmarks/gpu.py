@@ -40,7 +40,7 @@ MINUTES = 12
 GRACE_S = 10
 """Seconds that a row's processes have to end once they are asked to."""
 START = "spawn"
-"""How a row's process starts: CUDA does not survive a fork."""
+"""Start method of a row's process: CUDA does not survive a fork."""
 MIN_SHARE = 0.5
 """Share of a row's limit that has to be left for the row to be started."""
 

@@ -1,4 +1,4 @@
-"""How peak memory grows with the vocabulary and the responses, over what has to grow: `python benchmarks/memory.py`.
+"""Growth of peak memory with the vocabulary and the responses, over what has to grow: `python benchmarks/memory.py`.
 
 One training forward and backward of a group of 8 equal responses, by a random Llama with SmolLM2's hidden size, tied
 embeddings and few layers, in bf16, without gradient checkpointing. Every point has a process of its own, which builds

@@ -1,4 +1,4 @@
-"""How many times faster one GRPO step is than TRL's on the same work: `python benchmarks/step_vs_trl.py --data FILE`.
+"""Speedup of one GRPO step over TRL's on the same work: `python benchmarks/step_vs_trl.py --data FILE`.
 
 A step is generation, training, and whatever it takes for the next generation to use the new weights. The work: the
 default model, 4 GSM8K prompts x 8 responses of exactly 96 tokens, one optimizer step over all of them, rewards that

@@ -1,4 +1,4 @@
-"""What the docs show is what commands print, and what they name exists."""
+"""The docs show the output that commands print, and the names in them exist."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_what_a_page_shows_of_ones_own_trains_in_a_folder_with_the_files_that_it
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name is a module, or something in one."""
+    """Tells whether a dotted name is a module, or something in one."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:

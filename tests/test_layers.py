@@ -65,9 +65,9 @@ WHOLE_CONFIG = {
         "grpo_rl/cli.py",
     ),
 }
-"""Where a parameter may be the whole config, as Hydra's or as the checked one."""
+"""Folders where a parameter may be the whole config, as Hydra's or as the checked one."""
 MAX_LINES, MAX_IMPORTED = 400, 12
-"""Of a file: lines, and modules of ours that it imports; those of build/ may import more."""
+"""Limits of a file: lines, and modules of ours that it imports; those of build/ may import more."""
 
 
 def python_files(root: Path) -> list[Path]:
@@ -116,7 +116,7 @@ def imported(tree: ast.AST, module: str, is_package: bool) -> set[tuple[str, str
 
 
 def config_parameter(tree: ast.AST) -> str | None:
-    """What a function's parameter is that is the whole config, by its name or type: "cfg" or "settings"."""
+    """The kind of a function's parameter that is the whole config, by its name or type: "cfg" or "settings"."""
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             hint = ast.unparse(node.annotation) if node.annotation else ""
@@ -171,7 +171,7 @@ def violations(root: Path) -> list[str]:
 
 
 def forbidden(own: str, other: str) -> str | None:
-    """What is wrong with a folder that imports this module; None where nothing is."""
+    """The fault of a folder that imports this module; None where nothing is."""
     folder = folder_of(other)
     if folder == own:
         return None
@@ -185,7 +185,7 @@ def forbidden(own: str, other: str) -> str | None:
 
 
 def is_a_sentence(text: str | None) -> bool:
-    """Whether the first paragraph is one sentence.
+    """Tells whether the first paragraph is one sentence.
 
     >>> is_a_sentence("Settings to parts."), is_a_sentence("One. Two."), is_a_sentence(None)
     (True, False, False)

@@ -21,7 +21,7 @@ def cells(notebook, tag):
 
 
 def text_of(cell):
-    """What a cell printed or displayed, as text."""
+    """The output that a cell printed or displayed, as text."""
     return "".join(output.get("text", "") or output.get("data", {}).get("text/html", "") for output in cell.outputs)
 
 

@@ -1,4 +1,4 @@
-"""What is installed: every source and data file once, from a checkout, an sdist, a wheel and an editable install."""
+"""The installed files: every source and data file once, from a checkout, an sdist, a wheel and an editable install."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def environment(wheel, tmp_path_factory) -> Path:
 
 
 def run_installed(*command: str | Path, folder: Path) -> str:
-    """What a command prints in ``folder``, where the checkout is on no path."""
+    """The output of a command in ``folder``, where the checkout is on no path."""
     names = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=folder, env=names, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""What is delivered beside the wheel: the image and the workflows, as their linters and the wheel's build see them."""
+"""Deliveries beside the wheel: the image and the workflows, as their linters and the wheel's build see them."""
 
 from __future__ import annotations
 

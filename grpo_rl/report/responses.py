@@ -19,7 +19,7 @@ RESPONSES, BYTES = 1200, 1_500_000
 """At most about so many responses are on the page, and so many bytes of them and their prompts."""
 MOST_STEPS = 30
 EXTREMES = 5
-"""So many of the best and of the worst responses of the whole run are on the page."""
+"""Number of the best, and of the worst, responses of the whole run that the page shows."""
 LONGEST, LONGEST_PROMPT = 8000, 3000
 MOST_OF_GROUP = 64
 """Responses shown of one group."""

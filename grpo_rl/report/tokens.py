@@ -114,7 +114,7 @@ def _about(run_dir: Path, step: int) -> dict[tuple[int, int], dict[str, Any]]:
 def _choose(
     keys: Sequence[tuple[int, int]], about: Mapping[tuple[int, int], Mapping[str, float | None]]
 ) -> list[tuple[int, int]]:
-    """So many responses of a step, in its order: of each group in turn the first, the best, the worst, the second, …"""
+    """Responses of a step that are shown, in its order: of each group in turn the first, best, worst, second, …"""
     groups: dict[int, list[tuple[int, int]]] = {}
     for key in keys:
         groups.setdefault(key[0], []).append(key)

@@ -56,7 +56,7 @@ def be_rank(folder: Path, fault: str, rank: int) -> None:
 
 
 def fork_ranks(folder: Path, fault: str) -> dict[str, Any]:
-    """How both ranks ended: wait status, seconds since the fault, and what they said; a stopped one is killed then."""
+    """The end of both ranks: wait status, seconds since the fault, and what they said; a stopped one is killed then."""
     pids = []
     for rank in range(2):
         if not (pid := os.fork()):

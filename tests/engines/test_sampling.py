@@ -184,7 +184,7 @@ def test_kept_sets_that_vllm_leaves_out_are_an_error_and_not_the_whole_distribut
 
 
 def test_a_stop_string_may_begin_within_a_token_and_end_within_another(folder):
-    """Of bytes: "é" is two tokens, and the text has it once the second is there."""
+    """In a tokenizer of bytes "é" is two tokens, and the text has it once the second is there."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("caféx")["input_ids"]
     stop = StopString(tokenizer.backend_tokenizer, [7], ["fé"])

@@ -27,7 +27,7 @@ def test_the_end_of_a_turn_is_written_unless_it_was_sampled(tokenizer):
 
 
 def test_the_templates_own_end_of_a_turn_is_kept_where_another_token_ended_the_answer(tokenizer):
-    """As with Gemma, whose turns end on another token than its texts."""
+    """The template is like Gemma's, whose turns end on another token than its texts."""
     tokenizer.chat_template, before = None, tokenizer.chat_template
     opens = "{% if add_generation_prompt %}>{% endif %}"
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}#\n{% endfor %}" + opens

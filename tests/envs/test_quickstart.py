@@ -21,7 +21,7 @@ def rows(request) -> list[dict]:
 
 
 def holds(left: int, operator: str, right: int, result: int) -> bool:
-    """Whether an equation is right, each operation checked by its inverse, not by the generator's own arithmetic."""
+    """Tells whether an equation is right, by the inverse of each operation, not by the generator's own arithmetic."""
     if operator == "+":
         return result - right == left
     if operator == "-":

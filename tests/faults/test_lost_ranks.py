@@ -33,7 +33,7 @@ RANKS = {"ranks/size", "ranks/restarts"}
 
 @dataclass
 class Ended:
-    """What came of a start: its folder, exit code, lines with the time of each, and whom the fault hit."""
+    """The outcome of a start: its folder, exit code, lines with the time of each, and whom the fault hit."""
 
     folder: Path
     code: int

@@ -95,7 +95,7 @@ def total(loss, tokens):
 
 
 class HeldStopGradients(TorchFunctionMode):
-    """What was detached in a first evaluation stays what it was in the next ones, as the gradient takes it to be.
+    """A value that was detached in a first evaluation stays the same in the next ones, as the gradient takes it to be.
 
     Otherwise a finite difference would move the weights and values that have no gradient by definition.
     """

@@ -230,7 +230,7 @@ def test_the_policy_adds_what_it_says_before_it_is_trained(model, max_tokens):
 
 
 def test_in_a_single_step_a_correction_needs_no_old_log_probs(model):
-    """What the policy says as it is trained on is what it would have said before, with the same gradient."""
+    """The log-probs that the policy trains on are those that it would have given before, with the same gradient."""
     groups = [g.with_advantages(torch.randn(g.size, dtype=torch.float64)) for g in sampled_groups()]
     policy = TrainPolicy(model)
     gradients = []

@@ -44,7 +44,7 @@ MORE = {
     "open_r1_codeforces_7b.yaml": ["--processes", "8", "--rows", "8000"],
     "length_of_20.py.txt": ["--rewards", "grpo_rl.envs.rewards.examples:reward_len"],
 }
-"""What a person adds to each on the command line: what the file itself doesn't say. (.txt: pytest would import it.)"""
+"""Overrides that a person adds to each, for what the file itself doesn't say. (.txt: pytest would import it.)"""
 
 
 def read_published(name):
@@ -94,7 +94,7 @@ def test_a_published_config_becomes_settings_without_an_error(configs, name):
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("name", MORE)
 def test_a_published_config_trains_a_step_of_a_tiny_model(configs, name, tmp_path):
-    """What is made smaller: the model, its data, lengths, batch and devices, which this machine has not."""
+    """Overrides that make it smaller: the model, its data, lengths, batch and devices, which this machine has not."""
     env = settings_of(configs, name).env
     row = {"problem": "1+1?", "answer": "2", env.task.get("prompt_column", "prompt"): "Say 2.", "language": "cpp"}
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**row, "index": i}) + "\n" for i in range(4)))

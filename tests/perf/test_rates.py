@@ -20,7 +20,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """What was measured; the first measurement finds Rates(1, 10), the second Rates(2, 9), …"""
+    """The rates that were measured; the first measurement finds Rates(1, 10), the second Rates(2, 9), …"""
     calls = []
 
     def measure(dtype, device):

@@ -1,4 +1,4 @@
-"""What the exactness tests' short sequences can't show of attention on CPU: long micro-batches, many blocks, bf16."""
+"""Attention on CPU where the exactness tests' short sequences can't show it: long micro-batches, many blocks, bf16."""
 
 from __future__ import annotations
 

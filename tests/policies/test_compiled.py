@@ -104,7 +104,7 @@ def graphs_and_layers(policy: TrainPolicy) -> tuple[int, int]:
 @needs_compiler
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
 def test_compiled_layers_in_fp64_equal_uncompiled_ones(folder, checkpointing):
-    """As far as fp64 goes: the norms of transformers round to fp32 on both roads."""
+    """The tolerance is not fp64's: the norms of transformers round to fp32 on both roads."""
     plain = TrainPolicy.load(folder, torch.float64)
     policy = TrainPolicy.load(folder, torch.float64, gradient_checkpointing=checkpointing)
     compiled.compile_layers(policy.model, with_attention=False)

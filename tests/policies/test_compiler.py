@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 
 def started(program: str, **variables: str) -> str:
-    """What a Python process of its own prints."""
+    """The output of a Python process of its own."""
     env = {name: value for name, value in os.environ.items() if name != compiler.INDUCTOR_CACHE} | variables
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -28,7 +28,7 @@ class Stated:
 
 @pytest.fixture(params=["stated", "installed"])
 def liger(request, monkeypatch):
-    """How far a result may be from the exact one."""
+    """The allowed distance of a result from the exact one."""
     if request.param == "installed":
         if importlib.util.find_spec("liger_kernel") is None:
             pytest.skip("liger-kernel is not installed")

@@ -1,4 +1,4 @@
-"""How groups are packed, what their tokens may see, and which models are refused; values are in test_exactness.py."""
+"""Packing of groups, the tokens that each may see, and the models that are refused; values are in test_exactness.py."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_prompt_is_computed_once():
 
 
 def test_what_sequences_begin_with_in_common_is_computed_once():
-    """By hand: 12 of the system message, 5 of a question, 14 of three responses and a later prompt, then the ends."""
+    """Counted by hand: 12 tokens of the system message, 5 of a question, 14 of three responses and a prompt, the ends."""
     packed = pack(forked_groups())
     runs = [(n.position, n.end - n.start, n.parent) for n in packed.layout.nodes]
     system = [(0, 12, -1)]

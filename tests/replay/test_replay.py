@@ -197,7 +197,7 @@ def test_tokens_are_shown_as_text_and_the_tables_fit_a_narrow_terminal(plain, ca
 
 
 def test_on_fresh_weights_ratios_are_to_what_the_trainer_itself_said(tiny, tmp_path, capsys):
-    """With one optimizer step a collection the trainer has just said what it says: every ratio of GSPO is 1."""
+    """Every ratio of GSPO is 1 with one optimizer step a collection: the weights are still the same."""
     folder = tmp_path / "run"
     run([*tiny, "train.optim_batch_size=16", "train.total_dialog_turns=16"], folder)
     told = replayed(folder, 1, "loss=gspo", capsys=capsys)

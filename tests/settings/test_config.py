@@ -347,7 +347,7 @@ WHOLE = {"sampling": Sampling, "optimizer": PolicyOptimizer, "train_model.lora":
 
 
 def test_each_setting_is_read_by_code():
-    """By its name as an attribute or a key in the code outside settings/, or as an argument of a part."""
+    """A key is read by its name as an attribute or a key in the code outside settings/, or as an argument of a part."""
     sources = [path for folder in ("grpo_rl", "sota") for path in (ROOT / folder).rglob("*.py")]
     names = set()
     for path in sources:

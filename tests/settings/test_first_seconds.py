@@ -150,7 +150,7 @@ ASKED = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each command line of the table gave, and each that asks; by its words."""
+    """The results of each command line of the table, and of each that asks; by its words."""
     folder = tmp_path_factory.mktemp("first")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

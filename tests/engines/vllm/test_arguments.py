@@ -1,4 +1,4 @@
-"""What vLLM is started with."""
+"""Arguments that vLLM is started with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's layers on a CPU compute with is what was sent, whichever way it came, and is read back as it is."""
+"""vLLM's layers on a CPU compute with the weights that were sent, whichever way they came; reading back shows them."""
 
 from __future__ import annotations
 

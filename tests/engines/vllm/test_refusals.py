@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 def explained(error: Exception) -> str:
-    """What a start of vLLM that fails with the error raises."""
+    """The exception of a start of vLLM that fails with the error."""
     with pytest.raises(ValueError) as caught, refusals.refusals_explained(0.3, 2048):
         raise error
     assert caught.value.__cause__ is error and "\n" not in str(caught.value)

@@ -73,7 +73,7 @@ def act(tmp_path, monkeypatch):
 
 
 def ended(process_id: int, within_s: float = 10.0) -> bool:
-    """Whether a process is gone, or dead and only not yet reaped, before the time is over."""
+    """Tells whether a process is gone, or dead and only not yet reaped, before the time is over."""
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         try:
