@@ -67,7 +67,7 @@ def test_a_prompt_is_computed_once():
 
 
 def test_what_sequences_begin_with_in_common_is_computed_once():
-    """Counted by hand: 12 tokens of the system message, 5 of a question, 14 of three responses and a prompt, the ends."""
+    """Counted by hand: 12 tokens of the system message, 5 of a question, 14 of three responses and a prompt, ends."""
     packed = pack(forked_groups())
     runs = [(n.position, n.end - n.start, n.parent) for n in packed.layout.nodes]
     system = [(0, 12, -1)]
