@@ -32,11 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from kills import same
 from safetensors.torch import load_file
 from step_vs_before import checkout
 
-from grpo_rl.testing import tiny_run, without_clocks
+from grpo_rl.testing import same, tiny_run, without_clocks
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["train.total_dialog_turns=48", "train.lineage=true"]

@@ -248,16 +248,33 @@ class MetricsLog:
         with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def truncate(self, step: int) -> None:
+    def truncate(self, step: int, vouched: int | None = None) -> int:
         """Drops what came after ``step``, so that a run resumed there writes the file an uninterrupted run writes.
+
+        Args:
+            vouched: bytes at the beginning that are known to be whole; lines after them that can't be read are dropped,
+                too. None: all are to be read.
+
+        Returns:
+            The number of lines that could not be read.
 
         Raises:
             ValueError: a line is not one of metrics; names it.
         """
         lines = _whole_lines(self.path)
-        kept = [line for number, line in enumerate(lines, start=1) if _row(self.path, number, line)["step"] <= step]
+        kept, end, unread = [], 0, 0
+        for number, line in enumerate(lines, start=1):
+            end += len(line) + 1
+            try:
+                if _row(self.path, number, line)["step"] <= step:
+                    kept.append(line)
+            except ValueError:
+                if vouched is None or end <= vouched:
+                    raise
+                unread += 1
         if len(kept) < len(lines):
             self._rewrite(kept)
+        return unread
 
     def _rewrite(self, lines: Sequence[bytes]) -> None:
         write_whole(self.path, b"".join(line + b"\n" for line in lines))

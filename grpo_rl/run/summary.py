@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,8 @@ from grpo_rl.run.model_card import model_card
 from grpo_rl.run.model_files import CARD, MODEL
 from grpo_rl.storage.whole_file import put_back, write_whole
 
+DIGEST = "sha256"
+"""The entry of ``evaluation.json`` with the SHA-256 of the others."""
 BEST, BEST_MODEL = "best.json", "best_model"
 ENDS = "mean reward of all sampled responses, over the first and the last steps: a tenth, 5 at least, half at most"
 """The meaning of the training rewards in ``summary.json``."""
@@ -91,18 +94,24 @@ def write_evaluation(
         best: state of the tracker of the best evaluation after this one: a checkpoint of the same step may be older.
     """
     stored = without_nan({"step": step, "rewards": list(rewards)} | ({"best": best} if best else {}))
-    write_whole(folder / EVALUATION, json.dumps(stored, allow_nan=False) + "\n")
+    write_whole(folder / EVALUATION, json.dumps(stored | {DIGEST: _digest(stored)}, allow_nan=False) + "\n")
 
 
 def read_evaluation(folder: Path, step: int) -> tuple[list[float], dict[str, Any] | None] | None:
-    """The held-out rewards of a step and the tracker's state, if they were stored and can be read."""
+    """The held-out rewards of a step and the tracker's state, if they were stored, and are as they were."""
     try:
         stored = json.loads((folder / EVALUATION).read_text())
-        if stored["step"] == step:
+        digest = stored.pop(DIGEST, None)  # earlier versions wrote none
+        known = stored.keys() <= {"step", "rewards", "best"}
+        if known and stored["step"] == step and digest in (None, _digest(stored)):
             return [math.nan if reward is None else float(reward) for reward in stored["rewards"]], stored.get("best")
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
     return None
+
+
+def _digest(stored: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()
 
 
 def without_nan(value: Any) -> Any:
