@@ -84,7 +84,7 @@ VIEWS: dict[str, Callable[[Path], Any]] = {
     "names of metrics": lambda run: [sorted(row) for row in rows(run)],
     "metrics": lambda run: [without_clocks(row) for row in rows(run)],
     "weights": lambda run: {str(path.name): load_file(path) for path in sorted(run.glob("model/*.safetensors"))},
-    "evaluation": lambda run: [json.loads(path.read_text()) for path in run.glob("evaluation.json")],
+    "evaluation": lambda run: [json.loads(path.read_text())["rewards"] for path in run.glob("evaluation.json")],
     **{name: table(name) for name in ("completions.parquet", "lineage", "lineage_answers")},
 }
 ASYNC_VIEWS: dict[str, Callable[[Path], Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
 from grpo_rl.report.files import CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
 from grpo_rl.run.background import Background
 from grpo_rl.run.claim import claim, is_finished, set_logs_aside
-from grpo_rl.run.summary import read_evaluation, try_write_report
+from grpo_rl.run.summary import evaluation_line, read_evaluation, try_write_report
 from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import write_whole
@@ -104,8 +105,13 @@ class RunFolder:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
-        if kind is None:
+        try:
             self.settle()
+        except OSError as error:
+            if kind is None:
+                raise
+            # The error that ends the run is told by itself; this one is, too, and does not take its place.
+            print(f"The last checkpoint could not be written: {error}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Unlocks the folder, once a checkpoint that is being written is written."""
@@ -266,9 +272,11 @@ class RunFolder:
         if self._saved is None or self._saved[0] != step:
             parts = state()
             path = self.checkpoints / checkpoint.PATTERN.format(step=step)
+            metrics_bytes = logged.metrics_bytes(self.path)  # the run may log on while the thread works
 
             def write() -> None:
-                parts[logged.LOGS] = agreed(self._ranks, lambda: checkpoint.sync_logs(self.path))
+                sync = lambda: checkpoint.sync_logs(self.path, step, metrics_bytes)  # noqa: E731
+                parts[logged.LOGS] = agreed(self._ranks, sync)
                 checkpoint.save(self.checkpoints, step, parts, keep, self._ranks)
 
             if self._ranks:
@@ -305,15 +313,28 @@ class RunFolder:
             return
         # Whatever was written after the checkpoint belongs to an abandoned continuation.
         last = self.step if self.restored else BEFORE_ALL
-        logs = self.restored[1].get(logged.LOGS, {}) if self.restored and self.inside and self.rank_zero else {}
-        unread = MetricsLog(self.path).truncate(last, logged.logged_bytes(logs))
-        if unread:  # one may be the last evaluation's, which is then repeated
-            self.eval_after, self.best = None, self.restored[1].get("eval_best") if self.restored else None
-            what = "a line that can't" if unread == 1 else f"{unread} lines that can't"
-            self.notes.append(f"{self.path / METRICS_FILE} had {what} be read, of after step {last}: dropped")
+        if self.restored:
+            evaluation = agreed(self._ranks, self._truncate_metrics)
+            evaluation = self._ranks.broadcast(evaluation) if self._ranks else evaluation
+            if not evaluation:  # all ranks repeat it
+                self.eval_after, self.best = None, self.restored[1].get("eval_best")
         evaluated = self.eval_after and self.eval_after[0] == last
         for name in (SUMMARY, REPORT, *([] if evaluated else [EVALUATION])):
             (self.path / name).unlink(missing_ok=True)
         checkpoint.set_aside_later(self.path / checkpoint.CHECKPOINTS, last)
         checkpoint.keep_newest(self.path / checkpoint.CHECKPOINTS, self._train.keep_checkpoints)
         logged.truncate(self.path, last)
+
+    def _truncate_metrics(self) -> bool:
+        """Drops the metrics of after the checkpoint, and tells whether those of the last evaluation are there."""
+        assert self.restored
+        path, state = self.restored
+        log, vouched, line, gap = MetricsLog(self.path), None, None, False
+        if self.inside and self.rank_zero:
+            line = evaluation_line(self.path, self.step)
+            gap = checkpoint.lacking(self.path, path) is not None  # a checkpoint that was named itself
+            vouched = None if gap else logged.vouched_bytes(state.get(logged.LOGS, {}))
+        if unread := log.truncate(self.step, vouched, line, gap):
+            what = "a line that can't" if unread == 1 else f"{unread} lines that can't"
+            self.notes.append(f"{self.path / METRICS_FILE} had {what} be read: dropped")
+        return line is None or log.has_line(line)

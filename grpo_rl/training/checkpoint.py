@@ -142,7 +142,10 @@ def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | 
 
 
 def keep_newest(folder: Path, keep: int) -> None:
-    """Removes all checkpoints but so many of the newest, 0 for all: a kill can come before :func:`save` does."""
+    """Removes older checkpoints than the ``keep`` newest; 0 keeps all.
+
+    :func:`save` does so, and a resumed run, as a kill can come before :func:`save` gets there.
+    """
     for old in checkpoints(folder)[:-keep] if keep else []:
         remove(old)
 
@@ -153,9 +156,13 @@ def remove_all(folder: Path) -> None:
         remove(path)
 
 
-def sync_logs(run: Path) -> dict[str, list[int | str]]:
-    """What a run has logged, once it is on the disk, for the checkpoint that follows; see `grpo_rl.training.logged`."""
-    return logged.sync_logs(run, max((step_of(path) for path in checkpoints(run / CHECKPOINTS)), default=-1))
+def sync_logs(run: Path, step: int, metrics_bytes: int) -> dict[str, list[int | str]]:
+    """Lengths and digests of what a run had logged by a step, for the checkpoint of it; see `grpo_rl.training.logged`.
+
+    All of it is on the disk when this returns.
+    """
+    last = max((step_of(path) for path in checkpoints(run / CHECKPOINTS)), default=-1)
+    return logged.sync_logs(run, last, step, metrics_bytes)
 
 
 def set_aside_later(folder: Path, step: int) -> None:
@@ -247,9 +254,9 @@ def last_logged(run: Path) -> int:
 def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = None) -> tuple[Path, dict]:
     """The checkpoint that a run goes on with, and its state; all ranks get the same one.
 
-    From a folder, it is the newest whole checkpoint whose run's logs are as they were when it was written: as a power
-    cut or a bad disk can leave them, they are not. Skipped checkpoints are reported with the reason. A checkpoint that
-    is named itself is used or refused.
+    From a folder, it is the newest whole checkpoint whose run's logs are as they were when it was written, which a
+    power cut or a bad disk can change. Skipped checkpoints are reported with the reason. A checkpoint that is named
+    itself is used, with a gap in the logs if need be, or refused.
 
     Args:
         resume: a checkpoint, or a folder that has some, itself or in ``checkpoints``.
@@ -257,7 +264,7 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
         ranks: the processes that go on with it, all of which call this.
 
     Raises:
-        ValueError: nothing that ``resume`` names can be used; says why, and what to do. Or metrics can't be read.
+        ValueError: nothing that ``resume`` names can be used; says why, and what to do.
     """
     place = Path(resume).absolute()
     rank_zero = ranks is None or ranks.rank == 0
@@ -274,7 +281,7 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
     told = []
     for path in paths:
         # Before gigabytes are hashed.
-        lacks = agreed(ranks, lambda path=path: _lacks(run, path) if rank_zero and run else None)
+        lacks = agreed(ranks, lambda path=path: lacking(run, path) if rank_zero and run else None)
         if lacks := ranks.broadcast(lacks) if ranks else lacks:
             told.append(f"{'going on with a gap' if named else 'passed over'}: {path}: {lacks}")
             if not named:
@@ -299,15 +306,27 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
     )
 
 
-def _lacks(run: Path, path: Path) -> str | None:
+def lacking(run: Path, path: Path) -> str | None:
     """Says what the logs of a checkpoint's run lack that they had when it was written; None: nothing."""
+    listed = None
     # The checkpoint itself may be damaged, which is found out when it is loaded.
-    with suppress(ValueError, TypeError, KeyError, AttributeError, OSError):
-        if LOGS in (state := checkpoint_file.read(path)):
-            return logged.flaw(run, state[LOGS])
-    if (last := last_logged(run)) < step_of(path):
+    with suppress(ValueError, TypeError, LookupError, AttributeError):
+        listed = {str(name): [int(size), str(digest)] for name, (size, digest) in _listed(path).items()}
+    if listed:
+        return logged.flaw(run, listed)
+    try:
+        last = last_logged(run)
+    except ValueError as error:  # names the line
+        return str(error)
+    except OSError as error:
+        return f"{run / METRICS_FILE} can't be read ({error.strerror})"
+    if last < step_of(path):
         return f"{run}/{METRICS_FILE} ends at step {last}, and it is of step {step_of(path)}: the rest is lost"
     return None
+
+
+def _listed(path: Path) -> Mapping[str, list]:
+    return checkpoint_file.read(path)[LOGS]
 
 
 def length_setting(config: Mapping[str, object]) -> str:

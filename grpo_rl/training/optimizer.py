@@ -134,7 +134,7 @@ class PolicyOptimizer:
         self._max_bad_steps = max_bad_steps
         self._ranks = ranks
         self.before_step: Callable[[], None] = lambda: None
-        """Called before weights and state change; who reads them in another thread has to be done when it returns."""
+        """Called before weights and state change: it returns once no other thread reads them."""
         self.steps = 0
         self.bad_steps = 0
         self._bad_in_a_row = 0

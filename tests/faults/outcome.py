@@ -77,6 +77,11 @@ def _summary(run: Path) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "git_commit"}  # of the start that ended
 
 
+def _evaluation(run: Path) -> dict[str, Any]:
+    found = json.loads((run / "evaluation.json").read_text())
+    return {name: value for name, value in found.items() if name not in ("line", "sha256")}  # of metrics with clocks
+
+
 def _files(run: Path) -> list[str]:
     left = (path.relative_to(run) for path in run.rglob("*") if not path.name.startswith("."))
     return sorted(str(path) for path in left if not any(part.endswith(SET_ASIDE) for part in path.parts))
@@ -103,7 +108,7 @@ EXACT: dict[str, Callable[[Path], Any]] = {
     "lineage_answers": _table("lineage_answers"),
     "checkpoint": _checkpoint,
     "model": lambda run: (run / "model" / "model.safetensors").read_bytes(),
-    "evaluation": lambda run: (run / "evaluation.json").read_text(),
+    "evaluation": _evaluation,
     "summary": _summary,
     "files": _files,
 }

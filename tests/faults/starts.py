@@ -96,7 +96,7 @@ def overrides(mode: Mode, folder: Path) -> list[str]:
 
 
 def warm(modes: list[Mode], work: Path) -> None:
-    """Takes a run of each mode in this process: forks have then what a run imports, caches and computes once."""
+    """Has a run of each mode in this process: its forks then have what a run imports, caches and computes once."""
     import gc
 
     import torch

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from grpo_rl.monitor.metrics import MetricsLog, read_metrics
 from grpo_rl.run.background import Background
 from grpo_rl.run.folder import Room, RunFolder
+from grpo_rl.run.summary import write_evaluation
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.testing import run_script
+from grpo_rl.training import checkpoint
 from grpo_rl.training.checkpoint import checkpoints, load, save
+from grpo_rl.training.logged import metrics_bytes
 from grpo_rl.training.optimizer import PolicyOptimizer
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
@@ -110,3 +116,98 @@ def test_a_kill_before_old_checkpoints_are_removed_leaves_none_too_many(tmp_path
     with RunFolder(run, str(run), "{}", "", Room(3, 1000, 1000), train) as opened:
         opened.prepare()
     assert [load(path)["step"] for path in checkpoints(run / "checkpoints")] == [2, 3]
+
+
+def test_a_checkpoint_that_could_not_be_written_is_told_beside_the_error_that_ends_the_run(
+    tmp_path, monkeypatch, capsys
+):
+    def full(path, state):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(checkpoint_file, "write", full)
+    with pytest.raises(KeyError, match="a bug"):
+        with RunFolder(tmp_path / "run", None, "{}", "", Room(3, 1000, 1000), Train()) as opened:
+            path = opened.save(1, lambda: {"step": 1}, keep=0)
+            raise KeyError("a bug")
+    said = capsys.readouterr().err
+    assert "The last checkpoint could not be written" in said and f"No space left on device: '{path}'" in said
+
+
+def test_a_checkpoint_vouches_for_the_metrics_of_its_step_though_the_run_logs_on_meanwhile(folder, monkeypatch):
+    log, go, sync = MetricsLog(folder.path), threading.Event(), checkpoint.sync_logs
+    log.log(1, {"reward/mean": 0.5})
+    size = log.path.stat().st_size
+    monkeypatch.setattr(checkpoint, "sync_logs", lambda *given: go.wait(60) and sync(*given))
+    path = folder.save(1, lambda: {"step": 1}, keep=2)
+    log.log(2, {"reward/mean": 0.5})
+    go.set()
+    folder.settle()
+    assert load(path)["logs"]["metrics.jsonl"][0] == size
+
+
+class Rank:
+    """One of two ranks, each in a thread."""
+
+    size = 2
+
+    def __init__(self, rank, board, barrier):
+        self.rank, self._board, self._barrier = rank, board, barrier
+
+    def gather(self, mine):
+        self._board[self.rank] = mine
+        self._barrier.wait(60)
+        found = list(self._board)
+        self._barrier.wait(60)
+        return found
+
+    def broadcast(self, mine):
+        return self.gather(mine)[0]
+
+    def close(self):
+        pass
+
+
+def evaluated_run(run):
+    """A run of two steps whose last evaluation came after its checkpoint."""
+    log = MetricsLog(run)
+    for step in (1, 2):
+        log.log(step, {"reward/mean": step / 8})
+        state = {"step": step, "config": "{}", **BEGUN, "logs": checkpoint.sync_logs(run, step, metrics_bytes(run))}
+        save(run / "checkpoints", step, state, keep=0)
+    log.log(2, {"eval/reward": 0.5})
+    write_evaluation(run, 2, [0.5])
+    return log.path
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_all_ranks_repeat_an_evaluation_whose_metrics_were_damaged(tmp_path, monkeypatch, damaged):
+    metrics = evaluated_run(tmp_path / "run")
+    if damaged:
+        metrics.write_bytes(metrics.read_bytes().replace(b"0.5", b"0.7"))
+    monkeypatch.setattr(checkpoint, "load_shards", lambda path, state, ranks: state)
+    board, barrier = [None, None], threading.Barrier(2)
+
+    def opened(rank):
+        train, run, ranks = Train(total_dialog_turns=99, elastic=True), tmp_path / "run", Rank(rank, board, barrier)
+        with RunFolder(run, str(run), "{}", "", Room(3, 1000, 1000), train, ranks) as folder:
+            folder.prepare()
+            return folder.eval_after
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(opened, (0, 1)))
+    assert found == [None if damaged else (2, [0.5])] * 2
+    assert len(read_metrics(tmp_path / "run")) == (2 if damaged else 3)
+
+
+def test_the_printed_remedy_for_metrics_that_are_damaged_everywhere_works(tmp_path):
+    run = tmp_path / "run"
+    metrics = evaluated_run(run)
+    metrics.write_bytes(b"\0" + metrics.read_bytes()[1:])
+    train = Train(total_dialog_turns=99)
+    with pytest.raises(ValueError, match="on with one that is whole without the logs before it, give its file"):
+        RunFolder(run, str(run), "{}", "", Room(3, 1000, 1000), train)
+    named = run / "checkpoints" / "checkpoint_000002.pt"
+    with RunFolder(run, str(named), "{}", "", Room(3, 1000, 1000), train) as opened:
+        opened.prepare()
+        assert opened.step == 2 and f"{metrics} had a line that can't be read: dropped" in opened.notes
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [2, 2]

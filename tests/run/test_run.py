@@ -425,7 +425,7 @@ def outcome(folder):
     parts = sorted((folder / "completions.parquet").iterdir())
     weights = (folder / "model" / "model.safetensors").read_bytes()
     names = sorted(path.name for path in folder.iterdir() if not path.name.endswith(".log"))
-    left = (json.loads((folder / "evaluation.json").read_text()), names, [part.name for part in parts])
+    left = (json.loads((folder / "evaluation.json").read_text())["rewards"], names, [part.name for part in parts])
     return comparable(folder), without_clocks(summary), weights, left
 
 

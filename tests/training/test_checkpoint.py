@@ -590,7 +590,7 @@ def test_logs_since_the_last_checkpoint_are_on_the_disk_when_a_checkpoint_appear
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", note)
-    checkpoint.sync_logs(tmp_path)
+    checkpoint.sync_logs(tmp_path, 3, 0)
     folders = [tmp_path / name for name in ("completions.parquet", "tokens.parquet", "lineage", "lineage_answers")]
     assert set(synced) == {*parts[2], *parts[3], *folders, tmp_path / "metrics.jsonl", tmp_path}
     # A folder's list of names after the files that it names.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 
-from grpo_rl.monitor.metrics import MetricsLog
+from grpo_rl.monitor.metrics import MetricsLog, line_digest, read_metrics
 from grpo_rl.training import checkpoint
-from grpo_rl.training.logged import flaw
+from grpo_rl.training.logged import flaw, metrics_bytes
 
 
 @pytest.fixture
@@ -19,7 +20,8 @@ def run(tmp_path):
     for step in (1, 2, 3):
         log.log(step, {"reward/mean": step / 8})
         (tmp_path / "lineage" / f"step_{step:06d}.parquet").write_bytes(bytes([step]) * 9)
-        state = {"step": step, "logs": checkpoint.sync_logs(tmp_path)}
+        logs = checkpoint.sync_logs(tmp_path, step, metrics_bytes(tmp_path))
+        state = {"step": step, "logs": logs}
         checkpoint.save(tmp_path / "checkpoints", step, state, keep=0)
     return tmp_path
 
@@ -65,6 +67,37 @@ def test_a_damaged_log_of_the_last_step_is_written_anew_from_the_checkpoint_befo
     assert taken(run) == 2 and flaw(run, logs) == f"{path} is gone"
 
 
+def test_a_log_that_cannot_be_read_is_passed_over_as_a_damaged_one(run, monkeypatch, capsys):
+    read, bad = Path.read_bytes, run / "lineage" / "step_000003.parquet"
+
+    def fail(path):
+        if path == bad:
+            raise OSError(5, "Input/output error", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert taken(run) == 2
+    assert f"{bad} can't be read (Input/output error)" in capsys.readouterr().err
+
+
+def test_the_one_before_is_taken_where_neither_the_newest_nor_the_metrics_after_it_can_be_read(run, capsys):
+    (run / "checkpoints" / "checkpoint_000003.pt").write_bytes(b"torn")
+    path = run / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2]) + b"\0" * 20 + b"\n")
+    assert taken(run) == 2
+    assert f"passed over: {run}/checkpoints/checkpoint_000003.pt: {path}, line 3 is not" in capsys.readouterr().err
+
+
+def test_what_is_logged_while_a_checkpoint_is_written_is_left_to_the_next_one(run):
+    size = metrics_bytes(run)
+    MetricsLog(run).log(4, {"reward/mean": 0.5})
+    (run / "lineage" / "step_000004.parquet").write_bytes(b"half")
+    (run / "checkpoints" / "checkpoint_000003.pt").unlink()
+    logs = checkpoint.sync_logs(run, 3, size)
+    assert logs.keys() == {"metrics.jsonl", "lineage/step_000003.parquet"} and logs["metrics.jsonl"][0] == size
+
+
 def test_a_folder_of_logs_that_was_removed_is_no_damage(run):
     for path in (run / "lineage").iterdir():
         path.unlink()
@@ -80,16 +113,32 @@ def test_a_checkpoint_under_anothers_name_is_refused(run):
     assert taken(run) == 2
 
 
-def test_lines_after_those_that_are_vouched_for_are_dropped_where_they_cannot_be_read(tmp_path):
+def test_of_what_follows_the_vouched_lines_only_the_last_evaluations_stays(tmp_path):
     log = MetricsLog(tmp_path)
     log.log(1, {"a": 1.0})
     vouched = log.path.stat().st_size
     whole = log.path.read_bytes()
-    log.log(2, {"a": 2.0})
-    log.path.write_bytes(whole + b"\0" * 20 + b"\n")
-    with pytest.raises(ValueError, match=r"line 2 is not one of metrics"):
+    log.log(1, {"eval/reward": 0.5})
+    evaluation = log.path.read_bytes()[vouched:]
+    digest = line_digest(evaluation.rstrip())
+    changed = evaluation.replace(b"0.5", b"0.7")
+    log.path.write_bytes(whole + changed + evaluation * 2 + whole + b"\0" * 20 + b"\n")
+    content = log.path.read_bytes()
+    with pytest.raises(ValueError, match=r"line 6 is not one of metrics"):
         log.truncate(1)
-    assert log.truncate(1, vouched) == 1 and log.path.read_bytes() == whole
+    assert log.truncate(1, vouched, digest) == 1 and log.path.read_bytes() == whole + evaluation
+    assert log.has_line(digest)
+    log.path.write_bytes(content)
+    assert log.truncate(1, vouched) == 1 and log.path.read_bytes() == whole and not log.has_line(digest)
+
+
+def test_lines_before_a_gap_that_cannot_be_read_are_dropped_only_where_a_gap_is_allowed(tmp_path):
+    log = MetricsLog(tmp_path)
+    for step in (1, 2, 3):
+        log.log(step, {"a": float(step)})
+    whole = log.path.read_bytes()
     log.path.write_bytes(b"\0" + whole[1:])
     with pytest.raises(ValueError, match=r"line 1 is not one of metrics"):
-        log.truncate(1, vouched)
+        log.truncate(2, len(whole))
+    assert log.truncate(2, gap=True) == 1
+    assert [row["step"] for row in read_metrics(tmp_path)] == [2]
