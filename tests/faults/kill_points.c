@@ -1,9 +1,13 @@
-/* Kill points of a run: every write, fsync, rename and the like below one folder, whoever calls it.
+/* Kill points of a run: calls of the C library below one folder that write, sync, rename, make, empty or remove files.
 
    It is preloaded (LD_PRELOAD), so that Arrow's C++ and the Rust of safetensors pass here as Python does. All calls go
-   through until kill_points_arm is called, and in processes that an armed one starts. A write has two points: before
-   it, and after half of its bytes. A process that dies at a point first writes the point's number, kind and path to the
-   witness. */
+   through until kill_points_arm is called, and in processes that an armed one starts. write and pwrite have two points:
+   before the call, and after half of its bytes; so has writev, after half of its pieces where there are several. sendfile
+   and copy_file_range have the first one. A process that dies at a point first writes the point's number, kind and path to the witness.
+
+   Not seen are writes to mapped memory, by io_uring, by system calls that do not go through the C library, and those
+   that the C library makes within itself (fwrite, mkstemp). What a killed process wrote stays in the page cache: kills
+   do not show what a power cut would lose, and a missing fsync goes unnoticed here. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -92,19 +96,27 @@ static int is_ours_at(int at, const char *given, char *path) {
     static typeof(name) *next; \
     if (!next) next = (typeof(name) *)dlsym(RTLD_NEXT, #name)
 
-ssize_t write(int fd, const void *bytes, size_t count) {
-    NEXT(write);
-    char path[4096];
-    if (is_ours(fd, path)) {
-        kill_points_pass("write", path);
-        if (count > 1) {
-            long n = __atomic_fetch_add(&number, 1, __ATOMIC_SEQ_CST);
-            if (n == kill_at) next(fd, bytes, count / 2), die(n, "torn write", path);
-            if (tally >= 0) tell(tally, n, "torn write", path);
-        }
+/* A write of so many bytes or pieces, with its two points; half is the same write of half as much. */
+#define ON_WRITE(name, parameters, size, half, arguments) \
+    ssize_t name parameters { \
+        NEXT(name); \
+        char path[4096]; \
+        if (is_ours(fd, path)) { \
+            kill_points_pass("write", path); \
+            if (size > 1) { \
+                long n = __atomic_fetch_add(&number, 1, __ATOMIC_SEQ_CST); \
+                if (n == kill_at) (void)!next half, die(n, "torn write", path); \
+                if (tally >= 0) tell(tally, n, "torn write", path); \
+            } \
+        } \
+        return next arguments; \
     }
-    return next(fd, bytes, count);
-}
+
+ON_WRITE(write, (int fd, const void *b, size_t n_bytes), n_bytes, (fd, b, n_bytes / 2), (fd, b, n_bytes))
+ON_WRITE(pwrite, (int fd, const void *b, size_t n_bytes, off_t o), n_bytes, (fd, b, n_bytes / 2, o), (fd, b, n_bytes, o))
+ON_WRITE(pwrite64, (int fd, const void *b, size_t n_bytes, off64_t o), n_bytes, (fd, b, n_bytes / 2, o),
+         (fd, b, n_bytes, o))
+ON_WRITE(writev, (int fd, const struct iovec *pieces, int count), count, (fd, pieces, count / 2), (fd, pieces, count))
 
 #define ON_DESCRIPTOR(kind, result, name, parameters, arguments) \
     result name parameters { \
@@ -114,9 +126,6 @@ ssize_t write(int fd, const void *bytes, size_t count) {
         return next arguments; \
     }
 
-ON_DESCRIPTOR("write", ssize_t, writev, (int fd, const struct iovec *pieces, int count), (fd, pieces, count))
-ON_DESCRIPTOR("write", ssize_t, pwrite, (int fd, const void *b, size_t n, off_t o), (fd, b, n, o))
-ON_DESCRIPTOR("write", ssize_t, pwrite64, (int fd, const void *b, size_t n, off64_t o), (fd, b, n, o))
 ON_DESCRIPTOR("write", ssize_t, sendfile, (int fd, int from, off_t *o, size_t n), (fd, from, o, n))
 ON_DESCRIPTOR("write", ssize_t, sendfile64, (int fd, int from, off64_t *o, size_t n), (fd, from, o, n))
 ON_DESCRIPTOR("write", ssize_t, copy_file_range, (int from, off64_t *a, int fd, off64_t *b, size_t n, unsigned f),

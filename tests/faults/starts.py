@@ -163,7 +163,9 @@ def start(mode: Mode, arguments: list[str], folder: Path, kill_at: int | None = 
         for child in children:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
-    status = next((status for status in statuses.values() if status), 0)
+    # Beside a rank that was killed another one may have ended first, which says so with a code of its own.
+    ends = [status for status in statuses.values() if status]
+    status = -signal.SIGKILL if -signal.SIGKILL in ends else next(iter(ends), 0)
     died = points(witness)
     said = log.read_text(errors="replace") if log.exists() else ""
     return Start(status, time.monotonic() - begun, said, died[0] if died else None, points(tally))

@@ -22,13 +22,20 @@ NEEDS_LINUX = pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc
 
 @pytest.mark.slow
 @NEEDS_LINUX
-def test_runs_that_are_killed_go_on_as_if_nothing_had_been_and_a_planted_difference_is_found(tmp_path, script):
-    command = [sys.executable, str(FOLDER / "kills.py"), "--kills", "20", "--jobs", "1", "--keep", str(tmp_path)]
-    done = subprocess.run([*command, "--modes", "sync", "async"], capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("kills", "modes", "fewest"), [(4, ["sync"], 1), pytest.param(20, ["sync", "async"], 3, marks=pytest.mark.nightly)]
+)
+def test_runs_that_are_killed_go_on_as_if_nothing_had_been_and_a_planted_difference_is_found(
+    tmp_path, script, kills, modes, fewest
+):
+    command = [sys.executable, str(FOLDER / "kills.py"), "--kills", str(kills), "--jobs", "1", "--keep", str(tmp_path)]
+    done = subprocess.run([*command, "--modes", *modes], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert ": 0 faults" in done.stdout.splitlines()[-1] and int(done.stdout.splitlines()[-1].split()[0]) >= 20
-    for kind in ("write", "torn write", "fsync", "rename", "process start"):
-        assert f"| sync | {kind} | " in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last.endswith(": 0 faults") and int(last.split()[0]) >= kills
+    # Threads shift the numbers of points, so a kind that was aimed at may be another.
+    kinds = {line.split(" | ")[1] for line in done.stdout.splitlines() if line.startswith("| sync | ")}
+    assert kinds <= set(script("kill_points").KINDS) and len(kinds) >= fewest
 
     outcome, whole, other = script("outcome"), tmp_path / "whole sync", tmp_path / "other"
     shutil.copytree(whole, other)
@@ -73,7 +80,8 @@ def test_every_librarys_writes_are_points_and_a_torn_write_leaves_half_and_a_wit
     subprocess.run([sys.executable, "-c", ARMED, str(tmp_path), "-1"], check=True)
     passed = [(point.kind, Path(point.path).name) for point in points.points(tmp_path / "tally")]
     assert passed[:3] == [("open", "text"), ("write", "text"), ("torn write", "text")]
-    assert {("open", "arrow"), ("torn write", "arrow"), ("torn write", "tensors")} <= set(passed)
+    assert {("open", "arrow"), ("torn write", "arrow")} <= set(passed)
+    assert any(kind == "torn write" and name.startswith((".tmp", "tensors")) for kind, name in passed)  # of safetensors
     assert "elsewhere" not in {name for _, name in passed} and not points.points(tmp_path / "witness")
 
     died = subprocess.run([sys.executable, "-c", ARMED, str(tmp_path), "2"])
@@ -103,6 +111,43 @@ def test_a_kill_without_a_witness_is_none(script):
     starts = script("starts")
     assert not starts.Start(-signal.SIGKILL, 1.0, "").killed
     assert starts.Start(-signal.SIGKILL, 1.0, "", starts.Point(3, "fsync", "x")).killed
+
+
+def test_a_kill_of_another_or_at_another_point_is_counted_and_not_witnessed(script):
+    kills, starts = script("kills"), script("starts")
+    found, point = kills.Campaign(), starts.Point(3, "fsync", "x")
+    ends = [starts.Start(-signal.SIGKILL, 1.0, "", died_at) for died_at in (point, point, None)]
+    kinds = [kills.note_kill(found, "sync", end, at) for end, at in zip(ends, (3, 4, 3), strict=True)]
+    assert kinds == ["fsync", kills.UNSEEN, kills.UNSEEN]
+    assert found.rows["sync\tfsync"] == kills.Row(kills=1, witnessed=1)
+    assert found.rows[f"sync\t{kills.UNSEEN}"] == kills.Row(kills=2) and found.witnessed == 1
+    assert f"| sync | {kills.UNSEEN} | 2 | 0 |" in kills.table(found)
+
+
+def test_fewer_kills_than_asked_for_or_one_loss_are_a_failure(script):
+    kills = script("kills")
+    found = kills.Campaign(rows={"sync\tfsync": kills.Row(kills=10, witnessed=10)})
+    assert kills.verdict(found, 10) == 0 and kills.verdict(found, 11) == 1
+    for name in ("lost", "doubled", "different", "refused"):
+        assert kills.verdict(kills.Campaign(rows={"sync\tfsync": kills.Row(10, 10, **{name: 1})}), 10) == 1
+    assert kills.verdict(kills.Campaign(faults=["x"], rows=found.rows), 10) == 1
+
+
+def test_another_round_makes_up_for_what_a_mode_did_not_do_in_its_time(script, monkeypatch, tmp_path):
+    kills, starts = script("kills"), script("starts")
+    whole = starts.Start(0, 1.0, "", passed=[starts.Point(0, "fsync", "x")])
+    monkeypatch.setattr(kills, "undisturbed", lambda mode, work: (work, whole))
+    asked = []
+
+    def half(shares, *_):
+        asked.append(shares)
+        done = sum(shares.values()) // 2 + 1
+        return kills.Campaign(rows={"sync\tfsync": kills.Row(done, done)})
+
+    monkeypatch.setattr(kills, "in_turns", half)
+    found = kills.until_enough(100, list(kills.SHARES), 0, tmp_path, 2, time.monotonic() + 60)
+    assert asked[0] == {"sync": 45, "async": 25, "LoRA": 20, "two ranks": 10} and sum(asked[1].values()) < 60
+    assert found.witnessed >= 100
 
 
 def test_only_an_end_in_one_line_counts_as_a_refusal(script):

@@ -37,3 +37,13 @@ def test_a_steps_metrics_end_after_its_row_and_not_after_an_evaluation(script):
     lines = [json.dumps(row) + "\n" for row in [*rows, {"step": 3, "eval/reward": 1.0}]]
     first = len(lines[0]) + len(lines[1])
     assert script("torn").step_ends("".join(lines).encode())[1] == first
+
+
+def test_a_damage_that_is_taken_in_silence_is_a_fault(script, tmp_path):
+    is_told, file = script("torn").is_told, tmp_path / "lineage" / "step_000003.parquet"
+    said = f"passed over: {tmp_path}/checkpoints/checkpoint_000003.pt: {file} is gone\nresume=x: going on"
+    assert is_told("log", "missing", 2, file, said) and is_told("log", "cut off", 3, file, "")
+    assert not is_told("log", "missing", 2, file, "")
+    assert not is_told("log", "cut off", 2, file, said.replace("000003.parquet", "000002.parquet"))
+    missing = tmp_path / "checkpoints" / "checkpoint_000003.pt"
+    assert is_told("checkpoint", "missing", 2, missing, "") and not is_told("checkpoint", "cut off", 2, missing, "")
