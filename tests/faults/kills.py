@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import shutil
@@ -31,8 +30,8 @@ from pathlib import Path
 from kill_points import KINDS, Point, begin_anew_with_kill_points, missing
 from starts import GROUPS, HUNG, MODES, STEPS, Mode, Start, overrides, start, warm
 
-SHARES = {"sync": 0.45, "async": 0.25, "LoRA": 0.2, "two ranks": 0.1}
-"""Shares of the modes in all kills."""
+SHARES = {"sync": 45, "async": 25, "LoRA": 20, "two ranks": 10}
+"""Shares of the modes in all kills, in percent."""
 UNSEEN = "without a witness"
 """The kind of a kill that nothing tells of: perhaps for lack of memory."""
 MOST_KILLS = 20
@@ -214,7 +213,7 @@ def all_kinds_in_turn(passed: list[Point], rng: random.Random) -> list[int]:
 def shared_out(kills: int, modes: list[str]) -> dict[str, int]:
     """Kills of each mode: its share, rounded up."""
     all_shares = sum(SHARES[mode] for mode in modes)
-    return {mode: math.ceil(kills * SHARES[mode] / all_shares) for mode in modes}
+    return {mode: -(-kills * SHARES[mode] // all_shares) for mode in modes}
 
 
 def until_enough(kills: int, modes: list[str], seed: int, work: Path, jobs: int, until: float) -> Campaign:

@@ -57,8 +57,8 @@ def test_runs_that_are_killed_go_on_as_if_nothing_had_been_and_a_planted_differe
 ARMED = """
 import sys
 from pathlib import Path
-import pyarrow, pyarrow.parquet, torch
-from safetensors.torch import save_file
+import numpy, pyarrow, pyarrow.parquet
+from safetensors.numpy import save_file
 from kill_points import arm
 work = Path(sys.argv[1])
 arm(work / "run", int(sys.argv[2]), work / "tally", work / "witness")
@@ -66,7 +66,7 @@ arm(work / "run", int(sys.argv[2]), work / "tally", work / "witness")
 with open(work / "run" / "text", "wb", buffering=0) as file:
     file.write(b"abcdefgh")
 pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), work / "run" / "arrow")
-save_file({"a": torch.zeros(1)}, work / "run" / "tensors")
+save_file({"a": numpy.zeros(1)}, work / "run" / "tensors")
 """
 
 
