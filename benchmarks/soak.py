@@ -9,8 +9,8 @@ Then SIGINT ends the command, and what is still there counts as left over.
 
 A slope comes with a 95 % interval of `grpo_rl.intervals.trend`: neighbouring samples resemble one another. Something
 creeps if the whole interval is above zero and the last third of the samples lies above the second: a step up at the
-beginning is none. An entry of /dev/shm is the job's if one of its processes was seen to have it mapped or open, or if it
-is named by the number of one: those of other jobs do not count, and one that nobody had at a sample does not, either.
+beginning is none. An entry of /dev/shm is the job's if one of its processes was seen to have it mapped or open, or if
+it is named by the number of one: those of other jobs do not count, nor does one that nobody had at a sample.
 Needs Linux. The exit code is 1 if something creeps, is left over, or the command ended by itself.
 """
 
@@ -224,9 +224,9 @@ def judged(at: Sequence[float], samples: Sequence[dict[str, float]], seconds: fl
     Raises:
         ValueError: there are too few samples.
 
-    >>> samples = [{"threads": 2.0 + (i >= 50) * 0.01 * i} for i in range(100)]
+    >>> samples = [{"threads": 2.0 + i / 3600} for i in range(100)]
     >>> print(judged(range(100), samples, 100)[0])
-    threads: 2.6, +33.2 (+20.1 to +46.2) an hour: creeps
+    threads: 2.0, +1 (+1 to +1) an hour: creeps
     """
     kept = [i for i, second in enumerate(at) if second >= WARM_UP * seconds]
     blocks = min(BLOCKS, len(kept) // 2)
