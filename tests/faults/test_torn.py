@@ -1,4 +1,4 @@
-"""Damaged files of a run are not taken for good: a short form of `make test-faults`."""
+"""Damaged files of a run are not taken for good: a short form of `make test-faults`, and tests of its parts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 FOLDER = Path(__file__).parent
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_no_damaged_file_is_taken_for_good_and_the_checkpoint_before_is_taken():
     command = [sys.executable, str(FOLDER / "torn.py"), "--count", "100", "--finish-every", "40"]
