@@ -8,10 +8,11 @@ POSIX semaphores, shared-memory entries (/dev/shm, System V) that they have. The
 Then SIGINT ends the command, and what is still there counts as left over.
 
 A slope comes with a 95 % interval of `grpo_rl.intervals.trend`: neighbouring samples resemble one another. Something
-creeps if the whole interval is above zero and the last third of the samples lies above the second: a step up at the
-beginning is none. An entry of /dev/shm is the job's if one of its processes was seen to have it mapped or open, or if
-it is named by the number of one: those of other jobs do not count, nor does one that nobody had at a sample.
-Needs Linux. The exit code is 1 if something creeps, is left over, or the command ended by itself.
+creeps if the whole interval is above zero, the last third of the samples lies above the second (a step up at the
+beginning is none), and memory has grown by more than 1 MiB. An entry of /dev/shm is the job's if one of its processes
+was seen to have it mapped or open, or if it is named by the number of one: those of other jobs do not count, nor does
+one that nobody had at a sample. Needs Linux. The exit code is 1 if something creeps, is left over, or the command ended
+by itself.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ WARM_UP = 0.2
 BLOCKS, FEWEST_BLOCKS = 10, 5
 UNITS = {"memory": "MiB", "shared memory": "MiB"}
 """Units of what is no count."""
+NEGLIGIBLE = {"memory": 1.0, "shared memory": 1.0}
+"""Rises over the whole time, in MiB, that are none: PSS also grows when others end that share a process's libraries."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -74,7 +77,7 @@ class Job:
 
     def sample(self) -> dict[str, float]:
         """What it uses now, by name."""
-        found = dict.fromkeys(("memory", "open files", "threads", "processes"), 0.0)
+        found: dict[str, float] = {"memory": 0.0, "open files": 0.0, "threads": 0.0, "processes": 0.0}
         for pid in self.alive():
             self.pids.add(pid)
             with suppress(OSError):  # it has ended
@@ -237,7 +240,9 @@ def judged(at: Sequence[float], samples: Sequence[dict[str, float]], seconds: fl
         values = np.array([samples[i][name] for i in kept])
         hour = trend([at[i] / 3600 for i in kept], values.tolist(), blocks)
         _, second, last = (part.mean() for part in np.array_split(values, 3))
-        found.append(Finding(name, float(values.mean()), hour, bool(hour.low > 0 and last > second)))
+        rise = hour.mean * (at[kept[-1]] - at[kept[0]]) / 3600
+        creeps = hour.low > 0 and last > second and rise > NEGLIGIBLE.get(name, 0.0)
+        found.append(Finding(name, float(values.mean()), hour, bool(creeps)))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Runs that are killed and started again by one fixed command: a short form of `make test-faults`, and tests of its parts."""
+"""Runs that are killed and started again by one fixed command: a short form of `make test-faults`, and its parts."""
 
 from __future__ import annotations
 
