@@ -45,8 +45,6 @@ LONGEST = [
     "diagnosis/test_mismatch.py",
     "policies/test_exactness.py",
     "distributed/test_ranks.py",
-    "faults/test_kills.py",
-    "faults/test_torn.py",
     "engines/vllm/test_asynchronous.py",
     "policies/test_hub.py",
     "weights/test_transport.py",
