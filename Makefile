@@ -1,6 +1,7 @@
 # make train: trains a small real model on this machine; everything it needs is installed first, into .venv.
 # make test:  lint, types, tests and doctests, likewise.
 # make quick: lint, types and the fast tests that need no engine, for the inner loop.
+# make test-faults: 1,000 kills of runs, in 40 minutes at most, and 1,000 damaged copies of runs.
 # make docs: the site, in site/; every warning and broken link is an error.
 # make test-slow: the tests marked nightly: dear cases beside those in make test.
 # make test-seeds: 10,000 seeds of the simulation of faults, a quarter of an hour; SEEDS=1000 for fewer.
@@ -15,7 +16,7 @@ TEST_PROCESSES ?= 4
 SEEDS ?= 10000
 ARGS ?=
 # What make quick leaves out: engines, scripts and processes of their own.
-ENGINE_FOLDERS := $(addprefix tests/,benchmarks cluster distributed engines gpu run sota weights) \
+ENGINE_FOLDERS := $(addprefix tests/,benchmarks cluster distributed engines faults gpu run sota weights) \
 	grpo_rl/cluster grpo_rl/engines/vllm
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
@@ -25,7 +26,7 @@ ifeq ($(shell uname),Darwin)
 ENGINE := inference_model.engine=transformers
 endif
 
-.PHONY: docs help setup train test quick test-slow test-seeds test-models lint types pytest quick-tests bench gpu-check clean
+.PHONY: docs help setup train test quick test-slow test-seeds test-models test-faults lint types pytest quick-tests bench gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +36,7 @@ help:
 	@echo "make test-slow   install, then the tests marked nightly, too long for make test (15 minutes on 2 CPU cores)"
 	@echo "make test-seeds   install, then 10,000 seeds of the simulation of faults, a quarter of an hour; SEEDS=1000 for fewer"
 	@echo "make test-models   install, then all models that transformers has, against their own forward"
+	@echo "make test-faults   install, then 1,000 kills of runs, in 40 minutes at most, and 1,000 damaged copies of runs"
 	@echo "make docs    install, then the docs as a site in site/; warnings and broken links are errors"
 	@echo "make setup   only install, with what the tests need"
 	@echo "make bench   install, then all benchmarks and benchmarks/README.md; wants a quiet machine, and \$$GRPO_RL_DATA"
@@ -91,6 +93,13 @@ test-models: $(DEV)
 
 test-seeds: $(DEV)
 	.venv/bin/python -m grpo_rl.faults --seeds $(SEEDS) $(ARGS)
+
+# All run whatever comes of those before.
+test-faults: $(DEV)
+	@status=0; \
+	.venv/bin/python tests/faults/torn.py || status=1; \
+	.venv/bin/python tests/faults/kills.py --kills 1000 --minutes 40 $(ARGS) || status=1; \
+	exit $$status
 
 bench: $(DEV)
 	.venv/bin/python benchmarks/run_all.py $(ARGS)

@@ -32,11 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from kills import same
 from safetensors.torch import load_file
 from step_vs_before import checkout
 
-from grpo_rl.testing import tiny_run, without_clocks
+from grpo_rl.testing import same, tiny_run, without_clocks
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["train.total_dialog_turns=48", "train.lineage=true"]
@@ -85,7 +84,7 @@ VIEWS: dict[str, Callable[[Path], Any]] = {
     "names of metrics": lambda run: [sorted(row) for row in rows(run)],
     "metrics": lambda run: [without_clocks(row) for row in rows(run)],
     "weights": lambda run: {str(path.name): load_file(path) for path in sorted(run.glob("model/*.safetensors"))},
-    "evaluation": lambda run: [json.loads(path.read_text()) for path in run.glob("evaluation.json")],
+    "evaluation": lambda run: [json.loads(path.read_text())["rewards"] for path in run.glob("evaluation.json")],
     **{name: table(name) for name in ("completions.parquet", "lineage", "lineage_answers")},
 }
 ASYNC_VIEWS: dict[str, Callable[[Path], Any]] = {

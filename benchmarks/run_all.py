@@ -28,6 +28,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "trees": ("trees.py",),
     "scoring": ("scoring.py",),
     "push": ("push.py",),
+    "checkpoint_stall": ("checkpoint_stall.py",),
     "step_vs_trl": ("step_vs_trl.py", "--trl-batch", "16", "32"),
     "step_vs_trl_prompt512": (
         "step_vs_trl.py", "--prompt", "512", "--response", "128", "--prompts", "2",

@@ -196,6 +196,21 @@ def without_clocks(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.startswith(clocks)}
 
 
+def same(a: Any, b: Any) -> bool:
+    """Tells whether two trees of tensors, numbers and texts are equal to the last bit; NaN equals NaN.
+
+    >>> same({"a": [torch.zeros(2), float("nan")]}, {"a": [torch.zeros(2), float("nan")]}), same(torch.zeros(1), 0.0)
+    (True, False)
+    """
+    if isinstance(a, Mapping):
+        return isinstance(b, Mapping) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    return a == b or (a != a and b != b)
+
+
 class KeepFp64(TorchFunctionMode):
     """Turns casts to fp32 into casts to fp64: transformers' norms, RoPE and eager softmax cast inside, in any model.
 

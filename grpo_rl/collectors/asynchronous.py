@@ -120,7 +120,7 @@ class AsyncCollector:
 
         async def state() -> dict[str, Any]:  # on the loop, where nothing is started meanwhile
             groups = [
-                {"version": version, "prompt": asdict(prompt), "group": group and vars(group)}
+                {"version": version, "prompt": asdict(prompt), "group": group and dict(vars(group))}
                 for version, prompt, group in self._scheduler.open()
             ]
             return {

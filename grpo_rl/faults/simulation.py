@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 from grpo_rl.engines.base import EngineDeadError, Sampling
 from grpo_rl.faults.clock import Killed, Process, lived_by
 from grpo_rl.faults.invariants import Invariants, Violation
 from grpo_rl.faults.parts import simulated_parts, simulated_ray
-from grpo_rl.faults.stand_ins import Diagnosis, Logs, Optimizer, config_of
+from grpo_rl.faults.stand_ins import AtOnce, Diagnosis, Logs, Optimizer, config_of
 from grpo_rl.faults.world import OF_ENGINES, World
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.held_out import HeldOut
@@ -91,7 +92,8 @@ def outcome_of(world: World) -> Outcome:
     """The outcome of a world, from the run's start to its end."""
     invariants, error = Invariants(world), None
     try:
-        with world.disk.watched(), simulated_ray(world), redirect_stderr(io.StringIO()):
+        writer = mock.patch("grpo_rl.run.folder.Background", AtOnce)
+        with world.disk.watched(), simulated_ray(world), writer, redirect_stderr(io.StringIO()):
             while not _live(world, invariants):
                 if world.life == world.most_lives:
                     raise Violation(f"the run is not over after {world.most_lives} lives")

@@ -98,6 +98,20 @@ class Model(torch.nn.Module):
         self.steps, self.more = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(40))
 
 
+class AtOnce:
+    """Stands for the thread that writes checkpoints: a seed's events have one order, which a thread would change."""
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Does the work."""
+        work()
+
+    def wait(self) -> None:
+        """Does nothing: no work is under way."""
+
+    def close(self) -> None:
+        """Does nothing, likewise."""
+
+
 class Optimizer:
     """Notes in which step each group was trained on, and moves the model accordingly."""
 

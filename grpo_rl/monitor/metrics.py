@@ -6,6 +6,7 @@ there is none. Letters: G responses of a group, R response tokens of a group.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -248,19 +249,56 @@ class MetricsLog:
         with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def truncate(self, step: int) -> None:
+    def truncate(self, step: int, vouched: int | None = None, evaluation: str | None = None, gap: bool = False) -> int:
         """Drops what came after ``step``, so that a run resumed there writes the file an uninterrupted run writes.
+
+        Args:
+            vouched: bytes at the beginning that are known to be as they were written: of the rest only the evaluation
+                stays, whatever step a line names. None: steps decide everywhere.
+            evaluation: SHA-256 of the last evaluation's line.
+            gap: lines that can't be read are dropped.
+
+        Returns:
+            The number of dropped lines that can't be read.
 
         Raises:
             ValueError: a line is not one of metrics; names it.
         """
         lines = _whole_lines(self.path)
-        kept = [line for number, line in enumerate(lines, start=1) if _row(self.path, number, line)["step"] <= step]
+        kept, end, unread = [], 0, 0
+        for number, line in enumerate(lines, start=1):
+            end += len(line) + 1
+            is_vouched = vouched is None or end <= vouched
+            try:
+                of_step = _row(self.path, number, line)["step"] <= step
+            except ValueError:
+                if is_vouched and not gap:
+                    raise
+                of_step, unread = False, unread + 1
+            if of_step and (is_vouched or (line_digest(line) == evaluation and line not in kept)):
+                kept.append(line)
         if len(kept) < len(lines):
             self._rewrite(kept)
+        return unread
+
+    def has_line(self, digest: str) -> bool:
+        """Tells whether a line has this SHA-256."""
+        return any(line_digest(line) == digest for line in _whole_lines(self.path))
 
     def _rewrite(self, lines: Sequence[bytes]) -> None:
         write_whole(self.path, b"".join(line + b"\n" for line in lines))
+
+
+def line_digest(line: bytes) -> str:
+    """The SHA-256 of a line, without its line break."""
+    return hashlib.sha256(line).hexdigest()
+
+
+def last_line_digest(run_dir: Path) -> str | None:
+    """The SHA-256 of the last line of a run's metrics; None where there is none."""
+    path = run_dir / METRICS_FILE
+    lines = _whole_lines(path) if path.exists() else []
+    return line_digest(lines[-1]) if lines else None
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:

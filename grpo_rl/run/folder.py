@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,16 +14,15 @@ from typing import Any
 
 from grpo_rl.distributed.endings import Stopped
 from grpo_rl.distributed.ranks import Ranks, agreed
-from grpo_rl.monitor import lineage
 from grpo_rl.monitor.metrics import METRICS_FILE, MetricsLog
-from grpo_rl.monitor.step_parts import STEP_FOLDERS, StepParts
 from grpo_rl.report.files import CONFIG, EVALUATION, OVERRIDES, REPORT, SUMMARY, read_summary
+from grpo_rl.run.background import Background
 from grpo_rl.run.claim import claim, is_finished, set_logs_aside
-from grpo_rl.run.summary import read_evaluation, try_write_report
+from grpo_rl.run.summary import evaluation_line, read_evaluation, try_write_report
 from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage.whole_file import write_whole
-from grpo_rl.training import checkpoint
+from grpo_rl.training import checkpoint, logged
 
 BEFORE_ALL = -1
 """The step to truncate logs to so that even the evaluation at step 0 is removed."""
@@ -93,7 +93,7 @@ class RunFolder:
         self.best: dict[str, Any] | None = None
         """State of the tracker of the best evaluation at that step, if the run had one."""
         self._again, self._saved = False, None
-        self._stack = ExitStack()
+        self._stack, self._writer = ExitStack(), Background()
         try:
             self._open(resume, room)
         except BaseException:
@@ -103,11 +103,19 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+        try:
+            self.settle()
+        except OSError as error:
+            if kind is None:
+                raise
+            # The error that ends the run is told by itself; this one is, too, and does not take its place.
+            print(f"The last checkpoint could not be written: {error}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Unlocks the folder."""
+        """Unlocks the folder, once a checkpoint that is being written is written."""
+        self._writer.close()
         self._stack.close()
 
     def _open(self, resume: str | None, room: Room) -> None:
@@ -252,12 +260,39 @@ class RunFolder:
         return (self.shared if self._ranks else self.path) / checkpoint.CHECKPOINTS
 
     def save(self, step: int, state: Callable[[], dict[str, Any]], keep: int) -> Path:
-        """The checkpoint of this step, written unless it exists; the ``keep`` newest ones stay, 0 for all."""
+        """Begins to write the checkpoint of this step, unless it exists, and returns its path; the ``keep`` newest ones
+        stay, 0 for all.
+
+        A thread writes it while the run goes on. It reads the tensors themselves and no copies, so that
+        :meth:`settle` has to be called before they change. Ranks write theirs before this returns: they talk meanwhile.
+
+        Raises:
+            OSError: the disk is full or read-only; or was so when the checkpoint before was written.
+        """
         if self._saved is None or self._saved[0] != step:
             parts = state()
-            agreed(self._ranks, lambda: checkpoint.sync_logs(self.path))
-            self._saved = step, checkpoint.save(self.checkpoints, step, parts, keep, self._ranks)
+            path = self.checkpoints / checkpoint.PATTERN.format(step=step)
+            metrics_bytes = logged.metrics_bytes(self.path)  # the run may log on while the thread works
+
+            def write() -> None:
+                sync = lambda: checkpoint.sync_logs(self.path, step, metrics_bytes)  # noqa: E731
+                parts[logged.LOGS] = agreed(self._ranks, sync)
+                checkpoint.save(self.checkpoints, step, parts, keep, self._ranks)
+
+            if self._ranks:
+                write()
+            else:
+                self._writer.start(write)
+            self._saved = step, path
         return self._saved[1]
+
+    def settle(self) -> None:
+        """Returns when no checkpoint is being written.
+
+        Raises:
+            OSError: the last one could not be written.
+        """
+        self._writer.wait()
 
     def remove_checkpoints(self) -> None:
         """Removes the checkpoints of a run that is finished; rank zero does."""
@@ -278,11 +313,28 @@ class RunFolder:
             return
         # Whatever was written after the checkpoint belongs to an abandoned continuation.
         last = self.step if self.restored else BEFORE_ALL
-        MetricsLog(self.path).truncate(last)
+        if self.restored:
+            evaluation = agreed(self._ranks, self._truncate_metrics)
+            evaluation = self._ranks.broadcast(evaluation) if self._ranks else evaluation
+            if not evaluation:  # all ranks repeat it
+                self.eval_after, self.best = None, self.restored[1].get("eval_best")
         evaluated = self.eval_after and self.eval_after[0] == last
         for name in (SUMMARY, REPORT, *([] if evaluated else [EVALUATION])):
             (self.path / name).unlink(missing_ok=True)
         checkpoint.set_aside_later(self.path / checkpoint.CHECKPOINTS, last)
-        for name in STEP_FOLDERS:
-            StepParts(self.path / name).truncate(last)
-        lineage.truncate(self.path, last)
+        checkpoint.keep_newest(self.path / checkpoint.CHECKPOINTS, self._train.keep_checkpoints)
+        logged.truncate(self.path, last)
+
+    def _truncate_metrics(self) -> bool:
+        """Drops the metrics of after the checkpoint, and tells whether those of the last evaluation are there."""
+        assert self.restored
+        path, state = self.restored
+        log, vouched, line, gap = MetricsLog(self.path), None, None, False
+        if self.inside and self.rank_zero:
+            line = evaluation_line(self.path, self.step)
+            gap = checkpoint.lacking(self.path, path) is not None  # a checkpoint that was named itself
+            vouched = None if gap else logged.vouched_bytes(state.get(logged.LOGS, {}))
+        if unread := log.truncate(self.step, vouched, line, gap):
+            what = "a line that can't" if unread == 1 else f"{unread} lines that can't"
+            self.notes.append(f"{self.path / METRICS_FILE} had {what} be read: dropped")
+        return line is None or log.has_line(line)

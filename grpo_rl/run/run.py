@@ -105,6 +105,7 @@ class Run(Generic[P]):
         self.step, self.collected = folder.step, folder.collected
         self._totals: dict[str, int] | None = folder.restored[1].get("totals") if folder.restored else {}
         self._training = False
+        parts.optimizer.before_step = folder.settle  # the checkpoint that is being written has the weights of before
         parts.begin(folder.restored[1] if folder.restored else None, options.train.seed)
         if held_out.note:
             logs.note(held_out.note)
@@ -165,6 +166,7 @@ class Run(Generic[P]):
             asked = self._ranks.any([self._interrupt.asked])[0] if self._ranks else self._interrupt.asked
             if asked and self.collected < total:
                 path = self.save_checkpoint()
+                self.folder.settle()
                 write_end(self.logs, self._summary(), path)
                 raise self.folder.stopped(self.step)
 
@@ -271,7 +273,7 @@ class Run(Generic[P]):
         return self._held_out.tracker.stop_reason if self.collected < self.options.train.total_dialog_turns else None
 
     def save_checkpoint(self) -> Path:
-        """Writes a checkpoint of the current step, unless there is one."""
+        """Begins to write a checkpoint of the current step, unless there is one; see `RunFolder.save`."""
         self.logs.progress.phase("checkpoint")
         return self.folder.save(self.step, self._state, self.options.train.keep_checkpoints)
 
@@ -295,6 +297,7 @@ class Run(Generic[P]):
         A run that is killed here and resumed repeats this, except for an evaluation that it has already.
         """
         path: Path | None = self.save_checkpoint()
+        self.folder.settle()  # whoever finds the run finished finds its checkpoint
         if self._held_out.rows and self._held_out.evaluated_at != self.step:
             metrics = self._evaluate()
             known, metrics = next(iter(metrics)), {"time/at_s": self.seconds} | metrics

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
 import sys
@@ -25,13 +24,13 @@ from grpo_rl.distributed.sharded_checkpoint import (
     save_shards,
     set_aside,
 )
-from grpo_rl.monitor.lineage import RESPONSES, TOKENS
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
-from grpo_rl.monitor.step_parts import STEP_FOLDERS
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.dotted import flat
-from grpo_rl.storage.whole_file import make_folder, sync
+from grpo_rl.storage.whole_file import make_folder
+from grpo_rl.training import logged
 from grpo_rl.training.former_settings import IGNORED, REMOVED
+from grpo_rl.training.logged import LOGS, step_of
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints inside the run's folder."""
@@ -129,8 +128,7 @@ def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | 
         if rank_zero:
             checkpoint_file.write(path, state)
             remove_stale(path, state)
-            for old in checkpoints(folder)[:-keep] if keep else []:
-                remove(old)
+            keep_newest(folder, keep)
 
     try:
         agreed(ranks, lambda: make_folder(folder) if rank_zero else None)
@@ -143,40 +141,28 @@ def save(folder: Path, step: int, state: Mapping, keep: int = 2, ranks: Ranks | 
     return path
 
 
+def keep_newest(folder: Path, keep: int) -> None:
+    """Removes older checkpoints than the ``keep`` newest; 0 keeps all.
+
+    :func:`save` does so, and a resumed run, as a kill can come before :func:`save` gets there.
+    """
+    for old in checkpoints(folder)[:-keep] if keep else []:
+        remove(old)
+
+
 def remove_all(folder: Path) -> None:
     """Removes every checkpoint in a folder."""
     for path in checkpoints(folder):
         remove(path)
 
 
-def sync_logs(run: Path) -> None:
-    """Returns when what a run has logged is on the disk: a checkpoint must not outlive the steps that led to it.
+def sync_logs(run: Path, step: int, metrics_bytes: int) -> dict[str, list[int | str]]:
+    """Lengths and digests of what a run had logged by a step, for the checkpoint of it; see `grpo_rl.training.logged`.
 
-    Called before every checkpoint. Files of steps before the newest one are on the disk since then.
-
-    Args:
-        run: the run's folder.
+    All of it is on the disk when this returns.
     """
     last = max((step_of(path) for path in checkpoints(run / CHECKPOINTS)), default=-1)
-    for name in (*STEP_FOLDERS, TOKENS, RESPONSES):
-        written = [path for path in (run / name).glob("[!.]*.parquet") if step_of(path) > last]
-        for path in written:
-            sync(path)
-        if written:
-            sync(run / name)
-    if (run / METRICS_FILE).exists():
-        sync(run / METRICS_FILE)
-    sync(run)
-
-
-def step_of(path: Path) -> int:
-    """The step that a file is named by; -1 where it is named otherwise.
-
-    >>> step_of(Path("checkpoint_000012.pt")), step_of(Path("part-00000003.parquet")), step_of(Path("copied.pt"))
-    (12, 3, -1)
-    """
-    number = re.search(r"\d+", path.name)
-    return int(number[0]) if number else -1
+    return logged.sync_logs(run, last, step, metrics_bytes)
 
 
 def set_aside_later(folder: Path, step: int) -> None:
@@ -234,6 +220,9 @@ def _verified(path: Path, rank: int = 0, size: int = 1) -> dict:
     state = checkpoint_file.read(path)
     if not isinstance(state, dict):
         raise ValueError(f"it holds a {type(state).__name__} and no state")
+    step = state.get("step", step_of(path))
+    if re.fullmatch(r"checkpoint_\d+\.pt", path.name) and step != step_of(path):
+        raise ValueError(f"it is the checkpoint of step {step} under another's name")
     check_shards(path, state, rank, size)
     if not has_digest:
         _say(f"{path} was written by an earlier version, without a SHA-256: only its CRC-32s were compared")
@@ -265,36 +254,36 @@ def last_logged(run: Path) -> int:
 def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = None) -> tuple[Path, dict]:
     """The checkpoint that a run goes on with, and its state; all ranks get the same one.
 
-    From a folder, it is the newest complete checkpoint whose steps are all in ``metrics.jsonl``; skipped checkpoints
-    are reported with the reason. A checkpoint that is named itself is used or refused.
+    From a folder, it is the newest whole checkpoint whose run's logs are as they were when it was written, which a
+    power cut or a bad disk can change. Skipped checkpoints are reported with the reason. A checkpoint that is named
+    itself is used, with a gap in the logs if need be, or refused.
 
     Args:
         resume: a checkpoint, or a folder that has some, itself or in ``checkpoints``.
-        run: the folder of the run that wrote them, whose metrics have to reach them; None: they lie elsewhere.
+        run: the folder of the run that wrote them, with its logs; None: they lie elsewhere.
         ranks: the processes that go on with it, all of which call this.
 
     Raises:
-        ValueError: nothing that ``resume`` names can be used; says why, and what to do. Or metrics can't be read.
+        ValueError: nothing that ``resume`` names can be used; says why, and what to do.
     """
     place = Path(resume).absolute()
     rank_zero = ranks is None or ranks.rank == 0
 
-    def look() -> tuple[list[Path], bool, float]:
+    def look() -> tuple[list[Path], bool]:
         paths = [place] if place.is_file() else checkpoints(place / CHECKPOINTS) or checkpoints(place)
         if not paths:
             raise ValueError(f"resume={place}: no checkpoint there; give a checkpoint_*.pt, a run's folder, or auto")
-        return paths[::-1], place.is_file(), math.inf if run is None else last_logged(run)
+        return paths[::-1], place.is_file()
 
     # Rank zero looks: what others see of a shared disk may be older.
-    found = agreed(ranks, lambda: look() if rank_zero else ([], False, 0.0))
-    paths, named, logged = ranks.broadcast(found) if ranks else found
+    found = agreed(ranks, lambda: look() if rank_zero else ([], False))
+    paths, named = ranks.broadcast(found) if ranks else found
     told = []
     for path in paths:
-        if logged < (step := step_of(path)):  # as a power cut can leave them
-            told.append(
-                f"{'going on with a gap' if named else 'passed over'}: {path} is of step {step}, and "
-                f"{run}/{METRICS_FILE} ends at step {logged}: the rest is lost"
-            )
+        # Before gigabytes are hashed.
+        lacks = agreed(ranks, lambda path=path: lacking(run, path) if rank_zero and run else None)
+        if lacks := ranks.broadcast(lacks) if ranks else lacks:
+            told.append(f"{'going on with a gap' if named else 'passed over'}: {path}: {lacks}")
             if not named:
                 continue
         try:
@@ -313,8 +302,31 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
     reasons = "\n  ".join(told)
     raise ValueError(
         f"resume={resume}: no checkpoint can be used; to start anew, set resume=null and another hydra.run.dir; to go "
-        f"on with one that only lacks metrics, give its file\n  {reasons}"
+        f"on with one that is whole without the logs before it, give its file\n  {reasons}"
     )
+
+
+def lacking(run: Path, path: Path) -> str | None:
+    """Says what the logs of a checkpoint's run lack that they had when it was written; None: nothing."""
+    listed = None
+    # The checkpoint itself may be damaged, which is found out when it is loaded.
+    with suppress(ValueError, TypeError, LookupError, AttributeError):
+        listed = {str(name): [int(size), str(digest)] for name, (size, digest) in _listed(path).items()}
+    if listed:
+        return logged.flaw(run, listed)
+    try:
+        last = last_logged(run)
+    except ValueError as error:  # names the line
+        return str(error)
+    except OSError as error:
+        return f"{run / METRICS_FILE} can't be read ({error.strerror})"
+    if last < step_of(path):
+        return f"{run}/{METRICS_FILE} ends at step {last}, and it is of step {step_of(path)}: the rest is lost"
+    return None
+
+
+def _listed(path: Path) -> Mapping[str, list]:
+    return checkpoint_file.read(path)[LOGS]
 
 
 def length_setting(config: Mapping[str, object]) -> str:

@@ -133,6 +133,8 @@ class PolicyOptimizer:
         self._schedule = (warmup_steps, total_steps, schedule, min_lr_fraction)
         self._max_bad_steps = max_bad_steps
         self._ranks = ranks
+        self.before_step: Callable[[], None] = lambda: None
+        """Called before weights and state change: it returns once no other thread reads them."""
         self.steps = 0
         self.bad_steps = 0
         self._bad_in_a_row = 0
@@ -168,6 +170,7 @@ class PolicyOptimizer:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             overflows = self._could_overflow(lr) and self._on_any_rank(self._overflows())
+        self.before_step()
         if finite and grads and not overflows:
             self._optimizer.step()
             self._copy_masters()

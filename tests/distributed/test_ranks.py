@@ -217,7 +217,9 @@ def restored_beside_a_torn_one(folder: Path, ranks: Ranks) -> tuple[str, float, 
         for step in (2, SAVED_AT):
             shutil.copytree(folder / "fsdp-whole model-4", torn, dirs_exist_ok=True)
             if step < SAVED_AT:
-                (torn / f"checkpoint_{SAVED_AT:06d}.pt").rename(torn / f"checkpoint_{step:06d}.pt")
+                newest = torn / f"checkpoint_{SAVED_AT:06d}.pt"
+                checkpoint_file.write(torn / f"checkpoint_{step:06d}.pt", checkpoint_file.read(newest) | {"step": step})
+                newest.unlink()
                 (torn / f"checkpoint_{SAVED_AT:06d}.shards").rename(torn / f"checkpoint_{step:06d}.shards")
         part = next((torn / f"checkpoint_{SAVED_AT:06d}.shards").glob("*_rank_3.pt"))
         part.write_bytes(part.read_bytes()[:-1])

@@ -425,7 +425,7 @@ def outcome(folder):
     parts = sorted((folder / "completions.parquet").iterdir())
     weights = (folder / "model" / "model.safetensors").read_bytes()
     names = sorted(path.name for path in folder.iterdir() if not path.name.endswith(".log"))
-    left = (json.loads((folder / "evaluation.json").read_text()), names, [part.name for part in parts])
+    left = (json.loads((folder / "evaluation.json").read_text())["rewards"], names, [part.name for part in parts])
     return comparable(folder), without_clocks(summary), weights, left
 
 
@@ -572,10 +572,21 @@ def test_a_finished_run_without_its_checkpoints_is_left_as_it_is(tiny, finished,
 def test_an_evaluation_with_a_response_that_has_no_reward_is_kept_as_json_and_read_back(tmp_path):
     write_evaluation(tmp_path, 3, [0.5, float("nan")])
     stored = json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail)
-    assert stored == {"step": 3, "rewards": [0.5, None]}
+    assert stored.pop("sha256") and stored == {"step": 3, "rewards": [0.5, None]}
     rewards, best = read_evaluation(tmp_path, 3)
     assert best is None and rewards[0] == 0.5 and rewards[1] != rewards[1]
     assert read_evaluation(tmp_path, 4) is None and read_evaluation(tmp_path / "none", 3) is None
+
+
+def test_an_evaluation_with_a_changed_digit_is_none_and_one_of_an_earlier_version_is_read(tmp_path):
+    write_evaluation(tmp_path, 3, [0.5])
+    path = tmp_path / "evaluation.json"
+    path.write_text((content := path.read_text()).replace("0.5", "0.7"))
+    assert read_evaluation(tmp_path, 3) is None
+    path.write_text(content.replace("sha256", "sha257"))
+    assert read_evaluation(tmp_path, 3) is None
+    path.write_text('{"step": 3, "rewards": [0.25]}')
+    assert read_evaluation(tmp_path, 3) == ([0.25], None)
 
 
 def test_auto_passes_over_a_live_run_for_one_that_was_cut_off(finished, tmp_path):
@@ -598,8 +609,12 @@ def test_auto_passes_over_a_live_run_for_one_that_was_cut_off(finished, tmp_path
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("metrics.jsonl", b"\xff\xfe\n", r"metrics\.jsonl, line 1 is not one of metrics .*; remove that line"),
-        ("metrics.jsonl", b'{"step": 1}\n[2]\n', r"metrics\.jsonl, line 2 is not one of metrics"),
+        (
+            "metrics.jsonl",
+            b"\xff\xfe\n",
+            r"no checkpoint can be used; .*give its file\n.*metrics\.jsonl ends after 3 of",
+        ),
+        ("metrics.jsonl", b"[2]\n" * 9999, r"metrics\.jsonl is not as it was written \(another SHA-256\)"),
         ("summary.json", b"\x00", r"summary\.json is not JSON .*; remove it"),
         ("summary.json", b"[]", r"summary\.json holds list, not an object; remove it"),
     ],

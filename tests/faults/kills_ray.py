@@ -1,7 +1,7 @@
-"""Kills async runs at random moments, starts them again until they finish, and says what was lost, doubled or left.
+"""Kills async runs on Ray at random moments, starts them again until they finish, and says what was lost or doubled.
 
-    python benchmarks/kills_async.py --target driver --kills 3
-    python benchmarks/kills_async.py --target engine --kills 3
+    python tests/faults/kills_ray.py --target driver --kills 3
+    python tests/faults/kills_ray.py --target engine --kills 3
 
 A tiny random model on this machine, with one vLLM in a Ray actor; a start takes half a minute. ``driver`` is the script
 itself, whose end has to be that of all it started; ``engine`` is the actor alone, which the run has to replace.
@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from outcome import counted
 
-from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import left_if_killed, tiny_run
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MARK = "GRPO_RL_KILLS"
 RUN = "outputs/run"  # where resume=auto looks
 GROUPS, REPEATS = 4, 4
@@ -93,6 +93,7 @@ def overrides(folder: Path, steps: int) -> list[str]:
         f"train.total_dialog_turns={steps * GROUPS * REPEATS}",
         "train.checkpoint_frequency=2",
         "train.keep_checkpoints=2",
+        "train.lineage=true",
         "inference_model.engine=vllm",
         "inference_model.max_restarts=100",
     ]
@@ -142,7 +143,8 @@ def killed(target: str, kills: int, steps: int, moments: random.Random, folder: 
             continue
         if code:
             wrong.append(f"it ended with {code}: {log.read_text()[-2000:]}")
-        return done, wrong + accounts(run, steps)
+        lost, doubled = counted(run, steps, GROUPS)
+        return done, [*wrong, *(f"lost: {what}" for what in lost), *(f"twice: {what}" for what in doubled)]
 
 
 def engines(started: Started) -> list[psutil.Process]:
@@ -182,21 +184,6 @@ def left(started: Started) -> list[str]:
         time.sleep(0.5)
     files = [name for name in sorted(started.shared) if os.path.exists(f"/dev/shm/{name}")]
     return [f"process {p.pid} ({p.name()}) lives on" for p in alive] + [f"/dev/shm/{name} is left" for name in files]
-
-
-def accounts(run: Path, steps: int) -> list[str]:
-    """Steps and groups that are missing, double or not accounted for."""
-    wrong, rows = [], trained(run)
-    if [row["step"] for row in rows] != list(range(1, steps + 1)):
-        wrong.append(f"steps {[row['step'] for row in rows]} are logged, of 1 to {steps}")
-    for row in rows:
-        dropped = sum(value for name, value in row.items() if name.startswith("groups/dropped"))
-        if row["groups/started"] != row["groups/trained"] + row["groups/open"] + dropped:
-            wrong.append(f"step {row['step']}: groups started are not those trained, open and dropped: {row}")
-    groups = [g for step in logged_steps(run) for g in {row["group_id"] for row in read_step(run, step)}]
-    if sorted(groups) != list(range(GROUPS * steps)):
-        wrong.append(f"groups {sorted(groups)} were trained on, of 0 to {GROUPS * steps - 1}, each once")
-    return wrong
 
 
 def main() -> None:

@@ -1,0 +1,42 @@
+"""Background: one piece of work at a time in a thread of its own, while the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+
+class Background:
+    """Does one piece of work at a time in a thread.
+
+    >>> done = []
+    >>> background = Background(); background.start(lambda: done.append(1)); background.wait(); done
+    [1]
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._work: Future[object] | None = None
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Begins the work, after the one before has ended.
+
+        Raises:
+            Exception: the one before failed.
+        """
+        self.wait()
+        self._work = self._thread.submit(work)
+
+    def wait(self) -> None:
+        """Returns when nothing is under way.
+
+        Raises:
+            Exception: what was under way failed; told once.
+        """
+        if work := self._work:
+            self._work = None
+            work.result()
+
+    def close(self) -> None:
+        """Waits, and ends the thread; the next :meth:`wait` tells of a failure."""
+        self._thread.shutdown()

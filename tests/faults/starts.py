@@ -1,0 +1,299 @@
+"""Starts of training scripts as forks of a process that has imported everything, so that one takes a second, not ten.
+
+A mode is a script with a tiny model, and the number of processes that train. The async one samples with engines of this
+process, whose responses follow from the prompt alone; all between them and the training loop is as in any run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kill_points import Point, arm, points
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, GROUPS, REPEATS = 3, 2, 4
+"""A run has so many steps, a step so many groups, and a group so many responses."""
+PATIENCE_S = 300
+"""Seconds after which a start hangs."""
+HUNG = 124
+"""Status of a start that was ended because it hung, as that of ``timeout``."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A kind of run.
+
+    Args:
+        exact: a run that was killed and went on ends bit for bit as one that was not.
+    """
+
+    name: str
+    script: str = "grpo.py"
+    overrides: tuple[str, ...] = ()
+    processes: int = 1
+    exact: bool = True
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("sync"),
+        Mode("async", "grpo_async.py", ("inference_model.engine=vllm", "mismatch.bound=null"), exact=False),
+        Mode("LoRA", overrides=("train_model.lora.rank=4",)),
+        Mode("two ranks", overrides=("train_model.parallel=fsdp",), processes=2),
+    )
+}
+
+
+@dataclass
+class Start:
+    """A start of a script: how it ended, what it took and said, where it died, the points that it passed."""
+
+    status: int
+    seconds: float
+    said: str
+    died_at: Point | None = None
+    passed: list[Point] = field(default_factory=list)
+
+    @property
+    def killed(self) -> bool:
+        """Whether a process told the witness of its end, and ended by SIGKILL."""
+        return self.status == -signal.SIGKILL and self.died_at is not None
+
+
+def overrides(mode: Mode, folder: Path) -> list[str]:
+    """The overrides of a run of a few steps, with all that a run can write."""
+    from grpo_rl.testing import tiny_run
+
+    return [
+        *tiny_run(folder),
+        f"env.num_envs={GROUPS}",
+        f"env.repeats={REPEATS}",
+        f"train.optim_batch_size={GROUPS * REPEATS}",
+        f"train.total_dialog_turns={STEPS * GROUPS * REPEATS}",
+        "train.micro_batch_tokens=512",
+        "train.keep_checkpoints=2",
+        "train.lineage=true",
+        "train_model.compile=false",
+        "evaluate.rows=2",
+        "resume=auto",
+        *mode.overrides,
+    ]
+
+
+def warm(modes: list[Mode], work: Path) -> None:
+    """Has a run of each mode in this process: its forks then have what a run imports, caches and computes once."""
+    import gc
+
+    import torch
+
+    from grpo_rl.testing import run_script
+
+    torch.set_num_threads(1)
+    _read_configs_once()
+    if any(mode.script == "grpo_async.py" for mode in modes):
+        _sample_in_this_process()
+    for mode in modes:
+        if mode.processes == 1:
+            run_script(ROOT / "sota" / mode.script, overrides(mode, work), work / "warm" / mode.name)
+    import outcome  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # the collections of a run then have little to look through
+
+
+def _read_configs_once() -> None:
+    """Keeps the YAML files that Hydra reads for every start, a third of a second's worth."""
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+
+    read = functools.cache(FileConfigSource.load_config)
+    FileConfigSource.load_config = lambda self, path: copy.deepcopy(read(self, path))
+    FileConfigSource.__hash__ = lambda self: hash(self.path)
+    FileConfigSource.__eq__ = lambda self, other: self.path == other.path
+
+
+def start(mode: Mode, arguments: list[str], folder: Path, kill_at: int | None = None, rank: int = 0) -> Start:
+    """Starts the mode's script in forks of this process and waits for its end; nothing that it started lives on.
+
+    Args:
+        kill_at: number of the point at which it dies.
+        rank: the process that dies; the others are killed then, as torchrun does.
+    """
+    log, tally, witness = (folder.with_suffix(suffix) for suffix in (".log", ".tally", ".witness"))
+    for file in (log, tally, witness):
+        file.unlink(missing_ok=True)
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    begun, children = time.monotonic(), {}
+    for number in range(mode.processes):
+        if not (child := os.fork()):
+            at = kill_at if number == rank else None
+            _be_the_run(mode, [*arguments, f"hydra.run.dir={folder}"], (log, tally, witness), folder, at, number, port)
+        children[child] = number
+    statuses: dict[int, int] = {}
+    try:
+        while len(statuses) < len(children):
+            for child in children.keys() - statuses.keys():
+                ended, code = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    statuses[child] = os.waitstatus_to_exitcode(code)
+            hangs = time.monotonic() - begun > PATIENCE_S
+            if hangs or any(statuses.values()):
+                for child in children.keys() - statuses.keys():
+                    _kill(child)
+                    os.waitpid(child, 0)
+                    statuses[child] = HUNG if hangs else 0
+            time.sleep(0.002)
+    finally:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+    # Beside a rank that was killed another one may have ended first, which says so with a code of its own.
+    ends = [status for status in statuses.values() if status]
+    status = -signal.SIGKILL if -signal.SIGKILL in ends else next(iter(ends), 0)
+    died = points(witness)
+    said = log.read_text(errors="replace") if log.exists() else ""
+    return Start(status, time.monotonic() - begun, said, died[0] if died else None, points(tally))
+
+
+def _kill(child: int) -> None:
+    """Kills a fork that runs, and all it started; in its first moments it has no process group of its own."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(child, signal.SIGKILL)
+
+
+def _be_the_run(
+    mode: Mode, arguments: list[str], files: tuple[Path, Path, Path], folder: Path, at: int | None, rank: int, port: int
+) -> None:
+    """The rest of a forked process's life."""
+    log, tally, witness = files
+    code = 1
+    try:
+        os.setsid()
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        if mode.processes > 1:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            os.environ |= {"WORLD_SIZE": str(mode.processes), "LOCAL_WORLD_SIZE": str(mode.processes)}
+        if "LD_PRELOAD" in os.environ:
+            arm(folder, at, tally if at is None and rank == 0 else None, witness)
+        sys.argv = [str(ROOT / "sota" / mode.script), *arguments]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+# The engines of the async mode.
+
+
+class ScriptedMember:
+    """An engine of a fleet, in this process: its responses are digits that follow from the prompt."""
+
+    max_model_len, takes_adapters, proves_bytes = 64, False, False
+
+    def __init__(self, number: int) -> None:
+        import torch
+
+        self.name, self.dtype, self.version = f"engine {number}", torch.bfloat16, 0
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def submit(self, method: str, *arguments: object) -> Future:
+        """See `grpo_rl.weights.remote.EngineControl.submit`."""
+        call: Future = Future()
+        try:
+            call.set_result(getattr(self, method)(*arguments))
+        except Exception as error:
+            call.set_exception(error)
+        return call
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def abandon_weight_update(self) -> None: ...
+
+    def update_weights(self, bucket: dict) -> None:
+        """Takes a bucket out of shared memory."""
+        import torch
+
+        memory = torch.from_file(bucket["path"], shared=True, size=bucket["size"], dtype=torch.uint8)
+        for name, _, shape, at, first, count in bucket["tensors"]:
+            whole = self.weights.setdefault(name, torch.empty(shape, dtype=self.dtype))
+            whole.view(-1)[first : first + count] = memory[at : at + 2 * count].view(self.dtype)
+
+    def finish_weight_update(self, version: str) -> None:
+        """See `grpo_rl.engines.vllm.asynchronous`."""
+        self.version = int(version)
+
+    def weight_version(self) -> int:
+        """The version of the weights."""
+        return self.version
+
+    def fingerprints(self, shapes: dict) -> dict:
+        """The fingerprint of each weight."""
+        from grpo_rl.engines.fingerprint import fingerprint
+
+        return {name: fingerprint(self.weights[name]) for name in shapes}
+
+    async def generate(self, request_id: str, prompt: list[int], n: int, sampling: object) -> object:
+        """Responses after a moment that depends on the prompt, as groups end out of order in any run."""
+        from grpo_rl.engines.base import Samples
+
+        await asyncio.sleep(0.005 * (sum(prompt) % 7))
+        ids = [[1 + (sum(prompt) + g * k) % 200 for k in range(1, 5 + g)] for g in range(n)]
+        return Samples.from_lists(ids, [[-5.0] * len(row) for row in ids], [False] * n, self.version)
+
+    async def close(self) -> None: ...
+
+
+def _sample_in_this_process() -> None:
+    """Gives the async script engines of this process in the place of Ray's actors."""
+    from transformers import AutoConfig
+
+    from grpo_rl.build import asynchronous, site
+    from grpo_rl.cluster.fleet import Fleet
+    from grpo_rl.cluster.fleet_engine import FleetEngine, LoopThread
+    from grpo_rl.settings.devices import allocate
+    from grpo_rl.weights.shared_memory import SharedMemoryTransport
+
+    async def launch(number: int) -> ScriptedMember:
+        return ScriptedMember(number)
+
+    def make_engine(*_: object) -> FleetEngine:
+        loop = LoopThread()
+        fleet = Fleet(launch, 1)
+        loop.run(fleet.start())
+        return FleetEngine(fleet, loop, SharedMemoryTransport)
+
+    @contextlib.contextmanager
+    def make_site(settings: object) -> Iterator[site.Site]:
+        heads = AutoConfig.from_pretrained(settings.model.name).num_attention_heads
+        yield site.Site(allocate(settings, "async", num_attention_heads=heads, cores=2), None, 0, 1)
+
+    asynchronous.make_engine, site.make_site = make_engine, make_site

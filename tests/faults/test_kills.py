@@ -1,0 +1,152 @@
+"""Runs that are killed and started again by one fixed command: a short form of `make test-faults`, and its parts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.training.checkpoint import checkpoints, load, save
+
+FOLDER = Path(__file__).parent
+NEEDS_LINUX = pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="needs Linux and cc")
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@NEEDS_LINUX
+def test_runs_that_are_killed_go_on_as_if_nothing_had_been_and_a_planted_difference_is_found(tmp_path, script):
+    command = [sys.executable, str(FOLDER / "kills.py"), "--kills", "20", "--jobs", "1", "--keep", str(tmp_path)]
+    done = subprocess.run([*command, "--modes", "sync", "async"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.endswith(": 0 faults") and int(last.split()[0]) >= 20
+    # Threads shift the numbers of points, so a kind that was aimed at may be another.
+    kinds = {line.split(" | ")[1] for line in done.stdout.splitlines() if line.startswith("| sync | ")}
+    assert kinds <= set(script("kill_points").KINDS) and len(kinds) >= 3
+
+    outcome, whole, other = script("outcome"), tmp_path / "whole sync", tmp_path / "other"
+    shutil.copytree(whole, other)
+    assert outcome.differences(other, whole) == [] and outcome.counted(other, 3, 2) == ([], [])
+    with (other / "metrics.jsonl").open("a") as metrics:
+        metrics.write((other / "metrics.jsonl").read_text().splitlines()[-2] + "\n")  # the last step twice
+    path = checkpoints(other / "checkpoints")[-1]
+    state = copy.deepcopy(load(path))
+    next(iter(state["optimizer"]["masters"].values())).view(-1)[0] += 1e-6
+    save(path.parent, 3, state, keep=0)
+    (other / "completions.parquet" / "part-00000002.parquet").unlink()
+    (other / "evaluation.json").write_text(json.dumps({"step": 3, "rewards": []}))
+    found = ["metrics differs", "completions differs", "checkpoint differs", "evaluation differs", "files differs"]
+    assert outcome.differences(other, whole) == found
+    lost = ["group of the completions 2", "group of the completions 3"]
+    assert outcome.counted(other, 3, 2) == (lost, ["step 3"])
+
+
+ARMED = """
+import sys
+from pathlib import Path
+import numpy, pyarrow, pyarrow.parquet
+from safetensors.numpy import save_file
+from kill_points import arm
+work = Path(sys.argv[1])
+arm(work / "run", int(sys.argv[2]), work / "tally", work / "witness")
+(work / "elsewhere").write_text("not a point")
+with open(work / "run" / "text", "wb", buffering=0) as file:
+    file.write(b"abcdefgh")
+pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), work / "run" / "arrow")
+save_file({"a": numpy.zeros(1)}, work / "run" / "tensors")
+"""
+
+
+@NEEDS_LINUX
+def test_every_librarys_writes_are_points_and_a_torn_write_leaves_half_and_a_witness(tmp_path, script, monkeypatch):
+    points = script("kill_points")
+    (tmp_path / "run").mkdir()
+    library = points.compiled(tmp_path)
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")]))
+    subprocess.run([sys.executable, "-c", ARMED, str(tmp_path), "-1"], check=True)
+    passed = [(point.kind, Path(point.path).name) for point in points.points(tmp_path / "tally")]
+    assert passed[:3] == [("open", "text"), ("write", "text"), ("torn write", "text")]
+    assert {("open", "arrow"), ("torn write", "arrow")} <= set(passed)
+    assert any(kind == "torn write" and name.startswith((".tmp", "tensors")) for kind, name in passed)  # of safetensors
+    assert "elsewhere" not in {name for _, name in passed} and not points.points(tmp_path / "witness")
+
+    died = subprocess.run([sys.executable, "-c", ARMED, str(tmp_path), "2"])
+    assert died.returncode == -signal.SIGKILL
+    assert points.points(tmp_path / "witness") == [points.Point(2, "torn write", str(tmp_path / "run" / "text"))]
+    assert (tmp_path / "run" / "text").read_bytes() == b"abcd"
+
+
+def test_a_start_that_begins_before_the_newest_checkpoint_is_a_fault(script):
+    began_wrongly = script("outcome").began_wrongly
+    said = "Resumed after step 2 from checkpoint_000002.pt"
+    assert began_wrongly(said, 0, 2) is None
+    assert began_wrongly(said, 0, 3) == "went on from [2], the newest checkpoint being of step 3"
+    assert began_wrongly("", 0, 1).startswith("went on from the beginning")
+    assert began_wrongly("", -9, 1) is None
+
+
+def test_a_start_that_hangs_is_a_fault_and_no_kill(script, tmp_path, monkeypatch):
+    starts = script("starts")
+    monkeypatch.setattr(starts, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(starts, "_be_the_run", lambda *_: (os.setsid(), time.sleep(60)))
+    hung = starts.start(starts.MODES["two ranks"], [], tmp_path / "run")
+    assert hung.status == starts.HUNG and not hung.killed
+
+
+def test_a_kill_without_a_witness_is_none(script):
+    starts = script("starts")
+    assert not starts.Start(-signal.SIGKILL, 1.0, "").killed
+    assert starts.Start(-signal.SIGKILL, 1.0, "", starts.Point(3, "fsync", "x")).killed
+
+
+def test_a_kill_of_another_or_at_another_point_is_counted_and_not_witnessed(script):
+    kills, starts = script("kills"), script("starts")
+    found, point = kills.Campaign(), starts.Point(3, "fsync", "x")
+    ends = [starts.Start(-signal.SIGKILL, 1.0, "", died_at) for died_at in (point, point, None)]
+    kinds = [kills.note_kill(found, "sync", end, at) for end, at in zip(ends, (3, 4, 3), strict=True)]
+    assert kinds == ["fsync", kills.UNSEEN, kills.UNSEEN]
+    assert found.rows["sync\tfsync"] == kills.Row(kills=1, witnessed=1)
+    assert found.rows[f"sync\t{kills.UNSEEN}"] == kills.Row(kills=2) and found.witnessed == 1
+    assert f"| sync | {kills.UNSEEN} | 2 | 0 |" in kills.table(found)
+
+
+def test_fewer_kills_than_asked_for_or_one_loss_are_a_failure(script):
+    kills = script("kills")
+    found = kills.Campaign(rows={"sync\tfsync": kills.Row(kills=10, witnessed=10)})
+    assert kills.verdict(found, 10) == 0 and kills.verdict(found, 11) == 1
+    for name in ("lost", "doubled", "different", "refused"):
+        assert kills.verdict(kills.Campaign(rows={"sync\tfsync": kills.Row(10, 10, **{name: 1})}), 10) == 1
+    assert kills.verdict(kills.Campaign(faults=["x"], rows=found.rows), 10) == 1
+
+
+def test_another_round_makes_up_for_what_a_mode_did_not_do_in_its_time(script, monkeypatch, tmp_path):
+    kills, starts = script("kills"), script("starts")
+    whole = starts.Start(0, 1.0, "", passed=[starts.Point(0, "fsync", "x")])
+    monkeypatch.setattr(kills, "undisturbed", lambda mode, work: (work, whole))
+    asked = []
+
+    def half(shares, *_):
+        asked.append(shares)
+        done = sum(shares.values()) // 2 + 1
+        return kills.Campaign(rows={"sync\tfsync": kills.Row(done, done)})
+
+    monkeypatch.setattr(kills, "in_turns", half)
+    found = kills.until_enough(100, list(kills.SHARES), 0, tmp_path, 2, time.monotonic() + 60)
+    assert asked[0] == {"sync": 45, "async": 25, "LoRA": 20, "two ranks": 10} and sum(asked[1].values()) < 60
+    assert found.witnessed >= 100
+
+
+def test_only_an_end_in_one_line_counts_as_a_refusal(script):
+    refusal = script("kills").refusal
+    assert refusal("starting\nerror: the folder is gone; set resume=null\n").startswith("error: the folder")
+    assert refusal("Traceback (most recent call last)\nerror: x\n") is None and refusal("Killed") is None

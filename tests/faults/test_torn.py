@@ -1,0 +1,50 @@
+"""Damaged files of a run are not taken for good: a short form of `make test-faults`, and tests of its parts."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_no_damaged_file_is_taken_for_good_and_the_checkpoint_before_is_taken():
+    command = [sys.executable, str(FOLDER / "torn.py"), "--count", "100", "--finish-every", "40"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1].startswith("100 damaged runs") and ": 0 faults" in done.stdout
+    for kind in ("checkpoint", "shards", "metrics", "log", "evaluation"):
+        assert f"| {kind} | 4 | 4 | 4 | 4 | 4 |" in done.stdout
+
+
+def test_each_damage_changes_what_it_says(script):
+    torn, rng, content = script("torn"), random.Random(0), bytes(range(1, 200)) * 100
+    flipped = torn.flip(content, rng, b"")
+    assert sum((a ^ b).bit_count() for a, b in zip(content, flipped, strict=True)) == 1
+    zeros = torn.zeros(content, rng, b"")
+    assert len(zeros) == len(content) and zeros.count(0) == torn.PAGE
+    assert content.startswith(cut := torn.cut(content, rng, b"")) and len(cut) < len(content)
+
+
+def test_a_steps_metrics_end_after_its_row_and_not_after_an_evaluation(script):
+    rows = [{"step": 0, "eval/reward": 1.0}, *({"step": step, "reward/mean": 0.5} for step in (1, 2, 3))]
+    lines = [json.dumps(row) + "\n" for row in [*rows, {"step": 3, "eval/reward": 1.0}]]
+    first = len(lines[0]) + len(lines[1])
+    assert script("torn").step_ends("".join(lines).encode())[1] == first
+
+
+def test_a_damage_that_is_taken_in_silence_is_a_fault(script, tmp_path):
+    is_told, file = script("torn").is_told, tmp_path / "lineage" / "step_000003.parquet"
+    said = f"passed over: {tmp_path}/checkpoints/checkpoint_000003.pt: {file} is gone\nresume=x: going on"
+    assert is_told("log", "missing", 2, file, said) and is_told("log", "cut off", 3, file, "")
+    assert not is_told("log", "missing", 2, file, "")
+    assert not is_told("log", "cut off", 2, file, said.replace("000003.parquet", "000002.parquet"))
+    missing = tmp_path / "checkpoints" / "checkpoint_000003.pt"
+    assert is_told("checkpoint", "missing", 2, missing, "") and not is_told("checkpoint", "cut off", 2, missing, "")

@@ -1,0 +1,264 @@
+"""Damages files that a resumed run reads, and looks whether one is taken for good: `python tests/faults/torn.py`.
+
+A run of three steps, each with a checkpoint, is copied, and one file of the copy is cut off, changed by a bit, filled
+with zeros for a page, removed, or replaced by an older one: a checkpoint, its shards, metrics, a log of the last step,
+or the last evaluation. The run's folder is then opened as a resumed run does. It has to go on from the newest
+checkpoint that is untouched, with all that was logged until then, or to say in one line why it can't. Some of the
+damaged runs are also finished, and compared with the one that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from starts import MODES, STEPS, overrides, start, warm
+
+PAGE = 4096
+
+
+def cut(content: bytes, rng: random.Random, _: bytes) -> bytes:
+    """The content's beginning."""
+    return content[: rng.randrange(len(content))]
+
+
+def flip(content: bytes, rng: random.Random, _: bytes) -> bytes:
+    """The content with a bit flipped."""
+    at = rng.randrange(len(content))
+    return content[:at] + bytes([content[at] ^ (1 << rng.randrange(8))]) + content[at + 1 :]
+
+
+def zeros(content: bytes, rng: random.Random, _: bytes) -> bytes:
+    """The content with a page full of zeros."""
+    at = rng.randrange(0, len(content), PAGE)
+    page = content[at : at + PAGE]
+    return content[:at] + bytes(len(page)) + content[at + len(page) :]
+
+
+def older(content: bytes, rng: random.Random, before: bytes) -> bytes:
+    """The content of the file a step before, there or beside it."""
+    return before
+
+
+def gone(content: bytes, rng: random.Random, _: bytes) -> None:
+    """None: the file is missing."""
+
+
+DAMAGES: dict[str, Callable[..., bytes | None]] = {
+    "cut off": cut,
+    "bit flipped": flip,
+    "page of zeros": zeros,
+    "missing": gone,
+    "an older one": older,
+}
+KINDS = ("checkpoint", "shards", "metrics", "log", "evaluation")
+
+
+class Runs:
+    """Two unfinished runs of three steps, one of them sharded; damage is done to copies of them."""
+
+    def __init__(self, work: Path) -> None:
+        self.work = work
+        self.folders: dict[str, Path] = {}
+        for name in ("sync", "two ranks"):
+            folder = work / f"three {name}"
+            done = start(MODES[name], [*overrides(MODES[name], work), "train.keep_checkpoints=0"], folder)
+            if done.status:
+                raise RuntimeError(f"the undisturbed run of {name} failed: {done.said[-3000:]}")
+            whole = work / f"whole {name}"
+            shutil.copytree(folder, whole)
+            (folder / "summary.json").unlink()  # something is left to do
+            shutil.rmtree(folder / "model")
+            self.folders[name] = folder
+
+    def files(self, kind: str) -> tuple[Path, list[tuple[str, str | None]]]:
+        """The run that has files of a kind, and these, each with the one of a step before."""
+        run = self.folders["two ranks" if kind == "shards" else "sync"]
+        last, before = (f"checkpoints/checkpoint_{step:06d}" for step in (STEPS, STEPS - 1))
+        if kind == "checkpoint":
+            return run, [(f"{last}.pt", f"{before}.pt")]
+        if kind == "shards":
+            names = sorted(path.name for path in (run / f"{last}.shards").iterdir())
+            assert len(names) == 2, names
+            return run, [(f"{last}.shards/{name}", f"{before}.shards/{name}") for name in names]
+        if kind == "log":
+            names = sorted(path.relative_to(run) for path in run.glob("*/*.parquet") if str(STEPS) in path.name)
+            names = [name for name in names if name.parts[0] != "held_out.parquet"]  # of after the last checkpoint
+            assert len(names) >= 4, names
+            before = {name: sorted((run / name).parent.glob("*.parquet"))[-2].relative_to(run) for name in names}
+            return run, [(str(name), str(before[name])) for name in names]
+        return run, [({"metrics": "metrics.jsonl", "evaluation": "evaluation.json"}[kind], None)]
+
+
+def step_ends(metrics: bytes) -> dict[int, int]:
+    """The byte at which the row of each training step ends."""
+    ends, at = {}, 0
+    for line in metrics.splitlines(keepends=True):
+        at += len(line)
+        if "reward/mean" in (row := json.loads(line)):
+            ends[row["step"]] = at
+    assert sorted(ends) == list(range(1, STEPS + 1)), ends
+    return ends
+
+
+def damage(runs: Runs, kind: str, how: str, rng: random.Random, to: Path) -> tuple[int | None, str]:
+    """Copies a run and damages a file of the copy; the step that it has to go on from, None for none, and the file."""
+    run, files = runs.files(kind)
+    name, beside = rng.choice(files)
+    shutil.copytree(run, to)
+    content = (run / name).read_bytes()
+    lines = content.splitlines(keepends=True)
+    before = b"".join(lines[: rng.randrange(len(lines))]) if beside is None else (run / beside).read_bytes()
+    for _ in range(100):
+        damaged = DAMAGES[how](content, rng, before)
+        if damaged != content:
+            break
+    else:
+        raise AssertionError(f"{name} is the same whatever is done to it")
+    if damaged is None:
+        (to / name).unlink()
+    else:
+        (to / name).write_bytes(damaged)
+    if kind == "evaluation":
+        return STEPS, name
+    if kind == "metrics":
+        untouched = [k for k, end in step_ends(content).items() if (damaged or b"")[:end] == content[:end]]
+        return max(untouched, default=None), name
+    return STEPS - 1, name
+
+
+def open_again(run: Path) -> tuple[int | None, str]:
+    """Opens a run's folder as a resumed run does; the step that it goes on from, None where it refuses; what it said.
+
+    Raises:
+        AssertionError: what it takes is not what was written.
+    """
+    from grpo_rl.run.folder import Room, RunFolder
+    from grpo_rl.settings.sections import Train
+    from grpo_rl.storage import checkpoint_file
+    from grpo_rl.training.checkpoint import checkpoints
+
+    config = ""
+    for path in checkpoints(run / "checkpoints"):
+        with contextlib.suppress(ValueError, KeyError):
+            config = checkpoint_file.read(path)["config"]
+            break
+    train = Train(checkpoint_frequency=1, total_dialog_turns=10_000, elastic=True)
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said):
+        try:
+            with RunFolder(run, str(run), config, "", Room(4, 1000, 1000), train) as folder:
+                folder.prepare()
+                return folder.step, said.getvalue()
+        except ValueError as error:
+            return None, f"{said.getvalue()}{error}"
+
+
+def judge(runs: Runs, kind: str, how: str, run: Path, expected: int | None, name: str) -> str | None:
+    """Says what is wrong with how a damaged run was opened; None: nothing."""
+    from grpo_rl.run.summary import read_evaluation
+    from grpo_rl.storage import checkpoint_file
+    from grpo_rl.testing import same
+
+    original, _ = runs.files(kind)
+    evaluation = read_evaluation(run, STEPS)
+    step, said = open_again(run)
+    if step != expected:
+        return f"it went on from {step}, and {expected} is the newest that is whole: {said}"
+    if kind == "evaluation":
+        return None if evaluation in (None, read_evaluation(original, STEPS)) else f"another evaluation: {evaluation}"
+    if expected is None:
+        return None if str(run) in said else f"the refusal does not name the file: {said}"
+    taken, there = (folder / f"checkpoints/checkpoint_{step:06d}.pt" for folder in (run, original))
+    if not same(checkpoint_file.read(taken), checkpoint_file.read(there)):
+        return "the checkpoint is another"
+    if kind != "shards":  # sharded runs say which of their files it was
+        ends = step_ends((original / "metrics.jsonl").read_bytes())
+        logged = (original / "metrics.jsonl").read_bytes()[: ends[step]]
+        if not (run / "metrics.jsonl").read_bytes().startswith(logged):
+            return "the metrics are others"
+    return None if is_told(kind, how, step, run / name, said) else f"nothing was said of {name}: {said}"
+
+
+def is_told(kind: str, how: str, step: int, file: Path, said: str) -> bool:
+    """Tells whether a run that goes on from a step says which file is damaged, where it is not the newest that it uses.
+
+    Nobody can tell that there was a checkpoint whose file is missing.
+    """
+    if step == STEPS or (kind == "checkpoint" and how == "missing"):
+        return True
+    name = f"{file.parent.name}/{file.name}"
+    return any(line.strip().startswith("passed over: ") and name in line for line in said.splitlines())
+
+
+def torn(runs: Runs, count: int, seed: int, finish_every: int = 0) -> tuple[Counter[tuple[str, str]], list[str]]:
+    """Damages so many copies; returns how many of each kind, and what was wrong.
+
+    Args:
+        finish_every: every so many are started and compared with the undisturbed run; 0: none.
+    """
+    from outcome import counted, differences
+    from starts import GROUPS
+
+    rng, done, wrong = random.Random(seed), Counter(), []
+    cases = [(kind, how) for kind in KINDS for how in DAMAGES]
+    for number in range(count):
+        kind, how = cases[number % len(cases)]
+        to = runs.work / f"torn {number}"
+        expected, name = damage(runs, kind, how, rng, to)
+        done[kind, how] += 1
+        finishes = finish_every and kind != "shards" and expected and number % finish_every == finish_every - 1
+        if finishes:
+            mode = MODES["sync"]
+            ended = start(mode, [*overrides(mode, runs.work), "train.keep_checkpoints=0"], to)
+            if ended.status:
+                fault = ended.said[-2000:]
+            else:
+                lost, doubled = counted(to, STEPS, GROUPS)
+                fault = "; ".join([*lost, *doubled, *differences(to, runs.work / "whole sync")])
+        else:
+            fault = judge(runs, kind, how, to, expected, name)
+        if fault:
+            wrong.append(f"{name}, {how} ({number}{', finished' * bool(finishes)}): {fault}")
+        shutil.rmtree(to)
+    return done, wrong
+
+
+def main() -> int:
+    """Prints what was damaged; 1 where damage was taken for good."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--finish-every", type=int, default=37, help="finishes every so many; 0: none")
+    options = parser.parse_args()
+    work = Path(tempfile.mkdtemp(prefix="torn_")).resolve()
+    os.environ |= {"GRPO_RL_CACHE": str(work / "cache"), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    os.chdir(work)
+    begun = time.monotonic()
+    try:
+        warm([MODES["sync"]], work)
+        done, wrong = torn(Runs(work), options.count, options.seed, options.finish_every)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    print(f"| file | {' | '.join(DAMAGES)} |")
+    print("| --- " * (1 + len(DAMAGES)) + "|")
+    for kind in KINDS:
+        print(f"| {kind} | {' | '.join(str(done[kind, how]) for how in DAMAGES)} |")
+    for fault in wrong:
+        print(f"FAULT {fault}")
+    print(f"{done.total()} damaged runs, {time.monotonic() - begun:.0f} s: {len(wrong)} faults")
+    return int(bool(wrong) or done.total() < options.count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""A checkpoint is written while the run goes on: from the weights of its step, whole before anything depends on it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_rl.monitor.metrics import MetricsLog, read_metrics
+from grpo_rl.run.background import Background
+from grpo_rl.run.folder import Room, RunFolder
+from grpo_rl.run.summary import write_evaluation
+from grpo_rl.settings.sections import Train
+from grpo_rl.storage import checkpoint_file
+from grpo_rl.testing import run_script
+from grpo_rl.training import checkpoint
+from grpo_rl.training.checkpoint import checkpoints, load, save
+from grpo_rl.training.logged import metrics_bytes
+from grpo_rl.training.optimizer import PolicyOptimizer
+
+SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
+BEGUN = {"collected": 8, "seconds": 1.0, "eval_before": []}
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with RunFolder(tmp_path / "run", None, "{}", "", Room(3, 1000, 1000), Train()) as opened:
+        yield opened
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Writes wait for the event that this is."""
+    write, go = checkpoint_file.write, threading.Event()
+
+    def slow(path, state):
+        assert go.wait(60)
+        return write(path, state)
+
+    monkeypatch.setattr(checkpoint_file, "write", slow)
+    yield go
+    go.set()
+
+
+def test_the_optimizer_waits_with_its_step_until_its_weights_are_written(folder, slow_disk):
+    model = torch.nn.Linear(2, 1, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = PolicyOptimizer(model, lr=0.1)
+    optimizer.before_step = folder.settle
+    path = folder.save(1, lambda: {"step": 1, "optimizer": optimizer.state_dict()}, keep=2)
+    assert not path.exists()
+    model(torch.ones(1, 2)).sum().backward()  # goes on meanwhile
+    stepping = threading.Thread(target=optimizer.step)
+    stepping.start()
+    stepping.join(0.2)
+    assert stepping.is_alive() and torch.equal(model.weight, before)
+    slow_disk.set()
+    stepping.join(60)
+    assert torch.equal(load(path)["optimizer"]["masters"]["weight"], before)
+    assert not torch.equal(model.weight, before)
+
+
+def test_one_is_written_at_a_time_and_the_folder_closes_after_the_last(tmp_path, slow_disk):
+    opened = RunFolder(tmp_path / "run", None, "{}", "", Room(3, 1000, 1000), Train())
+    opened.save(1, lambda: {"step": 1}, keep=0)
+    second = threading.Thread(target=lambda: opened.save(2, lambda: {"step": 2}, keep=0))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    closing = threading.Timer(0.2, slow_disk.set)
+    closing.start()
+    second.join(60)
+    opened.close()
+    assert [load(path)["step"] for path in checkpoints(tmp_path / "run" / "checkpoints")] == [1, 2]
+
+
+def test_a_failure_is_raised_once_and_at_the_next_wait():
+    background, done = Background(), []
+    background.start(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        background.wait()
+    background.wait()
+    background.start(lambda: done.append(1))
+    background.close()
+    assert done == [1]
+
+
+def test_a_disk_that_is_full_for_a_checkpoint_stops_the_run_at_its_next_step(tiny_run, tmp_path, monkeypatch):
+    write = checkpoint_file.write
+
+    def full(path, state):
+        if state["step"] == 2:
+            raise OSError(28, "No space left on device", str(path))
+        return write(path, state)
+
+    monkeypatch.setattr(checkpoint_file, "write", full)
+    with pytest.raises(SystemExit) as stopped:
+        run_script(SCRIPT, tiny_run, tmp_path / "run")
+    folder = tmp_path / "run"
+    assert f"can't write to {folder / 'checkpoints' / 'checkpoint_000002.pt'}" in str(stopped.value)
+    assert str(stopped.value).endswith(f"Go on with: resume={folder}")
+    assert [path.name for path in checkpoints(folder / "checkpoints")] == ["checkpoint_000001.pt"]
+
+
+def test_a_kill_before_old_checkpoints_are_removed_leaves_none_too_many(tmp_path):
+    run = tmp_path / "run"
+    for step in (1, 2, 3):
+        save(run / "checkpoints", step, {"step": step, "config": "{}", **BEGUN}, keep=0)
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
+    train = Train(keep_checkpoints=2, total_dialog_turns=99)
+    with RunFolder(run, str(run), "{}", "", Room(3, 1000, 1000), train) as opened:
+        opened.prepare()
+    assert [load(path)["step"] for path in checkpoints(run / "checkpoints")] == [2, 3]
+
+
+def test_a_checkpoint_that_could_not_be_written_is_told_beside_the_error_that_ends_the_run(
+    tmp_path, monkeypatch, capsys
+):
+    def full(path, state):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(checkpoint_file, "write", full)
+    with pytest.raises(KeyError, match="a bug"):
+        with RunFolder(tmp_path / "run", None, "{}", "", Room(3, 1000, 1000), Train()) as opened:
+            path = opened.save(1, lambda: {"step": 1}, keep=0)
+            raise KeyError("a bug")
+    said = capsys.readouterr().err
+    assert "The last checkpoint could not be written" in said and f"No space left on device: '{path}'" in said
+
+
+def test_a_checkpoint_vouches_for_the_metrics_of_its_step_though_the_run_logs_on_meanwhile(folder, monkeypatch):
+    log, go, sync = MetricsLog(folder.path), threading.Event(), checkpoint.sync_logs
+    log.log(1, {"reward/mean": 0.5})
+    size = log.path.stat().st_size
+    monkeypatch.setattr(checkpoint, "sync_logs", lambda *given: go.wait(60) and sync(*given))
+    path = folder.save(1, lambda: {"step": 1}, keep=2)
+    log.log(2, {"reward/mean": 0.5})
+    go.set()
+    folder.settle()
+    assert load(path)["logs"]["metrics.jsonl"][0] == size
+
+
+class Rank:
+    """One of two ranks, each in a thread."""
+
+    size = 2
+
+    def __init__(self, rank, board, barrier):
+        self.rank, self._board, self._barrier = rank, board, barrier
+
+    def gather(self, mine):
+        self._board[self.rank] = mine
+        self._barrier.wait(60)
+        found = list(self._board)
+        self._barrier.wait(60)
+        return found
+
+    def broadcast(self, mine):
+        return self.gather(mine)[0]
+
+    def close(self):
+        pass
+
+
+def evaluated_run(run):
+    """A run of two steps whose last evaluation came after its checkpoint."""
+    log = MetricsLog(run)
+    for step in (1, 2):
+        log.log(step, {"reward/mean": step / 8})
+        state = {"step": step, "config": "{}", **BEGUN, "logs": checkpoint.sync_logs(run, step, metrics_bytes(run))}
+        save(run / "checkpoints", step, state, keep=0)
+    log.log(2, {"eval/reward": 0.5})
+    write_evaluation(run, 2, [0.5])
+    return log.path
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_all_ranks_repeat_an_evaluation_whose_metrics_were_damaged(tmp_path, monkeypatch, damaged):
+    metrics = evaluated_run(tmp_path / "run")
+    if damaged:
+        metrics.write_bytes(metrics.read_bytes().replace(b"0.5", b"0.7"))
+    monkeypatch.setattr(checkpoint, "load_shards", lambda path, state, ranks: state)
+    board, barrier = [None, None], threading.Barrier(2)
+
+    def opened(rank):
+        train, run, ranks = Train(total_dialog_turns=99, elastic=True), tmp_path / "run", Rank(rank, board, barrier)
+        with RunFolder(run, str(run), "{}", "", Room(3, 1000, 1000), train, ranks) as folder:
+            folder.prepare()
+            return folder.eval_after
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(opened, (0, 1)))
+    assert found == [None if damaged else (2, [0.5])] * 2
+    assert len(read_metrics(tmp_path / "run")) == (2 if damaged else 3)
+
+
+def test_the_printed_remedy_for_metrics_that_are_damaged_everywhere_works(tmp_path):
+    run = tmp_path / "run"
+    metrics = evaluated_run(run)
+    metrics.write_bytes(b"\0" + metrics.read_bytes()[1:])
+    train = Train(total_dialog_turns=99)
+    with pytest.raises(ValueError, match="on with one that is whole without the logs before it, give its file"):
+        RunFolder(run, str(run), "{}", "", Room(3, 1000, 1000), train)
+    named = run / "checkpoints" / "checkpoint_000002.pt"
+    with RunFolder(run, str(named), "{}", "", Room(3, 1000, 1000), train) as opened:
+        opened.prepare()
+        assert opened.step == 2 and f"{metrics} had a line that can't be read: dropped" in opened.notes
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [2, 2]
