@@ -94,21 +94,35 @@ def in_use(folder: Path) -> FolderInUseError | None:
     Raises:
         OSError: its lock can't be read.
     """
+    held, holder = holder_of(folder)
+    # Other programs use this file name, too.
+    return _refusal(folder, holder) if held and holder else None
+
+
+def holder_of(folder: Path) -> tuple[bool, dict[str, object]]:
+    """Whether a process holds the lock, and the record of the process that does, or was killed with it.
+
+    The record is empty where the last one ended in order. On a file system without locks none is held.
+
+    Raises:
+        OSError: the lock can't be read.
+    """
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except FileNotFoundError:
-        return None
+        return False, {}
+    held = False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        # Other programs use this file name, too.
-        return _refusal(folder, holder) if (holder := _holder(descriptor)) else None
+        held = True
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
+    try:
+        return held, _holder(descriptor)
     finally:
         os.close(descriptor)
-    return None
 
 
 def _refusal(folder: Path, holder: dict[str, object]) -> FolderInUseError:
