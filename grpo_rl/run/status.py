@@ -45,10 +45,10 @@ def _status(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Status:
-    """What there is to say about a run.
+    """The status of a run.
 
     Args:
-        is_well: the run is finished, or its process may be alive.
+        is_well: True if the run is finished, or its process may be alive.
     """
 
     text: str
@@ -68,6 +68,8 @@ def status_of(folder: Path, deadline_s: float = 5.0) -> Status:
         raise ValueError(f"{folder} holds no run: neither {LOCK} nor {METRICS} is there")
     if not held and _finished(folder):
         return Status(f"Finished: {_step(step)}.", True)
+    if held and not holder:
+        return Status(f"Alive: a process that starts or ends holds {folder / LOCK}; {_step(step)}.", True)
     if not holder:
         return Status(f"Stopped: {_step(step)}. Go on with: resume={folder}", False)
     process, path = f"process {holder.get('pid')} on {holder.get('host')}", record_path(folder)
@@ -83,7 +85,14 @@ def status_of(folder: Path, deadline_s: float = 5.0) -> Status:
     alive = f"Alive: {process} since {holder.get('since')}, {_step(step)}."
     if not own or not own.renews:
         return Status(f"{alive} It does not respond to SIGUSR1.{last}", True)
-    if fresh := _asked(own, path, deadline_s):
+    try:
+        fresh = _asked(own, path, deadline_s)
+    except PermissionError:
+        return Status(f"{alive} It is another user's, who alone can ask it.{last}\n\n{own.table}", True)
+    except ProcessLookupError:
+        gone = "It can't be asked: it has ended just now, or runs in another container of this host."
+        return Status(f"{alive} {gone}{last}\n\n{own.table}", True)
+    if fresh:
         return Status(f"{alive}\n\n{fresh.table}\n\nStacks are in {path}", True)
     return Status(
         f"{alive} It has not responded to SIGUSR1 within {deadline_s:g} s: it is stopped, or a call that never lets go "
@@ -93,12 +102,13 @@ def status_of(folder: Path, deadline_s: float = 5.0) -> Status:
 
 
 def _asked(own: Record, path: Path, deadline_s: float) -> Record | None:
-    """The record that the process writes anew when it is asked; None where it does not in time."""
+    """The record that the process writes anew when it is asked; None where it does not in time.
+
+    Raises:
+        PermissionError, ProcessLookupError: it can't be asked.
+    """
     before, until = path.stat().st_mtime_ns, time.monotonic() + deadline_s
-    try:
-        os.kill(own.pid, signal.SIGUSR1)
-    except (ProcessLookupError, PermissionError):  # it has ended since, or is another user's
-        return None
+    os.kill(own.pid, signal.SIGUSR1)
     while time.monotonic() < until:
         if path.stat().st_mtime_ns != before:
             return read_record(path)
@@ -107,7 +117,7 @@ def _asked(own: Record, path: Path, deadline_s: float) -> Record | None:
 
 
 def _exists(pid: object) -> bool:
-    """Whether a process of this number is there; it may be another one than was meant."""
+    """True if a process of this number is there; it may be another one than was meant."""
     try:
         os.kill(int(str(pid)), 0)
     except (ProcessLookupError, ValueError, OverflowError):
@@ -118,7 +128,7 @@ def _exists(pid: object) -> bool:
 
 
 def _finished(folder: Path) -> bool:
-    """Whether the run has written its summary and its model, as `grpo_rl.run.claim.is_finished` has it."""
+    """True if the run has written its summary and its model, as `grpo_rl.run.claim.is_finished` has it."""
     summary = _json((folder / SUMMARY).read_text()) if (folder / SUMMARY).exists() else {}
     return bool(summary.get("finished")) and (folder / MODEL).is_dir()
 
