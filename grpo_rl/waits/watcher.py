@@ -135,8 +135,9 @@ class Watcher:
     def _answer(self) -> None:
         """Shows the table on standard error, and writes the record."""
         overdue = self._overdue()
+        shown = self._head(overdue)
         if path := self._write(overdue):
-            in_thread(_to_stderr, f"{self._head(overdue)}\n\nStacks are in {path}")
+            in_thread(_to_stderr, f"{shown}\n\nStacks are in {path}")
         else:
             in_thread(lambda: _to_stderr(self._record(overdue)))
 

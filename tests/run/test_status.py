@@ -124,6 +124,30 @@ def test_where_locks_do_not_work_a_process_that_is_there_is_not_called_dead(run,
     assert ask(run, capsys)[1].startswith(f"Perhaps alive: process {os.getpid()} on ")
 
 
+def test_a_process_that_holds_the_folder_without_its_name_is_alive(run, capsys):
+    lock = FolderLock(run)
+    (run / LOCK).write_text("")  # it has not written it yet, or does no longer
+    code, said = ask(run, capsys)
+    assert (code, said) == (0, f"Alive: a process that starts or ends holds {run / LOCK}; step 7, 90 s ago.")
+    lock.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError, "It is another user's, who alone can ask it."),
+        (ProcessLookupError, "It can't be asked: it has ended just now, or runs in another container of this host."),
+    ],
+)
+def test_a_process_that_cannot_be_asked_is_not_called_stopped(error, words, run, live, capsys, monkeypatch):
+    def kill(pid, number):
+        raise error
+
+    monkeypatch.setattr(os, "kill", kill)
+    code, said = ask(run, capsys)
+    assert code == 0 and words in said and "py-spy" not in said
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert main(["status", str(tmp_path)]) == 2 and main(["status", str(tmp_path / "none")]) == 2
     assert "holds no run" in (error := capsys.readouterr().err) and "is not a run folder" in error

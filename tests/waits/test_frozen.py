@@ -14,10 +14,12 @@ import pytest
 
 from grpo_rl.engines.base import EngineDeadError
 from grpo_rl.envs.guards.guard import ScoreGuard
+from grpo_rl.envs.guards.isolation import START_TIMEOUT_S
 from grpo_rl.envs.task import Reward, Task
 from grpo_rl.monitor.loggers import Loggers
 from grpo_rl.monitor.phases import start_phase
 from grpo_rl.waits.record import read_record
+from grpo_rl.waits.registry import PROCESS
 from grpo_rl.waits.watcher import watching
 from grpo_rl.weights.remote import RemoteTransport
 
@@ -73,6 +75,15 @@ def test_a_frozen_scorer(tmp_path):
         assert failure.kind == "timeout"
 
 
+def test_the_start_of_a_scorers_own_process_is_not_told_as_its_slowness():
+    guard, limits = ScoreGuard(Frozen(0.0), DEADLINE_S), []
+    guard._processes = SimpleNamespace(
+        map=lambda calls, on_result: limits.extend(wait.limit_s for wait in PROCESS.open) or [Reward({"right": 1.0})]
+    )
+    guard.score({}, ["4"], "row 5")
+    assert limits == [DEADLINE_S + START_TIMEOUT_S]
+
+
 def test_a_frozen_logger(tmp_path):
     class WandB:
         def log(self, step, metrics):
@@ -101,15 +112,15 @@ class Transport(RemoteTransport):
 def test_a_frozen_engine_in_a_push(tmp_path):
     kind = {"dtype": "bfloat16", "takes_adapters": False, "proves_bytes": False}
     engines = [SimpleNamespace(name=f"engine {i}", submit=lambda *_: Future(), **kind) for i in range(2)]
-    engines[0].submit = lambda *_: answered()
-    with told(tmp_path, "engine 1 (a pause for new weights)"), pytest.raises(EngineDeadError, match="engine 1 did not"):
+    first = Future()
+    engines[0].submit = lambda *_: first
+    threading.Timer(DEADLINE_S / 2, first.set_result, [None]).start()
+    with (
+        told(tmp_path, "engine 1 (a pause for new weights)") as said,
+        pytest.raises(EngineDeadError, match="engine 1 did not"),
+    ):
         Transport(engines, DEADLINE_S).call("pause", what="a pause for new weights")
-
-
-def answered():
-    future = Future()
-    future.set_result(None)
-    return future
+    assert "has waited 0.2 s" in said[0] and "longer than 0.2 s" in said[0], "one deadline for all of them"
 
 
 RANKS = """
