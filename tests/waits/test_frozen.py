@@ -159,6 +159,7 @@ for child in pairs:
 """
 
 
+@pytest.mark.nightly  # test_waits.py has its parts
 @pytest.mark.slow
 def test_a_frozen_rank(tmp_path):
     subprocess.run([sys.executable, "-c", RANKS, str(tmp_path)], timeout=100)
