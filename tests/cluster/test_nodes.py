@@ -50,9 +50,9 @@ def test_room_is_taken_for_all_at_once_and_given_back(two_nodes):
             with watching(600.0) as watcher, watcher.saying(said.append), places([{"slot": 1}], deadline_s=1):
                 pass
     assert time.monotonic() - begun < 1 + 5
-    assert len(said) == 1 and re.match(
-        r"Warning\. trainer has waited \S+ s for places in the cluster \(1 bundles\) before it ended, longer than 1\.0 s",
-        said[0],
+    assert len(said) == 1
+    assert re.match(
+        r"Warning\. trainer has waited \S+ s for places in the cluster \(1 bundles\) before it ended", said[0]
     )
     with places([{"slot": 1}]):
         pass
