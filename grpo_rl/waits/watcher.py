@@ -97,11 +97,15 @@ class Watcher:
         return f"{first}\n\n{table(waits, self.role)}"
 
     def _record(self, overdue: list[Wait]) -> str:
-        """The text of a record: its head, the stacks, and below a later one the last record of a passed deadline."""
+        """The text of a record: its head and the stacks, and below those the last record of a deadline that had passed.
+
+        The record of a wait that goes on is worth more than a later one, in which nothing shows any more why it did.
+        """
         record = f"{self._head(overdue)}\n\nStacks\n\n{stacks(self._shown(overdue), self.role)}\n"
-        if overdue:
+        if any(wait.ended_s is None for wait in overdue):
             self._passed = record
-        return record if overdue or not self._passed else f"{record}\nA deadline had passed before\n\n{self._passed}"
+            return record
+        return f"{record}\nA deadline had passed before\n\n{self._passed}" if self._passed else record
 
     def _shown(self, overdue: list[Wait]) -> list[Wait]:
         return list(dict.fromkeys([*list(self._waits.open), *overdue]))
