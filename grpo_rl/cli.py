@@ -20,6 +20,7 @@ COMMANDS = {
     "eval": ("evaluation.command", "evaluate a model or an endpoint on held-out rows, or compare two"),
     "doctor": ("checks.doctor", "check in two minutes what a run will need, here or on every node of a Ray cluster"),
     "from-trl": ("migration.command", "convert a GRPO config of TRL, and name what differs"),
+    "status": ("run.status", "say whether a run is alive, how far it is, and who waits in it for whom"),
     "replay": ("replay.command", "recompute a step of a run under another loss"),
     "report": ("report.command", "write the page of a run or a comparison, or serve it live; --demo shows one"),
     "export": ("cli", "write the model of a checkpoint as a folder"),

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A folder under grpo_rl, or a module of its root, may import its own layer and those below it, in no circle.
 LAYERS = [
-    {"by_name", "config", "data", "intervals", "losses", "storage"},
+    {"by_name", "config", "data", "intervals", "losses", "storage", "waits"},
     {"engines", "envs", "perf", "policies"},
     {"cluster", "collectors", "diagnosis", "distributed", "monitor", "settings", "training", "weights"},
     {"report"},
@@ -26,7 +26,11 @@ LAYERS = [
 ]
 LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 # Folders that may import less than their layer would allow, by the beginnings of modules.
-ONLY_MODULES = {"envs": ("data", "by_name", "storage.cache"), "losses": ("data.keys",)}
+ONLY_MODULES = {
+    "envs": ("data", "by_name", "storage.cache", "waits.registry"),
+    "losses": ("data.keys",),
+    "waits": ("storage.whole_file",),
+}
 ONLY_LIBRARIES = {"losses": {"torch", "tensordict", "torchrl", "jaxtyping"}}
 # Folders that only these may import.
 ONLY_FOR = {

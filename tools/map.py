@@ -13,7 +13,7 @@ Imports point one way (`tests/test_layers.py` has the order). `python tools/map.
 """
 ORDER = [
     *("cli", "settings", "build", "run", "collectors", "training", "losses", "policies", "engines", "weights", "data"),
-    *("distributed", "cluster", "monitor", "report", "diagnosis", "perf", "storage", "by_name", "intervals"),
+    *("distributed", "cluster", "monitor", "report", "diagnosis", "perf", "storage", "waits", "by_name", "intervals"),
     *("planner", "checks", "evaluation", "replay", "migration", "faults", "testing"),
 ]
 MOUNTED = ("envs", "config", "sota")

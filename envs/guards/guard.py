@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from grpo_rl.envs.guards import watchdog
-from grpo_rl.envs.guards.isolation import IsolatedCalls
+from grpo_rl.envs.guards.isolation import START_TIMEOUT_S, IsolatedCalls
 from grpo_rl.envs.guards.watchdog import Watch
 from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, last_said, plays_turns
+from grpo_rl.waits.registry import Wait, waiting
 
 Kind = Literal["error", "timeout", "invalid", "unjudgeable"]
 LARGEST = 3.4e38
@@ -27,6 +28,7 @@ LATER_S = 0.5
 FROZEN_S = LATER_S + 1.0
 """Seconds beyond the deadline at which a watch ends; what then still holds the interpreter ends the process."""
 
+REMEDY = "the response has no reward; make the scorer faster, or raise env.score_timeout_s"
 EXCERPT = 200
 """Characters of a response in messages."""
 ENDS = (
@@ -185,14 +187,27 @@ class ScoreGuard:
         """
         with self._turn:  # a task is asked once at a time, though a run may evaluate while responses come in
             if self._processes:
-                return self._processes.map([(method, *arguments) for arguments in calls], on_result=name)
+                # Processes start with the first call, and again after one that was killed.
+                with self._waiting(where, self.deadline_s + START_TIMEOUT_S) as wait:
+
+                    def on_result(at: int, result: Any) -> None:
+                        wait.again()
+                        if name:
+                            name(at, result)
+
+                    arguments = [(method, *arguments) for arguments in calls]
+                    return self._processes.map(arguments, on_result=on_result)
             self._task.ready(self.deadline_s)
             frozen = f"{self._name_of_task} has frozen this process for {self.deadline_s:g} s on {where}"
             watched = [(arguments, f"{frozen}: {text}. {ENDS}") for arguments, text in zip(calls, said, strict=True)]
-            return self._in_thread(getattr(self._task, method), watched, name)
+            return self._in_thread(getattr(self._task, method), watched, name, where)
 
     def _in_thread(
-        self, function: Callable[..., Any], calls: Sequence[_Watched], name: Callable[[int, Any], None] | None
+        self,
+        function: Callable[..., Any],
+        calls: Sequence[_Watched],
+        name: Callable[[int, Any], None] | None,
+        where: str,
     ) -> list[Any]:
         """The result or exception of each call; calls run one after the other, in a thread that may be left behind."""
         results: list[Any] = []
@@ -202,7 +217,8 @@ class ScoreGuard:
             in_thread(_run, function, rest, done, watch, self.deadline_s + FROZEN_S)
             try:
                 for _ in rest:
-                    results.append(done.get(timeout=self.deadline_s + LATER_S))
+                    with self._waiting(where, self.deadline_s):
+                        results.append(done.get(timeout=self.deadline_s + LATER_S))
             except queue.Empty:
                 watch.close()  # first: a terminal that is held may block whoever tells of it
                 late = TimeoutError(f"no result within {self.deadline_s:g} s, so its thread was left behind")
@@ -212,6 +228,9 @@ class ScoreGuard:
             finally:
                 watch.close()
         return results
+
+    def _waiting(self, where: str, deadline_s: float) -> Wait:
+        return waiting(f"the scorer {self._name_of_task}", where, deadline_s, remedy=REMEDY)
 
     def _checked(self, results: Sequence[Any], responses: Sequence[str], where: str) -> list[Reward | Failure]:
         checked = [self._check(result, response, where) for result, response in zip(results, responses, strict=True)]

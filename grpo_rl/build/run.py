@@ -37,6 +37,8 @@ from grpo_rl.settings import derived
 from grpo_rl.settings.devices import Devices
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Train
+from grpo_rl.waits.registry import waiting
+from grpo_rl.waits.watcher import watching
 from grpo_rl.weights.push import WeightSync
 from grpo_rl.weights.transport import NullTransport
 
@@ -86,11 +88,16 @@ def build_run(
     loss, buffer = training.make_loss(settings), training.make_buffer(settings)
     advantages = training.make_advantages(settings, env.task.reward_parts)
     with ExitStack() as stack:
+        watcher = stack.enter_context(watching(settings.logger.wait_deadline_s))
         ranks = make_ranks()
         if ranks:
             stack.enter_context(ranks)
-        folder = stack.enter_context(open_folder(settings, own_folder, model, ranks, settings.train))
+        with waiting("the run's folder, and the checkpoint to resume from"):
+            folder = stack.enter_context(open_folder(settings, own_folder, model, ranks, settings.train))
+        stack.enter_context(watcher.telling(folder.shared, ranks.rank if ranks else 0, ranks.size if ranks else 1))
         logs = stack.enter_context(_open_logs(settings, folder, env, loss))
+        if folder.rank_zero:
+            stack.enter_context(watcher.saying(logs.note))
         tell_watch(ranks, logs, folder)
         interrupt = stack.enter_context(Interrupt(logs.note))
 

@@ -30,6 +30,8 @@ from grpo_rl.run.run import Interrupt, Run, RunOptions
 from grpo_rl.run.sft import HeldOutDemonstrations, SFTDiagnosis, SFTLogs, sft_metrics
 from grpo_rl.settings.schema import Settings
 from grpo_rl.training.schedules import AdaptiveKL, GroupSizes, RefreshRule, Schedules
+from grpo_rl.waits.registry import waiting
+from grpo_rl.waits.watcher import watching
 from grpo_rl.weights.push import WeightSync
 from grpo_rl.weights.transport import NullTransport
 
@@ -54,13 +56,18 @@ def sft_run(settings: Settings, own_folder: str | Path) -> Iterator[Run[CommonPa
     total = epochs * len(rows)
     train = replace(settings.train, total_dialog_turns=total)
     with ExitStack() as stack:
+        watcher = stack.enter_context(watching(settings.logger.wait_deadline_s))
         ranks = devices.make_ranks(settings, plan)
         if ranks:
             stack.enter_context(ranks)
-        folder = stack.enter_context(open_folder(settings, own_folder, model, ranks, train))
+        with waiting("the run's folder, and the checkpoint to resume from"):
+            folder = stack.enter_context(open_folder(settings, own_folder, model, ranks, train))
+        stack.enter_context(watcher.telling(folder.shared, ranks.rank if ranks else 0, ranks.size if ranks else 1))
         # A run that is prolonged keeps the short step that it ended with.
         steps = folder.step + -(-(total - folder.collected) // batch)
         logs = stack.enter_context(_open_logs(settings, folder, rows, steps))
+        if folder.rank_zero:
+            stack.enter_context(watcher.saying(logs.note))
         tell_watch(ranks, logs, folder)
         interrupt = stack.enter_context(Interrupt(logs.note))
         policy = training.load_policy(settings, model, plan, ranks, logs)

@@ -27,6 +27,7 @@ from grpo_rl.settings.config import RunIsOver
 from grpo_rl.settings.derived import adapters, pushes_adapters
 from grpo_rl.settings.devices import Devices, allocate
 from grpo_rl.settings.schema import Settings
+from grpo_rl.waits.watcher import watching
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def _train_there(
         own = torch.device("cuda", 0)  # Ray shows an actor the GPUs of its bundle only
         devices = replace(devices, train=(own,) * rendezvous.size, ref=(own,) * bool(devices.ref))
     try:
-        return train(settings, folder, replace(site, devices=devices, rendezvous=rendezvous))
+        with watching(settings.logger.wait_deadline_s):
+            return train(settings, folder, replace(site, devices=devices, rendezvous=rendezvous))
     except RunIsOver:
         return {}
 

@@ -14,11 +14,16 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_rl.engines.base import AsyncEngine, EngineDeadError, EngineStartError, Samples, Sampling
+from grpo_rl.waits.registry import waiting
 
 MOST_CALLS = 100_000
 """Calls to one engine at a time: each conversation is one."""
 CLOSE_S = 30.0
 """Seconds that an engine has to end by itself."""
+ENGINE_REMEDY = (
+    "the engine is replaced once it fails a health check, inference_model.max_restarts times; where that is too late, "
+    "lower inference_model.deadline_s"
+)
 WRONG_INPUT = f"{ValueError.__name__}: "
 """Beginning of the last line of a traceback, all that Ray keeps of a constructor's error, if settings are at fault."""
 
@@ -69,10 +74,14 @@ class RayEngine:
         call = asyncio.ensure_future(self._actor.call.remote(method, *args))
         try:
             # The engine has deadlines of its own, and its actor may hang as well.
-            while not (await asyncio.wait({call}, timeout=2 * self.deadline_s))[0]:
-                if method != "generate":
-                    raise EngineDeadError(f"{self.name} did not answer {method} within {2 * self.deadline_s:g} s")
-                await self._call("check_health")
+            # A long response is told where the engine is silent, too.
+            limit_s = 2 * self.deadline_s
+            with waiting(f"{self.name} to answer {method}", "", limit_s, self.version, ENGINE_REMEDY) as wait:
+                while not (await asyncio.wait({call}, timeout=limit_s))[0]:
+                    if method != "generate":
+                        raise EngineDeadError(f"{self.name} did not answer {method} within {limit_s:g} s")
+                    await self._call("check_health")
+                    wait.again()
             return call.result()
         except RayTaskError as error:
             raise _cause(error) from error
@@ -192,7 +201,8 @@ async def launch(
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(place, bundle)
     actor = _EngineActor.options(**options).remote(make)
     try:
-        about = await asyncio.wait_for(actor.about.remote(), deadline_s)
+        with waiting(f"{name} to start", "", deadline_s):
+            about = await asyncio.wait_for(actor.about.remote(), deadline_s)
     except BaseException as error:
         ray.kill(actor)
         if isinstance(error, RayError):

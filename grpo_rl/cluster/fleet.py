@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from grpo_rl.engines.base import EngineDeadError, EngineLostError, EngineStartError
+from grpo_rl.waits.registry import waiting
 
 
 class Closable(Protocol):
@@ -123,11 +124,16 @@ class Fleet(Generic[E]):
             slot.load -= responses
 
     async def _least_loaded(self) -> _EngineSlot[E]:
-        while not (ready := [slot for slot in self._slots if slot.engine is not None]):
-            await self._changed()
+        if not (ready := self._ready()):
+            with waiting("an engine that is ready"):
+                while not (ready := self._ready()):
+                    await self._changed()
         if self._lost:
             raise self._lost
         return min(ready, key=lambda slot: (slot.load, slot.number))
+
+    def _ready(self) -> list[_EngineSlot[E]]:
+        return [slot for slot in self._slots if slot.engine is not None]
 
     async def _changed(self) -> None:
         """Returns when an engine has joined, died or got weights.

@@ -27,6 +27,7 @@ from grpo_rl.engines.base import (
     StepByGenerate,
     check_request,
 )
+from grpo_rl.waits.registry import waiting
 from grpo_rl.weights.remote import EngineControl, RemoteTransport
 from grpo_rl.weights.transport import Held
 
@@ -56,7 +57,8 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs the coroutine and returns its result; its errors are raised here."""
-        return self.start(coroutine).result()
+        with waiting("the thread that runs the engines", coroutine.__qualname__):
+            return self.start(coroutine).result()
 
     def close(self) -> None:
         """Ends the thread; nothing that it runs goes on."""

@@ -18,6 +18,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from grpo_rl.waits.registry import waiting
+
 log = logging.getLogger(__name__)
 
 Place = PlacementGroup
@@ -95,7 +97,8 @@ def _init(address: str | None, gpus: Sequence[int], folder: str | None, settings
         with _visible(gpus) if gpus else nullcontext(), nullcontext() if address else _on_loopback():
             # On a cluster, forward the trainers' output to this terminal.
             logs = {"log_to_driver": address is not None, "configure_logging": False}
-            ray.init(address or "local", **{**logs, **ours, **settings})
+            with waiting("Ray to start" if address is None else f"the Ray cluster at {address}"):
+                ray.init(address or "local", **{**logs, **ours, **settings})
     except (OSError, RayError, RuntimeError, ValueError) as error:
         if address is None:
             raise ValueError(f"Ray can't be started on this machine: {error}") from error
@@ -188,7 +191,8 @@ def check_nodes(expected: int, deadline_s: float = 60.0) -> None:
             "`ray start` on the others"
         )
     asked = [(node, _hello.options(scheduling_strategy=on_node(node.id)).remote()) for node in found]
-    ray.wait([hello for _, hello in asked], num_returns=len(asked), timeout=deadline_s)
+    with waiting("all nodes of the cluster to answer", f"{len(asked)} of them", deadline_s):
+        ray.wait([hello for _, hello in asked], num_returns=len(asked), timeout=deadline_s)
     silent = {}
     for node, hello in asked:
         try:
@@ -234,7 +238,8 @@ def places(
     group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
     try:
         try:
-            ray.get(group.ready(), timeout=deadline_s)
+            with waiting("places in the cluster", f"{len(bundles)} bundles", deadline_s):
+                ray.get(group.ready(), timeout=deadline_s)
         except GetTimeoutError:
             raise ValueError(
                 f"Ray found no place for {len(bundles)} bundles within {deadline_s:g} s, of {_total(bundles)}: others "

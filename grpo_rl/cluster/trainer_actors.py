@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_rl.cluster.nodes import on_node, this_address
 from grpo_rl.distributed.endings import LAST_LOST, RankLostError
+from grpo_rl.waits.registry import waiting
 
 log = logging.getLogger(__name__)
 LAST_WORDS_S = 60.0
@@ -144,7 +146,8 @@ def run_trainers(
 def _placed(trainers: list[Any], patience_s: float | None) -> list[tuple[Any, _At]]:
     """The trainers that run somewhere within so many seconds, each with its place."""
     places = [trainer.place.remote() for trainer in trainers]
-    ready, _ = ray.wait(places, num_returns=len(places), timeout=patience_s)
+    with waiting("all trainers to have a place", f"{len(places)} of them", patience_s):
+        ready, _ = ray.wait(places, num_returns=len(places), timeout=patience_s)
     found = []
     for trainer, at in zip(trainers, places, strict=True):
         with contextlib.suppress(RayActorError if patience_s else ()):
@@ -161,19 +164,21 @@ def _run_once(work: Callable[[Rendezvous], Any], found: list[tuple[Any, _At]], f
     """
     runs = [trainer.run.remote(work, replace(first, rank=rank)) for rank, (trainer, _) in enumerate(found)]
     pending, asked_to_stop = list(runs), False
-    while pending:
-        try:
-            # As soon as one fails: the others would wait for it. Ray notices Ctrl-C between the calls alone.
-            ready, pending = ray.wait(pending, timeout=1.0)
-            for run in sorted(ready, key=runs.index):
-                _check(run, found[runs.index(run)][1][0], runs[0])
-        except KeyboardInterrupt:
-            if asked_to_stop:
-                raise
-            asked_to_stop = True
-            for _, (_, node, pid) in found:
-                _interrupt.options(scheduling_strategy=on_node(node)).remote(pid)
-    return ray.get(runs[0])
+    with waiting("the trainers to end", deadline_s=math.inf) as waits:  # each of them tells of its own waits
+        while pending:
+            try:
+                waits.detail = f"{len(pending)} of {len(runs)} run"
+                # As soon as one fails: the others would wait for it. Ray notices Ctrl-C between the calls alone.
+                ready, pending = ray.wait(pending, timeout=1.0)
+                for run in sorted(ready, key=runs.index):
+                    _check(run, found[runs.index(run)][1][0], runs[0])
+            except KeyboardInterrupt:
+                if asked_to_stop:
+                    raise
+                asked_to_stop = True
+                for _, (_, node, pid) in found:
+                    _interrupt.options(scheduling_strategy=on_node(node)).remote(pid)
+        return ray.get(runs[0])
 
 
 def _check(run: Any, node: str, first: Any) -> None:
@@ -185,7 +190,8 @@ def _check(run: Any, node: str, first: Any) -> None:
     except RayTaskError as error:
         if isinstance(error.cause, OtherLost):
             raise _Lost(f"{error.cause}.") from error
-        ray.wait([first], timeout=LAST_WORDS_S)
+        with waiting("rank zero to write what is to be kept", deadline_s=LAST_WORDS_S):
+            ray.wait([first], timeout=LAST_WORDS_S)
         stop = _stop_of(first) or _stop_of(run)
         raise (SystemExit(str(stop)) if stop else error) from None
 
@@ -206,7 +212,8 @@ def _end_all(trainers: list[Any], found: list[tuple[Any, _At]]) -> None:
     for trainer in trainers:
         ray.kill(trainer)
     ends = [_end.options(scheduling_strategy=on_node(node)).remote(pid) for _, (_, node, pid) in found]
-    ray.wait(ends, num_returns=len(ends), timeout=END_S)  # on a node that is gone nothing runs
+    with waiting("the processes of the last start to end", deadline_s=END_S):
+        ray.wait(ends, num_returns=len(ends), timeout=END_S)  # on a node that is gone nothing runs
 
 
 @ray.remote(num_cpus=0, max_retries=0)

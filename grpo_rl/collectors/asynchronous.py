@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from grpo_rl.collectors.staleness import StalenessManager
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import AsyncEngine, EngineFleet, Samples, Sampling
 from grpo_rl.envs.base import LLMEnv, Prompt
+from grpo_rl.waits.registry import waiting
 
 if TYPE_CHECKING:
     from grpo_rl.weights.push import WeightSync
@@ -229,4 +231,5 @@ class AsyncCollector:
             self._sampled.append(Sampled(engine.name, prompt.group_id, version, begun_s, time.perf_counter()))
 
     async def _in_turn(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._scorers, work)
+        with waiting("its group's turn at the scorer, and rewards", deadline_s=math.inf):
+            return await asyncio.get_running_loop().run_in_executor(self._scorers, work)

@@ -22,6 +22,7 @@ from grpo_rl.engines.base import Sampler, Samples, Sampling
 from grpo_rl.envs.base import Failure, LLMEnv, Prompt, Reward
 from grpo_rl.envs.chat import Dialog
 from grpo_rl.envs.guards.guard import in_thread
+from grpo_rl.waits.registry import waiting
 
 IDLE_S = 0.05
 """Seconds that one wait for finished replies takes while the engine has nothing to do."""
@@ -233,7 +234,8 @@ async def _reply(env: LLMEnv, trajectory: Trajectory) -> Any:
 
     in_thread(call)
     deadline_s = env.guard.deadline_s
-    done, _ = await asyncio.wait({reply}, timeout=deadline_s)
+    with waiting("the task's reply", deadline_s=deadline_s):
+        done, _ = await asyncio.wait({reply}, timeout=deadline_s)
     return reply.result() if done else TimeoutError(f"no reply within {deadline_s:g} s")
 
 

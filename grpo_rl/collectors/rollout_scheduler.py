@@ -7,12 +7,14 @@ So the same code runs over real engines and in simulated time (`grpo_rl.planner.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
 
 from grpo_rl.collectors.staleness import InFlightGroup, StalenessManager
 from grpo_rl.engines.base import EngineLostError
+from grpo_rl.waits.registry import waiting
 
 Prompt = TypeVar("Prompt")
 Rollout = TypeVar("Rollout")
@@ -131,7 +133,9 @@ class RolloutScheduler(Generic[Prompt, Rollout]):
             if self._no_prompt_left and not self.staleness.open:
                 return []
             self._change.clear()
-            await self._change.wait()
+            in_flight = f"{len(self._tasks)} in flight, {len(self._rollouts)} complete"
+            with waiting("a group to be complete", in_flight, math.inf, self.staleness.version):
+                await self._change.wait()
 
     def advance(self, version: int) -> None:
         """Ends the step: engines hold this version, and further groups may start."""

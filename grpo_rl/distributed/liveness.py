@@ -86,6 +86,8 @@ class Watch:
         self._wake, self._waker = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(self._waker, False)
+        self._heard_before = -1
+        """The descriptor that Python wrote signals to before; it gets them still."""
         self._restore = self._take_sigterm() if ends_on_sigterm else lambda: None
         self._tell()
         self._thread = threading.Thread(target=self._run, name="watch over ranks", daemon=True)
@@ -178,7 +180,11 @@ class Watch:
         try:
             while not self._left.is_set():
                 events = [descriptor for descriptor, _ in poll.poll(self._interval_s * 1000)]
-                terminated = self._wake in events and signal.SIGTERM in os.read(self._wake, 64)
+                heard = os.read(self._wake, 64) if self._wake in events else b""
+                terminated = signal.SIGTERM in heard
+                if heard and self._heard_before != -1:
+                    with contextlib.suppress(OSError):
+                        os.write(self._heard_before, heard)
                 if self._left.is_set():
                     return
                 for descriptor in of.keys() & set(events):
@@ -333,7 +339,7 @@ class Watch:
         before = signal.getsignal(signal.SIGTERM)
         if before is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
-        descriptor = signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        self._heard_before = descriptor = signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
 
         def restore() -> None:
             _restorers.discard(restore)

@@ -41,6 +41,7 @@ from grpo_rl.distributed.liveness import Watch
 from grpo_rl.distributed.meeting import Member, meet
 from grpo_rl.policies.policy import CALL_WHOLE
 from grpo_rl.policies.shards import whole
+from grpo_rl.waits.registry import OTHER_RANKS, Wait, waiting
 
 Mode = Literal["fsdp", "ddp"]
 X = TypeVar("X")
@@ -80,6 +81,8 @@ class Ranks:
         check_mode(mode)
         self._fp32_masters, self._cpu_offload = fp32_masters, cpu_offload
         self.mode, self.device = mode, torch.device(device)
+        self.told_after_s: float | None = None
+        """Seconds of waiting for other ranks after which it is told; None: those of every wait."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.in_step = mode == "fsdp"
         """True if a forward or backward pass of one rank waits for those of the others."""
@@ -130,6 +133,7 @@ class Ranks:
         at = {"rank": rank, "world_size": size, "store": dist.PrefixStore(name, store)}
         dist.init_process_group(backend, timeout=limit, **at)
         ranks = cls(mode, device, **placement)
+        ranks.told_after_s = timeout_s / 2  # before the process group gives up
         members = ranks.gather(Member.here(rank))
         own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         watch = Watch(own, f"grpo_rl/watch {name}", members, rank, deadline_s, by_torchrun)
@@ -165,14 +169,16 @@ class Ranks:
     def gather(self, mine: X) -> list[X]:
         """The values that all ranks passed, in rank order."""
         everyones: list[Any] = [None] * self.size
-        dist.all_gather_object(everyones, mine)
+        with self._waiting("gather"):
+            dist.all_gather_object(everyones, mine)
         return everyones
 
     @_exchange
     def broadcast(self, first: X) -> X:
         """The value that rank zero passed."""
         box = [first]
-        dist.broadcast_object_list(box, src=0)
+        with self._waiting("broadcast"):
+            dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def sum(self, mine: Mapping[str, float]) -> dict[str, float]:
@@ -187,7 +193,8 @@ class Ranks:
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """Tells for each flag whether it is set on any rank."""
         joint = torch.tensor([bool(flag) for flag in flags], dtype=torch.int32)
-        dist.all_reduce(joint, dist.ReduceOp.MAX)
+        with self._waiting("any"):
+            dist.all_reduce(joint, dist.ReduceOp.MAX)
         return joint.bool().tolist()
 
     @_exchange
@@ -204,8 +211,12 @@ class Ranks:
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
                 exchanges.append(dist.all_reduce(weight.grad, async_op=True))
-        for exchange in exchanges:
-            exchange.wait()
+        with self._waiting("sum of gradients"):
+            for exchange in exchanges:
+                exchange.wait()
+
+    def _waiting(self, what: str) -> Wait:
+        return waiting(OTHER_RANKS, what, self.told_after_s)
 
     # Who holds which weights.
 

@@ -176,7 +176,7 @@ class Logs:
     def __init__(self, folder: Path, config: str, note: Callable[[str], None], now: Callable[[], float]) -> None:
         self.metrics, self.lineage = MetricsLog(folder), LineageLog(folder, config, cast(Any, None))
         self.note, self.started, self.observers = note, now(), []
-        self.progress = SimpleNamespace(phase=lambda name: None)
+        self.progress = SimpleNamespace(phase=lambda name: None, goes_on=lambda: None)
 
     def log_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], env: object) -> None:
         """See :meth:`grpo_rl.run.logs.RunLogs.log_step`."""

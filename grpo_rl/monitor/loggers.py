@@ -15,7 +15,12 @@ from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.logger_names import BUILT_IN, logger_names, settings_name
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics, rows_from
 from grpo_rl.storage.masking import masked
+from grpo_rl.waits.registry import Wait, waiting
 
+REMEDY = (
+    "end the run and resume it without this logger in logger.backend, or with logger.mode=offline for wandb; what it "
+    "lacks is in the run folder"
+)
 METHODS = ("log", "table", "close")
 LONGEST_WAIT_S = 300.0
 """A logger that fails is tried again after 2, 4, 8, ... seconds, and at last every so many."""
@@ -129,7 +134,8 @@ def open_loggers(
             loggers.add(name, logger)
             if getattr(logger, "needs_history", False):
                 try:
-                    replay(logger, run_dir, rows)
+                    with waiting(f"the logger {name}", "what the run has so far", remedy=REMEDY):
+                        replay(logger, run_dir, rows)
                 except Exception as error:  # whatever a library or a class of one's own raises
                     raise ValueError(
                         f"the logger {name} can't be given what the run folder holds ({type(error).__name__}: {error})"
@@ -146,7 +152,8 @@ def _opened(
     name: str, run_dir: Path, config: Mapping[str, Any], last_step: int, settings: Mapping[str, Any]
 ) -> MetricsLogger:
     try:
-        return logger_class(name)(run_dir, config, last_step, **settings)
+        with waiting(f"the logger {name}", "its start", remedy=REMEDY):
+            return logger_class(name)(run_dir, config, last_step, **settings)
     except ValueError:
         raise
     except Exception as error:  # whatever a library or a class of one's own raises
@@ -243,7 +250,8 @@ class _Attempts:
 
     def _took(self, step: int, metrics: Mapping[str, float]) -> bool:
         try:
-            self._logger.log(step, metrics)
+            with self._waiting(f"step {step}"):
+                self._logger.log(step, metrics)
         except Exception as error:  # a tracker that is away, of whatever library, must not end a run of days
             self._failed(step, error)
             return False
@@ -269,10 +277,14 @@ class _Attempts:
             self._lost_tables += 1
             return
         try:
-            self._logger.table(step, rows)
+            with self._waiting(f"responses of step {step}"):
+                self._logger.table(step, rows)
         except Exception as error:  # as above
             self._lost_tables += 1
             self._failed(step, error)
+
+    def _waiting(self, detail: str) -> Wait:
+        return waiting(f"the logger {self._name}", detail, remedy=REMEDY)
 
     def _failed(self, step: int, error: Exception) -> None:
         self._failures += 1
@@ -288,7 +300,8 @@ class _Attempts:
         while self._missing and self._catch_up():
             pass
         try:
-            self._logger.close(exit_code)
+            with self._waiting("its end"):
+                self._logger.close(exit_code)
         except Exception as error:  # as above
             self._say(f"Warning. The logger {self._name} can't be closed ({type(error).__name__}: {error})")
         if self._missing or self._lost_tables:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from grpo_rl.waits.registry import waiting
+
 
 @contextmanager
 def start_phase(
@@ -32,6 +34,7 @@ def start_phase(
     start = time.perf_counter()
     if show and not live:
         print(f"{what} …", end="\r" if sys.stdout.isatty() else "\n", flush=True)
-    yield
+    with waiting(what):
+        yield
     if show:
         say(f"{what} … {time.perf_counter() - start:.1f} s")

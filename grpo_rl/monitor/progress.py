@@ -25,6 +25,7 @@ from rich.text import Text
 from grpo_rl.monitor.completions import printable
 from grpo_rl.monitor.metrics import REWARD_STATISTICS, finite_mean
 from grpo_rl.monitor.phases import start_phase
+from grpo_rl.waits.registry import Wait, waiting
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SAMPLE_LINES = 5
@@ -45,6 +46,13 @@ FACTS = {
     },
 }
 """The view's rows: their metrics, each with its label and format."""
+WAITS = {
+    "sample": "groups of the next step",
+    "wait": "groups of the next step",
+    "evaluating": "the evaluation on held-out data",
+    "checkpoint": "a checkpoint on the disk",
+}
+"""The trainer waits for these in a phase; in others for the phase to end."""
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
@@ -107,6 +115,8 @@ class Progress:
         self._held_out: list[float] = []
         self._sample = ""
         self._phase = "starting"
+        self._wait: Wait | None = None
+        self._shows = False
         self._live = (
             Live(get_renderable=self._panel, console=self.console, refresh_per_second=4)
             if self.console.is_terminal and not self.console.is_dumb_terminal
@@ -115,9 +125,12 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._started = self._last = self._clock()
+        self._shows = True
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._shows = False
+        self._wait_for(None)
         if self._live and self._live.is_started:
             # The last state stays in the scrollback, and should not claim that a phase still runs.
             self.phase("finished" if self.step >= self.total_steps else "stopped")
@@ -135,9 +148,21 @@ class Progress:
     def phase(self, name: str) -> None:
         """Names what is going on: sampling, training, weights, evaluating, checkpoint."""
         self._phase = name
+        if self._shows:
+            self._wait_for(waiting(WAITS.get(name, f"the phase {name} to end"), f"step {self.step + 1}"))
         self._start_live()
         if name in ("sample", "wait", "read") and not self._durations:
             self._last = self._clock()  # what came before the first step is no step's time
+
+    def _wait_for(self, wait: Wait | None) -> None:
+        if self._wait:
+            self._wait.__exit__()
+        self._wait = wait and wait.begin(None)
+
+    def goes_on(self) -> None:
+        """Notes a sign of life in a long phase, such as a micro-batch that is done."""
+        if self._wait:
+            self._wait.again()
 
     def _start_live(self) -> None:
         # With the first update, not before: engines print while they start, which would leave torn copies of the view.
@@ -170,11 +195,11 @@ class Progress:
     def note(self, text: str) -> None:
         """Prints a message above the live view."""
         text = printable(text)
-        self._record(text)
-        if self._live:
+        if self._live:  # before the record: a disk that hangs must not keep a warning from the terminal
             self.console.print(Text(text))
         else:
             self._print_plain(text)
+        self._record(text)
 
     def _print_plain(self, text: str) -> None:
         # soft_wrap: a line in a log file is one line, however long.

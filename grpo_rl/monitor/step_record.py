@@ -33,10 +33,16 @@ class StepRecord:
     Args:
         ranks: the processes that train together. Each adds the micro-batches that it scored; :meth:`complete` adds
             those of all ranks, in rank order, so that all have the same sums.
+        goes_on: called as each micro-batch of this rank is done.
     """
 
-    def __init__(self, ranks: Ranks | None = None, observers: Sequence[Observer] = ()) -> None:
-        self._ranks, self._observers = ranks, observers
+    def __init__(
+        self,
+        ranks: Ranks | None = None,
+        observers: Sequence[Observer] = (),
+        goes_on: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._ranks, self._observers, self._goes_on = ranks, observers, goes_on
         self._started = time.perf_counter()
         begin_peak()
         self.phases_s: dict[str, float] = {}
@@ -55,6 +61,7 @@ class StepRecord:
 
     def add(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
         """Adds a micro-batch: what the loss was given, and what it returned."""
+        self._goes_on()
         if self._ranks is None:
             self._add(tokens, losses)
         # With FSDP a rank that has nothing left goes on in step with tokens that are trained on elsewhere.

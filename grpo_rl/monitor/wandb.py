@@ -100,6 +100,7 @@ class WandbLog:
                 f"W&B cannot start online: {error}. Log in with `wandb login` or WANDB_API_KEY, or set "
                 "logger.mode=offline or logger.backend=none"
             ) from error
+        self._offline = mode == "offline"
         id_file.write_text(self._run.id + "\n")
         self._there = {kind: int(self._run.summary.get(name, -1)) for kind, name in STEPS.items()}
         self._last_step = last_step
@@ -125,7 +126,13 @@ class WandbLog:
 
     def close(self, exit_code: int = 0) -> None:
         """Sends what is left and ends the run; a non-zero ``exit_code`` marks it as failed."""
+        import wandb
+
         self._run.finish(exit_code=exit_code)
+        # W&B's own process writes the end of an offline run's file once `finish` has returned, on a busy machine some
+        # time later. It has written it when it has ended; other runs of this process would end with it.
+        if self._offline and wandb.run is None:
+            wandb.teardown()
 
 
 def missing(step: int, metrics: Mapping[str, float], there: Mapping[str, int], last_step: int) -> dict[str, float]:

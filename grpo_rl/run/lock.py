@@ -11,12 +11,14 @@ import fcntl
 import json
 import os
 import socket
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
 LOCK = ".lock"
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """Errors of ``flock`` on file systems without locks."""
+ATTEMPTS, PAUSE_S = 4, 0.05
 
 _held: set[int] = set()
 
@@ -53,7 +55,7 @@ class FolderLock:
         try:
             before = _holder(self._descriptor)
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(self._descriptor)
             except BlockingIOError:
                 raise _refusal(folder, before) from None
             except OSError as error:
@@ -94,21 +96,49 @@ def in_use(folder: Path) -> FolderInUseError | None:
     Raises:
         OSError: its lock can't be read.
     """
+    held, holder = holder_of(folder)
+    # Other programs use this file name, too.
+    return _refusal(folder, holder) if held and holder else None
+
+
+def holder_of(folder: Path) -> tuple[bool, dict[str, object]]:
+    """True if a process holds the lock, and the record of the process that does, or was killed with it.
+
+    The record is empty where the last one ended in order. On a file system without locks none is held.
+
+    Raises:
+        OSError: the lock can't be read.
+    """
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except FileNotFoundError:
-        return None
+        return False, {}
+    held = False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        # Other programs use this file name, too.
-        return _refusal(folder, holder) if (holder := _holder(descriptor)) else None
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held = True
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+        return held, _holder(descriptor)
     finally:
         os.close(descriptor)
-    return None
+
+
+def _lock(descriptor: int) -> None:
+    """Takes the lock; :func:`holder_of` of another process holds it for a moment, which refuses nobody.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(PAUSE_S)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _refusal(folder: Path, holder: dict[str, object]) -> FolderInUseError:

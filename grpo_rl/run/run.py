@@ -151,7 +151,9 @@ class Run(Generic[P]):
         self._training = True
         parts.begin_collecting()
         while self.collected < total and not self._held_out.tracker.stop_reason:
-            self.record = StepRecord(self._ranks, [self._diagnosis.observe, *self.logs.observers])
+            self.record = StepRecord(
+                self._ranks, [self._diagnosis.observe, *self.logs.observers], self.logs.progress.goes_on
+            )
             self._diagnosis.mismatch.begin()
             self.logs.progress.phase(self.options.collecting)
             groups = parts.collector.collect(parts.schedules.group_size(self.step + 1))

@@ -32,6 +32,7 @@ from grpo_rl.settings.own_files import check_own_files, own_files
 from grpo_rl.settings.relations import SCRIPTS
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.tasks import TASKS
+from grpo_rl.waits.watcher import watching
 
 
 class RunIsOver(SystemExit):
@@ -110,7 +111,9 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             tqdm.set_lock(threading.RLock())  # tqdm's own lock may stay in /dev/shm when the run is killed
             try:
-                result = function(_checked(cfg, mode))
+                settings = _checked(cfg, mode)
+                with watching(settings.logger.wait_deadline_s):
+                    result = function(settings)
                 return objective(result) if HydraConfig.get().mode == RunMode.MULTIRUN else result
             except RunIsOver:
                 return None  # exit code 0, as for a run that ends

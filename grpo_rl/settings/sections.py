@@ -210,6 +210,12 @@ class Logger(Section):
         "trainer; 0: none",
         at_least=0,
     )
+    wait_deadline_s: float = setting(
+        1800,
+        "seconds after which a wait without a deadline of its own is told, with who waits for whom in waits.txt; it "
+        "ends nothing (docs/troubleshooting.md)",
+        more_than=0,
+    )
 
 
 class Ray(Section):

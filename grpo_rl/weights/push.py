@@ -13,6 +13,7 @@ from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.policies.checkpoint_names import CheckpointNames
 from grpo_rl.policies.lora import base_weights, has_adapters, saved_buffers
 from grpo_rl.policies.shards import whole
+from grpo_rl.waits.registry import waiting
 from grpo_rl.weights.sources import weights_to_send
 from grpo_rl.weights.transport import Held, InProcess, Transport, WeightDeliveryError
 
@@ -78,7 +79,8 @@ class WeightSync:
             EngineDeadError: an engine died, or did not answer within the transport's deadline, and nobody replaces it.
         """
         self._version += 1
-        self._deliver()
+        with waiting("engines to take the weights", version=self._version):
+            self._deliver()
         for listener in self._listeners:
             listener(self._version)
         return self._version

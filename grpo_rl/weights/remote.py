@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.engines.base import AsyncEngine, EngineDeadError
+from grpo_rl.waits.registry import waiting
 from grpo_rl.weights.transport import Held, PushProofs, WeightDeliveryError
 
 READ_AT_ONCE = 16
@@ -89,19 +91,21 @@ class RemoteTransport(ABC):
         """
         end = time.monotonic() + self.deadline_s
         results: dict[str, Any] = {}
-        while open_calls := {name: calls[name] for name in calls if name not in results and name not in self._gone}:
-            done, late = wait(open_calls.values(), max(0.0, end - time.monotonic()), FIRST_COMPLETED)
-            for name, call in open_calls.items():
-                error = call.exception() if call in done else None
-                if call in late and not done:
-                    call.cancel()
-                    self._lost(name, f"{name} did not answer within {self.deadline_s:g} s ({what})")
-                elif isinstance(error, EngineDeadError):
-                    self._lost(name, f"{error} ({what})")
-                elif error is not None:
-                    raise WeightDeliveryError(f"{name} failed at {what}: {error}") from error
-                elif call in done:
-                    results[name] = call.result()
+        with waiting("engines", what, self.deadline_s) as waits:
+            while open_calls := {name: calls[name] for name in calls if name not in results and name not in self._gone}:
+                waits.what = ", ".join(itertools.islice(open_calls, 3))
+                done, late = wait(open_calls.values(), max(0.0, end - time.monotonic()), FIRST_COMPLETED)
+                for name, call in open_calls.items():
+                    error = call.exception() if call in done else None
+                    if call in late and not done:
+                        call.cancel()
+                        self._lost(name, f"{name} did not answer within {self.deadline_s:g} s ({what})")
+                    elif isinstance(error, EngineDeadError):
+                        self._lost(name, f"{error} ({what})")
+                    elif error is not None:
+                        raise WeightDeliveryError(f"{name} failed at {what}: {error}") from error
+                    elif call in done:
+                        results[name] = call.result()
         return results
 
     def _lost(self, name: str, why: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 from grpo_rl.cluster.fleet import Fleet
 from grpo_rl.engines.base import EngineDeadError, EngineLostError, EngineStartError, Samples, Sampling
+from grpo_rl.waits.watcher import watching
 
 ray = pytest.importorskip("ray")
 
@@ -144,11 +147,23 @@ def test_what_cannot_start_says_why():
     asyncio.run(main())
 
 
-def test_an_actor_that_hangs_counts_as_dead():
+def test_an_actor_that_hangs_is_named_in_time_and_counts_as_dead(tmp_path):
+    said = []
+
     async def main():
         engine = await launch("engine 5", Engine, num_cpus=0.1)
-        with pytest.raises(EngineDeadError, match=r"engine 5 on .* did not answer check_health within 2 s"):
-            await engine.generate("a", [14], 1, Sampling())
+        begun = time.monotonic()
+        with watching(600.0) as watcher, watcher.telling(tmp_path):
+            watcher.say = lambda text: said.append((time.monotonic() - begun, text))
+            with pytest.raises(EngineDeadError, match=r"engine 5 on .* did not answer check_health within 2 s"):
+                await engine.generate("a", [14], 1, Sampling())
         await engine.close()
 
     asyncio.run(main())
+    seconds, text = said[0]
+    assert seconds < 2 + 5
+    assert re.match(
+        r"Warning\. trainer has waited \S+ s for engine 5 on \S+ to answer generate, longer than 2\.0 s", text
+    )
+    stacks = (tmp_path / "waits.txt").read_text().partition("\n\nStacks\n")[2]
+    assert "coroutine" in stacks and "engine_actors.py" in stacks

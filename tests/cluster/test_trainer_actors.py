@@ -16,6 +16,7 @@ import torch.distributed as dist  # noqa: E402
 
 from grpo_rl.cluster.nodes import places  # noqa: E402
 from grpo_rl.cluster.trainer_actors import run_trainers  # noqa: E402
+from grpo_rl.waits.registry import PROCESS  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,12 +45,25 @@ def test_ranks_meet_and_the_first_ones_result_comes_back():
     assert rank == 0 and len({*pids, os.getpid()}) == 3
 
 
-def test_a_run_that_stops_by_itself_stops_the_script_with_its_words():
+def test_a_run_that_stops_by_itself_stops_the_script_with_its_words_and_what_waits_for_it_has_names(monkeypatch):
+    names, wait = [], ray.wait
+
+    def recorded(*arguments, **named):
+        names.extend(open_wait.what for open_wait in PROCESS.open)
+        return wait(*arguments, **named)
+
     def stop(rendezvous):
         raise SystemExit("Stopped after step 3. Go on with: resume=outputs/x")
 
     with pytest.raises(SystemExit, match="Stopped after step 3. Go on with: resume=outputs/x"):
+        monkeypatch.setattr(ray, "wait", recorded)
         trained(stop, count=1)
+    assert list(dict.fromkeys(names)) == [
+        "all trainers to have a place",
+        "the trainers to end",
+        "rank zero to write what is to be kept",
+    ]
+    assert not PROCESS.open
 
 
 def test_one_that_dies_is_told_though_the_others_wait_for_it():

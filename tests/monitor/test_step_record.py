@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -72,3 +74,12 @@ def test_a_phase_that_runs_twice_has_the_time_of_both():
     metrics = record.metrics(sampled_tokens=40, step_s=10.0)
     assert (metrics["time/train_s"], metrics["time/sample_s"], metrics["time/other_s"]) == (3.0, 4.0, 3.0)
     assert metrics["throughput/sample_tokens_per_s"] == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("ranks", [None, SimpleNamespace(gather=lambda mine: [mine])])
+def test_each_micro_batch_is_a_sign_of_life_when_it_is_done_also_with_ranks(ranks):
+    alive = []
+    record = StepRecord(ranks, goes_on=lambda: alive.append(1))
+    for done in (1, 2):
+        record.add(*micro_batch([-1.0], [True], tokens=1.0))
+        assert len(alive) == done

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def offline_runs(run_dir: Path) -> list[bytes]:
     return [path.read_bytes() for path in paths]
 
 
+def own_children() -> list[str]:
+    """The commands of the processes that this one has started, and that have not ended."""
+    pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ") for pid in pids]
+
+
 @pytest.mark.slow
 def test_an_offline_run_keeps_its_points_in_the_run_folder_and_its_id_over_a_resume(tmp_path):
     pytest.importorskip("wandb")
@@ -33,7 +40,9 @@ def test_an_offline_run_keeps_its_points_in_the_run_folder_and_its_id_over_a_res
     log = WandbLog(run_dir, {"optimizer": {"lr": 1e-5}}, project="p", mode="offline")
     log.log(1, {"reward/mean": 0.25, "total/sampled_tokens": 77.0})
     log.table(1, [{"completion": "4", "reward": 2.0}])
+    assert any("wandb-core" in command for command in own_children())
     log.close()
+    assert not any("wandb-core" in command for command in own_children()), "it may still be writing the file"
     run_id = (run_dir / "wandb_id").read_text()
     [first] = offline_runs(run_dir)
     assert b"reward/mean" in first and b"0.25" in first

@@ -1,0 +1,163 @@
+"""`grpo-rl status` says in a line what a run is, and a live one whom it waits for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from grpo_rl.cli import main
+from grpo_rl.monitor.metrics import METRICS_FILE
+from grpo_rl.report.files import SUMMARY
+from grpo_rl.run import claim, status
+from grpo_rl.run.lock import LOCK, FolderLock
+from grpo_rl.waits.record import head
+
+RUN = """
+import sys
+from pathlib import Path
+from grpo_rl.run.lock import FolderLock
+from grpo_rl.waits.registry import waiting
+from grpo_rl.waits.watcher import watching
+folder = Path(sys.argv[1])
+with watching(600.0) as watcher:
+    lock = FolderLock(folder)
+    with watcher.telling(folder), waiting("groups of the next step", "step 8", version=7):
+        print("ready", flush=True)
+        sys.stdin.readline()
+    lock.close()
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    row = json.dumps({"step": 7, "time": time.time() - 90, "reward/mean": 0.5})
+    (tmp_path / METRICS_FILE).write_text(f"{row}\n" + '{"step": 8, "ti')
+    return tmp_path
+
+
+@pytest.fixture
+def live(run):
+    child = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert child.stdout.readline() == "ready\n"
+    yield child
+    child.kill()
+    child.communicate()
+
+
+def ask(run, capsys, *options):
+    code = main(["status", str(run), *options])
+    return code, capsys.readouterr().out.rstrip("\n")
+
+
+def test_files_have_the_names_that_runs_give_them():
+    assert (status.METRICS, status.SUMMARY, status.MODEL) == (METRICS_FILE, SUMMARY, claim.MODEL)
+
+
+def test_a_live_run_is_asked_and_its_waits_are_shown(run, live, capsys):
+    code, said = ask(run, capsys)
+    first, *rest = said.splitlines()
+    assert code == 0
+    assert first.startswith(f"Alive: process {live.pid} on {socket.gethostname()} since ")
+    assert first.endswith(", step 7, 90 s ago.")
+    row = next(line for line in rest if line.startswith("trainer  groups of the next step (step 8)  "))
+    assert row.split()[-3:-1] == ["7", "<string>:10"]
+    assert rest[-1] == f"Stacks are in {run}/waits.txt"
+    assert live.poll() is None
+
+
+def test_a_run_that_is_stopped_is_alive_and_does_not_respond(run, live, capsys):
+    os.kill(live.pid, signal.SIGSTOP)
+    code, said = ask(run, capsys, "--deadline-s", "0.3")
+    assert (
+        code == 0 and "It has not responded to SIGUSR1 within 0.3 s" in said and f"py-spy dump --pid {live.pid}" in said
+    )
+    os.kill(live.pid, signal.SIGCONT)
+
+
+def test_a_process_that_would_be_ended_by_the_signal_is_not_sent_one(run, capsys):
+    lock = FolderLock(run)  # this process, which does not handle SIGUSR1
+    (run / "waits.txt").write_text(head(os.getpid(), socket.gethostname(), "trainer", "then", False, []))
+    assert "It does not respond to SIGUSR1" in ask(run, capsys)[1]
+    (run / "waits.txt").write_text(head(1, socket.gethostname(), "trainer", "then", True, []))  # of a run before
+    assert "It does not respond to SIGUSR1" in ask(run, capsys)[1]
+    lock.close()
+
+
+def test_a_run_that_was_killed_is_dead_and_one_that_ended_is_stopped_or_finished(run, live, capsys):
+    live.kill()
+    live.wait()
+    code, said = ask(run, capsys)
+    assert code == 1 and said.startswith(f"Dead, once process {live.pid} on ")
+    assert f"step 7, 90 s ago. Go on with: resume={run}. Its last record of waits is of 2" in said and "\n" not in said
+    FolderLock(run).close()
+    assert ask(run, capsys) == (1, f"Stopped: step 7, 90 s ago. Go on with: resume={run}")
+    (run / SUMMARY).write_text('{"finished": true}')
+    assert ask(run, capsys)[0] == 1, "its model is not written yet"
+    (run / claim.MODEL).mkdir()
+    assert ask(run, capsys) == (0, "Finished: step 7, 90 s ago.")
+
+
+def test_a_run_of_another_host_is_to_be_asked_there(run, capsys):
+    (run / LOCK).write_text(json.dumps({"pid": 12, "host": "node7", "since": "2026-11-23 12:00:00+00:00"}))
+    code, said = ask(run, capsys)
+    assert (code, said) == (
+        0,
+        f"Perhaps alive, as process 12 on node7: step 7, 90 s ago. Ask there: grpo-rl status {run}.",
+    )
+
+
+def test_where_locks_do_not_work_a_process_that_is_there_is_not_called_dead(run, capsys):
+    (run / LOCK).write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": "2026"}))
+    assert ask(run, capsys)[1].startswith(f"Perhaps alive: process {os.getpid()} on ")
+
+
+def test_a_process_that_holds_the_folder_without_its_name_is_alive(run, capsys):
+    lock = FolderLock(run)
+    (run / LOCK).write_text("")  # it has not written it yet, or does no longer
+    code, said = ask(run, capsys)
+    assert (code, said) == (0, f"Alive: a process that starts or ends holds {run / LOCK}; step 7, 90 s ago.")
+    lock.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError, "It is another user's, who alone can ask it."),
+        (ProcessLookupError, "It can't be asked: it has ended just now, or runs in another container of this host."),
+    ],
+)
+def test_a_process_that_cannot_be_asked_is_not_called_stopped(error, words, run, live, capsys, monkeypatch):
+    def kill(pid, number):
+        raise error
+
+    monkeypatch.setattr(os, "kill", kill)
+    code, said = ask(run, capsys)
+    assert code == 0 and words in said and "py-spy" not in said
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    assert main(["status", str(tmp_path)]) == 2 and main(["status", str(tmp_path / "none")]) == 2
+    assert "holds no run" in (error := capsys.readouterr().err) and "is not a run folder" in error
+
+
+def test_status_needs_no_torch_and_less_than_a_second():
+    script = (
+        "import sys, time; from grpo_rl.cli import main\n"
+        "try: main(['status', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules and time.process_time() < 1.0, time.process_time()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
