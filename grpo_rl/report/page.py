@@ -102,7 +102,11 @@ def build(sections: Sequence[Section], source: Path | Sequence[Path], head: Sect
     Raises:
         ValueError: the metrics or the summary can't be read; the head needs them.
     """
-    found = {SUMMARY.id: as_json(head.build(source))}
+    try:
+        found = {SUMMARY.id: as_json(head.build(source))}
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{source} can't be shown: its files hold what no run of ours writes ({what})") from error
     for section in sections:
         try:
             data = section.build(source)

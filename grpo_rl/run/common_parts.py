@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +19,7 @@ from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.training import checkpoint
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.training.schedules import Schedules
+from grpo_rl.training.within_memory import WithinMemory
 from grpo_rl.weights.push import WeightSync
 
 
@@ -42,6 +44,11 @@ class CommonParts:
     schedules: Schedules
     loss: GRPOLoss | SFTLoss
     micro_batching: MicroBatching
+
+    @cached_property
+    def within_memory(self) -> WithinMemory:
+        """Splits optimizer steps into micro-batches that memory has room for."""
+        return WithinMemory(self.policy, self.micro_batching, self.optimizer.clear_gradients)
 
     def begin(self, state: Mapping[str, Any] | None, seed: int) -> None:
         """Restores a checkpoint's state, or seeds a new run; :meth:`begin_collecting` follows the first push.

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -32,6 +33,7 @@ from grpo_rl.settings.own_files import check_own_files, own_files
 from grpo_rl.settings.relations import SCRIPTS
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.tasks import TASKS
+from grpo_rl.storage.masking import mask_files
 
 
 class RunIsOver(SystemExit):
@@ -66,6 +68,16 @@ def _checked(cfg: DictConfig, mode: str) -> Settings:
     settings = Settings.read(cfg)
     check_machine(settings, mode)
     return settings
+
+
+def _mask_hydras_files() -> None:
+    """Masks secrets in what Hydra has written of the config and the command line, before anyone could refuse them."""
+    hydra_cfg = HydraConfig.get()
+    folder = Path(hydra_cfg.runtime.output_dir) / str(hydra_cfg.output_subdir)
+    files = [*folder.glob("*.yaml")]
+    if hydra_cfg.mode == RunMode.MULTIRUN:
+        files += Path(hydra_cfg.sweep.dir).glob("multirun.yaml")
+    mask_files(files)
 
 
 def _show(text: str) -> None:
@@ -109,6 +121,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             # The live view replaces progress bars; transformers reads this where it is imported.
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             tqdm.set_lock(threading.RLock())  # tqdm's own lock may stay in /dev/shm when the run is killed
+            _mask_hydras_files()
             try:
                 result = function(_checked(cfg, mode))
                 return objective(result) if HydraConfig.get().mode == RunMode.MULTIRUN else result

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+import yaml
+
+from grpo_rl.storage.whole_file import write_whole
 
 MASK = "***"
 _SECRET = re.compile(r"key|token(?!i[sz])|secret|passw|credential", re.IGNORECASE)
@@ -74,6 +79,29 @@ def masked_text(text: str) -> str:
         return found[0] if stays else found["name"] + MASK
 
     return _IN_TEXT.sub(hide, _USERINFO.sub(MASK, text))
+
+
+def mask_files(paths: Iterable[Path]) -> None:
+    """Masks the secrets in YAML files of settings and overrides; what can't be read as such is removed."""
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        try:
+            content = yaml.safe_load(text)
+            hidden = yaml.safe_dump(masked(_overrides_masked(content)), sort_keys=False, allow_unicode=True)
+        except yaml.YAMLError:
+            path.unlink()
+            continue
+        if yaml.safe_load(hidden) != content:
+            write_whole(path, hidden)
+
+
+def _overrides_masked(value: Any) -> Any:
+    """The same with the secrets of overrides masked, which stand in lists."""
+    if isinstance(value, Mapping):
+        return {name: _overrides_masked(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [masked_override(inner) if isinstance(inner, str) else _overrides_masked(inner) for inner in value]
+    return value
 
 
 def _is_number(text: str) -> bool:

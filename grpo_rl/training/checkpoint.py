@@ -30,6 +30,7 @@ from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.monitor.step_parts import STEP_FOLDERS
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.dotted import flat
+from grpo_rl.storage.masking import masked
 from grpo_rl.storage.whole_file import make_folder, sync
 from grpo_rl.training.former_settings import IGNORED, REMOVED
 
@@ -336,7 +337,8 @@ def check_config(saved: str, current: str) -> None:
     Raises:
         ValueError: names each key with both values.
     """
-    before, now = flat(json.loads(saved)), flat(json.loads(current))
+    # Earlier versions wrote secrets, too.
+    before, now = flat(masked(json.loads(saved))), flat(masked(json.loads(current)))
     before = {k: v for k, v in before.items() if k not in IGNORED and (k not in REMOVED or v != REMOVED[k])}
     # A schedule that does not decay is the same however long the run: it may be prolonged.
     may_differ = (*MAY_DIFFER, *([length_setting(now)] if now.get("optimizer.schedule") == "constant" else []))
