@@ -73,8 +73,9 @@ def _checked(cfg: DictConfig, mode: str) -> Settings:
 def _mask_hydras_files() -> None:
     """Masks secrets in what Hydra has written of the config and the command line, before anyone could refuse them."""
     hydra_cfg = HydraConfig.get()
-    folder = Path(hydra_cfg.runtime.output_dir) / str(hydra_cfg.output_subdir)
-    files = [*folder.glob("*.yaml")]
+    if not hydra_cfg.output_subdir:  # it has written none
+        return
+    files = [*(Path(hydra_cfg.runtime.output_dir) / hydra_cfg.output_subdir).glob("*.yaml")]
     if hydra_cfg.mode == RunMode.MULTIRUN:
         files += Path(hydra_cfg.sweep.dir).glob("multirun.yaml")
     mask_files(files)
@@ -144,8 +145,10 @@ def main(config_name: str, mode: str = "sync") -> Callable:
 
         def entry() -> None:
             typed[:] = [*program(mode), *sys.argv[1:]]
+            # Ranks may share a folder, and would write and mask the same files at the same time.
+            beside = ["hydra.output_subdir=null"] if os.environ.get("RANK", "0") != "0" else []
             try:
-                sys.argv[1:] = arguments = arranged(choosing_configs(sys.argv[1:]))
+                sys.argv[1:] = arguments = arranged(choosing_configs([*sys.argv[1:], *beside]))
                 dataset, where = dataset_of(arguments, config_name), folders(arguments)
                 if (about := topic(arguments)) is not None:
                     says = function.__globals__["__doc__"] or ""

@@ -109,8 +109,12 @@ class Settings(Sections):
         return changed
 
     def as_json(self) -> str:
-        """The settings as JSON, as stored in checkpoints: without secrets."""
-        return json.dumps(masked(plain(self)), sort_keys=True)
+        """The settings as JSON, as stored in checkpoints: without secrets.
+
+        Masked texts are told apart, as a run must not go on with others; those of loggers may differ.
+        """
+        values = {name: masked(value, name, told_apart=name != "logger") for name, value in plain(self).items()}
+        return json.dumps(values, sort_keys=True)
 
     def as_text(self) -> str:
         """The settings as YAML, for people: without secrets."""

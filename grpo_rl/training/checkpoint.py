@@ -54,8 +54,11 @@ MAY_DIFFER = (
     "train.elastic",
     "train.keep_checkpoints",
     "train.keep_final_checkpoint",
+    "train.gradient_accumulation_steps",
     "train.lineage",
     "train.max_bad_steps",
+    "train.micro_batch_tokens",
+    "train_model.gradient_checkpointing",
     "train_model.lora.export",
     "train_model.num_devices",
     "train_model.devices",
@@ -337,8 +340,11 @@ def check_config(saved: str, current: str) -> None:
     Raises:
         ValueError: names each key with both values.
     """
-    # Earlier versions wrote secrets, too.
-    before, now = flat(masked(json.loads(saved))), flat(masked(json.loads(current)))
+    # Earlier versions wrote secrets, too: masked, they are those of this version.
+    before, now = (
+        flat({name: masked(value, name, told_apart=True) for name, value in json.loads(config).items()})
+        for config in (saved, current)
+    )
     before = {k: v for k, v in before.items() if k not in IGNORED and (k not in REMOVED or v != REMOVED[k])}
     # A schedule that does not decay is the same however long the run: it may be prolonged.
     may_differ = (*MAY_DIFFER, *([length_setting(now)] if now.get("optimizer.schedule") == "constant" else []))

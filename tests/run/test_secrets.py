@@ -19,7 +19,7 @@ IN_ENVIRONMENT = {
     "MLFLOW_TRACKING_PASSWORD": "planted-mlflow-password",
     "RAY_AUTH_TOKEN": "plantedraytoken",
 }
-IN_SETTINGS = ("planted-api-key", "planted-password", "planted-in-url", "planted-credential")
+IN_SETTINGS = ("planted-api-key", "planted-password", "planted-in-url", "planted-credential", "planted-behind")
 HERE = __name__
 
 
@@ -38,9 +38,9 @@ class Quiet:
 SETTINGS = [
     f"logger.backend={HERE}:Quiet",
     "+logger.settings.Quiet.api_key=planted-api-key",
-    "+logger.settings.Quiet.db={user: me, password: planted-password}",
+    "+logger.settings.Quiet.db={user: me, password: planted-password planted-behind}",
     "+logger.settings.Quiet.uri='https://me:planted-in-url@host/db'",
-    "+logger.settings.Quiet.credentials=[planted-credential]",
+    "+logger.settings.Quiet.credentials=[planted-credential, planted-behind]",
 ]
 
 
@@ -78,7 +78,7 @@ def test_no_byte_of_a_runs_folder_holds_a_secret_of_environment_or_settings(
     printed = capfd.readouterr()
     assert found_in(folder, printed.out, printed.err) == []
     # They were there to be found, and reached the logger.
-    assert Quiet.given["api_key"] == "planted-api-key" and Quiet.given["db"]["password"] == "planted-password"
+    assert Quiet.given["api_key"] == "planted-api-key" and Quiet.given["db"]["password"].startswith("planted-password")
     names = {path.name for path, _ in contents(folder)}
     assert {"config.yaml", "overrides.yaml", "summary.json", "report.html", "README.md", "hydra.yaml"} <= names
     assert any(name.startswith("checkpoint_") for name in names)
@@ -91,17 +91,28 @@ def test_a_start_that_is_refused_leaves_no_secret_behind(tiny_run, tmp_path, own
     assert (tmp_path / "run" / ".hydra" / "config.yaml").exists() and found_in(tmp_path) == []
 
 
+def test_only_rank_zero_writes_hydras_files_which_others_would_mask_meanwhile(
+    tiny_run, tmp_path, own_cache, monkeypatch
+):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="error: .*env.num_envs"):
+        run_script(SCRIPTS / "grpo.py", [*tiny_run, *SETTINGS, "env.num_envs=0"], tmp_path / "run")
+    assert list(tmp_path.rglob("*.yaml")) == []
+
+
 def test_the_search_finds_what_is_planted(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"\0\xffplanted-api-key\0")
     assert found_in(tmp_path, "a planted-password") == [("x.bin", IN_SETTINGS[0]), ("printed", IN_SETTINGS[1])]
 
 
 def test_hydras_files_keep_all_but_the_secrets(tmp_path):
+    overrides = ["a.api_key=s3cr3t, 4nd more", "a.api_keys=[s3cr3t,4nd]", "b=${now:%H}"]
+    job = {"override_dirname": ",".join(sorted(overrides))}
     (path := tmp_path / "hydra.yaml").write_text(
-        yaml.safe_dump(
-            {"hydra": {"overrides": {"task": ["a.api_key=s3cr3t", "b=${now:%H}"]}, "x": {"token": "s3cr3t"}}}
-        )
+        yaml.safe_dump({"hydra": {"overrides": {"task": overrides}, "job": job, "x": {"token": "s3cr3t"}}})
     )
     mask_files([path])
-    kept = {"hydra": {"overrides": {"task": ["a.api_key=***", "b=${now:%H}"]}, "x": {"token": "***"}}}
-    assert yaml.safe_load(path.read_text()) == kept
+    kept = ["a.api_key=***", "a.api_keys=***", "b=${now:%H}"]
+    assert yaml.safe_load(path.read_text()) == {
+        "hydra": {"overrides": {"task": kept}, "job": {"override_dirname": ",".join(kept)}, "x": {"token": "***"}}
+    }
