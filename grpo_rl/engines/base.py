@@ -26,7 +26,7 @@ ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 
 
 SIGNS = ("DefaultCPUAllocator: can't allocate", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-"""What torch says where it has no error of its own for a lack of memory."""
+"""Messages of torch's errors that have no type of their own for a lack of memory."""
 
 
 class OutOfMemoryError(RuntimeError):

@@ -86,6 +86,14 @@ class TransformersEngine(StepByGenerate):
             samples += found or []
         return samples
 
+    def state(self) -> dict[str, int]:
+        """The number of responses at the same time, and how often memory ran out, for a checkpoint."""
+        return {"max_batch": self._max_batch, "out_of_memory": self.out_of_memory}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Goes on with a checkpoint's number: its responses depend on it."""
+        self._max_batch, self.out_of_memory = state["max_batch"], state["out_of_memory"]
+
     def _within_memory(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples] | None:
         """The samples; None where memory ran out, after which fewer are sampled at a time.
 
@@ -101,8 +109,8 @@ class TransformersEngine(StepByGenerate):
         if len(prompts) == 1:
             raise OutOfMemoryError(
                 f"{n} responses of at most {sampling.max_new_tokens} tokens to a prompt of {len(prompts[0])} do not "
-                f"fit into the engine's memory ({why}); lower env.repeats, sampling.max_new_tokens or "
-                "inference_model.max_model_len"
+                f"fit into the engine's memory ({why}); a new run may have a lower env.repeats or "
+                "sampling.max_new_tokens"
             )
         self._max_batch = len(prompts) * n // 2
         self.out_of_memory += 1

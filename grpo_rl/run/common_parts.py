@@ -64,6 +64,10 @@ class CommonParts:
         self.weights.check_base(state["base"])  # a checkpoint of adapters does not hold their base
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedules.restore(state["schedules"])
+        if "within_memory" in state:  # earlier versions had none
+            self.within_memory.restore(state["within_memory"])
+        if state.get("engine") and hasattr(self.engine, "restore"):
+            self.engine.restore(state["engine"])
         if self.engine is not None:  # SFT pushes nothing, so that its version stays
             self.weights.restore(state["version"])
         checkpoint.set_rng_state(state["rng"])
@@ -80,6 +84,8 @@ class CommonParts:
         return {
             "optimizer": self.optimizer.state_dict(),
             "schedules": self.schedules.state(),
+            "within_memory": self.within_memory.state(),
+            "engine": self.engine.state() if hasattr(self.engine, "state") else None,
             "collector": self.collector.state(),
             "version": self.weights.version,
             "base": self.weights.base_fingerprints(),

@@ -118,6 +118,8 @@ class Run(Generic[P]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if not self._training:
+            if isinstance(error, OutOfMemoryError):
+                raise SystemExit(f"Stopped before the first step: {error}") from error
             return
         if isinstance(error, DIAGNOSED) and self.logs.lineage:
             try:  # the failed step's lineage is what the user needs most

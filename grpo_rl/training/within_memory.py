@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -14,11 +15,12 @@ from grpo_rl.data.batching import MicroBatching, groups_to_score, micro_batches_
 from grpo_rl.data.group import Group
 from grpo_rl.engines.base import OutOfMemoryError, is_out_of_memory
 from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.policies.router_record import router_record
 from grpo_rl.training.micro_batches import scored_micro_batches
 
 REMEDY = (
-    "lower sampling.max_new_tokens or env.repeats, set train_model.gradient_checkpointing=true, or give the engine "
-    "less (inference_model.gpu_memory_utilization)"
+    "set train_model.gradient_checkpointing=true or give the engine less (inference_model.gpu_memory_utilization); a "
+    "new run may also have a lower sampling.max_new_tokens or env.repeats"
 )
 
 
@@ -45,9 +47,19 @@ class WithinMemory:
     """
 
     def __init__(self, policy: TrainPolicy, batching: MicroBatching, discard: Callable[[], None]) -> None:
-        self.batching = batching
+        self.batching = self._configured = batching
         self._policy, self._discard = policy, discard
         self._why = ""
+
+    def state(self) -> dict[str, Any]:
+        """The sizes as configured and as used now, for a checkpoint."""
+        return {name: [of.max_tokens, of.count] for name, of in (("set", self._configured), ("used", self.batching))}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on with a checkpoint's sizes, unless others have been configured since."""
+        if state["set"] == [self._configured.max_tokens, self._configured.count]:
+            max_tokens, count = state["used"]
+            self.batching = replace(self.batching, max_tokens=max_tokens, count=count)
 
     def micro_batches(
         self, groups: Sequence[Group], began_again: Callable[[str], None]
@@ -63,6 +75,8 @@ class WithinMemory:
         Raises:
             OutOfMemoryError: a group alone does not fit, or processes would have to begin again within a pass.
         """
+        record = router_record(getattr(self._policy, "model", None))
+        routed = record.sums() if record else {}
         while True:
             self._why, at = "", -1
             scored = scored_micro_batches(self._policy, groups, self.batching)
@@ -84,6 +98,8 @@ class WithinMemory:
                 return
             del scored  # what it holds of the pass that broke off
             self._discard()
+            if record:
+                record.put_back(routed)
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -112,17 +128,27 @@ class WithinMemory:
     def _failed(self, groups: Sequence[Group], at: int) -> _RanOut:
         """The micro-batch that did not fit."""
         peers, batching = self._policy.peers, self.batching
+        to_score = groups_to_score(groups, batching.skip_zero_advantage, batching.mask_truncated)
+        micro = micro_batches_of(peers, to_score, batching.max_tokens, batching.count)[0][at]
+        found = _RanOut([group.group_id for group in micro], sum(group.num_tokens for group in micro), self._why)
         if getattr(peers, "in_step", False):
             raise OutOfMemoryError(
                 f"memory ran out ({self._why}), and with train_model.parallel=fsdp ranks wait for each other within a "
-                f"pass, so the step can't begin again; set train.micro_batch_tokens={max(1, batching.max_tokens // 2)}"
+                f"pass, so the step can't begin again; set {self._setting(self._half(found))}"
             )
-        to_score = groups_to_score(groups, batching.skip_zero_advantage, batching.mask_truncated)
-        micro = micro_batches_of(peers, to_score, batching.max_tokens, batching.count)[0][at]
-        return _RanOut([group.group_id for group in micro], sum(group.num_tokens for group in micro), self._why)
+        return found
+
+    def _half(self, micro: _RanOut) -> int:
+        tokens = micro.tokens if self.batching.count else min(micro.tokens, self.batching.max_tokens)
+        return max(1, tokens // 2)
+
+    def _setting(self, size: int) -> str:
+        """The settings of this size; a number of micro-batches would count instead of it."""
+        given = self._configured.count is not None
+        return f"train.micro_batch_tokens={size}{' and train.gradient_accumulation_steps=null' if given else ''}"
 
     def _shrink(self, lacking: Sequence[_RanOut]) -> str:
-        """Halves the size; says so."""
+        """The sentence that tells of the new size, half of the smallest that did not fit."""
         for micro in lacking:
             if len(micro.group_ids) == 1:
                 raise OutOfMemoryError(
@@ -130,10 +156,10 @@ class WithinMemory:
                     f"({micro.why}); {REMEDY}"
                 )
         smallest = min(lacking, key=lambda micro: micro.tokens)
-        size = max(1, min(smallest.tokens, self.batching.max_tokens) // 2)
+        size = self._half(smallest)
         self.batching = replace(self.batching, max_tokens=size, count=None)
         return (
             f"Memory ran out with a micro-batch of {len(smallest.group_ids)} groups and {smallest.tokens} tokens "
             f"({smallest.why}); the optimizer step begins again, and the run goes on, with micro-batches of {size} "
-            f"tokens. The gradient is the same; train.micro_batch_tokens={size} saves the attempt"
+            f"tokens. The gradient is the same; {self._setting(size)} saves the attempt"
         )

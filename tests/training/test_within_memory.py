@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_rl.data.batching import MicroBatching, micro_batches
 from grpo_rl.engines.base import OutOfMemoryError, Sampling
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import GRPOLoss
 from grpo_rl.policies.policy import TrainPolicy
+from grpo_rl.policies.router_record import router_record
 from grpo_rl.testing import random_group, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
-from grpo_rl.training.within_memory import WithinMemory, _RanOut
+from grpo_rl.training.within_memory import WithinMemory
 
 GROUPS = [
     replace(
@@ -151,9 +156,53 @@ def test_it_halves_until_it_fits_and_keeps_the_size(model):
     assert again == []
 
 
-def test_a_given_number_of_micro_batches_gives_way(model):
-    _, said, within, _ = trained(model, 1000, count=1, room=40)
+def test_a_given_number_of_micro_batches_gives_way_and_the_advice_says_so(model):
+    _, said, within, _ = trained(model, 50, count=1, room=40)
     assert len(said) == 1 and (within.batching.count, within.batching.max_tokens) == (None, 40)
+    assert "train.micro_batch_tokens=40 and train.gradient_accumulation_steps=null saves the attempt" in said[0]
+    # With what was advised memory does not run out; with the number still set, the size would count for nothing.
+    assert trained(model, 40, count=None, room=40)[1] == [] != trained(model, 40, count=1, room=40)[1]
+    _, said, _, _ = trained(model, 80, room=40)
+    assert "accumulation" not in said[0]
+
+
+def test_the_size_is_kept_in_a_checkpoint_unless_another_was_configured_since(model):
+    policy = TrainPolicy.load(model, torch.float32)
+
+    def restored(state, max_tokens, count=None):
+        within = WithinMemory(policy, MicroBatching(max_tokens, count), lambda: None)
+        within.restore(state)
+        return within.batching.max_tokens, within.batching.count
+
+    _, _, within, _ = trained(model, 80, count=1, room=40)
+    state = json.loads(json.dumps(within.state()))
+    assert restored(state, 80, 1) == (40, None)
+    assert restored(state, 60, 1) == (60, 1) and restored(state, 80) == (80, None)
+    assert restored(WithinMemory(policy, MicroBatching(80), lambda: None).state(), 80) == (80, None)
+
+
+def test_routers_count_only_what_was_trained_on(tmp_path):
+    config = Qwen3MoeConfig(
+        vocab_size=257, hidden_size=16, intermediate_size=24, moe_intermediate_size=12, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "mixture")
+
+    def counted(room_back, max_tokens):
+        policy = Small.load(tmp_path / "mixture", torch.float32)
+        within, record = WithinMemory(policy, MicroBatching(max_tokens), lambda: None), router_record(policy.model)
+        for groups, policy.room_back in ((GROUPS[:2], 10**6), (GROUPS, room_back)):  # two steps of one collection
+            for micro_batch in within.micro_batches(groups, lambda why: None):
+                with micro_batch as tokens:
+                    GRPOLoss()(tokens)["loss"].backward()
+        return record.take()
+
+    ours, plain = counted(room_back=20, max_tokens=40), counted(room_back=10**6, max_tokens=40)
+    assert sorted(ours) == [0, 1]
+    for layer in ours:
+        tokens = 6 * 20  # two groups, then four
+        assert ours[layer][4] == plain[layer][4] == tokens and ours[layer][:4].sum() == 2 * tokens
 
 
 def test_a_group_that_does_not_fit_alone_ends_the_run_with_its_tokens(model):
@@ -170,32 +219,64 @@ def test_another_error_is_not_taken_for_a_lack_of_memory(model):
                 raise RuntimeError("shapes differ")
 
 
-def test_all_ranks_begin_again_where_one_ran_out(model):
-    policy, said = TrainPolicy.load(model, torch.float32), []
-    others = iter([_RanOut([2, 3], 40, "CUDA out of memory"), None])
+def of_two_ranks(model, max_tokens, room=10**6):
+    """The gradients of both ranks of a step, what they said, and the groups that each scored; one has little room."""
+    there, barrier = [None, None], threading.Barrier(2, timeout=60)
+    policies = [Small.load(model, torch.float32) for _ in range(2)]
 
-    def gather(mine):
-        return [mine, mine] if isinstance(mine, list) else [mine, next(others)]
+    class Peers:
+        size, in_step, device = 2, False, torch.device("cpu")
 
-    policy.peers = SimpleNamespace(rank=0, size=2, in_step=False, gather=gather, device=torch.device("cpu"))
-    within, scored = WithinMemory(policy, MicroBatching(40), lambda: policy.model.zero_grad()), []
-    for micro_batch in within.micro_batches(GROUPS, said.append):
-        with micro_batch as tokens:
-            GRPOLoss()(tokens)["loss"].backward()
-            scored.append(sorted(set(tokens["group_id"].tolist())))
-    # Of two micro-batches of 40 this rank has one, of four of 20 the first and the third.
-    assert len(said) == 1 and within.batching.max_tokens == 20
-    assert [len(ids) for ids in scored] == [2, 1, 1]
+        def __init__(self, rank):
+            self.rank = rank
+
+        def gather(self, mine):
+            there[self.rank] = mine
+            barrier.wait()
+            found = list(there)
+            barrier.wait()
+            return found
+
+    def train(rank):
+        policy, said, scored = policies[rank], [], []
+        policy.peers, policy.room = Peers(rank), room if rank else 10**6
+        optimizer = PolicyOptimizer(policy.model)
+        within = WithinMemory(policy, MicroBatching(max_tokens), optimizer.clear_gradients)
+        for micro_batch in within.micro_batches(GROUPS, said.append):
+            with micro_batch as tokens:
+                GRPOLoss()(tokens)["loss"].backward()
+                scored.append(len(set(tokens["group_id"].tolist())))
+        return [param.grad.clone() for param in policy.model.parameters()], said, scored
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(zip(*threads.map(train, range(2)), strict=True))
+
+
+def test_all_ranks_begin_again_where_one_ran_out_with_the_gradient_of_the_smaller_split(model):
+    gradients, said, scored = of_two_ranks(model, 40, room=20)
+    # Of two micro-batches of 40 each rank has one, of four of 20 two; the rank without room scored none of 40.
+    assert scored == ([2, 1, 1], [1, 1])
+    assert said[0] == said[1] and len(said[0]) == 1 and "with micro-batches of 20 tokens" in said[0][0]
+    smaller, nothing, _ = of_two_ranks(model, 20)
+    assert nothing == ([], [])
+    for rank in range(2):
+        assert all(map(torch.equal, gradients[rank], smaller[rank]))
+    for ours, theirs, whole in zip(*gradients, plain(model, 80), strict=True):
+        torch.testing.assert_close(ours + theirs, whole, rtol=1e-4, atol=1e-6)
 
 
 def test_ranks_that_wait_for_each_other_within_a_pass_end_with_the_setting(model):
     policy = Small.load(model, torch.float32)
     policy.room = 20
     policy.peers = SimpleNamespace(rank=0, size=1, in_step=True, gather=lambda mine: [mine])
-    with pytest.raises(OutOfMemoryError, match="parallel=fsdp.*set train.micro_batch_tokens=20"):
-        for micro_batch in WithinMemory(policy, MicroBatching(40), lambda: None).micro_batches(GROUPS, print):
-            with micro_batch:
-                pass
+    for batching, setting in (
+        (MicroBatching(40), "train.micro_batch_tokens=20$"),
+        (MicroBatching(10**6, 2), "train.micro_batch_tokens=20 and train.gradient_accumulation_steps=null$"),
+    ):
+        with pytest.raises(OutOfMemoryError, match=f"parallel=fsdp.*set {setting}"):
+            for micro_batch in WithinMemory(policy, batching, lambda: None).micro_batches(GROUPS, print):
+                with micro_batch:
+                    pass
 
 
 # ---- the engine ----
@@ -215,6 +296,12 @@ def test_the_engine_samples_the_same_prompts_again_fewer_at_a_time(model, monkey
     prompts = [[5, 6, 7 + i] for i in range(6)]
     samples = engine.generate(prompts, 1, Sampling(temperature=0.0, max_new_tokens=4))
     assert sizes == [6, 3, 1, 1, 1, 1, 1, 1] and engine.out_of_memory == 2
+    again = TransformersEngine(model, 64, dtype="float32")
+    again.restore(engine.state())
+    monkeypatch.setattr(again._model, "generate", limited)
+    sizes.clear()
+    again.generate(prompts, 1, Sampling(temperature=0.0, max_new_tokens=4))
+    assert sizes == [1] * 6 and again.out_of_memory == 2
     alone = TransformersEngine(model, 64, dtype="float32").generate(
         prompts, 1, Sampling(temperature=0.0, max_new_tokens=4)
     )
