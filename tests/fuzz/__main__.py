@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -43,25 +44,38 @@ def work(name: str, seed: int, first: int, step: int, count: int, seconds: float
                 target.read(target.prepare(text, Path(folder)))
             except Exception:
                 continue
-        until = time.monotonic() + seconds
+        until, armed = time.monotonic() + seconds, float("-inf")
         for number in range(first, count, step):
-            if time.monotonic() > until:
+            if (now := time.monotonic()) > until:
                 break
-            if done % 64 == 0:  # a hang that no signal ends is told by its number, with the stack
+            if now - armed > HANG_S / 60:  # a hang that no signal ends is told by its number, with the stack
                 faulthandler.dump_traceback_later(HANG_S, exit=True)
+                armed = now
             results.put(("at", number)) if done % 4096 == 0 else None
-            begun = time.thread_time()
+            begun = target.clock()
             try:
                 fuzz_targets.run(target, input_of(target, seeds, seed, number), Path(folder))
             except Exception as error:
                 where = traceback.extract_tb(error.__cause__.__traceback__)[-1] if error.__cause__ else None
                 found.append((number, f"{type(error).__name__}: {error}"[:400], f"{where}" if where else ""))
-            slowest = max(slowest, (time.thread_time() - begun, number))
+            slowest = max(slowest, (target.clock() - begun, number))
             done += 1
         faulthandler.cancel_dump_traceback_later()
         touched = canaries.touched(Path(folder))
         os.chdir("/")
     results.put(("done", (done, found, touched, slowest)))
+
+
+def messages(worker, queue) -> Iterator[tuple]:
+    """What a worker puts into its queue, until it has ended."""
+    while True:
+        alive = worker.is_alive()  # before the queue is looked at: its last message comes while it lives
+        if not queue.empty():
+            yield queue.get()
+        elif not alive:
+            return
+        else:
+            time.sleep(0.05)
 
 
 def fuzz(name: str, seed: int, count: int, processes: int, seconds: float) -> int:
@@ -76,24 +90,20 @@ def fuzz(name: str, seed: int, count: int, processes: int, seconds: float) -> in
         worker.start()
     done, found, touched, slowest, last = 0, [], [], (0.0, -1), {}
     for place, (worker, queue) in enumerate(zip(workers, queues, strict=True)):
-        while True:
-            if queue.empty() and not worker.is_alive():
-                found.append((last.get(place, 0), f"its process ended with {worker.exitcode} in the 4096 after", ""))
-                break
-            if queue.empty():
-                time.sleep(0.05)
+        for kind, value in messages(worker, queue):
+            if kind == "at":
+                last[place] = value
                 continue
-            kind, value = queue.get()
-            if kind == "done":
-                done, found, touched = done + value[0], found + value[1], touched + value[2]
-                slowest = max(slowest, value[3])
-                break
-            last[place] = value
+            done, found, touched = done + value[0], found + value[1], touched + value[2]
+            slowest = max(slowest, value[3])
+            break
+        else:
+            found.append((last.get(place, 0), f"its process ended with {worker.exitcode} in the 4096 after", ""))
         worker.join()
     took = time.monotonic() - begun
     print(
         f"{name}: {done:,} inputs in {took:.0f} s ({done / took:,.0f}/s), {len(found)} broken, canaries "
-        f"{touched or 'untouched'}; the slowest took {slowest[0]:.2f} s of CPU (--only {slowest[1]})",
+        f"{touched or 'untouched'}; the slowest took {slowest[0]:.2f} s (--only {slowest[1]})",
         flush=True,
     )
     kinds: dict[str, list] = {}

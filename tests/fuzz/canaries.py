@@ -12,12 +12,16 @@ from fuzz_inputs import CANARY
 
 VALUE = "value-of-the-canary-7c1f"
 FORBIDDEN = (
-    "os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "pickle.find_class", "code.", "exec", "urllib.",
-    "ftplib.", "webbrowser.", "signal.", "sqlite3.", "tempfile.",
+    "os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "pickle.find_class", "code.", "urllib.", "ftplib.",
+    "webbrowser.", "signal.", "sqlite3.", "tempfile.",
 )  # fmt: skip
 """Beginnings of the interpreter's audit events that reading a text has no use for."""
+NAMED = (CANARY, "etc/passwd")
+"""Parts of the names of files that inputs name: to open one, even to read it, is to obey the input."""
 OF_DECLARATIONS = ("/typing.py", "/dataclasses.py", "/collections/__init__.py", "/sympy/polys/monomials.py")
-"""Files that run code which they wrote themselves: of annotations, dataclasses, products of so many variables."""
+"""Modules that execute code generated for annotations, dataclasses and polynomials; none of it comes from an input."""
+OF_TEMPLATES = ("/jinja2/environment.py", "/jinja2/debug.py")
+"""Modules that execute templates as compiled for the sandbox; whatever leaves it makes another event."""
 OF_A_NUMBER = frozenset(("Integer", "Float", "sympy"))
 """The names in the code that sympy makes of the digits of a number, which is all that it is given of an answer."""
 HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk", "ctypes.cdata", "ctypes.get_errno", "socket.gethostname")
@@ -32,15 +36,19 @@ def _hook(event: str, arguments: tuple) -> None:
         return
     if event == "open":
         path, mode, flags = arguments
-        if (mode and set(str(mode)) & set("wxa+")) or (isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)):
+        writes = mode and set(str(mode)) & set("wxa+")
+        writes = writes or (isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR))
+        if writes or any(name in str(path) for name in NAMED):
             _seen.append(f"open {path!r} {mode}")
     elif event == "exec":
         code, caller = arguments[0], sys._getframe(1).f_code.co_filename
         # A module's own code, imported late, has a file.
-        own = Path(code.co_filename).is_absolute() or caller.endswith(OF_DECLARATIONS)
+        own = Path(code.co_filename).is_absolute() or caller.endswith((*OF_DECLARATIONS, *OF_TEMPLATES))
         number = caller.endswith("sympy/parsing/sympy_parser.py") and set(code.co_names) <= OF_A_NUMBER
         if not own and not number:
             _seen.append(f"exec {code.co_names} in {caller}")
+    elif event == "code.__new__" and sys._getframe(1).f_code.co_filename.endswith(OF_TEMPLATES):
+        return  # jinja names the template's line in a traceback
     elif event.startswith(FORBIDDEN) and event not in HARMLESS:
         _seen.append(f"{event} {arguments!r:.200}")
 

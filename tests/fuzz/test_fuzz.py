@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
+import time
+from dataclasses import replace
+from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import fuzz_targets
 import pytest
@@ -87,6 +92,7 @@ def test_an_input_follows_from_its_seed():
         (lambda text: eval(compile(text, "<string>", "eval"), {"x": 1}), "did .*exec"),
         (lambda text: os.system("true"), "did .*os.system"),
         (lambda text: open("canary", "w").close(), "did .*open"),
+        (lambda text: open("/etc/passwd").close(), "did .*open"),
         (lambda text: pickle.loads(pickle.dumps(os.system)), "did .*pickle.find_class"),
         (lambda text: {}[text], "raised KeyError"),
         (lambda text: [10**7 for _ in range(3)] and sum(range(10**7)), "took"),
@@ -103,3 +109,54 @@ def test_another_error_than_the_documented_one_is_told(tmp_path, canary):
     fuzz_targets.run(target_of(lambda text: int("x"), ValueError), "x", tmp_path)
     with pytest.raises(fuzz_targets.Broken, match="UnicodeDecodeError"):
         fuzz_targets.run(target_of(lambda text: b"\xff".decode(), ValueError), "x", tmp_path)
+
+
+def test_the_time_of_other_processes_counts(tmp_path, canary, monkeypatch):
+    slow = target_of(lambda text: time.sleep(0.2), deadline_s=0.1)
+    fuzz_targets.run(slow, "x", tmp_path)
+    with pytest.raises(fuzz_targets.Broken, match="took"):
+        fuzz_targets.run(replace(slow, clock=time.monotonic), "x", tmp_path)
+    comparisons = SimpleNamespace(map=lambda calls: time.sleep(0.2) or [[]])
+    monkeypatch.setattr(fuzz_targets, "_comparisons", lambda: comparisons)
+    fuzz_targets.run(fuzz_targets.BY_NAME["math"], "1/2", tmp_path)
+    with pytest.raises(fuzz_targets.Broken, match="took"):
+        fuzz_targets.run(replace(fuzz_targets.BY_NAME["math"], deadline_s=0.1), "1/2", tmp_path)
+
+
+# ---- make fuzz: its processes ----
+
+
+@pytest.fixture
+def fuzzer(monkeypatch):
+    spec = importlib.util.spec_from_file_location("fuzzer", Path(__file__).with_name("__main__.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "HANG_S", 1)
+    return module
+
+
+def test_only_an_input_that_hangs_ends_its_process(fuzzer, monkeypatch, capfd):
+    targets = {
+        "sound": target_of(lambda text: time.sleep(0.04)),  # 50 of them take twice as long as a hang
+        "hangs": target_of(lambda text: text == "x" or time.sleep(30)),  # x is the seed, which is read before
+    }
+    monkeypatch.setattr(fuzz_targets, "BY_NAME", targets)
+    assert fuzzer.fuzz("sound", seed=0, count=50, processes=1, seconds=60) == 0
+    assert "sound: 50 inputs" in capfd.readouterr().out
+    assert fuzzer.fuzz("hangs", seed=0, count=50, processes=1, seconds=60) == 1
+    told = capfd.readouterr()
+    assert "its process ended with 1" in told.out and "Timeout" in told.err
+
+
+def test_the_last_message_of_a_process_that_has_just_ended_is_read(fuzzer):
+    """The process ends, after its message, whenever it is asked whether it lives."""
+    put = []
+
+    class Ends:
+        def is_alive(self):
+            lives = not put
+            put.append("done")
+            return lives
+
+    queue = SimpleNamespace(empty=lambda: not put, get=lambda: put.pop(0))
+    assert next(fuzzer.messages(Ends(), queue)) == "done"

@@ -295,4 +295,5 @@ def test_200_steps_hold_no_more_than_50(model, leak, tmp_path):
     # Caches of libraries may take a few more; a leak takes one a step at least.
     assert (grown["objects"] >= 140) == bool(leak), grown
     assert (grown["tensors"] >= 140) == bool(leak), grown
+    assert (grown["bytes"] >= 140 * torch.ones(3).nbytes) == bool(leak), grown
     assert grown["files"] <= 0 and grown["threads"] <= 0, grown
