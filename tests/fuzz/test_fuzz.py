@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pickle
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -126,37 +127,52 @@ def test_the_time_of_other_processes_counts(tmp_path, canary, monkeypatch):
 # ---- make fuzz: its processes ----
 
 
-@pytest.fixture
-def fuzzer(monkeypatch):
-    spec = importlib.util.spec_from_file_location("fuzzer", Path(__file__).with_name("__main__.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "HANG_S", 1)
-    return module
+FUZZER = """
+import sys, time
+sys.path.insert(0, {folder!r})
+import fuzz_targets
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("fuzzer", {folder!r} + "/__main__.py")
+spec.loader.exec_module(fuzzer := module_from_spec(spec))
+"""
+IN_TIME = """
+def target(read):
+    return fuzz_targets.Target("planted", lambda data, folder: data, read, lambda folder: ["x"], error=None)
+
+fuzzer.HANG_S = 1
+fuzz_targets.BY_NAME = {
+    "sound": target(lambda text: time.sleep(0.04)),  # 50 of them take twice as long as a hang
+    "hangs": target(lambda text: text == "x" or time.sleep(30)),  # x is the seed, which is read before
+}
+print([fuzzer.fuzz(name, seed=0, count=50, processes=1, seconds=60) for name in fuzz_targets.BY_NAME])
+"""
+AT_THE_END = """
+put = []
+
+class Ends:  # after its message, while it is asked whether it lives
+
+    def is_alive(self):
+        put.append("done")
+        return False
+
+class Queue:
+    empty, get = lambda self: not put, lambda self: put.pop(0)
+
+print(next(fuzzer.messages(Ends(), Queue())))
+"""
 
 
-def test_only_an_input_that_hangs_ends_its_process(fuzzer, monkeypatch, capfd):
-    targets = {
-        "sound": target_of(lambda text: time.sleep(0.04)),  # 50 of them take twice as long as a hang
-        "hangs": target_of(lambda text: text == "x" or time.sleep(30)),  # x is the seed, which is read before
-    }
-    monkeypatch.setattr(fuzz_targets, "BY_NAME", targets)
-    assert fuzzer.fuzz("sound", seed=0, count=50, processes=1, seconds=60) == 0
-    assert "sound: 50 inputs" in capfd.readouterr().out
-    assert fuzzer.fuzz("hangs", seed=0, count=50, processes=1, seconds=60) == 1
-    told = capfd.readouterr()
-    assert "its process ended with 1" in told.out and "Timeout" in told.err
+def told_by(code):
+    """What a process with the fuzzer in it prints: pytest's own watchdog and another don't go together."""
+    whole = FUZZER.format(folder=str(Path(__file__).parent)) + code
+    return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=True, timeout=60)
 
 
-def test_the_last_message_of_a_process_that_has_just_ended_is_read(fuzzer):
-    """The process ends, after its message, whenever it is asked whether it lives."""
-    put = []
+def test_only_an_input_that_hangs_ends_its_process():
+    told = told_by(IN_TIME)
+    assert told.stdout.endswith("[0, 1]\n") and "sound: 50 inputs" in told.stdout
+    assert "its process ended with 1" in told.stdout and "Timeout (0:00:01)" in told.stderr
 
-    class Ends:
-        def is_alive(self):
-            lives = not put
-            put.append("done")
-            return lives
 
-    queue = SimpleNamespace(empty=lambda: not put, get=lambda: put.pop(0))
-    assert next(fuzzer.messages(Ends(), queue)) == "done"
+def test_the_last_message_of_a_process_that_has_just_ended_is_read():
+    assert told_by(AT_THE_END).stdout == "done\n"
