@@ -4,7 +4,7 @@
 # make docs: the site, in site/; every warning and broken link is an error.
 # make test-slow: the tests marked nightly: dear cases beside those in make test.
 # make test-seeds: 10,000 seeds of the simulation of faults, a quarter of an hour; SEEDS=1000 for fewer.
-# make audit: known vulnerabilities of what is installed, by pip-audit.
+# make audit: known vulnerabilities of what `pip install grpo-rl[cpu]` resolves to, by pip-audit; needs the network.
 # make fuzz: N=1000000 hostile inputs for each reader of foreign text (tests/fuzz/).
 # make test-models: every causal language model of transformers against its own forward, a minute or two.
 # make gpu-check: tests marked gpu, then benchmarks/gpu.py (12 minutes at most); without a GPU at toy sizes.
@@ -39,7 +39,7 @@ help:
 	@echo "make test-seeds   install, then 10,000 seeds of the simulation of faults, a quarter of an hour; SEEDS=1000 for fewer"
 	@echo "make test-models   install, then all models that transformers has, against their own forward"
 	@echo "make fuzz    install, then N=1000000 hostile inputs for each reader of foreign text; ARGS='--target calculate' for one"
-	@echo "make audit   install, then known vulnerabilities of what is installed; needs the network"
+	@echo "make audit   known vulnerabilities of what pip install grpo-rl[cpu] resolves to; needs the network"
 	@echo "make docs    install, then the docs as a site in site/; warnings and broken links are errors"
 	@echo "make setup   only install, with what the tests need"
 	@echo "make bench   install, then all benchmarks and benchmarks/README.md; wants a quiet machine, and \$$GRPO_RL_DATA"
@@ -98,8 +98,8 @@ test-seeds: $(DEV)
 	.venv/bin/python -m grpo_rl.faults --seeds $(SEEDS) $(ARGS)
 
 # Asks the advisory database, so it needs the network and is no part of make test.
-audit: $(DEV)
-	.venv/bin/pip-audit --progress-spinner off --skip-editable $(ARGS)
+audit:
+	@PYTHON="$(PYTHON)" tools/audit.sh $(ARGS)
 
 fuzz: $(DEV)
 	.venv/bin/python tests/fuzz --count $(N) $(ARGS)

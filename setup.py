@@ -142,7 +142,6 @@ setup(
             "mkdocstrings[python]>=1.0,<2",
             "nbclient>=0.11,<0.12",
             "nbformat>=5.11,<6",
-            "pip-audit>=2.10,<3",  # make audit
             "playwright>=1.61,<2",  # the report's page in a browser; without a Chromium its tests are skipped
             "pyright[nodejs]>=1.1.414,<1.2",  # [nodejs]: node as a wheel, not downloaded at the first run
             "pytest>=9.2,<10",
