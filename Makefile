@@ -5,6 +5,8 @@
 # make docs: the site, in site/; every warning and broken link is an error.
 # make test-slow: the tests marked nightly: dear cases beside those in make test.
 # make test-seeds: 10,000 seeds of the simulation of faults, a quarter of an hour; SEEDS=1000 for fewer.
+# make audit: known vulnerabilities of what `pip install grpo-rl[cpu]` resolves to, by pip-audit; needs the network.
+# make fuzz: N=1000000 hostile inputs for each reader of foreign text (tests/fuzz/).
 # make test-models: every causal language model of transformers against its own forward, a minute or two.
 # make gpu-check: tests marked gpu, then benchmarks/gpu.py (12 minutes at most); without a GPU at toy sizes.
 # Variables: ARGS="..." for more settings of the run, TEST_PROCESSES=4, BACKEND=cpu|cuda, PYTHON=/path/to/python3.12.
@@ -15,6 +17,7 @@ BACKEND ?=
 TEST_PROCESSES ?= 4
 SEEDS ?= 10000
 ARGS ?=
+N ?= 1000000
 # What make quick leaves out: engines, scripts and processes of their own.
 ENGINE_FOLDERS := $(addprefix tests/,benchmarks cluster distributed engines faults gpu run sota weights) \
 	grpo_rl/cluster grpo_rl/engines/vllm
@@ -26,7 +29,7 @@ ifeq ($(shell uname),Darwin)
 ENGINE := inference_model.engine=transformers
 endif
 
-.PHONY: docs help setup train test quick test-slow test-seeds test-models test-faults lint types pytest quick-tests bench gpu-check clean
+.PHONY: docs help setup train test quick test-slow test-seeds test-models test-faults fuzz audit lint types pytest quick-tests bench gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +40,8 @@ help:
 	@echo "make test-seeds   install, then 10,000 seeds of the simulation of faults, a quarter of an hour; SEEDS=1000 for fewer"
 	@echo "make test-models   install, then all models that transformers has, against their own forward"
 	@echo "make test-faults   install, then 1,000 kills of runs, in 40 minutes at most, and 1,000 damaged copies of runs"
+	@echo "make fuzz    install, then N=1000000 hostile inputs for each reader of foreign text; ARGS='--target calculate' for one"
+	@echo "make audit   known vulnerabilities of what pip install grpo-rl[cpu] resolves to; needs the network"
 	@echo "make docs    install, then the docs as a site in site/; warnings and broken links are errors"
 	@echo "make setup   only install, with what the tests need"
 	@echo "make bench   install, then all benchmarks and benchmarks/README.md; wants a quiet machine, and \$$GRPO_RL_DATA"
@@ -100,6 +105,12 @@ test-faults: $(DEV)
 	.venv/bin/python tests/faults/torn.py || status=1; \
 	.venv/bin/python tests/faults/kills.py --kills 1000 --minutes 40 $(ARGS) || status=1; \
 	exit $$status
+# Asks the advisory database, so it needs the network and is no part of make test.
+audit:
+	@PYTHON="$(PYTHON)" tools/audit.sh $(ARGS)
+
+fuzz: $(DEV)
+	.venv/bin/python tests/fuzz --count $(N) $(ARGS)
 
 bench: $(DEV)
 	.venv/bin/python benchmarks/run_all.py $(ARGS)

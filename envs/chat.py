@@ -102,10 +102,10 @@ def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: Messages, last: int 
         before: Messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _STAND_IN}]
         before_reply = templated(tokenizer, before, add_generation_prompt=False, tokenize=False)
         text = templated(tokenizer, [*before, *reply], add_generation_prompt=True, tokenize=False)
-        if not text.startswith(before_reply):
+        if not text.startswith(before_reply) or _STAND_IN not in before_reply:
             raise ValueError(
-                "the tokenizer's chat template changes earlier turns when later ones come, so ids that were sampled "
-                "could not be kept; use a template that only appends"
+                "the tokenizer's chat template changes earlier turns when later ones come, or leaves them out, so ids "
+                "that were sampled could not be kept; use a template that only appends"
             )
         text = text[before_reply.rindex(_STAND_IN) + len(_STAND_IN) :]
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -121,10 +121,12 @@ def templated(tokenizer: PreTrainedTokenizerBase, messages: Any, **settings: boo
     """
     try:
         return tokenizer.apply_chat_template(messages, **settings)
-    except TemplateError as error:
+    # A foreign template's own: jinja passes on whatever its expressions raise.
+    except Exception as error:
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         roles = sorted({turn["role"] for conversation in conversations for turn in conversation})
         raise ValueError(
-            f"the tokenizer's chat template refuses messages with the roles {roles}: {error}; where it knows no system "
+            f"the tokenizer's chat template refuses messages with the roles {roles}: {why}; where it knows no system "
             "role, set env.system_prompt=null, and where it knows no tool role, env.tool_role=user"
         ) from error

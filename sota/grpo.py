@@ -19,7 +19,6 @@ def grpo(settings):
     # Here, not above: a wrong setting is told before the seconds that these take.
     with start_phase("importing torch and the rest"):
         from grpo_rl.build.run import sync_run
-        from grpo_rl.training.micro_batches import scored_micro_batches
 
     max_tokens, epochs, stop_kl = settings.train.micro_batch_tokens, settings.train.epochs, settings.policy.stop_kl
     with sync_run(settings, HydraConfig.get().runtime.output_dir) as run:  # its folder, model, engine and environment
@@ -37,10 +36,11 @@ def grpo(settings):
             parts.buffer.extend(parts.compute_advantages(groups))
             with run.phase("train"):
                 for batch in run.optimizer_steps(parts.buffer.batches(epochs)):  # the groups for each step in turn
-                    for tokens in scored_micro_batches(policy, batch, parts.micro_batching):
-                        losses = loss(tokens)
-                        losses["loss"].backward()
-                        run.record.add(tokens, losses)
+                    for micro_batch in run.micro_batches(batch):  # if memory runs out: again, with smaller ones
+                        with micro_batch as tokens:
+                            losses = loss(tokens)
+                            losses["loss"].backward()
+                            run.record.add(tokens, losses)
                     run.check_mismatch()  # sampler against trainer: a fault stops the run
                     run.add_result(optimizer.step(run.record.loss_is_finite, run.locate_nonfinite))
                     if stop_kl is not None and run.record.kl_sampler > stop_kl:

@@ -24,7 +24,6 @@ def grpo_async(settings):
 def train(settings, folder, site):
     """The run, in each of the processes that train."""
     from grpo_rl.build.asynchronous import async_run
-    from grpo_rl.training.micro_batches import scored_micro_batches
 
     max_tokens, epochs, stop_kl = settings.train.micro_batch_tokens, settings.train.epochs, settings.policy.stop_kl
     with async_run(settings, folder, site) as run:
@@ -42,10 +41,11 @@ def train(settings, folder, site):
             parts.buffer.extend(parts.compute_advantages(groups))
             with run.phase("train"):
                 for batch in run.optimizer_steps(parts.buffer.batches(epochs)):
-                    for tokens in scored_micro_batches(policy, batch, parts.micro_batching):
-                        losses = loss(tokens)
-                        losses["loss"].backward()
-                        run.record.add(tokens, losses)
+                    for micro_batch in run.micro_batches(batch):  # if memory runs out: again, with smaller ones
+                        with micro_batch as tokens:
+                            losses = loss(tokens)
+                            losses["loss"].backward()
+                            run.record.add(tokens, losses)
                     run.check_mismatch()  # tokens of older versions are compared separately
                     run.add_result(optimizer.step(run.record.loss_is_finite, run.locate_nonfinite))
                     if stop_kl is not None and run.record.kl_sampler > stop_kl:

@@ -16,20 +16,20 @@ def sft(settings):
     # Here, not above: a wrong setting is told before the seconds that these take.
     with start_phase("importing torch and the rest"):
         from grpo_rl.build.sft import sft_run
-        from grpo_rl.training.micro_batches import scored_micro_batches
 
     with sft_run(settings, HydraConfig.get().runtime.output_dir) as run:  # its folder, model and demonstrations
         parts = run.parts
-        policy, loss, optimizer = parts.policy, parts.loss, parts.optimizer
+        loss, optimizer = parts.loss, parts.optimizer
 
         run.evaluate_before()
         for groups in run.collections():  # the rows of each step, each as a group of one response
             with run.phase("train"):
                 for batch in run.optimizer_steps([groups]):
-                    for tokens in scored_micro_batches(policy, batch, parts.micro_batching):
-                        losses = loss(tokens)
-                        losses["loss"].backward()
-                        run.record.add(tokens, losses)
+                    for micro_batch in run.micro_batches(batch):  # if memory runs out: again, with smaller ones
+                        with micro_batch as tokens:
+                            losses = loss(tokens)
+                            losses["loss"].backward()
+                            run.record.add(tokens, losses)
                     run.record.complete()  # adds up what other ranks scored
                     run.add_result(optimizer.step(run.record.loss_is_finite, run.locate_nonfinite))
             run.finish_step(groups)

@@ -25,8 +25,25 @@ ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 """Names of a LoRA layer's two factors, as engines take them."""
 
 
+SIGNS = ("DefaultCPUAllocator: can't allocate", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+"""Messages of torch's errors that have no type of their own for a lack of memory."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """Memory ran out, and to compute less at a time can't help."""
+
+
 class EngineDeadError(RuntimeError):
     """An engine's process has ended, or does not answer within its deadline; names it."""
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Tells whether an error of torch says that memory ran out, of a GPU or of the machine.
+
+    >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("shapes differ"))
+    (True, False)
+    """
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
 
 
 class EngineStartError(EngineDeadError):

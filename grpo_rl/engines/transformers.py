@@ -4,6 +4,7 @@ bit for bit, since all its randomness is torch's."""
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from grpo_rl.engines.base import Samples, Sampling, StepByGenerate, check_request
+from grpo_rl.engines.base import (
+    OutOfMemoryError,
+    Samples,
+    Sampling,
+    StepByGenerate,
+    check_request,
+    is_out_of_memory,
+)
 from grpo_rl.engines.ends import StopString, end_ids, text_decoder
 from grpo_rl.engines.fingerprint import fingerprint
 from grpo_rl.policies.checkpoint_names import CheckpointNames
@@ -57,6 +65,8 @@ class TransformersEngine(StepByGenerate):
         self.takes_adapters = self.proves_bytes = False
         self._device = torch.device(device)
         self._max_batch = max_batch
+        self.out_of_memory = 0
+        """Times that memory ran out, and fewer responses were sampled at a time from then on."""
         self._model: Any = from_folder(model, dtype=self.dtype).to(self._device).eval()
         self._model.requires_grad_(False)
         self._ends, self._folder = list(end_ids(model)), model
@@ -69,11 +79,51 @@ class TransformersEngine(StepByGenerate):
         """See :meth:`grpo_rl.engines.base.Engine.generate`."""
         assert self._model.device.type == self._device.type, "wake() the engine before it generates"
         check_request(prompts, n, sampling, self.max_model_len)
-        at_once = max(1, self._max_batch // n)
-        samples = []
-        for start in range(0, len(prompts), at_once):
-            samples += self._generate(prompts[start : start + at_once], n, sampling)
+        samples: list[Samples] = []
+        while len(samples) < len(prompts):
+            at_once = prompts[len(samples) :][: max(1, self._max_batch // n)]
+            found = self._within_memory(at_once, n, sampling)
+            samples += found or []
         return samples
+
+    def state(self) -> dict[str, int]:
+        """The number of responses at the same time, and how often memory ran out, for a checkpoint."""
+        return {"max_batch": self._max_batch, "out_of_memory": self.out_of_memory}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Goes on with a checkpoint's number: its responses depend on it."""
+        self._max_batch, self.out_of_memory = state["max_batch"], state["out_of_memory"]
+
+    def _within_memory(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples] | None:
+        """The samples; None where memory ran out, after which fewer are sampled at a time.
+
+        Raises:
+            OutOfMemoryError: one group alone does not fit.
+        """
+        try:
+            return self._generate(prompts, n, sampling)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            why = " ".join(str(error).split())[:300]
+        if len(prompts) == 1:
+            raise OutOfMemoryError(
+                f"{n} responses of at most {sampling.max_new_tokens} tokens to a prompt of {len(prompts[0])} do not "
+                f"fit into the engine's memory ({why}); a new run may have a lower env.repeats or "
+                "sampling.max_new_tokens"
+            )
+        self._max_batch = len(prompts) * n // 2
+        self.out_of_memory += 1
+        print(
+            f"The engine's memory ran out with {len(prompts) * n} responses at the same time ({why}); it goes on with "
+            f"{self._max_batch}, and samples these prompts again",
+            file=sys.stderr,
+            flush=True,
+        )
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
 
     @torch.no_grad()
     def _generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Samples]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from grpo_rl.engines.base import EngineDeadError, Sampling
+from grpo_rl.engines.base import EngineDeadError, OutOfMemoryError, Sampling
 from grpo_rl.envs.guards.guard import ScoreError
 from grpo_rl.evaluation.endpoint import Endpoint, EndpointError
 from grpo_rl.evaluation.models import model_folder
@@ -78,7 +78,7 @@ def evaluate_model(
                 greedy = source.evaluate(task, rows, replace(sampling, temperature=0.0), 1, own.seed)
                 sampled = source.evaluate(task, rows, sampling, own.samples, own.seed) if own.samples else None
             # A ValueError here is of this task's data or its scorer: the settings are checked, and the engine runs.
-            except (EndpointError, EngineDeadError, ScoreError, ValueError) as error:
+            except (EndpointError, EngineDeadError, OutOfMemoryError, ScoreError, ValueError) as error:
                 print(f"{task}: failed: {error}", file=sys.stderr)
                 failed.append(task)
                 continue

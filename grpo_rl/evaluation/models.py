@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_rl.policies.hub import resolve_model
+from grpo_rl.policies.model_folder import local_path
 from grpo_rl.run.export import export_checkpoint
 from grpo_rl.run.model_files import MODEL
 from grpo_rl.training.checkpoint import CHECKPOINTS, checkpoints
@@ -22,14 +23,14 @@ def model_folder(name: str) -> Iterator[Path]:
     Raises:
         ValueError: there is no such model, or the checkpoint is one of adapters.
     """
-    path = Path(name).expanduser()
-    if (path / MODEL / "config.json").is_file():
+    path = local_path(name)
+    if path and (path / MODEL / "config.json").is_file():
         path = path / MODEL
-    elif path.is_dir() and (found := checkpoints(path / CHECKPOINTS)):
+    elif path and path.is_dir() and (found := checkpoints(path / CHECKPOINTS)):
         path = found[-1]
-    if path.is_file():
+    if path and path.is_file():
         with tempfile.TemporaryDirectory(prefix="grpo_rl_eval_") as folder:
             export_checkpoint(path, Path(folder, MODEL))
             yield Path(folder, MODEL)
         return
-    yield resolve_model(str(path) if path.exists() else name)
+    yield resolve_model(str(path) if path else name)

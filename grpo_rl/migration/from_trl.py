@@ -69,7 +69,7 @@ class Converted:
 
     def differs(self, name: str, value: Any, why: str) -> None:
         """Adds a difference."""
-        text = f"{value!r}"
+        text, name = f"{value!r}", name if name.isidentifier() else repr(name)  # the line is a comment of one line
         self.differences.append(f"{name}={text if len(text) <= 60 else text[:57] + '...'}: {why}")
 
     def as_yaml(self, source: str) -> str:

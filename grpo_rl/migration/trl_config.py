@@ -36,7 +36,9 @@ def read_trl(path: Path) -> tuple[dict[str, Any], list[str]]:
         return _read_script(path, text)
     try:
         fields = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
+        # JSON can name halves of characters, which no file holds, and YAML a list inside itself.
+        json.dumps(fields, default=str, ensure_ascii=False).encode()
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
         raise ValueError(f"{path} is no {path.suffix.lstrip('.') or 'YAML'}: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds {type(fields).__name__}, not fields with values such as `learning_rate: 1e-6`")
@@ -72,9 +74,12 @@ def _number(value: Any) -> Any:
 
 def _read_script(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
     try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise ValueError(f"{path} is no Python ({error})") from None
+        return _read_calls(path, ast.parse(text))
+    except (SyntaxError, RecursionError, MemoryError) as error:  # Python's own answer to what is nested too deep
+        raise ValueError(f"{path} is no Python ({error or 'nested too deep'})") from None
+
+
+def _read_calls(path: Path, tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
     fields: dict[str, Any] = {}
     unknown: list[str] = []
     # The arguments of these calls, under TRL's names for them; None: the field's own name.
@@ -103,7 +108,7 @@ def _read_script(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
                 continue
             try:
                 fields[ours] = ast.literal_eval(keyword.value)
-            except ValueError:
+            except (ValueError, TypeError):  # a name; a list as a key
                 unknown.append(f"{ours}={ast.unparse(keyword.value)}: no literal, so its value isn't known; left out")
     if "GRPOConfig" not in called:
         raise ValueError(f"{path} has no call of GRPOConfig; give the file that makes the config")

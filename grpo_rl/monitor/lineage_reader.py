@@ -48,14 +48,22 @@ def read_step(run_dir: str | Path, step: int) -> StoredStep:
     """The step as it was stored.
 
     Raises:
-        ValueError: it was not stored; names the steps that were.
+        ValueError: it was not stored, which names the steps that were; or its files can't be read.
     """
     if step not in (steps := stored_steps(run_dir)):
         have = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none; train with train.lineage=true"
         raise ValueError(f"{run_dir} has no lineage of step {step}: {have}")
-    table, responses = (
-        pq.read_table(Path(run_dir) / folder / f"step_{step:06d}.parquet") for folder in (TOKENS, RESPONSES)
-    )
+    files = [Path(run_dir) / folder / f"step_{step:06d}.parquet" for folder in (TOKENS, RESPONSES)]
+    try:
+        return _stored(*map(pq.read_table, files))
+    except Exception as error:  # a file may be cut, changed or from elsewhere: where it is decides the error
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(
+            f"{files[0]} and {files[1]} are not as they were written ({what}); take another step"
+        ) from error
+
+
+def _stored(table: pa.Table, responses: pa.Table) -> StoredStep:
     about = json.loads(table.schema.metadata[KEY])
     valid = {name: torch.from_numpy(table[name].is_valid().to_numpy()) for name in _READ}
     columns = {name: torch.from_numpy(table[name].to_numpy().copy()) for name in _READ}

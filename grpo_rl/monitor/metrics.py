@@ -347,7 +347,7 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, float]:
         if not isinstance(row["step"], int):
             raise ValueError(f"step is {row['step']}")
     # It is not JSON, not an object, has no step, or something else where a number belongs.
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         what = "has no step" if isinstance(error, KeyError) else f"is not one of metrics ({error})"
         raise ValueError(f"{path}, line {number} {what}; remove that line") from error
     return row

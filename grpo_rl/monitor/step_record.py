@@ -48,7 +48,7 @@ class StepRecord:
         self.phases_s: dict[str, float] = {}
         self._sums: dict[str, float] = defaultdict(float)
         self._results: list[StepResult] = []
-        self._micro_batches = self.trained_tokens = 0
+        self._micro_batches = self._out_of_memory = self.trained_tokens = 0
         """Response tokens that went through forward and backward."""
         self.begin(())
 
@@ -60,19 +60,25 @@ class StepRecord:
         self._pending: list[tuple[TensorDictBase, TensorDictBase]] = []
 
     def add(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
-        """Adds a micro-batch: what the loss was given, and what it returned."""
+        """Adds a micro-batch: what the loss was given, and what it returned. It counts from :meth:`complete` on."""
         self._goes_on()
         if self._ranks is None:
-            self._add(tokens, losses)
+            self._pending.append((tokens.detach(), losses.detach()))
         # With FSDP a rank that has nothing left goes on in step with tokens that are trained on elsewhere.
         elif tokens["trainable"].any():
             self._pending.append((tokens.detach().cpu(), losses.detach().cpu()))
 
+    def begin_again(self) -> None:
+        """Forgets the optimizer step's micro-batches: memory ran out, and it begins again with smaller ones."""
+        self._out_of_memory += 1
+        self._pending = []
+
     def complete(self) -> None:
         """Adds the micro-batches of all ranks; called by all of them, before the optimizer step."""
-        for of_rank in self._ranks.gather(self._pending) if self._ranks else ():
+        for of_rank in self._ranks.gather(self._pending) if self._ranks else [self._pending]:
             for tokens, losses in of_rank:
                 self._add(tokens, losses)
+        self._pending = []
 
     def _add(self, tokens: TensorDictBase, losses: TensorDictBase) -> None:
         # Each value is read once: on a GPU, reading waits for all that was launched before.
@@ -109,7 +115,7 @@ class StepRecord:
         """The metrics of a step that sampled so many tokens and took so many seconds.
 
         ``train/micro_batches`` counts those of all its optimizer steps; ``train/micro_batch_tokens`` is the mean number
-        of response tokens in one, prompts aside.
+        of response tokens in one, prompts aside; ``train/out_of_memory`` counts how often a step had to begin again.
         """
         steps = max(len(self._results), 1)
         terms = [name for name in self._sums if name.startswith("loss_")] or LOSSES
@@ -147,5 +153,6 @@ class StepRecord:
             metrics |= {
                 "train/micro_batches": self._micro_batches,
                 "train/micro_batch_tokens": self.trained_tokens / self._micro_batches,
+                "train/out_of_memory": self._out_of_memory,
             }
         return metrics | time_metrics(self.phases_s, step_s, sampled_tokens, self.trained_tokens)

@@ -89,9 +89,14 @@ class WandbLog:
                 dir=run_dir,
                 config=dict(config),
                 # A live terminal view is on: W&B must neither draw over it nor record it. A server that is away must
-                # not hold up the end of a run: what was not uploaded stays on the disk for `wandb sync`.
+                # not hold up the end of a run: what was not uploaded stays on the disk for `wandb sync`. Its own record
+                # of the command line would have the secrets in it; the run's summary has the command without them.
                 settings=wandb.Settings(
-                    silent=True, console="off", finish_timeout=FINISH_S, finish_timeout_raises=True
+                    silent=True,
+                    console="off",
+                    finish_timeout=FINISH_S,
+                    finish_timeout_raises=True,
+                    x_disable_meta=True,
                 ),
                 **more,
             )

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedModel
 
@@ -27,6 +26,7 @@ from grpo_rl.planner.memory import (
 )
 from grpo_rl.policies.compiler import has_compiler
 from grpo_rl.policies.hub import DEFAULT_MODEL, check_class, resolve_model
+from grpo_rl.policies.model_folder import local_folder
 from grpo_rl.settings.derived import adapters, responses_at_once
 from grpo_rl.settings.schema import Settings
 
@@ -175,8 +175,7 @@ def config_source(name: str) -> str:
     Raises:
         ValueError: it is not there, or can't be fetched.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    if folder := local_folder(name):
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {name!r}: {folder} has no config.json")
         check_class(folder)

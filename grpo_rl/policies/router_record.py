@@ -50,6 +50,14 @@ class RouterRecord:
             return {}
         return dict(zip(numbers, torch.cat(sums).cpu().split([len(of_layer) for of_layer in sums]), strict=True))
 
+    def sums(self) -> dict[int, Tensor]:
+        """A copy of the sums by layer, which stay."""
+        return {number: sums.clone() for number, sums in self._sums.items()}
+
+    def put_back(self, sums: dict[int, Tensor]) -> None:
+        """Forgets what was added since :meth:`sums` returned these."""
+        self._sums = {number: of_layer.clone() for number, of_layer in sums.items()}
+
     # Not traced: an MLP around a router may be compiled.
     @torch.compiler.disable
     @torch.no_grad()

@@ -55,7 +55,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     path = run_dir / SUMMARY
     try:
         summary = json.loads(path.read_bytes().decode()) if path.exists() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); remove it to do without a summary") from error
     if not isinstance(summary, dict):
         raise ValueError(f"{path} holds {type(summary).__name__}, not an object; remove it to do without a summary")
@@ -79,7 +79,7 @@ def read_overrides(run_dir: Path) -> list[str]:
     """
     try:
         words = yaml.safe_load(read_started(run_dir, OVERRIDES)) or []
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{run_dir / OVERRIDES} is not YAML ({error}); remove it to do without overrides") from error
     if not isinstance(words, list):
         raise ValueError(f"{run_dir / OVERRIDES} holds no list; remove it to do without overrides")
@@ -94,7 +94,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     """
     try:
         config = yaml.safe_load(read_started(run_dir, CONFIG)) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{run_dir / CONFIG} is not YAML ({error}); remove it to do without a config") from error
     if not isinstance(config, dict):
         raise ValueError(f"{run_dir / CONFIG} holds no settings; remove it to do without a config")

@@ -102,7 +102,15 @@ def build(sections: Sequence[Section], source: Path | Sequence[Path], head: Sect
     Raises:
         ValueError: the metrics or the summary can't be read; the head needs them.
     """
-    found = {SUMMARY.id: as_json(head.build(source))}
+    try:
+        found = {SUMMARY.id: as_json(head.build(source))}
+    except ValueError:
+        raise
+    except Exception as error:  # a run's folder may come from elsewhere: what its files hold decides the error
+        raise ValueError(
+            f"{source} can't be shown ({type(error).__name__}: {error}): its files hold what no run writes; where a "
+            "run of yours wrote them, please report it"
+        ) from error
     for section in sections:
         try:
             data = section.build(source)

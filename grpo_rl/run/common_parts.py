@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +19,7 @@ from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.training import checkpoint
 from grpo_rl.training.optimizer import PolicyOptimizer
 from grpo_rl.training.schedules import Schedules
+from grpo_rl.training.within_memory import WithinMemory
 from grpo_rl.weights.push import WeightSync
 
 
@@ -43,6 +45,11 @@ class CommonParts:
     loss: GRPOLoss | SFTLoss
     micro_batching: MicroBatching
 
+    @cached_property
+    def within_memory(self) -> WithinMemory:
+        """Splits optimizer steps into micro-batches that memory has room for."""
+        return WithinMemory(self.policy, self.micro_batching, self.optimizer.clear_gradients)
+
     def begin(self, state: Mapping[str, Any] | None, seed: int) -> None:
         """Restores a checkpoint's state, or seeds a new run; :meth:`begin_collecting` follows the first push.
 
@@ -57,6 +64,10 @@ class CommonParts:
         self.weights.check_base(state["base"])  # a checkpoint of adapters does not hold their base
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedules.restore(state["schedules"])
+        if "within_memory" in state:  # earlier versions had none
+            self.within_memory.restore(state["within_memory"])
+        if state.get("engine") and hasattr(self.engine, "restore"):
+            self.engine.restore(state["engine"])
         if self.engine is not None:  # SFT pushes nothing, so that its version stays
             self.weights.restore(state["version"])
         checkpoint.set_rng_state(state["rng"])
@@ -73,6 +84,8 @@ class CommonParts:
         return {
             "optimizer": self.optimizer.state_dict(),
             "schedules": self.schedules.state(),
+            "within_memory": self.within_memory.state(),
+            "engine": self.engine.state() if hasattr(self.engine, "state") else None,
             "collector": self.collector.state(),
             "version": self.weights.version,
             "base": self.weights.base_fingerprints(),

@@ -13,6 +13,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from grpo_rl.envs.sources import HUB_PREFIX
 from grpo_rl.monitor.progress import duration
+from grpo_rl.policies.model_folder import is_hub_name, local_folder
 from grpo_rl.run.model_files import CARD
 from grpo_rl.run.revisions import repository
 
@@ -115,16 +116,16 @@ def result(summary: Mapping[str, Any]) -> str:
 
 def on_hub(name: str) -> bool:
     """Tells whether a model's name is one of the hub: ``organisation/model``, and no folder here."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+    return name.count("/") == 1 and is_hub_name(name) and local_folder(name) is None
 
 
 def base_license(name: str) -> str | None:
     """The licence in the base model's own card, if that lies here."""
-    path = try_to_load_from_cache(name, CARD) if on_hub(name) else Path(name) / CARD
     try:
+        path = try_to_load_from_cache(name, CARD) if on_hub(name) else Path(name) / CARD
         text = Path(path).read_text() if isinstance(path, str | Path) else ""
         head = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
-    except (OSError, UnicodeDecodeError, IndexError, yaml.YAMLError):
+    except (OSError, ValueError, IndexError, yaml.YAMLError):  # a name may be no repository's, a card no text
         return None
     found = head.get("license") if isinstance(head, dict) else None
     return found if isinstance(found, str) else None

@@ -5,14 +5,16 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from tensordict import TensorDict
+
 from grpo_rl.data.group import Group
 from grpo_rl.distributed.ranks import Ranks
-from grpo_rl.engines.base import EngineDeadError
+from grpo_rl.engines.base import EngineDeadError, OutOfMemoryError
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.diagnosis import DIAGNOSED, RunDiagnosis
@@ -117,6 +119,8 @@ class Run(Generic[P]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if not self._training:
+            if isinstance(error, OutOfMemoryError):
+                raise SystemExit(f"Stopped before the first step: {error}") from error
             return
         if isinstance(error, DIAGNOSED) and self.logs.lineage:
             try:  # the failed step's lineage is what the user needs most
@@ -129,7 +133,7 @@ class Run(Generic[P]):
         if isinstance(error, ValueError):
             # A ValueError means wrong input, and is reported without a traceback; a failure from here on is a bug.
             raise RuntimeError(f"failed after step {self.step}: {error}") from error
-        if isinstance(error, EngineDeadError):
+        if isinstance(error, EngineDeadError | OutOfMemoryError):
             raise SystemExit(f"Stopped after step {self.step}: {error}. {self.folder.how_to_go_on}") from error
 
     @property
@@ -181,6 +185,18 @@ class Run(Generic[P]):
             if self.logs.lineage:
                 self.logs.lineage.begin(batch)
             yield batch
+
+    def micro_batches(self, batch: Sequence[Group]) -> Iterator[AbstractContextManager[TensorDict]]:
+        """The optimizer step's micro-batches, scored: blocks at whose end the gradient goes through the model.
+
+        Where memory runs out, the step begins again with smaller ones: see
+        :meth:`grpo_rl.training.within_memory.WithinMemory.micro_batches`.
+        """
+        return self.parts.within_memory.micro_batches(batch, self._begin_again)
+
+    def _begin_again(self, why: str) -> None:
+        self.record.begin_again()
+        self.logs.note(why)
 
     def check_mismatch(self) -> None:
         """Compares sampler and trainer over the optimizer step, once its micro-batches are in the record.

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -32,6 +33,7 @@ from grpo_rl.settings.own_files import check_own_files, own_files
 from grpo_rl.settings.relations import SCRIPTS
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.tasks import TASKS
+from grpo_rl.storage.masking import mask_files
 from grpo_rl.waits.watcher import watching
 
 
@@ -67,6 +69,17 @@ def _checked(cfg: DictConfig, mode: str) -> Settings:
     settings = Settings.read(cfg)
     check_machine(settings, mode)
     return settings
+
+
+def _mask_hydras_files() -> None:
+    """Masks secrets in what Hydra has written of the config and the command line, before anyone could refuse them."""
+    hydra_cfg = HydraConfig.get()
+    if not hydra_cfg.output_subdir:  # it has written none
+        return
+    files = [*(Path(hydra_cfg.runtime.output_dir) / hydra_cfg.output_subdir).glob("*.yaml")]
+    if hydra_cfg.mode == RunMode.MULTIRUN:
+        files += Path(hydra_cfg.sweep.dir).glob("multirun.yaml")
+    mask_files(files)
 
 
 def _show(text: str) -> None:
@@ -110,6 +123,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             # The live view replaces progress bars; transformers reads this where it is imported.
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             tqdm.set_lock(threading.RLock())  # tqdm's own lock may stay in /dev/shm when the run is killed
+            _mask_hydras_files()
             try:
                 settings = _checked(cfg, mode)
                 with watching(settings.logger.wait_deadline_s):
@@ -134,8 +148,10 @@ def main(config_name: str, mode: str = "sync") -> Callable:
 
         def entry() -> None:
             typed[:] = [*program(mode), *sys.argv[1:]]
+            # Ranks may share a folder, and would write and mask the same files at the same time.
+            beside = ["hydra.output_subdir=null"] if os.environ.get("RANK", "0") != "0" else []
             try:
-                sys.argv[1:] = arguments = arranged(choosing_configs(sys.argv[1:]))
+                sys.argv[1:] = arguments = arranged(choosing_configs([*sys.argv[1:], *beside]))
                 dataset, where = dataset_of(arguments, config_name), folders(arguments)
                 if (about := topic(arguments)) is not None:
                     says = function.__globals__["__doc__"] or ""

@@ -20,6 +20,7 @@ from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.relations import check_relations
 from grpo_rl.settings.sections import Env, Sections, declarations
 from grpo_rl.settings.tasks import TASKS
+from grpo_rl.storage.masking import masked
 from grpo_rl.training.former_settings import IGNORED, REMOVED
 
 ABSENT = object()
@@ -108,12 +109,16 @@ class Settings(Sections):
         return changed
 
     def as_json(self) -> str:
-        """The settings as JSON, as stored in checkpoints."""
-        return json.dumps(plain(self), sort_keys=True)
+        """The settings as JSON, as stored in checkpoints: without secrets.
+
+        Masked texts are told apart, as a run must not go on with others; those of loggers may differ.
+        """
+        values = {name: masked(value, name, told_apart=name != "logger") for name, value in plain(self).items()}
+        return json.dumps(values, sort_keys=True)
 
     def as_text(self) -> str:
-        """The settings as YAML, for people."""
-        return yaml.safe_dump(plain(self), sort_keys=False, allow_unicode=True)
+        """The settings as YAML, for people: without secrets."""
+        return yaml.safe_dump(masked(plain(self)), sort_keys=False, allow_unicode=True)
 
 
 def _with_own_defaults(values: Mapping[str, Any], dataset: str) -> Mapping[str, Any]:

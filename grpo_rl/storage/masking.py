@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import yaml
+
+from grpo_rl.storage.whole_file import write_whole
 
 MASK = "***"
 _SECRET = re.compile(r"key|token(?!i[sz])|secret|passw|credential", re.IGNORECASE)
@@ -12,11 +18,15 @@ _NEVER_A_COUNT = re.compile("secret|passw|credential", re.IGNORECASE)
 """Under a name with one of these a number is masked, too; a key or tokens may be counted."""
 _USERINFO = re.compile(r"(?<=://)[^/?#\s\"']+(?=@)")
 # Bounded, as a text may be long: open repeats would take the square of its length.
-_IN_TEXT = re.compile(
-    r"""(?P<name>(?:key|token(?!i[sz])|secret|passw|credential)[\w.-]{0,100}["']?\s{0,9}[:=]\s{0,9})"""
-    r"""(?P<value>"[^"]*"|'[^']*'|[^\s,;&}\]"']+)""",
-    re.IGNORECASE,
+_NAME = re.compile(
+    r"""(?:key|token(?!i[sz])|secret|passw|credential)[\w.-]{0,100}["']?\s{0,9}[:=]\s{0,9}""", re.IGNORECASE
 )
+_QUOTED = r""""(?:[^"\\]|\\.){0,4096}"|'(?:[^'\\]|\\.){0,4096}'"""
+_PARTS = re.compile(rf"{_QUOTED}|[\[\]{{}}]", re.DOTALL)
+_WORD = re.compile(rf"""{_QUOTED}|[^\s,;&}}\]"']+""", re.DOTALL)
+_ITEM = re.compile(rf"{_QUOTED}|[^,}}\]]+", re.DOTALL)
+"""A value in a list or mapping of an override, which may have spaces."""
+_TOLD_APART = re.compile(r"\*\*\*[0-9a-f]{3}|.* \(\*\*\*[0-9a-f]{3}\)", re.DOTALL)
 
 
 def is_secret(key: str) -> bool:
@@ -28,24 +38,37 @@ def is_secret(key: str) -> bool:
     return bool(_SECRET.search(key))
 
 
-def masked(value: Any, key: str = "") -> Any:
+def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
     """The same settings with ``***`` for each text that may be secret, and for user and password in each URL.
 
     Numbers stay, so that ``max_new_tokens`` can be read; those of a name with password, secret or credential don't.
+
+    Args:
+        told_apart: adds three digits of a digest, so that two texts are told apart in 4095 of 4096 cases, while of
+            4096 guesses at one of them one passes. A URL's user and password have none.
 
     >>> masked({"api_key": "abc", "max_new_tokens": 256, "uri": "https://me:pw@host/db", "hosts": ["a"]})
     {'api_key': '***', 'max_new_tokens': 256, 'uri': 'https://***@host/db', 'hosts': ['a']}
     >>> masked({"credentials": {"user": "me", "pin": 1234}})
     {'credentials': {'user': '***', 'pin': '***'}}
+    >>> masked({"key_column": "question"}, told_apart=True)
+    {'key_column': '***425'}
     """
     if isinstance(value, Mapping):
-        return {name: masked(inner, f"{key}.{name}") for name, inner in value.items()}
+        return {name: masked(inner, f"{key}.{name}", told_apart) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [masked(inner, key) for inner in value]
+        return [masked(inner, key, told_apart) for inner in value]
     if isinstance(value, str):
-        return MASK if value and is_secret(key) else masked_text(value)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return MASK if number and _NEVER_A_COUNT.search(key) else value
+        hidden = MASK if value and is_secret(key) else masked_text(value)
+    else:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        hidden = MASK if number and _NEVER_A_COUNT.search(key) else value
+    if not told_apart or hidden in (value, known := _USERINFO.sub(MASK, str(value))):
+        return hidden
+    if _TOLD_APART.fullmatch(known):  # of a checkpoint, which was masked before
+        return value
+    digits = hashlib.sha256(f"{key}\0{known}".encode()).hexdigest()[:3]
+    return MASK + digits if hidden == MASK else f"{hidden} ({MASK}{digits})"
 
 
 def masked_override(word: str) -> str:
@@ -53,27 +76,88 @@ def masked_override(word: str) -> str:
 
     >>> masked_override("+logger.settings.api_key=abc def"), masked_override("env.max_new_tokens=64")
     ('+logger.settings.api_key=***', 'env.max_new_tokens=64')
-    >>> masked_override("logger.settings={api_key: abc, project: p}")
-    'logger.settings={api_key: ***, project: p}'
+    >>> masked_override("logger.settings={api_key: abc def, hosts: [a], keys: [b, [c]], project: p}")
+    'logger.settings={api_key: ***, hosts: [a], keys: ***, project: p}'
     """
     key, equals, value = word.partition("=")
     if equals and value and is_secret(key) and (not _is_number(value) or _NEVER_A_COUNT.search(key)):
         return f"{key}={MASK}"
-    return masked_text(word)
+    return _masked_text(word, _ITEM if value.lstrip().startswith(("{", "[")) else _WORD)
 
 
 def masked_text(text: str) -> str:
     """Any text, such as a command or a message, with what follows the name of a secret, and users of URLs, masked.
 
+    Without quotes or brackets around it a value ends at the first space or comma.
+
     >>> masked_text("HF_TOKEN=hf_abc grpo-rl logger.settings.uri=postgres://me:pw@db/x?password=1")
     'HF_TOKEN=*** grpo-rl logger.settings.uri=postgres://***@db/x?password=***'
+    >>> masked_text("api_keys=[abc, 'd]ef'] and password='g h'")
+    'api_keys=*** and password=***'
     """
+    return _masked_text(text, _WORD)
 
-    def hide(found: re.Match[str]) -> str:
-        stays = _is_number(found["value"]) and not _NEVER_A_COUNT.search(found["name"])
-        return found[0] if stays else found["name"] + MASK
 
-    return _IN_TEXT.sub(hide, _USERINFO.sub(MASK, text))
+def _masked_text(text: str, plain: re.Pattern[str]) -> str:
+    text, at, parts = _USERINFO.sub(MASK, text), 0, []
+    while name := _NAME.search(text, at):
+        end = _end_of_value(text, name.end(), plain)
+        value = text[name.end() : end]
+        stays = not value or (_is_number(value) and not _NEVER_A_COUNT.search(name[0]))
+        parts += [text[at : name.end()], value if stays else MASK]
+        at = end
+    return "".join([*parts, text[at:]])
+
+
+def _end_of_value(text: str, start: int, plain: re.Pattern[str]) -> int:
+    """The end of the value that starts there; what opens a bracket ends where that is closed, or with the text."""
+    if not text.startswith(("[", "{"), start):
+        found = plain.match(text, start)
+        return found.end() if found else start
+    depth = 0
+    for part in _PARTS.finditer(text, start):
+        depth += (part[0] in "[{") - (part[0] in "]}")
+        if not depth:
+            return part.end()
+    return len(text)
+
+
+def mask_files(paths: Iterable[Path]) -> None:
+    """Masks the secrets in YAML files of settings and overrides; what can't be read as such is removed."""
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        try:
+            content = yaml.safe_load(text)
+        except yaml.YAMLError:
+            path.unlink()
+            continue
+        hidden = {word: masked_override(word) for word in _in_lists(content)}
+        # The longest first: one override may be the beginning of another.
+        known = sorted((word for word in hidden if hidden[word] != word), key=len, reverse=True)
+        changed = masked(_replaced(content, {word: hidden[word] for word in known}))
+        if changed != content:
+            write_whole(path, yaml.safe_dump(changed, sort_keys=False, allow_unicode=True))
+
+
+def _in_lists(value: Any, inside: bool = False) -> Iterator[str]:
+    """The texts in lists, where Hydra's files have overrides."""
+    if isinstance(value, str) and inside:
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _in_lists(inner, isinstance(value, list))
+
+
+def _replaced(value: Any, words: Mapping[str, str]) -> Any:
+    """The same with other words in all texts: Hydra also has the overrides as one text, joined by commas."""
+    if isinstance(value, Mapping):
+        return {name: _replaced(inner, words) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_replaced(inner, words) for inner in value]
+    if isinstance(value, str):
+        for word, hidden in words.items():
+            value = value.replace(word, hidden)
+    return value
 
 
 def _is_number(text: str) -> bool:

@@ -27,6 +27,7 @@ from grpo_rl.distributed.sharded_checkpoint import (
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics
 from grpo_rl.storage import checkpoint_file
 from grpo_rl.storage.dotted import flat
+from grpo_rl.storage.masking import masked
 from grpo_rl.storage.whole_file import make_folder
 from grpo_rl.training import logged
 from grpo_rl.training.former_settings import IGNORED, REMOVED
@@ -52,8 +53,11 @@ MAY_DIFFER = (
     "train.elastic",
     "train.keep_checkpoints",
     "train.keep_final_checkpoint",
+    "train.gradient_accumulation_steps",
     "train.lineage",
     "train.max_bad_steps",
+    "train.micro_batch_tokens",
+    "train_model.gradient_checkpointing",
     "train_model.lora.export",
     "train_model.num_devices",
     "train_model.devices",
@@ -348,7 +352,11 @@ def check_config(saved: str, current: str) -> None:
     Raises:
         ValueError: names each key with both values.
     """
-    before, now = flat(json.loads(saved)), flat(json.loads(current))
+    # Earlier versions wrote secrets, too: masked, they are those of this version.
+    before, now = (
+        flat({name: masked(value, name, told_apart=True) for name, value in json.loads(config).items()})
+        for config in (saved, current)
+    )
     before = {k: v for k, v in before.items() if k not in IGNORED and (k not in REMOVED or v != REMOVED[k])}
     # A schedule that does not decay is the same however long the run: it may be prolonged.
     may_differ = (*MAY_DIFFER, *([length_setting(now)] if now.get("optimizer.schedule") == "constant" else []))

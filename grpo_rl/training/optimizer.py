@@ -193,8 +193,10 @@ class PolicyOptimizer:
         return StepResult(grad_norm=norm, lr=lr, skipped=not (finite and grads) or overflows, trouble=trouble)
 
     def clear_gradients(self) -> None:
-        """Drops the accumulated gradients."""
+        """Drops the accumulated gradients, and those that a backward pass which broke off left behind."""
         self._optimizer.zero_grad(set_to_none=True)
+        for param in self._params:
+            param.grad = None
         if self._queue:
             self._queue.clear()
 

@@ -85,6 +85,7 @@ def test_a_cluster_of_this_machine_listens_on_loopback_alone_and_nobody_else_can
     assert node == "127.0.0.1" and len(addresses) > 5, "head, raylet, agents and actor listen"
     exposed = [ip for ip in addresses if not ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback]
     assert not exposed
+    assert not ray._private.worker.get_dashboard_url()
     folder = session_folder()
     assert (folder / "sockets").is_dir()
     assert any(parent.stat().st_mode & 0o077 == 0 for parent in folder.parents)

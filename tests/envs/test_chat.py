@@ -38,13 +38,23 @@ def test_the_templates_own_end_of_a_turn_is_kept_where_another_token_ended_the_a
         tokenizer.chat_template = before
 
 
-def test_a_template_that_changes_earlier_turns_is_refused(tokenizer):
-    forgets = (
-        "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}|{% endfor %}"
-    )
-    tokenizer.chat_template, before = forgets, tokenizer.chat_template
+FORGETS = "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}|{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (FORGETS, "changes earlier turns"),
+        ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", "or leaves them out"),
+        ("{{ raise_exception('no such role') }}", r"refuses messages with the roles \['assistant', 'user'\]: no such"),
+        ("{{ 1 // (2 - messages | length) }}", "refuses messages .*: ZeroDivisionError: "),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "refuses messages .*: RecursionError: "),
+    ],
+)
+def test_a_template_that_fails_or_changes_earlier_turns_is_refused(tokenizer, template, why):
+    tokenizer.chat_template, before = template, tokenizer.chat_template
     try:
-        with pytest.raises(ValueError, match="changes earlier turns"):
+        with pytest.raises(ValueError, match=why):
             encode_reply(tokenizer, REPLY)
     finally:
         tokenizer.chat_template = before

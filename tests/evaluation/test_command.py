@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from grpo_rl.cli import main
+from grpo_rl.engines.base import OutOfMemoryError
 from grpo_rl.envs.base import Reward, Task
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.evaluation.models import model_folder
@@ -85,8 +86,9 @@ def test_an_evaluation_that_was_cut_off_goes_on_with_the_tasks_that_lack(server,
     assert "another model or with other settings" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", [ValueError, OutOfMemoryError])
 def test_a_task_that_cannot_be_judged_fails_alone_and_the_source_is_closed_once(
-    server, data, tmp_path, capsys, monkeypatch
+    server, data, tmp_path, capsys, monkeypatch, kind
 ):
     closed, server.respond = [], lambda body: "<answer>1</answer>\ud800"
     monkeypatch.setattr(ServedSource, "close", lambda self: closed.append(self))
@@ -94,7 +96,7 @@ def test_a_task_that_cannot_be_judged_fails_alone_and_the_source_is_closed_once(
 
     def evaluate(self, name, *rest):
         if name == "countdown":
-            raise ValueError("none of the 4 held-out responses could be judged")
+            raise kind("none of the 4 held-out responses could be judged")
         return real(self, name, *rest)
 
     monkeypatch.setattr(ServedSource, "evaluate", evaluate)

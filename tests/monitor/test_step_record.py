@@ -24,8 +24,10 @@ def test_means_are_over_tokens_and_losses_over_optimizer_steps():
     record = StepRecord()
     record.add(*micro_batch([-1.0], [True], tokens=1.0, entropy=3.0, loss_objective=1.0))
     record.add(*micro_batch([-1.0] * 3, [True] * 3, tokens=3.0, entropy=1.0, loss_objective=2.0))
+    record.complete()
     record.add_result(StepResult(grad_norm=2.0, lr=0.1, skipped=False))
     record.add(*micro_batch([-1.0] * 4, [True] * 4, tokens=4.0, entropy=4.0, loss_objective=3.0))
+    record.complete()
     record.add_result(StepResult(grad_norm=4.0, lr=0.2, skipped=False))
     metrics = record.metrics(sampled_tokens=0, step_s=1.0)
     assert metrics["entropy"] == (3 + 1 + 4) / (1 + 3 + 4)
@@ -36,6 +38,7 @@ def test_means_are_over_tokens_and_losses_over_optimizer_steps():
 def test_what_a_loss_doesnt_have_is_not_logged():
     record = StepRecord()
     record.add(*micro_batch([-1.0], [True], tokens=1.0))
+    record.complete()
     names = record.metrics(sampled_tokens=0, step_s=1.0).keys()
     assert not names & {"kl/ref", "clip/dual_fraction"} and not any(name.startswith("correction/") for name in names)
 
@@ -45,6 +48,7 @@ def test_correction_weights_are_told_by_mean_share_at_a_bound_and_effective_samp
     record = StepRecord()
     record.add(*micro_batch([-1.0] * 2, [True] * 2, tokens=2.0, correction=4.0, correction_squared=8.0, corrected=2))
     record.add(*micro_batch([-1.0] * 2, [True] * 2, tokens=2.0, correction=1.0, correction_squared=1.0, corrected=1))
+    record.complete()
     metrics = record.metrics(sampled_tokens=0, step_s=1.0)
     assert (metrics["correction/mean"], metrics["correction/bounded_fraction"]) == (1.25, 0.75)
     assert metrics["correction/ess"] == pytest.approx(25 / 36)
@@ -54,15 +58,29 @@ def test_micro_batches_are_counted_with_their_mean_tokens():
     record = StepRecord()
     for tokens in (1, 3, 8):
         record.add(*micro_batch([-1.0] * tokens, [True] * tokens, tokens=float(tokens)))
+        record.complete()
         record.add_result(StepResult(grad_norm=1.0, lr=0.1, skipped=False))
     metrics = record.metrics(sampled_tokens=0, step_s=1.0)
     assert (metrics["train/micro_batches"], metrics["train/micro_batch_tokens"]) == (3, 4.0)
     assert "train/micro_batches" not in StepRecord().metrics(sampled_tokens=0, step_s=1.0)  # nothing was trained on
 
 
+def test_micro_batches_of_a_step_that_begins_again_do_not_count():
+    record = StepRecord()
+    record.add(*micro_batch([-1.0] * 8, [True] * 8, tokens=8.0, loss_objective=5.0))
+    record.begin_again()
+    for _ in range(2):
+        record.add(*micro_batch([-1.0] * 4, [True] * 4, tokens=4.0, loss_objective=1.0))
+    record.complete()
+    record.add_result(StepResult(grad_norm=1.0, lr=0.1, skipped=False))
+    metrics = record.metrics(sampled_tokens=0, step_s=1.0)
+    assert (metrics["train/micro_batches"], metrics["train/out_of_memory"], metrics["loss/objective"]) == (2, 1, 2.0)
+
+
 def test_a_step_without_a_trained_token_has_metrics():
     record = StepRecord()
     record.add(*micro_batch([-1.0], [False], tokens=0.0))
+    record.complete()
     assert record.metrics(sampled_tokens=0, step_s=1.0)["loss/total"] == 0.0
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import os
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +18,16 @@ from grpo_rl.data.advantages import AdvantageEstimator
 from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.data.group import Group
+from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.monitor.metrics import MetricsLog
+from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.testing import random_group, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
+from grpo_rl.training.within_memory import WithinMemory
 
 END = 0
 """The tiny model's end of sequence, which is its padding too."""
@@ -237,3 +245,55 @@ def test_the_example_of_the_troubleshooting_page_prints_what_it_says(capsys):
     (block,) = re.findall(r"<!-- loss -->\n```python\n(.*?)```", page, re.DOTALL)
     exec(compile(block, "docs/troubleshooting.md", "exec"), {})  # our own page, not data
     assert capsys.readouterr().out.strip() == re.findall(r"# (0\.0 .*)", block)[0]
+
+
+# ---- a long run does not creep ----
+
+
+def held():
+    """What this process holds: objects of Python, tensors and their bytes, open files, threads."""
+    gc.collect()
+    objects = gc.get_objects()
+    tensors = [x for x in objects if isinstance(x, torch.Tensor)]
+    return {
+        "objects": len(objects),
+        "tensors": len(tensors),
+        "bytes": sum(x.nbytes for x in tensors),
+        "files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
+        "threads": threading.active_count(),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leak", [None, "tensors"])
+def test_200_steps_hold_no_more_than_50(model, leak, tmp_path):
+    policy, kept = TrainPolicy.load(model, torch.bfloat16), []
+    optimizer, loss, metrics = PolicyOptimizer(policy.model, lr=1e-4), GRPOLoss(), MetricsLog(tmp_path)
+    engine = ScriptedEngine(lambda prompt, g: [5, 6, END][g:])
+    within, at = WithinMemory(policy, MicroBatching(64), optimizer.clear_gradients), {}
+    for step in range(1, 201):
+        if step in (50, 200):
+            at[step] = held()
+        record = StepRecord()
+        (samples,) = engine.generate([[3, 4, 5]], 2, Sampling())
+        group = random_group(prompt=3, lengths=samples.offsets.diff().tolist(), vocab=257, group_id=step, seed=step)
+        buffer = GroupBuffer(1, 1)
+        buffer.extend(AdvantageEstimator("no_std")([replace(group, rewards=torch.tensor([0.0, 1.0]))]))
+        for batch in buffer.batches():
+            record.begin(batch)
+            for micro_batch in within.micro_batches(batch, print):
+                with micro_batch as tokens:
+                    losses = loss(tokens)
+                    losses["loss"].backward()
+                    record.add(tokens, losses)
+            record.complete()
+            record.add_result(optimizer.step(record.loss_is_finite))
+        metrics.log(step, record.metrics(sampled_tokens=5, step_s=1.0))
+        if leak:
+            kept.append(torch.ones(3))
+    grown = {name: at[200][name] - at[50][name] for name in at[50]}
+    # Caches of libraries may take a few more; a leak takes one a step at least.
+    assert (grown["objects"] >= 140) == bool(leak), grown
+    assert (grown["tensors"] >= 140) == bool(leak), grown
+    assert (grown["bytes"] >= 140 * torch.ones(3).nbytes) == bool(leak), grown
+    assert grown["files"] <= 0 and grown["threads"] <= 0, grown

@@ -34,7 +34,42 @@ def test_a_password_of_digits_is_masked():
     assert masked_override("logger.settings.password=1234") == "logger.settings.password=***"
 
 
-@pytest.mark.parametrize("text", ["x", "key", "://", "token ", "://x", "key="])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "x={api_key: abc123 def456, project: p}",
+        "x={api_keys: [abc123, def456], project: p}",
+        "x={credentials: {user: abc123, more: [def456]}, project: p}",
+        "x=[{password: 'abc123, def456'}, {project: p}]",
+        "x={secret: [{a: abc123}, ']', \"def456]\"], project: p}",
+        "x={secret: 'abc123\\' def456', project: p}",
+    ],
+)
+def test_no_comma_space_or_bracket_ends_a_secret_in_an_override(word):
+    hidden = masked_override(word)
+    assert "abc123" not in hidden and "def456" not in hidden and "project: p" in hidden
+
+
+def test_a_text_may_have_a_secret_in_quotes_or_brackets():
+    hidden = masked_text("it said keys=[abc123, def456], password='ab c1', token=\"x\" and went on")
+    assert hidden == "it said keys=***, password=***, token=*** and went on"
+
+
+def test_masked_texts_are_told_apart_without_a_way_back():
+    def apart(key, text):
+        return masked({key: text}, told_apart=True)[key]
+
+    assert apart("key_column", "a") != apart("key_column", "b") and apart("key_column", "a") == apart("key_column", "a")
+    assert apart("note", "the key: a") != apart("note", "the key: b")
+    assert masked({"key_column": apart("key_column", "a")}, told_apart=True) == {"key_column": apart("key_column", "a")}
+    assert masked({"note": apart("note", "the key: a")}, told_apart=True) == {"note": apart("note", "the key: a")}
+    # A new password of the same place is the same place.
+    assert apart("path", "s3://me:pw@host/x") == apart("path", "s3://me:other@host/x") == "s3://***@host/x"
+    # So few digits fit many texts, and can't be used to try a password.
+    assert len({apart("password", f"guess-{i}") for i in range(20_000)}) <= 4096
+
+
+@pytest.mark.parametrize("text", ["x", "key", "://", "token ", "://x", "key=", "key=[", "key='\\", 'key={"\\'])
 def test_a_long_text_takes_no_more_than_its_length(text):
     begun = time.process_time()
     masked_text(text * 100_000)

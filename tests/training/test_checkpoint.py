@@ -33,6 +33,7 @@ from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.run.claim import claim, set_logs_aside
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.storage import checkpoint_file
+from grpo_rl.storage.masking import masked
 from grpo_rl.training import checkpoint
 
 
@@ -252,6 +253,32 @@ def test_another_config_is_refused_with_the_keys_that_differ():
         checkpoint.check_config(json.dumps(saved), json.dumps(current))
     assert "logger" not in str(error.value)
     checkpoint.check_config(json.dumps(saved), json.dumps(saved | {"resume": "auto"}))
+
+
+def test_what_a_run_that_lacks_memory_is_told_to_set_may_be_set():
+    saved = {"train": {"micro_batch_tokens": 8192, "gradient_accumulation_steps": 2}, "policy": {"kl_coef": 0.1}}
+    told = {
+        "train": {"micro_batch_tokens": 512, "gradient_accumulation_steps": None},
+        "train_model": {"gradient_checkpointing": True},
+        "inference_model": {"gpu_memory_utilization": 0.3},
+    }
+    checkpoint.check_config(json.dumps(saved), json.dumps(saved | told))
+    with pytest.raises(ValueError, match=r"policy\.kl_coef"):
+        checkpoint.check_config(json.dumps(saved), json.dumps(told))
+
+
+def test_another_text_that_is_masked_is_another_config(tmp_path):
+    def settings(text, password="p"):
+        values = {"env": {"key_column": text}, "logger": {"settings": {"api_key": text}}, "db": f"x://me:{password}@h"}
+        return json.dumps({name: masked(value, name, told_apart=name != "logger") for name, value in values.items()})
+
+    unmasked = json.dumps({"env": {"key_column": "a"}, "logger": {"settings": {"api_key": "s"}}, "db": "x://me:p@h"})
+    checkpoint.check_config(settings("a"), settings("a", "q"))
+    checkpoint.check_config(unmasked, settings("a"))  # of an earlier version
+    with pytest.raises(ValueError, match=r"env\.key_column: \*\*\*\w{3} in the checkpoint, \*\*\*\w{3} here$"):
+        checkpoint.check_config(settings("a"), settings("b"))
+    with pytest.raises(ValueError, match=r"env\.key_column"):
+        checkpoint.check_config(unmasked, settings("b"))
 
 
 def test_a_run_that_a_mismatch_stopped_can_go_on_without_the_bound():

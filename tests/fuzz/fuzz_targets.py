@@ -1,0 +1,554 @@
+"""The targets: each reader of foreign text or files, the error that it documents, and what holds of its result."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import canaries
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from fuzz_inputs import CORPUS, as_bytes
+
+CHEAP_S, DEAR_S = 2.0, 10.0
+"""CPU seconds that one input may take. Most take milliseconds; the square of a long text's length takes minutes."""
+BESIDE_S = 20.0
+"""Seconds by the clock where another process does the work: its deadline, again alone, and the start of another."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reader under test.
+
+    Args:
+        prepare: makes the argument of ``read`` from the input, as by writing it into a file; not watched.
+        read: the reader under test; it may run no code of the input, write no file and open no socket.
+        seeds: inputs that it takes; bytes for files that are not text.
+        check: asserts what must hold of the result.
+        error: the one error that it documents; None: no input makes it raise.
+        examples: in ``make test``.
+        may_name_environment: allows the canary's value in results and messages: a config can read the environment.
+        watched: False: another process does the work and watches it, and this one may start it anew.
+        clock: seconds of the work; other processes have no part in this thread's CPU time.
+    """
+
+    name: str
+    prepare: Callable[[Any, Path], Any]
+    read: Callable[[Any], Any]
+    seeds: Callable[[Path], Sequence[Any]]
+    check: Callable[[Any], None] = lambda result: None
+    error: type[Exception] | None = ValueError
+    deadline_s: float = CHEAP_S
+    examples: int = 200
+    may_name_environment: bool = False
+    watched: bool = True
+    clock: Callable[[], float] = time.thread_time
+
+
+class Broken(AssertionError):
+    """A property does not hold for an input."""
+
+
+def run(target: Target, data: Any, folder: Path) -> None:
+    """One input through a target.
+
+    Raises:
+        Broken: it raised another error, took too long, or code of the input may have run.
+    """
+    argument, error, result = target.prepare(data, folder), None, None
+    begun = target.clock()
+    with canaries.watched() if target.watched else nullcontext([]) as seen:
+        try:
+            result = target.read(argument)
+        except Exception as caught:
+            error = caught
+    seconds = target.clock() - begun
+    if seen:
+        raise Broken(f"it did {seen[:3]}")
+    # A library's own kind of ValueError names neither file nor remedy.
+    known = target.error is not None and isinstance(error, target.error)
+    ours = type(error) is target.error or type(error).__module__.startswith("grpo_rl.")
+    if error is not None and not (known and ours and str(error).strip()):
+        raise Broken(f"it raised {type(error).__name__}: {str(error)[:300]!r}") from error
+    if seconds > target.deadline_s:
+        raise Broken(f"it took {seconds:.1f} s")
+    if not target.may_name_environment and canaries.VALUE in (repr(result) if error is None else str(error)):
+        raise Broken("it tells the value of an environment variable")
+    if error is None:
+        target.check(result)
+
+
+def _as_is(data: Any, folder: Path) -> Any:
+    return data
+
+
+def _corpus(name: str) -> Callable[[Path], Sequence[Any]]:
+    return lambda folder: CORPUS[name]
+
+
+def _file(name: str) -> Callable[[Any, Path], Path]:
+    def write(data: Any, folder: Path) -> Path:
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(as_bytes(data) if isinstance(data, str) else data)
+        return path
+
+    return write
+
+
+# ---- the text of a model ----
+
+
+def _lazily(module: str, name: str) -> Callable[..., Any]:
+    @cache
+    def found() -> Any:
+        return getattr(importlib.import_module(f"grpo_rl.{module}"), name)
+
+    return lambda *arguments, **named: found()(*arguments, **named)
+
+
+_calculate = _lazily("envs.tools.arithmetic", "calculate")
+
+
+def _short_text(result: str) -> None:
+    assert isinstance(result, str) and len(result) < 200, result
+
+
+@cache
+def _tasks() -> dict[str, tuple[Any, dict]]:
+    from grpo_rl.envs.calculator import Calculator
+    from grpo_rl.envs.countdown import Countdown
+    from grpo_rl.envs.gsm8k import GSM8K
+    from grpo_rl.envs.search_qa import SearchQA
+    from grpo_rl.envs.tools.search_index import Document, SearchIndex
+
+    sums, puzzle = {"question": "3 + 4?", "answer": "#### 7"}, {"numbers": [3, 7, 50], "target": 47}
+    question = {"question": "Who wrote Turandot?", "answer": "Puccini", "documents": ["Turandot"]}
+    index = SearchIndex([Document("Turandot", "An opera by Puccini."), Document("Emma", "A novel.")])
+    return {
+        "gsm8k": (GSM8K([sums]), sums),
+        "countdown": (Countdown([puzzle]), puzzle),
+        "calculator": (Calculator([sums]), sums),
+        "search": (SearchQA([question], index), question),
+    }
+
+
+def _scored(name: str) -> Callable[[str], Any]:
+    def score(text: str) -> Any:
+        task, row = _tasks()[name]
+        return task.score(row, text), task.final_answers([text])
+
+    return score
+
+
+def _conversed(name: str) -> Callable[[str], Any]:
+    """A turn of the policy, the task's reply to it, and the score of both with a second turn."""
+
+    def converse(text: str) -> Any:
+        task, row = _tasks()[name]
+        messages = [*task.prompt(row), {"role": "assistant", "content": text}]
+        reply = task.reply(row, messages)
+        if reply is not None:
+            messages += [*reply, {"role": "assistant", "content": text}]
+        return task.score_dialog(row, messages), reply
+
+    return converse
+
+
+def _reward(result: tuple[Any, Any]) -> None:
+    assert all(value == value and abs(value) < 1e6 for value in result[0].parts.values()), result
+
+
+def _boxes(text: str) -> Any:
+    tags, numbers = (importlib.import_module(f"grpo_rl.envs.grading.{name}") for name in ("tags", "numbers"))
+    return tags.last_boxed(text, 300), tags.last_answer(text), numbers.extract_answer(text)
+
+
+def equal_watched(gold: str, answer: str | None) -> list[str]:
+    """Forbidden events of the comparison of an answer, in a worker."""
+    from grpo_rl.envs.grading.boxed import equal
+
+    equal(gold, "1")  # imports, before anything is watched
+    with canaries.watched() as seen:
+        equal(gold, answer)
+    return list(seen)
+
+
+@cache
+def _comparisons() -> Any:
+    from grpo_rl.envs.guards.isolation import IsolatedCalls
+
+    return IsolatedCalls(equal_watched, deadline_s=5.0, workers=1)
+
+
+def _compare(text: str) -> Any:
+    return _comparisons().map([(r"\frac{1}{2}", text[:300])])[0]
+
+
+def _only_deadlines(result: Any) -> None:
+    from grpo_rl.envs.guards.isolation import WorkerDied
+
+    allowed = isinstance(result, (list, TimeoutError, MemoryError, WorkerDied))
+    assert allowed and not (isinstance(result, list) and result), result
+
+
+def _guarded(text: str) -> Any:
+    from grpo_rl.envs.grading.verification import verdicts
+
+    return verdicts(["1/2"], [rf"\boxed{{{text}}}"], 1.0)
+
+
+def _is_verdict(result: Any) -> None:
+    from grpo_rl.envs.grading.verification import Verdict
+
+    assert isinstance(result[0], Verdict), result
+
+
+@cache
+def _instructions() -> Any:
+    from grpo_rl.envs.ifeval.verdicts import parse
+
+    given = CORPUS["ifeval instructions"][0]
+    row = json.loads(given)
+    return parse(row["instruction_id_list"], row["kwargs"], "a row")
+
+
+def _followed(text: str) -> Any:
+    from grpo_rl.envs.ifeval.verdicts import verdicts
+
+    return verdicts(_instructions(), text), verdicts(_instructions(), text, loose=True)
+
+
+def _instruction_row(text: str) -> Any:
+    from grpo_rl.envs.ifeval.verdicts import check
+
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    ids, arguments = (row.get(key) if isinstance(row, dict) else None for key in ("instruction_id_list", "kwargs"))
+    if not isinstance(ids, list) or not isinstance(arguments, list):
+        return None
+    return check(ids, arguments, "A response.", prompt="A prompt.")
+
+
+# ---- chat templates, which come with a model ----
+
+
+@cache
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as Decoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(BPE({sign: at for at, sign in enumerate(["<end>", *sorted(ByteLevel.alphabet())])}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), Decoder()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}<end>{% endfor %}>"
+    fast.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)  # compiled once
+    return fast
+
+
+def _in_chat(text: str) -> str:
+    from grpo_rl.envs.chat import templated
+
+    return templated(_tokenizer(), [{"role": "user", "content": text}], tokenize=False)
+
+
+def _without_powers(text: str, folder: Path) -> str:
+    """The template without powers, which can take hours: how long a template takes is not promised."""
+    return text.replace("**", "*")
+
+
+def _by_template(template: str) -> Any:
+    from grpo_rl.envs.chat import encode_prompts, encode_reply
+
+    tokenizer = copy.copy(_tokenizer())
+    tokenizer.chat_template = template
+    prompts = encode_prompts(tokenizer, [[{"role": "system", "content": "s"}, {"role": "user", "content": "1 + 1?"}]])
+    return prompts[0], encode_reply(tokenizer, [{"role": "tool", "content": "2"}])
+
+
+def _of_ids(result: tuple[list, list]) -> None:
+    assert all(isinstance(i, int) for ids in result for i in ids), result
+
+
+# ---- configs ----
+
+
+def _override_words(text: str, folder: Path) -> list[str]:
+    return [word for word in text.split("\n") if word]
+
+
+def _composed(words: list[str]) -> Any:
+    from grpo_rl.settings.compose import compose_config
+    from grpo_rl.settings.schema import Settings
+
+    return Settings.read(compose_config("grpo_gsm8k", words))
+
+
+def _own_config(path: Path) -> Any:
+    """A config file of the user's own, as `+experiment=fuzzed --config-dir FOLDER` reads it."""
+    from grpo_rl.settings.compose import compose_config
+    from grpo_rl.settings.own_files import check_own_files
+    from grpo_rl.settings.schema import Settings
+
+    cfg = compose_config("grpo_gsm8k", [f"hydra.searchpath=[file://{path.parents[1]}]", "+experiment=fuzzed"])
+    check_own_files([(path, "")], "gsm8k")
+    return Settings.read(cfg)
+
+
+def _is_settings(settings: Any) -> None:
+    from grpo_rl.settings.schema import Settings
+
+    assert type(settings) is Settings and yaml.safe_load(settings.as_text())
+
+
+def _trl(path: Path) -> Any:
+    from grpo_rl.migration.from_trl import convert
+    from grpo_rl.migration.trl_config import read_trl
+
+    fields, _ = read_trl(path)
+    made = convert(fields)
+    text = made.as_yaml("its config")
+    text.encode()
+    return yaml.safe_load(text), made.config
+
+
+def _is_converted(result: tuple[dict, dict]) -> None:
+    written, config = result
+    assert set(written) == {"defaults", *config}, (written, config)
+
+
+# ---- files of runs from elsewhere ----
+
+
+def _checkpoints(folder: Path) -> list[bytes]:
+    import torch
+
+    from grpo_rl.storage import checkpoint_file
+
+    class Planted:
+        def __reduce__(self):
+            return os.system, (f"touch {folder / 'planted'}",)
+
+    path = folder / "seed.pt"
+    checkpoint_file.write(path, {"step": 3, "weights": {"w": torch.arange(6.0)}, "config": '{"a": 1}'})
+    whole = path.read_bytes()
+    torch.save({"step": 3, "weights": torch.ones(2)}, path)
+    plain = path.read_bytes()
+    torch.save({"step": 3, "bad": Planted()}, path)
+    planted = path.read_bytes()
+    torch.save({"step": 3, "bad": Planted()}, path, _use_new_zipfile_serialization=False)
+    return [whole, plain, planted, path.read_bytes()]
+
+
+def _checkpoint(path: Path) -> Any:
+    from grpo_rl.storage import checkpoint_file
+
+    checkpoint_file.check(path)
+    return checkpoint_file.read(path)
+
+
+def _unchecked_checkpoint(path: Path) -> Any:
+    from grpo_rl.storage import checkpoint_file
+
+    return checkpoint_file.read(path)
+
+
+def _metrics(path: Path) -> Any:
+    from grpo_rl.monitor.metrics import read_metrics
+
+    return read_metrics(path)
+
+
+def _of_numbers(rows: list[dict]) -> None:
+    assert all(isinstance(row["step"], int) and isinstance(row, dict) for row in rows)
+
+
+def _lineage_folder(folder: Path) -> Path:
+    import torch
+
+    from grpo_rl.losses.grpo import GRPOLoss
+    from grpo_rl.monitor.lineage import LineageLog
+    from grpo_rl.testing import random_group
+
+    run = folder / "lineage_run"
+    if not run.exists():
+        group = random_group(lengths=[2, 3]).with_advantages(torch.tensor([1.0, -1.0]))
+        config = {"policy": {"kl_coef": 0.0}, "loss": {"mask_truncated": False}}
+        LineageLog(run, json.dumps(config), GRPOLoss()).write(1, [group], 0.0)
+    return run
+
+
+def _lineage_seeds(part: str) -> Callable[[Path], list[bytes]]:
+    return lambda folder: [(_lineage_folder(folder) / part / "step_000001.parquet").read_bytes()]
+
+
+def _lineage(part: str) -> Callable[[bytes, Path], Path]:
+    def write(data: bytes, folder: Path) -> Path:
+        run = _lineage_folder(folder)
+        for name, content in _whole_lineage(run).items():
+            (run / name / "step_000001.parquet").write_bytes(data if name == part else content)
+        return run
+
+    return write
+
+
+@cache
+def _whole_lineage(run: Path) -> dict[str, bytes]:
+    from grpo_rl.monitor.lineage import RESPONSES, TOKENS
+
+    return {name: (run / name / "step_000001.parquet").read_bytes() for name in (TOKENS, RESPONSES)}
+
+
+def _read_lineage(run: Path) -> Any:
+    from grpo_rl.monitor.lineage_reader import read_step
+
+    return read_step(run, 1)
+
+
+RUN_FILES = ("metrics.jsonl", "summary.json", "config.yaml", "overrides.yaml", "evaluation.json", ".lock")
+
+
+def _run_folder(text: str, folder: Path) -> Path:
+    """A run's folder whose files hold parts of the text: one begins at each line `=== NAME`."""
+    run = folder / "foreign"
+    run.mkdir(exist_ok=True)
+    for name in RUN_FILES:
+        (run / name).unlink(missing_ok=True)
+    for part in ("\n" + text).split("\n=== ")[1:]:
+        name, _, content = part.partition("\n")
+        if name in RUN_FILES:
+            (run / name).write_bytes(as_bytes(content))
+    return run
+
+
+def _completions(text: str, folder: Path) -> Path:
+    """A run whose responses are the text."""
+    run = folder / "foreign_responses"
+    (run / "completions.parquet").mkdir(parents=True, exist_ok=True)
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    text = text.encode("utf-8", "replace").decode()
+    row = {"step": 1, "group_id": 0, "prompt": text, "response": text, "gold": text, "reward": 1.0, "advantage": 0.5}
+    pq.write_table(pa.Table.from_pylist([row, row]), run / "completions.parquet" / "part-00000001.parquet")
+    return run
+
+
+def _page(run: Path) -> str:
+    from grpo_rl.report import page
+
+    return page.assemble(page.SECTIONS, page.build(page.SECTIONS, run))
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.found: list[tuple[str, dict]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def _no_foreign_markup(html: str) -> None:
+    parser = _Tags()
+    parser.feed(html)
+    scripts = [attributes for tag, attributes in parser.found if tag == "script"]
+    assert sum(attributes.get("type") != "application/json" for attributes in scripts) == 1, scripts
+    assert not any(name.startswith("on") or name == "src" for _, names in parser.found for name in names)
+    assert not any(tag in ("img", "iframe", "object", "embed") for tag, _ in parser.found)
+    assert not any("javascript:" in (names.get("href") or "") for _, names in parser.found)
+
+
+def _hub_name(name: str) -> Any:
+    from grpo_rl.policies.model_folder import check_name
+    from grpo_rl.run.model_card import on_hub
+
+    check_name(name)
+    return on_hub(name)
+
+
+@cache
+def _finished() -> tuple[dict, dict]:
+    from grpo_rl.settings.compose import compose_config
+    from grpo_rl.settings.declaration import plain
+    from grpo_rl.settings.schema import Settings
+
+    config = plain(Settings.read(compose_config("grpo_gsm8k", [])))
+    return config, {"steps": 4, "seconds": 9.0, "grpo_rl": "0", "config_hash": "0", "versions": {"torch": "2"}}
+
+
+def _card(text: str) -> str:
+    """The card of a run whose model has this name, and that was started by this command."""
+    from grpo_rl.run.model_card import model_card
+
+    config, summary = _finished()
+    return model_card(config | {"model": config["model"] | {"name": text}}, summary | {"command": text})
+
+
+def _front_matter(card: str) -> None:
+    head = yaml.safe_load(card.split("\n---\n")[0].removeprefix("---\n"))
+    expected = {"library_name", "pipeline_tag", "base_model", "license", "datasets", "tags"}
+    assert isinstance(head, dict) and set(head) <= expected, head
+
+
+def _rows(path: Path) -> Any:
+    from grpo_rl.envs.gsm8k import load_rows
+
+    return list(load_rows(path))
+
+
+TARGETS = [
+    Target("calculate", _as_is, _calculate, _corpus("calculate"), _short_text, error=None),
+    Target("boxes and tags", _as_is, _boxes, _corpus("responses"), error=None),
+    *(
+        Target(name, _as_is, _scored(name), _corpus("responses"), _reward, error=None)
+        for name in ("gsm8k", "countdown")
+    ),
+    *(
+        Target(f"{name} calls", _as_is, _conversed(name), _corpus("calls"), _reward, error=None)
+        for name in ("calculator", "search")
+    ),
+    Target("ifeval responses", _as_is, _followed, _corpus("responses"), error=None, examples=100),
+    Target("ifeval instructions", _as_is, _instruction_row, _corpus("ifeval instructions")),
+    Target("math", _as_is, _compare, _corpus("math"), _only_deadlines, error=None, deadline_s=BESIDE_S, examples=100,
+           watched=False, clock=time.monotonic),
+    Target("math verdicts", _as_is, _guarded, _corpus("math"), _is_verdict, error=None, deadline_s=BESIDE_S,
+           examples=60, watched=False, clock=time.monotonic),
+    Target("chat", _as_is, _in_chat, _corpus("responses"), error=None),
+    Target("chat templates", _without_powers, _by_template, _corpus("chat templates"), _of_ids, deadline_s=DEAR_S),
+    Target("overrides", _override_words, _composed, _corpus("overrides"), _is_settings, deadline_s=DEAR_S, examples=40,
+           may_name_environment=True),
+    Target("config file", _file("experiment/fuzzed.yaml"), _own_config, _corpus("config file"), _is_settings,
+           deadline_s=DEAR_S, examples=40, may_name_environment=True),
+    Target("trl yaml", _file("trl.yaml"), _trl, _corpus("trl yaml"), _is_converted),
+    Target("trl json", _file("trl.json"), _trl, _corpus("trl json"), _is_converted),
+    Target("trl script", _file("trl.py"), _trl, _corpus("trl script"), _is_converted),
+    Target("checkpoint", _file("fuzzed.pt"), _checkpoint, _checkpoints),
+    Target("unchecked checkpoint", _file("fuzzed.pt"), _unchecked_checkpoint, _checkpoints),
+    Target("metrics", _file("metrics.jsonl"), _metrics, _corpus("metrics"), _of_numbers),
+    *(
+        Target(f"{part} files", _lineage(part), _read_lineage, _lineage_seeds(part), examples=40)
+        for part in ("lineage", "lineage_answers")
+    ),
+    Target("report", _run_folder, _page, _corpus("report"), _no_foreign_markup, deadline_s=DEAR_S, examples=60),
+    Target("report responses", _completions, _page, _corpus("responses"), _no_foreign_markup, deadline_s=DEAR_S,
+           examples=40),
+    Target("model names", _as_is, _hub_name, _corpus("model names")),
+    Target("model card", _as_is, _card, _corpus("model names"), _front_matter),
+    Target("data rows", _file("rows.jsonl"), _rows, _corpus("data rows"), examples=60),
+]  # fmt: skip
+BY_NAME = {target.name: target for target in TARGETS}

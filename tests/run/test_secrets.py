@@ -1,0 +1,118 @@
+"""Secrets in the environment and in settings: no file of a run's folder, and nothing that it prints, holds one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from grpo_rl.storage.masking import mask_files
+from grpo_rl.testing import run_script
+
+SCRIPTS = Path(__file__).parents[2] / "sota"
+IN_ENVIRONMENT = {
+    "WANDB_API_KEY": "planted-wandb-0123456789abcdef0123456789abcdef",
+    "HF_TOKEN": "hf_plantedTokenOfTheHub",
+    "OPENAI_API_KEY": "sk-planted-endpoint",
+    "MLFLOW_TRACKING_PASSWORD": "planted-mlflow-password",
+    "RAY_AUTH_TOKEN": "plantedraytoken",
+}
+IN_SETTINGS = ("planted-api-key", "planted-password", "planted-in-url", "planted-credential", "planted-behind")
+HERE = __name__
+
+
+class Quiet:
+    """A logger that takes secrets, and writes nothing."""
+
+    def __init__(self, run_dir, config, last_step, **settings):
+        Quiet.given = settings
+        assert not any(secret in str(config) for secret in IN_SETTINGS)
+
+    def log(self, step, metrics): ...
+    def table(self, step, rows): ...
+    def close(self, failed=False): ...
+
+
+SETTINGS = [
+    f"logger.backend={HERE}:Quiet",
+    "+logger.settings.Quiet.api_key=planted-api-key",
+    "+logger.settings.Quiet.db={user: me, password: planted-password planted-behind}",
+    "+logger.settings.Quiet.uri='https://me:planted-in-url@host/db'",
+    "+logger.settings.Quiet.credentials=[planted-credential, planted-behind]",
+]
+
+
+def contents(folder):
+    """Each file with its bytes; of Parquet, whose columns are compressed, with its values and what it says of them."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield path, path.read_bytes()
+        if path.suffix == ".parquet" and path.is_file():
+            table = pq.read_table(path)
+            yield path, f"{table.to_pylist()} {table.schema.metadata}".encode()
+
+
+def found_in(folder, *texts):
+    secrets = [*IN_ENVIRONMENT.values(), *IN_SETTINGS]
+    held = [(path.name, secret) for path, data in contents(folder) for secret in secrets if secret.encode() in data]
+    return held + [("printed", secret) for text in texts for secret in secrets if secret in text]
+
+
+NOT_OF_SFT = ("env.num_envs", "env.repeats", "train.total_dialog_turns", "inference_model.engine")
+OWN = {
+    "grpo.py": ["train.lineage=true"],
+    "sft.py": ["train.optim_batch_size=4", "train.epochs=1", "sampling.max_new_tokens=10"],
+}
+
+
+@pytest.mark.parametrize("script", ["grpo.py", "sft.py"])
+def test_no_byte_of_a_runs_folder_holds_a_secret_of_environment_or_settings(
+    script, tiny_run, tmp_path, monkeypatch, own_cache, capfd
+):
+    for name, value in IN_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    rest = [word for word in tiny_run if script == "grpo.py" or not word.startswith(NOT_OF_SFT)]
+    folder = run_script(SCRIPTS / script, [*rest, *OWN[script], "evaluate.rows=2", *SETTINGS], tmp_path / "run")
+    printed = capfd.readouterr()
+    assert found_in(folder, printed.out, printed.err) == []
+    # They were there to be found, and reached the logger.
+    assert Quiet.given["api_key"] == "planted-api-key" and Quiet.given["db"]["password"].startswith("planted-password")
+    names = {path.name for path, _ in contents(folder)}
+    assert {"config.yaml", "overrides.yaml", "summary.json", "report.html", "README.md", "hydra.yaml"} <= names
+    assert any(name.startswith("checkpoint_") for name in names)
+    assert "***" in (folder / "config.yaml").read_text() and "***" in (folder / ".hydra" / "overrides.yaml").read_text()
+
+
+def test_a_start_that_is_refused_leaves_no_secret_behind(tiny_run, tmp_path, own_cache):
+    with pytest.raises(SystemExit, match="error"):
+        run_script(SCRIPTS / "grpo.py", [*tiny_run, *SETTINGS, "env.num_envs=0"], tmp_path / "run")
+    assert (tmp_path / "run" / ".hydra" / "config.yaml").exists() and found_in(tmp_path) == []
+
+
+def test_only_rank_zero_writes_hydras_files_which_others_would_mask_meanwhile(
+    tiny_run, tmp_path, own_cache, monkeypatch
+):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="error: .*env.num_envs"):
+        run_script(SCRIPTS / "grpo.py", [*tiny_run, *SETTINGS, "env.num_envs=0"], tmp_path / "run")
+    assert list(tmp_path.rglob("*.yaml")) == []
+
+
+def test_the_search_finds_what_is_planted(tmp_path):
+    (tmp_path / "x.bin").write_bytes(b"\0\xffplanted-api-key\0")
+    assert found_in(tmp_path, "a planted-password") == [("x.bin", IN_SETTINGS[0]), ("printed", IN_SETTINGS[1])]
+
+
+def test_hydras_files_keep_all_but_the_secrets(tmp_path):
+    overrides = ["a.api_key=s3cr3t, 4nd more", "a.api_keys=[s3cr3t,4nd]", "b=${now:%H}"]
+    job = {"override_dirname": ",".join(sorted(overrides))}
+    (path := tmp_path / "hydra.yaml").write_text(
+        yaml.safe_dump({"hydra": {"overrides": {"task": overrides}, "job": job, "x": {"token": "s3cr3t"}}})
+    )
+    mask_files([path])
+    kept = ["a.api_key=***", "a.api_keys=***", "b=${now:%H}"]
+    assert yaml.safe_load(path.read_text()) == {
+        "hydra": {"overrides": {"task": kept}, "job": {"override_dirname": ",".join(kept)}, "x": {"token": "***"}}
+    }
