@@ -105,6 +105,7 @@ test-faults: $(DEV)
 	.venv/bin/python tests/faults/torn.py || status=1; \
 	.venv/bin/python tests/faults/kills.py --kills 1000 --minutes 40 $(ARGS) || status=1; \
 	exit $$status
+
 # Asks the advisory database, so it needs the network and is no part of make test.
 audit:
 	@PYTHON="$(PYTHON)" tools/audit.sh $(ARGS)

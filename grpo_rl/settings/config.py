@@ -12,74 +12,27 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tqdm import tqdm
 from yaml import YAMLError
 
-from grpo_rl.by_name import is_name
 from grpo_rl.policies.allocator import give_back
 from grpo_rl.settings.command_line import arranged, program, typed
 from grpo_rl.settings.compose import FOLDER, check_overrides, choosing_configs, dataset_of, folders
 from grpo_rl.settings.composing_errors import explained
 from grpo_rl.settings.help import help_text, topic
-from grpo_rl.settings.machine import check_machine
-from grpo_rl.settings.own_files import check_own_files, own_files
-from grpo_rl.settings.relations import SCRIPTS
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.tasks import TASKS
-from grpo_rl.storage.masking import mask_files
+from grpo_rl.settings.script_settings import mask_hydras_files, script_settings
 from grpo_rl.waits.watcher import watching
 
 
 class RunIsOver(SystemExit):
     """Ends a script without an error: the run to resume has nothing left to do, which was reported."""
-
-
-def _fixed_folder() -> str | None:
-    """The run's folder if every start of the same command gets the same one; None if its name contains the time."""
-    hydra_cfg = HydraConfig.instance().cfg
-    assert hydra_cfg is not None
-    key = "sweep" if HydraConfig.get().mode == RunMode.MULTIRUN else "run"
-    as_written = OmegaConf.to_container(hydra_cfg.hydra, resolve=False)[key]["dir"]  # pyright: ignore
-    return None if "${now" in as_written else HydraConfig.get().runtime.output_dir
-
-
-def _checked(cfg: DictConfig, mode: str) -> Settings:
-    """The settings of a script that runs this mode.
-
-    Raises:
-        ValueError: a setting is wrong, or this machine lacks what it asks for; with the remedy.
-    """
-    if cfg.mode is None:
-        cfg.mode = mode
-    if cfg.mode != mode:
-        other = f"; run {SCRIPTS[cfg.mode]}" if cfg.mode in SCRIPTS else ""
-        raise ValueError(f"this script is of mode={mode}{other}")
-    if cfg.resume == "auto" and (folder := _fixed_folder()):
-        cfg.resume = folder
-    dataset = OmegaConf.select(cfg, "env.dataset", throw_on_missing=False)
-    known = isinstance(dataset, str) and (dataset in TASKS or is_name(dataset))
-    check_own_files(own_files(HydraConfig.get(), FOLDER), dataset if known else None)
-    settings = Settings.read(cfg)
-    check_machine(settings, mode)
-    return settings
-
-
-def _mask_hydras_files() -> None:
-    """Masks secrets in what Hydra has written of the config and the command line, before anyone could refuse them."""
-    hydra_cfg = HydraConfig.get()
-    if not hydra_cfg.output_subdir:  # it has written none
-        return
-    files = [*(Path(hydra_cfg.runtime.output_dir) / hydra_cfg.output_subdir).glob("*.yaml")]
-    if hydra_cfg.mode == RunMode.MULTIRUN:
-        files += Path(hydra_cfg.sweep.dir).glob("multirun.yaml")
-    mask_files(files)
 
 
 def _show(text: str) -> None:
@@ -123,9 +76,9 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             # The live view replaces progress bars; transformers reads this where it is imported.
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             tqdm.set_lock(threading.RLock())  # tqdm's own lock may stay in /dev/shm when the run is killed
-            _mask_hydras_files()
+            mask_hydras_files()
             try:
-                settings = _checked(cfg, mode)
+                settings = script_settings(cfg, mode)
                 with watching(settings.logger.wait_deadline_s):
                     result = function(settings)
                 return objective(result) if HydraConfig.get().mode == RunMode.MULTIRUN else result

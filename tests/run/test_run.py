@@ -36,7 +36,7 @@ from grpo_rl.run.claim import claim
 from grpo_rl.run.folder import Room, RunFolder
 from grpo_rl.run.lock import FolderLock
 from grpo_rl.run.summary import read_evaluation, write_evaluation
-from grpo_rl.settings import config as settings_config
+from grpo_rl.settings import script_settings
 from grpo_rl.settings.sections import Train
 from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints, load
@@ -677,7 +677,7 @@ def test_a_run_reads_every_key_of_the_config(tiny, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Section, "__getattribute__", recorded)
     monkeypatch.setattr(Settings, "read", unrecorded(checked))
-    monkeypatch.setattr(settings_config, "check_machine", unrecorded(settings_config.check_machine))
+    monkeypatch.setattr(script_settings, "check_machine", unrecorded(script_settings.check_machine))
     for name in ("as_json", "as_text"):
         monkeypatch.setattr(Settings, name, unrecorded(getattr(Settings, name)))
     overrides = [*tiny, "logger.backend=wandb", "logger.mode=offline", "train.total_dialog_turns=16"]
