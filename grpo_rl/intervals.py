@@ -135,6 +135,8 @@ def trend(at: Sequence[float], values: Sequence[float], blocks: int = 10) -> Est
     if blocks < 4 or len(at) < 2 * blocks or len(at) != len(values):
         raise ValueError(f"{len(at)} times and {len(values)} values give no slope by {blocks} blocks of 2 or more")
     x, y = (np.array([part.mean() for part in np.array_split(np.asarray(v, float), blocks)]) for v in (at, values))
+    if np.ptp(y) == 0:
+        return Estimate(0.0, 0.0, 0.0)  # and not what rounding makes of it
     x = x - x.mean()
     slope = float(x @ y / (x @ x))
     rest = y - y.mean() - slope * x

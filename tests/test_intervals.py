@@ -108,5 +108,6 @@ def test_a_trend_covers_its_slope_where_samples_resemble_their_neighbours():
 def test_a_trend_of_blocks_is_the_line_through_their_means():
     values = [0, 2, 1, 3, 1, 5, 4, 4]  # means 1, 2, 3, 4 at 0.5, 2.5, 4.5, 6.5
     assert trend(range(8), values, blocks=4).ci95 == pytest.approx([0.5, 0.5])
+    assert trend([t / 7 for t in range(40)], [0.1] * 40).ci95 == [0.0, 0.0]
     with pytest.raises(ValueError, match="7 times and 7 values give no slope by 4 blocks"):
         trend(range(7), values[:7], blocks=4)
