@@ -244,6 +244,8 @@ def _progress(names: Sequence[str]) -> Iterator[Chart]:
         group, "Tokens of a micro-batch", {"train/micro_batch_tokens": "most"},
         "The largest one's tokens, prompts counted once; optimizer and memory see no more at a time.", 0,
     )  # fmt: skip
+    short = {"train/out_of_memory": "training, in the step", "engine/out_of_memory": "engine, so far"}
+    yield Chart(group, "Memory ran out", short, "Each time it went on with less at a time, at the same gradient.", 0)
     skipped = {"train/skipped_groups": "groups without a gradient", "optimizer/skipped_steps": "optimizer steps"}
     yield Chart(
         group, "Skipped", skipped,
