@@ -105,6 +105,7 @@ def test_a_disk_that_is_full_for_a_checkpoint_stops_the_run_at_its_next_step(tin
     assert f"can't write to {folder / 'checkpoints' / 'checkpoint_000002.pt'}" in str(stopped.value)
     assert str(stopped.value).endswith(f"Go on with: resume={folder}")
     assert [path.name for path in checkpoints(folder / "checkpoints")] == ["checkpoint_000001.pt"]
+    assert read_metrics(folder)[-1]["step"] == 2  # of step 3 the optimizer waits, and finds out
 
 
 def test_a_kill_before_old_checkpoints_are_removed_leaves_none_too_many(tmp_path):
