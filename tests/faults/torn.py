@@ -178,7 +178,7 @@ def judge(runs: Runs, kind: str, how: str, run: Path, expected: int | None, name
     if kind == "evaluation":
         return None if evaluation in (None, read_evaluation(original, STEPS)) else f"another evaluation: {evaluation}"
     if expected is None:
-        return None if str(run) in said else f"the refusal does not name the file: {said}"
+        return None if is_told(kind, how, None, run / name, said) else f"refused, and not for {name}: {said}"
     taken, there = (folder / f"checkpoints/checkpoint_{step:06d}.pt" for folder in (run, original))
     if not same(checkpoint_file.read(taken), checkpoint_file.read(there)):
         return "the checkpoint is another"
@@ -190,11 +190,14 @@ def judge(runs: Runs, kind: str, how: str, run: Path, expected: int | None, name
     return None if is_told(kind, how, step, run / name, said) else f"nothing was said of {name}: {said}"
 
 
-def is_told(kind: str, how: str, step: int, file: Path, said: str) -> bool:
+def is_told(kind: str, how: str, step: int | None, file: Path, said: str) -> bool:
     """Tells whether a run that goes on from a step says which file is damaged, where it is not the newest that it uses.
 
-    Nobody can tell that there was a checkpoint whose file is missing.
+    Nobody can tell that there was a checkpoint whose file is missing. A run that refuses, whose step is None, names the
+    file, too.
     """
+    if step is None:
+        return "no checkpoint can be used" in said and str(file) in said
     if step == STEPS or (kind == "checkpoint" and how == "missing"):
         return True
     name = f"{file.parent.name}/{file.name}"
