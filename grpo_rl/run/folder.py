@@ -92,7 +92,7 @@ class RunFolder:
         """Step and rewards of the evaluation at the step the run resumes after, if stored."""
         self.best: dict[str, Any] | None = None
         """State of the tracker of the best evaluation at that step, if the run had one."""
-        self._again, self._saved = False, None
+        self._again, self._saved, self._gap = False, None, False
         self._stack, self._writer = ExitStack(), Background()
         try:
             self._open(resume, room)
@@ -324,17 +324,20 @@ class RunFolder:
         checkpoint.set_aside_later(self.path / checkpoint.CHECKPOINTS, last)
         checkpoint.keep_newest(self.path / checkpoint.CHECKPOINTS, self._train.keep_checkpoints)
         logged.truncate(self.path, last)
+        if self.restored:
+            named = self.restored[0]
+            agreed(self._ranks, lambda: checkpoint.vouch_again(self.path, named, last) if self._gap else None)
 
     def _truncate_metrics(self) -> bool:
         """Drops the metrics of after the checkpoint, and tells whether those of the last evaluation are there."""
         assert self.restored
         path, state = self.restored
-        log, vouched, line, gap = MetricsLog(self.path), None, None, False
+        log, vouched, line = MetricsLog(self.path), None, None
         if self.inside and self.rank_zero:
             line = evaluation_line(self.path, self.step)
-            gap = checkpoint.lacking(self.path, path) is not None  # a checkpoint that was named itself
-            vouched = None if gap else logged.vouched_bytes(state.get(logged.LOGS, {}))
-        if unread := log.truncate(self.step, vouched, line, gap):
+            self._gap = checkpoint.lacking(self.path, path) is not None  # a checkpoint that was named itself
+            vouched = None if self._gap else logged.vouched_bytes(state.get(logged.LOGS, {}))
+        if unread := log.truncate(self.step, vouched, line, self._gap):
             what = "a line that can't" if unread == 1 else f"{unread} lines that can't"
             self.notes.append(f"{self.path / METRICS_FILE} had {what} be read: dropped")
         return line is None or log.has_line(line)

@@ -165,8 +165,17 @@ def sync_logs(run: Path, step: int, metrics_bytes: int) -> dict[str, list[int | 
 
     All of it is on the disk when this returns.
     """
-    last = max((step_of(path) for path in checkpoints(run / CHECKPOINTS)), default=-1)
-    return logged.sync_logs(run, last, step, metrics_bytes)
+    before = [at for at in map(step_of, checkpoints(run / CHECKPOINTS)) if at < step]
+    return logged.sync_logs(run, max(before, default=-1), step, metrics_bytes)
+
+
+def vouch_again(run: Path, path: Path, step: int) -> None:
+    """Has a checkpoint vouch for the logs that are there in the place of those that it was written with.
+
+    A run that went on from it with a gap then finds it when it is started again.
+    """
+    logs = sync_logs(run, step, logged.metrics_bytes(run))
+    checkpoint_file.write(path, {**checkpoint_file.read(path), LOGS: logs})
 
 
 def set_aside_later(folder: Path, step: int) -> None:

@@ -212,3 +212,5 @@ def test_the_printed_remedy_for_metrics_that_are_damaged_everywhere_works(tmp_pa
         opened.prepare()
         assert opened.step == 2 and f"{metrics} had a line that can't be read: dropped" in opened.notes
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [2, 2]
+    with RunFolder(run, str(run), "{}", "", Room(3, 1000, 1000), train) as again:  # it was killed, and starts anew
+        assert again.step == 2
