@@ -39,6 +39,9 @@ MOST_KILLS = 20
 AGAIN = 8
 """Every so many runs are started once more when they are finished."""
 
+Aim = tuple[int, int]
+"""A rank, and the number of the point of its own at which it is to die."""
+
 
 @dataclass
 class Row:
@@ -96,19 +99,19 @@ def undisturbed(mode: Mode, work: Path) -> tuple[Path, Start]:
     """A run that nobody disturbs, and its points."""
     whole = work / f"whole {mode.name}"
     done = start(mode, overrides(mode, work), whole)
-    if done.status or not done.passed:
+    if done.status or not all(done.passed):
         raise RuntimeError(f"the undisturbed run of {mode.name} failed: {done.said[-3000:]}")
     return whole, done
 
 
 def campaign(
-    mode: Mode, kills: int, seed: int, work: Path, whole: Path, numbers: list[int], until: float, tell=print
+    mode: Mode, kills: int, seed: int, work: Path, whole: Path, aims: list[Aim], until: float, tell=print
 ) -> Campaign:
     """Kills runs of a mode so many times, or until a time, and says what was not as it should be.
 
     Args:
         whole: the folder of the undisturbed run.
-        numbers: the points at which runs die first, in turn; those that follow are drawn from them.
+        aims: where runs die first, in turn; those that follow are drawn from them.
         until: by ``time.monotonic()``.
     """
     from outcome import began_wrongly, counted, differences, newest_step
@@ -120,10 +123,10 @@ def campaign(
         found.runs += 1
         hits: list[str] = []
         faults: list[str] = []
-        at: int | None = numbers[(found.runs - 1) % len(numbers)]
+        rank, at = aims[(found.runs - 1) % len(aims)]
         while True:
             newest = newest_step(folder)
-            ended = start(mode, command, folder, at, rank=rng.randrange(mode.processes))
+            ended = start(mode, command, folder, at, rank)
             found.starts += 1
             if wrong := began_wrongly(ended.said, ended.status, newest):
                 faults.append(wrong)
@@ -135,7 +138,7 @@ def campaign(
             if kind == UNSEEN:
                 faults.append(f"killed at {ended.died_at}, and {at} was its point: another killed it")
             faults = [f"{fault}, killed at {ended.died_at}" for fault in faults]
-            at = rng.choice(numbers) if len(hits) < 4 and done < kills else None
+            rank, at = rng.choice(aims) if len(hits) < 4 and done < kills else (0, None)
         last = found.row(mode.name, hits[-1] if hits else NONE)
         if ended.status == 1 and (line := refusal(ended.said)):
             last.refused += 1
@@ -196,18 +199,19 @@ def table(found: Campaign) -> str:
     return "\n".join([*lines, f"| all | | {' | '.join(str(total[name]) for name in names)} |"])
 
 
-def all_kinds_in_turn(passed: list[Point], rng: random.Random) -> list[int]:
-    """The numbers of points, one of each kind after the other, as often as it takes to have all of the rarer kinds.
+def all_kinds_in_turn(passed: list[list[Point]], rng: random.Random) -> list[Aim]:
+    """The points of all ranks, one of each kind after the other, as often as it takes to have all of the rarer kinds.
 
     Writes are far more than all others, of which a draw from all points would hit few.
     """
-    by_kind: dict[str, list[int]] = {}
-    for point in passed:
-        by_kind.setdefault(point.kind, []).append(point.number)
+    by_kind: dict[tuple[int, str], list[Aim]] = {}
+    for rank, of_rank in enumerate(passed):
+        for point in of_rank:
+            by_kind.setdefault((rank, point.kind), []).append((rank, point.number))
     turns = max(map(len, by_kind.values()))
-    for numbers in by_kind.values():
-        rng.shuffle(numbers)
-    return [numbers[turn % len(numbers)] for turn in range(turns) for numbers in by_kind.values()]
+    for aims in by_kind.values():
+        rng.shuffle(aims)
+    return [aims[turn % len(aims)] for turn in range(turns) for aims in by_kind.values()]
 
 
 def shared_out(kills: int, modes: list[str]) -> dict[str, int]:
@@ -224,7 +228,7 @@ def until_enough(kills: int, modes: list[str], seed: int, work: Path, jobs: int,
     found, whole = Campaign(), {}
     for name in modes:
         whole[name] = undisturbed(MODES[name], work)
-        passed = whole[name][1].passed
+        passed = [point for of_rank in whole[name][1].passed for point in of_rank]
         kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(p.kind for p in passed).items())
         print(f"{name}: {whole[name][1].seconds:.1f} s a run, {len(passed)} points: {kinds}", flush=True)
     rounds = 0
@@ -246,7 +250,7 @@ def in_turns(
         now, begun = time.monotonic(), found.witnessed
         until_of_mode, left = now + (until - now) * count / left, left - count  # none takes the time of those after it
         whole, done = undisturbed[name]
-        numbers = all_kinds_in_turn(done.passed, random.Random(seed))
+        aims = all_kinds_in_turn(done.passed, random.Random(seed))
         children = {}
         for job in range(jobs):
             share = count // jobs + (job < count % jobs)
@@ -254,9 +258,7 @@ def in_turns(
             if not (child := os.fork()):
                 code = 1
                 try:
-                    own = campaign(
-                        MODES[name], share, seed * jobs + job, work, whole, numbers[job::jobs], until_of_mode
-                    )
+                    own = campaign(MODES[name], share, seed * jobs + job, work, whole, aims[job::jobs], until_of_mode)
                     out.write_text(json.dumps(asdict(own)))
                     code = 0
                 except BaseException:

@@ -61,13 +61,13 @@ MODES = {
 
 @dataclass
 class Start:
-    """A start of a script: how it ended, what it took and said, where it died, the points that it passed."""
+    """A start of a script: how it ended, what it took and said, where it died, the points that each rank passed."""
 
     status: int
     seconds: float
     said: str
     died_at: Point | None = None
-    passed: list[Point] = field(default_factory=list)
+    passed: list[list[Point]] = field(default_factory=list)
 
     @property
     def killed(self) -> bool:
@@ -133,8 +133,9 @@ def start(mode: Mode, arguments: list[str], folder: Path, kill_at: int | None = 
         kill_at: number of the point at which it dies.
         rank: the process that dies; the others are killed then, as torchrun does.
     """
-    log, tally, witness = (folder.with_suffix(suffix) for suffix in (".log", ".tally", ".witness"))
-    for file in (log, tally, witness):
+    log, witness = (folder.with_suffix(suffix) for suffix in (".log", ".witness"))
+    tallies = [folder.with_suffix(f".tally{number}") for number in range(mode.processes)]
+    for file in (log, witness, *tallies):
         file.unlink(missing_ok=True)
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
@@ -143,7 +144,8 @@ def start(mode: Mode, arguments: list[str], folder: Path, kill_at: int | None = 
     for number in range(mode.processes):
         if not (child := os.fork()):
             at = kill_at if number == rank else None
-            _be_the_run(mode, [*arguments, f"hydra.run.dir={folder}"], (log, tally, witness), folder, at, number, port)
+            files = log, tallies[number], witness
+            _be_the_run(mode, [*arguments, f"hydra.run.dir={folder}"], files, folder, at, number, port)
         children[child] = number
     statuses: dict[int, int] = {}
     try:
@@ -168,7 +170,7 @@ def start(mode: Mode, arguments: list[str], folder: Path, kill_at: int | None = 
     status = -signal.SIGKILL if -signal.SIGKILL in ends else next(iter(ends), 0)
     died = points(witness)
     said = log.read_text(errors="replace") if log.exists() else ""
-    return Start(status, time.monotonic() - begun, said, died[0] if died else None, points(tally))
+    return Start(status, time.monotonic() - begun, said, died[0] if died else None, [*map(points, tallies)])
 
 
 def _kill(child: int) -> None:
@@ -194,7 +196,7 @@ def _be_the_run(
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             os.environ |= {"WORLD_SIZE": str(mode.processes), "LOCAL_WORLD_SIZE": str(mode.processes)}
         if "LD_PRELOAD" in os.environ:
-            arm(folder, at, tally if at is None and rank == 0 else None, witness)
+            arm(folder, at, tally if at is None else None, witness)
         sys.argv = [str(ROOT / "sota" / mode.script), *arguments]
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0

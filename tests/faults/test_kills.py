@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -131,7 +132,7 @@ def test_fewer_kills_than_asked_for_or_one_loss_are_a_failure(script):
 
 def test_another_round_makes_up_for_what_a_mode_did_not_do_in_its_time(script, monkeypatch, tmp_path):
     kills, starts = script("kills"), script("starts")
-    whole = starts.Start(0, 1.0, "", passed=[starts.Point(0, "fsync", "x")])
+    whole = starts.Start(0, 1.0, "", passed=[[starts.Point(0, "fsync", "x")]])
     monkeypatch.setattr(kills, "undisturbed", lambda mode, work: (work, whole))
     asked = []
 
@@ -144,6 +145,14 @@ def test_another_round_makes_up_for_what_a_mode_did_not_do_in_its_time(script, m
     found = kills.until_enough(100, list(kills.SHARES), 0, tmp_path, 2, time.monotonic() + 60)
     assert asked[0] == {"sync": 45, "async": 25, "LoRA": 20, "two ranks": 10} and sum(asked[1].values()) < 60
     assert found.witnessed >= 100
+
+
+def test_each_rank_dies_at_points_of_its_own(script):
+    kills, point = script("kills"), script("starts").Point
+    passed = [[point(number, "write", "x") for number in range(50)], [point(0, "open", "x"), point(1, "write", "x")]]
+    aims = kills.all_kinds_in_turn(passed, random.Random(0))
+    assert {number for rank, number in aims if rank == 0} == set(range(50))
+    assert len(aims) == 150 and [number for rank, number in aims if rank == 1] == [0, 1] * 50
 
 
 def test_only_an_end_in_one_line_counts_as_a_refusal(script):
