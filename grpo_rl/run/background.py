@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 
 
 class Background:
@@ -15,8 +15,8 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._work: Future[object] | None = None
+        self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._work: futures.Future[object] | None = None
 
     def start(self, work: Callable[[], object]) -> None:
         """Begins the work, after the one before has ended.
@@ -34,6 +34,7 @@ class Background:
             Exception: what was under way failed; told once.
         """
         if work := self._work:
+            futures.wait([work])  # Ctrl-C may break this off: the work is then still known
             self._work = None
             work.result()
 
