@@ -76,7 +76,7 @@ class Job:
         return [pid for pid in found if state(pid) not in ("Z", None)]
 
     def sample(self) -> dict[str, float]:
-        """What it uses now, by name."""
+        """The amounts of what the job uses now, by name."""
         found: dict[str, float] = {"memory": 0.0, "open files": 0.0, "threads": 0.0, "processes": 0.0}
         for pid in self.alive():
             self.pids.add(pid)
@@ -203,7 +203,7 @@ def _size(name: str) -> int:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one thing does: its mean, and its slope an hour."""
+    """The mean of one of the things that are sampled, and its slope an hour."""
 
     name: str
     mean: float

@@ -275,8 +275,7 @@ class RunFolder:
             metrics_bytes = logged.metrics_bytes(self.path)  # the run may log on while the thread works
 
             def write() -> None:
-                sync = lambda: checkpoint.sync_logs(self.path, step, metrics_bytes)  # noqa: E731
-                parts[logged.LOGS] = agreed(self._ranks, sync)
+                parts[logged.LOGS] = agreed(self._ranks, lambda: checkpoint.sync_logs(self.path, step, metrics_bytes))
                 checkpoint.save(self.checkpoints, step, parts, keep, self._ranks)
 
             if self._ranks:
@@ -335,7 +334,7 @@ class RunFolder:
         log, vouched, line = MetricsLog(self.path), None, None
         if self.inside and self.rank_zero:
             line = evaluation_line(self.path, self.step)
-            self._gap = checkpoint.lacking(self.path, path) is not None  # a checkpoint that was named itself
+            self._gap = checkpoint.damaged_logs(self.path, path) is not None  # a checkpoint that was named itself
             vouched = None if self._gap else logged.vouched_bytes(state.get(logged.LOGS, {}))
         if unread := log.truncate(self.step, vouched, line, self._gap):
             what = "a line that can't" if unread == 1 else f"{unread} lines that can't"

@@ -303,7 +303,7 @@ class Run(Generic[P]):
             "eval_before": self._held_out.before,
             "eval_best": self._held_out.tracker.state(),
             "seconds": self.seconds,
-            "totals": self._totals,
+            "totals": None if self._totals is None else dict(self._totals),  # written while the run counts on
             "ranks": self._ranks.size if self._ranks else 1,
             "restarts": self.folder.restarts,
             "origin": dict(self.options.origin),

@@ -294,9 +294,9 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
     told = []
     for path in paths:
         # Before gigabytes are hashed.
-        lacks = agreed(ranks, lambda path=path: lacking(run, path) if rank_zero and run else None)
-        if lacks := ranks.broadcast(lacks) if ranks else lacks:
-            told.append(f"{'going on with a gap' if named else 'passed over'}: {path}: {lacks}")
+        damage = agreed(ranks, lambda path=path: damaged_logs(run, path) if rank_zero and run else None)
+        if damage := ranks.broadcast(damage) if ranks else damage:
+            told.append(f"{'going on with a gap' if named else 'passed over'}: {path}: {damage}")
             if not named:
                 continue
         try:
@@ -319,14 +319,14 @@ def restore(resume: str | Path, run: Path | None = None, ranks: Ranks | None = N
     )
 
 
-def lacking(run: Path, path: Path) -> str | None:
-    """Says what the logs of a checkpoint's run lack that they had when it was written; None: nothing."""
+def damaged_logs(run: Path, path: Path) -> str | None:
+    """Says which log of a checkpoint's run is not as it was when the checkpoint was written; None: all are."""
     listed = None
     # The checkpoint itself may be damaged, which is found out when it is loaded.
     with suppress(ValueError, TypeError, LookupError, AttributeError):
         listed = {str(name): [int(size), str(digest)] for name, (size, digest) in _listed(path).items()}
     if listed:
-        return logged.flaw(run, listed)
+        return logged.damaged(run, listed)
     try:
         last = last_logged(run)
     except ValueError as error:  # names the line

@@ -1,4 +1,4 @@
-"""What a run has logged, as a checkpoint vouches for it: on the disk before the checkpoint is, and known by digest.
+"""The logs of a run, as a checkpoint vouches for them: on the disk before the checkpoint is, and known by digest.
 
 A checkpoint lists ``metrics.jsonl`` as far as it goes, and the files of the steps since the checkpoint before; earlier
 files are older checkpoints' to vouch for.
@@ -61,21 +61,21 @@ def vouched_bytes(logs: Mapping[str, list]) -> int | None:
     return logs[METRICS_FILE][0] if METRICS_FILE in logs else None
 
 
-def flaw(run: Path, logs: Mapping[str, list]) -> str | None:
+def damaged(run: Path, logs: Mapping[str, list]) -> str | None:
     """Says which log is not as a checkpoint lists it; None if all are. Metrics of later steps may follow.
 
     Folders that were removed as a whole are nobody's damage.
     """
     for name, (length, digest) in logs.items():
         try:
-            if found := _flaw_of(run / name, length, digest, grows=name == METRICS_FILE):
+            if found := _damage_of(run / name, length, digest, grows=name == METRICS_FILE):
                 return found
         except OSError as error:
             return f"{run / name} can't be read ({error.strerror})"
     return None
 
 
-def _flaw_of(path: Path, length: int, digest: str, grows: bool) -> str | None:
+def _damage_of(path: Path, length: int, digest: str, grows: bool) -> str | None:
     if not path.exists():
         return f"{path} is gone" if grows or path.parent.exists() else None
     if not grows and path.stat().st_size != length:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 SOURCE = Path(__file__).with_name("kill_points.c")
 KINDS = ("write", "torn write", "fsync", "rename", "open", "truncate", "remove", "mkdir", "process start")
@@ -40,10 +41,14 @@ def compiled(folder: Path) -> Path:
     return library
 
 
-def begin_anew_with_kill_points(folder: Path) -> None:
-    """Replaces this process by itself with the library preloaded, which it compiles into the folder; once."""
-    if os.environ.get("LD_PRELOAD", "").endswith("kill_points.so"):
-        return
+def folder_of_library() -> Path | None:
+    """The folder of the library if this process has begun anew with it; else None."""
+    library = Path(os.environ.get("LD_PRELOAD", ""))
+    return library.parent if library.name == "kill_points.so" else None
+
+
+def begin_anew_with_kill_points(folder: Path) -> NoReturn:
+    """Replaces this process by itself with the library preloaded, which it compiles into the folder."""
     os.environ["LD_PRELOAD"] = str(compiled(folder))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 

@@ -27,7 +27,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from kill_points import KINDS, Point, begin_anew_with_kill_points, missing
+from kill_points import KINDS, Point, begin_anew_with_kill_points, folder_of_library, missing
 from starts import GROUPS, HUNG, MODES, STEPS, Mode, Start, overrides, start, warm
 
 SHARES = {"sync": 45, "async": 25, "LoRA": 20, "two ranks": 10}
@@ -62,7 +62,7 @@ class Row:
 
 @dataclass
 class Campaign:
-    """What came of kills."""
+    """The counts of kills and of what was lost in them."""
 
     rows: dict[str, Row] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
@@ -223,7 +223,7 @@ def shared_out(kills: int, modes: list[str]) -> dict[str, int]:
 def until_enough(kills: int, modes: list[str], seed: int, work: Path, jobs: int, until: float) -> Campaign:
     """The campaigns of all modes, one after the other, until enough kills are witnessed or the time is over.
 
-    The time that a quick mode leaves is used in another round, for what is lacking.
+    The time that a quick mode leaves is used in another round, for the kills that are still to do.
     """
     found, whole = Campaign(), {}
     for name in modes:
@@ -232,9 +232,9 @@ def until_enough(kills: int, modes: list[str], seed: int, work: Path, jobs: int,
         kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(p.kind for p in passed).items())
         print(f"{name}: {whole[name][1].seconds:.1f} s a run, {len(passed)} points: {kinds}", flush=True)
     rounds = 0
-    while (lacking := kills - found.witnessed) > 0 and time.monotonic() < until and not found.broken:
+    while (to_do := kills - found.witnessed) > 0 and time.monotonic() < until and not found.broken:
         before = found.witnessed
-        found.add(in_turns(shared_out(lacking, modes), seed + rounds * 1000, work, jobs, until, whole))
+        found.add(in_turns(shared_out(to_do, modes), seed + rounds * 1000, work, jobs, until, whole))
         rounds += 1
         if found.witnessed == before:
             break
@@ -297,10 +297,12 @@ def main() -> int:
     options = parser.parse_args()
     if lacks := missing():
         raise SystemExit(f"error: {lacks}")
-    work = (options.keep or Path(os.environ.get("KILLS_WORK") or tempfile.mkdtemp(prefix="kills_"))).resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    os.environ["KILLS_WORK"] = str(work)
-    begin_anew_with_kill_points(work)
+    if not (work := folder_of_library()):
+        work = (options.keep or Path(tempfile.mkdtemp(prefix="kills_"))).resolve()
+        work.mkdir(parents=True, exist_ok=True)
+        if any(work.iterdir()):
+            raise SystemExit(f"error: {work} is not empty; give another folder to --keep")
+        begin_anew_with_kill_points(work)
     # Rates measured beside kills are none for the user's runs; threads of Rust's would not survive a fork.
     os.environ |= {"GRPO_RL_CACHE": str(work / "cache"), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     os.chdir(work)

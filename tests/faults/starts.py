@@ -183,7 +183,7 @@ def _kill(child: int) -> None:
 def _be_the_run(
     mode: Mode, arguments: list[str], files: tuple[Path, Path, Path], folder: Path, at: int | None, rank: int, port: int
 ) -> None:
-    """The rest of a forked process's life."""
+    """Runs the script in a forked process, and ends the process."""
     log, tally, witness = files
     code = 1
     try:

@@ -147,6 +147,15 @@ def test_another_round_makes_up_for_what_a_mode_did_not_do_in_its_time(script, m
     assert found.witnessed >= 100
 
 
+@NEEDS_LINUX
+def test_a_folder_that_holds_something_is_refused_and_stays(tmp_path):
+    (tmp_path / "kept").touch()
+    command = [sys.executable, str(FOLDER / "kills.py"), "--keep", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == f"error: {tmp_path} is not empty; give another folder to --keep\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
 def test_each_rank_dies_at_points_of_its_own(script):
     kills, point = script("kills"), script("starts").Point
     passed = [[point(number, "write", "x") for number in range(50)], [point(0, "open", "x"), point(1, "write", "x")]]

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_rl.monitor.metrics import MetricsLog, line_digest, read_metrics
 from grpo_rl.training import checkpoint
-from grpo_rl.training.logged import flaw, metrics_bytes
+from grpo_rl.training.logged import damaged, metrics_bytes
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ def test_a_damaged_log_of_the_last_step_is_written_anew_from_the_checkpoint_befo
     assert taken(run) == 2
     path.write_bytes(b"\3" * 8)
     logs = checkpoint.load(run / "checkpoints" / "checkpoint_000003.pt")["logs"]
-    assert flaw(run, logs) == f"{path} has 8 bytes, and had 9 when it was written"
+    assert damaged(run, logs) == f"{path} has 8 bytes, and had 9 when it was written"
     path.unlink()
-    assert taken(run) == 2 and flaw(run, logs) == f"{path} is gone"
+    assert taken(run) == 2 and damaged(run, logs) == f"{path} is gone"
 
 
 def test_a_log_that_cannot_be_read_is_passed_over_as_a_damaged_one(run, monkeypatch, capsys):
