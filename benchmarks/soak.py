@@ -12,7 +12,7 @@ creeps if the whole interval is above zero, the last third of the samples lies a
 beginning is none), and memory has grown by more than 1 MiB. An entry of /dev/shm is the job's if one of its processes
 was seen to have it mapped or open, or if it is named by the number of one: those of other jobs do not count, nor does
 one that nobody had at a sample. Needs Linux. The exit code is 1 if something creeps, is left over, or the command ended
-by itself.
+by itself, or by another signal than SIGINT.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ class Job:
         rows = [line.split() for line in lines]  # key shmid perms size cpid ...
         return {int(row[1]): int(row[3]) for row in rows if int(row[4]) in self.pids}
 
-    def end(self, patience_s: float, grace_s: float) -> list[str]:
-        """Ends the command with SIGINT; what is left over, each in a line."""
+    def end(self, patience_s: float, grace_s: float) -> tuple[list[str], int | None]:
+        """Ends the command with SIGINT; what is left over, each in a line, and the exit code; None: it lived on."""
         self.process.send_signal(signal.SIGINT)
-        left = []
+        left, code = [], None
         try:
-            self.process.wait(patience_s)
+            code = self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
             left.append(f"the command itself, {patience_s:g} s after SIGINT")
         end = time.monotonic() + grace_s
@@ -128,7 +128,7 @@ class Job:
         _adopt(False)
         kinds = {True: "semaphore", False: "shared memory"}
         left += [f"{kinds[name.startswith('sem.')]} {SHM / name}" for name in sorted(self.left_entries())]
-        return left + [f"System V shared memory {number}" for number in self._system_v()]
+        return left + [f"System V shared memory {number}" for number in self._system_v()], code
 
 
 def _adopt(orphans: bool) -> None:
@@ -262,14 +262,16 @@ def soak(
             at.append(now)
             time.sleep(max(0.0, min(every_s * (len(at)) - (time.monotonic() - begun), seconds - now)))
     finally:
-        left = job.end(patience_s, grace_s)
+        left, code = job.end(patience_s, grace_s)
+    if not wrong and code is not None and code < 0 and code != -signal.SIGINT:
+        wrong.append(f"the command was asked to end and died of {signal.Signals(-code).name}")
     findings: list[Finding] = []
     try:
         findings = judged(at, samples, time.monotonic() - begun if wrong else seconds)
     except ValueError as error:
         wrong.append(str(error))
     series = {name: [round(sample[name], 3) for sample in samples] for name in (samples[0] if samples else {})}
-    return findings, left, wrong, {"at_s": [round(second, 1) for second in at], "samples": series}
+    return findings, left, wrong, {"at_s": [round(second, 1) for second in at], "samples": series, "exit_code": code}
 
 
 def main() -> int:
@@ -290,7 +292,8 @@ def main() -> int:
     creeping = [finding.name for finding in findings if finding.creeps]
     bad = [*(f"{name} creeps" for name in creeping), *(["something is left over"] if left else []), *wrong]
     verdict = "; ".join(bad) or "nothing creeps or is left"
-    lines.append(f"soak of {options.minutes:g} minutes, {len(series['at_s'])} samples: {verdict}")
+    code = "none" if series["exit_code"] is None else series["exit_code"]
+    lines.append(f"soak of {options.minutes:g} minutes, {len(series['at_s'])} samples, exit code {code}: {verdict}")
     print("\n".join(lines), flush=True)
     if options.out:
         found = {
