@@ -107,7 +107,7 @@ class Run(Generic[P]):
         self.step, self.collected = folder.step, folder.collected
         self._totals: dict[str, int] | None = folder.restored[1].get("totals") if folder.restored else {}
         self._training = False
-        parts.optimizer.before_step = folder.settle  # the checkpoint that is being written has the weights of before
+        parts.optimizer.before_step = self._before_weights_change
         parts.begin(folder.restored[1] if folder.restored else None, options.train.seed)
         if held_out.note:
             logs.note(held_out.note)
@@ -148,6 +148,12 @@ class Run(Generic[P]):
         start = time.perf_counter()
         yield
         self.record.add_phase(name, time.perf_counter() - start)
+
+    def _before_weights_change(self) -> None:
+        """Waits for a checkpoint that is being written, which has the weights of before; this time is no training."""
+        start = time.perf_counter()
+        self.folder.settle()
+        self.record.add_phase("train", start - time.perf_counter())
 
     def collections(self) -> Iterator[list[Group]]:
         """Samples the next collection (rollout batch), starts the step's record, and stops on Ctrl-C."""

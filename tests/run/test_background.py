@@ -7,13 +7,16 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from grpo_rl.monitor.metrics import MetricsLog, read_metrics
+from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.run.background import Background
 from grpo_rl.run.folder import Room, RunFolder
+from grpo_rl.run.run import Run
 from grpo_rl.run.summary import write_evaluation
 from grpo_rl.settings.sections import Train
 from grpo_rl.storage import checkpoint_file
@@ -64,6 +67,19 @@ def test_the_optimizer_waits_with_its_step_until_its_weights_are_written(folder,
     stepping.join(60)
     assert torch.equal(load(path)["optimizer"]["masters"]["weight"], before)
     assert not torch.equal(model.weight, before)
+
+
+def test_the_wait_for_a_checkpoint_is_no_training(folder, slow_disk):
+    run = Run(
+        folder, MagicMock(), MagicMock(), MagicMock(), MagicMock(note=None), MagicMock(), MagicMock(), MagicMock()
+    )
+    run.record = StepRecord()
+    path = folder.save(1, lambda: {"step": 1}, keep=2)
+    threading.Timer(0.5, slow_disk.set).start()
+    with run.phase("train"):
+        run.parts.optimizer.before_step()
+        assert path.exists()
+    assert 0 <= run.record.phases_s["train"] < 0.4
 
 
 def test_one_is_written_at_a_time_and_the_folder_closes_after_the_last(tmp_path, slow_disk):
