@@ -93,7 +93,7 @@ class RunFolder:
         self.best: dict[str, Any] | None = None
         """State of the tracker of the best evaluation at that step, if the run had one."""
         self._again, self._saved, self._gap = False, None, False
-        self._stack, self._writer = ExitStack(), Background()
+        self._stack, self._writer, self._metrics = ExitStack(), Background(), logged.GrowingDigest()
         try:
             self._open(resume, room)
         except BaseException:
@@ -275,7 +275,9 @@ class RunFolder:
             metrics_bytes = logged.metrics_bytes(self.path)  # the run may log on while the thread works
 
             def write() -> None:
-                parts[logged.LOGS] = agreed(self._ranks, lambda: checkpoint.sync_logs(self.path, step, metrics_bytes))
+                parts[logged.LOGS] = agreed(
+                    self._ranks, lambda: checkpoint.sync_logs(self.path, step, metrics_bytes, self._metrics)
+                )
                 checkpoint.save(self.checkpoints, step, parts, keep, self._ranks)
 
             if self._ranks:

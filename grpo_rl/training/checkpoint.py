@@ -160,13 +160,15 @@ def remove_all(folder: Path) -> None:
         remove(path)
 
 
-def sync_logs(run: Path, step: int, metrics_bytes: int) -> dict[str, list[int | str]]:
+def sync_logs(
+    run: Path, step: int, metrics_bytes: int, metrics: logged.GrowingDigest | None = None
+) -> dict[str, list[int | str]]:
     """Lengths and digests of what a run had logged by a step, for the checkpoint of it; see `grpo_rl.training.logged`.
 
     All of it is on the disk when this returns.
     """
     before = [at for at in map(step_of, checkpoints(run / CHECKPOINTS)) if at < step]
-    return logged.sync_logs(run, max(before, default=-1), step, metrics_bytes)
+    return logged.sync_logs(run, max(before, default=-1), step, metrics_bytes, metrics or logged.GrowingDigest())
 
 
 def vouch_again(run: Path, path: Path, step: int) -> None:

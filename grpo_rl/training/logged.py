@@ -21,7 +21,25 @@ LOGS = "logs"
 """The entry of a checkpoint's state with what :func:`sync_logs` returned; earlier versions wrote none."""
 
 
-def sync_logs(run: Path, last: int, step: int, metrics_bytes: int) -> dict[str, list[int | str]]:
+class GrowingDigest:
+    """The SHA-256 of a file that only grows, of which each byte is read once."""
+
+    def __init__(self) -> None:
+        self._sha256, self._length = hashlib.sha256(), 0
+
+    def until(self, path: Path, length: int) -> list[int | str]:
+        """Length and SHA-256 of the file's first bytes, which are no fewer than those of the call before."""
+        with path.open("rb") as file:
+            file.seek(self._length)
+            content = file.read(length - self._length)
+        self._sha256.update(content)
+        self._length += len(content)
+        return [self._length, self._sha256.hexdigest()]
+
+
+def sync_logs(
+    run: Path, last: int, step: int, metrics_bytes: int, metrics: GrowingDigest
+) -> dict[str, list[int | str]]:
     """Length and SHA-256 of what a run had logged by a step, by the path in its folder, once it is on the disk.
 
     A checkpoint must not outlive the steps that led to it. The run may log later steps meanwhile: they are left out.
@@ -30,6 +48,7 @@ def sync_logs(run: Path, last: int, step: int, metrics_bytes: int) -> dict[str, 
         run: the run's folder.
         last: step of the checkpoint before; files of steps until then are on the disk since then.
         metrics_bytes: length of ``metrics.jsonl`` at the end of the step.
+        metrics: digest of ``metrics.jsonl``, kept from one checkpoint of a run to the next.
     """
     logs: dict[str, list[int | str]] = {}
     for name in (*STEP_FOLDERS, TOKENS, RESPONSES):
@@ -41,7 +60,7 @@ def sync_logs(run: Path, last: int, step: int, metrics_bytes: int) -> dict[str, 
             sync(run / name)
     if (run / METRICS_FILE).exists():
         sync(run / METRICS_FILE)
-        logs[METRICS_FILE] = _digest(run / METRICS_FILE, metrics_bytes)
+        logs[METRICS_FILE] = metrics.until(run / METRICS_FILE, metrics_bytes)
     sync(run)
     return logs
 

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_rl.monitor.metrics import MetricsLog, line_digest, read_metrics
 from grpo_rl.training import checkpoint
-from grpo_rl.training.logged import damaged, metrics_bytes
+from grpo_rl.training.logged import GrowingDigest, damaged, metrics_bytes
 
 
 @pytest.fixture
@@ -96,6 +96,14 @@ def test_what_is_logged_while_a_checkpoint_is_written_is_left_to_the_next_one(ru
     (run / "checkpoints" / "checkpoint_000003.pt").unlink()
     logs = checkpoint.sync_logs(run, 3, size)
     assert logs.keys() == {"metrics.jsonl", "lineage/step_000003.parquet"} and logs["metrics.jsonl"][0] == size
+
+
+def test_the_digest_of_a_growing_file_reads_only_what_is_new(tmp_path):
+    path, digest = tmp_path / "metrics.jsonl", GrowingDigest()
+    path.write_bytes(b"one two")
+    assert digest.until(path, 3) == [3, hashlib.sha256(b"one").hexdigest()]
+    path.write_bytes(b"??? two three")  # the disk has changed what was hashed before
+    assert digest.until(path, 7) == digest.until(path, 7) == [7, hashlib.sha256(b"one two").hexdigest()]
 
 
 def test_a_folder_of_logs_that_was_removed_is_no_damage(run):
