@@ -91,6 +91,21 @@ def _table(name: str) -> Callable[[Path], list[dict]]:
     return lambda run: pq.read_table(run / name).to_pylist()
 
 
+def certain(run: Path) -> dict[str, Any]:
+    """The counts of a run's last checkpoint, and the names and shapes of its tensors with those that are not finite."""
+    state = load(checkpoints(run / "checkpoints")[-1])
+    optimizer = state["optimizer"]
+    tensors = {**optimizer["masters"]}
+    for number, of_weight in optimizer["optimizer"]["state"].items():
+        tensors |= {f"{number} {name}": tensor for name, tensor in of_weight.items()}
+    return {
+        "counters": [optimizer["counters"], state["step"], state["version"], state["collected"]],
+        "responses": [row["total/responses"] for row in read_metrics(run) if "total/responses" in row],
+        "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        "not finite": [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())],
+    }
+
+
 def _responses(run: Path) -> dict[tuple[int, int], str]:
     rows = pq.read_table(run / "lineage", columns=["group_id", "answer", "token_id"]).to_pylist()
     texts: dict[tuple[int, int], list[int]] = {}
@@ -116,9 +131,10 @@ EXACT: dict[str, Callable[[Path], Any]] = {
 SAMPLED_ALIKE: dict[str, Callable[[Path], Any]] = {
     "responses": _responses,
     "prompts": lambda run: {(row["group_id"], row["row"]) for row in _table("lineage_answers")(run)},
+    "certain": certain,
     "files": lambda run: [name for name in _files(run) if not name.startswith("sampling.parquet/")],
 }
-"""Views of an async run, whose versions, batches and steps in which nothing was sampled depend on when groups end."""
+"""Views of an async run, whose batches, weights and steps in which nothing was sampled depend on when groups end."""
 
 
 def differences(folder: Path, whole: Path, exact: bool = True) -> list[str]:

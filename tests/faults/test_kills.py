@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import random
 import shutil
@@ -14,7 +15,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from grpo_rl.monitor.metrics import MetricsLog
 from grpo_rl.training.checkpoint import checkpoints, load, save
 
 FOLDER = Path(__file__).parent
@@ -145,6 +148,22 @@ def test_another_round_makes_up_for_what_a_mode_did_not_do_in_its_time(script, m
     found = kills.until_enough(100, list(kills.SHARES), 0, tmp_path, 2, time.monotonic() + 60)
     assert asked[0] == {"sync": 45, "async": 25, "LoRA": 20, "two ranks": 10} and sum(asked[1].values()) < 60
     assert found.witnessed >= 100
+
+
+def test_an_async_run_is_compared_in_all_that_does_not_depend_on_its_batches(script, tmp_path):
+    certain = script("outcome").certain
+
+    def of_run(name, version=3, weight=(1.0, 2.0)):
+        optimizer = {"masters": {"w": torch.tensor(weight)}, "optimizer": {"state": {0: {}}}, "counters": [3, 0, 0]}
+        state = {"step": 3, "version": version, "collected": 24, "optimizer": optimizer}
+        MetricsLog(tmp_path / name).log(3, {"total/responses": 24})
+        save(tmp_path / name / "checkpoints", 3, state)
+        return certain(tmp_path / name)
+
+    whole = of_run("whole")
+    assert of_run("other weights", weight=(3.0, 4.0)) == whole
+    assert of_run("a push more", version=4) != whole and of_run("a shape", weight=(1.0,)) != whole
+    assert of_run("no number", weight=(1.0, math.nan))["not finite"] == ["w"]
 
 
 @NEEDS_LINUX
