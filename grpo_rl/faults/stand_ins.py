@@ -128,6 +128,9 @@ class Optimizer:
         self.updates += 1
         self._move()
 
+    def clear_gradients(self) -> None:
+        """There are none."""
+
     def _move(self) -> None:
         with torch.no_grad():
             self._model.steps.fill_(self.updates)
