@@ -16,7 +16,7 @@ from grpo_rl.collectors import asynchronous
 from grpo_rl.collectors.broadcast import BroadcastCollector
 from grpo_rl.data.buffer import GroupBuffer
 from grpo_rl.faults.engines import DEADLINE_S, SimulatedActor, SimulatedEngine
-from grpo_rl.faults.stand_ins import Environment, Model, Optimizer, Schedules
+from grpo_rl.faults.stand_ins import MICRO_BATCHING, Environment, Model, Optimizer, Schedules
 from grpo_rl.faults.world import World
 from grpo_rl.run.parts import Parts
 from grpo_rl.weights import push, shared_memory
@@ -113,7 +113,7 @@ def simulated_parts(world: World, collected: int) -> Iterator[tuple[Parts, async
                 loss=cast(Any, None),
                 compute_advantages=cast(Any, None),
                 buffer=GroupBuffer(setup.num_envs, setup.groups_per_batch),
-                micro_batching=cast(Any, None),
+                micro_batching=MICRO_BATCHING,
                 needs_old_log_probs=False,
             ),
             collector,

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from grpo_rl.data.batching import MicroBatching
 from grpo_rl.data.group import Group
 from grpo_rl.envs.base import Failure, Prompt, Reward
 from grpo_rl.envs.prompts import PromptSource
@@ -23,6 +24,8 @@ from grpo_rl.monitor.metrics import MetricsLog
 
 ROWS = 1000
 """Rows of the data: more than any run has groups, so that a row stands for one group."""
+MICRO_BATCHING = MicroBatching(1)
+"""Unused: nothing is scored. Checkpoints hold its size."""
 SCORE_TIMEOUT_S = 60.0
 """Seconds after which a scorer that hangs is given up."""
 
@@ -127,6 +130,9 @@ class Optimizer:
         self.trained += [(step, group.group_id) for group in groups]
         self.updates += 1
         self._move()
+
+    def clear_gradients(self) -> None:
+        """There are none."""
 
     def _move(self) -> None:
         with torch.no_grad():

@@ -123,7 +123,7 @@ def base_license(name: str) -> str | None:
     """The licence in the base model's own card, if that lies here."""
     try:
         path = try_to_load_from_cache(name, CARD) if on_hub(name) else Path(name) / CARD
-        text = Path(path).read_text() if isinstance(path, str | Path) else ""
+        text = Path(path).read_text() if isinstance(path, str | Path) and Path(path).is_file() else ""
         head = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
     except (OSError, ValueError, IndexError, yaml.YAMLError):  # a name may be no repository's, a card no text
         return None

@@ -130,7 +130,7 @@ class Setting:
         if self.kind == Mapping[str, float] and isinstance(value, Mapping):
             weight = dataclasses.replace(self, kind=float, null=False)
             wrong = [weight.wrong_type(f"{key}.{name}", item) for name, item in value.items()]
-            return next(filter(None, wrong), None)
+            return "\n".join(filter(None, wrong)) or None
         if _fits(value, self.kind) or (value is None and self.null):
             return None
         wrong = f"{key} is {value!r}; it must be {KINDS[self.kind]}" + ", or null" * self.null

@@ -91,6 +91,7 @@ def test_a_whole_run_is_told_on_one_page(tmp_path, make_run):
         "Effective sample size",
         "Updates of a step",
         "Tokens of a micro-batch",
+        "Memory ran out",
         "Skipped",
         "Responses so far",
         "Tokens so far",
