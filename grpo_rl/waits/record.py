@@ -62,6 +62,15 @@ def head(pid: int, host: str, role: str, at: str, renews: bool, overdue: list[st
     return "\n".join([*lines, *([WITH_RANKS] if with_ranks else []), *(f"{OVERDUE}{what}" for what in overdue)])
 
 
+def ended(text: str, pid: int, host: str) -> str:
+    """A record of which the process has ended its work: SIGUSR1 has it write nothing any more.
+
+    >>> ended(head(7, "n1", "trainer", "noon", True, []), 7, "n1")
+    'Process 7 on n1, trainer, at noon.'
+    """
+    return text.replace(f" {RENEWS.format(pid=pid, host=host)}.", "")
+
+
 def read_record(path: Path) -> Record | None:
     """The record in a file; None where there is none that can be read.
 

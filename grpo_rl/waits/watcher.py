@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from grpo_rl.storage.whole_file import replacing
-from grpo_rl.waits.record import head, read_record, record_path, shown_duration
+from grpo_rl.waits.record import ended, head, read_record, record_path, shown_duration
 from grpo_rl.waits.registry import OTHER_RANKS, PROCESS, Wait, Waits
 from grpo_rl.waits.table import OWN_THREADS, role_of, stacks, table, words
 
@@ -51,6 +51,8 @@ class Watcher:
         self._quiet: dict[tuple[str, str], float] = {}
         self._passed = ""
         """The last record of a passed deadline."""
+        self._written = ""
+        """The last record that was written."""
         self._with_ranks: Wait | None = None
         """The last wait for the other ranks that is in this rank's record."""
         self._looking, self._writing = threading.Lock(), threading.Lock()
@@ -67,14 +69,21 @@ class Watcher:
 
     @contextmanager
     def telling(self, folder: Path, rank: int = 0, size: int = 1) -> Iterator[None]:
-        """Writes records into the run's folder until the context ends; ranks write one each."""
+        """Writes records into the run's folder until the context ends; ranks write one each.
+
+        The last one does not ask for SIGUSR1 any more: the process may go on with another run, or with none.
+        """
         self.folder, self.rank, self.size = folder, rank, size
         self._write([])
         try:
             yield
         finally:
             self._look()
-            self.folder, self.rank, self.size = None, 0, 1
+            self.folder, self.rank, self.size = None, 0, 1  # the watcher's thread writes no more
+            last = ended(self._written, os.getpid(), socket.gethostname())
+            if last != self._written:
+                self._put(record_path(folder, rank), lambda: last)
+            self._written = ""
 
     @contextmanager
     def saying(self, say: Callable[[str], None]) -> Iterator[None]:
@@ -231,15 +240,19 @@ class Watcher:
         """Writes the record and returns its path; None where there is no folder, or its disk hangs."""
         if self.folder is None:
             return None
-        path = record_path(self.folder, self.rank)
+        return self._put(record_path(self.folder, self.rank), lambda: self._record(overdue))
+
+    def _put(self, path: Path, record: Callable[[], str]) -> Path | None:
+        """Writes a record, in a thread: the disk, from which stacks are read too, may hang."""
 
         def write() -> Path | None:
             if not self._writing.acquire(blocking=False):  # the last one hangs
                 return None
             try:
-                text = self._record(overdue)
+                text = record()
                 with replacing(path) as temporary:
                     temporary.write_text(text)
+                self._written = text
                 return path
             except OSError as error:
                 _to_stderr(f"Warning. {path} can't be written ({error.strerror})")
@@ -268,7 +281,9 @@ class Watcher:
 
     def __exit__(self, *_: object) -> None:
         if self._renews:
-            signal.signal(signal.SIGUSR1, self._before)
+            # By default it would end the process, which may be sent one late.
+            ends = self._before in (signal.SIG_DFL, None)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN if ends else self._before)
             if (ours := signal.set_wakeup_fd(-1)) not in (self._asks, -1):
                 signal.set_wakeup_fd(ours)
         self._ends.set()
@@ -285,6 +300,8 @@ _watcher: Watcher | None = None
 @contextmanager
 def watching(deadline_s: float, waits: Waits = PROCESS, poll_s: float = POLL_S) -> Iterator[Watcher]:
     """The watcher of this process, at work while the outermost such context lasts; its deadline holds.
+
+    SIGUSR1 is ignored after it, unless it was handled before.
 
     Args:
         deadline_s: seconds after which a wait without a deadline of its own is told.

@@ -298,12 +298,12 @@ import signal, sys, threading, time
 from pathlib import Path
 from grpo_rl.waits.registry import waiting
 from grpo_rl.waits.watcher import watching
-before = signal.getsignal(signal.SIGUSR1)
 with watching(600.0) as watcher, watcher.telling(Path(sys.argv[1])):
     with waiting("standard input"):
         print("ready", flush=True)
         {blocks}
-assert signal.getsignal(signal.SIGUSR1) is before and signal.set_wakeup_fd(-1) == -1
+assert signal.set_wakeup_fd(-1) == -1
+signal.raise_signal(signal.SIGUSR1)
 assert not [thread for thread in threading.enumerate() if thread.name == "waits"]
 print("ended", flush=True)
 """
@@ -337,7 +337,9 @@ def test_sigusr1_prints_the_table_and_writes_the_stacks_whatever_the_main_thread
     out, err = child.communicate("ab\n", timeout=20)
     assert (out, child.returncode) == ("ended\n", 0)
     assert "trainer  standard input" in err and f"Stacks are in {path}" in err
-    assert 'File "<string>", line' in path.read_text().partition("\n\nStacks\n")[2]
+    record = read_record(path)
+    assert 'File "<string>", line' in record.text.partition("\n\nStacks\n")[2]
+    assert (record.pid, record.renews, "kill -USR1" in record.text) == (child.pid, False, False)
 
 
 def test_outside_the_main_thread_no_handler_is_installed_and_the_record_says_so(tmp_path):
