@@ -85,7 +85,7 @@ def status_of(folder: Path, deadline_s: float = 5.0) -> Status:
         return Status(f"Dead, once {process}: {_step(step)}. Go on with: resume={folder}.{last}", False)
     alive = f"Alive: {process} since {holder.get('since')}, {_step(step)}."
     if not own or not own.renews:
-        return Status(f"{alive} It does not respond to SIGUSR1.{last}", True)
+        return Status(f"{alive} It is not asked, as SIGUSR1 may end it.{last}", True)
     try:
         if not _has_open(own.pid, folder / LOCK):  # a signal would end whichever process has its number here
             raise ProcessLookupError

@@ -29,7 +29,7 @@ class Record:
 
     Args:
         at: when it was written, in UTC.
-        renews: True if SIGUSR1 to the process has it written anew; another process would be ended by it.
+        renews: True if SIGUSR1 to the process has it written anew and does nothing else; others may be ended by it.
         overdue: the waits of the process that are beyond their deadlines.
         with_ranks: True if the process waited for the other ranks then, overdue or not.
         text: the whole record.

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 from grpo_rl.storage.whole_file import replacing
 from grpo_rl.waits.record import ended, head, read_record, record_path, shown_duration
@@ -59,7 +60,9 @@ class Watcher:
         self._wake, self._asks = os.pipe()
         for end in (self._wake, self._asks):
             os.set_blocking(end, False)
-        self._renews, self._ends, self._unhandled = False, threading.Event(), False
+        self._handles, self._ends, self._unhandled = False, threading.Event(), False
+        self._before: Any = signal.SIG_DFL
+        """The handler of SIGUSR1 before this one; None: it is not Python's."""
         self._thread = threading.Thread(target=self._run, name=OWN_THREADS, daemon=True)
 
     @property
@@ -102,7 +105,9 @@ class Watcher:
         at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         names = list(dict.fromkeys(words(wait) for wait in overdue))
         with_ranks = any(wait.what == OTHER_RANKS for wait in waits)
-        first = head(os.getpid(), socket.gethostname(), self.role, at, self._renews, names, with_ranks)
+        # A handler of before may do something that nobody who asks for a table means, such as ending the run.
+        renews = self._handles and not callable(self._before)
+        first = head(os.getpid(), socket.gethostname(), self.role, at, renews, names, with_ranks)
         return f"{first}\n\n{table(waits, self.role)}"
 
     def _record(self, overdue: list[Wait]) -> str:
@@ -265,7 +270,7 @@ class Watcher:
     def __enter__(self) -> Watcher:
         try:
             self._before = signal.signal(signal.SIGUSR1, self._on_signal)
-            self._renews = True
+            self._handles = True
             # Also heard while the main thread is in a call that never returns to Python.
             other = signal.set_wakeup_fd(self._asks, warn_on_full_buffer=False)
             if other != -1:  # another library's, which must go on working
@@ -275,19 +280,24 @@ class Watcher:
         self._thread.start()
         return self
 
-    def _on_signal(self, *_: object) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._ask()
+        if callable(self._before):
+            self._before(number, frame)
+
+    def _ask(self) -> None:
         with suppress(BlockingIOError):
             os.write(self._asks, _HANDLED)
 
     def __exit__(self, *_: object) -> None:
-        if self._renews:
+        if self._handles:
             # By default it would end the process, which may be sent one late.
             ends = self._before in (signal.SIG_DFL, None)
             signal.signal(signal.SIGUSR1, signal.SIG_IGN if ends else self._before)
             if (ours := signal.set_wakeup_fd(-1)) not in (self._asks, -1):
                 signal.set_wakeup_fd(ours)
         self._ends.set()
-        self._on_signal()
+        self._ask()
         self._thread.join(_DISK_S)
         if not self._thread.is_alive():  # otherwise it may still use them
             os.close(self._wake)
@@ -301,7 +311,8 @@ _watcher: Watcher | None = None
 def watching(deadline_s: float, waits: Waits = PROCESS, poll_s: float = POLL_S) -> Iterator[Watcher]:
     """The watcher of this process, at work while the outermost such context lasts; its deadline holds.
 
-    SIGUSR1 is ignored after it, unless it was handled before.
+    A handler that SIGUSR1 had before is called too, and is its handler again afterwards; where there was none the
+    signal is ignored then. One by `faulthandler.register` is replaced.
 
     Args:
         deadline_s: seconds after which a wait without a deadline of its own is told.

@@ -90,9 +90,9 @@ def test_a_run_that_is_stopped_is_alive_and_does_not_respond(run, live, capsys):
 def test_a_process_that_would_be_ended_by_the_signal_is_not_sent_one(run, capsys):
     lock = FolderLock(run)  # this process, which does not handle SIGUSR1
     (run / "waits.txt").write_text(head(os.getpid(), socket.gethostname(), "trainer", "then", False, []))
-    assert "It does not respond to SIGUSR1" in ask(run, capsys)[1]
+    assert "It is not asked, as SIGUSR1 may end it" in ask(run, capsys)[1]
     (run / "waits.txt").write_text(head(1, socket.gethostname(), "trainer", "then", True, []))  # of a run before
-    assert "It does not respond to SIGUSR1" in ask(run, capsys)[1]
+    assert "It is not asked, as SIGUSR1 may end it" in ask(run, capsys)[1]
     lock.close()
 
 

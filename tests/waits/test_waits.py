@@ -342,6 +342,23 @@ def test_sigusr1_prints_the_table_and_writes_the_stacks_whatever_the_main_thread
     assert (record.pid, record.renews, "kill -USR1" in record.text) == (child.pid, False, False)
 
 
+def test_a_handler_of_sigusr1_that_was_there_before_is_called_and_nobody_is_asked_to_send_it(tmp_path):
+    called, path = [], tmp_path / "waits.txt"
+    before = signal.signal(signal.SIGUSR1, lambda number, _: called.append(number))
+    handler = signal.getsignal(signal.SIGUSR1)
+    try:
+        with watching(600.0) as watcher, watcher.telling(tmp_path), waiting("a signal"):
+            assert not read_record(path).renews
+            signal.raise_signal(signal.SIGUSR1)
+            until = time.monotonic() + 20
+            while "a signal" not in path.read_text() and time.monotonic() < until:
+                time.sleep(0.02)
+        assert "a signal" in path.read_text() and called == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) is handler
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_outside_the_main_thread_no_handler_is_installed_and_the_record_says_so(tmp_path):
     def work():
         with watching(600.0) as watcher, watcher.telling(tmp_path):
