@@ -64,7 +64,9 @@ class Wait:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._waits.open[self]
+        if self not in self._waits.open:  # it has been ended: an interrupt may have a run unwind twice
+            return
+        self._waits.open.pop(self, None)
         self.task = None  # before it is kept: a task holds whatever it has computed
         if self.age_s() >= self.limit_s:
             self.ended_s = self._waits.clock()

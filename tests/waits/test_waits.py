@@ -101,6 +101,16 @@ def test_a_wait_that_ends_by_an_error_of_its_deadline_is_told_and_signs_of_life_
     ]
 
 
+def test_a_wait_may_be_ended_twice(waits, clock, tmp_path):
+    said = []
+    with waiting("engine 0", deadline_s=5, waits=waits) as wait:
+        clock.now = 6
+        wait.__exit__()
+    assert not waits.open and list(waits.late) == [wait]
+    looked_at(waits, tmp_path, said)._look()
+    assert len(said) == 1
+
+
 def test_the_table_has_a_row_for_each_name_with_the_oldest_wait(waits, clock):
     with waiting("responses of engine 0", "group 7", 120, version=4, waits=waits):
         clock.now = 130
