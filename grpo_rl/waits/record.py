@@ -77,7 +77,7 @@ def read_record(path: Path) -> Record | None:
     >>> read_record(Path("no/such/file"))
     """
     try:
-        text = path.read_text(errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     if not (found := _HEAD.match(text)):

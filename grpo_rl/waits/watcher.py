@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -155,9 +156,9 @@ class Watcher:
         overdue = self._overdue()
         shown = self._head(overdue)
         if path := self._write(overdue):
-            in_thread(_to_stderr, f"{shown}\n\nStacks are in {path}")
+            _bounded(_DISK_S, _to_stderr, None, f"{shown}\n\nStacks are in {path}")
         else:
-            in_thread(lambda: _to_stderr(self._record(overdue)))
+            _bounded(_DISK_S, lambda: _to_stderr(self._record(overdue)), None)
 
     def _overdue(self) -> list[Wait]:
         return [wait for wait in list(self._waits.open) if wait.age_s() >= wait.limit_s + TOLD_LATE_S]
@@ -256,11 +257,11 @@ class Watcher:
             try:
                 text = record()
                 with replacing(path) as temporary:
-                    temporary.write_text(text)
+                    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
                 self._written = text
                 return path
-            except OSError as error:
-                _to_stderr(f"Warning. {path} can't be written ({error.strerror})")
+            except Exception as error:  # who looks on must not end a run
+                _to_stderr(f"Warning. {path} can't be written ({type(error).__name__}: {error})")
                 return None
             finally:
                 self._writing.release()
@@ -330,18 +331,20 @@ def watching(deadline_s: float, waits: Waits = PROCESS, poll_s: float = POLL_S) 
         _watcher, waits.default_s = None, math.inf
 
 
-def in_thread(function: Callable[..., object], *arguments: object) -> threading.Thread:
-    """Calls the function in a thread that does not keep the process from ending."""
-    thread = threading.Thread(target=function, args=arguments, daemon=True, name=OWN_THREADS)
-    thread.start()
-    return thread
-
-
 def _bounded(seconds: float, function: Callable[..., X], otherwise: X, *arguments: object) -> X:
-    """The function's result; where it takes longer than these seconds, ``otherwise``, and it is left behind."""
-    results: list[X] = []
-    in_thread(lambda: results.append(function(*arguments))).join(seconds)
-    return results[0] if results else otherwise
+    """The function's result or error; ``otherwise`` where it takes longer, and is left behind."""
+    result: Future[X] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function(*arguments))
+        except Exception as error:  # raised below
+            result.set_exception(error)
+
+    thread = threading.Thread(target=call, daemon=True, name=OWN_THREADS)
+    thread.start()
+    thread.join(seconds)
+    return result.result() if result.done() else otherwise
 
 
 def _to_stderr(text: str) -> None:

@@ -454,6 +454,30 @@ def test_what_fails_while_it_is_told_does_not_end_the_run(waits, clock, tmp_path
     assert "Waits can't be told (RuntimeError: dictionary changed size)" in capsys.readouterr().err
 
 
+def test_what_fails_in_a_thread_that_helps_to_tell_is_said_too(waits, clock, tmp_path, monkeypatch, capsys):
+    def fails(*_):
+        raise RuntimeError("no stack")
+
+    monkeypatch.setattr(watcher_module, "stacks", fails)
+    said = []
+    with looked_at(waits, None, said).telling(tmp_path), waiting("the last step", deadline_s=1, waits=waits):
+        clock.now = 3
+    assert len(said) == 1 and "for the last step" in said[0]
+    assert f"{tmp_path}/waits.txt can't be written (RuntimeError: no stack)" in capsys.readouterr().err
+    monkeypatch.undo()
+    watcher = looked_at(waits, None, [])
+    watcher.say = fails
+    with watcher.telling(tmp_path), waiting("the last step", deadline_s=1, waits=waits):
+        clock.now = 6
+    assert "Waits can't be told (RuntimeError: no stack)" in capsys.readouterr().err
+
+
+def test_a_record_holds_whatever_a_name_has_in_it(waits, tmp_path):
+    with waiting("reading the data of \ud800 über", waits=waits), looked_at(waits, None, []).telling(tmp_path):
+        pass
+    assert "reading the data of \\ud800 über" in read_record(tmp_path / "waits.txt").table
+
+
 def test_a_wait_costs_less_than_20_us_of_cpu_time(tmp_path):
     def seconds(count=20_000):
         begun = time.thread_time()
