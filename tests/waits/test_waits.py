@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import io
 import os
 import re
@@ -156,6 +157,22 @@ def test_stacks_show_threads_and_what_a_coroutine_awaits(waits):
     coroutines = text.partition("3 coroutines\n")[2]
     assert [word in coroutines for word in ("in one", "in innermost", "gate.wait()")] == [True] * 3
     assert "blocked_here" in text.partition("scores_0\n")[2].partition("\n\n")[0]
+    assert not waits.open
+
+
+def test_a_coroutine_that_is_abandoned_waits_no_more(waits):
+    async def waits_for_ever():
+        with waiting("an engine that is gone", waits=waits):
+            await asyncio.Event().wait()
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(waits_for_ever())
+    task._log_destroy_pending = False
+    loop.run_until_complete(asyncio.sleep(0))
+    assert [wait.task for wait in waits.open] == [task]
+    loop.close()
+    del loop, task
+    gc.collect()
     assert not waits.open
 
 
