@@ -19,13 +19,14 @@ import pytest
 import torch.distributed as dist
 from rich.console import Console
 
+from grpo_rl.distributed import ranks as ranks_module
 from grpo_rl.distributed.liveness import Watch
 from grpo_rl.distributed.meeting import Member
 from grpo_rl.monitor.progress import Progress
 from grpo_rl.waits import watcher as watcher_module
 from grpo_rl.waits.record import read_record, record_path
 from grpo_rl.waits.registry import OTHER_RANKS, PROCESS, Waits, waiting
-from grpo_rl.waits.table import stacks, table
+from grpo_rl.waits.table import stacks, table, words
 from grpo_rl.waits.watcher import Watcher, watching
 
 
@@ -219,6 +220,19 @@ def test_a_phase_of_the_trainer_is_shown_at_the_line_of_the_package_that_it_is_a
     assert re.search(r"training +the phase train to end \(step 1\) .* grpo_rl/monitor/progress.py:\d+ note$", shown), (
         shown
     )
+
+
+def test_ranks_that_do_not_join_are_waited_for_under_a_name(monkeypatch):
+    found = []
+
+    def nobody_comes(*_):
+        found.extend((words(wait), wait.limit_s) for wait in PROCESS.open)
+        raise ValueError("1 of 2 ranks did not come")
+
+    monkeypatch.setattr(ranks_module, "meet", nobody_comes)
+    with pytest.raises(ValueError, match="did not come"):
+        ranks_module.Ranks.join("ddp", rank=1, size=2, store=dist.HashStore(), timeout_s=60)
+    assert found == [("all ranks to join (this is rank 1 of 2)", 30.0)]
 
 
 def test_a_rank_that_waits_and_is_not_late_yet_is_not_named(waits, clock, tmp_path, monkeypatch):
