@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -57,7 +58,8 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs the coroutine and returns its result; its errors are raised here."""
-        with waiting("the thread that runs the engines", coroutine.__qualname__):
+        # Whatever the coroutine waits for has a name and a deadline of its own.
+        with waiting("the thread that runs the engines", coroutine.__qualname__, math.inf):
             return self.start(coroutine).result()
 
     def close(self) -> None:

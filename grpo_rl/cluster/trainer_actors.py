@@ -164,10 +164,10 @@ def _run_once(work: Callable[[Rendezvous], Any], found: list[tuple[Any, _At]], f
     """
     runs = [trainer.run.remote(work, replace(first, rank=rank)) for rank, (trainer, _) in enumerate(found)]
     pending, asked_to_stop = list(runs), False
-    with waiting("the trainers to end", deadline_s=math.inf) as waits:  # each of them tells of its own waits
+    with waiting("the trainers to end", deadline_s=math.inf) as wait:  # each of them tells of its own waits
         while pending:
             try:
-                waits.detail = f"{len(pending)} of {len(runs)} run"
+                wait.detail = f"{len(pending)} of {len(runs)} run"
                 # As soon as one fails: the others would wait for it. Ray notices Ctrl-C between the calls alone.
                 ready, pending = ray.wait(pending, timeout=1.0)
                 for run in sorted(ready, key=runs.index):

@@ -126,14 +126,17 @@ class Ranks:
         # Numbers and offloaded weights are exchanged on the CPU, beside what is on the GPUs.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         limit, by_torchrun = datetime.timedelta(seconds=timeout_s), store is None
-        if store is None:
-            store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
-        assert store is not None and rank is not None and size is not None
-        name = meet(store, rank, size, timeout_s)
-        at = {"rank": rank, "world_size": size, "store": dist.PrefixStore(name, store)}
-        dist.init_process_group(backend, timeout=limit, **at)
-        ranks = cls(mode, device, **placement)
-        ranks.told_after_s = timeout_s / 2  # before the process group gives up
+        told_after_s = timeout_s / 2  # before the process group gives up
+        with waiting("all ranks to join", deadline_s=told_after_s) as joins:
+            if store is None:
+                store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
+            assert store is not None and rank is not None and size is not None
+            joins.detail = f"this is rank {rank} of {size}"
+            name = meet(store, rank, size, timeout_s)
+            at = {"rank": rank, "world_size": size, "store": dist.PrefixStore(name, store)}
+            dist.init_process_group(backend, timeout=limit, **at)
+            ranks = cls(mode, device, **placement)
+        ranks.told_after_s = told_after_s
         members = ranks.gather(Member.here(rank))
         own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         watch = Watch(own, f"grpo_rl/watch {name}", members, rank, deadline_s, by_torchrun)

@@ -155,8 +155,9 @@ class Progress:
             self._last = self._clock()  # what came before the first step is no step's time
 
     def _wait_for(self, wait: Wait | None) -> None:
-        if self._wait:
-            self._wait.__exit__()
+        before, self._wait = self._wait, None
+        if before:
+            before.__exit__()
         self._wait = wait and wait.begin(None)
 
     def goes_on(self) -> None:

@@ -130,12 +130,16 @@ class WandbLog:
             self._run.log({"step": step, "completions": wandb.Table(columns=columns, data=data)})
 
     def close(self, exit_code: int = 0) -> None:
-        """Sends what is left and ends the run; a non-zero ``exit_code`` marks it as failed."""
+        """Sends what is left and ends the run; a non-zero ``exit_code`` marks it as failed.
+
+        The end of an offline run also ends other runs of this process that are not `wandb.run`, as those made with
+        ``reinit="create_new"``.
+        """
         import wandb
 
         self._run.finish(exit_code=exit_code)
         # W&B's own process writes the end of an offline run's file once `finish` has returned, on a busy machine some
-        # time later. It has written it when it has ended; other runs of this process would end with it.
+        # time later. It has written it when it has ended.
         if self._offline and wandb.run is None:
             wandb.teardown()
 

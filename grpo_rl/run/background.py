@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent import futures
 
+from grpo_rl.waits.registry import waiting
+
 
 class Background:
     """Does one piece of work at a time in a thread.
@@ -36,8 +38,10 @@ class Background:
         if work := self._work:
             futures.wait([work])  # Ctrl-C may break this off: the work is then still known
             self._work = None
-            work.result()
+            with waiting("a checkpoint on the disk"):
+                work.result()
 
     def close(self) -> None:
         """Waits, and ends the thread; the next :meth:`wait` tells of a failure."""
-        self._thread.shutdown()
+        with waiting("a checkpoint on the disk"):
+            self._thread.shutdown()

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,12 +85,14 @@ def status_of(folder: Path, deadline_s: float = 5.0) -> Status:
         return Status(f"Dead, once {process}: {_step(step)}. Go on with: resume={folder}.{last}", False)
     alive = f"Alive: {process} since {holder.get('since')}, {_step(step)}."
     if not own or not own.renews:
-        return Status(f"{alive} It does not respond to SIGUSR1.{last}", True)
+        return Status(f"{alive} It is not asked, as SIGUSR1 may end it.{last}", True)
     try:
+        if not _has_open(own.pid, folder / LOCK):  # a signal would end whichever process has its number here
+            raise ProcessLookupError
         fresh = _asked(own, path, deadline_s)
     except PermissionError:
         return Status(f"{alive} It is another user's, who alone can ask it.{last}\n\n{own.table}", True)
-    except ProcessLookupError:
+    except (ProcessLookupError, FileNotFoundError):
         gone = "It can't be asked: it has ended just now, or runs in another container of this host."
         return Status(f"{alive} {gone}{last}\n\n{own.table}", True)
     if fresh:
@@ -114,6 +117,21 @@ def _asked(own: Record, path: Path, deadline_s: float) -> Record | None:
             return read_record(path)
         time.sleep(POLL_S)
     return None
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """True if the process has the file open.
+
+    Raises:
+        PermissionError: it is another user's.
+        FileNotFoundError, ProcessLookupError: there is no such process.
+    """
+    file = path.stat()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            if os.path.samestat(descriptor.stat(), file):
+                return True
+    return False
 
 
 def _exists(pid: object) -> bool:

@@ -29,7 +29,7 @@ class Record:
 
     Args:
         at: when it was written, in UTC.
-        renews: True if SIGUSR1 to the process has it written anew; another process would be ended by it.
+        renews: True if SIGUSR1 to the process has it written anew and does nothing else; others may be ended by it.
         overdue: the waits of the process that are beyond their deadlines.
         with_ranks: True if the process waited for the other ranks then, overdue or not.
         text: the whole record.
@@ -62,13 +62,22 @@ def head(pid: int, host: str, role: str, at: str, renews: bool, overdue: list[st
     return "\n".join([*lines, *([WITH_RANKS] if with_ranks else []), *(f"{OVERDUE}{what}" for what in overdue)])
 
 
+def ended(text: str, pid: int, host: str) -> str:
+    """A record of which the process has ended its work: SIGUSR1 has it write nothing any more.
+
+    >>> ended(head(7, "n1", "trainer", "noon", True, []), 7, "n1")
+    'Process 7 on n1, trainer, at noon.'
+    """
+    return text.replace(f" {RENEWS.format(pid=pid, host=host)}.", "")
+
+
 def read_record(path: Path) -> Record | None:
     """The record in a file; None where there is none that can be read.
 
     >>> read_record(Path("no/such/file"))
     """
     try:
-        text = path.read_text(errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     if not (found := _HEAD.match(text)):

@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -39,8 +40,8 @@ class Wait:
     """One wait, open inside its ``with`` block; see :func:`waiting`."""
 
     __slots__ = (
-        "_waits", "asked_by", "deadline_s", "detail", "ended_s", "line", "remedy", "since", "task", "thread", "version",
-        "what",
+        "_task", "_waits", "asked_by", "deadline_s", "detail", "ended_s", "line", "remedy", "since", "thread",
+        "version", "what",
     )  # fmt: skip
 
     def __init__(
@@ -58,14 +59,17 @@ class Wait:
         self.asked_by: CodeType | None = frame and frame.f_code
         self.line, self.thread = frame.f_lineno if frame else 0, threading.get_ident()
         loop = asyncio._get_running_loop()
-        self.task = asyncio.current_task(loop) if loop else None
+        task = asyncio.current_task(loop) if loop else None
+        self._task = task and weakref.ref(task)
         self.since = self._waits.clock()
         self._waits.open[self] = None
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._waits.open[self]
-        self.task = None  # before it is kept: a task holds whatever it has computed
+        if self not in self._waits.open:  # it has been ended: an interrupt may have a run unwind twice
+            return
+        self._waits.open.pop(self, None)
+        self._task = None  # it goes on without this wait
         if self.age_s() >= self.limit_s:
             self.ended_s = self._waits.clock()
             self._waits.late.append(self)
@@ -73,6 +77,11 @@ class Wait:
     def again(self) -> None:
         """Starts the deadline anew: what is waited for has given a sign of life."""
         self.since = self._waits.clock()
+
+    @property
+    def task(self) -> asyncio.Task[object] | None:
+        """The task that waits; None where a thread does. It is not kept: one that is abandoned ends, with its wait."""
+        return self._task and self._task()
 
     def age_s(self) -> float:
         """Seconds from the wait's begin, or its last sign of life, to now or to its end."""

@@ -11,13 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 from grpo_rl.storage.whole_file import replacing
-from grpo_rl.waits.record import head, read_record, record_path, shown_duration
+from grpo_rl.waits.record import ended, head, read_record, record_path, shown_duration
 from grpo_rl.waits.registry import OTHER_RANKS, PROCESS, Wait, Waits
 from grpo_rl.waits.table import OWN_THREADS, role_of, stacks, table, words
 
@@ -51,13 +53,17 @@ class Watcher:
         self._quiet: dict[tuple[str, str], float] = {}
         self._passed = ""
         """The last record of a passed deadline."""
+        self._written = ""
+        """The last record that was written."""
         self._with_ranks: Wait | None = None
         """The last wait for the other ranks that is in this rank's record."""
         self._looking, self._writing = threading.Lock(), threading.Lock()
         self._wake, self._asks = os.pipe()
         for end in (self._wake, self._asks):
             os.set_blocking(end, False)
-        self._renews, self._ends, self._unhandled = False, threading.Event(), False
+        self._handles, self._ends, self._unhandled = False, threading.Event(), False
+        self._before: Any = signal.SIG_DFL
+        """The handler of SIGUSR1 before this one; None: it is not Python's."""
         self._thread = threading.Thread(target=self._run, name=OWN_THREADS, daemon=True)
 
     @property
@@ -67,14 +73,21 @@ class Watcher:
 
     @contextmanager
     def telling(self, folder: Path, rank: int = 0, size: int = 1) -> Iterator[None]:
-        """Writes records into the run's folder until the context ends; ranks write one each."""
+        """Writes records into the run's folder until the context ends; ranks write one each.
+
+        The last one does not ask for SIGUSR1 any more: the process may go on with another run, or with none.
+        """
         self.folder, self.rank, self.size = folder, rank, size
         self._write([])
         try:
             yield
         finally:
             self._look()
-            self.folder, self.rank, self.size = None, 0, 1
+            self.folder, self.rank, self.size = None, 0, 1  # the watcher's thread writes no more
+            last = ended(self._written, os.getpid(), socket.gethostname())
+            if last != self._written:
+                self._put(record_path(folder, rank), lambda: last)
+            self._written = ""
 
     @contextmanager
     def saying(self, say: Callable[[str], None]) -> Iterator[None]:
@@ -93,7 +106,9 @@ class Watcher:
         at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         names = list(dict.fromkeys(words(wait) for wait in overdue))
         with_ranks = any(wait.what == OTHER_RANKS for wait in waits)
-        first = head(os.getpid(), socket.gethostname(), self.role, at, self._renews, names, with_ranks)
+        # A handler of before may do something that nobody who asks for a table means, such as ending the run.
+        renews = self._handles and not callable(self._before)
+        first = head(os.getpid(), socket.gethostname(), self.role, at, renews, names, with_ranks)
         return f"{first}\n\n{table(waits, self.role)}"
 
     def _record(self, overdue: list[Wait]) -> str:
@@ -141,9 +156,9 @@ class Watcher:
         overdue = self._overdue()
         shown = self._head(overdue)
         if path := self._write(overdue):
-            in_thread(_to_stderr, f"{shown}\n\nStacks are in {path}")
+            _bounded(_DISK_S, _to_stderr, None, f"{shown}\n\nStacks are in {path}")
         else:
-            in_thread(lambda: _to_stderr(self._record(overdue)))
+            _bounded(_DISK_S, lambda: _to_stderr(self._record(overdue)), None)
 
     def _overdue(self) -> list[Wait]:
         return [wait for wait in list(self._waits.open) if wait.age_s() >= wait.limit_s + TOLD_LATE_S]
@@ -231,18 +246,22 @@ class Watcher:
         """Writes the record and returns its path; None where there is no folder, or its disk hangs."""
         if self.folder is None:
             return None
-        path = record_path(self.folder, self.rank)
+        return self._put(record_path(self.folder, self.rank), lambda: self._record(overdue))
+
+    def _put(self, path: Path, record: Callable[[], str]) -> Path | None:
+        """Writes a record, in a thread: the disk, from which stacks are read too, may hang."""
 
         def write() -> Path | None:
             if not self._writing.acquire(blocking=False):  # the last one hangs
                 return None
             try:
-                text = self._record(overdue)
+                text = record()
                 with replacing(path) as temporary:
-                    temporary.write_text(text)
+                    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+                self._written = text
                 return path
-            except OSError as error:
-                _to_stderr(f"Warning. {path} can't be written ({error.strerror})")
+            except Exception as error:  # who looks on must not end a run
+                _to_stderr(f"Warning. {path} can't be written ({type(error).__name__}: {error})")
                 return None
             finally:
                 self._writing.release()
@@ -252,7 +271,7 @@ class Watcher:
     def __enter__(self) -> Watcher:
         try:
             self._before = signal.signal(signal.SIGUSR1, self._on_signal)
-            self._renews = True
+            self._handles = True
             # Also heard while the main thread is in a call that never returns to Python.
             other = signal.set_wakeup_fd(self._asks, warn_on_full_buffer=False)
             if other != -1:  # another library's, which must go on working
@@ -262,17 +281,24 @@ class Watcher:
         self._thread.start()
         return self
 
-    def _on_signal(self, *_: object) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._ask()
+        if callable(self._before):
+            self._before(number, frame)
+
+    def _ask(self) -> None:
         with suppress(BlockingIOError):
             os.write(self._asks, _HANDLED)
 
     def __exit__(self, *_: object) -> None:
-        if self._renews:
-            signal.signal(signal.SIGUSR1, self._before)
+        if self._handles:
+            # By default it would end the process, which may be sent one late.
+            ends = self._before in (signal.SIG_DFL, None)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN if ends else self._before)
             if (ours := signal.set_wakeup_fd(-1)) not in (self._asks, -1):
                 signal.set_wakeup_fd(ours)
         self._ends.set()
-        self._on_signal()
+        self._ask()
         self._thread.join(_DISK_S)
         if not self._thread.is_alive():  # otherwise it may still use them
             os.close(self._wake)
@@ -285,6 +311,9 @@ _watcher: Watcher | None = None
 @contextmanager
 def watching(deadline_s: float, waits: Waits = PROCESS, poll_s: float = POLL_S) -> Iterator[Watcher]:
     """The watcher of this process, at work while the outermost such context lasts; its deadline holds.
+
+    A handler that SIGUSR1 had before is called too, and is its handler again afterwards; where there was none the
+    signal is ignored then. One by `faulthandler.register` is replaced.
 
     Args:
         deadline_s: seconds after which a wait without a deadline of its own is told.
@@ -302,18 +331,20 @@ def watching(deadline_s: float, waits: Waits = PROCESS, poll_s: float = POLL_S) 
         _watcher, waits.default_s = None, math.inf
 
 
-def in_thread(function: Callable[..., object], *arguments: object) -> threading.Thread:
-    """Calls the function in a thread that does not keep the process from ending."""
-    thread = threading.Thread(target=function, args=arguments, daemon=True, name=OWN_THREADS)
-    thread.start()
-    return thread
-
-
 def _bounded(seconds: float, function: Callable[..., X], otherwise: X, *arguments: object) -> X:
-    """The function's result; where it takes longer than these seconds, ``otherwise``, and it is left behind."""
-    results: list[X] = []
-    in_thread(lambda: results.append(function(*arguments))).join(seconds)
-    return results[0] if results else otherwise
+    """The function's result or error; ``otherwise`` where it takes longer, and is left behind."""
+    result: Future[X] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function(*arguments))
+        except Exception as error:  # raised below
+            result.set_exception(error)
+
+    thread = threading.Thread(target=call, daemon=True, name=OWN_THREADS)
+    thread.start()
+    thread.join(seconds)
+    return result.result() if result.done() else otherwise
 
 
 def _to_stderr(text: str) -> None:

@@ -91,9 +91,9 @@ class RemoteTransport(ABC):
         """
         end = time.monotonic() + self.deadline_s
         results: dict[str, Any] = {}
-        with waiting("engines", what, self.deadline_s) as waits:
+        with waiting("engines", what, self.deadline_s) as shown:
             while open_calls := {name: calls[name] for name in calls if name not in results and name not in self._gone}:
-                waits.what = ", ".join(itertools.islice(open_calls, 3))
+                shown.what = ", ".join(itertools.islice(open_calls, 3))
                 done, late = wait(open_calls.values(), max(0.0, end - time.monotonic()), FIRST_COMPLETED)
                 for name, call in open_calls.items():
                     error = call.exception() if call in done else None

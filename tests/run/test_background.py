@@ -25,6 +25,7 @@ from grpo_rl.training import checkpoint
 from grpo_rl.training.checkpoint import checkpoints, load, save
 from grpo_rl.training.logged import metrics_bytes
 from grpo_rl.training.optimizer import PolicyOptimizer
+from grpo_rl.waits.registry import PROCESS
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
 BEGUN = {"collected": 8, "seconds": 1.0, "eval_before": []}
@@ -62,6 +63,7 @@ def test_the_optimizer_waits_with_its_step_until_its_weights_are_written(folder,
     stepping = threading.Thread(target=optimizer.step)
     stepping.start()
     stepping.join(0.2)
+    assert [wait.what for wait in PROCESS.open if wait.thread == stepping.ident] == ["a checkpoint on the disk"]
     assert stepping.is_alive() and torch.equal(model.weight, before)
     slow_disk.set()
     stepping.join(60)

@@ -90,9 +90,23 @@ def test_a_run_that_is_stopped_is_alive_and_does_not_respond(run, live, capsys):
 def test_a_process_that_would_be_ended_by_the_signal_is_not_sent_one(run, capsys):
     lock = FolderLock(run)  # this process, which does not handle SIGUSR1
     (run / "waits.txt").write_text(head(os.getpid(), socket.gethostname(), "trainer", "then", False, []))
-    assert "It does not respond to SIGUSR1" in ask(run, capsys)[1]
+    assert "It is not asked, as SIGUSR1 may end it" in ask(run, capsys)[1]
     (run / "waits.txt").write_text(head(1, socket.gethostname(), "trainer", "then", True, []))  # of a run before
-    assert "It does not respond to SIGUSR1" in ask(run, capsys)[1]
+    assert "It is not asked, as SIGUSR1 may end it" in ask(run, capsys)[1]
+    lock.close()
+
+
+def test_a_process_that_does_not_hold_the_folder_is_not_sent_a_signal(run, capsys, monkeypatch):
+    lock = FolderLock(run)
+    other = subprocess.Popen(["sleep", "60"])  # has the number of a run in another container, or of one that ended
+    (run / LOCK).write_text(json.dumps({"pid": other.pid, "host": socket.gethostname(), "since": "2026"}))
+    (run / "waits.txt").write_text(head(other.pid, socket.gethostname(), "trainer", "then", True, []))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", lambda *_: pytest.fail("it got a signal"))
+        code, said = ask(run, capsys)
+    assert code == 0 and "It can't be asked: it has ended just now, or runs in another container" in said
+    other.kill()
+    other.wait()
     lock.close()
 
 

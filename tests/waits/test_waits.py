@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import io
 import os
 import re
@@ -18,13 +19,14 @@ import pytest
 import torch.distributed as dist
 from rich.console import Console
 
+from grpo_rl.distributed import ranks as ranks_module
 from grpo_rl.distributed.liveness import Watch
 from grpo_rl.distributed.meeting import Member
 from grpo_rl.monitor.progress import Progress
 from grpo_rl.waits import watcher as watcher_module
 from grpo_rl.waits.record import read_record, record_path
 from grpo_rl.waits.registry import OTHER_RANKS, PROCESS, Waits, waiting
-from grpo_rl.waits.table import stacks, table
+from grpo_rl.waits.table import stacks, table, words
 from grpo_rl.waits.watcher import Watcher, watching
 
 
@@ -101,6 +103,16 @@ def test_a_wait_that_ends_by_an_error_of_its_deadline_is_told_and_signs_of_life_
     ]
 
 
+def test_a_wait_may_be_ended_twice(waits, clock, tmp_path):
+    said = []
+    with waiting("engine 0", deadline_s=5, waits=waits) as wait:
+        clock.now = 6
+        wait.__exit__()
+    assert not waits.open and list(waits.late) == [wait]
+    looked_at(waits, tmp_path, said)._look()
+    assert len(said) == 1
+
+
 def test_the_table_has_a_row_for_each_name_with_the_oldest_wait(waits, clock):
     with waiting("responses of engine 0", "group 7", 120, version=4, waits=waits):
         clock.now = 130
@@ -149,6 +161,22 @@ def test_stacks_show_threads_and_what_a_coroutine_awaits(waits):
     assert not waits.open
 
 
+def test_a_coroutine_that_is_abandoned_waits_no_more(waits):
+    async def waits_for_ever():
+        with waiting("an engine that is gone", waits=waits):
+            await asyncio.Event().wait()
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(waits_for_ever())
+    task._log_destroy_pending = False
+    loop.run_until_complete(asyncio.sleep(0))
+    assert [wait.task for wait in waits.open] == [task]
+    loop.close()
+    del loop, task
+    gc.collect()
+    assert not waits.open
+
+
 def test_a_wait_that_ends_while_its_stack_is_read_is_left_out(waits):
     class Ends:
         asked = 0
@@ -192,6 +220,19 @@ def test_a_phase_of_the_trainer_is_shown_at_the_line_of_the_package_that_it_is_a
     assert re.search(r"training +the phase train to end \(step 1\) .* grpo_rl/monitor/progress.py:\d+ note$", shown), (
         shown
     )
+
+
+def test_ranks_that_do_not_join_are_waited_for_under_a_name(monkeypatch):
+    found = []
+
+    def nobody_comes(*_):
+        found.extend((words(wait), wait.limit_s) for wait in PROCESS.open)
+        raise ValueError("1 of 2 ranks did not come")
+
+    monkeypatch.setattr(ranks_module, "meet", nobody_comes)
+    with pytest.raises(ValueError, match="did not come"):
+        ranks_module.Ranks.join("ddp", rank=1, size=2, store=dist.HashStore(), timeout_s=60)
+    assert found == [("all ranks to join (this is rank 1 of 2)", 30.0)]
 
 
 def test_a_rank_that_waits_and_is_not_late_yet_is_not_named(waits, clock, tmp_path, monkeypatch):
@@ -298,12 +339,12 @@ import signal, sys, threading, time
 from pathlib import Path
 from grpo_rl.waits.registry import waiting
 from grpo_rl.waits.watcher import watching
-before = signal.getsignal(signal.SIGUSR1)
 with watching(600.0) as watcher, watcher.telling(Path(sys.argv[1])):
     with waiting("standard input"):
         print("ready", flush=True)
         {blocks}
-assert signal.getsignal(signal.SIGUSR1) is before and signal.set_wakeup_fd(-1) == -1
+assert signal.set_wakeup_fd(-1) == -1
+signal.raise_signal(signal.SIGUSR1)
 assert not [thread for thread in threading.enumerate() if thread.name == "waits"]
 print("ended", flush=True)
 """
@@ -337,7 +378,26 @@ def test_sigusr1_prints_the_table_and_writes_the_stacks_whatever_the_main_thread
     out, err = child.communicate("ab\n", timeout=20)
     assert (out, child.returncode) == ("ended\n", 0)
     assert "trainer  standard input" in err and f"Stacks are in {path}" in err
-    assert 'File "<string>", line' in path.read_text().partition("\n\nStacks\n")[2]
+    record = read_record(path)
+    assert 'File "<string>", line' in record.text.partition("\n\nStacks\n")[2]
+    assert (record.pid, record.renews, "kill -USR1" in record.text) == (child.pid, False, False)
+
+
+def test_a_handler_of_sigusr1_that_was_there_before_is_called_and_nobody_is_asked_to_send_it(tmp_path):
+    called, path = [], tmp_path / "waits.txt"
+    before = signal.signal(signal.SIGUSR1, lambda number, _: called.append(number))
+    handler = signal.getsignal(signal.SIGUSR1)
+    try:
+        with watching(600.0) as watcher, watcher.telling(tmp_path), waiting("a signal"):
+            assert not read_record(path).renews
+            signal.raise_signal(signal.SIGUSR1)
+            until = time.monotonic() + 20
+            while "a signal" not in path.read_text() and time.monotonic() < until:
+                time.sleep(0.02)
+        assert "a signal" in path.read_text() and called == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) is handler
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_outside_the_main_thread_no_handler_is_installed_and_the_record_says_so(tmp_path):
@@ -423,6 +483,30 @@ def test_what_fails_while_it_is_told_does_not_end_the_run(waits, clock, tmp_path
     with watcher.telling(tmp_path), waiting("the last step", deadline_s=1, waits=waits):
         clock.now = 3
     assert "Waits can't be told (RuntimeError: dictionary changed size)" in capsys.readouterr().err
+
+
+def test_what_fails_in_a_thread_that_helps_to_tell_is_said_too(waits, clock, tmp_path, monkeypatch, capsys):
+    def fails(*_):
+        raise RuntimeError("no stack")
+
+    monkeypatch.setattr(watcher_module, "stacks", fails)
+    said = []
+    with looked_at(waits, None, said).telling(tmp_path), waiting("the last step", deadline_s=1, waits=waits):
+        clock.now = 3
+    assert len(said) == 1 and "for the last step" in said[0]
+    assert f"{tmp_path}/waits.txt can't be written (RuntimeError: no stack)" in capsys.readouterr().err
+    monkeypatch.undo()
+    watcher = looked_at(waits, None, [])
+    watcher.say = fails
+    with watcher.telling(tmp_path), waiting("the last step", deadline_s=1, waits=waits):
+        clock.now = 6
+    assert "Waits can't be told (RuntimeError: no stack)" in capsys.readouterr().err
+
+
+def test_a_record_holds_whatever_a_name_has_in_it(waits, tmp_path):
+    with waiting("reading the data of \ud800 über", waits=waits), looked_at(waits, None, []).telling(tmp_path):
+        pass
+    assert "reading the data of \\ud800 über" in read_record(tmp_path / "waits.txt").table
 
 
 def test_a_wait_costs_less_than_20_us_of_cpu_time(tmp_path):
