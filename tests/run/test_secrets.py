@@ -24,15 +24,19 @@ HERE = __name__
 
 
 class Quiet:
-    """A logger that takes secrets, and writes nothing."""
+    """A logger that takes secrets, writes nothing, and fails with an address in what it says."""
 
     def __init__(self, run_dir, config, last_step, **settings):
         Quiet.given = settings
         assert not any(secret in str(config) for secret in IN_SETTINGS)
 
-    def log(self, step, metrics): ...
+    def log(self, step, metrics):
+        raise ConnectionError(f"no answer from {self.given['uri']}")
+
     def table(self, step, rows): ...
-    def close(self, failed=False): ...
+
+    def close(self, exit_code=0):
+        raise ConnectionError(f"can't reach {self.given['uri']}")
 
 
 SETTINGS = [
@@ -77,6 +81,7 @@ def test_no_byte_of_a_runs_folder_holds_a_secret_of_environment_or_settings(
     folder = run_script(SCRIPTS / script, [*rest, *OWN[script], "evaluate.rows=2", *SETTINGS], tmp_path / "run")
     printed = capfd.readouterr()
     assert found_in(folder, printed.out, printed.err) == []
+    assert "".join(printed.out.split()).count("https://***@host/db") == 2  # of a step and of the end
     # They were there to be found, and reached the logger.
     assert Quiet.given["api_key"] == "planted-api-key" and Quiet.given["db"]["password"].startswith("planted-password")
     names = {path.name for path, _ in contents(folder)}
