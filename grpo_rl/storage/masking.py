@@ -16,6 +16,8 @@ MASK = "***"
 _SECRET = re.compile(r"key|token(?!i[sz])|secret|passw|credential", re.IGNORECASE)
 _NEVER_A_COUNT = re.compile("secret|passw|credential", re.IGNORECASE)
 """Under a name with one of these a number is masked, too; a key or tokens may be counted."""
+_PROSE = re.compile(r"system_prompt|chat_template|stop(?:_(?:token|string|word|sequence)s?)?", re.IGNORECASE)
+"""Names of texts that are part of what is computed, and may speak of keys and tokens; they stay as they are."""
 _USERINFO = re.compile(r"(?<=://)[^/?#\s\"']+(?=@)")
 # Bounded, as a text may be long: open repeats would take the square of its length.
 _NAME = re.compile(
@@ -38,10 +40,21 @@ def is_secret(key: str) -> bool:
     return bool(_SECRET.search(key))
 
 
+def _is_prose(key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    return bool(_PROSE.fullmatch(name)) and not is_secret(section)
+
+
+def _sets_prose(word: object) -> bool:
+    """Tells whether this is an override of a prompt, or of another text that stays as it is."""
+    return isinstance(word, str) and "=" in word and _is_prose(word.partition("=")[0].lstrip("+"))
+
+
 def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
     """The same settings with ``***`` for each text that may be secret, and for user and password in each URL.
 
     Numbers stay, so that ``max_new_tokens`` can be read; those of a name with password, secret or credential don't.
+    Prompts, templates and stop strings stay, too.
 
     Args:
         told_apart: adds three digits of a digest, so that two texts are told apart in 4095 of 4096 cases, while of
@@ -56,8 +69,11 @@ def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
     """
     if isinstance(value, Mapping):
         return {name: masked(inner, f"{key}.{name}", told_apart) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [masked(inner, key, told_apart) for inner in value]
+    if isinstance(value, list | tuple):  # of overrides, for one
+        stay = not is_secret(key)
+        return [inner if stay and _sets_prose(inner) else masked(inner, key, told_apart) for inner in value]
+    if _is_prose(key):
+        return value
     if isinstance(value, str):
         hidden = MASK if value and is_secret(key) else masked_text(value)
     else:
@@ -79,6 +95,8 @@ def masked_override(word: str) -> str:
     >>> masked_override("logger.settings={api_key: abc def, hosts: [a], keys: [b, [c]], project: p}")
     'logger.settings={api_key: ***, hosts: [a], keys: ***, project: p}'
     """
+    if _sets_prose(word):
+        return word
     key, equals, value = word.partition("=")
     if equals and value and is_secret(key) and (not _is_number(value) or _NEVER_A_COUNT.search(key)):
         return f"{key}={MASK}"

@@ -19,9 +19,25 @@ def test_a_text_under_the_name_of_a_secret_is_masked_wherever_it_stands(name):
 
 def test_what_is_no_secret_stays_as_it_is():
     config = {"env": {"max_new_tokens": 256, "repeats": 8}, "model": {"tokenizer": "a/b", "name": "https://hub/x@main"}}
-    assert masked(config) == config
-    for word in ("env.max_new_tokens=256", "+experiment=quickstart", "~logger", "model.name=user@host:path"):
+    config["env"]["system_prompt"] = prompt = "Answer as JSON with the keys: name, age. key=value won't do"
+    config["sampling"] = {"stop": ["token: end"], "stop_token": "</s>"}
+    config["overrides"] = [f"env.system_prompt={prompt}", "+sampling.stop=['key: x']"]
+    assert masked(config) == config and masked(config, told_apart=True) == config
+    for word in (
+        *config["overrides"],
+        "env.max_new_tokens=256",
+        "+experiment=quickstart",
+        "~logger",
+        "model.name=user@host:path",
+    ):
         assert masked_override(word) == word
+
+
+def test_a_prompt_under_the_name_of_a_secret_is_masked():
+    assert masked({"credentials": {"stop": "abc123"}, "api_key": ["stop=abc123"]}) == {
+        "credentials": {"stop": "***"},
+        "api_key": ["***"],
+    }
 
 
 def test_the_user_of_a_url_is_masked_with_the_password():
