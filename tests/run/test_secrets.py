@@ -90,10 +90,22 @@ def test_no_byte_of_a_runs_folder_holds_a_secret_of_environment_or_settings(
     assert "***" in (folder / "config.yaml").read_text() and "***" in (folder / ".hydra" / "overrides.yaml").read_text()
 
 
-def test_a_start_that_is_refused_leaves_no_secret_behind(tiny_run, tmp_path, own_cache):
-    with pytest.raises(SystemExit, match="error"):
-        run_script(SCRIPTS / "grpo.py", [*tiny_run, *SETTINGS, "env.num_envs=0"], tmp_path / "run")
-    assert (tmp_path / "run" / ".hydra" / "config.yaml").exists() and found_in(tmp_path) == []
+@pytest.mark.parametrize(
+    ("words", "composed"),
+    [
+        (["env.num_envs=0"], True),
+        (["logger.settings.wandb.api_key=planted-api-key"], False),  # lacks a plus
+        (["+logger.settings.wandb.password=planted-pass(word"], False),
+        (["+logger.settings.wandb.password='planted-password planted-behind"], False),
+    ],
+)
+def test_a_start_that_is_refused_leaves_no_secret_behind(words, composed, tiny_run, tmp_path, own_cache, capfd):
+    with pytest.raises(SystemExit, match="error") as refused:
+        run_script(SCRIPTS / "grpo.py", [*tiny_run, *SETTINGS, *words], tmp_path / "run")
+    printed = capfd.readouterr()
+    assert (tmp_path / "run" / ".hydra" / "config.yaml").exists() == composed
+    assert found_in(tmp_path, str(refused.value), printed.out, printed.err) == []
+    assert composed or ("***" in str(refused.value) and "planted" not in str(refused.value))
 
 
 def test_only_rank_zero_writes_hydras_files_which_others_would_mask_meanwhile(
