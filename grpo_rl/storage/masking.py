@@ -28,7 +28,8 @@ _PARTS = re.compile(rf"{_QUOTED}|[\[\]{{}}]", re.DOTALL)
 _WORD = re.compile(rf"""{_QUOTED}|[^\s,;&}}\]"']+""", re.DOTALL)
 _ITEM = re.compile(rf"{_QUOTED}|[^,}}\]]+", re.DOTALL)
 """A value in a list or mapping of an override, which may have spaces."""
-_TOLD_APART = re.compile(r"\*\*\*[0-9a-f]{3}|.* \(\*\*\*[0-9a-f]{3}\)", re.DOTALL)
+_TOLD_APART = re.compile(r"\*\*\*[0-9a-f]{3}")
+_PARTS_TOLD_APART = re.compile(r".* \(\*\*\*[0-9a-f]{3}\)", re.DOTALL)
 
 
 def is_secret(key: str) -> bool:
@@ -58,7 +59,7 @@ def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
 
     Args:
         told_apart: adds three digits of a digest, so that two texts are told apart in 4095 of 4096 cases, while of
-            4096 guesses at one of them one passes. A URL's user and password have none.
+            4096 guesses at one of them one passes. A URL's user and password have none. Told apart they stay.
 
     >>> masked({"api_key": "abc", "max_new_tokens": 256, "uri": "https://me:pw@host/db", "hosts": ["a"]})
     {'api_key': '***', 'max_new_tokens': 256, 'uri': 'https://***@host/db', 'hosts': ['a']}
@@ -75,13 +76,14 @@ def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
     if _is_prose(key):
         return value
     if isinstance(value, str):
-        hidden = MASK if value and is_secret(key) else masked_text(value)
+        secret = value and is_secret(key) and not _TOLD_APART.fullmatch(value)  # of a file that was masked before
+        hidden = MASK if secret else masked_text(value)
     else:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         hidden = MASK if number and _NEVER_A_COUNT.search(key) else value
     if not told_apart or hidden in (value, known := _USERINFO.sub(MASK, str(value))):
         return hidden
-    if _TOLD_APART.fullmatch(known):  # of a checkpoint, which was masked before
+    if _PARTS_TOLD_APART.fullmatch(known):  # as above
         return value
     digits = hashlib.sha256(f"{key}\0{known}".encode()).hexdigest()[:3]
     return MASK + digits if hidden == MASK else f"{hidden} ({MASK}{digits})"

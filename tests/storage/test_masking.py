@@ -79,6 +79,7 @@ def test_masked_texts_are_told_apart_without_a_way_back():
     assert apart("note", "the key: a") != apart("note", "the key: b")
     assert masked({"key_column": apart("key_column", "a")}, told_apart=True) == {"key_column": apart("key_column", "a")}
     assert masked({"note": apart("note", "the key: a")}, told_apart=True) == {"note": apart("note", "the key: a")}
+    assert masked({"key_column": apart("key_column", "a")}) == {"key_column": apart("key_column", "a")}
     # A new password of the same place is the same place.
     assert apart("path", "s3://me:pw@host/x") == apart("path", "s3://me:other@host/x") == "s3://***@host/x"
     # So few digits fit many texts, and can't be used to try a password.
