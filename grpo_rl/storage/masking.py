@@ -14,14 +14,14 @@ from grpo_rl.storage.whole_file import write_whole
 
 MASK = "***"
 _SECRET = re.compile(r"key|token(?!i[sz])|secret|passw|credential", re.IGNORECASE)
-_NEVER_A_COUNT = re.compile("secret|passw|credential", re.IGNORECASE)
-"""Under a name with one of these a number is masked, too; a key or tokens may be counted."""
+_NEVER_A_COUNT = re.compile("secret|passw|credential|(?:key|token)$", re.IGNORECASE)
+"""Under a name with one of these a number is masked, too; keys and tokens may be counted."""
 _PROSE = re.compile(r"system_prompt|chat_template|stop(?:_(?:token|string|word|sequence)s?)?", re.IGNORECASE)
 """Names of texts that are part of what is computed, and may speak of keys and tokens; they stay as they are."""
 _USERINFO = re.compile(r"(?<=://)[^/?#\s\"']+(?=@)")
 # Bounded, as a text may be long: open repeats would take the square of its length.
 _NAME = re.compile(
-    r"""(?:key|token(?!i[sz])|secret|passw|credential)[\w.-]{0,100}["']?\s{0,9}[:=]\s{0,9}""", re.IGNORECASE
+    r"""((?:key|token(?!i[sz])|secret|passw|credential)[\w.-]{0,100})["']?\s{0,9}[:=]\s{0,9}""", re.IGNORECASE
 )
 _QUOTED = r""""(?:[^"\\]|\\.){0,4096}"|'(?:[^'\\]|\\.){0,4096}'"""
 _PARTS = re.compile(rf"{_QUOTED}|[\[\]{{}}]", re.DOTALL)
@@ -54,7 +54,8 @@ def _sets_prose(word: object) -> bool:
 def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
     """The same settings with ``***`` for each text that may be secret, and for user and password in each URL.
 
-    Numbers stay, so that ``max_new_tokens`` can be read; those of a name with password, secret or credential don't.
+    Numbers stay, so that ``max_new_tokens`` can be read; those of a name with password, secret or credential don't,
+    nor those of one that ends with key or token.
     Prompts, templates and stop strings stay, too.
 
     Args:
@@ -123,7 +124,7 @@ def _masked_text(text: str, plain: re.Pattern[str]) -> str:
     while name := _NAME.search(text, at):
         end = _end_of_value(text, name.end(), plain)
         value = text[name.end() : end]
-        stays = not value or (_is_number(value) and not _NEVER_A_COUNT.search(name[0]))
+        stays = not value or (_is_number(value) and not _NEVER_A_COUNT.search(name[1]))
         parts += [text[at : name.end()], value if stays else MASK]
         at = end
     return "".join([*parts, text[at:]])

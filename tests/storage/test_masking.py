@@ -45,9 +45,12 @@ def test_the_user_of_a_url_is_masked_with_the_password():
     assert masked_override("logger.settings.uri=http://me:pw@host") == "logger.settings.uri=http://***@host"
 
 
-def test_a_password_of_digits_is_masked():
-    assert masked({"password": 1234, "token_groups": 1}) == {"password": "***", "token_groups": 1}
-    assert masked_override("logger.settings.password=1234") == "logger.settings.password=***"
+@pytest.mark.parametrize("name", ["password", "api_key", "hf_token"])
+def test_a_secret_of_digits_is_masked_and_counts_are_not(name):
+    assert masked({name: 123456, "token_groups": 1}) == {name: "***", "token_groups": 1}
+    assert masked_override(f"logger.settings.{name}=123456") == f"logger.settings.{name}=***"
+    assert masked_override(f"logger.settings={{{name}: 123456}}") == f"logger.settings={{{name}: ***}}"
+    assert masked_text(f'"{name}": 123456, keys: 7') == f'"{name}": ***, keys: 7'
 
 
 @pytest.mark.parametrize(
