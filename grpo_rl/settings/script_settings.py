@@ -51,9 +51,8 @@ def script_settings(cfg: DictConfig, mode: str) -> Settings:
 def mask_hydras_files() -> None:
     """Masks secrets in what Hydra has written of the config and the command line, before anyone could refuse them."""
     hydra_cfg = HydraConfig.get()
-    if not hydra_cfg.output_subdir:  # it has written none
-        return
-    files = [*(Path(hydra_cfg.runtime.output_dir) / hydra_cfg.output_subdir).glob("*.yaml")]
+    subdir = hydra_cfg.output_subdir  # None: it has written none of the job
+    files = [*(Path(hydra_cfg.runtime.output_dir) / subdir).glob("*.yaml")] if subdir else []
     if hydra_cfg.mode == RunMode.MULTIRUN:
         files += Path(hydra_cfg.sweep.dir).glob("multirun.yaml")
     mask_files(files)

@@ -108,6 +108,13 @@ def test_a_start_that_is_refused_leaves_no_secret_behind(words, composed, tiny_r
     assert composed or ("***" in str(refused.value) and "planted" not in str(refused.value))
 
 
+def test_a_sweep_without_hydras_folders_is_masked_too(tiny_run, tmp_path, own_cache):
+    words = ["--multirun", *tiny_run, *SETTINGS, "env.num_envs=0", "hydra.output_subdir=null"]
+    with pytest.raises(SystemExit, match="env.num_envs"):
+        run_script(SCRIPTS / "grpo.py", [*words, f"hydra.sweep.dir={tmp_path}"], tmp_path / "unused")
+    assert "api_key: '***'" in (tmp_path / "multirun.yaml").read_text() and found_in(tmp_path) == []
+
+
 def test_only_rank_zero_writes_hydras_files_which_others_would_mask_meanwhile(
     tiny_run, tmp_path, own_cache, monkeypatch
 ):
