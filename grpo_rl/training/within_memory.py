@@ -16,6 +16,7 @@ from grpo_rl.data.group import Group
 from grpo_rl.engines.base import OutOfMemoryError, is_out_of_memory
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.router_record import router_record
+from grpo_rl.training.checkpoint import rng_state, set_rng_state
 from grpo_rl.training.micro_batches import scored_micro_batches
 
 REMEDY = (
@@ -76,7 +77,7 @@ class WithinMemory:
             OutOfMemoryError: a group alone does not fit, or processes would have to begin again within a pass.
         """
         record = router_record(getattr(self._policy, "model", None))
-        routed = record.sums() if record else {}
+        routed, random = record.sums() if record else {}, rng_state()
         while True:
             self._why, at = "", -1
             scored = scored_micro_batches(self._policy, groups, self.batching)
@@ -100,6 +101,7 @@ class WithinMemory:
             self._discard()
             if record:
                 record.put_back(routed)
+            set_rng_state(random)  # dropout's masks are those of a step that began with the smaller ones
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

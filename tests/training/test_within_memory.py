@@ -16,6 +16,7 @@ from grpo_rl.data.batching import MicroBatching, micro_batches
 from grpo_rl.engines.base import OutOfMemoryError, Sampling
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.lora import LoRA
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.router_record import router_record
 from grpo_rl.testing import random_group, save_tiny_model
@@ -111,6 +112,25 @@ def test_a_step_that_began_again_has_the_gradient_of_the_smaller_split_to_the_bi
         assert loss == pytest.approx(loss_of_whole, abs=1e-6)
         for a, b in zip(ours, whole, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_began_again_draws_the_same_dropout(model):
+    def gradients(**room):
+        policy = Small.load(model, torch.float32, lora=LoRA(rank=2, dropout=0.5))
+        for name, tokens in room.items():
+            setattr(policy, name, tokens)
+        torch.nn.init.ones_(
+            policy.model.get_parameter(next(n for n, _ in policy.model.named_parameters() if "_B" in n))
+        )
+        torch.manual_seed(3)
+        within = WithinMemory(policy, MicroBatching(80 if room else 40), policy.model.zero_grad)
+        for micro_batch in within.micro_batches(GROUPS, lambda why: None):
+            with micro_batch as tokens:
+                GRPOLoss()(tokens)["loss"].backward()
+        return [param.grad for param in policy.model.parameters() if param.requires_grad]
+
+    ours, plain = gradients(room_back=40), gradients()
+    assert all(map(torch.equal, ours, plain)) and any(grad.any() for grad in ours)
 
 
 def test_what_the_first_micro_batches_added_is_thrown_away(model):
