@@ -14,6 +14,7 @@ from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training import within_memory
 from grpo_rl.training.checkpoint import checkpoints, load
+from grpo_rl.training.optimizer import PolicyOptimizer
 
 run = functools.partial(run_script, Path(__file__).parents[2] / "sota" / "grpo.py")
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -57,3 +58,12 @@ def test_an_engine_that_lacks_memory_before_training_is_told_in_one_line(tiny_ru
     monkeypatch.setattr(TransformersEngine, "_generate", none)
     with pytest.raises(SystemExit, match=r"^Stopped before the first step: \d+ responses? .* do not fit into"):
         run([*tiny_run, "evaluate.rows=2"], tmp_path / "run")
+
+
+def test_memory_that_runs_out_in_the_optimizers_own_step_is_told_in_one_line(tiny_run, tmp_path, monkeypatch):
+    def none(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(PolicyOptimizer, "step", none)
+    with pytest.raises(SystemExit, match=r"^Stopped after step 0: memory ran out \(.* 2\.00 GiB\.\); docs/memory\.md"):
+        run(tiny_run, tmp_path / "run")
