@@ -18,8 +18,9 @@ _NEVER_A_COUNT = re.compile("secret|passw|credential|(?:key|token)$", re.IGNOREC
 """Under a name with one of these a number is masked, too; keys and tokens may be counted."""
 _PROSE = re.compile(r"system_prompt|chat_template|stop(?:_(?:token|string|word|sequence)s?)?", re.IGNORECASE)
 """Names of texts that are part of what is computed, and may speak of keys and tokens; they stay as they are."""
-_USERINFO = re.compile(r"(?<=://)[^/?#\s\"']+(?=@)")
 # Bounded, as a text may be long: open repeats would take the square of its length.
+_USERINFO = re.compile(r"""(?<=://)(?:[^/?#\s"']+|[^/?#\s"':@]{1,99}:(?!\d{1,5}[/?#])[^\s"']{1,199})(?=@)""")
+"""User and password: as in any URL, or with a password whose signs should have been percent-encoded."""
 _NAME = re.compile(
     r"""((?:key|token(?!i[sz])|secret|passw|credential)[\w.-]{0,100})["']?\s{0,9}[:=]\s{0,9}""", re.IGNORECASE
 )

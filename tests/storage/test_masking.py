@@ -33,6 +33,16 @@ def test_what_is_no_secret_stays_as_it_is():
         assert masked_override(word) == word
 
 
+@pytest.mark.parametrize("password", ["p/w", "p?w", "#p", "p/w@x"])
+def test_a_password_that_is_not_percent_encoded_is_masked_whole(password):
+    assert masked_text(f"at https://me:{password}@host:1/x?y=z, and on") == "at https://***@host:1/x?y=z, and on"
+
+
+def test_a_port_is_no_password():
+    for text in ("http://host:8000/v1@x", "http://host:80?mail=me@host", "https://hub/x@main", "a://b c:d@e"):
+        assert masked_text(text) == text
+
+
 def test_a_prompt_under_the_name_of_a_secret_is_masked():
     assert masked({"credentials": {"stop": "abc123"}, "api_key": ["stop=abc123"]}) == {
         "credentials": {"stop": "***"},
