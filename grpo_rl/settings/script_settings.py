@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -46,6 +48,21 @@ def script_settings(cfg: DictConfig, mode: str) -> Settings:
     settings = Settings.read(cfg)
     check_machine(settings, mode)
     return settings
+
+
+class NotedSweep(Callback):
+    """Hydra's callback (see ``config/grpo.yaml``) that notes where a sweep writes its settings."""
+
+    folder: Path | None = None
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        NotedSweep.folder = Path(config.hydra.sweep.dir)
+
+
+def mask_refused_sweep() -> None:
+    """Masks secrets in the settings of a sweep that Hydra refuses, none of whose jobs could do so."""
+    if NotedSweep.folder:
+        mask_files(NotedSweep.folder.glob("multirun.yaml"))
 
 
 def mask_hydras_files() -> None:

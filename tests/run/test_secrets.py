@@ -108,9 +108,16 @@ def test_a_start_that_is_refused_leaves_no_secret_behind(words, composed, tiny_r
     assert composed or ("***" in str(refused.value) and "planted" not in str(refused.value))
 
 
-def test_a_sweep_without_hydras_folders_is_masked_too(tiny_run, tmp_path, own_cache):
-    words = ["--multirun", *tiny_run, *SETTINGS, "env.num_envs=0", "hydra.output_subdir=null"]
-    with pytest.raises(SystemExit, match="env.num_envs"):
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["env.num_envs=0", "hydra.output_subdir=null"], "env.num_envs"),
+        (["loss=grpo,none_such"], "none_such"),  # by Hydra, before any job
+    ],
+)
+def test_a_sweep_that_is_refused_leaves_no_secret_behind(words, refused, tiny_run, tmp_path, own_cache):
+    words = ["--multirun", *tiny_run, *SETTINGS, *words]
+    with pytest.raises(SystemExit, match=refused):
         run_script(SCRIPTS / "grpo.py", [*words, f"hydra.sweep.dir={tmp_path}"], tmp_path / "unused")
     assert "api_key: '***'" in (tmp_path / "multirun.yaml").read_text() and found_in(tmp_path) == []
 
