@@ -6,6 +6,7 @@ layers, X experts of a token.
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,15 @@ ADAPTER_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 """Names of a LoRA layer's two factors, as engines take them."""
 
 
-SIGNS = ("DefaultCPUAllocator: can't allocate", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+SIGNS = (
+    "DefaultCPUAllocator: can't allocate",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "MPS backend out of memory",
+)
 """Messages of torch's errors that have no type of their own for a lack of memory."""
 
 
@@ -37,13 +46,29 @@ class EngineDeadError(RuntimeError):
     """An engine's process has ended, or does not answer within its deadline; names it."""
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Tells whether an error of torch says that memory ran out, of a GPU or of the machine.
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tells whether an error is torch's or Triton's, and says that memory ran out, of a GPU or of the machine.
 
     >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("shapes differ"))
     (True, False)
     """
     return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
+
+
+def reason(error: BaseException) -> str:
+    """The beginning of an error's message, on one line; its type if it has none.
+
+    >>> reason(RuntimeError("CUDA out of memory.\\nTried to allocate")), reason(torch.OutOfMemoryError())
+    ('CUDA out of memory. Tried to allocate', 'OutOfMemoryError')
+    """
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def free_memory() -> None:
+    """Gives back what is not used any more, in reference cycles and in torch's cache of a GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class EngineStartError(EngineDeadError):

@@ -30,7 +30,9 @@ from grpo_rl.engines.base import (
     Sampling,
     StepByGenerate,
     check_request,
+    free_memory,
     is_out_of_memory,
+    reason,
 )
 from grpo_rl.engines.ends import StopString, end_ids, text_decoder
 from grpo_rl.engines.fingerprint import fingerprint
@@ -105,7 +107,7 @@ class TransformersEngine(StepByGenerate):
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            why = " ".join(str(error).split())[:300]
+            why = reason(error)
         if len(prompts) == 1:
             raise OutOfMemoryError(
                 f"{n} responses of at most {sampling.max_new_tokens} tokens to a prompt of {len(prompts[0])} do not "
@@ -120,9 +122,7 @@ class TransformersEngine(StepByGenerate):
             file=sys.stderr,
             flush=True,
         )
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
         return None
 
     @torch.no_grad()

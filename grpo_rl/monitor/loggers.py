@@ -14,7 +14,7 @@ from grpo_rl.by_name import object_by_name
 from grpo_rl.monitor.completions import logged_steps, read_step
 from grpo_rl.monitor.logger_names import BUILT_IN, logger_names, settings_name
 from grpo_rl.monitor.metrics import METRICS_FILE, read_metrics, rows_from
-from grpo_rl.storage.masking import masked
+from grpo_rl.storage.masking import masked, masked_text
 from grpo_rl.waits.registry import Wait, waiting
 
 REMEDY = (
@@ -138,7 +138,7 @@ def open_loggers(
                         replay(logger, run_dir, rows)
                 except Exception as error:  # whatever a library or a class of one's own raises
                     raise ValueError(
-                        f"the logger {name} can't be given what the run folder holds ({type(error).__name__}: {error})"
+                        f"the logger {name} can't be given what the run folder holds ({_described(error)})"
                         "; mend it or take it out of logger.backend"
                     ) from error
     except BaseException:
@@ -158,7 +158,7 @@ def _opened(
         raise
     except Exception as error:  # whatever a library or a class of one's own raises
         raise ValueError(
-            f"the logger {name} can't start ({type(error).__name__}: {error}); mend it or take it out of logger.backend"
+            f"the logger {name} can't start ({_described(error)}); mend it or take it out of logger.backend"
         ) from error
 
 
@@ -292,7 +292,7 @@ class _Attempts:
         if not self._told:
             self._told = True
             self._say(
-                f"Warning. The logger {self._name} failed at step {step} ({type(error).__name__}: {error}). The run "
+                f"Warning. The logger {self._name} failed at step {step} ({_described(error)}). The run "
                 f"goes on, and tries again; {METRICS_FILE} has everything"
             )
 
@@ -303,12 +303,17 @@ class _Attempts:
             with self._waiting("its end"):
                 self._logger.close(exit_code)
         except Exception as error:  # as above
-            self._say(f"Warning. The logger {self._name} can't be closed ({type(error).__name__}: {error})")
+            self._say(f"Warning. The logger {self._name} can't be closed ({_described(error)})")
         if self._missing or self._lost_tables:
             self._say(
                 f"Warning. The logger {self._name} lacks {self._missing} rows of metrics and {self._lost_tables} "
                 "tables of responses; the run folder has them"
             )
+
+
+def _described(error: Exception) -> str:
+    """The error for people; libraries' messages may have the address and the key that they were given."""
+    return f"{type(error).__name__}: {masked_text(str(error))}"
 
 
 def run_name(run_dir: Path) -> str:

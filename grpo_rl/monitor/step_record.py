@@ -33,7 +33,7 @@ class StepRecord:
     Args:
         ranks: the processes that train together. Each adds the micro-batches that it scored; :meth:`complete` adds
             those of all ranks, in rank order, so that all have the same sums.
-        goes_on: called as each micro-batch of this rank is done.
+        goes_on: called as each micro-batch of this rank is added, before the gradient goes back through the model.
     """
 
     def __init__(

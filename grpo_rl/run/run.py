@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from grpo_rl.data.group import Group
 from grpo_rl.distributed.ranks import Ranks
-from grpo_rl.engines.base import EngineDeadError, OutOfMemoryError
+from grpo_rl.engines.base import EngineDeadError, OutOfMemoryError, is_out_of_memory, reason
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.run.common_parts import CommonParts
 from grpo_rl.run.diagnosis import DIAGNOSED, RunDiagnosis
@@ -118,6 +118,9 @@ class Run(Generic[P]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if is_out_of_memory(error) and not isinstance(error, EngineDeadError | OutOfMemoryError):
+            # Beyond what begins again with less at a time, as in the optimizer's own step.
+            error = OutOfMemoryError(f"memory ran out ({reason(error)}); docs/memory.md says what takes less")
         if not self._training:
             if isinstance(error, OutOfMemoryError):
                 raise SystemExit(f"Stopped before the first step: {error}") from error

@@ -10,6 +10,8 @@ from pathlib import Path
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from yaml import MarkedYAMLError, YAMLError
 
+from grpo_rl.storage.masking import masked_override, masked_text
+
 KINDS = {"": "config", "env": "task", "experiment": "recipe"}
 """The word for a member of each config group, where it is not the group's name; ``""``: files of the folder itself."""
 OWN = "own"
@@ -20,13 +22,24 @@ CHOSEN_ALREADY = re.compile(r"Multiple values for (\S+)\. To override a value us
 
 
 def explained(error: Exception, arguments: Sequence[str] = (), folders: Iterable[Path] = ()) -> str:
-    """The error of composing a config as one line, with the remedy.
+    """The error of composing a config as one line, with the remedy, and with the command's secrets masked.
 
     Args:
         error: Hydra's, or that of a YAML file.
         arguments: the command line; a name that it does not hold is told with the file that does.
         folders: the folders with configs, whose names are offered for an unknown ``--config-name``.
     """
+    line = _explained(error, arguments, folders)
+    if isinstance(error, OverrideParseException):  # masked already
+        return line
+    hidden = {word: masked_override(word) for word in (" ".join(argument.split()) for argument in arguments)}
+    secret = sorted((word for word in hidden if hidden[word] != word), key=len, reverse=True)
+    for word in secret:
+        line = line.replace(word, hidden[word])
+    return masked_text(line) if secret else line  # of a sweep Hydra may quote a value in its own way
+
+
+def _explained(error: Exception, arguments: Sequence[str], folders: Iterable[Path]) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         known = error.options or sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
@@ -40,8 +53,10 @@ def explained(error: Exception, arguments: Sequence[str] = (), folders: Iterable
     if isinstance(error, ConfigCompositionException) and (section := NO_LIST.search(f"{error} {error.__cause__}")):
         return f"{section[1]} is a section, and takes no list; set its keys, such as {section[1]}.KEY=VALUE"
     if isinstance(error, OverrideParseException):
-        what = _joined(error).partition(" See https")[0]
-        return f"{error.override!r} can't be read as KEY=VALUE ({what}); quote texts with signs in them: 'KEY=\"a, b\"'"
+        shown = masked_override(error.override)
+        # Hydra's reason has parts of the value.
+        what = f" ({_joined(error).partition(' See https')[0]})" if shown == error.override else ""
+        return f"{shown!r} can't be read as KEY=VALUE{what}; quote texts with signs in them: 'KEY=\"a, b\"'"
     if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark or error.context_mark):
         name = mark.name if mark.name.startswith("<") else Path(mark.name).resolve()
         what = " ".join(filter(None, (error.problem, error.context)))

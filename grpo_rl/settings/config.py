@@ -27,7 +27,7 @@ from grpo_rl.settings.compose import FOLDER, check_overrides, choosing_configs, 
 from grpo_rl.settings.composing_errors import explained
 from grpo_rl.settings.help import help_text, topic
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.script_settings import mask_hydras_files, script_settings
+from grpo_rl.settings.script_settings import mask_hydras_files, mask_refused_sweep, script_settings
 from grpo_rl.waits.watcher import watching
 
 
@@ -118,6 +118,7 @@ def main(config_name: str, mode: str = "sync") -> Callable:
             try:
                 hydra.main(version_base="1.3", config_path=str(FOLDER), config_name=config_name)(run)()
             except (HydraException, YAMLError) as error:
+                mask_refused_sweep()
                 raise SystemExit(f"error: {explained(error, arguments, where)}") from error
             except ValueError as error:  # of a job of a sweep, or of options that exclude each other
                 raise SystemExit(f"error: {error}") from error

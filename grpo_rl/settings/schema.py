@@ -113,12 +113,14 @@ class Settings(Sections):
 
         Masked texts are told apart, as a run must not go on with others; those of loggers may differ.
         """
-        values = {name: masked(value, name, told_apart=name != "logger") for name, value in plain(self).items()}
-        return json.dumps(values, sort_keys=True)
+        return json.dumps(self._without_secrets(), sort_keys=True)
 
     def as_text(self) -> str:
-        """The settings as YAML, for people: without secrets."""
-        return yaml.safe_dump(masked(plain(self)), sort_keys=False, allow_unicode=True)
+        """The settings as YAML, for people and for comparing runs: without secrets, and told apart likewise."""
+        return yaml.safe_dump(self._without_secrets(), sort_keys=False, allow_unicode=True)
+
+    def _without_secrets(self) -> dict[str, Any]:
+        return {name: masked(value, name, told_apart=name != "logger") for name, value in plain(self).items()}
 
 
 def _with_own_defaults(values: Mapping[str, Any], dataset: str) -> Mapping[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -48,12 +50,26 @@ def script_settings(cfg: DictConfig, mode: str) -> Settings:
     return settings
 
 
+class NotedSweep(Callback):
+    """Hydra's callback (see ``config/grpo.yaml``) that notes where a sweep writes its settings."""
+
+    folder: Path | None = None
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        NotedSweep.folder = Path(config.hydra.sweep.dir)
+
+
+def mask_refused_sweep() -> None:
+    """Masks secrets in the settings of a sweep that Hydra refuses, none of whose jobs could do so."""
+    if NotedSweep.folder:
+        mask_files(NotedSweep.folder.glob("multirun.yaml"))
+
+
 def mask_hydras_files() -> None:
     """Masks secrets in what Hydra has written of the config and the command line, before anyone could refuse them."""
     hydra_cfg = HydraConfig.get()
-    if not hydra_cfg.output_subdir:  # it has written none
-        return
-    files = [*(Path(hydra_cfg.runtime.output_dir) / hydra_cfg.output_subdir).glob("*.yaml")]
+    subdir = hydra_cfg.output_subdir  # None: it has written none of the job
+    files = [*(Path(hydra_cfg.runtime.output_dir) / subdir).glob("*.yaml")] if subdir else []
     if hydra_cfg.mode == RunMode.MULTIRUN:
         files += Path(hydra_cfg.sweep.dir).glob("multirun.yaml")
     mask_files(files)

@@ -14,19 +14,23 @@ from grpo_rl.storage.whole_file import write_whole
 
 MASK = "***"
 _SECRET = re.compile(r"key|token(?!i[sz])|secret|passw|credential", re.IGNORECASE)
-_NEVER_A_COUNT = re.compile("secret|passw|credential", re.IGNORECASE)
-"""Under a name with one of these a number is masked, too; a key or tokens may be counted."""
-_USERINFO = re.compile(r"(?<=://)[^/?#\s\"']+(?=@)")
+_NEVER_A_COUNT = re.compile("secret|passw|credential|(?:key|token)$", re.IGNORECASE)
+"""Under a name with one of these a number is masked, too; keys and tokens may be counted."""
+_PROSE = re.compile(r"system_prompt|chat_template|stop(?:_(?:token|string|word|sequence)s?)?", re.IGNORECASE)
+"""Names of texts that are part of what is computed, and may speak of keys and tokens; they stay as they are."""
 # Bounded, as a text may be long: open repeats would take the square of its length.
+_USERINFO = re.compile(r"""(?<=://)(?:[^/?#\s"']+|[^/?#\s"':@]{1,99}:(?!\d{1,5}[/?#])[^\s"']{1,199})(?=@)""")
+"""User and password: as in any URL, or with a password whose signs should have been percent-encoded."""
 _NAME = re.compile(
-    r"""(?:key|token(?!i[sz])|secret|passw|credential)[\w.-]{0,100}["']?\s{0,9}[:=]\s{0,9}""", re.IGNORECASE
+    r"""((?:key|token(?!i[sz])|secret|passw|credential)[\w.-]{0,100})["']?\s{0,9}[:=]\s{0,9}""", re.IGNORECASE
 )
 _QUOTED = r""""(?:[^"\\]|\\.){0,4096}"|'(?:[^'\\]|\\.){0,4096}'"""
 _PARTS = re.compile(rf"{_QUOTED}|[\[\]{{}}]", re.DOTALL)
 _WORD = re.compile(rf"""{_QUOTED}|[^\s,;&}}\]"']+""", re.DOTALL)
 _ITEM = re.compile(rf"{_QUOTED}|[^,}}\]]+", re.DOTALL)
 """A value in a list or mapping of an override, which may have spaces."""
-_TOLD_APART = re.compile(r"\*\*\*[0-9a-f]{3}|.* \(\*\*\*[0-9a-f]{3}\)", re.DOTALL)
+_TOLD_APART = re.compile(r"\*\*\*[0-9a-f]{3}")
+_PARTS_TOLD_APART = re.compile(r".* \(\*\*\*[0-9a-f]{3}\)", re.DOTALL)
 
 
 def is_secret(key: str) -> bool:
@@ -38,14 +42,26 @@ def is_secret(key: str) -> bool:
     return bool(_SECRET.search(key))
 
 
+def _is_prose(key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    return bool(_PROSE.fullmatch(name)) and not is_secret(section)
+
+
+def _sets_prose(word: object) -> bool:
+    """Tells whether this is an override of a prompt, or of another text that stays as it is."""
+    return isinstance(word, str) and "=" in word and _is_prose(word.partition("=")[0].lstrip("+"))
+
+
 def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
     """The same settings with ``***`` for each text that may be secret, and for user and password in each URL.
 
-    Numbers stay, so that ``max_new_tokens`` can be read; those of a name with password, secret or credential don't.
+    Numbers stay, so that ``max_new_tokens`` can be read; those of a name with password, secret or credential don't,
+    nor those of one that ends with key or token.
+    Prompts, templates and stop strings stay, too.
 
     Args:
         told_apart: adds three digits of a digest, so that two texts are told apart in 4095 of 4096 cases, while of
-            4096 guesses at one of them one passes. A URL's user and password have none.
+            4096 guesses at one of them one passes. A URL's user and password have none. Told apart they stay.
 
     >>> masked({"api_key": "abc", "max_new_tokens": 256, "uri": "https://me:pw@host/db", "hosts": ["a"]})
     {'api_key': '***', 'max_new_tokens': 256, 'uri': 'https://***@host/db', 'hosts': ['a']}
@@ -56,16 +72,20 @@ def masked(value: Any, key: str = "", told_apart: bool = False) -> Any:
     """
     if isinstance(value, Mapping):
         return {name: masked(inner, f"{key}.{name}", told_apart) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [masked(inner, key, told_apart) for inner in value]
+    if isinstance(value, list | tuple):  # of overrides, for one
+        stay = not is_secret(key)
+        return [inner if stay and _sets_prose(inner) else masked(inner, key, told_apart) for inner in value]
+    if _is_prose(key):
+        return value
     if isinstance(value, str):
-        hidden = MASK if value and is_secret(key) else masked_text(value)
+        secret = value and is_secret(key) and not _TOLD_APART.fullmatch(value)  # of a file that was masked before
+        hidden = MASK if secret else masked_text(value)
     else:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         hidden = MASK if number and _NEVER_A_COUNT.search(key) else value
     if not told_apart or hidden in (value, known := _USERINFO.sub(MASK, str(value))):
         return hidden
-    if _TOLD_APART.fullmatch(known):  # of a checkpoint, which was masked before
+    if _PARTS_TOLD_APART.fullmatch(known):  # as above
         return value
     digits = hashlib.sha256(f"{key}\0{known}".encode()).hexdigest()[:3]
     return MASK + digits if hidden == MASK else f"{hidden} ({MASK}{digits})"
@@ -79,6 +99,8 @@ def masked_override(word: str) -> str:
     >>> masked_override("logger.settings={api_key: abc def, hosts: [a], keys: [b, [c]], project: p}")
     'logger.settings={api_key: ***, hosts: [a], keys: ***, project: p}'
     """
+    if _sets_prose(word):
+        return word
     key, equals, value = word.partition("=")
     if equals and value and is_secret(key) and (not _is_number(value) or _NEVER_A_COUNT.search(key)):
         return f"{key}={MASK}"
@@ -103,7 +125,7 @@ def _masked_text(text: str, plain: re.Pattern[str]) -> str:
     while name := _NAME.search(text, at):
         end = _end_of_value(text, name.end(), plain)
         value = text[name.end() : end]
-        stays = not value or (_is_number(value) and not _NEVER_A_COUNT.search(name[0]))
+        stays = not value or (_is_number(value) and not _NEVER_A_COUNT.search(name[1]))
         parts += [text[at : name.end()], value if stays else MASK]
         at = end
     return "".join([*parts, text[at:]])

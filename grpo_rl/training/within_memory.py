@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -13,9 +12,10 @@ from tensordict import TensorDict
 
 from grpo_rl.data.batching import MicroBatching, groups_to_score, micro_batches_of
 from grpo_rl.data.group import Group
-from grpo_rl.engines.base import OutOfMemoryError, is_out_of_memory
+from grpo_rl.engines.base import OutOfMemoryError, free_memory, is_out_of_memory, reason
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.router_record import router_record
+from grpo_rl.training.checkpoint import rng_state, set_rng_state
 from grpo_rl.training.micro_batches import scored_micro_batches
 
 REMEDY = (
@@ -76,7 +76,7 @@ class WithinMemory:
             OutOfMemoryError: a group alone does not fit, or processes would have to begin again within a pass.
         """
         record = router_record(getattr(self._policy, "model", None))
-        routed = record.sums() if record else {}
+        routed, random = record.sums() if record else {}, rng_state()
         while True:
             self._why, at = "", -1
             scored = scored_micro_batches(self._policy, groups, self.batching)
@@ -93,16 +93,17 @@ class WithinMemory:
                     yield block
                 del block
             found = self._failed(groups, at) if self._why else None
+            del scored  # what it holds of the pass that broke off
+            if found:  # before the ranks tell each other, which takes memory, too
+                self._discard()
+                free_memory()
             peers = self._policy.peers
             if not (lacking := [one for one in (peers.gather(found) if peers else [found]) if one]):
                 return
-            del scored  # what it holds of the pass that broke off
             self._discard()
             if record:
                 record.put_back(routed)
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            set_rng_state(random)  # dropout's masks are those of a step that began with the smaller ones
             began_again(self._shrink(lacking))
 
     @contextmanager
@@ -123,7 +124,7 @@ class WithinMemory:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            self._why = " ".join(str(error).split())[:300] or type(error).__name__
+            self._why = reason(error)
 
     def _failed(self, groups: Sequence[Group], at: int) -> _RanOut:
         """The micro-batch that did not fit."""

@@ -95,9 +95,9 @@ def test_a_phase_that_runs_twice_has_the_time_of_both():
 
 
 @pytest.mark.parametrize("ranks", [None, SimpleNamespace(gather=lambda mine: [mine])])
-def test_each_micro_batch_is_a_sign_of_life_when_it_is_done_also_with_ranks(ranks):
+def test_each_micro_batch_is_a_sign_of_life_when_it_is_added_also_with_ranks(ranks):
     alive = []
     record = StepRecord(ranks, goes_on=lambda: alive.append(1))
-    for done in (1, 2):
+    for added in (1, 2):
         record.add(*micro_batch([-1.0], [True], tokens=1.0))
-        assert len(alive) == done
+        assert len(alive) == added

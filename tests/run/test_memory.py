@@ -14,13 +14,14 @@ from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training import within_memory
 from grpo_rl.training.checkpoint import checkpoints, load
+from grpo_rl.training.optimizer import PolicyOptimizer
 
 run = functools.partial(run_script, Path(__file__).parents[2] / "sota" / "grpo.py")
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_in_its_memory_and_from_a_checkpoint_as_if_never_cut_off(tiny_run, tmp_path, monkeypatch, capsys):
+def of_three_steps(tiny_run, folder, monkeypatch):
+    """The overrides and the folder of a run whose memory runs out in the second step, and the groups of each pass."""
     # With an entropy term zero-variance groups are scored, too: there are always two in an optimizer step.
     tiny = [*tiny_run, "train.micro_batch_tokens=256", "train.total_dialog_turns=48", "policy.entropy_coef=0.01"]
     scored, calls = within_memory.scored_micro_batches, []
@@ -34,18 +35,27 @@ def test_a_run_goes_on_in_its_memory_and_from_a_checkpoint_as_if_never_cut_off(t
 
     with monkeypatch.context() as patch:
         patch.setattr(within_memory, "scored_micro_batches", scarce)
-        whole = run(tiny, tmp_path / "whole")
+        return tiny, run(tiny, folder), calls
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_its_memory(tiny_run, tmp_path, monkeypatch, capsys):
+    _, folder, calls = of_three_steps(tiny_run, tmp_path / "run", monkeypatch)
     # Two optimizer steps of two groups in each step: the third begins again, with each group for itself.
     assert calls == [2, 2, 2, *[1] * 8]
-    rows = read_metrics(whole)
+    rows = read_metrics(folder)
     assert [row["train/out_of_memory"] for row in rows] == [0, 1, 0]
     assert [row["train/micro_batches"] for row in rows] == [2, 4, 4]
     assert "Memory ran out with a micro-batch of 2 groups" in capsys.readouterr().out
-    assert "the optimizer step begins again" in (whole / "grpo.log").read_text()
+    assert "the optimizer step begins again" in (folder / "grpo.log").read_text()
 
+
+@pytest.mark.nightly
+def test_it_goes_on_from_a_checkpoint_as_if_never_cut_off(tiny_run, tmp_path, monkeypatch):
+    tiny, whole, _ = of_three_steps(tiny_run, tmp_path / "whole", monkeypatch)
     shutil.copytree(whole, cut := tmp_path / "cut")
     run([*tiny, f"resume={checkpoints(cut / 'checkpoints')[1]}"], tmp_path / "unused")
-    assert list(map(without_clocks, read_metrics(cut))) == list(map(without_clocks, rows))
+    assert list(map(without_clocks, read_metrics(cut))) == list(map(without_clocks, read_metrics(whole)))
     ours, theirs = (load(checkpoints(folder / "checkpoints")[-1])["optimizer"]["masters"] for folder in (cut, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -57,3 +67,12 @@ def test_an_engine_that_lacks_memory_before_training_is_told_in_one_line(tiny_ru
     monkeypatch.setattr(TransformersEngine, "_generate", none)
     with pytest.raises(SystemExit, match=r"^Stopped before the first step: \d+ responses? .* do not fit into"):
         run([*tiny_run, "evaluate.rows=2"], tmp_path / "run")
+
+
+def test_memory_that_runs_out_in_the_optimizers_own_step_is_told_in_one_line(tiny_run, tmp_path, monkeypatch):
+    def none(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(PolicyOptimizer, "step", none)
+    with pytest.raises(SystemExit, match=r"^Stopped after step 0: memory ran out \(.* 2\.00 GiB\.\); docs/memory\.md"):
+        run(tiny_run, tmp_path / "run")

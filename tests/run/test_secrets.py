@@ -24,15 +24,19 @@ HERE = __name__
 
 
 class Quiet:
-    """A logger that takes secrets, and writes nothing."""
+    """A logger that takes secrets, writes nothing, and fails with an address in what it says."""
 
     def __init__(self, run_dir, config, last_step, **settings):
         Quiet.given = settings
         assert not any(secret in str(config) for secret in IN_SETTINGS)
 
-    def log(self, step, metrics): ...
+    def log(self, step, metrics):
+        raise ConnectionError(f"no answer from {self.given['uri']}")
+
     def table(self, step, rows): ...
-    def close(self, failed=False): ...
+
+    def close(self, exit_code=0):
+        raise ConnectionError(f"can't reach {self.given['uri']}")
 
 
 SETTINGS = [
@@ -77,6 +81,7 @@ def test_no_byte_of_a_runs_folder_holds_a_secret_of_environment_or_settings(
     folder = run_script(SCRIPTS / script, [*rest, *OWN[script], "evaluate.rows=2", *SETTINGS], tmp_path / "run")
     printed = capfd.readouterr()
     assert found_in(folder, printed.out, printed.err) == []
+    assert "".join(printed.out.split()).count("https://***@host/db") == 2  # of a step and of the end
     # They were there to be found, and reached the logger.
     assert Quiet.given["api_key"] == "planted-api-key" and Quiet.given["db"]["password"].startswith("planted-password")
     names = {path.name for path, _ in contents(folder)}
@@ -85,10 +90,36 @@ def test_no_byte_of_a_runs_folder_holds_a_secret_of_environment_or_settings(
     assert "***" in (folder / "config.yaml").read_text() and "***" in (folder / ".hydra" / "overrides.yaml").read_text()
 
 
-def test_a_start_that_is_refused_leaves_no_secret_behind(tiny_run, tmp_path, own_cache):
-    with pytest.raises(SystemExit, match="error"):
-        run_script(SCRIPTS / "grpo.py", [*tiny_run, *SETTINGS, "env.num_envs=0"], tmp_path / "run")
-    assert (tmp_path / "run" / ".hydra" / "config.yaml").exists() and found_in(tmp_path) == []
+@pytest.mark.parametrize(
+    ("words", "composed"),
+    [
+        (["env.num_envs=0"], True),
+        (["logger.settings.wandb.api_key=planted-api-key"], False),  # lacks a plus
+        (["+logger.settings.wandb.password=planted-pass(word"], False),
+        (["+logger.settings.wandb.password='planted-password planted-behind"], False),
+    ],
+)
+def test_a_start_that_is_refused_leaves_no_secret_behind(words, composed, tiny_run, tmp_path, own_cache, capfd):
+    with pytest.raises(SystemExit, match="error") as refused:
+        run_script(SCRIPTS / "grpo.py", [*tiny_run, *SETTINGS, *words], tmp_path / "run")
+    printed = capfd.readouterr()
+    assert (tmp_path / "run" / ".hydra" / "config.yaml").exists() == composed
+    assert found_in(tmp_path, str(refused.value), printed.out, printed.err) == []
+    assert composed or ("***" in str(refused.value) and "planted" not in str(refused.value))
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["env.num_envs=0", "hydra.output_subdir=null"], "env.num_envs"),
+        (["loss=grpo,none_such"], "none_such"),  # by Hydra, before any job
+    ],
+)
+def test_a_sweep_that_is_refused_leaves_no_secret_behind(words, refused, tiny_run, tmp_path, own_cache):
+    words = ["--multirun", *tiny_run, *SETTINGS, *words]
+    with pytest.raises(SystemExit, match=refused):
+        run_script(SCRIPTS / "grpo.py", [*words, f"hydra.sweep.dir={tmp_path}"], tmp_path / "unused")
+    assert "api_key: '***'" in (tmp_path / "multirun.yaml").read_text() and found_in(tmp_path) == []
 
 
 def test_only_rank_zero_writes_hydras_files_which_others_would_mask_meanwhile(

@@ -273,8 +273,9 @@ def test_200_steps_hold_no_more_than_50(model, leak, tmp_path):
     optimizer, loss, metrics = PolicyOptimizer(policy.model, lr=1e-4), GRPOLoss(), MetricsLog(tmp_path)
     engine = ScriptedEngine(lambda prompt, g: [5, 6, END][g:])
     within, at = WithinMemory(policy, MicroBatching(64), optimizer.clear_gradients), {}
-    for step in range(1, 201):
-        if step in (50, 200):
+    last = 100 if leak else 200  # a leak is seen as well in fewer steps
+    for step in range(1, last + 1):
+        if step in (50, last):
             at[step] = held()
         record = StepRecord()
         (samples,) = engine.generate([[3, 4, 5]], 2, Sampling())
@@ -293,9 +294,9 @@ def test_200_steps_hold_no_more_than_50(model, leak, tmp_path):
         metrics.log(step, record.metrics(sampled_tokens=5, step_s=1.0))
         if leak:
             kept.append(torch.ones(3))
-    grown = {name: at[200][name] - at[50][name] for name in at[50]}
+    grown, bound = {name: at[last][name] - at[50][name] for name in at[50]}, last - 60
     # Caches of libraries may take a few more; a leak takes one a step at least.
-    assert (grown["objects"] >= 140) == bool(leak), grown
-    assert (grown["tensors"] >= 140) == bool(leak), grown
-    assert (grown["bytes"] >= 140 * torch.ones(3).nbytes) == bool(leak), grown
+    assert (grown["objects"] >= bound) == bool(leak), grown
+    assert (grown["tensors"] >= bound) == bool(leak), grown
+    assert (grown["bytes"] >= bound * torch.ones(3).nbytes) == bool(leak), grown
     assert grown["files"] <= 0 and grown["threads"] <= 0, grown

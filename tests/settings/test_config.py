@@ -381,6 +381,16 @@ def test_a_text_that_looks_like_an_interpolation_is_kept_and_written_as_it_is():
     assert with_loss(settings, ["loss=dapo"]).model.chat_template == settings.model.chat_template
 
 
+def test_configs_that_differ_in_what_is_masked_are_written_differently():
+    def written(**changes):
+        settings = Settings.read(config()).with_values({"logger.settings": {"x": {"api_key": "abc"}}} | changes)
+        return yaml.safe_load(settings.as_text())
+
+    one, other = (written(**{"env.columns": {"answer_key": column}})["env"]["columns"] for column in ("gold", "best"))
+    assert one != other and one["answer_key"].startswith("***") and len(one["answer_key"]) == 6
+    assert written()["logger"]["settings"]["x"]["api_key"] == "***"  # as a run may be resumed with another
+
+
 def test_no_dataset_is_told_by_the_choices_there_are():
     values = plain(Settings.read(config()))
     values["env"]["dataset"] = None

@@ -19,9 +19,35 @@ def test_a_text_under_the_name_of_a_secret_is_masked_wherever_it_stands(name):
 
 def test_what_is_no_secret_stays_as_it_is():
     config = {"env": {"max_new_tokens": 256, "repeats": 8}, "model": {"tokenizer": "a/b", "name": "https://hub/x@main"}}
-    assert masked(config) == config
-    for word in ("env.max_new_tokens=256", "+experiment=quickstart", "~logger", "model.name=user@host:path"):
+    config["env"]["system_prompt"] = prompt = "Answer as JSON with the keys: name, age. key=value won't do"
+    config["sampling"] = {"stop": ["token: end"], "stop_token": "</s>"}
+    config["overrides"] = [f"env.system_prompt={prompt}", "+sampling.stop=['key: x']"]
+    assert masked(config) == config and masked(config, told_apart=True) == config
+    for word in (
+        *config["overrides"],
+        "env.max_new_tokens=256",
+        "+experiment=quickstart",
+        "~logger",
+        "model.name=user@host:path",
+    ):
         assert masked_override(word) == word
+
+
+@pytest.mark.parametrize("password", ["p/w", "p?w", "#p", "p/w@x"])
+def test_a_password_that_is_not_percent_encoded_is_masked_whole(password):
+    assert masked_text(f"at https://me:{password}@host:1/x?y=z, and on") == "at https://***@host:1/x?y=z, and on"
+
+
+def test_a_port_is_no_password():
+    for text in ("http://host:8000/v1@x", "http://host:80?mail=me@host", "https://hub/x@main", "a://b c:d@e"):
+        assert masked_text(text) == text
+
+
+def test_a_prompt_under_the_name_of_a_secret_is_masked():
+    assert masked({"credentials": {"stop": "abc123"}, "api_key": ["stop=abc123"]}) == {
+        "credentials": {"stop": "***"},
+        "api_key": ["***"],
+    }
 
 
 def test_the_user_of_a_url_is_masked_with_the_password():
@@ -29,9 +55,12 @@ def test_the_user_of_a_url_is_masked_with_the_password():
     assert masked_override("logger.settings.uri=http://me:pw@host") == "logger.settings.uri=http://***@host"
 
 
-def test_a_password_of_digits_is_masked():
-    assert masked({"password": 1234, "token_groups": 1}) == {"password": "***", "token_groups": 1}
-    assert masked_override("logger.settings.password=1234") == "logger.settings.password=***"
+@pytest.mark.parametrize("name", ["password", "api_key", "hf_token"])
+def test_a_secret_of_digits_is_masked_and_counts_are_not(name):
+    assert masked({name: 123456, "token_groups": 1}) == {name: "***", "token_groups": 1}
+    assert masked_override(f"logger.settings.{name}=123456") == f"logger.settings.{name}=***"
+    assert masked_override(f"logger.settings={{{name}: 123456}}") == f"logger.settings={{{name}: ***}}"
+    assert masked_text(f'"{name}": 123456, keys: 7') == f'"{name}": ***, keys: 7'
 
 
 @pytest.mark.parametrize(
@@ -63,6 +92,7 @@ def test_masked_texts_are_told_apart_without_a_way_back():
     assert apart("note", "the key: a") != apart("note", "the key: b")
     assert masked({"key_column": apart("key_column", "a")}, told_apart=True) == {"key_column": apart("key_column", "a")}
     assert masked({"note": apart("note", "the key: a")}, told_apart=True) == {"note": apart("note", "the key: a")}
+    assert masked({"key_column": apart("key_column", "a")}) == {"key_column": apart("key_column", "a")}
     # A new password of the same place is the same place.
     assert apart("path", "s3://me:pw@host/x") == apart("path", "s3://me:other@host/x") == "s3://***@host/x"
     # So few digits fit many texts, and can't be used to try a password.

@@ -13,15 +13,16 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_rl.data.batching import MicroBatching, micro_batches
-from grpo_rl.engines.base import OutOfMemoryError, Sampling
+from grpo_rl.engines.base import OutOfMemoryError, Sampling, is_out_of_memory
 from grpo_rl.engines.transformers import TransformersEngine
 from grpo_rl.losses.grpo import GRPOLoss
+from grpo_rl.policies.lora import LoRA
 from grpo_rl.policies.policy import TrainPolicy
 from grpo_rl.policies.router_record import router_record
 from grpo_rl.testing import random_group, save_tiny_model
 from grpo_rl.training.micro_batches import scored_micro_batches
 from grpo_rl.training.optimizer import PolicyOptimizer
-from grpo_rl.training.within_memory import WithinMemory
+from grpo_rl.training.within_memory import WithinMemory, _RanOut
 
 GROUPS = [
     replace(
@@ -113,8 +114,27 @@ def test_a_step_that_began_again_has_the_gradient_of_the_smaller_split_to_the_bi
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_a_step_that_began_again_draws_the_same_dropout(model):
+    def gradients(**room):
+        policy = Small.load(model, torch.float32, lora=LoRA(rank=2, dropout=0.5))
+        for name, tokens in room.items():
+            setattr(policy, name, tokens)
+        torch.nn.init.ones_(
+            policy.model.get_parameter(next(n for n, _ in policy.model.named_parameters() if "_B" in n))
+        )
+        torch.manual_seed(3)
+        within = WithinMemory(policy, MicroBatching(80 if room else 40), policy.model.zero_grad)
+        for micro_batch in within.micro_batches(GROUPS, lambda why: None):
+            with micro_batch as tokens:
+                GRPOLoss()(tokens)["loss"].backward()
+        return [param.grad for param in policy.model.parameters() if param.requires_grad]
+
+    ours, plain = gradients(room_back=40), gradients()
+    assert all(map(torch.equal, ours, plain)) and any(grad.any() for grad in ours)
+
+
 def test_what_the_first_micro_batches_added_is_thrown_away(model):
-    # 20, 20 and 40 tokens: the largest comes first in the split, so let only the last be too large, by its group.
+    # Groups of 20 and one of 40 tokens, in two micro-batches: the second is too large.
     big = replace(
         random_group(prompt=4, lengths=[12, 8, 8, 8], vocab=257, group_id=9, seed=9),
         advantages=torch.tensor([1.0, -0.5, 0.25, -0.75]),
@@ -228,9 +248,15 @@ def of_two_ranks(model, max_tokens, room=10**6):
         size, in_step, device = 2, False, torch.device("cpu")
 
         def __init__(self, rank):
-            self.rank = rank
+            self.rank, self.cleared = rank, False
+
+        def clear(self, optimizer):
+            self.cleared = True
+            optimizer.clear_gradients()
 
         def gather(self, mine):
+            # It makes room before it tells the others, which takes memory, too.
+            assert self.cleared or not isinstance(mine, _RanOut)
             there[self.rank] = mine
             barrier.wait()
             found = list(there)
@@ -241,7 +267,7 @@ def of_two_ranks(model, max_tokens, room=10**6):
         policy, said, scored = policies[rank], [], []
         policy.peers, policy.room = Peers(rank), room if rank else 10**6
         optimizer = PolicyOptimizer(policy.model)
-        within = WithinMemory(policy, MicroBatching(max_tokens), optimizer.clear_gradients)
+        within = WithinMemory(policy, MicroBatching(max_tokens), lambda: policy.peers.clear(optimizer))
         for micro_batch in within.micro_batches(GROUPS, said.append):
             with micro_batch as tokens:
                 GRPOLoss()(tokens)["loss"].backward()
@@ -277,6 +303,21 @@ def test_ranks_that_wait_for_each_other_within_a_pass_end_with_the_setting(model
             for micro_batch in WithinMemory(policy, batching, lambda: None).micro_batches(GROUPS, print):
                 with micro_batch:
                     pass
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA driver error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "MPS backend out of memory (MPS allocated: 18.09 GB, max allowed: 18.13 GB)",
+    ],
+)
+def test_every_backends_message_is_known(message):
+    assert is_out_of_memory(RuntimeError(message))
 
 
 # ---- the engine ----
