@@ -208,7 +208,7 @@ FOUND_AT = {
     the_version_goes_back_when_an_engine_is_replaced: (0, "the policy version fell from"),
     a_damaged_checkpoint_is_accepted: (137, "the run goes on with another checkpoint"),
     the_oldest_checkpoint_is_taken: (11, "the run goes on with another checkpoint"),
-    groups_in_flight_are_lost_with_their_engine: (15, "are neither trained on nor open"),
+    groups_in_flight_are_lost_with_their_engine: (25, "are neither trained on nor open"),
     a_wait_has_no_deadline: (52, "nothing is scheduled, and the program is not over"),
     a_resume_trains_again_on_what_was_trained: (15, "have ids of prompts that are still to be given out"),
     what_is_dropped_is_not_counted: (1, "are neither trained on nor open, and {} were dropped"),
