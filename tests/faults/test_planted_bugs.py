@@ -218,12 +218,12 @@ FOUND_AT = {
     logs_are_not_synced_before_a_checkpoint: (10, "the checkpoint of step 1 was safe, and there is none"),
     a_checkpoint_is_renamed_before_it_is_synced: (21, "has its name and is not whole"),
     what_came_after_the_checkpoint_stays_in_the_metrics: (24, "the steps in metrics.jsonl"),
-    the_first_dead_engine_ends_the_run: (0, "the run ended with 1 faults of crash of an engine"),
+    the_first_dead_engine_ends_the_run: (3, "the run ended with 1 faults of crash of an engine"),
     old_checkpoints_are_removed_before_the_new_one_is_safe: (
         83,
         "the checkpoint of step 1 was safe, and there is none",
     ),
-    a_dead_engine_stays_in_its_slot: (0, "samples with version 1, and the run is at 2"),
+    a_dead_engine_stays_in_its_slot: (21, "samples with version 1, and the run is at 2"),
     deadlines_go_by_the_wall_clock: (227, "engines were replaced, and no fault had happened to any"),
 }
 """The first seed that finds each bug, and what is said of it. Another may be the first when the simulation changes."""
