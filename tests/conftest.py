@@ -39,6 +39,8 @@ hypothesis.settings.load_profile("project")
 
 LONGEST = [
     "run/test_async.py",
+    "faults/test_planted_bugs.py",
+    "faults/test_simulation.py",
     "sota/test_slurm.py",
     "engines/test_sampler_mismatch.py",
     "run/test_run.py",

@@ -36,10 +36,10 @@ class Background:
             Exception: what was under way failed; told once.
         """
         if work := self._work:
-            futures.wait([work])  # Ctrl-C may break this off: the work is then still known
-            self._work = None
             with waiting("a checkpoint on the disk"):
-                work.result()
+                futures.wait([work])  # Ctrl-C may break this off: the work is then still known
+            self._work = None
+            work.result()
 
     def close(self) -> None:
         """Waits, and ends the thread; the next :meth:`wait` tells of a failure."""

@@ -51,6 +51,7 @@ def test_random_state_is_restored_for_torch_python_and_numpy():
     assert torch.equal(drawn[0], again[0]) and drawn[1:] == again[1:]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_write_leaves_the_last_good_one(tmp_path):
     """A child process is killed with SIGKILL while it writes; this one loads what is left."""

@@ -435,6 +435,7 @@ def test_a_bucket_of_another_version_is_found_on_that_push_and_named(served, fol
     served.submit("resume").result(20)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_engine_that_dies_in_the_middle_of_a_push_is_found_on_that_push_and_named(served, folder):
     (pid,) = served._engine.pids
