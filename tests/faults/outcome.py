@@ -40,7 +40,7 @@ def began_wrongly(said: str, status: int, newest: int | None) -> str | None:
 
 
 def counted(run: Path, steps: int, groups: int) -> tuple[list[str], list[str]]:
-    """What is lost and what is there twice, of the steps and the groups that a run trains on.
+    """Losses and doublings among the steps and the groups that a run trains on.
 
     Args:
         steps: of the run.

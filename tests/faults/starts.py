@@ -71,7 +71,7 @@ class Start:
 
     @property
     def killed(self) -> bool:
-        """Whether a process told the witness of its end, and ended by SIGKILL."""
+        """Tells whether a process told the witness of its end, and ended by SIGKILL."""
         return self.status == -signal.SIGKILL and self.died_at is not None
 
 

@@ -67,7 +67,7 @@ def work(name: str, seed: int, first: int, step: int, count: int, seconds: float
 
 
 def messages(worker, queue) -> Iterator[tuple]:
-    """What a worker puts into its queue, until it has ended."""
+    """Messages that a worker puts into its queue, until it has ended."""
     while True:
         alive = worker.is_alive()  # before the queue is looked at: its last message comes while it lives
         if not queue.empty():

@@ -74,6 +74,6 @@ def plant() -> None:
 
 
 def touched(folder: Path) -> list[str]:
-    """What became of the canaries: a file in the working folder, or another value in the environment."""
+    """Harm that the canaries show: a file in the working folder, or another value in the environment."""
     found = [str(path) for path in (folder / CANARY, Path(CANARY)) if path.exists()]
     return found + ([] if os.environ.get(CANARY) == VALUE else ["the environment variable"])

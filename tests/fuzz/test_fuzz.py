@@ -163,7 +163,7 @@ print(next(fuzzer.messages(Ends(), Queue())))
 
 
 def told_by(code):
-    """What a process with the fuzzer in it prints: pytest's own watchdog and another don't go together."""
+    """Output of a process with the fuzzer in it: pytest's own watchdog and another don't go together."""
     whole = FUZZER.format(folder=str(Path(__file__).parent)) + code
     return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=True, timeout=60)
 

@@ -252,7 +252,7 @@ def test_the_example_of_the_troubleshooting_page_prints_what_it_says(capsys):
 
 
 def held():
-    """What this process holds: objects of Python, tensors and their bytes, open files, threads."""
+    """Counts of all that this process holds: objects of Python, tensors and their bytes, open files, threads."""
     gc.collect()
     objects = gc.get_objects()
     # Fake tensors, which compiling leaves behind in this process, hold no memory.
