@@ -18,6 +18,7 @@ from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
 from grpo_rl.envs.task import RESERVED_PARTS, SCORES, Messages, Reward, Task, Unjudgeable, plays_turns
+from grpo_rl.envs.tools.mcp import with_mcp
 from grpo_rl.envs.tools.schemas import tool_schemas
 
 __all__ = [
@@ -54,6 +55,7 @@ class LLMEnv(EnvBase):
         tool_parser: makes what reads the calls in responses, of the tokenizer and the JSON schemas of the task's tools:
             something with ``parse(text) -> (content, tool_calls)``, such as
             `grpo_rl.engines.vllm.tool_parsers.tool_parser` with the name of a format.
+        mcp: servers whose tools the policy can call as well, see `grpo_rl.envs.tools.mcp`.
         seed: of the shuffles.
 
     Raises:
@@ -76,6 +78,7 @@ class LLMEnv(EnvBase):
         isolated: bool | None = None,
         rewards: Mapping[str, Any] | None = None,
         tool_parser: Callable[[PreTrainedTokenizerBase, list[dict[str, Any]]], Any] | None = None,
+        mcp: Sequence[str | Mapping[str, Any]] = (),
         seed: int = 0,
     ) -> None:
         if num_envs < 1:
@@ -90,6 +93,7 @@ class LLMEnv(EnvBase):
             task.isolated = isolated
         if "accuracy" in task.reward_parts and task.correct_part not in (None, "accuracy"):
             raise ValueError(f"{type(task).__name__}: the part accuracy is not what tells what is right; rename it")
+        task = with_mcp(task, mcp)
         task = with_rewards(task, rewards, token_counter(tokenizer))
         if clash := [part for part in task.reward_parts if part in RESERVED_PARTS or part.startswith(SCORES)]:
             raise ValueError(

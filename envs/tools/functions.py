@@ -31,6 +31,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
 """Python's types of JSON schema's; others are not checked."""
 
 
+class Dropped(RuntimeError):
+    """A tool's failure that takes its conversation out of the group, where others are told to the policy."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of what one message may call.
@@ -92,6 +96,9 @@ def run_calls(
         schemas: of the tools that there are.
         run: gives the result of a call by its name and arguments; a thread that is late is left behind.
 
+    Raises:
+        Dropped: a tool did.
+
     >>> shout = {"function": {"name": "shout", "parameters": {"properties": {"text": {"type": "string"}}}}}
     >>> call = {"id": "call00000", "function": {"name": "shout", "arguments": '{"text": "hello"}'}}
     >>> run_calls([call], [shout], lambda name, arguments: arguments["text"].upper())
@@ -99,7 +106,7 @@ def run_calls(
     """
     known = {schema["function"]["name"]: schema["function"] for schema in schemas}
     results: dict[int, str] = {}
-    done: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[int, str | Dropped]] = queue.SimpleQueue()
     running = set()
     for i, call in enumerate(calls):
         arguments = read_arguments(call["function"]["arguments"])
@@ -116,6 +123,8 @@ def run_calls(
             i, result = done.get(timeout=left)
         except queue.Empty:
             break
+        if isinstance(result, Dropped):
+            raise result
         running.discard(i)
         results[i] = result
     for i in running:
@@ -131,10 +140,14 @@ def run_calls(
     ]
 
 
-def _result(run: Callable[[str, dict[str, Any]], Any], call: Mapping[str, Any], arguments: dict[str, Any]) -> str:
+def _result(
+    run: Callable[[str, dict[str, Any]], Any], call: Mapping[str, Any], arguments: dict[str, Any]
+) -> str | Dropped:
     try:
         result = run(call["function"]["name"], arguments)
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    except Dropped as error:
+        return error
     # A tool is anybody's code, and gets arguments that a model made up: the model reads what went wrong.
     except BaseException as error:
         return f"Error: {type(error).__name__}: {error}"

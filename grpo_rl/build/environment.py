@@ -59,7 +59,7 @@ def tool_parser_of(settings: Settings) -> Callable[[PreTrainedTokenizerBase, lis
         except ImportError as error:
             raise ValueError(
                 f"{settings.env.dataset} has tools, and calls are read by vLLM's parsers, which can't be imported "
-                f"({error}); install vLLM with pip install 'grpo-rl[cpu]' or 'grpo-rl[cuda]'"
+                f"({error}); install vLLM with pip install 'grpo-rl[cpu]' or 'grpo-rl[vllm]'"
             ) from error
         return tool_parser(
             settings.env.tool_parser or (None if shows_tools(tokenizer) else "hermes"), tokenizer, schemas
@@ -87,6 +87,8 @@ def make_eval_env(
     own["tool_parser"] = tool_parser_of(settings)
     if tokenizer is None:
         task = spec.make_task(path, "test", **spec.parted(own)[0])
+        if settings.env.mcp:
+            raise ValueError("env.mcp gives tools for several turns, which an endpoint is not asked for; give a model")
         if settings.env.rewards:
             raise ValueError("env.rewards is added by an environment with a tokenizer, which an endpoint has not")
         if is_name(settings.env.dataset):
