@@ -123,8 +123,8 @@ def encode_prompts(
     """Ids of each conversation, up to where the policy speaks. Without a chat template: its messages' contents.
 
     Args:
-        tools: functions or JSON schemas, shown by the chat template; where it shows none, by a system message in the
-            words of Hermes and Qwen.
+        tools: functions or JSON schemas, shown by the chat template; where it shows none, by a system message, with
+            calls in the format of Hermes and Qwen.
 
     Raises:
         ValueError: the chat template refuses the messages, or a function's types or docstring make no schema.

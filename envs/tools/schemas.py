@@ -12,10 +12,8 @@ from transformers.utils.chat_template_utils import get_json_schema
 from grpo_rl.envs.task import Messages
 
 TOOLS_IN_TEXT = (
-    "# Tools\n\nYou may call one or more functions. Their signatures are within <tools></tools> tags:\n"
-    "<tools>\n{tools}\n</tools>\n\nFor each call, return a JSON object with the function's name and arguments within "
-    "<tool_call></tool_call> tags:\n"
-    '<tool_call>\n{{"name": <function-name>, "arguments": <arguments-object>}}\n</tool_call>'
+    "You may call the functions within <tools></tools>:\n<tools>\n{tools}\n</tools>\nA call:\n"
+    '<tool_call>\n{{"name": <name>, "arguments": <object>}}\n</tool_call>'
 )
 """The system message for chat templates that show no tools, in the format of Hermes and Qwen."""
 
