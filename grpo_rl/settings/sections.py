@@ -65,7 +65,7 @@ class Env(Section):
     tool_parser: str | None = setting(
         None, "vLLM's parser of calls, for tasks with tools: hermes | llama3_json | ...; null: by the chat template"
     )
-    mcp: tuple[Any, ...] = setting(
+    mcp: tuple[object, ...] = setting(
         (), "MCP servers whose tools the policy can call: commands, or URLs of this machine (docs/tools.md)"
     )
     task: Mapping[str, Any] = field(default_factory=dict)

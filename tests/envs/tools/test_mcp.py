@@ -12,10 +12,16 @@ import pytest
 
 pytest.importorskip("mcp")
 
+from transformers import AutoTokenizer
+
+from grpo_rl.build.environment import make_env
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.task import last_said
 from grpo_rl.envs.tools.functions import Dropped
 from grpo_rl.envs.tools.mcp import Server, with_mcp
+from grpo_rl.settings.compose import choosing_configs, compose_config
+from grpo_rl.settings.schema import Settings
+from grpo_rl.testing import save_tiny_model
 
 ROW = {"question": "1 + 1?", "answer": "#### 2"}
 COMMAND = shlex.join([sys.executable, str(Path(__file__).with_name("mcp_server.py"))])
@@ -106,3 +112,20 @@ def test_an_entry_that_makes_no_sense_or_leads_outside_is_refused(entry, why):
 def test_a_server_that_does_not_start_is_told():
     with pytest.raises(ValueError, match="env.mcp: no-such-command-here told no tools: FileNotFoundError"):
         with_mcp(GSM8K([ROW]), ["no-such-command-here"])
+
+
+def test_the_setting_gives_an_environment_the_tools_and_their_parser(tmp_path):
+    pytest.importorskip("vllm")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(ROW) + "\n")
+    words = [f"env.path={rows}", f"env.mcp=[{{command: '{COMMAND}'}}]", "env.system_prompt=null", "mode=sync"]
+    words += ["inference_model.max_model_len=4000"]
+    settings = Settings.read(compose_config("grpo_gsm8k", choosing_configs(words)))
+    env = make_env(settings, AutoTokenizer.from_pretrained(save_tiny_model(tmp_path / "model")))
+    assert env.max_turns == settings.env.max_turns > 1
+    assert '"name": "freeze"' in env.decode(env.encode(ROW))
+    said = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
+    text, calls = env.read_turn(env.tokenizer(said)["input_ids"])
+    (result,) = env.task.reply(ROW, [{"role": "assistant", "content": text, "tool_calls": calls}])
+    assert result["content"] == "2"
+    env.task._of["add"].close()
