@@ -147,7 +147,7 @@ class LLMEnv(EnvBase):
             ValueError: one is, and ``long_prompt`` is ``error``; or all are; or the chat template can't write a reply.
         """
         if self.max_turns > 1:
-            encode_reply(self.tokenizer, [{"role": self.task.reply_role, "content": "a reply", **A_RESULT}])
+            encode_reply(self.tokenizer, [{"role": self.task.reply_role, "content": "reply", **A_RESULT}])
         self._prompts.check()
 
     @property

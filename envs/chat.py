@@ -18,7 +18,7 @@ _STAND_IN = "stand-in"
 _THOUGHT = "<think>\nthought\n</think>\n\n"
 _REWRITES = (
     "the tokenizer's chat template changes earlier turns when later ones come, or leaves them out, so ids that were "
-    "sampled could not be kept; use a template that only appends"
+    "sampled could not be kept, or it leaves out the reply; use a template that only appends"
 )
 
 
@@ -188,9 +188,15 @@ def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, reply: Messages, calls: S
         except ValueError as error:
             refused = refused or error
             continue
-        if text.startswith(said) and said.endswith(end):
+        if text.startswith(said) and said.endswith(end) and _shows(text[len(said) :], reply):
             return end + text[len(said) :]
     raise refused or ValueError(_REWRITES)
+
+
+def _shows(text: str, reply: Messages) -> bool:
+    """Tells whether each message's first word stands in the text: Gemma 4's leaves out results without calls."""
+    words = [re.match(r"[A-Za-z0-9]+", message["content"].strip()) for message in reply]
+    return all(word is None or word[0] in text for word in words)
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> str:
