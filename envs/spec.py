@@ -102,6 +102,7 @@ TASKS = {
     "countdown": "CountdownEnv",
     "calculator": "CalculatorEnv",
     "search_qa": "SearchQAEnv",
+    "code": "CodeEnv",
     "prompt_response": "PromptResponseEnv",
 }
 """The module of each task, and the name of its :class:`TaskSpec` there."""

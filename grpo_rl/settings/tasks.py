@@ -133,6 +133,26 @@ class SearchQA(Section):
     reward: SearchQAReward
 
 
+class CodeReward(Section):
+    tests: float = required("weight: the share of tests that are passed")
+    all_passed: float = required("weight: all tests are passed")
+    answer_format: float = required("weight: there is a fenced block")
+
+
+class Code(Section):
+    """Programs, judged by tests in a sandbox."""
+
+    sandbox: Literal["auto", "bubblewrap", "nsjail", "i_accept_no_sandbox"] = required(
+        "where programs run: auto (bubblewrap, else nsjail) | bubblewrap | nsjail; i_accept_no_sandbox: they can read "
+        "every file that you can"
+    )
+    time_s: float = required("seconds of computing for one run of a program", at_least=0.1)
+    memory_mib: int = required("memory of a program", at_least=64)
+    max_tests: int | None = required("tests of a row that are run, at equal distances; null: all", at_least=1)
+    system_prompt: str | None = required(SYSTEM_PROMPT)
+    reward: CodeReward
+
+
 class PromptResponse(Section):
     """Prompts from a file, scored by reward functions given by name."""
 
@@ -151,6 +171,7 @@ TASKS: Mapping[str, type[Section]] = {
     "countdown": Countdown,
     "calculator": Calculator,
     "search_qa": SearchQA,
+    "code": Code,
     "prompt_response": PromptResponse,
 }
 """The values of ``env.dataset``, each with its own settings."""
