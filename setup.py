@@ -33,6 +33,7 @@ WANDB = ["wandb>=0.31,<0.32"]
 TENSORBOARD = ["tensorboard>=2.21,<2.22"]
 TRACKIO = ["trackio>=0.43,<0.44"]
 MLFLOW = ["mlflow>=3.17,<3.18"]
+OPENENV = ["websockets>=15,<18"]  # its client; the server brings openenv, in an environment of its own
 
 
 class ReproducibleSdist(sdist):
@@ -123,6 +124,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "trackio": TRACKIO,
         "mlflow": MLFLOW,
+        "openenv": OPENENV,
         "dev": [
             *QLORA,
             *TRL,
@@ -131,6 +133,7 @@ setup(
             *WANDB,
             *TRACKIO,
             *MLFLOW,
+            *OPENENV,
             "beartype>=0.23,<0.24",
             "check-jsonschema>=0.39,<0.40",
             "codetiming>=1.4,<2",  # verl imports it, and ray

@@ -103,6 +103,7 @@ TASKS = {
     "calculator": "CalculatorEnv",
     "search_qa": "SearchQAEnv",
     "code": "CodeEnv",
+    "openenv": "OpenEnvEnv",
     "prompt_response": "PromptResponseEnv",
 }
 """The module of each task, and the name of its :class:`TaskSpec` there."""

@@ -153,6 +153,14 @@ class Code(Section):
     reward: CodeReward
 
 
+class OpenEnv(Section):
+    """Episodes of an environment behind an OpenEnv server."""
+
+    url: str | None = required("the server's address, such as http://127.0.0.1:8000; nobody else is asked")
+    episodes: int = required("seeds to train on where there is no path; a tenth as many are held out", at_least=1)
+    system_prompt: str | None = required(SYSTEM_PROMPT)
+
+
 class PromptResponse(Section):
     """Prompts from a file, scored by reward functions given by name."""
 
@@ -172,6 +180,7 @@ TASKS: Mapping[str, type[Section]] = {
     "calculator": Calculator,
     "search_qa": SearchQA,
     "code": Code,
+    "openenv": OpenEnv,
     "prompt_response": PromptResponse,
 }
 """The values of ``env.dataset``, each with its own settings."""
