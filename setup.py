@@ -33,6 +33,7 @@ WANDB = ["wandb>=0.31,<0.32"]
 TENSORBOARD = ["tensorboard>=2.21,<2.22"]
 TRACKIO = ["trackio>=0.43,<0.44"]
 MLFLOW = ["mlflow>=3.17,<3.18"]
+VERIFIERS = ["verifiers==0.4.*"]
 OPENENV = ["websockets>=15,<18"]  # its client; the server brings openenv, in an environment of its own
 
 
@@ -125,6 +126,7 @@ setup(
         "trackio": TRACKIO,
         "mlflow": MLFLOW,
         "openenv": OPENENV,
+        "verifiers": VERIFIERS,  # not with dev: it pins mcp and an older openai
         "dev": [
             *QLORA,
             *TRL,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from grpo_rl.envs.task import Messages, Reward, Task, opening
+from grpo_rl.envs.task import Messages, Reward, Task, asking, opening
 
 State = TypeVar("State")
 Key = tuple[str, ...]
@@ -32,8 +32,8 @@ class _Kept(Generic[State]):
     """Episodes by their conversation: those that go on, and the rewards of those that have ended."""
 
     going_on: OrderedDict[Key, list[_Open[State]]] = field(default_factory=OrderedDict)
-    ended: OrderedDict[Key, float] = field(default_factory=OrderedDict)
-    first: dict[str, str] = field(default_factory=dict)
+    ended: OrderedDict[Key, Reward] = field(default_factory=OrderedDict)
+    first: dict[str, str | Messages] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __reduce__(self) -> tuple:
@@ -78,8 +78,8 @@ class Episodes(Task, Generic[State]):
         self._kept: _Kept[State] = _Kept()
 
     @abstractmethod
-    def reset(self, row: dict) -> tuple[State, str]:
-        """Begins an episode: its state, whatever that is, and the first observation, which is the prompt."""
+    def reset(self, row: dict) -> tuple[State, str | Messages]:
+        """Begins an episode: its state, whatever that is, and the prompt, a first observation or chat messages."""
 
     @abstractmethod
     def step(self, state: State, text: str) -> tuple[str, float, bool]:
@@ -88,13 +88,21 @@ class Episodes(Task, Generic[State]):
         Several episodes are stepped at the same time, each in a thread.
         """
 
+    def cut_off(self, state: State) -> float:
+        """The reward of an episode's end where a limit cuts it off; what its steps earned is paid beside."""
+        return 0.0
+
+    def measures(self, state: State) -> dict[str, float]:
+        """What is logged of an episode that has ended, beside its reward."""
+        return {}
+
     def close(self, state: State) -> None:
         """Frees what an episode holds; called once, after its end."""
         return None
 
     def prompt(self, row: dict) -> Messages:
         """System prompt, and the first observation."""
-        return [*self._before, {"role": "user", "content": self._first(row)}]
+        return asking(self._before, self._first(row))
 
     def reply(self, row: dict, messages: Messages) -> Messages | None:
         """The observation after the policy's last message; None where the episode ended."""
@@ -113,14 +121,16 @@ class Episodes(Task, Generic[State]):
             observation = self._stepped(row, key)
             key = key if observation is None else (*key, observation)
         if key not in self._kept.ended:
-            self._end(key, self._taken(row, key))
-        return Reward({"episode": self._kept.ended[key]})
+            episode = self._taken(row, key)
+            episode.reward += float(self.cut_off(episode.state))
+            self._end(key, episode)
+        return self._kept.ended[key]
 
     def _key(self, row: dict, messages: Messages) -> Key:
         """The conversation after its prompt; equal ones are in equal states, as episodes of a row are."""
-        return (repr(row), *(message["content"] for message in messages[len(self._before) + 1 :]))
+        return (repr(row), *(message["content"] for message in messages[len(self.prompt(row)) :]))
 
-    def _first(self, row: dict) -> str:
+    def _first(self, row: dict) -> str | Messages:
         name = repr(row)
         if name not in self._kept.first:
             state, observation = self.reset(row)
@@ -158,8 +168,8 @@ class Episodes(Task, Generic[State]):
             if observation != before:
                 self.close(state)
                 raise RuntimeError(
-                    f"{type(self).__name__} begins another episode from the same row: {observation[:80]!r} instead of "
-                    f"{before[:80]!r}; what is random in reset has to follow from a seed in the row"
+                    f"{type(self).__name__} begins another episode from the same row: {observation!r:.80} instead of "
+                    f"{before!r:.80}; what is random in reset has to follow from a seed in the row"
                 )
             if text is not None:
                 observation, reward, _ = self.step(state, text)
@@ -176,8 +186,9 @@ class Episodes(Task, Generic[State]):
             self.close(old.state)
 
     def _end(self, key: Key, episode: _Open[State]) -> None:
+        reward = Reward({"episode": episode.reward}, self.measures(episode.state))
         with self._kept.lock:
-            self._kept.ended[key] = episode.reward
+            self._kept.ended[key] = reward
             while len(self._kept.ended) > MOST_OPEN:
                 self._kept.ended.popitem(last=False)
         with contextlib.suppress(OSError):  # its connection may be closed by the other side

@@ -104,6 +104,7 @@ TASKS = {
     "search_qa": "SearchQAEnv",
     "code": "CodeEnv",
     "openenv": "OpenEnvEnv",
+    "verifiers": "VerifiersEnv",
     "prompt_response": "PromptResponseEnv",
 }
 """The module of each task, and the name of its :class:`TaskSpec` there."""

@@ -161,6 +161,17 @@ class OpenEnv(Section):
     system_prompt: str | None = required(SYSTEM_PROMPT)
 
 
+class Verifiers(Section):
+    """Tasks of a taskset of Prime Intellect's verifiers."""
+
+    name: str | None = required(
+        "the taskset: an installed package, or one that comes with verifiers, such as textarena"
+    )
+    taskset: Mapping[str, Any] = required("the taskset's settings, those of `--env.taskset` under verifiers")
+    episodes: int | None = required("tasks that are taken; null: all", at_least=1)
+    held_out: float = required("share of them that is kept for evaluation", at_least=0, less_than=1)
+
+
 class PromptResponse(Section):
     """Prompts from a file, scored by reward functions given by name."""
 
@@ -181,6 +192,7 @@ TASKS: Mapping[str, type[Section]] = {
     "search_qa": SearchQA,
     "code": Code,
     "openenv": OpenEnv,
+    "verifiers": Verifiers,
     "prompt_response": PromptResponse,
 }
 """The values of ``env.dataset``, each with its own settings."""
