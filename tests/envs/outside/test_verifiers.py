@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import pickle
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from grpo_rl.envs import verifiers
+from grpo_rl.envs.calculator import Calculator
+from grpo_rl.envs.calculator import load_rows as calculator_rows
 from grpo_rl.envs.verifiers import Verifiers, load_rows
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import check_task, run_script
@@ -83,6 +87,21 @@ def test_what_the_policy_cannot_play_is_refused():
 
 
 @needs_verifiers
+def test_a_task_of_ours_is_a_taskset_that_scores_as_the_task_does():
+    direct = Calculator(direct_rows := calculator_rows("arithmetic"))
+    (row,) = load_rows(name="our-sums", taskset={"path": "arithmetic"}, episodes=1, held_out=0)
+    task, own = Verifiers([row]), direct_rows[0]
+    assert row["data"]["row"] == own
+    assert [m["content"] for m in task.prompt(row)] == [m["content"] for m in direct.prompt(own)]
+    for texts in (["Calculator: 3*4", f"<answer>{direct.gold(own)}</answer>"], ["no idea"], ["Calculator: 1+1"]):
+        messages = said(direct, own, *texts)
+        wanted = direct.score_dialog(own, messages)
+        played = task.score_dialog(row, said(task, row, *texts))
+        assert played.total == wanted.total
+        assert played.measures == {**wanted.parts, **wanted.measures}
+
+
+@needs_verifiers
 @pytest.mark.slow
 def test_an_environment_of_verifiers_keeps_a_tasks_promises():
     check_task(Verifiers(load_rows(name="small-dialog", episodes=4)), responses=["1", "2", "stop", "no idea"])
@@ -99,6 +118,11 @@ def test_three_steps_train_on_hangman_of_textarena_with_vllm(tiny_run, tmp_path,
         (corpus / name).write_text("apple\nhouse\nwater\nstone\nbread\n")
     monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk"))
     sys.modules.pop("nltk.data", None)
+    # The game's rules are longer than the tiny model's context; its positions are rotations, so that it may be longer.
+    (model,) = (word.removeprefix("model.name=") for word in tiny_run if word.startswith("model.name="))
+    shutil.copytree(model, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
     of_task = (
         "env.dataset",
         "env.path",
@@ -109,7 +133,8 @@ def test_three_steps_train_on_hangman_of_textarena_with_vllm(tiny_run, tmp_path,
     )
     words = [word for word in tiny_run if not word.startswith(of_task)]
     words += ["env.dataset=verifiers", "env.name=textarena", "env.taskset={game: Hangman-v0}", "env.episodes=20"]
-    words += ["env.max_turns=3", "train.total_dialog_turns=48", "inference_model.max_model_len=1600"]
+    words += ["env.max_turns=3", "train.total_dialog_turns=48", "inference_model.max_model_len=4096"]
+    words += ["inference_model.engine=vllm", "train.micro_batch_tokens=8192", f"model.name={tmp_path / 'model'}"]
     folder = run_script(ROOT / "sota" / "grpo.py", words, tmp_path / "run")
     rows = read_metrics(folder / "metrics.jsonl")
     assert len(rows) == 3 and all("measure/game_reward" in row and row["grad_norm"] >= 0 for row in rows)
