@@ -162,7 +162,10 @@ class Sandbox:
         self, what: str, source: IO[bytes], handles: Sequence[int], files: _Files, stdin: IO[bytes] | None = None
     ) -> _Process:
         stdout, stderr = files.empty(), files.empty()
-        settings = {"user": self._jail.user(), "resources": self.limits.resources(), "filter": _filter()}
+        resources = self.limits.resources()
+        if not self._jail.words:  # the kernel would count what else the user runs
+            del resources["RLIMIT_NPROC"]
+        settings = {"user": self._jail.user(), "resources": resources, "filter": _filter()}
         passed = [source.fileno(), *handles]
         words = [*self._jail.command(passed), *("-s", "-S", "-P", "-B"), "-c", _INSIDE.read_text()]
         process = subprocess.Popen(
@@ -302,6 +305,7 @@ attempt("replace itself", lambda: os.execv("/python/bin/python3", ["python3", "-
 attempt("signal its parent", lambda: os.kill(os.getppid(), 0))
 attempt("take 2 GiB", lambda: bytearray(2**31))
 hold = threading.Event()
+threading.stack_size(65536)  # or the limit of memory would stop them
 def start_many():
     for _ in range(2 * threads):
         threading.Thread(target=hold.wait, daemon=True).start()

@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import nltk
 import pytest
 
 from grpo_rl.envs import verifiers
@@ -116,8 +117,7 @@ def test_three_steps_train_on_hangman_of_textarena_with_vllm(tiny_run, tmp_path,
     (corpus := tmp_path / "nltk" / "corpora" / "words").mkdir(parents=True)
     for name in ("README", "en", "en-basic"):
         (corpus / name).write_text("apple\nhouse\nwater\nstone\nbread\n")
-    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk"))
-    sys.modules.pop("nltk.data", None)
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
     # The game's rules are longer than the tiny model's context; its positions are rotations, so that it may be longer.
     (model,) = (word.removeprefix("model.name=") for word in tiny_run if word.startswith("model.name="))
     shutil.copytree(model, tmp_path / "model")
