@@ -38,8 +38,9 @@ class Jail:
 
     def command(self, handles: Sequence[int]) -> list[str]:
         """The command that starts the interpreter with these handles open."""
-        options = [word for handle in handles for word in (self.handle_option, str(handle))]
-        return [*self.words, *(options if self.handle_option else ()), *(["--"] if self.words else ()), self.python]
+        option = self.handle_option
+        options = [word for handle in handles for word in (option, str(handle))] if option else []
+        return [*self.words, *options, *(["--"] if self.words else ()), self.python]
 
     def user(self) -> int:
         """The user to become, one of its own for each process, as the kernel counts threads by user; 0: the same."""

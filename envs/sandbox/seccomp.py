@@ -7,7 +7,7 @@ import platform
 import struct
 from collections.abc import Mapping
 
-DENIED: Mapping[str, tuple[int | None, int]] = {
+DENIED: Mapping[str, tuple[int | None, int | None]] = {
     # no further process, and no other program
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
     # no look into other processes, and no signal to them

@@ -12,9 +12,9 @@ def app() -> Any:
     from openenv.core.env_server.types import Action, Observation, State
 
     class Guess(Action):
-        """A number."""
+        """A text with a digit."""
 
-        number: int
+        text: str
 
     class Hint(Observation):
         """A hint."""
@@ -22,7 +22,7 @@ def app() -> Any:
         hint: str
 
     class Guessing(Environment):
-        """Guess a number from 1 to 9, which follows from the seed; a step earns 1 for it, and 0.1 for an even one."""
+        """Guess a number from 1 to 9, which follows from the seed; a step earns 1 for it, and 0.1 for a digit."""
 
         SUPPORTS_CONCURRENT_SESSIONS: ClassVar[bool] = True
 
@@ -36,9 +36,9 @@ def app() -> Any:
 
         def step(self, action: Guess, timeout_s: float | None = None, **_: object) -> Hint:
             self._state.step_count += 1
-            right = action.number == self._secret
-            hint = "Right." if right else "Too small." if action.number < self._secret else "Too large."
-            return Hint(hint=hint, done=right, reward=1.0 if right else 0.1 * (action.number % 2 == 0))
+            digits = [int(sign) for sign in action.text if sign in "0123456789"]
+            right = digits[:1] == [self._secret]
+            return Hint(hint="Right." if right else "No.", done=right, reward=1.0 if right else 0.1 * bool(digits))
 
         @property
         def state(self) -> State:

@@ -26,7 +26,7 @@ SCHEMA = {"required": ["number"], "properties": {"number": {"type": "integer"}}}
 
 @pytest.fixture(scope="module")
 def spoken():
-    """A server that speaks the protocol as openenv 0.10 does, for the game of `guess_server.py`; its address."""
+    """A server that speaks the protocol as openenv 0.10 does, for a game like that of `guess_server.py`; its address."""
     from websockets.datastructures import Headers
     from websockets.http11 import Response
     from websockets.sync.server import serve
@@ -152,7 +152,7 @@ def test_three_steps_train_on_a_real_server_with_vllm(real_server, tiny_run, tmp
     )
     words = [word for word in tiny_run if not word.startswith(of_task)]
     words += ["env.dataset=openenv", f"env.url={real_server}", "env.max_turns=3", "train.total_dialog_turns=48"]
-    words += ["inference_model.engine=vllm"]
+    words += ["inference_model.engine=vllm", "policy.entropy_coef=0.01"]
     folder = run_script(ROOT / "sota" / "grpo.py", [*words, "inference_model.max_model_len=480"], tmp_path / "run")
     rows = read_metrics(folder / "metrics.jsonl")
-    assert len(rows) == 3 and all(row["reward/episode"] >= 0 and row["grad_norm"] >= 0 for row in rows)
+    assert len(rows) == 3 and all(row["reward/episode"] >= 0 and row["grad_norm"] > 0 for row in rows)

@@ -134,7 +134,12 @@ def test_three_steps_train_on_hangman_of_textarena_with_vllm(tiny_run, tmp_path,
     words = [word for word in tiny_run if not word.startswith(of_task)]
     words += ["env.dataset=verifiers", "env.name=textarena", "env.taskset={game: Hangman-v0}", "env.episodes=20"]
     words += ["env.max_turns=3", "train.total_dialog_turns=48", "inference_model.max_model_len=4096"]
-    words += ["inference_model.engine=vllm", "train.micro_batch_tokens=8192", f"model.name={tmp_path / 'model'}"]
+    words += [
+        "inference_model.engine=vllm",
+        "train.micro_batch_tokens=8192",
+        "policy.entropy_coef=0.01",
+        f"model.name={tmp_path / 'model'}",
+    ]
     folder = run_script(ROOT / "sota" / "grpo.py", words, tmp_path / "run")
     rows = read_metrics(folder / "metrics.jsonl")
-    assert len(rows) == 3 and all("measure/game_reward" in row and row["grad_norm"] >= 0 for row in rows)
+    assert len(rows) == 3 and all("measure/game_reward" in row and row["grad_norm"] > 0 for row in rows)
