@@ -26,7 +26,7 @@ SCHEMA = {"required": ["number"], "properties": {"number": {"type": "integer"}}}
 
 @pytest.fixture(scope="module")
 def spoken():
-    """A server that speaks the protocol as openenv 0.10 does, for a game like that of `guess_server.py`; its address."""
+    """The address of a server that speaks the protocol as openenv 0.10 does, for a game like `guess_server.py`'s."""
     from websockets.datastructures import Headers
     from websockets.http11 import Response
     from websockets.sync.server import serve
