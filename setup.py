@@ -34,6 +34,8 @@ TENSORBOARD = ["tensorboard>=2.21,<2.22"]
 TRACKIO = ["trackio>=0.43,<0.44"]
 MCP = ["mcp>=2.3,<3"]
 MLFLOW = ["mlflow>=3.17,<3.18"]
+VERIFIERS = ["verifiers==0.4.*"]
+OPENENV = ["websockets>=15,<18"]  # its client; the server brings openenv, in an environment of its own
 
 
 class ReproducibleSdist(sdist):
@@ -125,6 +127,8 @@ setup(
         "trackio": TRACKIO,
         "mlflow": MLFLOW,
         "mcp": MCP,
+        "openenv": OPENENV,
+        "verifiers": VERIFIERS,  # not with dev: it pins mcp and an older openai
         "dev": [
             *MCP,
             *QLORA,
@@ -134,6 +138,7 @@ setup(
             *WANDB,
             *TRACKIO,
             *MLFLOW,
+            *OPENENV,
             "beartype>=0.23,<0.24",
             "check-jsonschema>=0.39,<0.40",
             "codetiming>=1.4,<2",  # verl imports it, and ray

@@ -53,6 +53,8 @@ ONLY_IN = {
     "bitsandbytes": ("grpo_rl/policies/lora.py",),
     "wandb": ("grpo_rl/monitor/wandb.py",),
     "tensorboard": (),
+    "websockets": ("envs/openenv.py",),
+    "verifiers": ("envs/verifiers.py", "envs/as_taskset.py"),
     "trackio": ("grpo_rl/monitor/trackio.py",),
     "mlflow": ("grpo_rl/monitor/mlflow.py",),
 }

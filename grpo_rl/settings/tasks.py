@@ -133,6 +133,45 @@ class SearchQA(Section):
     reward: SearchQAReward
 
 
+class CodeReward(Section):
+    tests: float = required("weight: the share of tests that are passed")
+    all_passed: float = required("weight: all tests are passed")
+    answer_format: float = required("weight: there is a fenced block")
+
+
+class Code(Section):
+    """Programs, judged by tests in a sandbox."""
+
+    sandbox: Literal["auto", "bubblewrap", "nsjail", "i_accept_no_sandbox"] = required(
+        "where programs run: auto (bubblewrap, else nsjail) | bubblewrap | nsjail; i_accept_no_sandbox: they can read "
+        "every file that you can"
+    )
+    time_s: float = required("seconds of computing for one run of a program", at_least=0.1)
+    memory_mib: int = required("memory of a program", at_least=64)
+    max_tests: int | None = required("tests of a row that are run, at equal distances; null: all", at_least=1)
+    system_prompt: str | None = required(SYSTEM_PROMPT)
+    reward: CodeReward
+
+
+class OpenEnv(Section):
+    """Episodes of an environment behind an OpenEnv server."""
+
+    url: str | None = required("the server's address, such as http://127.0.0.1:8000; nobody else is asked")
+    episodes: int = required("seeds to train on where there is no path; a tenth as many are held out", at_least=1)
+    system_prompt: str | None = required(SYSTEM_PROMPT)
+
+
+class Verifiers(Section):
+    """Tasks of a taskset of Prime Intellect's verifiers."""
+
+    name: str | None = required(
+        "the taskset: an installed package, or one that comes with verifiers, such as textarena"
+    )
+    taskset: Mapping[str, Any] = required("the taskset's settings, those of `--env.taskset` under verifiers")
+    episodes: int | None = required("tasks that are taken; null: all", at_least=1)
+    held_out: float = required("share of them that is kept for evaluation", at_least=0, less_than=1)
+
+
 class PromptResponse(Section):
     """Prompts from a file, scored by reward functions given by name."""
 
@@ -151,6 +190,9 @@ TASKS: Mapping[str, type[Section]] = {
     "countdown": Countdown,
     "calculator": Calculator,
     "search_qa": SearchQA,
+    "code": Code,
+    "openenv": OpenEnv,
+    "verifiers": Verifiers,
     "prompt_response": PromptResponse,
 }
 """The values of ``env.dataset``, each with its own settings."""

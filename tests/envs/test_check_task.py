@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_rl.envs.calculator import Calculator
+from grpo_rl.envs.code import Code
 from grpo_rl.envs.countdown import Countdown
 from grpo_rl.envs.gsm8k import GSM8K
 from grpo_rl.envs.ifeval import IFEval
@@ -24,6 +25,7 @@ QUESTIONS = [
     {"question": "Who wrote Emma?", "answer": "Jane Austen", "documents": ["Emma"]},
     {"question": "Is water wet?", "answer": "yes", "documents": []},
 ]
+ANY = "i_accept_no_sandbox"
 TASKS = {
     "gsm8k": lambda: GSM8K(WORDS),
     "ifeval": lambda: IFEval(FORMS),
@@ -31,6 +33,9 @@ TASKS = {
     "countdown": lambda: Countdown([{"numbers": [3, 4], "target": 7}, {"numbers": [2, 5], "target": 10}]),
     "calculator": lambda: Calculator(WORDS),
     "search_qa": lambda: SearchQA(QUESTIONS, SearchIndex([Document("Emma", "A novel by Jane Austen.")])),
+    "code": lambda: Code(
+        [{"question": f"Print {n}.", "tests": [{"input": "", "output": n}]} for n in "12"], sandbox=ANY
+    ),
     "prompt_response": lambda: PromptResponse(
         [{"prompt": "a"}, {"prompt": "b"}], reward="grpo_rl.envs.rewards.examples:sentence_ending"
     ),

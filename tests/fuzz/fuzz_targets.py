@@ -511,6 +511,23 @@ def _rows(path: Path) -> Any:
     return list(load_rows(path))
 
 
+def _program(text: str) -> Any:
+    module = importlib.import_module("grpo_rl.envs.grading.program_tests")
+    return module.program_of(text), module.equal_outputs(text, "7 0.5"), module.equal_outputs("7 0.5", text)
+
+
+def _program_rows(path: Path) -> Any:
+    from grpo_rl.envs.code import load_rows
+
+    return list(load_rows(path))
+
+
+def _action(text: str) -> Any:
+    from grpo_rl.envs.openenv import action_of
+
+    return action_of(text, {"required": ["x", "y"], "properties": {"x": {}, "y": {}}})
+
+
 TARGETS = [
     Target("calculate", _as_is, _calculate, _corpus("calculate"), _short_text, error=None),
     Target("boxes and tags", _as_is, _boxes, _corpus("responses"), error=None),
@@ -549,6 +566,9 @@ TARGETS = [
            examples=40),
     Target("model names", _as_is, _hub_name, _corpus("model names")),
     Target("model card", _as_is, _card, _corpus("model names"), _front_matter),
+    Target("programs", _as_is, _program, _corpus("responses"), error=None, examples=60),
+    Target("program tests", _file("rows.jsonl"), _program_rows, _corpus("program tests"), examples=60),
+    Target("actions", _as_is, _action, _corpus("actions"), examples=60),
     Target("data rows", _file("rows.jsonl"), _rows, _corpus("data rows"), examples=60),
 ]  # fmt: skip
 BY_NAME = {target.name: target for target in TARGETS}

@@ -252,9 +252,9 @@ def test_each_tasks_config_has_exactly_the_settings_that_its_environment_takes(d
     cfg = OmegaConf.to_container(OmegaConf.load(FOLDER / "env" / f"{dataset}.yaml"))
     values = {name: value for name, value in cfg.items() if name != "dataset"}
     if not spec.takes_reward:
-        values |= values.pop("reward")
+        values |= values.pop("reward", {})
     assert values.keys() == own | set(spec.row_settings)
-    for key in values.keys() - {"puzzles"} - ({"reward"} if spec.takes_reward else set()):
+    for key in values.keys() - {"puzzles", "taskset"} - ({"reward"} if spec.takes_reward else set()):
         default = takes[key].default
         assert values[key] == (list(default) if isinstance(default, tuple) else default), key
 

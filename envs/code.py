@@ -1,0 +1,198 @@
+"""Code: tasks to write a program, judged by tests that run in a sandbox, where the program can't reach them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from grpo_rl.envs import tables
+from grpo_rl.envs.generated.programs import generated_rows
+from grpo_rl.envs.grading.program_tests import ProgramTests, equal_outputs, program_of, read_tests
+from grpo_rl.envs.sandbox.sandbox import Kind, Limits, Sandbox
+from grpo_rl.envs.sources import Source
+from grpo_rl.envs.spec import TaskSpec
+from grpo_rl.envs.task import Messages, Reward, Task, asking, check_weights, opening, raised
+
+SYSTEM_PROMPT = (
+    "Solve the task in Python. Write the whole program into one block that begins with ```python and ends with ```."
+)
+QUESTIONS = ("question", "prompt", "text")
+"""Columns in which data sets have the task, the first that is there."""
+SOLUTIONS = ("solution", "code", "canonical_solution", "solutions")
+"""Columns in which they have a program that solves it."""
+COLUMNS = (
+    *QUESTIONS, *SOLUTIONS, "tests", "input_output", "test_list", "test_setup_code", "test_imports", "test",
+    "entry_point",
+)  # fmt: skip
+_SPENT = 0.9
+"""The part of the time for a group in which programs may run: what follows needs some of it."""
+
+
+class Code(Task):
+    r"""Tasks to write a program; a response earns ``tests``, ``all_passed`` and ``answer_format``.
+
+    "Read two integers, and print their sum." A response whose program does so earns 1.6:
+
+    >>> row = {"question": "Read two integers, and print their sum.", "tests": [{"input": "3 4", "output": "7"}]}
+    >>> task = Code([row], sandbox="i_accept_no_sandbox")
+    >>> reward = task.score(row, "```python\nprint(sum(map(int, input().split())))\n```")
+    >>> reward.total, reward.parts
+    (1.6, {'tests': 0.5, 'all_passed': 1.0, 'answer_format': 0.1})
+
+    The program is the last fenced block. What it should print or return stays outside its sandbox
+    (:class:`~grpo_rl.envs.sandbox.sandbox.Sandbox`).
+
+    Args:
+        rows: ``question``, a text or chat messages, and tests (:func:`~grpo_rl.envs.grading.program_tests.read_tests`).
+        tests: paid for each test that is passed, over the number of tests.
+        all_passed: paid where all tests are passed.
+        answer_format: paid where there is a fenced block.
+        sandbox: the sandbox, see :class:`~grpo_rl.envs.sandbox.sandbox.Sandbox`.
+        time_s: seconds of computing for one run of a program, which a test of printed output has alone, and all other
+            tests of a row together.
+        memory_mib: memory of a program.
+        max_tests: tests of a row that are run; None runs all.
+        system_prompt: the first message; None or an empty text leaves it out.
+
+    Raises:
+        ValueError: there is no sandbox, a weight is not a finite number, or a limit makes no sense.
+    """
+
+    reward_parts = ("tests", "all_passed", "answer_format")
+    correct_part = "all_passed"
+
+    def __init__(
+        self,
+        rows: Sequence[dict],
+        *,
+        tests: float = 0.5,
+        all_passed: float = 1.0,
+        answer_format: float = 0.1,
+        sandbox: Kind = "auto",
+        time_s: float = 5.0,
+        memory_mib: int = 1024,
+        max_tests: int | None = 20,
+        system_prompt: str | None = SYSTEM_PROMPT,
+    ) -> None:
+        self._weights = {"tests": tests, "all_passed": all_passed, "answer_format": answer_format}
+        check_weights(self._weights)
+        for name, value, least in (
+            ("time_s", time_s, 0.1),
+            ("memory_mib", memory_mib, 64),
+            ("max_tests", max_tests, 1),
+        ):
+            if value is not None and not value >= least:
+                raise ValueError(f"env.{name}={value}; it must be at least {least}")
+        self._sandbox = Sandbox(sandbox, Limits(memory_mib=memory_mib, cpu_s=time_s))
+        self._max_tests, self._before, self.rows = max_tests, opening(system_prompt), rows
+
+    def prompt(self, row: dict) -> Messages:
+        """System prompt, and the task; where functions are tested, with a call as the tests have it."""
+        question = row["question"]
+        if isinstance(question, str) and (call := read_tests(row, self._max_tests).call):
+            question = f"{question}\n\nThe program is tested by calls such as {call}."
+        return asking(self._before, question)
+
+    def score(self, row: dict, response: str) -> Reward:
+        """The reward: the share of tests that its program passes, whether it passes all, and whether there is one.
+
+        A program that runs out of its time fails this test and those that follow, and has the measure ``timed_out``.
+
+        Raises:
+            TimeoutError: programs of the group left no time for it.
+        """
+        return raised(self.score_many([row], [response])[0])
+
+    def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
+        """The rewards of a group, as :meth:`score` gives them; equal programs run once, others side by side."""
+        until = time.monotonic() + self._budget_s * _SPENT
+        tests = {id(row): read_tests(row, self._max_tests) for row in rows}
+        programs = [(id(row), program_of(response)) for row, response in zip(rows, responses, strict=True)]
+        distinct = [key for key in dict.fromkeys(programs) if key[1] is not None]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as threads:
+            results = threads.map(lambda key: self._judged(tests[key[0]], key[1], until), distinct)
+            judged = dict(zip(distinct, results, strict=True))
+        nothing = Reward(dict.fromkeys(self.reward_parts, 0.0))
+        return [judged.get(key, nothing) for key in programs]
+
+    def _judged(self, tests: ProgramTests, program: str, until: float) -> Reward | Exception:
+        """The reward of one program."""
+        passed, timed_out = 0, False
+        if tests.code:
+            verdicts, outcome = self._sandbox.test(
+                program, tests.code, tests.setup, tests.names, tests.entry_point, until - time.monotonic()
+            )
+            passed, timed_out = sum(verdicts), outcome.timed_out
+        for given, wanted in tests.pairs:
+            outcome = self._sandbox.run(program, given, until - time.monotonic())
+            if timed_out := outcome.timed_out:
+                break
+            passed += outcome.exit_code == 0 and equal_outputs(outcome.stdout, wanted)
+        if timed_out and time.monotonic() >= until:
+            return TimeoutError("the programs of the group were stopped; raise env.score_timeout_s or lower env.time_s")
+        share, every = passed / len(tests), passed == len(tests)
+        earned = {"tests": share, "all_passed": float(every), "answer_format": 1.0}
+        parts = {name: float(self._weights[name]) * value for name, value in earned.items()}
+        return Reward(parts, {"timed_out": float(timed_out)})
+
+    def gold(self, row: dict) -> str | None:
+        """A program that solves the task, where the data has one."""
+        return row.get("solution")
+
+    def demonstration(self, row: dict) -> str | None:
+        """That program, in a fenced block."""
+        return f"```python\n{row['solution'].strip()}\n```" if row.get("solution") else None
+
+
+def load_rows(path: str | Path | Source | None = None, split: str = "train") -> Sequence[dict]:
+    """Rows with ``question`` and tests.
+
+    Args:
+        path: a file or a hub name, see :func:`grpo_rl.envs.tables.load_rows`; None generates small tasks.
+        split: ``train`` or ``test``; a file is one split.
+
+    Raises:
+        ValueError: there is no such file, or a row has no question or no tests.
+
+    >>> load_rows()[0]["question"]
+    'Read ...'
+    """
+    source = Source.of(path)
+    if source.path is None:
+        source.refuse(source.given, "generated tasks")
+        return generated_rows(split)
+    return tables.load_rows(source, split, COLUMNS, chat=("question", None)).map(_checked)
+
+
+def _checked(row: dict, where: str) -> dict:
+    named = next((name for name in QUESTIONS if row.get(name)), None)
+    if named is None:
+        raise ValueError(f"{where} has no question; give it in a column {', '.join(QUESTIONS[:-1])} or {QUESTIONS[-1]}")
+    row = {**row, "question": row[named], "solution": _solution(row)}
+    try:
+        read_tests(row)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return row
+
+
+def _solution(row: dict) -> str | None:
+    value = next((row[name] for name in SOLUTIONS if row.get(name)), None)
+    if row.get("canonical_solution") == value and isinstance(row.get("prompt"), str) and value:
+        return row["prompt"] + value
+    if value is not None and value == row.get("solutions") and isinstance(value, str):  # APPS has JSON in it
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    if isinstance(value, list):
+        value = next((item for item in value if isinstance(item, str)), None)
+    return value if isinstance(value, str) else None
+
+
+CodeEnv = TaskSpec(Code, load_rows)
+"""Code as a TorchRL environment."""

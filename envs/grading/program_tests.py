@@ -1,0 +1,203 @@
+"""Tests of programs as published data sets have them, the program in a response, and the comparison of outputs."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+_FENCE = "```"
+_DECIMAL = re.compile(r"[+-]?\d*\.\d+([eE][+-]?\d+)?|[+-]?\d+\.?([eE][+-]?\d+)")
+_TOLERANCE = 1e-6
+_CALLED = """
+def _result(*arguments):
+    try:
+        function = {name}
+    except NameError:
+        function = Solution().{name}
+    return function(*arguments)
+
+def _lists(value):
+    return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+def _is(result, wanted):
+    result = _lists(result)
+    return result == wanted or [result] == wanted
+"""
+
+
+@dataclass(frozen=True)
+class ProgramTests:
+    """The tests of one row.
+
+    Args:
+        pairs: inputs of a script, each with the output that it should have.
+        code: tests of a script's functions, in Python.
+        setup: code before these.
+        entry_point: name of the function that they call ``candidate``.
+        names: names that are the program's in them, though Python has them.
+        call: a call of the program's function, without what it should return, for the prompt; None: none is known.
+    """
+
+    pairs: tuple[tuple[str, str], ...] = ()
+    code: tuple[str, ...] = ()
+    setup: str = ""
+    entry_point: str | None = None
+    names: tuple[str, ...] = ()
+    call: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.pairs) + len(self.code)
+
+
+def read_tests(row: Mapping[str, Any], most: int | None = None) -> ProgramTests:
+    """The tests of a row, in the first of the columns that it has.
+
+    ``tests``: a list of ``{input, output}`` or of Python code, or JSON of it. ``input_output``, as APPS and TACO have
+    it: ``inputs``, ``outputs``, and ``fn_name`` where a function is called. ``test_list``, with ``test_setup_code`` and
+    ``test_imports``, as MBPP has it. ``test`` and ``entry_point``, as HumanEval has it.
+
+    Args:
+        most: the number of tests that are taken, at equal distances; None takes all.
+
+    Raises:
+        ValueError: there are no tests, or they have another form.
+
+    >>> read_tests({"input_output": '{"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}'}).pairs
+    (('1 2', '3'), ('3 4', '7'))
+    """
+    for column in ("tests", "input_output", "test_list", "test"):
+        if row.get(column):
+            found = _of_column(row, column)
+            break
+    else:
+        raise ValueError("it has no tests; give them in a column tests, input_output, test_list or test")
+    if not len(found):
+        raise ValueError(f"{column} holds no test")
+    if most is None or len(found) <= most:
+        return found
+    step = len(found) / most
+    kept = [int(index * step) for index in range(most)]
+    pairs = tuple(found.pairs[index] for index in kept) if found.pairs else ()
+    code = tuple(found.code[index] for index in kept) if found.code else ()
+    return replace(found, pairs=pairs, code=code)
+
+
+def _of_column(row: Mapping[str, Any], column: str) -> ProgramTests:
+    value = row[column]
+    if isinstance(value, str) and column != "test":
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = [value] if column == "tests" else value
+    if isinstance(value, Mapping):
+        return _of_lists(value, column)
+    if column == "test" and isinstance(value, str):
+        value = [f"{value}\n\ncheck(candidate)" if re.search(r"^def check\(", value, re.MULTILINE) else value]
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ValueError(f"{column} is {value!r:.80}; it must be a list of tests, or inputs and outputs")
+    if all(isinstance(test, str) for test in value):
+        imports = row.get("test_imports") or []
+        setup = "\n".join([*(imports if isinstance(imports, list) else [imports]), row.get("test_setup_code") or ""])
+        entry_point, names = row.get("entry_point"), _own_names(row.get("solution"))
+        call = None if entry_point else _call(value[0], names)
+        return ProgramTests((), tuple(value), setup, entry_point, names, call)
+    if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in value):
+        return ProgramTests(tuple((_text(test["input"]), _text(test["output"])) for test in value))
+    raise ValueError(f"{column} holds {value[0]!r:.80}; a test is Python code, or has an input and an output")
+
+
+def _of_lists(value: Mapping[str, Any], column: str) -> ProgramTests:
+    inputs, outputs, name = value.get("inputs"), value.get("outputs"), value.get("fn_name")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError(f"{column} is {str(value)!r:.80}; it must have as many inputs as outputs")
+    if not name:
+        return ProgramTests(tuple((_text(given), _text(wanted)) for given, wanted in zip(inputs, outputs, strict=True)))
+    if not isinstance(name, str) or not name.isidentifier() or not all(isinstance(given, list) for given in inputs):
+        raise ValueError(f"{column} calls {name!r:.80}; a function has a name, and each input is a list of arguments")
+    calls = [f"assert _is(_result(*{given!r}), {wanted!r})" for given, wanted in zip(inputs, outputs, strict=True)]
+    call = f"{name}({', '.join(map(repr, inputs[0]))})" if inputs else None
+    return ProgramTests((), tuple(calls), _CALLED.format(name=name), names=(name,), call=call)
+
+
+def _text(value: Any) -> str:
+    """An input or output as text; some data sets have a list of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _own_names(solution: Any) -> tuple[str, ...]:
+    """Names of Python's own that a solution gives to its functions."""
+    if not isinstance(solution, str):
+        return ()
+    defined = [node.name for node in _tree(solution).body if isinstance(node, ast.FunctionDef)]
+    return tuple(name for name in defined if hasattr(builtins, name))
+
+
+def _call(test: str, names: Sequence[str]) -> str | None:
+    """The call of the program's function in a test that compares what it returns; None: the test has another form.
+
+    >>> _call("assert set(shared((3, 4), (4, 5))) == {4}", ())
+    'shared((3, 4), (4, 5))'
+    """
+    statements = _tree(test).body
+    if len(statements) != 1 or not isinstance(statements[0], ast.Assert):
+        return None
+    asked = statements[0].test
+    if isinstance(asked, ast.Compare):  # what is on its right is what should be returned
+        asked = asked.left
+    for node in ast.walk(asked):
+        called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else "print"
+        if called in names or not hasattr(builtins, called):
+            return ast.unparse(node)
+    return None
+
+
+def _tree(code: str) -> ast.Module:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module([], [])
+
+
+def program_of(response: str) -> str | None:
+    """The content of the last fenced block that is closed; None where there is none or it is empty.
+
+    >>> program_of("First:\\n```python\\nprint(1)\\n```\\nBetter:\\n```python\\nprint(2)\\n```")
+    'print(2)'
+    """
+    found, block = None, None
+    for line in response.split("\n"):
+        if not line.strip().startswith(_FENCE):
+            if block is not None:
+                block.append(line)
+        elif block is None:
+            block = []
+        else:
+            found, block = "\n".join(block), None
+    return found if found and found.strip() else None
+
+
+def equal_outputs(output: str, wanted: str) -> bool:
+    r"""Tells whether two outputs have the same words, however they are spaced; decimals may differ by 1e-6.
+
+    >>> equal_outputs("1 2\n", "1\n2"), equal_outputs("0.33333333", "0.3333333"), equal_outputs("3", "4")
+    (True, True, False)
+    """
+    words, wanted_words = output.split(), wanted.split()
+    return len(words) == len(wanted_words) and all(map(_equal_words, words, wanted_words))
+
+
+def _equal_words(word: str, wanted: str) -> bool:
+    if word == wanted:
+        return True
+    if not _DECIMAL.fullmatch(wanted) or len(word) > 50:
+        return False
+    try:
+        return math.isclose(float(word), float(wanted), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    except ValueError:
+        return False

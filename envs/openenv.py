@@ -1,0 +1,175 @@
+"""OpenEnv: environments behind a server that speaks OpenEnv's protocol, each conversation with a session of its own."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from grpo_rl.envs import tables
+from grpo_rl.envs.episodes import Episodes, text_of
+from grpo_rl.envs.sources import Source
+from grpo_rl.envs.spec import TaskSpec
+
+TIMEOUT_S = 60.0
+MOST_BYTES = 10 * 2**20
+"""The largest answer of a server."""
+_REFUSED = ("VALIDATION_ERROR", "EXECUTION_ERROR")
+"""Errors that tell an action's fault, which the policy may read."""
+
+
+class OpenEnv(Episodes[Any]):
+    """Episodes of an OpenEnv server; a response earns ``episode``, the sum of what the server gives for its steps.
+
+    The policy's message is the action: a JSON object, bare or in a fenced block, or where actions have a single
+    required field its value. An action that the server refuses costs a turn, and is told to the policy.
+
+    Source: https://github.com/meta-pytorch/OpenEnv, protocol of openenv 0.10.
+
+    Args:
+        rows: arguments of the server's ``reset``, such as ``seed``.
+        url: the server, ``http://127.0.0.1:8000``; no other address is asked, and redirects are not followed.
+        system_prompt: the first message; None or an empty text leaves it out.
+
+    Raises:
+        ValueError: the address is none, or nobody answers there.
+    """
+
+    def __init__(self, rows: Sequence[dict], *, url: str | None = None, system_prompt: str | None = None) -> None:
+        super().__init__(rows, system_prompt)
+        parts = urlsplit(url or "")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"env.url={url}; give the address of an OpenEnv server, such as http://127.0.0.1:8000")
+        self._url = (url or "").rstrip("/")
+        try:
+            self._action = _schema(self._url)["action"]
+        except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
+            raise ValueError(
+                f"env.url={url}: no OpenEnv server tells its schema there ({type(error).__name__}: {error}); start it, "
+                "or correct the address"
+            ) from error
+
+    def reset(self, row: dict) -> tuple[Any, str]:
+        """Opens a session, and begins an episode in it."""
+        session = _connected(self._url)
+        try:
+            return session, _observation(_asked(session, "reset", row))
+        except BaseException:
+            session.close()
+            raise
+
+    def step(self, state: Any, text: str) -> tuple[str, float, bool]:
+        """Sends the action that the text is."""
+        try:
+            data = _asked(state, "step", action_of(text, self._action))
+        except ValueError as error:
+            return f"Error: {error}", 0.0, False
+        return _observation(data), float(data.get("reward") or 0.0), bool(data.get("done"))
+
+    def close(self, state: Any) -> None:
+        """Closes the session."""
+        state.close()
+
+
+def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The action that a text is.
+
+    Raises:
+        ValueError: it is none of this schema; the message is for the policy.
+
+    >>> schema = {"required": ["guess"], "properties": {"guess": {"type": "integer"}}}
+    >>> action_of('{"guess": 3}', schema), action_of("3", schema)
+    ({'guess': 3}, {'guess': 3})
+    """
+    text = text.strip()
+    if text.startswith("```") and text.endswith("```") and "\n" in text:
+        text = "\n".join(text.splitlines()[1:-1]).strip()
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    if isinstance(value, dict):
+        return value
+    required = schema.get("required") or []
+    if len(required) != 1:
+        fields = ", ".join(schema.get("properties") or {})
+        raise ValueError(f"an action is a JSON object with {fields or 'its fields'}")
+    kind = (schema.get("properties") or {}).get(required[0], {}).get("type")
+    return {required[0]: text if kind == "string" else value}
+
+
+def _schema(url: str) -> dict[str, Any]:
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", f"{parts.path}/schema")
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise ValueError(f"it answers {answer.status} {answer.reason}")
+        return json.loads(answer.read(MOST_BYTES))
+    finally:
+        connection.close()
+
+
+def _connected(url: str) -> Any:
+    try:
+        from websockets.sync.client import connect
+    except ImportError as error:
+        raise ValueError("env.dataset=openenv needs websockets: pip install grpo-rl[openenv]") from error
+    # Nor is a proxy asked that the environment names.
+    address = "ws" + url.removeprefix("http") + "/ws"
+    # A session stays open from turn to turn, and `close` ends it: no block could.
+    return connect(address, max_size=MOST_BYTES, proxy=None, open_timeout=TIMEOUT_S).__enter__()
+
+
+def _asked(session: Any, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The server's answer.
+
+    Raises:
+        ValueError: the action is refused.
+        RuntimeError: the server has no session for it, or another fault of its own.
+    """
+    session.send(json.dumps({"type": what, "data": data}))
+    answer = json.loads(session.recv(timeout=TIMEOUT_S))
+    told = answer.get("data") or {}
+    if answer.get("type") != "error":
+        return told
+    faults = [f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg')}" for fault in told.get("errors") or ()]
+    message = "; ".join([str(told.get("message")), *faults])[:500]
+    if what == "step" and told.get("code") in _REFUSED:
+        raise ValueError(message)
+    remedy = "; start the server with more max_concurrent_envs" if told.get("code") == "CAPACITY_REACHED" else ""
+    raise RuntimeError(f"the OpenEnv server answers {told.get('code')}: {message}{remedy}")
+
+
+def _observation(data: Mapping[str, Any]) -> str:
+    seen = data.get("observation")
+    own = {k: v for k, v in seen.items() if k not in ("metadata", "done", "reward")} if isinstance(seen, dict) else seen
+    return text_of(own)
+
+
+def load_rows(path: str | Path | Source | None = None, split: str = "train", episodes: int = 1000) -> Sequence[dict]:
+    """Arguments of ``reset``.
+
+    Args:
+        path: a file or a hub name, see :func:`grpo_rl.envs.tables.load_rows`; None makes seeds.
+        split: ``train`` or ``test``, which has other seeds; a file is one split.
+        episodes: how many seeds; a tenth as many are held out.
+
+    >>> load_rows(episodes=2), load_rows(split="test", episodes=20)
+    ([{'seed': 0}, {'seed': 1}], [{'seed': 1000000000}, {'seed': 1000000001}])
+    """
+    source = Source.of(path)
+    if source.path is not None:
+        return tables.load_rows(source, split)
+    source.refuse(source.given, "seeds")
+    first, count = (0, episodes) if split == "train" else (10**9, max(1, episodes // 10))
+    return [{"seed": first + index} for index in range(count)]
+
+
+OpenEnvEnv = TaskSpec(OpenEnv, load_rows, row_settings=("episodes",))
+"""Episodes of an OpenEnv server as a TorchRL environment."""

@@ -1,0 +1,1 @@
+"""Programs of strangers under limits, without network and with no file but Python's own."""

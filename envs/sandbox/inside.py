@@ -1,0 +1,208 @@
+"""The first lines that run inside a sandbox: they limit the process, and run a program, serve its functions or test it.
+
+Sent as text to a bare interpreter: nothing but the standard library is there.
+"""
+
+import builtins
+import json
+import os
+import sys
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def restrict(limits):
+    """Gives up what the process may do beyond ``limits``: a user, bytes, seconds, numbers, and a seccomp filter."""
+    import ctypes
+    import resource
+
+    if limits["user"]:
+        os.setgroups([])
+        os.setresgid(*[limits["user"]] * 3)
+        os.setresuid(*[limits["user"]] * 3)
+    for name, value in limits["resources"].items():
+        resource.setrlimit(getattr(resource, name), tuple(value))
+    if limits["filter"]:
+        steps = bytes.fromhex(limits["filter"])
+
+        class Program(ctypes.Structure):
+            _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_char_p)]
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        program = Program(len(steps) // 8, steps)
+        no_new_privileges, seccomp, by_filter = 38, 22, 2
+        if libc.prctl(no_new_privileges, 1, 0, 0, 0) or libc.prctl(seccomp, by_filter, ctypes.byref(program), 0, 0):
+            os._exit(125)
+
+
+def read_all(handle):
+    """The text behind a file's handle, which is closed."""
+    with open(handle, encoding="utf-8", errors="surrogateescape") as file:
+        return file.read()
+
+
+def run(source):
+    """The names that a program defines, which is run as a script."""
+    names = {"__name__": "__main__", "__builtins__": builtins}
+    exec(compile(source, "program.py", "exec", dont_inherit=True), names)
+    return names
+
+
+class Objects:
+    """Values on their way to another process: plain ones as they are, others by a number.
+
+    Args:
+        give: makes the value behind a number; None: there are none to be given.
+    """
+
+    def __init__(self, give=None):
+        self._give, self.known = give, []
+
+    def written(self, value):
+        """A value as JSON has it."""
+        if type(value) in _PLAIN:
+            return value
+        for kind in (list, tuple, set, frozenset):
+            if isinstance(value, kind):
+                return {kind.__name__: [self.written(item) for item in value]}
+        if isinstance(value, dict):
+            return {"dict": [[self.written(key), self.written(item)] for key, item in value.items()]}
+        if isinstance(value, (complex, bytes)):
+            return {type(value).__name__: repr(value)}
+        if isinstance(value, Remote):
+            return {"object": value._number}
+        if self._give:
+            raise TypeError("a value of type " + type(value).__name__ + " can't be handed to the program")
+        self.known.append(value)
+        return {"object": len(self.known) - 1}
+
+    def read(self, value):
+        """The value of what :meth:`written` wrote."""
+        if not isinstance(value, dict):
+            return value
+        ((kind, content),) = value.items()
+        if kind == "object":
+            return self._give(content) if self._give else self.known[content]
+        if kind == "dict":
+            return {self.read(key): self.read(item) for key, item in content}
+        if kind in ("complex", "bytes"):
+            import ast
+
+            return complex(content) if kind == "complex" else ast.literal_eval(content)
+        return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](map(self.read, content))
+
+
+def serve(source, asked, told):
+    """Runs a program, then calls of it what is asked for on one handle, and tells the results on the other."""
+    objects = Objects()
+    objects.known.append(type("Names", (), run(source)))
+    with open(asked) as asked, open(told, "w") as told:
+        for line in asked:
+            number, name, arguments, keywords = json.loads(line)
+            reply = {}
+            try:
+                target = objects.read({"object": number})
+                if arguments is None:
+                    value = vars(target)[name] if number == 0 else getattr(target, name)
+                else:
+                    given = [objects.read(value) for value in arguments]
+                    value = target(*given, **{key: objects.read(value) for key, value in keywords.items()})
+                reply["value"] = objects.written(value)
+            except BaseException as error:
+                reply = {"raised": [type(error).__name__, str(error)[:200]]}
+            told.write(json.dumps(reply) + "\n")
+            told.flush()
+
+
+class Remote:
+    """Something of the program's, in its own process: it can be called and asked for attributes, and equals nothing."""
+
+    __slots__ = ("_ask", "_number")
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as a class with __eq__ alone has it
+
+    def __init__(self, ask, number):
+        self._ask, self._number = ask, number
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._ask(self._number, name, None, {})
+
+    def __call__(self, *arguments, **keywords):
+        return self._ask(self._number, "", arguments, keywords)
+
+    def __eq__(self, other):
+        raise TypeError("the program returned an object that is no plain value")
+
+    __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __eq__
+
+    def __bool__(self):
+        raise TypeError("the program returned an object that is no plain value")
+
+
+class Program(dict):
+    """The names of a test: its own, else Python's, else what the program defines.
+
+    Args:
+        ask: asks the program.
+        names: names that are the program's though Python has them.
+    """
+
+    def __init__(self, ask, names):
+        super().__init__(__name__="test", __builtins__=builtins)
+        self._ask, self._names = ask, names
+
+    def __missing__(self, name):
+        if hasattr(builtins, name) and name not in self._names:
+            raise KeyError(name)
+        return self._ask(0, name, None, {})
+
+
+def test(source, told, asked, verdicts):
+    """Runs tests of a program that another process serves, and writes one line for each that it passes.
+
+    Args:
+        source: JSON: the arguments of :meth:`~grpo_rl.envs.sandbox.sandbox.Sandbox.test`.
+        told: handle on which the program answers.
+        asked: handle on which it is asked.
+        verdicts: handle for the lines.
+    """
+    content = json.loads(source)
+    asked, told = open(asked, "w"), open(told)  # noqa: SIM115  the process ends with them
+
+    def ask(number, name, arguments, keywords):
+        written = None if arguments is None else [objects.written(value) for value in arguments]
+        line = [number, name, written, {key: objects.written(value) for key, value in keywords.items()}]
+        asked.write(json.dumps(line) + "\n")
+        asked.flush()
+        reply = json.loads(told.readline() or '{"raised": ["RuntimeError", "the program has ended"]}')
+        if "raised" in reply:
+            kind = getattr(builtins, reply["raised"][0], RuntimeError)
+            known = isinstance(kind, type) and issubclass(kind, Exception)
+            raise (kind if known else RuntimeError)(reply["raised"][1])
+        return objects.read(reply["value"])
+
+    objects = Objects(lambda number: Remote(ask, number))
+    names = Program(ask, content["names"])
+    exec(compile(content["setup"], "setup", "exec", dont_inherit=True), names)
+    for index, code in enumerate(content["tests"]):
+        try:
+            if content["entry_point"]:
+                names["candidate"] = ask(0, content["entry_point"], None, {})
+            exec(compile(code, "test", "exec", dont_inherit=True), names)
+        except Exception as error:
+            print(index, type(error).__name__, str(error)[:200], file=sys.stderr)
+            continue
+        os.write(verdicts, b"%d\n" % index)
+
+
+if __name__ == "__main__":
+    what, source_handle, handles, settings = json.loads(sys.argv.pop())
+    text = read_all(source_handle)
+    restrict(settings)
+    if what == "run":
+        run(text)
+    elif what == "serve":
+        serve(text, *handles)
+    else:
+        test(text, *handles)

@@ -1,0 +1,127 @@
+"""Command lines that put a Python interpreter into bubblewrap or nsjail, with the standard library and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+COMMANDS = {"bubblewrap": "bwrap", "nsjail": "nsjail"}
+"""Sandboxes that are known, in the order in which they are looked for, and their commands."""
+_HOME = "/python"
+_NOBODY = "65534"
+
+
+@dataclass(frozen=True)
+class Jail:
+    """A way to start Python.
+
+    Args:
+        words: the command, up to the interpreter.
+        python: the interpreter, where it is inside.
+        changes_user: the process begins as root and has to give that up; the kernel counts no threads of root's.
+        handle_option: word before each handle that is kept open; None: all that are given are.
+    """
+
+    words: tuple[str, ...]
+    python: str
+    changes_user: bool = False
+    handle_option: str | None = None
+
+    def command(self, handles: Sequence[int]) -> list[str]:
+        """The command that starts the interpreter with these handles open."""
+        option = self.handle_option
+        options = [word for handle in handles for word in (option, str(handle))] if option else []
+        return [*self.words, *options, *(["--"] if self.words else ()), self.python]
+
+    def user(self) -> int:
+        """The user to become, one of its own for each process, as the kernel counts threads by user; 0: the same."""
+        return random.SystemRandom().randrange(10**9, 2 * 10**9) if self.changes_user else 0
+
+
+def no_jail() -> Jail:
+    """Python as it is."""
+    return Jail((), _interpreter())
+
+
+def jails(name: str) -> list[Jail]:
+    """Ways to start Python in a sandbox, the best first; none where its command is missing.
+
+    >>> jails("nsjail") == [] or shutil.which("nsjail") is not None
+    True
+    """
+    command = shutil.which(COMMANDS[name])
+    if not command or sys.platform != "linux":
+        return []
+    return _bubblewrap(command) if name == "bubblewrap" else _nsjail(command)
+
+
+def _bubblewrap(command: str) -> list[Jail]:
+    words = [command, "--die-with-parent", "--new-session", "--chdir", "/", "--cap-drop", "ALL"]
+    words += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    # Folders that it makes by itself only their owner may enter, who is another one when the program runs.
+    for folder in sorted({str(parent) for _, inside in _files() for parent in Path(inside).parents} - {"/"}):
+        words += ["--perms", "0755", "--dir", folder]
+    for source, inside in _files():
+        words += ["--ro-bind", source, inside]
+    for hidden in _hidden():
+        words += ["--tmpfs", hidden, "--remount-ro", hidden]
+    words += ["--dev-bind", "/dev/null", "/dev/null", "--remount-ro", "/"]
+    python = f"{_HOME}/bin/python3"
+    mapped = Jail((*words, "--unshare-user", "--uid", _NOBODY, "--gid", _NOBODY), python)
+    if os.getuid():
+        return [mapped]
+    return [Jail((*words, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"), python, changes_user=True), mapped]
+
+
+def _nsjail(command: str) -> list[Jail]:
+    words = [command, "--mode", "o", "--really_quiet", "--disable_proc", "--iface_no_lo", "--disable_rlimits"]
+    words += ["--time_limit", "0", "--cwd", "/", "--user", _NOBODY, "--group", _NOBODY]
+    for source, inside in _files():
+        words += ["--bindmount_ro", f"{source}:{inside}"]
+    for hidden in _hidden():
+        words += ["--mount", f"none:{hidden}:tmpfs:size=4096"]
+    words += ["--bindmount", "/dev/null"]
+    for name, value in ENVIRONMENT.items():
+        words += ["--env", f"{name}={value}"]
+    return [Jail(tuple(words), f"{_HOME}/bin/python3", handle_option="--pass_fd")]
+
+
+ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0"}
+"""All variables of the process; without a fixed seed the order of a set would change from run to run."""
+
+
+def _interpreter() -> str:
+    return os.path.realpath(sys.executable)
+
+
+@functools.cache
+def _files() -> tuple[tuple[str, str], ...]:
+    """What Python needs, and where it is inside."""
+    library = Path(sysconfig.get_path("stdlib"))
+    inside = f"{_HOME}/{os.path.relpath(library, sys.base_prefix)}"
+    files = {_interpreter(): f"{_HOME}/bin/python3", str(library): inside}
+    modules = [path for path in sorted((library / "lib-dynload").glob("*.so")) if "tkinter" not in path.name]
+    listed = subprocess.run(
+        ["ldd", _interpreter(), *map(str, modules)], capture_output=True, text=True, check=False
+    ).stdout
+    for path in sorted(set(re.findall(r"(?:=> |^\s+)(/\S+)", listed, re.MULTILINE))):
+        files[os.path.realpath(path)] = path
+        if (threads := Path(path).with_name("libgcc_s.so.1")).exists():  # loaded where a thread ends
+            files[os.path.realpath(threads)] = str(threads)
+    return tuple(files.items())
+
+
+def _hidden() -> list[str]:
+    """Folders inside the standard library that hold other packages, this one perhaps."""
+    inside = dict(_files())[sysconfig.get_path("stdlib")]
+    library = Path(sysconfig.get_path("stdlib"))
+    return [f"{inside}/{name}" for name in ("site-packages", "dist-packages") if (library / name).is_dir()]

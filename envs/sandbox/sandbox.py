@@ -1,0 +1,317 @@
+"""Sandbox: runs programs of strangers where they can read nothing, reach nobody, and take no more than they may."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal, get_args
+
+from grpo_rl.envs.sandbox.jails import COMMANDS, ENVIRONMENT, Jail, jails, no_jail
+from grpo_rl.envs.sandbox.seccomp import filter_of
+
+Kind = Literal["auto", "bubblewrap", "nsjail", "i_accept_no_sandbox"]
+UNPROTECTED = "i_accept_no_sandbox"
+_INSIDE = Path(__file__).with_name("inside.py")
+_START_S = 5.0
+"""Seconds beside a program's own that its interpreter may take to start, on a machine that is busy."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may take.
+
+    Args:
+        memory_mib: address space.
+        cpu_s: seconds of computing, rounded up.
+        wall_s: seconds until it is killed; None: three times ``cpu_s``.
+        output_kib: output, and the size of any file.
+        threads: at the same time.
+        open_files: at the same time.
+    """
+
+    memory_mib: int = 1024
+    cpu_s: float = 5.0
+    wall_s: float | None = None
+    output_kib: int = 1024
+    threads: int = 32
+    open_files: int = 64
+
+    @property
+    def until_killed_s(self) -> float:
+        """Seconds that a program may take by the clock, besides its start."""
+        return 3 * self.cpu_s if self.wall_s is None else self.wall_s
+
+    def resources(self) -> dict[str, tuple[int, int]]:
+        """The limits of the kernel, soft and hard, by their names in `resource`."""
+        cpu_s = max(1, math.ceil(self.cpu_s))
+        same = {
+            "RLIMIT_AS": self.memory_mib * 2**20,
+            "RLIMIT_FSIZE": self.output_kib * 1024,
+            "RLIMIT_NPROC": self.threads,
+            "RLIMIT_NOFILE": self.open_files,
+            "RLIMIT_CORE": 0,
+        }
+        # At the soft limit the signal tells why; a program that ignores it has a second more.
+        return {"RLIMIT_CPU": (cpu_s, cpu_s + 1), **{name: (value, value) for name, value in same.items()}}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a program.
+
+    Args:
+        stdout: what it wrote.
+        stderr: the end of what it wrote there.
+        exit_code: 0 for a program that ended by itself; below 0 or above 128: a signal.
+        timed_out: it took more seconds than it may.
+    """
+
+    stdout: str
+    stderr: str
+    exit_code: int
+    timed_out: bool
+
+
+class Sandbox:
+    """Runs programs, each in a sandbox of its own: Python's standard library is all that they see.
+
+    A program has no network, no process but its own, no writable file, no ``/proc``, and none of the variables, files
+    and handles of this process. Limits of the kernel bound its memory, time, threads and output.
+
+    Args:
+        kind: ``auto`` takes bubblewrap, else nsjail; ``i_accept_no_sandbox`` leaves the limits and the seccomp filter
+            alone, so that programs can read every file that this process can.
+        limits: of each program.
+
+    Raises:
+        ValueError: there is no such sandbox here, or it does not keep a probe from what it should.
+
+    >>> Sandbox("i_accept_no_sandbox").run("print(int(input()) ** 2)", "12").stdout
+    '144\n'
+    """
+
+    def __init__(self, kind: Kind = "auto", limits: Limits = Limits()) -> None:
+        self.limits = limits
+        self._jail = no_jail() if kind == UNPROTECTED else _checked_jail(kind)
+
+    def run(self, program: str, stdin: str = "", within_s: float = math.inf) -> Outcome:
+        """The end of a program that is run as a script with this input.
+
+        Args:
+            within_s: seconds after which it is killed, whatever its limits are.
+        """
+        with _Files() as files:
+            process = self._start("run", files.holding(program), [], stdin=files.holding(stdin), files=files)
+            return process.ended(self._until(within_s))
+
+    def test(
+        self,
+        program: str,
+        tests: Sequence[str],
+        setup: str = "",
+        names: Sequence[str] = (),
+        entry_point: str | None = None,
+        within_s: float = math.inf,
+    ) -> tuple[list[bool], Outcome]:
+        """Tells which tests a program passes, and how the process of the tests ended.
+
+        The tests run in a sandbox of their own, in which the program is not: its functions are called through pipes,
+        with plain values (numbers, texts, lists, dicts, sets), and its objects equal nothing. So a program can neither
+        read the tests nor end, change or imitate them.
+
+        Args:
+            tests: Python code; a test is passed if it ends without an exception.
+            setup: code before the tests.
+            names: names that are the program's though Python has them, such as ``sum``.
+            entry_point: name of the function that the tests call ``candidate``.
+            within_s: seconds after which both processes are killed, whatever their limits are.
+        """
+        with _Files() as files:
+            content = {"setup": setup, "tests": list(tests), "names": list(names), "entry_point": entry_point}
+            verdicts = files.empty()
+            asked, ask = files.pipe()
+            told, tell = files.pipe()
+            program_process = self._start("serve", files.holding(program), [asked, tell], files=files)
+            tests_process = self._start(
+                "test", files.holding(json.dumps(content)), [told, ask, verdicts.fileno()], files=files
+            )
+            files.close_pipes()  # or neither would notice the other's end
+            try:
+                outcome = tests_process.ended(self._until(within_s))
+            finally:
+                program_process.kill()
+            verdicts.seek(0)
+            passed = set(verdicts.read(2**16).split())
+            return [str(index).encode() in passed for index in range(len(tests))], outcome
+
+    def _until(self, within_s: float) -> float:
+        return time.monotonic() + min(within_s, self.limits.until_killed_s + _START_S)
+
+    def _start(
+        self, what: str, source: IO[bytes], handles: Sequence[int], files: _Files, stdin: IO[bytes] | None = None
+    ) -> _Process:
+        stdout, stderr = files.empty(), files.empty()
+        resources = self.limits.resources()
+        if not self._jail.words:  # the kernel would count what else the user runs
+            del resources["RLIMIT_NPROC"]
+        settings = {"user": self._jail.user(), "resources": resources, "filter": _filter()}
+        passed = [source.fileno(), *handles]
+        words = [*self._jail.command(passed), *("-s", "-S", "-P", "-B"), "-c", _INSIDE.read_text()]
+        process = subprocess.Popen(
+            [*words, json.dumps([what, source.fileno(), list(handles), settings])],
+            stdin=stdin or subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=passed,
+            env=ENVIRONMENT,
+            cwd="/",
+            start_new_session=True,
+        )
+        return _Process(process, stdout, stderr, self.limits.output_kib * 1024)
+
+
+class _Process:
+    """A process that was started, and what it writes."""
+
+    def __init__(self, process: subprocess.Popen, stdout: IO[bytes], stderr: IO[bytes], most: int) -> None:
+        self._process, self._stdout, self._stderr, self._most = process, stdout, stderr, most
+
+    def ended(self, until: float) -> Outcome:
+        """The end of the process, which is killed if it is still running at ``until``, by the monotonic clock."""
+        late = False
+        try:
+            self._process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late = True
+        self.kill()
+        code = self._process.returncode
+        timed_out = late or code in (-signal.SIGXCPU, 128 + signal.SIGXCPU)
+        return Outcome(self._text(self._stdout), self._text(self._stderr)[-2000:], code, timed_out)
+
+    def kill(self) -> None:
+        """Ends it, with all that it has started."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _text(self, file: IO[bytes]) -> str:
+        file.seek(0)
+        return file.read(self._most).decode(errors="replace")
+
+
+class _Files(contextlib.ExitStack):
+    """Files without a name and pipes of one call, closed with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pipes: set[int] = set()
+        self.callback(self.close_pipes)
+
+    def empty(self) -> IO[bytes]:
+        """A file to be written."""
+        return self.enter_context(tempfile.TemporaryFile())
+
+    def holding(self, text: str) -> IO[bytes]:
+        """A file with this text, at its beginning."""
+        file = self.empty()
+        file.write(text.encode(errors="replace"))
+        file.seek(0)
+        return file
+
+    def pipe(self) -> tuple[int, int]:
+        """Handles to read from and to write to."""
+        ends = os.pipe()
+        self._pipes.update(ends)
+        return ends
+
+    def close_pipes(self) -> None:
+        """Closes this process's ends."""
+        while self._pipes:
+            os.close(self._pipes.pop())
+
+
+@functools.cache
+def _filter() -> str:
+    return filter_of().hex() if sys.platform == "linux" else ""
+
+
+@functools.cache
+def _checked_jail(kind: str) -> Jail:
+    """The first jail of this kind from which the probe can't do what it tries.
+
+    Raises:
+        ValueError: there is none.
+    """
+    names = tuple(COMMANDS) if kind == "auto" else (kind,)
+    if kind not in get_args(Kind):
+        raise ValueError(f"env.sandbox={kind}; choose {', '.join(get_args(Kind))}")
+    remedy = (
+        "Install bubblewrap (apt-get install bubblewrap), and allow user namespaces where you are not root; or, if the "
+        f"model's programs may read all that you can read, set env.sandbox={UNPROTECTED}"
+    )
+    failures = []
+    for name in names:
+        for jail in jails(name):
+            failure = _failure(jail)
+            if failure is None:
+                return jail
+            failures.append(f"{name}: {failure}")
+    found = "; ".join(failures) or f"{' and '.join(COMMANDS[name] for name in names)} not found"
+    raise ValueError(f"env.sandbox={kind}: programs can't be run in a sandbox here ({found}). {remedy}")
+
+
+def _failure(jail: Jail) -> str | None:
+    """What is wrong with a jail; None: nothing that the probe finds."""
+    sandbox = object.__new__(Sandbox)
+    sandbox.limits, sandbox._jail = Limits(memory_mib=512), jail
+    with tempfile.NamedTemporaryFile() as canary:
+        tried = [canary.name, __file__, "/etc/passwd", "/proc/self", "/tmp", "/home"]
+        outcome = sandbox.run(_PROBE, json.dumps([tried, sandbox.limits.threads]))
+    if outcome.exit_code or not outcome.stdout.endswith("\n"):
+        return f"it does not start: {outcome.stderr.strip()[-300:] or f'exit code {outcome.exit_code}'}"
+    could = json.loads(outcome.stdout)
+    return f"a program could {', '.join(could)}" if could else None
+
+
+_PROBE = """
+import json, os, socket, threading
+tried, threads = json.loads(input())
+could = []
+def attempt(name, action):
+    try:
+        action()
+    except (OSError, MemoryError, RuntimeError):
+        return
+    could.append(name)
+for path in tried:
+    attempt("see " + path, lambda: os.stat(path))
+for folder in ("/", "/python", "/python/lib", "/dev", "/tmp"):
+    attempt("write to " + folder, lambda: open(folder + "/file", "w"))
+attempt("reach the network", socket.socket)
+attempt("start a process", os.fork)
+attempt("replace itself", lambda: os.execv("/python/bin/python3", ["python3", "-c", "print([])"]))
+attempt("signal its parent", lambda: os.kill(os.getppid(), 0))
+attempt("take 2 GiB", lambda: bytearray(2**31))
+hold = threading.Event()
+threading.stack_size(65536)  # or the limit of memory would stop them
+def start_many():
+    for _ in range(2 * threads):
+        threading.Thread(target=hold.wait, daemon=True).start()
+attempt("start many threads", start_many)
+hold.set()
+if set(os.environ) - {"LANG", "PYTHONUTF8", "PYTHONHASHSEED", "PWD", "LC_CTYPE"}:
+    could.append("see variables " + " ".join(os.environ))
+print(json.dumps(could))
+"""

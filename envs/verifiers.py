@@ -1,0 +1,353 @@
+"""Verifiers: environments of Prime Intellect's verifiers by name, with their data, rewards and turns as they are."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import inspect
+import itertools
+import json
+import os
+import queue
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from grpo_rl.envs.episodes import Episodes
+from grpo_rl.envs.sources import Source
+from grpo_rl.envs.spec import TaskSpec
+from grpo_rl.envs.task import Messages
+
+TIMEOUT_S = 60.0
+"""Seconds that an environment may take from a turn to its next one."""
+
+
+_under_way: set[Future] = set()
+"""Episodes that have not ended: asyncio itself keeps no task alive."""
+
+
+class Verifiers(Episodes["_Exchange"]):
+    """Tasks of a taskset of verifiers, played by its environment; a response earns ``episode``, the sum of its rewards.
+
+    The environment runs as it does under verifiers; the one agent that it talks to is the policy, in a plain chat. Its
+    rewards and metrics, by their names, are measures beside.
+
+    Source: https://github.com/PrimeIntellect-ai/verifiers, ``verifiers.v1`` of 0.4.
+
+    Args:
+        rows: tasks, as :func:`load_rows` gives them.
+    """
+
+    def reset(self, row: dict) -> tuple[_Exchange, Messages]:
+        """Begins an episode up to the policy's first turn."""
+        exchange = _Exchange(_environment(row["taskset"]), row["data"])
+        try:
+            messages = exchange.next()
+            if messages is None:
+                raise RuntimeError(f"the episode of task {row['idx']} ended without a turn of the policy")
+        except BaseException:
+            exchange.close()
+            raise
+        return exchange, messages
+
+    def step(self, state: _Exchange, text: str) -> tuple[str, float, bool]:
+        """Gives the environment the policy's turn, and waits for its next one or the end."""
+        state.answer(text)
+        messages = state.next()
+        if messages is None:
+            return "", state.reward, True
+        return "\n\n".join(message["content"] for message in messages), 0.0, False
+
+    def cut_off(self, state: _Exchange) -> float:
+        """Tells the environment that the policy has no further turn, so that it scores what there is."""
+        state.answer(None)
+        while state.next() is not None:  # it may ask once more
+            state.answer(None)
+        return state.reward
+
+    def measures(self, state: _Exchange) -> dict[str, float]:
+        """Each reward and metric by its name."""
+        return state.measures
+
+    def close(self, state: _Exchange) -> None:
+        """Cancels the episode, if it is under way."""
+        state.close()
+
+    def gold(self, row: dict) -> str | None:
+        """The field ``answer`` of the task, where it has one."""
+        answer = row["data"].get("answer")
+        return answer if isinstance(answer, str) else None
+
+
+class _Exchange:
+    """One episode under way: the environment in an event loop's thread, and the policy outside of it."""
+
+    def __init__(self, env: Any, data: Mapping[str, Any]) -> None:
+        self.reward, self.measures = 0.0, {}
+        self._asked: queue.SimpleQueue[Messages | Exception | None] = queue.SimpleQueue()
+        self._loop, self._heard = _loop(os.getpid()), asyncio.Queue[str | None]()
+        self._future = asyncio.run_coroutine_threadsafe(self._play(env, data), self._loop)
+        _under_way.add(self._future)
+        self._future.add_done_callback(_under_way.discard)
+
+    def next(self) -> Messages | None:
+        """What the environment says to the policy; None: the episode has ended.
+
+        Raises:
+            TimeoutError: it says nothing in time.
+        """
+        try:
+            said = self._asked.get(timeout=TIMEOUT_S)
+        except queue.Empty:
+            raise TimeoutError(f"the environment has been silent for {TIMEOUT_S:g} s") from None
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    def answer(self, text: str | None) -> None:
+        """Gives the policy's turn; None: it has none."""
+        self._loop.call_soon_threadsafe(self._heard.put_nowait, text)
+
+    def close(self) -> None:
+        """Cancels what is under way."""
+        self._future.cancel()
+
+    async def turn(self, messages: Messages) -> str | None:
+        """Says something to the policy, and waits for its turn."""
+        self._asked.put(messages)
+        return await self._heard.get()
+
+    async def _play(self, env: Any, data: Mapping[str, Any]) -> None:
+        import verifiers.v1 as vf
+
+        try:
+            task = _task_of(env, data)
+            told = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+            episode = vf.Episode(env=vf.EnvInfo(id=env.config.env_id), task=told)
+            agents = vf.Agents(env.config, lambda name, spec: _Seat(name, spec, episode, self))
+            await env.setup(agents)
+            await env.run(task, agents)
+            await env.finalize(task, episode)
+            for trace in episode.traces:
+                self.measures |= {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+                self.measures |= {name: value for name, value in trace.metrics.items() if value is not None}
+            self.reward = sum(trace.reward for trace in episode.traces)
+        # Foreign code: whatever it raises is told to the thread that waits.
+        except Exception as error:
+            self._asked.put(error)
+        else:
+            self._asked.put(None)
+
+
+class _Seat:
+    """The agent of an environment that the policy plays: a chat without tools.
+
+    Args:
+        name: its field in the environment's config.
+        spec: its config.
+        episode: gets its trace.
+        exchange: leads to the policy.
+    """
+
+    trainable = True
+
+    def __init__(self, name: str, spec: Any, episode: Any, exchange: _Exchange) -> None:
+        self.name, self.spec, self._episode, self._exchange = name, spec, episode, exchange
+
+    async def run(self, task: Any) -> Any:
+        """One turn on the task's prompt."""
+        async with self.interaction(task) as interaction:
+            await interaction.turn()
+        return interaction.trace
+
+    @contextlib.asynccontextmanager
+    async def interaction(self, task: Any) -> AsyncIterator[_Interaction]:
+        """A conversation about the task, which is scored in the end."""
+        import verifiers.v1 as vf
+        from verifiers.v1.state import state_cls
+
+        told = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        info = vf.AgentInfo(config=self.spec, name=self.name)
+        trace = vf.Trace(task=told, state=state_cls(type(task))(), agent=info)
+        yield _Interaction(task, trace, self.spec.max_turns, self._exchange)
+        trace.stop("user_closed")
+        trace.ok = True
+        await task.score(trace)
+        self._episode.traces.append(trace)
+
+
+class _Interaction:
+    """A conversation that the environment leads, as ``verifiers.v1.Interaction`` is one."""
+
+    def __init__(self, task: Any, trace: Any, max_turns: int | None, exchange: _Exchange) -> None:
+        self.trace, self._task, self._max_turns, self._exchange = trace, task, max_turns, exchange
+
+    async def turn(self, message: Any = None) -> Any:
+        """The policy's turn after this message, or after the task's prompt."""
+        import verifiers.v1 as vf
+        from verifiers.v1.agent import Segment
+
+        if await self._stopped():
+            return Segment(messages=[], terminated=True)
+        said = self._opening() if not self.trace.nodes else []
+        said += [vf.UserMessage(content=message)] if isinstance(message, str) else [_typed(m) for m in message or ()]
+        for each in said:
+            self._add(each)
+        text = await self._exchange.turn([{"role": each.role, "content": _text(each)} for each in said])
+        if text is None:
+            self.trace.stop("max_turns")
+            return Segment(messages=[], terminated=True)
+        reply = vf.AssistantMessage(content=text)
+        self._add(reply, sampled=True)
+        return Segment(messages=[reply])
+
+    def _opening(self) -> list[Any]:
+        import verifiers.v1 as vf
+
+        data = self._task.data
+        opening = [vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []
+        if isinstance(data.prompt, str):
+            return [*opening, vf.UserMessage(content=data.prompt)]
+        return [*opening, *(data.prompt or ())]
+
+    async def _stopped(self) -> bool:
+        import verifiers.v1 as vf
+        from verifiers.v1.utils.decorators import invoke
+
+        if self._max_turns is not None and self.trace.num_turns >= self._max_turns:
+            self.trace.stop("max_turns")
+            return True
+        for hook in self._task.hooks("stop") if self.trace.nodes else ():
+            verdict = invoke(hook, {vf.Trace: self.trace})
+            if await verdict if inspect.isawaitable(verdict) else verdict:
+                self.trace.stop(hook.__name__)
+                return True
+        return False
+
+    def _add(self, message: Any, sampled: bool = False) -> None:
+        import verifiers.v1 as vf
+
+        nodes = self.trace.nodes
+        nodes.append(vf.MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled))
+
+
+def _typed(message: Any) -> Any:
+    from verifiers.v1.dialects.chat import parse_message
+
+    return parse_message(message) if isinstance(message, dict) else message
+
+
+def _text(message: Any) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    parts = message.content or []
+    if any(part.type != "text" for part in parts):
+        raise ValueError("the environment shows images, which the policy can't see")
+    return "\n".join(part.text for part in parts)
+
+
+@functools.lru_cache(maxsize=16)
+def _environment(taskset: str) -> Any:
+    """The environment of a taskset with these settings, in JSON.
+
+    Raises:
+        ValueError: see :func:`load_rows`.
+    """
+    config = json.loads(taskset)
+    name = config["id"]
+    try:
+        import verifiers.v1 as vf
+    except ImportError as error:
+        raise ValueError("env.dataset=verifiers needs verifiers: pip install grpo-rl[verifiers]") from error
+    try:
+        env = vf.load_environment(vf.resolve_env_config({"taskset": config}))
+    # A foreign package's code runs here: its name, its settings and its imports may be wrong in any way.
+    except Exception as error:
+        told = " ".join(str(error).split())
+        raise ValueError(f"env.name={name} can't be loaded: {type(error).__name__}: {told}") from error
+    kind, given = type(env.taskset).task_type(), env.taskset.config
+    agents = [field for field, value in env.config if isinstance(value, vf.AgentConfig)]
+    faults = {
+        f"lets several agents talk ({', '.join(agents)})": len(agents) != 1,
+        "runs in a container": kind.NEEDS_CONTAINER,
+        "gives tools": bool(kind.toolsets(given.task) or type(env.taskset).toolsets(given)),
+        "prepares a machine for each task": kind.setup is not vf.Task.setup or kind.finalize is not vf.Task.finalize,
+    }
+    if found := [fault for fault, there in faults.items() if there]:
+        raise ValueError(f"env.name={name} {' and '.join(found)}; the policy plays the one agent of a plain chat")
+    return env
+
+
+def _task_of(env: Any, data: Mapping[str, Any]) -> Any:
+    kind = type(env.taskset).task_type()
+    return kind(kind.data_type().model_validate(data), env.taskset.config.task)
+
+
+@functools.lru_cache(maxsize=1)
+def _loop(process_id: int) -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
+    # Or asyncio complains at exit of each episode that is under way.
+    atexit.register(lambda: asyncio.run_coroutine_threadsafe(_cancelled(), loop).result(5))
+    return loop
+
+
+async def _cancelled() -> None:
+    """Cancels all episodes that are under way."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def load_rows(
+    path: str | Path | Source | None = None,
+    split: str = "train",
+    name: str | None = None,
+    taskset: Mapping[str, Any] | None = None,
+    episodes: int | None = None,
+    held_out: float = 0.1,
+) -> Sequence[dict]:
+    """The tasks of a taskset, as plain values.
+
+    Args:
+        path: None; the data is the taskset's.
+        split: ``train``, or ``test`` for those held out, which come last.
+        name: the taskset, as verifiers finds it: an installed package, or one that comes with it.
+        taskset: its settings, those of ``--env.taskset``.
+        episodes: how many tasks are taken; None takes all.
+        held_out: share of them that is held out.
+
+    Raises:
+        ValueError: a path is given; verifiers or the taskset can't be loaded; it has no end, or too few tasks; it needs
+            a container, tools, or several agents.
+    """
+    source = Source.of(path)
+    if source.path is not None:
+        raise ValueError(f"{source.key('path')}={source.path} means nothing for verifiers, whose data is the taskset's")
+    source.refuse(source.given, "tasksets of verifiers")
+    if not name:
+        raise ValueError("env.name is empty; give a taskset of verifiers, such as env.name=textarena")
+    config = json.dumps({**(taskset or {}), "id": name}, sort_keys=True)
+    found = _environment(config).taskset
+    if episodes is None and not found.bounded:
+        raise ValueError(f"env.name={name} makes tasks without end; set env.episodes to how many to take")
+    tasks = [
+        {"taskset": config, "idx": index, "data": task.data.model_dump(mode="json")}
+        for index, task in enumerate(itertools.islice(found, episodes))
+    ]
+    kept = len(tasks) - int(len(tasks) * held_out)
+    chosen = tasks[:kept] if split == "train" else tasks[kept:]
+    if not chosen:
+        raise ValueError(f"env.name={name} has {len(tasks)} tasks, none of them for {split} by env.held_out={held_out}")
+    return chosen
+
+
+VerifiersEnv = TaskSpec(Verifiers, load_rows, row_settings=("name", "taskset", "episodes", "held_out"))
+"""Tasks of a taskset of verifiers as a TorchRL environment."""

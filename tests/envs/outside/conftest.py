@@ -1,0 +1,10 @@
+"""Leaves out what can't be imported without verifiers, and lets tests import what lies beside them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+collect_ignore = [] if importlib.util.find_spec("verifiers") else ["small_taskset.py", "small_dialog.py", "our_sums.py"]
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,158 @@
+"""OpenEnv: a server's episodes, by its protocol; against the real one where openenv is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http import HTTPStatus
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.envs.openenv import OpenEnv, action_of, load_rows
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.testing import run_script
+
+FOLDER, ROOT = Path(__file__).parent, Path(__file__).parents[3]
+SCHEMA = {"required": ["number"], "properties": {"number": {"type": "integer"}}}
+
+
+@pytest.fixture(scope="module")
+def spoken():
+    """The address of a server that speaks the protocol as openenv 0.10 does, for a game like `guess_server.py`'s."""
+    from websockets.datastructures import Headers
+    from websockets.http11 import Response
+    from websockets.sync.server import serve
+
+    def session(connection):
+        secret = None
+        for message in connection:
+            asked = json.loads(message)
+            if asked["type"] == "reset":
+                secret = random.Random(asked["data"]["seed"]).randint(1, 9)
+                answer = {"observation": {"hint": "Guess."}, "reward": None, "done": False}
+            elif isinstance(number := asked["data"].get("number"), int):
+                hint = "Right." if number == secret else "No."
+                answer = {"observation": {"hint": hint}, "reward": float(number == secret), "done": number == secret}
+            else:
+                told = {
+                    "message": "Invalid message",
+                    "code": "VALIDATION_ERROR",
+                    "errors": [{"loc": ["number"], "msg": "no"}],
+                }
+                connection.send(json.dumps({"type": "error", "data": told}))
+                continue
+            connection.send(json.dumps({"type": "observation", "data": answer}))
+
+    def schema(connection, request):
+        if request.path == "/schema":
+            body = json.dumps({"action": SCHEMA}).encode()
+            return Response(HTTPStatus.OK, "OK", Headers({"Content-Length": str(len(body))}), body)
+        return None if request.path == "/ws" else connection.respond(HTTPStatus.FOUND, "elsewhere")
+
+    with serve(session, "127.0.0.1", 0, process_request=schema) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+        server.shutdown()
+
+
+def right(row):
+    return str(random.Random(row["seed"]).randint(1, 9))
+
+
+def test_a_conversation_is_an_episode_in_a_session_and_earns_what_the_server_gives(spoken):
+    task, row = OpenEnv(load_rows(), url=spoken, system_prompt="Play."), {"seed": 3}
+    messages = task.prompt(row)
+    assert [message["content"] for message in messages] == ["Play.", "Guess."]
+    for said, heard in (("0", "No."), ("x", "Error: Invalid message; number: no"), ('{"number": 0}', "No.")):
+        messages = [*messages, {"role": "assistant", "content": said}]
+        messages += (reply := task.reply(row, messages))
+        assert [message["content"] for message in reply] == [heard]
+    messages = [*messages, {"role": "assistant", "content": right(row)}]
+    assert task.reply(row, messages) is None and task.score_dialog(row, messages).parts == {"episode": 1.0}
+
+
+@pytest.mark.parametrize("url", [None, "localhost:8000", "file:///etc/passwd"])
+def test_an_address_that_is_none_is_refused(url):
+    with pytest.raises(ValueError, match=r"env.url=.*; give the address of an OpenEnv server, such as http://127"):
+        OpenEnv([], url=url)
+
+
+def test_a_server_that_is_not_there_or_sends_elsewhere_is_refused(spoken):
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    with pytest.raises(ValueError, match="no OpenEnv server tells its schema there"):
+        OpenEnv([], url=f"http://127.0.0.1:{port}")
+    with pytest.raises(ValueError, match=r"ValueError: it answers 302 Found"):
+        OpenEnv([], url=f"{spoken}/elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ('{"number": 3}', {"number": 3}),
+        ('```json\n{"number": 3}\n```', {"number": 3}),
+        (" 7 ", {"number": 7}),
+        ("seven", {"number": "seven"}),
+        ("[" * 100_000, {"number": "[" * 100_000}),
+    ],
+)
+def test_a_text_is_an_action(text, action):
+    assert action_of(text, SCHEMA) == action
+
+
+def test_a_text_that_is_no_action_is_told_what_one_is():
+    assert action_of("12", {"required": ["a"], "properties": {"a": {"type": "string"}}}) == {"a": "12"}
+    with pytest.raises(ValueError, match="an action is a JSON object with x, y"):
+        action_of("12", {"required": ["x", "y"], "properties": {"x": {}, "y": {}}})
+
+
+@pytest.fixture(scope="module")
+def real_server():
+    """The address of a real OpenEnv server in a process of its own; $GRPO_RL_OPENENV may name openenv's folder."""
+    folder = os.environ.get("GRPO_RL_OPENENV", "")
+    if not folder and importlib.util.find_spec("openenv") is None:
+        pytest.skip("needs openenv: pip install --target FOLDER openenv==0.10.0, and its FOLDER in $GRPO_RL_OPENENV")
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    command = [sys.executable, str(FOLDER / "guess_server.py"), str(port)]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": folder})
+    try:
+        until = time.monotonic() + 120
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < until, "the server did not start"
+                time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+def test_three_steps_train_on_a_real_server_with_vllm(real_server, tiny_run, tmp_path):
+    of_task = (
+        "env.dataset",
+        "env.path",
+        "env.eval_path",
+        "env.system_prompt",
+        "env.reward",
+        "train.total_dialog_turns",
+    )
+    words = [word for word in tiny_run if not word.startswith(of_task)]
+    words += ["env.dataset=openenv", f"env.url={real_server}", "env.max_turns=3", "train.total_dialog_turns=48"]
+    words += ["inference_model.engine=vllm", "policy.entropy_coef=0.01"]
+    folder = run_script(ROOT / "sota" / "grpo.py", [*words, "inference_model.max_model_len=480"], tmp_path / "run")
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert len(rows) == 3 and all(row["reward/episode"] >= 0 and row["grad_norm"] > 0 for row in rows)

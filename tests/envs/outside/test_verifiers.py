@@ -1,0 +1,145 @@
+"""Verifiers: its tasksets and environments are played as they are, with the policy as their one agent."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pickle
+import shutil
+import sys
+from pathlib import Path
+
+import nltk
+import pytest
+
+from grpo_rl.envs import verifiers
+from grpo_rl.envs.calculator import Calculator
+from grpo_rl.envs.calculator import load_rows as calculator_rows
+from grpo_rl.envs.verifiers import Verifiers, load_rows
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.testing import check_task, run_script
+
+ROOT = Path(__file__).parents[3]
+needs_verifiers = pytest.mark.skipif(
+    importlib.util.find_spec("verifiers") is None,
+    reason="needs verifiers==0.4.*, which dev leaves out (CONTRIBUTING.md)",
+)
+
+
+def said(task, row, *texts):
+    """The conversation with these texts of the policy, up to where the environment ends it."""
+    messages = task.prompt(row)
+    for text in texts:
+        messages = [*messages, {"role": "assistant", "content": text}]
+        if (reply := task.reply(row, messages)) is None:
+            break
+        messages += reply
+    return messages
+
+
+def test_a_missing_package_is_named_with_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    verifiers._environment.cache_clear()
+    with pytest.raises(ValueError, match=r"needs verifiers: pip install grpo-rl\[verifiers\]"):
+        load_rows(name="sums")
+    with pytest.raises(ValueError, match="env.name is empty; give a taskset of verifiers"):
+        load_rows()
+    with pytest.raises(ValueError, match="env.path=rows.jsonl means nothing for verifiers"):
+        load_rows("rows.jsonl", name="sums")
+
+
+@needs_verifiers
+def test_a_taskset_has_its_prompts_rewards_and_metrics():
+    rows = load_rows(name="small-taskset")
+    task = Verifiers(rows)
+    assert len(rows) == 9 and len(load_rows(split="test", name="small-taskset")) == 1
+    assert task.prompt(rows[3]) == [{"role": "system", "content": "Add."}, {"role": "user", "content": "3 + 1?"}]
+    assert task.gold(rows[3]) == "4"
+    reward = task.score_dialog(rows[3], said(task, rows[3], "4"))
+    assert reward.parts == {"episode": 2.0 + 0.5 + 1.0}  # 2 x right, brief, asked
+    assert reward.measures == {"right": 2.0, "brief": 0.5, "asked": 1.0, "turns": 1.0}
+    assert task.score(rows[3], "no idea").parts == {"episode": 1.0}
+    assert pickle.loads(pickle.dumps(task)).score(rows[3], "4") == reward
+
+
+@needs_verifiers
+def test_an_environment_that_talks_leads_the_conversation_and_ends_it():
+    task = Verifiers(rows := load_rows(name="small-dialog", episodes=5, held_out=0.2))
+    messages = said(task, rows[1], "7", "2", "unread")
+    assert [message["content"] for message in messages] == ["1 + 1?", "7", "Once more.", "2"]
+    ended = task.score_dialog(rows[1], messages)
+    assert ended.parts["episode"] == 2.0 + 0.5 + 1.0 + 0.25 and ended.measures["turns"] == 2.0
+    # It ends after its three turns, at a stop of its task's, and where a limit of ours cuts it off, and is scored then.
+    assert [m["content"] for m in said(task, rows[1], *"3456")] == ["1 + 1?", "3", "Once more.", "4", "Once more.", "5"]
+    assert said(task, rows[1], "stop")[-1]["content"] == "stop"
+    assert task.score_dialog(rows[1], said(task, rows[1], "7")).measures["patience"] == 0.25
+
+
+@needs_verifiers
+def test_what_the_policy_cannot_play_is_refused():
+    with pytest.raises(ValueError, match=r"env.name=small-dialog makes tasks without end; set env.episodes"):
+        load_rows(name="small-dialog")
+    with pytest.raises(ValueError, match="can't be loaded: ModuleNotFoundError: taskset 'no-such-set' not found"):
+        load_rows(name="no-such-set")
+    with pytest.raises(ValueError, match=r"env.name=small-taskset can't be loaded: ValidationError.*game"):
+        load_rows(name="small-taskset", taskset={"game": "chess"})
+    with pytest.raises(ValueError, match="env.name=harbor prepares a machine for each task; the policy plays the one"):
+        load_rows(name="harbor", taskset={"dataset": "x"})
+
+
+@needs_verifiers
+def test_a_task_of_ours_is_a_taskset_that_scores_as_the_task_does():
+    direct = Calculator(direct_rows := calculator_rows("arithmetic"))
+    (row,) = load_rows(name="our-sums", taskset={"path": "arithmetic"}, episodes=1, held_out=0)
+    task, own = Verifiers([row]), direct_rows[0]
+    assert row["data"]["row"] == own
+    assert [m["content"] for m in task.prompt(row)] == [m["content"] for m in direct.prompt(own)]
+    for texts in (["Calculator: 3*4", f"<answer>{direct.gold(own)}</answer>"], ["no idea"], ["Calculator: 1+1"]):
+        messages = said(direct, own, *texts)
+        wanted = direct.score_dialog(own, messages)
+        played = task.score_dialog(row, said(task, row, *texts))
+        assert played.total == wanted.total
+        assert played.measures == {**wanted.parts, **wanted.measures}
+
+
+@needs_verifiers
+@pytest.mark.slow
+def test_an_environment_of_verifiers_keeps_a_tasks_promises():
+    check_task(Verifiers(load_rows(name="small-dialog", episodes=4)), responses=["1", "2", "stop", "no idea"])
+
+
+@needs_verifiers
+@pytest.mark.nightly
+@pytest.mark.engine
+@pytest.mark.skipif(importlib.util.find_spec("textarena") is None, reason="needs textarena==0.7.4")
+def test_three_steps_train_on_hangman_of_textarena_with_vllm(tiny_run, tmp_path, monkeypatch):
+    # The corpus that the game would download.
+    (corpus := tmp_path / "nltk" / "corpora" / "words").mkdir(parents=True)
+    for name in ("README", "en", "en-basic"):
+        (corpus / name).write_text("apple\nhouse\nwater\nstone\nbread\n")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
+    # The game's rules are longer than the tiny model's context; its positions are rotations, so that it may be longer.
+    (model,) = (word.removeprefix("model.name=") for word in tiny_run if word.startswith("model.name="))
+    shutil.copytree(model, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+    of_task = (
+        "env.dataset",
+        "env.path",
+        "env.eval_path",
+        "env.system_prompt",
+        "env.reward",
+        "train.total_dialog_turns",
+    )
+    words = [word for word in tiny_run if not word.startswith(of_task)]
+    words += ["env.dataset=verifiers", "env.name=textarena", "env.taskset={game: Hangman-v0}", "env.episodes=20"]
+    words += ["env.max_turns=3", "train.total_dialog_turns=48", "inference_model.max_model_len=4096"]
+    words += [
+        "inference_model.engine=vllm",
+        "train.micro_batch_tokens=8192",
+        "policy.entropy_coef=0.01",
+        f"model.name={tmp_path / 'model'}",
+    ]
+    folder = run_script(ROOT / "sota" / "grpo.py", words, tmp_path / "run")
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert len(rows) == 3 and all("measure/game_reward" in row and row["grad_norm"] > 0 for row in rows)

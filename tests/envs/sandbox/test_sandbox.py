@@ -1,0 +1,102 @@
+"""The sandbox: programs run under their limits, and nothing starts where they could not be kept in."""
+
+from __future__ import annotations
+
+import platform
+import time
+
+import pytest
+
+from grpo_rl.envs.sandbox import jails as jails_module
+from grpo_rl.envs.sandbox import sandbox as sandbox_module
+from grpo_rl.envs.sandbox.jails import Jail, jails, no_jail
+from grpo_rl.envs.sandbox.sandbox import UNPROTECTED, Limits, Sandbox
+from grpo_rl.envs.sandbox.seccomp import DENIED, filter_of
+
+KINDS = [name for name in ("bubblewrap", "nsjail") if jails(name)]
+needs_sandbox = pytest.mark.skipif(not KINDS, reason="needs bubblewrap or nsjail: apt-get install bubblewrap")
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """What was found out about this machine before is forgotten."""
+    monkeypatch.setattr(sandbox_module, "_checked_jail", sandbox_module._checked_jail.__wrapped__)
+
+
+def test_a_run_without_a_sandbox_is_refused_with_the_remedy(fresh, monkeypatch):
+    monkeypatch.setattr(jails_module.shutil, "which", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"bwrap and nsjail not found.*apt-get install bubblewrap.*i_accept_no_sandbox"
+    ):
+        Sandbox("auto")
+    with pytest.raises(ValueError, match="env.sandbox=none; choose auto, bubblewrap"):
+        Sandbox("none")
+
+
+def test_a_sandbox_that_keeps_nothing_out_is_refused_by_what_its_probe_could_do(fresh, monkeypatch):
+    # `env` starts the interpreter and protects nothing: only limits and the seccomp filter are left.
+    open_jail = Jail(("/usr/bin/env",), no_jail().python, handle_option=None)
+    monkeypatch.setattr(Jail, "command", lambda self, handles: [*self.words, self.python])
+    monkeypatch.setattr(sandbox_module, "jails", lambda name: [open_jail])
+    with pytest.raises(ValueError, match=r"a program could see /tmp/.*see .*sandbox.py, see /etc/passwd"):
+        Sandbox("bubblewrap")
+
+
+def test_limits_hold_without_a_sandbox_too():
+    sandbox = Sandbox(UNPROTECTED, Limits(memory_mib=256, cpu_s=1, output_kib=4))
+    assert sandbox.run("print(input()[::-1])", "abc").stdout == "cba\n"
+    assert "MemoryError" in sandbox.run("bytearray(2**30)").stderr
+    assert len(sandbox.run("print('x' * 10**6)").stdout) <= 4096
+    for program in ("import os; os.fork()", "import socket; socket.socket()", "import os; os.kill(os.getppid(), 0)"):
+        assert "PermissionError" in sandbox.run(program).stderr
+    assert (
+        sandbox.run("import threading as t; a = t.Thread(target=print, args=[1]); a.start(); a.join()").stdout == "1\n"
+    )
+
+
+@pytest.mark.parametrize("kind", [UNPROTECTED, pytest.param("auto", marks=needs_sandbox)])
+def test_a_program_that_computes_or_sleeps_too_long_is_stopped_and_said_to_be(kind):
+    start = time.monotonic()
+    sandbox = Sandbox(kind, Limits(cpu_s=1, wall_s=0.0))
+    assert sandbox.run("while True: pass").timed_out
+    assert sandbox.run("import time; time.sleep(1000)", within_s=1).timed_out
+    assert not sandbox.run("1 / 0").timed_out
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("kind", [UNPROTECTED, pytest.param("auto", marks=needs_sandbox)])
+def test_functions_and_classes_are_tested_from_another_process_by_their_values_alone(kind):
+    program = (
+        "class Counter:\n    def __init__(self, start): self.n = start\n    def up(self): self.n += 1; return self.n\n"
+        "def pair(a, *, b): return {(a, b): [1.5, None, {2}, b'x', 1j]}\n"
+        "def bad(x): raise KeyError(x)\n"
+        "def sum(a, b): return a * b\n"
+        "class Same(int):\n    def __eq__(self, other): return True\n"
+        "def same(): return Same(3)\n"
+        "def thing(): return Counter(1)\n"
+    )
+    tests = {
+        "c = Counter(3)\nassert c.up() == 4 and c.up() == 5 and c.n == 5": True,
+        "assert pair(1, b='y') == {(1, 'y'): [1.5, None, {2}, b'x', 1j]}": True,
+        "try:\n    bad(1)\nexcept KeyError:\n    pass\nelse:\n    assert False": True,
+        "assert sum(3, 4) == 12": True,  # a name of Python's that is the program's here
+        "assert max([1, 2]) == 2": True,
+        "assert same() == 4": False,  # in the program's own process it would equal
+        "assert thing() == 1": False,
+        "assert thing()": False,
+        "assert missing(1)": False,
+        "assert len(twice([1, 2])) == 2": False,
+        "assert math.isclose(pair(1, b=2)[1, 2][0], 1.5)": True,
+    }
+    passed, outcome = Sandbox(kind).test(program, list(tests), "import math", names=["sum"])
+    assert dict(zip(tests, passed, strict=True)) == tests, outcome.stderr
+
+
+def test_the_filter_knows_the_calls_of_both_machines_by_their_numbers():
+    assert len(filter_of("aarch64")) < len(filter_of("x86_64"))  # it has neither fork nor vfork
+    for _machine, column in (("x86_64", 0), ("aarch64", 1)):
+        numbers = [pair[column] for pair in DENIED.values() if pair[column] is not None]
+        assert len(numbers) == len(set(numbers))
+    with pytest.raises(ValueError, match="no seccomp filter for riscv64, only for x86_64 and aarch64"):
+        filter_of("riscv64")
+    assert platform.machine() not in ("x86_64", "aarch64") or filter_of()

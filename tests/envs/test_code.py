@@ -1,0 +1,150 @@
+"""Code: programs are judged by tests that they can't reach, in the forms that data sets have."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_rl.envs.code import Code, load_rows
+from grpo_rl.envs.generated.programs import OF_NUMBERS, OF_WORDS, generated_rows
+from grpo_rl.envs.grading.program_tests import equal_outputs, program_of, read_tests
+from grpo_rl.envs.sandbox.jails import jails
+
+SANDBOX = "auto" if jails("bubblewrap") else "i_accept_no_sandbox"
+ECHO = {"question": "Print what you read.", "tests": [{"input": "a b", "output": "a b"}, {"input": "c", "output": "c"}]}
+FORMS = {
+    "APPS": {"question": "q", "input_output": json.dumps({"inputs": ["1\n2", ["3", "4"]], "outputs": ["3", ["7"]]})},
+    "MBPP": {"text": "q", "test_list": ["assert add(1, 2) == 3", "assert add(3, 4) == 7"], "test_setup_code": ""},
+    "HumanEval": {
+        "prompt": "def add(a, b):\n", "canonical_solution": "    return a + b\n", "entry_point": "add",
+        "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(3, 4) == 7\n",
+    },
+    "TACO": {
+        "question": "q",
+        "input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], 7]}),
+    },
+    "one text": {"question": "q", "tests": "assert add(1, 2) == 3"},
+}  # fmt: skip
+
+
+def fenced(program):
+    return f"Here:\n```python\n{program}\n```\nDone."
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_published_forms_of_tests_pay_right_programs_in_full_and_wrong_ones_by_their_share(form, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(FORMS[form]) + "\n")
+    (row,) = load_rows(tmp_path / "rows.jsonl")
+    task = Code([row], sandbox=SANDBOX)
+    script = form == "APPS"
+    right = "print(int(input()) + int(input()))" if script else "def add(a, b): return a + b"
+    half = "print(3)" if script else "def add(a, b): return 3"
+    assert task.score(row, fenced(right)).parts == {"tests": 0.5, "all_passed": 1.0, "answer_format": 0.1}
+    earned = task.score(row, fenced(half)).parts
+    assert earned["tests"] == {"HumanEval": 0.0, "one text": 0.5}.get(form, 0.25)
+    assert earned["all_passed"] == (form == "one text")
+
+
+def test_what_should_come_out_is_not_in_the_prompt(tmp_path):
+    task = Code([], sandbox=SANDBOX)
+    said = {
+        form: task.prompt({"question": "q", **row})[-1]["content"] for form, row in FORMS.items() if form != "HumanEval"
+    }
+    assert said["APPS"] == "q"
+    assert all(said[form].endswith("by calls such as add(1, 2).") for form in ("MBPP", "TACO", "one text"))
+    helper = {"question": "q", "tests": ["def expect(a, b):\n    assert a == b\nexpect(add(1, 2), 3)"]}
+    assert task.prompt(helper)[-1]["content"] == "q"
+
+
+def test_a_group_is_judged_at_once_and_a_program_out_of_time_is_measured():
+    task = Code([ECHO], sandbox=SANDBOX, time_s=1)
+    responses = [fenced("print(input())"), fenced("while True: pass"), "no program", fenced("print('a b')")] * 2
+    rewards = task.score_many([ECHO] * 8, responses)
+    assert [reward.parts["tests"] for reward in rewards] == [0.5, 0.0, 0.0, 0.25] * 2
+    assert [reward.measures.get("timed_out") for reward in rewards] == [0.0, 1.0, None, 0.0] * 2
+    assert [task.is_right(reward) for reward in rewards[:4]] == [True, False, False, False]
+    assert rewards[2].total == 0 and rewards[3].parts["answer_format"] == 0.1
+
+
+def test_a_group_that_runs_out_of_time_has_no_reward_instead_of_a_wrong_one():
+    task = Code([ECHO], sandbox=SANDBOX)
+    task.ready(0.5)
+    (reward,) = task.score_many([ECHO], [fenced("import time; time.sleep(100)")])
+    assert isinstance(reward, TimeoutError) and "env.score_timeout_s" in str(reward)
+
+
+def test_generated_tasks_are_solved_by_their_solutions_and_none_is_in_both_splits():
+    train, test = generated_rows("train"), generated_rows("test")
+    assert not {row["question"] for row in train} & {row["question"] for row in test}
+    kinds = len(OF_NUMBERS) + len(OF_WORDS)
+    first = {row["solution"].split("\n", 1)[1].translate(str.maketrans("", "", "0123456789")): row for row in test}
+    assert len(first) == kinds
+    task = Code(test, sandbox=SANDBOX, max_tests=2)
+    for row in first.values():
+        assert task.score(row, task.demonstration(row)).parts["all_passed"] == 1.0, row["question"]
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"question": "q"}, "it has no tests; give them in a column tests, input_output, test_list or test"),
+        ({"question": "q", "tests": [1]}, "tests holds 1; a test is Python code, or has an input and an output"),
+        ({"question": "q", "tests": {"inputs": ["1"], "outputs": []}}, "it must have as many inputs as outputs"),
+        ({"question": "q", "tests": {"fn_name": "f(", "inputs": [], "outputs": []}}, "calls 'f('; a function has"),
+        ({"tests": ["assert f()"]}, "has no question; give it in a column question, prompt or text"),
+    ],
+)
+def test_a_row_that_can_t_be_judged_is_named_before_the_run(row, complaint, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match="rows.jsonl, line 1.*" + complaint.replace("(", r"\(")):
+        load_rows(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [({"time_s": 0}, "env.time_s=0"), ({"memory_mib": 1}, "at least 64"), ({"tests": "x"}, "env.reward.tests='x'")],
+)
+def test_settings_that_make_no_sense_are_refused(setting, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        Code([], sandbox=SANDBOX, **setting)
+
+
+def test_at_most_so_many_tests_are_run_at_equal_distances():
+    row = {"tests": [{"input": str(i), "output": ""} for i in range(10)]}
+    assert [given for given, _ in read_tests(row, 4).pairs] == ["0", "2", "5", "7"]
+    assert len(read_tests(row)) == 10
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```python\na\n```", "a"),
+        ("```\na\n```\n```py\nb\n", "a"),  # the last is not closed
+        ("  ```python\na\n  ```", "a"),
+        ("print(1)", None),
+        ("```python\n\n```", None),
+        ("``` " * 20_000, None),
+        ("```\n" * 40_001, None),
+    ],
+)
+def test_the_program_is_the_last_block_that_is_closed(response, program):
+    assert program_of(response) == program
+
+
+@pytest.mark.parametrize(
+    ("output", "wanted", "equal"),
+    [
+        ("1 2 \n\n", "1\n2", True),
+        ("1 2", "1 2 3", False),
+        ("0.1000000001", "0.1", True),
+        ("0.2", "0.1", False),
+        ("1.0", "1", False),  # whole numbers are compared as they are written
+        ("1000000001", "1000000000", False),
+        ("nan", "0.5", False),
+        ("1e400", "1.5", False),
+        ("YES", "yes", False),
+    ],
+)
+def test_outputs_are_compared_word_by_word(output, wanted, equal):
+    assert equal_outputs(output, wanted) is equal

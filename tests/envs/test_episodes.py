@@ -1,0 +1,94 @@
+"""Episodes: environments with reset and step keep what tasks promise, and end once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from grpo_rl.envs import episodes
+from grpo_rl.envs.episodes import Episodes
+from grpo_rl.testing import check_task
+
+
+class Count(Episodes[dict]):
+    """Say a number to add; the episode ends at the row's goal or above; a step earns what is added."""
+
+    def __init__(self, rows):
+        super().__init__(rows, "Count.")
+        self.opened = self.closed = 0
+        self.shift = 0
+
+    def reset(self, row):
+        self.opened += 1
+        return {"sum": 0, "goal": row["goal"]}, f"Reach {row['goal'] + self.shift}."
+
+    def step(self, state, text):
+        number = int(text) if text.isdecimal() else 0
+        state["sum"] += number
+        return f"{state['sum']}", number, state["sum"] >= state["goal"]
+
+    def close(self, state):
+        assert not state.get("closed")
+        state["closed"] = True
+        self.closed += 1
+
+
+def played(task, row, texts):
+    messages = task.prompt(row)
+    for text in texts:
+        messages = [*messages, {"role": "assistant", "content": text}]
+        reply = task.reply(row, messages)
+        if reply is None:
+            return messages
+        messages += reply
+    return messages
+
+
+def test_equal_conversations_have_an_episode_each_and_all_are_closed_once():
+    task, row = Count([{"goal": 5}]), {"goal": 5}
+    with ThreadPoolExecutor(8) as threads:
+        dialogs = list(threads.map(lambda texts: played(task, row, texts), [["2", "3"]] * 5 + [["1", "1"], ["9"]]))
+    assert [task.score_dialog(row, messages).total for messages in dialogs] == [5.0] * 5 + [2.0, 9.0]
+    assert dialogs[0][-1]["content"] == "3" and dialogs[5][-1] == {"role": "user", "content": "2"}
+    assert task.opened == task.closed == 8  # and one for the prompt
+
+
+def test_a_last_message_that_met_the_limit_of_turns_is_stepped_before_it_is_paid():
+    task, row = Count([]), {"goal": 50}
+    messages = [*played(task, row, ["2"]), {"role": "assistant", "content": "4"}]
+    assert task.score_dialog(row, messages).total == 6.0
+    assert task.opened == task.closed
+
+
+def test_a_conversation_is_played_again_where_its_episode_is_missing():
+    task, row = Count([]), {"goal": 50}
+    messages = played(task, row, ["2", "x", "4"])
+    other = pickle.loads(pickle.dumps(task))
+    assert other.score_dialog(row, messages) == task.score_dialog(row, messages)
+    assert other.score_dialog(row, messages).total == 6.0
+    assert copy.copy(task).without_rows().score(row, "60").total == 60.0
+
+
+def test_an_episode_that_begins_otherwise_than_the_prompt_is_named():
+    task, row = Count([]), {"goal": 50}
+    messages = [*task.prompt(row), {"role": "assistant", "content": "2"}]
+    task.shift = 1
+    with pytest.raises(RuntimeError, match="Count begins another episode from the same row: 'Reach 51.' instead of 'R"):
+        task.reply(row, messages)
+    assert task.opened == task.closed
+
+
+def test_episodes_of_conversations_that_were_dropped_are_closed_when_there_are_many(monkeypatch):
+    monkeypatch.setattr(episodes, "MOST_OPEN", 3)
+    task, row = Count([]), {"goal": 50}
+    for number in range(9):
+        played(task, row, [str(number)])
+    assert task.opened - task.closed == 3
+
+
+@pytest.mark.slow
+def test_a_stepped_environment_keeps_a_tasks_promises():
+    check_task(Count([{"goal": 5}, {"goal": 7}]), responses=["1", "2", "7", "no number"])
