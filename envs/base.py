@@ -137,6 +137,26 @@ class LLMEnv(EnvBase):
             encode_reply(self.tokenizer, [{"role": self.task.reply_role, "content": "a reply"}])
         self._prompts.check()
 
+    def start_epoch(self, seed: int, epoch: int) -> None:
+        """Shuffles the rows anew; group ids go on, as they are unique in the run."""
+        self._prompts.start_epoch(seed, epoch)
+
+    @property
+    def members(self) -> Mapping[str, LLMEnv]:
+        """The environments of a mixture's tasks by name; none where this is an environment of one task."""
+        return {}
+
+    def by_task(self, rows: Sequence[dict]) -> dict[str, list[int]]:
+        """The indices of those of ``rows`` that are of each task of a mixture; empty where there is one task."""
+        found: dict[str, list[int]] = {name: [] for name in self.members}
+        for i, row in enumerate(rows if found else ()):
+            found[str(self.task.name_of(row))].append(i)
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """Counts that the environment has beside the rewards, over the whole run."""
+        return {}
+
     @property
     def skipped(self) -> int:
         """Rows found too long and left out; each counts once, however many epochs pass."""
@@ -245,7 +265,7 @@ class LLMEnv(EnvBase):
                 row[keys.TOKENS_PROMPT] = torch.cat([row[keys.TOKENS_PROMPT], response[keys.TOKENS_RESPONSE], reply])
             row[keys.REWARD[-1]] = torch.tensor([reward.total])
             for name in self.task.reward_parts:
-                row[keys.REWARD_PARTS + (name,)] = torch.tensor([reward.parts[name]])
+                row[keys.REWARD_PARTS + (name,)] = torch.tensor([reward.parts.get(name, 0.0)])
             row["done"], row["terminated"] = (torch.tensor([isinstance(result, Reward)]) for _ in range(2))
             rows.append(row)
         return lazy_stack(rows)
@@ -281,4 +301,4 @@ class LLMEnv(EnvBase):
     def _set_seed(self, seed: int | None) -> None:
         """Begins the first epoch of ``seed``; group ids go on, as they are unique in the run."""
         if seed is not None:
-            self._prompts.start_epoch(seed, 0)
+            self.start_epoch(seed, 0)

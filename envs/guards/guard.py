@@ -237,8 +237,11 @@ class ScoreGuard:
         self.record(checked)
         return checked
 
-    def record(self, results: Sequence[Reward | Failure]) -> None:
+    def record(self, results: Sequence[Reward | Failure], row: dict | None = None) -> None:
         """Counts the results of responses that were judged, and tells of failures that are new.
+
+        Args:
+            row: that the responses are to, for a guard of several tasks.
 
         Raises:
             ScoreError: too many responses failed.

@@ -114,7 +114,7 @@ class SyncCollector:
         if self.dropped_groups and self.collected >= self._total:
             raise ScoreError(
                 f"no group of two scored responses is left, {self.dropped_groups} were dropped; the first failures:\n"
-                + "\n".join(self._env.guard.examples.values())
+                + "\n".join(self._env.guard.failures()[1].values())
             )
         prompts = self._env.next_prompts(count)
         sample = self._play if self._env.max_turns > 1 else self._respond

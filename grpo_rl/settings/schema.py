@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_rl.by_name import is_name
 from grpo_rl.settings.declaration import Section, Setting, build, declared, leaves, plain, select
 from grpo_rl.settings.misfits import misfits
+from grpo_rl.settings.mixture import check_mixture
 from grpo_rl.settings.other_names import COUNTS, ours
 from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.relations import check_relations
@@ -50,6 +51,7 @@ class Settings(Sections):
             raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
         settings = cls._checked(values)
         check_relations(settings)
+        check_mixture(settings)
         for misfit in misfits(settings) if divides and settings.mode != "sft" else ():
             raise misfit
         return settings
