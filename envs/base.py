@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data import keys
 from grpo_rl.envs.chat import Dialog, decode_responses, encode_prompts, encode_reply
+from grpo_rl.envs.curriculum import Curriculum, read_bounds
 from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
@@ -51,6 +52,7 @@ class LLMEnv(EnvBase):
         isolated: score in processes of their own, or not, whatever the task asks for; None leaves it to the task.
         rewards: added to the task's own, see `grpo_rl.envs.rewards`.
         seed: of the shuffles.
+        curriculum: which rows are drawn, by their pass rates, see `grpo_rl.envs.curriculum.Bounds`; empty: all.
 
     Raises:
         ValueError: there are no rows, no rewards, or a group of one, which has no advantage; a limit or choice makes no
@@ -72,6 +74,7 @@ class LLMEnv(EnvBase):
         isolated: bool | None = None,
         rewards: Mapping[str, Any] | None = None,
         seed: int = 0,
+        curriculum: Mapping[str, Any] | None = None,
     ) -> None:
         if num_envs < 1:
             raise ValueError(f"env.num_envs={num_envs}; at least 1 prompt must be in flight")
@@ -92,7 +95,9 @@ class LLMEnv(EnvBase):
             )
         if not task.reward_parts:
             raise ValueError("env.reward is empty; set it to package.module:function, or add rewards with env.rewards")
-        prompts = PromptSource(task, tokenizer, max_prompt_tokens, long_prompt, seed)
+        bounds = read_bounds(curriculum or {})
+        kept = Curriculum(bounds, task) if bounds else None
+        prompts = PromptSource(task, tokenizer, max_prompt_tokens, long_prompt, seed, kept)
         super().__init__(batch_size=[num_envs * repeats])
         self.task, self.tokenizer, self._prompts = task, tokenizer, prompts
         self.num_envs, self.repeats, self.max_prompt_tokens = num_envs, repeats, max_prompt_tokens
@@ -155,7 +160,11 @@ class LLMEnv(EnvBase):
 
     def metrics(self) -> dict[str, float]:
         """Counts that the environment has beside the rewards, over the whole run."""
-        return {}
+        return self._prompts.curriculum.metrics() if self._prompts.curriculum else {}
+
+    def note(self, row: int, results: Sequence[Reward | Failure]) -> None:
+        """Takes notice of the rewards of a group of training, which a curriculum counts."""
+        self._prompts.note(row, results)
 
     @property
     def skipped(self) -> int:
@@ -186,11 +195,11 @@ class LLMEnv(EnvBase):
         """The gold answer of a row, for people and logs."""
         return self.task.gold(self.task.rows[row])
 
-    def get_extra_state(self) -> dict[str, int]:
+    def get_extra_state(self) -> dict[str, Any]:
         """The data position and the counts of failures, which torch puts into ``state_dict()``."""
         return {**self._prompts.state(), **self.guard.counts}
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
+    def set_extra_state(self, state: dict[str, Any]) -> None:
         """Goes to a data position, as ``load_state_dict()`` asks for.
 
         Raises:

@@ -60,6 +60,8 @@ class Mixture(Task):
         scales: factors of the tasks' rewards, 1 where none is given.
     """
 
+    rows: Rows
+
     def __init__(self, tasks: Mapping[str, Task], scales: Mapping[str, float] = {}) -> None:
         self.tasks, self._scales = dict(tasks), dict(scales)
         self.rows = Rows({name: task.rows for name, task in tasks.items()})
@@ -76,6 +78,11 @@ class Mixture(Task):
         scale = self._scales.get(name, 1.0)
         parts = {f"{name}/{part}": value * scale for part, value in reward.parts.items()}
         return Reward(parts, {f"{name}/{measure}": value for measure, value in reward.measures.items()})
+
+    def own(self, name: str, reward: Reward) -> Reward:
+        """The inverse of :meth:`named`, up to rounding."""
+        scale = self._scales.get(name, 1.0)
+        return Reward({part.removeprefix(f"{name}/"): value / scale for part, value in reward.parts.items()})
 
     def without_rows(self) -> Mixture:
         """A copy of the mixture and its tasks, without data."""
@@ -118,8 +125,7 @@ class Mixture(Task):
         name = next((name for name in self.tasks if any(part.startswith(f"{name}/") for part in reward.parts)), None)
         if name is None:
             return None
-        own = {part.removeprefix(f"{name}/"): value for part, value in reward.parts.items()}
-        return self.tasks[name].is_right(Reward(own))
+        return self.tasks[name].is_right(self.own(name, reward))
 
     @property
     def tells_right(self) -> bool:
@@ -289,7 +295,7 @@ class MixtureEnv(LLMEnv):
             max_turns=max((env.max_turns for env in turns.values()), default=1),
             seed=seed,
         )
-        self.envs = dict(envs)
+        self.envs, self._mixture = dict(envs), made
         self._prompts = MixturePrompts(self.envs, made.rows, weights, seed)
         deadline_s = max(env.guard.deadline_s for env in envs.values())
         self.guard = MixtureGuard(made, {name: env.guard for name, env in envs.items()}, deadline_s)
@@ -300,9 +306,16 @@ class MixtureEnv(LLMEnv):
         return self.envs
 
     def metrics(self) -> dict[str, float]:
-        """Counts of each task: its responses without a reward."""
+        """Counts of each task: those of its own, and its responses without a reward."""
         metrics: dict[str, float] = {}
         for name, env in self.envs.items():
+            metrics |= {key.replace("/", f"/{name}/", 1): value for key, value in env.metrics().items()}
             if failed := sum(env.guard.failures()[0].values()):
                 metrics[f"failed/{name}"] = failed
         return metrics
+
+    def note(self, row: int, results: Sequence[Reward | Failure]) -> None:
+        """Has the row's task take notice of its rewards."""
+        name, index = self._mixture.rows.place(row)
+        own = [self._mixture.own(name, got) if isinstance(got, Reward) else got for got in results]
+        self.envs[name].note(index, own)

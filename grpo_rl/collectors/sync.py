@@ -119,6 +119,8 @@ class SyncCollector:
         prompts = self._env.next_prompts(count)
         sample = self._play if self._env.max_turns > 1 else self._respond
         played = sample(prompts, group_size)
+        for group, results in played:
+            self._env.note(group.row, results)
         groups = [group for judged in played if (group := rewarded(*judged))]
         self.collected += len(prompts) * group_size
         self.dropped_groups += len(prompts) - len(groups)

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_rl.by_name import is_name
+from grpo_rl.envs.curriculum import read_bounds
 from grpo_rl.settings.declaration import Section, Setting, build, declared, leaves, plain, select
 from grpo_rl.settings.misfits import misfits
 from grpo_rl.settings.mixture import check_mixture
@@ -52,6 +53,7 @@ class Settings(Sections):
         settings = cls._checked(values)
         check_relations(settings)
         check_mixture(settings)
+        read_bounds(settings.env.curriculum)
         for misfit in misfits(settings) if divides and settings.mode != "sft" else ():
             raise misfit
         return settings

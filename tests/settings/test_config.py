@@ -150,6 +150,7 @@ BY_HAND = {
     "a list of texts": "sampling.stop",
     "text or a list of names": "train_model.lora.targets logger.backend",
     "text, a list or a mapping": "env.reward",
+    "a mapping": "env.mixture",
 }
 BY_DEFAULT = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 BY_DEFAULT |= {list: "a list", dict: "a mapping"}
