@@ -160,7 +160,7 @@ class LLMEnv(EnvBase):
 
     def metrics(self) -> dict[str, float]:
         """Counts that the environment has beside the rewards, over the whole run."""
-        return self._prompts.curriculum.metrics() if self._prompts.curriculum else {}
+        return self.task.counts() | (self._prompts.curriculum.metrics() if self._prompts.curriculum else {})
 
     def note(self, row: int, results: Sequence[Reward | Failure]) -> None:
         """Takes notice of the rewards of a group of training, which a curriculum counts."""
@@ -197,7 +197,8 @@ class LLMEnv(EnvBase):
 
     def get_extra_state(self) -> dict[str, Any]:
         """The data position and the counts of failures, which torch puts into ``state_dict()``."""
-        return {**self._prompts.state(), **self.guard.counts}
+        counts = self.task.counts()
+        return {**self._prompts.state(), **self.guard.counts, **({"counts": counts} if counts else {})}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Goes to a data position, as ``load_state_dict()`` asks for.
@@ -207,6 +208,7 @@ class LLMEnv(EnvBase):
         """
         self._prompts.restore(state)
         self.guard.restore(state)
+        self.task.restore(state.get("counts", {}))
 
     def _decode_all(self, responses: Sequence[Tensor | Sequence[int]]) -> list[str]:
         return decode_responses(self.tokenizer, responses)

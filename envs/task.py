@@ -47,6 +47,10 @@ class Unjudgeable(Exception):
     """The row itself can't be judged, whatever the response: its gold answer makes no sense to the scorer, say."""
 
 
+class Spent(Exception):
+    """A budget that a scorer needs is used up, and the run stops."""
+
+
 class Task(ABC):
     """One dataset row's life: its prompt, and the reward of a response to it. Pure Python, no tensors.
 
@@ -93,6 +97,14 @@ class Task(ABC):
             deadline_s: seconds that the call of the scorer, which follows, may take.
         """
         self._budget_s = deadline_s
+
+    def counts(self) -> dict[str, float]:
+        """Counts of what the scorer did in the run so far, by the names of their metrics."""
+        return {}
+
+    def restore(self, counts: Mapping[str, float]) -> None:
+        """Goes on from :meth:`counts`, where a run resumes; nothing is counted here."""
+        return
 
     @abstractmethod
     def prompt(self, row: dict) -> Messages:
