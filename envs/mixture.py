@@ -93,6 +93,11 @@ class Mixture(Task):
         for task in self.tasks.values():
             task.ready(deadline_s)
 
+    def place(self, device: Any) -> None:
+        """Loads the tasks' models that score."""
+        for task in self.tasks.values():
+            task.place(device)
+
     def prompt(self, row: dict) -> Messages:
         """The prompt of the row's task."""
         return self.tasks[row[TASK]].prompt(row[ROW])

@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 Messages = list[dict[str, str]]
@@ -104,6 +104,10 @@ class Task(ABC):
 
     def restore(self, counts: Mapping[str, float]) -> None:
         """Goes on from :meth:`counts`, where a run resumes; nothing is counted here."""
+        return
+
+    def place(self, device: Any) -> None:
+        """Loads the models that score on a device; there are none here."""
         return
 
     @abstractmethod

@@ -78,6 +78,12 @@ class WithRewards(Task):
         for made in self._made:
             made.restore(counts)
 
+    def place(self, device: Any) -> None:
+        """Loads the added models that score on a device."""
+        self.task.place(device)
+        for made in self._made:
+            made.place(device)
+
     def prompt(self, row: dict) -> Messages:
         """The task's prompt."""
         return self.task.prompt(row)

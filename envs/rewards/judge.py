@@ -143,6 +143,9 @@ class Judge:
         """Notes the deadline of the call that follows."""
         self._budget_s = deadline_s * SAFE_S
 
+    def place(self, device: Any) -> None:
+        """Does nothing: the judge is elsewhere."""
+
     def counts(self) -> dict[str, float]:
         """What was asked and what it took, since the start of the run."""
         with self._counting:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_rl.envs.rewards import length, text
+from grpo_rl.envs.rewards.classifier import Classifier
 from grpo_rl.envs.rewards.judge import Judge
 from grpo_rl.envs.task import check_weights
 
@@ -56,6 +57,7 @@ REWARDS: dict[str, Known] = {
     "soft_overlong_punishment": Known(length.soft_overlong_punishment, ("length",), unit="tokens"),
     "code_format": Known(text.code_format),
     "judge": Known(Judge, ("question", "text", "reference"), at_once=True, made=True),
+    "model": Known(Classifier, ("question", "text"), at_once=True, made=True),
 }
 """The rewards that ``env.rewards`` can name."""
 

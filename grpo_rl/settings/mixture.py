@@ -70,6 +70,9 @@ def entries(settings: Sections) -> dict[str, Entry]:
             raise ValueError(f"{where}.scale is {scale!r}; it must be a finite number above 0, a factor of its rewards")
         if taken := [name for name in OF_ALL if name in given]:
             raise ValueError(f"{where}.{taken[0]}: all tasks of a mixture have the same; set env.{taken[0]}")
+        model = given.get("rewards", {}).get("model") if isinstance(given.get("rewards", {}), Mapping) else None
+        if isinstance(model, Mapping) and (model.get("num_devices") or model.get("devices")):
+            raise ValueError(f"{where}.rewards.model asks for a device; all tasks share it: set env.rewards.model")
         found[name] = Entry(dataset, given.pop("weight"), float(scale), given)
     shares({name: entry.weight for name, entry in found.items()})
     return found

@@ -314,6 +314,7 @@ def test_the_page_shows_the_message_that_protects_and_its_example_runs():
     exec(compile(code, "judges.md", "exec"), {})  # our own page, not data
 
 
+@pytest.mark.nightly
 def test_the_config_of_the_page_trains_and_logs_what_the_judge_took(server, tiny_run, tmp_path, monkeypatch, own_cache):
     name, content = re.search(r"`(\w+)\.yaml`:\n\n```yaml\n(.*?)```", PAGE, re.DOTALL).groups()
     (tmp_path / f"{name}.yaml").write_text(content.replace("http://localhost:8000/v1", server.url))
