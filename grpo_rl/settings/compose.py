@@ -129,7 +129,11 @@ def _of_a_task(word: str) -> bool:
     section, _, key = word.partition("=")[0].partition(".")
     if "=" not in word:  # `--help env.reward`
         return False
-    return section == "env" and bool(key) and (key.split(".")[0] not in declared(Env) or key.startswith("columns"))
+    return (
+        section == "env"
+        and bool(key)
+        and (key.split(".")[0] not in declared(Env) or key.startswith(("columns", "curriculum")))
+    )
 
 
 def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:

@@ -15,7 +15,7 @@ from grpo_rl.testing import run_script, without_clocks
 from grpo_rl.training.checkpoint import checkpoints
 
 SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +62,10 @@ def test_each_task_has_its_metrics_its_held_out_scores_and_its_curves(finished):
     assert len(pd.read_parquet(finished / "completions.parquet")) == 32
 
 
-@pytest.mark.nightly
 def test_a_resumed_mixture_is_the_run_that_went_on_to_the_last_bit(finished, tiny, tmp_path):
     cut = tmp_path / "cut"
     shutil.copytree(finished, cut)
-    run_script(SCRIPT, [*tiny, f"resume={checkpoints(cut / "checkpoints")[0]}"], tmp_path / "unused")
+    run_script(SCRIPT, [*tiny, f"resume={checkpoints(cut / 'checkpoints')[0]}"], tmp_path / "unused")
     assert [without_clocks(row) for row in read_metrics(cut)] == [without_clocks(row) for row in read_metrics(finished)]
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (cut, finished)]
     assert weights[0] == weights[1]

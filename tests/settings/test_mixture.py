@@ -28,6 +28,15 @@ def test_an_entry_is_a_weight_or_a_mapping_with_the_tasks_own_settings():
     assert all(of_task.env.repeats == 16 and of_task.env.score_timeout_s == 7 for of_task in own.values())
 
 
+def test_a_curriculum_is_given_without_a_plus_and_goes_to_the_tasks():
+    settings = read("env.mixture={gsm8k: 1, math: {weight: 1, curriculum: {low: 0.3}}}", "env.curriculum={high: 0.8}")
+    own = settings_of_tasks(settings)
+    assert own["gsm8k"].env.curriculum == {"high": 0.8} and own["math"].env.curriculum == {"high": 0.8, "low": 0.3}
+    assert read("env.curriculum.high=0.7").env.curriculum == {"high": 0.7}
+    with pytest.raises(ValueError, match=r"env\.curriculum has no setting hihg"):
+        read("env.curriculum={hihg: 0.7}")
+
+
 def test_an_entry_has_its_own_of_what_the_tasks_share():
     settings = read("env.mixture={gsm8k: {weight: 1, score_timeout_s: 5, path: a.jsonl}, math: 1}")
     own = settings_of_tasks(settings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from transformers import (
@@ -28,13 +30,18 @@ def save(tokenizer, folder, kind, labels):
     torch.manual_seed(0)
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "max_position_embeddings": 64, "num_labels": labels, "pad_token_id": None}
+    sizes["initializer_range"] = 0.5  # so that texts have values of their own
     if kind == "bert":
-        tokenizer.chat_template, tokenizer.model_input_names = None, ["input_ids", "token_type_ids", "attention_mask"]
+        tokenizer.chat_template = None
         model = BertForSequenceClassification(BertConfig(**sizes | {"pad_token_id": 0}))
     else:
         model = LlamaForSequenceClassification(LlamaConfig(**sizes, num_key_value_heads=1, head_dim=16))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if kind == "bert":  # which tells its two texts apart
+        file = folder / "tokenizer_config.json"
+        names = ["input_ids", "token_type_ids", "attention_mask"]
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"model_input_names": names}))
     return str(folder)
 
 
@@ -57,9 +64,9 @@ def test_a_value_is_the_logit_of_a_forward_pass_by_itself(tokenizer, tmp_path, k
     folder = save(tokenizer, tmp_path / "model", kind, 1)
     values = Classifier(name=folder)(QUESTIONS, TEXTS)
     expected = [alone(folder, q, text).item() for q, text in zip(QUESTIONS, TEXTS, strict=True)]
-    assert values == pytest.approx(expected, abs=1e-6) and len(set(values)) == 4
+    assert values == pytest.approx(expected, abs=1e-5) and len({round(value, 3) for value in values}) == 4
     squashed = Classifier(name=folder, sigmoid=True)(QUESTIONS, TEXTS)
-    assert squashed == pytest.approx(torch.tensor(expected).sigmoid().tolist(), abs=1e-6)
+    assert squashed == pytest.approx(torch.tensor(expected).sigmoid().tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("label", ["LABEL_2", 2])
@@ -67,7 +74,7 @@ def test_of_several_labels_one_has_its_probability(tokenizer, tmp_path, label):
     folder = save(tokenizer, tmp_path / "model", "llama", 3)
     values = Classifier(name=folder, label=label, batch=1)(QUESTIONS, TEXTS)
     expected = [alone(folder, q, text).softmax(-1)[2].item() for q, text in zip(QUESTIONS, TEXTS, strict=True)]
-    assert values == pytest.approx(expected, abs=1e-6)
+    assert values == pytest.approx(expected, abs=1e-5)
     with pytest.raises(ValueError, match="has the labels LABEL_0, LABEL_1, LABEL_2; choose one"):
         Classifier(name=folder, label="good").place("cpu")
     with pytest.raises(ValueError, match="label=None, and .* has the labels"):
@@ -78,7 +85,7 @@ def test_what_is_longer_than_the_model_takes_is_cut_and_counted(tokenizer, tmp_p
     folder = save(tokenizer, tmp_path / "model", "llama", 1)
     classifier = Classifier(name=folder, max_tokens=20)
     (value,) = classifier(["Is it?"], ["x" * 100])
-    assert value == pytest.approx(alone(folder, "Is it?", "x" * 100, 20).item(), abs=1e-6)
+    assert value == pytest.approx(alone(folder, "Is it?", "x" * 100, 20).item(), abs=1e-5)
     assert classifier.counts() == {"reward_model/scored": 1, "reward_model/truncated": 1}
     classifier.restore({"reward_model/scored": 41.0})
     classifier(["Is it?"], ["x"])
@@ -100,7 +107,7 @@ def test_any_task_can_have_a_classifier(tokenizer, tmp_path):
     env.task.place(torch.device("cpu"))
     results = env.score(0, [tokenizer(text)["input_ids"] for text in ("yes", "no")])
     expected = [0.5 * alone(folder, "Is it?", text).item() for text in ("yes", "no")]
-    assert [result.parts["model"] for result in results] == pytest.approx(expected, abs=1e-6)
+    assert [result.parts["model"] for result in results] == pytest.approx(expected, abs=1e-5)
     assert env.metrics()["reward_model/scored"] == 2
 
 
@@ -150,4 +157,4 @@ def test_a_logit_is_the_reward_of_torchrls_wrapper(tokenizer, tmp_path):
     ids = torch.tensor([classifier._encode("Is it?", "yes")["input_ids"]])
     wrapper = HFRewardModelWrapper(AutoModelForSequenceClassification.from_pretrained(folder), inference_mode=True)
     given = TensorDict({"tokens": {"full": ids}, "masks": {"all_attention_mask": torch.ones_like(ids)}}, [1])
-    assert wrapper(given)["reward"].tolist() == pytest.approx([value], abs=1e-6)
+    assert wrapper(given)["reward"].tolist() == pytest.approx([value], abs=1e-5)
