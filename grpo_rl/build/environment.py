@@ -132,7 +132,8 @@ def _check_score(wanted: Evaluate, env: LLMEnv, others: Sequence[HeldOutTask]) -
         return
     names = score_names(env.task, wanted.samples)
     for member, inner in env.members.items():
-        names += [f"{member}/{name}" for name in score_names(inner.task, wanted.samples)]
+        own = score_names(inner.task, wanted.samples)
+        names += [f"{member}/{name}" for name in own if not name.startswith(("maj@", "tied"))]
     names += [f"{other.name}/{name}" for other in others for name in score_names(other.env.task, other.samples)]
     if wanted.score not in names:
         nearest = difflib.get_close_matches(wanted.score, names, 1)
