@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 from grpo_rl.envs.base import Failure, LLMEnv, Messages, Prompt, Reward, ScoreGuard, Task
 from grpo_rl.envs.guards.guard import Kind
@@ -60,11 +60,9 @@ class Mixture(Task):
         scales: factors of the tasks' rewards, 1 where none is given.
     """
 
-    rows: Rows
-
     def __init__(self, tasks: Mapping[str, Task], scales: Mapping[str, float] = {}) -> None:
         self.tasks, self._scales = dict(tasks), dict(scales)
-        self.rows = Rows({name: task.rows for name, task in tasks.items()})
+        self.rows = self.places = Rows({name: task.rows for name, task in tasks.items()})
         self.reward_parts = tuple(f"{name}/{part}" for name, task in tasks.items() for part in task.reward_parts)
         roles = {task.reply_role for task in tasks.values() if plays_turns(task)}
         self.reply_role = min(roles, default=Task.reply_role)
@@ -301,7 +299,7 @@ class MixtureEnv(LLMEnv):
             seed=seed,
         )
         self.envs, self._mixture = dict(envs), made
-        self._prompts = MixturePrompts(self.envs, made.rows, weights, seed)
+        self._prompts = cast(Any, MixturePrompts(self.envs, made.places, weights, seed))  # as a source of one task's
         deadline_s = max(env.guard.deadline_s for env in envs.values())
         self.guard = MixtureGuard(made, {name: env.guard for name, env in envs.items()}, deadline_s)
 
@@ -321,6 +319,6 @@ class MixtureEnv(LLMEnv):
 
     def note(self, row: int, results: Sequence[Reward | Failure]) -> None:
         """Has the row's task take notice of its rewards."""
-        name, index = self._mixture.rows.place(row)
+        name, index = self._mixture.places.place(row)
         own = [self._mixture.own(name, got) if isinstance(got, Reward) else got for got in results]
         self.envs[name].note(index, own)

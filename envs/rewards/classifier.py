@@ -117,7 +117,7 @@ class Classifier:
         """The ids of both texts, with what else the model reads of each token, cut at the longest that it takes."""
         if self._tokenizer.chat_template:
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": response}]
-            text = {"input_ids": self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)}
+            text: Any = {"input_ids": self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)}
         else:
             text = self._tokenizer(question, response)
         self._counts["truncated"] += len(text["input_ids"]) > self._longest

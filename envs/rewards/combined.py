@@ -44,7 +44,7 @@ class WithRewards(Task):
         self.reward_parts = (*task.reward_parts, *(part.name for part in self._parts))
         self._correct = {part.name: self._correctness(part) for part in self._parts}
         self._weights = {part.name: part.weight for part in self._parts}
-        self._made = [part.known.function for part in self._parts if part.known.made]
+        self._made: list[Any] = [part.known.function for part in self._parts if part.known.made]
         for part in self._parts:
             self._check(part)
 
@@ -180,8 +180,9 @@ class WithRewards(Task):
                 raise ValueError(
                     f"{where} keeps counts in this process, and {name} is scored in others; set isolated=false"
                 )
+            made: Any = part.known.function
             try:
-                part.known.function.check()
+                made.check()
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
         if part.name in self.task.reward_parts:
