@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.data import keys
 from grpo_rl.envs.chat import A_RESULT, Dialog, decode_responses, decode_turn, encode_prompts, encode_reply
+from grpo_rl.envs.curriculum import Curriculum, read_bounds
 from grpo_rl.envs.guards.guard import Failure, ScoreError, ScoreGuard
 from grpo_rl.envs.prompts import Prompt, PromptSource
 from grpo_rl.envs.rewards.combined import token_counter, with_rewards
@@ -57,6 +58,7 @@ class LLMEnv(EnvBase):
             `grpo_rl.engines.vllm.tool_parsers.tool_parser` with the name of a format.
         mcp: servers whose tools the policy can call as well, see `grpo_rl.envs.tools.mcp`.
         seed: of the shuffles.
+        curriculum: which rows are drawn, by their pass rates, see `grpo_rl.envs.curriculum.Bounds`; empty: all.
 
     Raises:
         ValueError: there are no rows, no rewards, or a group of one, which has no advantage; a limit or choice makes no
@@ -80,6 +82,7 @@ class LLMEnv(EnvBase):
         tool_parser: Callable[[PreTrainedTokenizerBase, list[dict[str, Any]]], Any] | None = None,
         mcp: Sequence[str | Mapping[str, Any]] = (),
         seed: int = 0,
+        curriculum: Mapping[str, Any] | None = None,
     ) -> None:
         if num_envs < 1:
             raise ValueError(f"env.num_envs={num_envs}; at least 1 prompt must be in flight")
@@ -105,7 +108,9 @@ class LLMEnv(EnvBase):
             raise ValueError(f"{type(task).__name__} has tools, and nothing reads calls to them; give tool_parser")
         schemas = tool_schemas(task.tools)
         self._tool_parser = tool_parser(tokenizer, schemas) if schemas and tool_parser else None
-        prompts = PromptSource(task, tokenizer, max_prompt_tokens, long_prompt, seed)
+        bounds = read_bounds(curriculum or {})
+        kept = Curriculum(bounds, task) if bounds else None
+        prompts = PromptSource(task, tokenizer, max_prompt_tokens, long_prompt, seed, kept)
         super().__init__(batch_size=[num_envs * repeats])
         self.task, self.tokenizer, self._prompts = task, tokenizer, prompts
         self.num_envs, self.repeats, self.max_prompt_tokens = num_envs, repeats, max_prompt_tokens
@@ -150,6 +155,30 @@ class LLMEnv(EnvBase):
             encode_reply(self.tokenizer, [{"role": self.task.reply_role, "content": "reply", **A_RESULT}])
         self._prompts.check()
 
+    def start_epoch(self, seed: int, epoch: int) -> None:
+        """Shuffles the rows anew; group ids go on, as they are unique in the run."""
+        self._prompts.start_epoch(seed, epoch)
+
+    @property
+    def members(self) -> Mapping[str, LLMEnv]:
+        """The environments of a mixture's tasks by name; none where this is an environment of one task."""
+        return {}
+
+    def by_task(self, rows: Sequence[dict]) -> dict[str, list[int]]:
+        """The indices of those of ``rows`` that are of each task of a mixture; empty where there is one task."""
+        found: dict[str, list[int]] = {name: [] for name in self.members}
+        for i, row in enumerate(rows if found else ()):
+            found[str(self.task.name_of(row))].append(i)
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """Counts that the environment has beside the rewards, over the whole run."""
+        return self.task.counts() | (self._prompts.curriculum.metrics() if self._prompts.curriculum else {})
+
+    def note(self, row: int, results: Sequence[Reward | Failure]) -> None:
+        """Takes notice of the rewards of a group of training, which a curriculum counts."""
+        self._prompts.note(row, results)
+
     @property
     def skipped(self) -> int:
         """Rows found too long and left out; each counts once, however many epochs pass."""
@@ -188,11 +217,12 @@ class LLMEnv(EnvBase):
         """The gold answer of a row, for people and logs."""
         return self.task.gold(self.task.rows[row])
 
-    def get_extra_state(self) -> dict[str, int]:
+    def get_extra_state(self) -> dict[str, Any]:
         """The data position and the counts of failures, which torch puts into ``state_dict()``."""
-        return {**self._prompts.state(), **self.guard.counts}
+        counts = self.task.counts()
+        return {**self._prompts.state(), **self.guard.counts, **({"counts": counts} if counts else {})}
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
+    def set_extra_state(self, state: dict[str, Any]) -> None:
         """Goes to a data position, as ``load_state_dict()`` asks for.
 
         Raises:
@@ -200,6 +230,7 @@ class LLMEnv(EnvBase):
         """
         self._prompts.restore(state)
         self.guard.restore(state)
+        self.task.restore(state.get("counts", {}))
 
     def _decode_all(self, responses: Sequence[Tensor | Sequence[int]]) -> list[str]:
         return decode_responses(self.tokenizer, responses)
@@ -267,7 +298,7 @@ class LLMEnv(EnvBase):
                 row[keys.TOKENS_PROMPT] = torch.cat([row[keys.TOKENS_PROMPT], response[keys.TOKENS_RESPONSE], reply])
             row[keys.REWARD[-1]] = torch.tensor([reward.total])
             for name in self.task.reward_parts:
-                row[keys.REWARD_PARTS + (name,)] = torch.tensor([reward.parts[name]])
+                row[keys.REWARD_PARTS + (name,)] = torch.tensor([reward.parts.get(name, 0.0)])
             row["done"], row["terminated"] = (torch.tensor([isinstance(result, Reward)]) for _ in range(2))
             rows.append(row)
         return lazy_stack(rows)
@@ -303,4 +334,4 @@ class LLMEnv(EnvBase):
     def _set_seed(self, seed: int | None) -> None:
         """Begins the first epoch of ``seed``; group ids go on, as they are unique in the run."""
         if seed is not None:
-            self._prompts.start_epoch(seed, 0)
+            self.start_epoch(seed, 0)

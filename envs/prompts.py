@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_rl.envs.chat import encode_prompts
+from grpo_rl.envs.curriculum import Curriculum
 from grpo_rl.envs.task import Task
 
 _CHECK_BATCH = 1024
@@ -38,13 +40,20 @@ class PromptSource:
         max_tokens: the longest prompt that leaves room for a response; None does not check.
         long_prompt: what to do with longer ones: ``error``, or ``skip``, which counts them in :attr:`too_long`.
         seed: of the shuffles.
+        curriculum: says which rows are drawn; None: all.
 
     Raises:
         ValueError: there are no rows, or a limit or choice makes no sense.
     """
 
     def __init__(
-        self, task: Task, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None, long_prompt: str, seed: int
+        self,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase,
+        max_tokens: int | None,
+        long_prompt: str,
+        seed: int,
+        curriculum: Curriculum | None = None,
     ) -> None:
         if not len(task.rows):
             raise ValueError(f"{type(task).__name__} has no rows; give a dataset with at least one")
@@ -60,6 +69,7 @@ class PromptSource:
         self.too_long: set[int] = set()
         """Rows found too long and left out."""
         self._next_group_id = 0
+        self.curriculum = curriculum
         self.start_epoch(seed, 0)
 
     def take(self, count: int) -> list[Prompt]:
@@ -100,12 +110,21 @@ class PromptSource:
     def start_epoch(self, seed: int, epoch: int) -> None:
         """Shuffles the rows anew; group ids go on, as they are unique in the run."""
         self._seed, self._epoch, self._cursor = seed, epoch, 0
+        self._all_rows, self._drawn = False, 0
         # Seeding with both numbers apart: with their sum, seed 0's second epoch would be seed 1's first.
         self._order = random.Random(f"{seed}/{epoch}").sample(range(len(self._task.rows)), len(self._task.rows))
 
-    def state(self) -> dict[str, int]:
+    def note(self, row: int, results: Sequence[object]) -> None:
+        """Tells the curriculum, if there is one, of the rewards of the responses to a row."""
+        if self.curriculum:
+            self.curriculum.note(row, results, self._epoch)
+
+    def state(self) -> dict[str, Any]:
         """The position in the data, as JSON-able numbers."""
-        return {
+        own = self.curriculum and {
+            "curriculum": self.curriculum.state() | {"all_rows": self._all_rows, "drawn": self._drawn}
+        }
+        return (own or {}) | {
             "rows": len(self._task.rows),
             "digest": self._digest,
             "seed": self._seed,
@@ -114,7 +133,7 @@ class PromptSource:
             "next_group_id": self._next_group_id,
         }
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Goes to a position in the data.
 
         Raises:
@@ -127,6 +146,9 @@ class PromptSource:
             )
         self.start_epoch(state["seed"], state["epoch"])
         self._cursor, self._next_group_id = state["cursor"], state["next_group_id"]
+        if self.curriculum and (own := state.get("curriculum")):
+            self.curriculum.restore(own)
+            self._all_rows, self._drawn = own["all_rows"], own["drawn"]
 
     @cached_property
     def _digest(self) -> int:
@@ -135,12 +157,30 @@ class PromptSource:
 
     def _next_rows(self, count: int) -> list[int]:
         rows = []
-        for _ in range(count):
+        while len(rows) < count:
             if self._cursor == len(self._order):
+                starved = self.curriculum is not None and not self._drawn
                 self.start_epoch(self._seed, self._epoch + 1)
-            rows.append(self._order[self._cursor])
+                if self.curriculum and starved:
+                    self._all_rows = True
+                    self.curriculum.whole_epochs += 1
+            row = self._order[self._cursor]
             self._cursor += 1
+            if not self._left_out(row):
+                rows.append(row)
+                self._drawn += 1
         return rows
+
+    def _left_out(self, row: int) -> bool:
+        """Tells whether the curriculum passes over a row; it must not count one that is too long as drawn."""
+        if self.curriculum is None:
+            return False
+        if row in self.too_long:
+            return True
+        if self._all_rows or self.curriculum.keeps(row, self._epoch):
+            return False
+        self.curriculum.passed_over += 1
+        return True
 
     def _encoded(self, rows: Sequence[int]) -> list[tuple[int, str, list[int]]]:
         """The row, question and ids of each prompt, tokenised in one call."""

@@ -51,6 +51,10 @@ class Unjudgeable(Exception):
     """The row itself can't be judged, whatever the response: its gold answer makes no sense to the scorer, say."""
 
 
+class Spent(Exception):
+    """A budget that a scorer needs is used up, and the run stops."""
+
+
 class Task(ABC):
     """One dataset row's life: its prompt, and the reward of a response to it. Pure Python, no tensors.
 
@@ -100,6 +104,18 @@ class Task(ABC):
         """
         self._budget_s = deadline_s
 
+    def counts(self) -> dict[str, float]:
+        """Counts of what the scorer did in the run so far, by the names of their metrics."""
+        return {}
+
+    def restore(self, counts: Mapping[str, float]) -> None:
+        """Goes on from :meth:`counts`, where a run resumes; nothing is counted here."""
+        return
+
+    def place(self, device: Any) -> None:
+        """Loads the models that score on a device; there are none here."""
+        return
+
     @abstractmethod
     def prompt(self, row: dict) -> Messages:
         """The conversation that the policy goes on with; its last message is what people read as the question."""
@@ -139,6 +155,10 @@ class Task(ABC):
 
     def gold(self, row: dict) -> str | None:
         """The gold answer, for logs; None where the task has no single one."""
+        return None
+
+    def name_of(self, row: dict) -> str | None:
+        """The name of the task that a mixture's row is of; None in a task by itself."""
         return None
 
     def is_right(self, reward: Reward) -> bool | None:

@@ -30,7 +30,7 @@ PAGES = [
 FILES, MISSING = (".py", ".md", ".json", ".jsonl", ".yaml", ".parquet"), object()
 FREE = (
     *("logger.settings.", "env.reward.", "env.rewards.", "model.embed_tokens", "model.layers", "policy.model"),
-    *("env.task", "env.one_word", "env.letters"),
+    *("env.task", "env.one_word", "env.letters", "env.mixture."),
 )
 """Names of rewards, weights, attributes and arguments of loggers; and those that a task of one's own brings."""
 FOLDERS = "grpo_rl|envs|config|sota|docs|tests|tools|benchmarks"
@@ -118,7 +118,7 @@ def test_modules_classes_and_settings_that_a_page_names_exist(page):
 
 OWN = [
     (page, command)
-    for page in ("tasks.md", "tools.md", "code.md", "environments.md", "losses.md", "data.md")
+    for page in ("tasks.md", "tools.md", "code.md", "environments.md", "losses.md", "data.md", "mixtures.md")
     for command in re.findall(r"<!-- run -->\n```\ngrpo-rl train ([^\n]*)\n```", (DOCS / page).read_text())
 ]
 

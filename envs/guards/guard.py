@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from grpo_rl.envs.guards import watchdog
 from grpo_rl.envs.guards.isolation import START_TIMEOUT_S, IsolatedCalls
 from grpo_rl.envs.guards.watchdog import Watch
-from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, last_said, plays_turns
+from grpo_rl.envs.task import Messages, Reward, Spent, Task, Unjudgeable, last_said, plays_turns
 from grpo_rl.waits.registry import Wait, waiting
 
 Kind = Literal["error", "timeout", "invalid", "unjudgeable"]
@@ -233,12 +233,17 @@ class ScoreGuard:
         return waiting(f"the scorer {self._name_of_task}", where, deadline_s, remedy=REMEDY)
 
     def _checked(self, results: Sequence[Any], responses: Sequence[str], where: str) -> list[Reward | Failure]:
+        if spent := next((result for result in results if isinstance(result, Spent)), None):
+            raise ScoreError(str(spent))
         checked = [self._check(result, response, where) for result, response in zip(results, responses, strict=True)]
         self.record(checked)
         return checked
 
-    def record(self, results: Sequence[Reward | Failure]) -> None:
+    def record(self, results: Sequence[Reward | Failure], row: dict | None = None) -> None:
         """Counts the results of responses that were judged, and tells of failures that are new.
+
+        Args:
+            row: that the responses are to, for a guard of several tasks.
 
         Raises:
             ScoreError: too many responses failed.

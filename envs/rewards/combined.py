@@ -45,13 +45,14 @@ class WithRewards(Task):
         self.reward_parts = (*task.reward_parts, *(part.name for part in self._parts))
         self._correct = {part.name: self._correctness(part) for part in self._parts}
         self._weights = {part.name: part.weight for part in self._parts}
+        self._made: list[Any] = [part.known.function for part in self._parts if part.known.made]
         for part in self._parts:
             self._check(part)
 
     @property
     def scores_group(self) -> bool:
         """Tells whether the task's responses are scored in one call, or an added reward compares those of a group."""
-        return self.task.scores_group or any(part.known.whole_group for part in self._parts)
+        return self.task.scores_group or any(part.known.takes_lists for part in self._parts)
 
     def without_rows(self) -> WithRewards:
         """A copy of both tasks, this one and the inner one, without data."""
@@ -60,8 +61,29 @@ class WithRewards(Task):
         return other
 
     def ready(self, deadline_s: float) -> None:
-        """Starts what the task's scorer needs."""
+        """Starts what the task's scorer needs, and tells the added rewards of the deadline."""
         self.task.ready(deadline_s)
+        for made in self._made:
+            made.ready(deadline_s)
+
+    def counts(self) -> dict[str, float]:
+        """The task's counts, and those of the added rewards."""
+        counts = self.task.counts()
+        for made in self._made:
+            counts |= made.counts()
+        return counts
+
+    def restore(self, counts: Mapping[str, float]) -> None:
+        """Goes on from :meth:`counts`."""
+        self.task.restore(counts)
+        for made in self._made:
+            made.restore(counts)
+
+    def place(self, device: Any) -> None:
+        """Loads the added models that score on a device."""
+        self.task.place(device)
+        for made in self._made:
+            made.place(device)
 
     def prompt(self, row: dict) -> Messages:
         """The task's prompt."""
@@ -105,6 +127,7 @@ class WithRewards(Task):
         units = {part.unit for part in self._parts if "length" in part.known.inputs}
         counts = self._count_tokens(texts) if self._count_tokens and "tokens" in units else ()
         lengths = {"characters": [len(text) for text in texts], "tokens": counts}
+        of_row = {"gold": self.task.gold, "reference": self.task.gold, "question": self._question}
         for _, neighbours in groupby(range(len(rows)), key=lambda at: rows[at]):
             group = list(neighbours)
             for part in self._parts:
@@ -114,13 +137,19 @@ class WithRewards(Task):
                     "text": [texts[at] for at, _ in judged],
                     "length": [lengths[part.unit][at] for at, _ in judged] if "length" in part.known.inputs else [],
                     "correct": [result.parts.get(self._correct[part.name], 0.0) > 0 for _, result in judged],
-                    "gold": [self.task.gold(rows[at]) for at, _ in judged] if "gold" in part.known.inputs else [],
+                    **{
+                        name: [value(rows[at]) for at, _ in judged] if name in part.known.inputs else []
+                        for name, value in of_row.items()
+                    },
                 }
                 for (at, result), value in zip(judged, part.values(inputs, len(judged)), strict=True):
                     failed = isinstance(value, Exception)
                     results[at] = value if failed else replace(result, parts={**result.parts, part.name: value})
         # Weighted at the end: a reward that others are judged by may well have the weight 0.
         return [self._weighted(result) if isinstance(result, Reward) else result for result in results]
+
+    def _question(self, row: dict) -> str:
+        return self.task.prompt(row)[-1]["content"]
 
     def _weighted(self, reward: Reward) -> Reward:
         parts = {name: value * self._weights.get(name, 1.0) for name, value in reward.parts.items()}
@@ -147,6 +176,16 @@ class WithRewards(Task):
 
     def _check(self, part: Part) -> None:
         where, name = f"env.rewards.{part.name}", type(self.task).__name__
+        if part.known.made:
+            if self.isolated:
+                raise ValueError(
+                    f"{where} keeps counts in this process, and {name} is scored in others; set isolated=false"
+                )
+            made: Any = part.known.function
+            try:
+                made.check()
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
         if part.name in self.task.reward_parts:
             raise ValueError(f"{name} has a reward part {part.name} of its own; leave {where} out")
         if "length" in part.known.inputs and part.unit == "tokens" and self._count_tokens is None:

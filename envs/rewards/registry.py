@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_rl.envs.rewards import length, text
+from grpo_rl.envs.rewards.classifier import Classifier
+from grpo_rl.envs.rewards.judge import Judge
 from grpo_rl.envs.task import check_weights
 
 UNITS = ("characters", "tokens")
@@ -23,15 +25,25 @@ class Known:
     Args:
         function: keyword-only parameters are its settings.
         inputs: what it is called with, in order: the response's ``text``, its ``length``, whether it is ``correct``,
-            the row's ``gold`` answer.
-        whole_group: it is called once with the lists of all responses to a prompt, and returns a list.
+            the row's ``gold`` answer, the ``question``, the gold answer where there is one as ``reference``.
+        whole_group: it compares the responses to a prompt, and so is called once with the lists of all.
         unit: of its lengths, unless the config says another.
+        at_once: it is called so because that is faster.
+        made: the function is a class: an object with these settings is made once, and called; its ``counts``, if it has
+            any, are metrics of the run.
     """
 
     function: Callable[..., Any]
     inputs: tuple[str, ...] = ("text",)
     whole_group: bool = False
     unit: str = "characters"
+    at_once: bool = False
+    made: bool = False
+
+    @property
+    def takes_lists(self) -> bool:
+        """Tells whether it is called with lists, of all responses to a prompt, and returns one."""
+        return self.whole_group or self.at_once
 
 
 REWARDS: dict[str, Known] = {
@@ -44,6 +56,8 @@ REWARDS: dict[str, Known] = {
     "repetition_penalty": Known(text.repetition_penalty),
     "soft_overlong_punishment": Known(length.soft_overlong_punishment, ("length",), unit="tokens"),
     "code_format": Known(text.code_format),
+    "judge": Known(Judge, ("question", "text", "reference"), at_once=True, made=True),
+    "model": Known(Classifier, ("question", "text"), at_once=True, made=True),
 }
 """The rewards that ``env.rewards`` can name."""
 
@@ -71,7 +85,7 @@ class Part:
     def values(self, inputs: Mapping[str, list[Any]], count: int) -> list[float | Exception]:
         """The value of each of ``count`` responses, not yet weighted, or what its scorer raised."""
         columns = [inputs[name] for name in self.known.inputs]
-        if self.known.whole_group:
+        if self.known.takes_lists:
             try:
                 return list(self.known.function(*columns, **self.settings))
             except Exception as error:
@@ -125,6 +139,11 @@ def _read(name: str, setting: Any) -> Part:
     for parameter in allowed.values():
         if parameter.default is parameter.empty and parameter.name not in settings:
             raise ValueError(f"{where} needs {parameter.name}; set {where}.{parameter.name}")
+    if known.made:
+        try:
+            return Part(name, float(weight), replace(known, function=known.function(**settings)), unit, correct)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from error
     if settings:
         # A response of nothing shows whether the settings make sense, before anything expensive starts.
         nothing = [[_NOTHING[name]] if known.whole_group else _NOTHING[name] for name in known.inputs]

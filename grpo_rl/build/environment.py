@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_rl.by_name import is_name, short_name
 from grpo_rl.envs.base import LLMEnv
 from grpo_rl.envs.demonstrations import Demonstrations
+from grpo_rl.envs.mixture import ROW, TASK, MixtureEnv
 from grpo_rl.envs.own import check_prompts, check_task_of
 from grpo_rl.envs.spec import task_spec
 from grpo_rl.envs.task import Task
@@ -18,6 +19,8 @@ from grpo_rl.envs.tools.schemas import shows_tools
 from grpo_rl.run.held_out import HeldOutTask, Plan
 from grpo_rl.settings.derived import eval_source, train_source
 from grpo_rl.settings.evaluation import beside_training
+from grpo_rl.settings.mixture import Entry, entries
+from grpo_rl.settings.mixture_tasks import named, settings_of_tasks
 from grpo_rl.settings.schema import Settings
 from grpo_rl.settings.sections import Evaluate
 from grpo_rl.training.evaluate import score_names
@@ -32,6 +35,8 @@ def make_env(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LLMEnv:
     Raises:
         ValueError: the data can't be found or read, or a prompt is too long and ``env.long_prompt`` is ``error``.
     """
+    if found := entries(settings):
+        return _mixture(settings, tokenizer, found)
     given = settings.env
     own = {name: given[name] for name in given if name not in OF_DATA} | {"tool_parser": tool_parser_of(settings)}
     env = task_spec(given.dataset)(
@@ -66,6 +71,23 @@ def tool_parser_of(settings: Settings) -> Callable[[PreTrainedTokenizerBase, lis
         )
 
     return make
+
+
+def _mixture(settings: Settings, tokenizer: PreTrainedTokenizerBase, found: Mapping[str, Entry]) -> MixtureEnv:
+    envs: dict[str, LLMEnv] = {}
+    for name, own in settings_of_tasks(settings).items():
+        try:
+            envs[name] = make_env(own, tokenizer)
+        except ValueError as error:
+            raise ValueError(named(name, error)) from error
+    return MixtureEnv(
+        envs,
+        {name: entry.weight for name, entry in found.items()},
+        settings.env.num_envs,
+        settings.env.repeats,
+        scales={name: entry.scale for name, entry in found.items()},
+        seed=settings.train.seed,
+    )
 
 
 def make_eval_env(
@@ -124,16 +146,19 @@ def eval_plan(settings: Settings, tokenizer: PreTrainedTokenizerBase, env_of_tra
         remedy = "raise inference_model.max_model_len or lower the rows of evaluate.tasks"
         env = make_eval_env(beside_training(settings, i), tokenizer, rows, remedy)
         tasks.append(HeldOutTask(short_name(name), env, env.task.rows, given.get("samples", 0)))
-    _check_score(wanted, env_of_training.task, tasks)
+    _check_score(wanted, env_of_training, tasks)
     return Plan(
         wanted.samples, wanted.temperature, settings.train.seed, tasks, wanted.score, wanted.keep_best, wanted.patience
     )
 
 
-def _check_score(wanted: Evaluate, task: Task, others: Sequence[HeldOutTask]) -> None:
+def _check_score(wanted: Evaluate, env: LLMEnv, others: Sequence[HeldOutTask]) -> None:
     if not (wanted.rows and (wanted.keep_best or wanted.patience)):
         return
-    names = score_names(task, wanted.samples)
+    names = score_names(env.task, wanted.samples)
+    for member, inner in env.members.items():
+        own = score_names(inner.task, wanted.samples)
+        names += [f"{member}/{name}" for name in own if not name.startswith(("maj@", "tied"))]
     names += [f"{other.name}/{name}" for other in others for name in score_names(other.env.task, other.samples)]
     if wanted.score not in names:
         nearest = difflib.get_close_matches(wanted.score, names, 1)
@@ -175,13 +200,19 @@ def make_demonstrations(settings: Settings, tokenizer: PreTrainedTokenizerBase, 
 
 
 def eval_rows(settings: Settings, env: LLMEnv) -> list[dict]:
-    """The first ``evaluate.rows`` held-out rows.
+    """The first ``evaluate.rows`` held-out rows; of a mixture, the first ones of each task.
 
     Raises:
         ValueError: fewer rows are there, one is too long, or the data can't be found: a local ``env.path`` needs
             ``env.eval_path`` or ``env.eval_split``.
     """
-    rows = held_out_rows(settings, env.task)
+    rows: list[dict] = []
+    for name, own in settings_of_tasks(settings).items():
+        try:
+            rows += [{TASK: name, ROW: row} for row in held_out_rows(own, env.members[name].task)]
+        except ValueError as error:
+            raise ValueError(named(name, error)) from error
+    rows = rows if env.members else held_out_rows(settings, env.task)
     for i, row in enumerate(rows):
         _check_prompt(env, row, i, "raise inference_model.max_model_len or lower evaluate.rows")
     return rows

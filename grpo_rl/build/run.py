@@ -101,6 +101,8 @@ def build_run(
         tell_watch(ranks, logs, folder)
         interrupt = stack.enter_context(Interrupt(logs.note))
 
+        if folder.rank_zero:
+            env.task.place((plan.reward or plan.train)[0])
         policy = training.load_policy(settings, model, plan, ranks, logs)
         with logs.progress.start_phase("loading the reference") if settings.policy.kl_coef else nullcontext():
             reference = training.make_reference(settings, model, plan, policy)

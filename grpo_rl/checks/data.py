@@ -51,7 +51,12 @@ def dataset(case: Case) -> Iterator[Finding]:
 
 def rewards(case: Case) -> Iterator[Finding]:
     """Scores gold and garbage responses to the first rows, against the scorer's deadline."""
-    settings, env = case.read, env_of(case)
+    whole = env_of(case)
+    for env in whole.members.values() or [whole]:
+        yield from _rewards(case.read, env)
+
+
+def _rewards(settings: Settings, env: LLMEnv) -> Iterator[Finding]:
     deadline = settings.env.score_timeout_s
     guard = ScoreGuard(env.task, min(deadline, PATIENCE_S), max_failed_fraction=1.0)
     guard.tell = lambda _: None  # a line of the report tells

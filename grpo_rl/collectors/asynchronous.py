@@ -194,6 +194,7 @@ class AsyncCollector:
         with self._timed(engine, prompt):
             samples = await engine.generate(name, prompt.ids.tolist(), self._group_size, self._sampling)
         results = await self._in_turn(lambda: self._env.score(prompt.row, samples.responses))
+        self._env.note(prompt.row, results)
         return rewarded(group_of_samples(prompt, samples), results)
 
     async def _play(self, engine: AsyncEngine, prompt: Prompt) -> Group | None:
@@ -219,6 +220,7 @@ class AsyncCollector:
             for conversation in conversations:
                 conversation.cancel()
         results = await self._in_turn(lambda: judge(env, played))
+        env.note(prompt.row, results)
         return rewarded(group_of_trajectories(prompt, played), results)
 
     @contextmanager

@@ -251,7 +251,7 @@ def _outcome(call: Callable[[], Any]) -> Any:
 
 def judge(env: LLMEnv, group: Sequence[Trajectory]) -> list[Reward | Failure]:
     """The reward of each conversation about one row, or why it has none."""
-    env.guard.record([trajectory.dropped for trajectory in group if trajectory.dropped])
+    env.guard.record([trajectory.dropped for trajectory in group if trajectory.dropped], group[0].row)
     whole = [trajectory.dialog.messages for trajectory in group if not trajectory.dropped]
     rewards = iter(env.guard.score_dialogs(group[0].row, whole, group[0].where))
     return [trajectory.dropped or next(rewards) for trajectory in group]

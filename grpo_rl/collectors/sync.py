@@ -114,11 +114,13 @@ class SyncCollector:
         if self.dropped_groups and self.collected >= self._total:
             raise ScoreError(
                 f"no group of two scored responses is left, {self.dropped_groups} were dropped; the first failures:\n"
-                + "\n".join(self._env.guard.examples.values())
+                + "\n".join(self._env.guard.failures()[1].values())
             )
         prompts = self._env.next_prompts(count)
         sample = self._play if self._env.max_turns > 1 else self._respond
         played = sample(prompts, group_size)
+        for group, results in played:
+            self._env.note(group.row, results)
         groups = [group for judged in played if (group := rewarded(*judged))]
         self.collected += len(prompts) * group_size
         self.dropped_groups += len(prompts) - len(groups)

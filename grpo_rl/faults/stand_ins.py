@@ -70,11 +70,19 @@ class Environment:
             return [Reward({"right": 1.0})] * len(responses)
         return [Reward({"right": float(g == 0)}) for g in range(len(responses))]
 
-    def state_dict(self) -> dict[str, int]:
+    def note(self, row: int, results: Sequence[Reward | Failure]) -> None:
+        """See :meth:`grpo_rl.envs.base.LLMEnv.note`."""
+        self._source.note(row, results)
+
+    def by_task(self, rows: Sequence[Any]) -> dict[str, list[int]]:
+        """Empty: there is one task."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
         """See :class:`grpo_rl.envs.base.LLMEnv`."""
         return self._source.state()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """See :class:`grpo_rl.envs.base.LLMEnv`."""
         self._source.restore(state)
 

@@ -32,6 +32,15 @@ REWARD_STATISTICS = frozenset({"mean", "std", "zero_std_fraction"})
 """The names under ``reward/`` beside the named parts of the reward; no part may take one of them."""
 
 
+def is_reward_statistic(name: str) -> bool:
+    """Tells whether a name under ``reward/`` is a statistic, of all responses or of a mixture's task, and no part.
+
+    >>> is_reward_statistic("mean"), is_reward_statistic("gsm8k/mean"), is_reward_statistic("gsm8k/correctness")
+    (True, True, False)
+    """
+    return name.rpartition("/")[2] in REWARD_STATISTICS
+
+
 def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[str, float]:
     """Reward, response, advantage and staleness metrics of ``groups``, each response weighing the same.
 
@@ -65,8 +74,8 @@ def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[
         "response/max_length": lengths.max().item(),
     }
     metrics |= _quantiles("total", rewards)
-    for name in groups[0].reward_parts:
-        part = torch.cat([group.reward_parts[name] for group in groups]).double()
+    for name in dict.fromkeys(name for group in groups for name in group.reward_parts):
+        part = torch.cat([group.reward_parts[name] for group in groups if name in group.reward_parts]).double()
         metrics[f"reward/{name}"] = part.mean().item()
         metrics |= _quantiles(name, part)
     for name in dict.fromkeys(name for group in groups for name in group.measures):
@@ -84,6 +93,24 @@ def reward_metrics(groups: Sequence[Group], version: int | None = None) -> dict[
         age = version - torch.cat([group.versions[group.trainable] for group in groups])
         mean, oldest = (age.double().mean().item(), float(age.max())) if len(age) else (0.0, 0.0)
         metrics |= {"staleness/mean": mean, "staleness/max": oldest}
+    return metrics
+
+
+def task_metrics(groups: Mapping[str, Sequence[Group]]) -> dict[str, float]:
+    """The metrics of each task of a mixture that tell whether it is learnt, from its groups of a step.
+
+    >>> from grpo_rl.testing import random_group
+    >>> metrics = task_metrics({"gsm8k": [random_group(lengths=[1, 3], rewards=[0.0, 2.0])]})
+    >>> metrics["reward/gsm8k/mean"], metrics["reward/gsm8k/zero_std_fraction"], metrics["mixture/gsm8k"]
+    (1.0, 0.0, 1)
+    """
+    metrics: dict[str, float] = {}
+    for task, own in groups.items():
+        found = reward_metrics(own) if own else {}
+        for name in ("reward/mean", "reward/zero_std_fraction", "response/mean_length", "response/truncated_fraction"):
+            if name in found:
+                metrics[name.replace("/", f"/{task}/")] = found[name]
+        metrics[f"mixture/{task}"] = len(own)
     return metrics
 
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_rl.monitor.completions import printable
-from grpo_rl.monitor.metrics import REWARD_STATISTICS, finite_mean
+from grpo_rl.monitor.metrics import finite_mean, is_reward_statistic
 from grpo_rl.monitor.phases import start_phase
 from grpo_rl.waits.registry import Wait, waiting
 
@@ -380,7 +380,7 @@ def duration(seconds: float) -> str:
 
 def _parts(metrics: Mapping[str, float]) -> list[str]:
     names = [name.removeprefix("reward/") for name in metrics if name.startswith("reward/")]
-    return [name for name in names if name not in REWARD_STATISTICS]
+    return [name for name in names if not is_reward_statistic(name)]
 
 
 def _facts(metrics: Mapping[str, float], row: str) -> list[tuple[str, str]]:

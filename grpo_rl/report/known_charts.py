@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_rl.monitor.metrics import REWARD_STATISTICS
+from grpo_rl.monitor.metrics import is_reward_statistic
 from grpo_rl.report.lanes import PHASES
 from grpo_rl.report.roofline import LIMITED_PHASES
 
@@ -87,7 +87,8 @@ def _reward(names: Sequence[str]) -> Iterator[Chart]:
         "The mean reward of problems that are never trained on. Responses are greedy where nothing else is said.",
         markers=True,
     )  # fmt: skip
-    parts = {name: part for name, part in _below(names, "reward/").items() if part not in REWARD_STATISTICS}
+    yield from _tasks(names)
+    parts = {name: part for name, part in _below(names, "reward/").items() if not is_reward_statistic(part)}
     parts.pop("reward/sampled_mean", None)
     yield Chart(group, "Reward parts", parts, "What the reward is made of, as means over responses.")
     spread = {f"reward_distribution/total/p{p}": f"{p} % earn less" for p in (90, 50, 10)}
@@ -107,6 +108,21 @@ def _reward(names: Sequence[str]) -> Iterator[Chart]:
         group, "Zero-variance groups", {"reward/zero_std_fraction": "of all groups"},
         "All responses of such a group earn the same; the policy learns nothing from it.", 0, percent=True,
     )  # fmt: skip
+
+
+def _tasks(names: Sequence[str]) -> Iterator[Chart]:
+    """The charts of a mixture's tasks, a line a task."""
+    group, tasks = "Tasks", _below(names, "mixture/").values()
+    for metric, title, help, percent in (
+        ("reward/{}/mean", "Reward by task", "The mean over the responses to a task's prompts.", False),
+        ("reward/{}/zero_std_fraction", "Zero-variance groups by task", "They teach nothing.", True),
+        ("response/{}/mean_length", "Response length by task", "The tokens of a response.", False),
+        ("response/{}/truncated_fraction", "Responses cut off, by task", "They reached the length limit.", True),
+        ("failed/{}", "Failures by task", "Responses without a reward since the start of the run.", False),
+        ("mixture/{}", "Groups by task", "Their numbers in a step, drawn by the weights of env.mixture.", False),
+    ):
+        series = {metric.format(task): task for task in tasks}
+        yield Chart(group, title, series, help, None if metric == "reward/{}/mean" else 0, percent=percent)
 
 
 def _held_out(names: Sequence[str]) -> Iterator[Chart]:
@@ -134,7 +150,7 @@ def _held_out(names: Sequence[str]) -> Iterator[Chart]:
         series = {name: rest for name, rest in inner.items() if rest in ("reward", "sampled_reward")} | _solved(inner)
         series |= {name: rest for name, rest in inner.items() if rest not in EVALUATION}
         yield Chart(
-            group, f"Held-out: {task}", series, "Reward and scores of another task, which is not trained on.",
+            group, f"Held-out: {task}", series, "Reward and scores of one of several tasks.",
             markers=True,
         )  # fmt: skip
     prefixes = {"eval/": "training task"} | {f"eval/{task}/": task for task in tasks}
@@ -168,7 +184,8 @@ def _responses(names: Sequence[str]) -> Iterator[Chart]:
         "Above zero the longer responses of a group earn more than the shorter ones.",
     )  # fmt: skip
     yield Chart(
-        group, "Failed scorers and groups", _below(names, "failed/"),
+        group, "Failed scorers and groups",
+        {name: kind for name, kind in _below(names, "failed/").items() if f"mixture/{kind}" not in names},
         "Responses whose scorer failed, by what went wrong, and groups that were lost with them.", 0,
     )  # fmt: skip
 

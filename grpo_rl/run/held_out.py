@@ -87,6 +87,7 @@ class HeldOut:
         self._sampling = Sampling(temperature=0.0, **ends)
         self._plan, self.tracker = plan, BestTracker(plan.patience, plan.score)
         rows_of = {"": len(self.rows)} | {task.name: len(task.rows) for task in plan.tasks}
+        rows_of |= {name: len(own) for name, own in env.by_task(self.rows).items()}
         self.note = self.tracker.restore(best, rows_of.get(plan.score.rpartition("/")[0])) if best else None
         self.before = list(before)
         self._newest: Evaluation | None = None
@@ -98,7 +99,12 @@ class HeldOut:
         self.evaluated_at, self.after, self._newest = step, evaluation.rewards, evaluation
         if step == 0:
             self.before = evaluation.rewards
-        metrics = evaluation.metrics()
+        metrics, whole = evaluation.metrics(), dict(scores)
+        for name, own in self._env.by_task(self.rows).items():
+            of_task = evaluation.of_rows(own)
+            metrics |= {key.replace("eval/", f"eval/{name}/", 1): value for key, value in of_task.metrics().items()}
+            of_rows = {f"{name}/{score}": [values[i] for i in own] for score, values in whole.items() if own}
+            scores |= {score: values for score, values in of_rows.items() if not np.isnan(values).all()}
         for task in self._plan.tasks:
             of_task, more = on_rank_zero(lambda task=task: self._evaluate(task.env, task.rows, task.samples, engine))
             metrics |= {name.replace("eval/", f"eval/{task.name}/", 1): v for name, v in of_task.metrics().items()}

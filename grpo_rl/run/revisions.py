@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_rl.envs.sources import LOADED, repository_of
 from grpo_rl.envs.spec import task_spec
+from grpo_rl.settings.tasks import MIXTURE
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -31,10 +32,14 @@ def revisions(model: Path, env: Mapping[str, Any], before: Mapping[str, Any] | N
 def repository(env: Mapping[str, Any]) -> str | None:
     """The hub's data set that a run trains on, ``owner/name``; None: it trains on files or on rows that its task makes.
 
+    A mixture has several, and none that could be named here.
+
     >>> repository({"dataset": "math", "path": None}), repository({"dataset": "math", "path": "hf:owner/name:subset"})
     ('DigitalLearningGmbH/MATH-lighteval', 'owner/name')
     """
     path = env.get("path")
+    if env["dataset"] == MIXTURE:
+        return None
     return repository_of(path) if path else task_spec(env["dataset"]).hub
 
 

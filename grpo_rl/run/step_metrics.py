@@ -9,7 +9,7 @@ import torch
 from grpo_rl.data.batching import groups_to_score
 from grpo_rl.data.group import Group
 from grpo_rl.diagnosis.mismatch import Mismatch
-from grpo_rl.monitor.metrics import memory_metrics, reward_metrics
+from grpo_rl.monitor.metrics import memory_metrics, reward_metrics, task_metrics
 from grpo_rl.monitor.step_record import StepRecord
 from grpo_rl.perf.roofline import StepRoofline
 from grpo_rl.policies.router_record import router_metrics, router_record
@@ -47,7 +47,9 @@ def step_metrics(
     # Counted over the whole run, held-out responses included: failures are too rare for counts per step.
     failed, _ = parts.env.guard.failures()
     metrics |= {f"failed/{kind}": count for kind, count in failed.items()}
-    metrics |= parts.collector.metrics()
+    metrics |= parts.collector.metrics() | parts.env.metrics()
+    by_task = parts.env.by_task([parts.env.task.rows[group.row] for group in groups])
+    metrics |= task_metrics({name: [groups[i] for i in own] for name, own in by_task.items()})
     if resamples:
         metrics["reward/sampled_mean"] = float(torch.cat([group.rewards for group in sampled]).mean())
     if routers := router_record(parts.policy.model):

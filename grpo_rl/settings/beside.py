@@ -9,7 +9,7 @@ from grpo_rl.by_name import is_name, short_name
 from grpo_rl.settings.composing_errors import unknown
 from grpo_rl.settings.declaration import REQUIRED, declared, leaves, select
 from grpo_rl.settings.own_task import task_section
-from grpo_rl.settings.tasks import ALIASES, TASKS
+from grpo_rl.settings.tasks import ALIASES, SINGLE
 
 KEYS = ("task", "rows", "samples", "path", "env")
 """The keys of an entry."""
@@ -80,7 +80,7 @@ def name_beside(task: object, where: str) -> str:
     >>> name_beside("math500", "evaluate.tasks[0]"), name_beside("my_tasks:Rhyme", "evaluate.tasks[1]")
     ('math500', 'Rhyme')
     """
-    names = (*TASKS, *ALIASES)
+    names = SINGLE
     if task in names or is_name(task):
         return short_name(str(task))
     raise ValueError(f"{where}.task: {unknown('task', str(task), [*names, 'package.module:Class'])}")

@@ -20,7 +20,7 @@ from grpo_rl.settings.composing_errors import OWN, explained
 from grpo_rl.settings.declaration import declared, plain, select
 from grpo_rl.settings.schema import Settings, check_keys
 from grpo_rl.settings.sections import Env, declarations
-from grpo_rl.settings.tasks import TASKS
+from grpo_rl.settings.tasks import MIXTURE, TASKS
 
 FOLDER = Path(grpo_rl.config.__path__[0]).resolve()
 DEFAULT_CONFIG = "grpo_gsm8k"
@@ -96,10 +96,16 @@ def choosing_configs(arguments: Sequence[str]) -> list[str]:
     ['env=math', 'optimizer.lr=1']
     >>> choosing_configs(["env.task=grpo_rl.envs.gsm8k:GSM8K", "env.correctness=1"])
     ['env=own', 'env.dataset=grpo_rl.envs.gsm8k:GSM8K', '++env.correctness=1']
+    >>> choosing_configs(["env.mixture={gsm8k: 1, math: 2}"])
+    ['env=mixture', '++env.mixture={gsm8k: 1, math: 2}']
     >>> choosing_configs(["--help", "env.reward"])
     ['--help', 'env.reward']
     """
     words = []
+    keys = {word.lstrip("+").partition("=")[0] for word in arguments if "=" in word}
+    chosen = keys & {"env", "env.dataset", "env.task"} or option(arguments, "--config-name")
+    if not chosen and any(key.split(".")[:2] == ["env", MIXTURE] for key in keys):
+        words.append(f"env={MIXTURE}")
     for word in arguments:
         key, _, value = word.lstrip("+").partition("=")
         if key not in ("env.dataset", "env.task"):
@@ -123,7 +129,11 @@ def _of_a_task(word: str) -> bool:
     section, _, key = word.partition("=")[0].partition(".")
     if "=" not in word:  # `--help env.reward`
         return False
-    return section == "env" and bool(key) and (key.split(".")[0] not in declared(Env) or key.startswith("columns"))
+    return (
+        section == "env"
+        and bool(key)
+        and (key.split(".")[0] not in declared(Env) or key.startswith(("columns", "curriculum")))
+    )
 
 
 def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:

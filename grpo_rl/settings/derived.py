@@ -141,7 +141,8 @@ def responses_at_once(settings: Sections, engines: int = 1) -> int:
 def _evaluated_at_once(settings: Sections) -> int:
     evaluate = settings.evaluate
     others = [int(task["rows"]) * max(int(task.get("samples", 0)), 1) for task in evaluate.tasks]
-    return max(evaluate.rows * max(evaluate.samples, 1), *others, 0)
+    tasks = len(settings.env.task.get("mixture", ())) or 1
+    return max(tasks * evaluate.rows * max(evaluate.samples, 1), *others, 0)
 
 
 def loss_terms(settings: Sections) -> dict[str, Any]:

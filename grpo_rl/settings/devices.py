@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ class Devices:
     Args:
         ref: empty when there is no reference.
         inference: each ``tensor_parallel_size`` of them in a row hold one copy of the model.
+        reward: of ``env.rewards.model``, where it has one of its own.
         engine_share: the engine's share of the memory of a GPU that trains and samples at the same time; 0: none does.
     """
 
@@ -36,6 +38,7 @@ class Devices:
     inference: tuple[torch.device, ...]
     tensor_parallel_size: int = 1
     engine_share: float = 0.0
+    reward: tuple[torch.device, ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -55,6 +58,7 @@ class Devices:
     def __str__(self) -> str:
         roles = {"train": self.train, "ref": self.ref, "inference": self.inference}
         plan = ", ".join(f"{role} {' '.join(map(str, devices)) or 'none'}" for role, devices in roles.items())
+        plan += f", reward {self.reward[0]}" if self.reward else ""
         plan = f"{plan} ({self.replicas} x tensor_parallel_size {self.tensor_parallel_size})"
         if self.engine_share:
             plan += (
@@ -127,7 +131,8 @@ def allocate(
     tensor_parallel_size = _tensor_parallel_size(asked, len(plan["inference"]), num_attention_heads)
     shares = bool(visible) and mode == "async" and plan["inference"] == plan["train"]
     engine_share = _engine_share(cfg, plan["train"][0]) if shares else 0.0
-    return Devices(plan["train"], plan.get("ref", ()), plan["inference"], tensor_parallel_size, engine_share)
+    roles = plan["train"], plan.get("ref", ()), plan["inference"]
+    return Devices(*roles, tensor_parallel_size, engine_share, plan.get("reward", ()))
 
 
 def check_on_cpu(cfg: Sections, mode: str = "sync") -> None:
@@ -155,7 +160,8 @@ def _roles(cfg: Sections, counts_only: bool) -> list[_Role]:
                 f"{asked.section} asks for {_devices(asked.count)}, but with policy.kl_coef={cfg.policy.kl_coef} no "
                 f"reference is loaded; set policy.kl_coef above 0, or leave {asked.section} null"
             )
-    return roles
+    reward = _Role.of_reward(cfg)
+    return [roles[0], *([reward] if reward.count else []), *roles[1:]]
 
 
 def _engine_share(cfg: Sections, device: torch.device) -> float:
@@ -179,7 +185,16 @@ class _Role:
 
     @property
     def section(self) -> str:
-        return f"{self.name}_model"
+        return "env.rewards.model" if self.name == "reward" else f"{self.name}_model"
+
+    @classmethod
+    def of_reward(cls, cfg: Sections) -> _Role:
+        """The role of ``env.rewards.model``; it shares the training device where it asks for none of its own."""
+        env = getattr(cfg, "env", None)
+        given = env.rewards.get("model") if env else None
+        given = given if isinstance(given, Mapping) else {}
+        indices = given.get("devices")
+        return cls("reward", given.get("num_devices") or (indices and 1), tuple(indices) if indices else None)
 
     @classmethod
     def read(cls, cfg: Sections, name: str) -> _Role:
@@ -222,7 +237,7 @@ def _on_cpu(roles: list[_Role], mode: str, cores: int | None, world: int) -> dic
     if mode == "sync":
         _say_everything_shares_the_cpu()
         return {role.name: (torch.device("cpu"),) for role in roles}
-    counts = {role.name: role.count or 1 for role in roles if role.name != "ref"}
+    counts = {role.name: role.count or 1 for role in roles if role.name not in ("ref", "reward")}
     counts["train"] = max(counts["train"], world)
     total = sum(counts.values())
     if cores is not None and total > cores:

@@ -15,7 +15,7 @@ from grpo_rl.settings.compose import DEFAULT_CONFIG, compose_config
 from grpo_rl.settings.composing_errors import explained, unknown
 from grpo_rl.settings.declaration import Section, build, declared, plain, setting
 from grpo_rl.settings.schema import Settings
-from grpo_rl.settings.tasks import ALIASES, TASKS
+from grpo_rl.settings.tasks import ALIASES, SINGLE
 
 URL = re.compile(r"https?://")
 """The beginning of an endpoint's name."""
@@ -34,7 +34,7 @@ PASSED_ON = ("env", "model", "inference_model", "sampling", "train_model")
 """Sections of training's config that an evaluation reads, too."""
 
 
-TASK_NAMES = ", ".join((*TASKS, *ALIASES, "package.module:Class"))
+TASK_NAMES = ", ".join((*SINGLE, "package.module:Class"))
 
 
 class EvalSettings(Section):
@@ -96,7 +96,7 @@ def read_eval(words: Sequence[str]) -> tuple[EvalSettings, list[str]]:
         if line := declaration.wrong_type(key, values[key]) or declaration.wrong_value(key, values[key]):
             raise ValueError(line)
     own = build(EvalSettings, values)
-    names, given = (*TASKS, *ALIASES), {short_name(name) for name in own.tasks if is_name(name)}
+    names, given = SINGLE, {short_name(name) for name in own.tasks if is_name(name)}
     if not own.tasks:
         raise ValueError(f"no task is given; set tasks=[...] of {TASK_NAMES}")
     wrong = [name for name in own.tasks if name not in names and not is_name(name)]

@@ -13,8 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_rl.by_name import is_name
+from grpo_rl.envs.curriculum import read_bounds
 from grpo_rl.settings.declaration import Section, Setting, build, declared, leaves, plain, select
 from grpo_rl.settings.misfits import misfits
+from grpo_rl.settings.mixture import check_mixture
 from grpo_rl.settings.other_names import COUNTS, ours
 from grpo_rl.settings.own_task import task_section
 from grpo_rl.settings.relations import check_relations
@@ -50,6 +52,8 @@ class Settings(Sections):
             raise ValueError(f"the config can't be read: {' '.join(str(error).split())}") from error
         settings = cls._checked(values)
         check_relations(settings)
+        check_mixture(settings)
+        read_bounds(settings.env.curriculum)
         for misfit in misfits(settings) if divides and settings.mode != "sft" else ():
             raise misfit
         return settings

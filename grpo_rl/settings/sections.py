@@ -59,6 +59,11 @@ class Env(Section):
         "true: score in processes of their own, which can be killed; false: reward functions given by name are called "
         "in this process; null: only they get a process. math's comparisons and gsm8k's patterns always do",
     )
+    curriculum: Mapping[str, Any] = setting(
+        {},
+        "only rows whose pass rate in this run is between low and high are drawn: {low: 0.1, high: 0.9} "
+        "(docs/mixtures.md); empty: all",
+    )
     rewards: Mapping[str, Any] = setting(
         {}, "added to the task's own: a weight by name, or a mapping of weight and settings (docs/tasks.md)"
     )

@@ -183,6 +183,17 @@ class PromptResponse(Section):
     system_prompt: str | None = required(SYSTEM_PROMPT)
 
 
+class MixtureTasks(Section):
+    """Several tasks in one run."""
+
+    mixture: Mapping[str, Any] = required(
+        "weights by task: {gsm8k: 0.5, ifeval: 0.3}; or a mapping of weight, scale (factor of its rewards), task "
+        "(where its name is another) and its own settings"
+    )
+
+
+MIXTURE = "mixture"
+"""The value of ``env.dataset`` that stands for several tasks, ``env.mixture``."""
 TASKS: Mapping[str, type[Section]] = {
     "gsm8k": GSM8K,
     "ifeval": IFEval,
@@ -194,7 +205,10 @@ TASKS: Mapping[str, type[Section]] = {
     "openenv": OpenEnv,
     "verifiers": Verifiers,
     "prompt_response": PromptResponse,
+    MIXTURE: MixtureTasks,
 }
 """The values of ``env.dataset``, each with its own settings."""
 ALIASES = {"math500": "math"}
 """Names of test sets, and the task that they are the held-out rows of."""
+SINGLE = (*(name for name in TASKS if name != MIXTURE), *ALIASES)
+"""The names of single tasks, which can be evaluated."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,8 +49,8 @@ class Evaluation:
 
     @property
     def reward(self) -> float:
-        """Mean reward over the responses that were judged."""
-        return float(np.nanmean(self.rewards))
+        """Mean reward over the responses that were judged; NaN where none was."""
+        return float(np.nanmean(self.rewards)) if not np.isnan(self.rewards).all() else math.nan
 
     def metrics(self) -> dict[str, float]:
         """The evaluation as one line of metrics: ``eval/reward`` and its standard error, parts, length, truncation."""
@@ -64,6 +64,23 @@ class Evaluation:
             "eval/truncated_fraction": float(np.mean(self.truncated)),
             "eval/failed": float(np.isnan(self.rewards).sum()),
         }
+
+    def of_rows(self, rows: Sequence[int]) -> Evaluation:
+        """The evaluation of some of the rows alone, whose parts and measures the whole one has."""
+        n = self.samples
+        at = [row * n + i for row in rows for i in range(n)]
+        return replace(
+            self,
+            parts={},
+            measures={},
+            rewards=[self.rewards[i] for i in at],
+            prompts=[self.prompts[i] for i in at],
+            completions=[self.completions[i] for i in at],
+            lengths=[self.lengths[i] for i in at],
+            truncated=[self.truncated[i] for i in at],
+            correct=[self.correct[i] for i in at] if self.correct else (),
+            answers=[self.answers[i] for i in at] if self.answers else (),
+        )
 
     def row_rewards(self) -> list[float]:
         """The mean reward of each row's responses that were judged; NaN where none was."""

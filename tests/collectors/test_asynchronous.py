@@ -16,6 +16,7 @@ from grpo_rl.cluster.fleet_engine import FleetEngine, LoopThread
 from grpo_rl.collectors.asynchronous import AsyncCollector
 from grpo_rl.engines.base import EngineDeadError, Samples, Sampling
 from grpo_rl.envs.base import LLMEnv, Reward, ScoreError, Task
+from grpo_rl.envs.mixture import MixtureEnv
 from grpo_rl.testing import save_tiny_model
 
 
@@ -298,3 +299,28 @@ def test_conversations_go_on_turn_by_turn_and_what_was_sampled_is_what_is_traine
             assert prompts[2][: len(prompts[1])] == prompts[1] and prompts[1][: len(prompts[0])] == prompts[0]
             assert prompts[2] == [*group.prompt_ids.tolist(), *ids.tolist()][: len(prompts[2])]
     assert env.guard.failed["error"] == 2
+
+
+def test_tasks_of_one_turn_and_of_several_go_together_and_their_rewards_reach_the_curriculum(tokenizer, loop):
+    class Says(CountA):
+        rows = CountA.rows[:3]
+
+        def score(self, row, response):
+            return Reward({"a": float(response == "hm")})
+
+    settings = {"num_envs": 2, "repeats": 3, "max_turns": 3, "max_failed_fraction": 1.0}
+    envs = {
+        "turns": LLMEnv(Echo(), tokenizer, **settings),
+        "says": LLMEnv(Says(), tokenizer, **settings, curriculum={"passing": 1.0, "rest": 100}),
+    }
+    env, engine = MixtureEnv(envs, {"turns": 1, "says": 1}, 4, 3), Speaks(tokenizer)
+    weights = Weights(engine)
+    collector = AsyncCollector(env, fleet_of(engine, loop), Sampling(max_new_tokens=20), 48, weights, max_staleness=0)
+    out = list(itertools.chain.from_iterable(collections(collector, weights)))
+    by_task = env.by_task([env.task.rows[group.row] for group in out])
+    assert sorted(map(len, by_task.values()))[0] > 2 and len(out) == 16
+    assert all(out[i].reward_parts["turns/turns"].tolist() == [3.0, 3.0] for i in by_task["turns"])
+    assert all(out[i].reward_parts["says/a"].tolist() == [1.0] * 3 for i in by_task["says"])
+    counts = env.metrics()
+    assert counts["failed/turns"] == len(by_task["turns"]) and "failed/says" not in counts
+    assert counts["curriculum/says/too_easy"] == 3 and counts["curriculum/says/whole_epochs"] > 0

@@ -121,6 +121,13 @@ def _lazily(module: str, name: str) -> Callable[..., Any]:
 _calculate = _lazily("envs.tools.arithmetic", "calculate")
 
 
+_verdict = _lazily("envs.rewards.judge", "verdict")
+
+
+def _in_range(result: float) -> None:
+    assert isinstance(result, float) and 0 <= result <= 10, result
+
+
 def _short_text(result: str) -> None:
     assert isinstance(result, str) and len(result) < 200, result
 
@@ -530,6 +537,7 @@ def _action(text: str) -> Any:
 
 TARGETS = [
     Target("calculate", _as_is, _calculate, _corpus("calculate"), _short_text, error=None),
+    Target("judge verdicts", _as_is, lambda text: _verdict(text, 0, 10), _corpus("judge verdicts"), _in_range),
     Target("boxes and tags", _as_is, _boxes, _corpus("responses"), error=None),
     *(
         Target(name, _as_is, _scored(name), _corpus("responses"), _reward, error=None)

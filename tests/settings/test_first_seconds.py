@@ -70,7 +70,8 @@ TABLE = [
     (["loss=drgrpo"], "unknown loss 'drgrpo'; did you mean dr_grpo? (all: bnpo, "),
     (
         ["env.dataset=gsm9k"],
-        "(all: calculator, code, countdown, gsm8k, ifeval, math, openenv, prompt_response, search_qa, verifiers)",
+        "(all: calculator, code, countdown, gsm8k, ifeval, math, mixture, openenv, prompt_response, search_qa, "
+        "verifiers)",
     ),
     (["env.dataset=own"], "env.dataset=own names no task; say which class of your own it is: env.task=module:Class"),
     (["+experiment=quickstart_lor"], "unknown recipe 'quickstart_lor'; did you mean quickstart_lora? (all: "),

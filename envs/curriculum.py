@@ -1,0 +1,144 @@
+"""Curriculum: rows whose pass rate in this run is between bounds are drawn; the others rest."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_rl.envs.task import Reward, Task
+
+KEYS = ("low", "high", "rest", "passing")
+ROUNDING = 1e-9
+"""Relative difference that the scale of a mixture's task may leave in a reward."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The settings of ``env.curriculum``.
+
+    Args:
+        low: pass rate below which a row is too hard.
+        high: pass rate above which a row is too easy.
+        rest: epochs in which such a row is left out, before it is tried again.
+        passing: reward from which on a response passes; None: where the task says that it is right.
+    """
+
+    low: float = 0.1
+    high: float = 0.9
+    rest: int = 3
+    passing: float | None = None
+
+
+def read_bounds(given: Mapping[str, Any]) -> Bounds | None:
+    """The settings of ``env.curriculum``; None where there are none, and every row is drawn.
+
+    Raises:
+        ValueError: there is no such setting, or a value makes no sense.
+
+    >>> read_bounds({"high": 0.8}), read_bounds({})
+    (Bounds(low=0.1, high=0.8, rest=3, passing=None), None)
+    """
+    if not given:
+        return None
+    for name in given:
+        if name not in KEYS:
+            close = difflib.get_close_matches(str(name), KEYS, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"env.curriculum has no setting {name}; it has {', '.join(KEYS)}{hint}")
+    bounds = Bounds(**given)
+    for name in KEYS:
+        value = getattr(bounds, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number and not (name == "passing" and value is None):
+            raise ValueError(f"env.curriculum.{name} is {value!r}; it must be a finite number")
+    if not 0 <= bounds.low < bounds.high <= 1:
+        raise ValueError(
+            f"env.curriculum keeps rows with pass rates from low={bounds.low} to high={bounds.high}; they must be "
+            "between 0 and 1, low below high"
+        )
+    if bounds.rest < 1 or bounds.rest != int(bounds.rest):
+        raise ValueError(f"env.curriculum.rest is {bounds.rest}; it must be a whole number of epochs, 1 or more")
+    return bounds
+
+
+class Curriculum:
+    """The pass rates of the rows that this run has seen, and which rows they keep.
+
+    Groups that were seen earlier weigh half as much with each one that follows, as the policy changes. A row that was
+    not seen yet is kept, and one out of bounds is tried again when it has rested.
+
+    Raises:
+        ValueError: the task does not say which responses are right, and no reward is named as passing.
+
+    >>> from grpo_rl.envs.gsm8k import GSM8K
+    >>> curriculum = Curriculum(Bounds(low=0.1, high=0.9, rest=2), GSM8K([]))
+    >>> right, wrong = ({"correctness": r, "reasoning_format": 0.0, "answer_format": 0.0} for r in (2.0, 0.0))
+    >>> curriculum.note(7, [Reward(right)] * 4, epoch=0)
+    >>> [curriculum.keeps(7, epoch) for epoch in (1, 2, 3)], curriculum.keeps(8, 1)
+    ([False, False, True], True)
+    >>> curriculum.note(7, [Reward(wrong)] * 4, epoch=3); curriculum.rate(7)  # (4 / 2 + 0) of (4 / 2 + 4)
+    0.333...
+    """
+
+    def __init__(self, bounds: Bounds, task: Task) -> None:
+        if bounds.passing is None and not task.tells_right:
+            raise ValueError(
+                f"env.curriculum counts right responses, and {type(task).__name__} does not say which are right; set "
+                "env.curriculum.passing, the reward from which on a response passes"
+            )
+        self._bounds, self._task = bounds, task
+        self._seen: dict[int, tuple[float, float, int]] = {}
+        self.passed_over = 0
+        """How often a row was left out so far."""
+        self.whole_epochs = 0
+        """Epochs in which every row was drawn, as the one before had none within bounds."""
+
+    def note(self, row: int, results: Sequence[object], epoch: int) -> None:
+        """Counts a group's responses to a row; those without a reward, or a verdict, say nothing."""
+        verdicts = [self._passes(result) for result in results if isinstance(result, Reward)]
+        known = [verdict for verdict in verdicts if verdict is not None]
+        if known:
+            passed, judged, _ = self._seen.get(row, (0.0, 0.0, 0))
+            self._seen[row] = (passed / 2 + sum(known), judged / 2 + len(known), epoch)
+
+    def rate(self, row: int) -> float:
+        """The pass rate of a row that was seen."""
+        passed, judged, _ = self._seen[row]
+        return passed / judged
+
+    def keeps(self, row: int, epoch: int) -> bool:
+        """Tells whether a row is drawn in an epoch."""
+        if row not in self._seen or self._bounds.low <= self.rate(row) <= self._bounds.high:
+            return True
+        return epoch - self._seen[row][2] > self._bounds.rest
+
+    def metrics(self) -> dict[str, float]:
+        """Counts of the rows that were seen, and of what was left out."""
+        rates = [self.rate(row) for row in self._seen]
+        easy, hard = (sum(rate > self._bounds.high for rate in rates), sum(rate < self._bounds.low for rate in rates))
+        return {
+            "curriculum/in_bounds": len(rates) - easy - hard,
+            "curriculum/too_easy": easy,
+            "curriculum/too_hard": hard,
+            "curriculum/passed_over": self.passed_over,
+            "curriculum/whole_epochs": self.whole_epochs,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What was seen, as JSON-able numbers."""
+        seen = [[row, *counts] for row, counts in self._seen.items()]
+        return {"seen": seen, "passed_over": self.passed_over, "whole_epochs": self.whole_epochs}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from :meth:`state`."""
+        self._seen = {row: (passed, judged, epoch) for row, passed, judged, epoch in state["seen"]}
+        self.passed_over, self.whole_epochs = state["passed_over"], state["whole_epochs"]
+
+    def _passes(self, reward: Reward) -> bool | None:
+        passing = self._bounds.passing
+        if passing is None:
+            return self._task.is_right(reward)
+        return reward.total >= passing or math.isclose(reward.total, passing, rel_tol=ROUNDING)

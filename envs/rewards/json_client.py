@@ -1,0 +1,120 @@
+"""JsonClient: requests to an HTTP server that speaks JSON, repeated where they fail for now."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+FOR_NOW = (408, 409, 425, 429, 500, 502, 503, 504)
+"""Status codes of requests that may succeed later."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+EXCERPT = 300
+
+
+class EndpointError(RuntimeError):
+    """The endpoint gave no response within all tries; names it."""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: followed, it would carry the key to another server."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+class JsonClient:
+    """A server that speaks JSON. The key goes into the request's header alone: it is in no message or representation.
+
+    Args:
+        url: before the paths of requests.
+        key: sent as bearer token; None or empty: none is sent.
+        retries: further tries of a request that failed for now, with growing waits; ``Retry-After`` is honoured.
+        deadline_s: seconds of one try.
+        clock: seconds, for deadlines of whole requests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        retries: int = 5,
+        deadline_s: float = 300.0,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.url, self._key = url.rstrip("/"), key
+        self._retries, self._deadline_s, self._sleep, self._clock = retries, deadline_s, sleep, clock
+        self._open = urllib.request.build_opener(_NoRedirects).open
+        self.retried, self._counting = 0, threading.Lock()
+        """How often a request was sent again."""
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, until: float | None = None) -> Any:
+        """The server's JSON. A request that fails for now is repeated.
+
+        Args:
+            body: sent as JSON by POST; None: a GET.
+            until: the clock's time at which the whole request, its further tries included, is given up.
+
+        Raises:
+            ValueError: the server refuses the request, or responds with no JSON.
+            EndpointError: all tries failed, or the time is over.
+        """
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        data, why, attempt = None if body is None else json.dumps(body).encode(), "", 0
+        for attempt in range(self._retries + 1):
+            asked_for_s = None
+            try:
+                request = urllib.request.Request(self.url + path, data, headers)
+                with self._open(request, timeout=self._left(until)) as response:
+                    return json.loads(response.read())
+            except urllib.error.HTTPError as error:
+                why = f"HTTP {error.code}: {self._excerpt(error)}"
+                if error.code not in FOR_NOW:
+                    raise ValueError(f"{self.url}{path} refuses: {why}") from None
+                asked_for_s = _seconds(error.headers.get("Retry-After"))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{self.url}{path} responds with no JSON: {error}") from None
+            except (OSError, http.client.HTTPException) as error:  # refused, reset, cut off, or over its deadline
+                why = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
+            if attempt < self._retries and (until is None or self._clock() < until):
+                with self._counting:
+                    self.retried += 1
+                # Jitter: requests that failed together do not come back together.
+                wait_s = FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.5)
+                wait_s = min(wait_s if asked_for_s is None else asked_for_s, LONGEST_WAIT_S)
+                self._sleep(wait_s if until is None else min(wait_s, max(until - self._clock(), 0.0)))
+            else:
+                break
+        raise EndpointError(f"{self.url}{path} failed in {attempt + 1} tries; the last: {why}")
+
+    def _left(self, until: float | None) -> float:
+        """Seconds of the next try: at least a few milliseconds, as 0 would mean none to a socket."""
+        return self._deadline_s if until is None else min(self._deadline_s, max(until - self._clock(), 0.005))
+
+    def _excerpt(self, error: urllib.error.HTTPError) -> str:
+        """The beginning of the server's message, without the key: some servers repeat what they were sent."""
+        try:
+            text = error.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException):
+            text = ""
+        text = text.replace(self._key, "[key]") if self._key else text
+        return " ".join(text[:EXCERPT].split())
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """The seconds that a server asks to wait for; None if it names none, or a date.
+
+    >>> _seconds("3"), _seconds("Wed, 21 Oct 2026 07:28:00 GMT"), _seconds(None)
+    (3.0, None, None)
+    """
+    try:
+        return max(float(retry_after), 0.0) if retry_after else None
+    except ValueError:
+        return None

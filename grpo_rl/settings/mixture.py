@@ -1,0 +1,105 @@
+"""The tasks of ``env.mixture``: their entries, and what is wrong with one of them by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_rl.by_name import is_name, short_name
+from grpo_rl.envs.shares import shares
+from grpo_rl.settings.composing_errors import unknown
+from grpo_rl.settings.declaration import plain
+from grpo_rl.settings.sections import Env, Sections
+from grpo_rl.settings.tasks import MIXTURE, TASKS
+
+OF_DATA = ("path", "subset", "split", "revision", "columns", "eval_path", "eval_split")
+"""Settings of ``env`` that each task of a mixture has its own of."""
+SHARED = (
+    "num_envs", "repeats", "long_prompt", "max_turns", "score_timeout_s", "max_failed_fraction", "isolated", "rewards",
+    "curriculum",
+)  # fmt: skip
+"""Settings of ``env`` that a mixture's tasks have from the mixture, where they give none of their own."""
+OF_ALL = ("dataset", "num_envs", "repeats", "max_turns", "mixture")
+"""Settings that a single task of a mixture can't have."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One task of a mixture.
+
+    Args:
+        dataset: as ``env.dataset`` names it.
+        weight: of its draws.
+        scale: factor of its rewards.
+        env: its own settings.
+    """
+
+    dataset: str
+    weight: float
+    scale: float
+    env: Mapping[str, Any]
+
+
+def entries(settings: Sections) -> dict[str, Entry]:
+    """The tasks of ``env.mixture`` by the names that metrics have; empty where ``env.dataset`` is another task.
+
+    Raises:
+        ValueError: an entry names no task, or has a weight or scale that makes no sense.
+    """
+    if settings.env.dataset != MIXTURE:
+        return {}
+    found: dict[str, Entry] = {}
+    for key, value in settings.env.task["mixture"].items():
+        given = dict(value) if isinstance(value, Mapping) else {"weight": value}
+        dataset, name = given.pop("task", key), short_name(key)
+        where = f"env.mixture.{name}"
+        if name in found:
+            raise ValueError(f"env.mixture has two tasks {name}; name one otherwise: {{other: {{task: {key}, ...}}}}")
+        if "/" in name:
+            raise ValueError(f"{where}: metrics have the name before a slash, so that it can't have one itself")
+        if not is_name(dataset) and (dataset not in TASKS or dataset == MIXTURE):
+            known = [*(task for task in TASKS if task != MIXTURE), "package.module:Class"]
+            raise ValueError(f"{where}: {unknown('task', str(dataset), known)}")
+        if "weight" not in given:
+            raise ValueError(f"{where} lacks its weight, the share of prompts that are drawn from it")
+        scale = given.pop("scale", 1.0)
+        number = isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale)
+        if not number or scale <= 0:
+            raise ValueError(f"{where}.scale is {scale!r}; it must be a finite number above 0, a factor of its rewards")
+        if taken := [name for name in OF_ALL if name in given]:
+            raise ValueError(f"{where}.{taken[0]}: all tasks of a mixture have the same; set env.{taken[0]}")
+        model = given.get("rewards", {}).get("model") if isinstance(given.get("rewards", {}), Mapping) else None
+        if isinstance(model, Mapping) and (model.get("num_devices") or model.get("devices")):
+            raise ValueError(f"{where}.rewards.model asks for a device; all tasks share it: set env.rewards.model")
+        found[name] = Entry(dataset, given.pop("weight"), float(scale), given)
+    shares({name: entry.weight for name, entry in found.items()})
+    return found
+
+
+def check_mixture(settings: Sections) -> None:
+    """Refuses a mixture whose entries make no sense, and settings beside it that each of its tasks has its own of.
+
+    Raises:
+        ValueError: see :func:`entries`.
+    """
+    if not (found := entries(settings)):
+        return
+    for name in OF_DATA:
+        if settings.env[name] != Env.__dataclass_fields__[name].metadata["setting"].default:
+            first = next(iter(found))
+            raise ValueError(
+                f"env.{name}={plain(settings.env[name])} is of no task of the mixture; give it to the one that it is "
+                f"of: env.mixture.{first}.{name}"
+            )
+    if settings.mode == "sft":
+        raise ValueError("env.mixture: mode=sft imitates the responses of one task; set env.dataset to it")
+    if settings.loss.advantage == "multi_reward":
+        raise ValueError(
+            "loss.advantage=multi_reward compares each part of the reward over all groups, and the tasks of a mixture "
+            "have different parts; use another advantage"
+        )
+    for i, task in enumerate(settings.evaluate.tasks):
+        if (name := short_name(str(task["task"]))) in found:
+            raise ValueError(f"evaluate.tasks[{i}]: {name} is a task of the mixture, and so evaluated; leave it out")

@@ -1,0 +1,160 @@
+"""The classifier's reward is what the model gives by itself, on the device of the plan."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
+
+from grpo_rl.envs.base import LLMEnv, Reward, Task
+from grpo_rl.envs.rewards.classifier import Classifier
+from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.devices import allocate
+from grpo_rl.settings.schema import Settings
+
+TEXTS = ["yes", "no, never", "yes", "", "a much longer response than the others"]
+QUESTIONS = ["Is it?"] * 5
+
+
+def save(tokenizer, folder, kind, labels):
+    """A random classifier of two layers, and its tokenizer."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 64, "num_labels": labels, "pad_token_id": None}
+    sizes["initializer_range"] = 0.5  # so that texts have values of their own
+    if kind == "bert":
+        tokenizer.chat_template = None
+        model = BertForSequenceClassification(BertConfig(**sizes | {"pad_token_id": 0}))
+    else:
+        model = LlamaForSequenceClassification(LlamaConfig(**sizes, num_key_value_heads=1, head_dim=16))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if kind == "bert":  # which tells its two texts apart
+        file = folder / "tokenizer_config.json"
+        names = ["input_ids", "token_type_ids", "attention_mask"]
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"model_input_names": names}))
+    return str(folder)
+
+
+def alone(folder, question, text, limit=64):
+    """The logits of one text, by transformers alone."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSequenceClassification.from_pretrained(folder)
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
+        shown = tokenizer.apply_chat_template(chat, tokenize=False)
+        inputs = {"input_ids": tokenizer(shown, add_special_tokens=False, return_tensors="pt")["input_ids"][:, :limit]}
+    else:
+        inputs = tokenizer(question, text, return_tensors="pt")
+        assert inputs["token_type_ids"].unique().tolist() == [0, 1][: 1 + bool(text)]
+    with torch.no_grad():
+        return model.eval()(**inputs).logits[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_a_value_is_the_logit_of_a_forward_pass_by_itself(tokenizer, tmp_path, kind):
+    folder = save(tokenizer, tmp_path / "model", kind, 1)
+    values = Classifier(name=folder)(QUESTIONS, TEXTS)
+    expected = [alone(folder, q, text).item() for q, text in zip(QUESTIONS, TEXTS, strict=True)]
+    assert values == pytest.approx(expected, abs=1e-5) and len({round(value, 3) for value in values}) == 4
+    squashed = Classifier(name=folder, sigmoid=True)(QUESTIONS, TEXTS)
+    assert squashed == pytest.approx(torch.tensor(expected).sigmoid().tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("label", ["LABEL_2", 2])
+def test_of_several_labels_one_has_its_probability(tokenizer, tmp_path, label):
+    folder = save(tokenizer, tmp_path / "model", "llama", 3)
+    values = Classifier(name=folder, label=label, batch=1)(QUESTIONS, TEXTS)
+    expected = [alone(folder, q, text).softmax(-1)[2].item() for q, text in zip(QUESTIONS, TEXTS, strict=True)]
+    assert values == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(ValueError, match="has the labels LABEL_0, LABEL_1, LABEL_2; choose one"):
+        Classifier(name=folder, label="good").place("cpu")
+    with pytest.raises(ValueError, match="label=None, and .* has the labels"):
+        Classifier(name=folder).place("cpu")
+
+
+def test_what_is_longer_than_the_model_takes_is_cut_and_counted(tokenizer, tmp_path):
+    folder = save(tokenizer, tmp_path / "model", "llama", 1)
+    classifier = Classifier(name=folder, max_tokens=20)
+    (value,) = classifier(["Is it?"], ["x" * 100])
+    assert value == pytest.approx(alone(folder, "Is it?", "x" * 100, 20).item(), abs=1e-5)
+    assert classifier.counts() == {"reward_model/scored": 1, "reward_model/truncated": 1}
+    classifier.restore({"reward_model/scored": 41.0})
+    classifier(["Is it?"], ["x"])
+    assert classifier.counts() == {"reward_model/scored": 42, "reward_model/truncated": 1}
+
+
+def test_any_task_can_have_a_classifier(tokenizer, tmp_path):
+    class Nothing(Task):
+        rows, reward_parts = [{}], ("own",)
+
+        def prompt(self, row):
+            return [{"role": "user", "content": "Is it?"}]
+
+        def score(self, row, response):
+            return Reward({"own": 1.0})
+
+    folder = save(tokenizer, tmp_path / "model", "llama", 1)
+    env = LLMEnv(Nothing(), tokenizer, 1, 2, rewards={"model": {"name": folder, "weight": 0.5}})
+    env.task.place(torch.device("cpu"))
+    results = env.score(0, [tokenizer(text)["input_ids"] for text in ("yes", "no")])
+    expected = [0.5 * alone(folder, "Is it?", text).item() for text in ("yes", "no")]
+    assert [result.parts["model"] for result in results] == pytest.approx(expected, abs=1e-5)
+    assert env.metrics()["reward_model/scored"] == 2
+
+
+def plan(*words, visible=4, mode="sync"):
+    settings = Settings.read(compose_config("grpo_gsm8k", list(words)))
+    return allocate(settings, mode, visible=visible)
+
+
+def test_the_device_plan_gives_it_a_gpu_of_its_own_or_that_of_training():
+    shared, own, listed = "{name: m}", "{name: m, num_devices: 1}", "{name: m, devices: [3]}"
+    assert plan(f"+env.rewards.model={shared}").reward == ()
+    given = plan(f"+env.rewards.model={own}", "inference_model.num_devices=2")
+    assert str(given).startswith("train cuda:0, ref none, inference cuda:2 cuda:3, reward cuda:1 (")
+    assert str(plan(f"+env.rewards.model={listed}", mode="async")).startswith(
+        "train cuda:0, ref none, inference cuda:1 cuda:2, reward cuda:3 ("
+    )
+    with pytest.raises(ValueError, match=r"train 1 \+ reward 1 \+ inference 1 = 3 GPUs, 2 visible"):
+        plan(f"+env.rewards.model={own}", "inference_model.num_devices=1", visible=2)
+    with pytest.raises(ValueError, match=r"env.rewards.model.devices=\[3\], but no GPU is visible"):
+        plan(f"+env.rewards.model={listed}", visible=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"name": ""}, "it must be a folder or a hub name"),
+        ({"name": "m", "dtype": "int8"}, "dtype is 'int8'; it can be"),
+        ({"name": "m", "batch": 0}, "batch is 0"),
+        ({"name": "m", "num_devices": 2}, "the classifier takes one device"),
+        ({"name": "m", "label": 1, "sigmoid": True}, "sigmoid=true is of a model with one logit"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, told):
+    with pytest.raises(ValueError, match=told):
+        Classifier(**settings)
+
+
+@pytest.mark.nightly
+def test_a_logit_is_the_reward_of_torchrls_wrapper(tokenizer, tmp_path):
+    """Its import takes five seconds, as it brings vLLM."""
+    from tensordict import TensorDict
+    from torchrl.modules.llm import HFRewardModelWrapper
+
+    folder = save(tokenizer, tmp_path / "model", "llama", 1)
+    classifier = Classifier(name=folder)
+    (value,) = classifier(["Is it?"], ["yes"])
+    ids = torch.tensor([classifier._encode("Is it?", "yes")["input_ids"]])
+    wrapper = HFRewardModelWrapper(AutoModelForSequenceClassification.from_pretrained(folder), inference_mode=True)
+    given = TensorDict({"tokens": {"full": ids}, "masks": {"all_attention_mask": torch.ones_like(ids)}}, [1])
+    assert wrapper(given)["reward"].tolist() == pytest.approx([value], abs=1e-5)

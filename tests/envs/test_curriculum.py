@@ -1,0 +1,115 @@
+"""Rows that this run finds too easy or too hard rest, come back, and never leave a run without prompts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.envs.base import LLMEnv, Reward, Task
+from grpo_rl.envs.mixture import MixtureEnv
+
+
+class Levels(Task):
+    """Row k is passed by response g where g < k; of four responses by k."""
+
+    reward_parts = ("right",)
+    correct_part = "right"
+
+    def __init__(self, *levels: int) -> None:
+        self.rows = [{"level": level} for level in levels]
+
+    def prompt(self, row):
+        return [{"role": "user", "content": str(row["level"])}]
+
+    def score(self, row, response):
+        return Reward({"right": 2.0 * (int(response) < row["level"])})
+
+
+class Untold(Levels):
+    correct_part = None
+
+
+def make(tokenizer, task, curriculum, num_envs=4, **settings):
+    return LLMEnv(task, tokenizer, num_envs, 4, curriculum=curriculum, **settings)
+
+
+def collector(env, tokenizer):
+    engine = ScriptedEngine(lambda prompt, g: [*tokenizer(str(g))["input_ids"], tokenizer.eos_token_id])
+    return SyncCollector(env, engine, Sampling(max_new_tokens=4), 10_000)
+
+
+def levels(env, groups):
+    return [env.task.rows[group.row]["level"] for group in groups]
+
+
+def test_rows_out_of_bounds_rest_and_come_back(tokenizer):
+    env = make(tokenizer, Levels(0, 1, 2, 4), {"low": 0.2, "high": 0.8, "rest": 2})
+    sampler = collector(env, tokenizer)
+    assert sorted(levels(env, sampler.collect(4))) == [0, 1, 2, 4]  # epoch 0: nothing is known
+    assert sorted(levels(env, sampler.collect(4))) == [1, 1, 2, 2]  # epochs 1 and 2: levels 0 and 4 rest
+    assert sorted(levels(env, sampler.collect(4))) == [0, 1, 2, 4]  # epoch 3
+    assert env.metrics() == {
+        "curriculum/in_bounds": 2, "curriculum/too_easy": 1, "curriculum/too_hard": 1, "curriculum/passed_over": 4,
+        "curriculum/whole_epochs": 0,
+    }  # fmt: skip
+
+
+def test_a_run_whose_rows_are_all_out_of_bounds_draws_them_all(tokenizer):
+    env = make(tokenizer, Levels(0, 4), {"rest": 100}, num_envs=2)
+    sampler = collector(env, tokenizer)
+    for _ in range(5):
+        assert sorted(levels(env, sampler.collect(4))) == [0, 4]
+    # Every second epoch has none within bounds, and the next one is drawn whole.
+    assert env.metrics()["curriculum/whole_epochs"] == 4 and env.metrics()["curriculum/passed_over"] == 8
+
+
+def test_rows_that_are_too_long_do_not_count_as_drawn(tokenizer):
+    """Left out, and within bounds as they were never seen: they must not keep a run waiting for an epoch with a row."""
+    longest = len(make(tokenizer, Levels(0), {}).encode({"level": 0}))
+    env = make(tokenizer, Levels(0, 10**9), {"rest": 100}, 2, max_prompt_tokens=longest, long_prompt="skip")
+    sampler = collector(env, tokenizer)
+    assert [levels(env, sampler.collect(4)) for _ in range(3)] == [[0, 0]] * 3 and env.skipped == 1
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_resumed_curriculum_draws_the_same_rows(tokenizer, mixed):
+    def begin():
+        env = make(tokenizer, Levels(0, 1, 2, 4, 3, 0, 0, 4), {"low": 0.2, "high": 0.8})
+        if mixed:
+            envs = {"a": env, "b": make(tokenizer, Levels(0, 2, 4), {"low": 0.2, "high": 0.8, "passing": 2.0})}
+            env = MixtureEnv(envs, {"a": 2, "b": 1}, 3, 4, scales={"b": 0.1})
+        return env, collector(env, tokenizer)
+
+    (whole, sampler), (_, cut) = begin(), begin()
+    expected = [[(group.group_id, group.row) for group in sampler.collect(4)] for _ in range(20)]
+    for _ in range(7):
+        cut.collect(4)
+    state = json.loads(json.dumps(cut.state()))
+    env, resumed = begin()
+    resumed.restore(state)
+    assert [[(group.group_id, group.row) for group in resumed.collect(4)] for _ in range(13)] == expected[7:]
+    assert env.metrics() == whole.metrics()
+    counts = env.metrics()
+    names = ("curriculum/a", "curriculum/b") if mixed else ("curriculum",)
+    assert all(counts[f"{name}/passed_over"] > 0 and counts[f"{name}/too_hard"] > 0 for name in names)
+    if mixed:  # the bound on the reward is that of the task, before its scale
+        assert (counts["curriculum/b/too_easy"], counts["curriculum/b/in_bounds"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "told"),
+    [
+        (Untold(1), {"low": 0.2}, "Untold does not say which are right; set env.curriculum.passing"),
+        (Levels(1), {"lo": 0.2}, "env.curriculum has no setting lo; .* did you mean low?"),
+        (Levels(1), {"low": 0.9, "high": 0.1}, "low=0.9 to high=0.1; they must be between 0 and 1"),
+        (Levels(1), {"low": "some"}, "env.curriculum.low is 'some'"),
+        (Levels(1), {"rest": 0}, "env.curriculum.rest is 0"),
+    ],
+)
+def test_a_curriculum_that_makes_no_sense_is_refused(tokenizer, task, given, told):
+    with pytest.raises(ValueError, match=told):
+        make(tokenizer, task, given)

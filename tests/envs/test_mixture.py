@@ -1,0 +1,172 @@
+"""Tasks of a mixture are drawn by weight, resume where they were, and are each scored, counted and logged by itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from scipy import stats
+
+from grpo_rl.collectors.sync import SyncCollector
+from grpo_rl.engines.base import Sampling
+from grpo_rl.engines.scripted import ScriptedEngine
+from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
+from grpo_rl.envs.mixture import MixtureEnv
+
+WEIGHTS = {"gsm8k": 0.5, "ifeval": 0.3, "calculator": 0.2}
+
+
+class Says(Task):
+    """Pays one for a response that is the row's word; a row of "?" can't be scored."""
+
+    reward_parts = ("right",)
+    correct_part = "right"
+
+    def __init__(self, *words: str) -> None:
+        self.rows = [{"word": word} for word in words]
+
+    def prompt(self, row):
+        return [{"role": "user", "content": row["word"]}]
+
+    def score(self, row, response):
+        if row["word"] == "?":
+            raise KeyError("gold")
+        return Reward({"right": float(response == row["word"])}, {"characters": len(response)})
+
+
+class Asks(Says):
+    """Asks once more before it pays, and pays by another name."""
+
+    reward_parts = ("said",)
+    correct_part = None
+
+    def reply(self, row, messages):
+        return [{"role": "user", "content": "again"}]
+
+    def score_dialog(self, row, messages):
+        return Reward({"said": float(sum(m["role"] == "assistant" for m in messages))})
+
+
+class Compares(Says):
+    """Pays the longest of a group, whose responses are scored in one call."""
+
+    reward_parts = ("longest",)
+    correct_part = None
+
+    def score_many(self, rows, responses):
+        longest = max(map(len, responses))
+        return [Reward({"longest": float(len(text) == longest)}) for text in responses]
+
+
+def mixture(tokenizer, tasks, weights=WEIGHTS, seed=0, num_envs=6, **settings):
+    envs = {name: LLMEnv(task, tokenizer, 2, 2, max_turns=2, seed=seed) for name, task in tasks.items()}
+    return MixtureEnv(envs, weights, num_envs, 2, seed=seed, **settings)
+
+
+def three(tokenizer, **settings):
+    tasks = {"gsm8k": Says("a", "b", "c"), "ifeval": Compares("d", "e"), "calculator": Asks("f", "g")}
+    return mixture(tokenizer, tasks, **settings)
+
+
+def task_of(env, prompt):
+    return env.task.name_of(env.task.rows[prompt.row])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tasks_are_drawn_in_proportion(tokenizer, seed):
+    """A chi-square test that a right mixture fails once in 20,000 times; one of 0.48 instead of 0.5 fails it."""
+    env = three(tokenizer, seed=seed)
+    names = [env._prompts.name_of_draw(draw) for draw in range(20_000)]
+    counts = [names.count(name) for name in WEIGHTS]
+    assert stats.chisquare(counts, [20_000 * share for share in WEIGHTS.values()]).pvalue > 1e-5
+    wrong = [20_000 * share for share in (0.475, 0.325, 0.2)]
+    assert stats.chisquare(counts, wrong).pvalue < 1e-5
+
+
+def test_prompts_come_from_the_draws_and_each_tasks_own_epochs(tokenizer):
+    env = three(tokenizer)
+    prompts = env.next_prompts(600)
+    assert [prompt.group_id for prompt in prompts] == list(range(600))
+    for name, member in env.members.items():
+        own = [env.task.rows[prompt.row]["row"]["word"] for prompt in prompts if task_of(env, prompt) == name]
+        rows = len(member.task.rows)
+        assert len(own) == [env._prompts.name_of_draw(i) for i in range(600)].count(name) > 50
+        for start in range(0, len(own) - rows, rows):  # every row of the task once an epoch
+            assert sorted(own[start : start + rows]) == sorted(row["word"] for row in member.task.rows)
+    assert prompts[0].query == env.query(prompts[0].row)
+
+
+def test_a_mixture_resumes_with_the_same_draws_and_rows(tokenizer):
+    whole, cut = three(tokenizer, seed=3), three(tokenizer, seed=3)
+    cut.next_prompts(17)
+    state = json.loads(json.dumps(cut.state_dict()))
+    resumed = three(tokenizer, seed=3)
+    resumed.load_state_dict(state)
+    expected = whole.next_prompts(17 + 50)[17:]
+    assert [(p.group_id, p.row, p.query, p.ids.tolist()) for p in resumed.next_prompts(50)] == [
+        (p.group_id, p.row, p.query, p.ids.tolist()) for p in expected
+    ]
+
+
+def test_a_position_of_other_tasks_is_refused(tokenizer):
+    state = mixture(tokenizer, {"a": Says("x"), "b": Says("y")}, {"a": 1, "b": 1}).state_dict()
+    with pytest.raises(ValueError, match="a mixture of a, b, and this one is of a, c; resume with the same tasks"):
+        mixture(tokenizer, {"a": Says("x"), "c": Says("y")}, {"a": 1, "c": 1}).load_state_dict(state)
+
+
+def test_single_turns_groups_and_conversations_go_together_in_one_collection(tokenizer):
+    env = three(tokenizer, num_envs=12, scales={"gsm8k": 3.0})
+    end = tokenizer.eos_token_id
+    engine = ScriptedEngine(lambda prompt, g: [*tokenizer("a")["input_ids"], end])
+    groups = SyncCollector(env, engine, Sampling(max_new_tokens=8), 1000).collect(2)
+    by_task = env.by_task([env.task.rows[group.row] for group in groups])
+    assert all(by_task.values())
+    for name, at in by_task.items():
+        for group in (groups[i] for i in at):
+            word = env.task.rows[group.row]["row"]["word"]
+            if name == "gsm8k":
+                assert group.reward_parts["gsm8k/right"].tolist() == [3.0 * (word == "a")] * 2 == group.rewards.tolist()
+                assert group.measures["gsm8k/characters"].tolist() == [1.0, 1.0]
+            elif name == "ifeval":
+                assert group.reward_parts["ifeval/longest"].tolist() == [1.0, 1.0]  # scored as a group
+            else:
+                assert group.reward_parts["calculator/said"].tolist() == [2.0, 2.0]
+            assert len(group.reward_parts) == 1
+            assert group.trainable.all() == (name != "calculator")  # only that one has replies
+
+
+def test_a_tasks_failures_count_under_its_name_and_resume_with_it(tokenizer):
+    tasks = {"good": Says("a"), "bad": Says("?")}
+    env = mixture(tokenizer, tasks, {"good": 1, "bad": 1})
+    rows = {env.task.name_of(row): i for i, row in enumerate(env.task.rows)}
+    right, wrong = env.score(rows["good"], [tokenizer("a")["input_ids"]] * 2)
+    assert right == wrong == Reward({"good/right": 1.0}, {"good/characters": 1.0})
+    failed = env.score(rows["bad"], [tokenizer("a")["input_ids"]] * 2)
+    assert all(isinstance(result, Failure) and "bad, row 1" in result.message for result in failed)
+    assert env.metrics() == {"failed/bad": 2} and env.guard.failures()[0] == {"error": 2}
+    other = mixture(tokenizer, tasks, {"good": 1, "bad": 1})
+    other.load_state_dict(json.loads(json.dumps(env.state_dict())))
+    assert other.metrics() == {"failed/bad": 2}
+
+
+def test_a_mixture_is_a_torchrl_environment(tokenizer):
+    env = mixture(tokenizer, {"a": Says("x"), "b": Compares("y")}, {"a": 1, "b": 1}, num_envs=4)
+    state = env.reset()
+    for row in state.unbind(0):
+        row["tokens", "response"] = torch.tensor([*tokenizer("x")["input_ids"], tokenizer.eos_token_id])
+    done = env.step(state)["next"]
+    for row, query in zip(done.unbind(0), done["query"], strict=True):
+        assert float(row["reward"]) == 1.0 == float(row["reward_parts", "a/right" if query == "x" else "b/longest"])
+
+
+def test_which_responses_are_right_is_told_by_the_task_of_the_reward(tokenizer):
+    task = three(tokenizer).task
+    assert task.is_right(Reward({"gsm8k/right": 1.0})) is True and task.is_right(Reward({"gsm8k/right": 0.0})) is False
+    assert task.is_right(Reward({"ifeval/longest": 1.0})) is None and task.tells_right
+
+
+@pytest.mark.parametrize("weight", [0, -0.5, float("nan"), "half", True])
+def test_a_weight_that_is_not_above_zero_is_refused(tokenizer, weight):
+    with pytest.raises(ValueError, match=r"env\.mixture\.b: the weight is .*; it must be a finite number above 0"):
+        mixture(tokenizer, {"a": Says("x"), "b": Says("y")}, {"a": 1, "b": weight})

@@ -1,0 +1,72 @@
+"""A run of a mixture in the main script: metrics and held-out scores of each task, its report, and its resumption."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from grpo_rl.monitor.metrics import read_metrics
+from grpo_rl.report.charts import build
+from grpo_rl.testing import run_script, without_clocks
+from grpo_rl.training.checkpoint import checkpoints
+
+SCRIPT = Path(__file__).parents[2] / "sota" / "grpo.py"
+pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.nightly]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_run):
+    """The tiny run with three tasks instead of one, one of which has several turns."""
+    path = next(word.partition("=")[2] for word in tiny_run if word.startswith("env.path="))
+    shared = [word for word in tiny_run if not word.startswith("env.") or word.startswith(("env.num", "env.repeats"))]
+    rows = f"path: '{path}', eval_path: '{path}', system_prompt: null"
+    entries = [
+        f"gsm8k: {{weight: 0.5, {rows}, reward: {{reasoning_pattern: '[0-9]'}}}}",
+        f"halved: {{task: gsm8k, weight: 0.3, scale: 0.5, {rows}, reward: {{reasoning_pattern: '[0-4]'}}}}",
+        f"calculator: {{weight: 0.2, {rows}, examples: []}}",
+    ]
+    shared.append("train.total_dialog_turns=32")
+    return [*shared, f"env.mixture={{{', '.join(entries)}}}", "env.max_turns=2", "evaluate.rows=3"]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory):
+    return run_script(SCRIPT, tiny, tmp_path_factory.mktemp("mixture") / "run")
+
+
+def test_each_task_has_its_metrics_its_held_out_scores_and_its_curves(finished):
+    rows = read_metrics(finished)
+    steps = [row for row in rows if "reward/mean" in row]
+    names = ("gsm8k", "halved", "calculator")
+    assert all(sum(row[f"mixture/{name}"] for name in names) == 4 for row in steps)
+    for row in steps:
+        means = [row[f"reward/{name}/mean"] * row[f"mixture/{name}"] for name in names if row[f"mixture/{name}"]]
+        assert sum(means) / 4 == pytest.approx(row["reward/mean"], abs=1e-6)
+    seen = {name for row in steps for name in row}
+    assert {f"reward/gsm8k/{n}" for n in ("mean", "correctness", "zero_std_fraction")} <= seen
+    assert "response/calculator/truncated_fraction" in seen
+    held_out = [row for row in rows if "eval/reward" in row]
+    assert len(held_out) == 2
+    of_tasks = [held_out[0][f"eval/{name}/reward"] for name in names]
+    assert sum(of_tasks) / 3 == pytest.approx(held_out[0]["eval/reward"])
+    assert {"eval/gsm8k/accuracy", "eval/gsm8k/correctness", "eval/calculator/truncated_fraction"} <= held_out[0].keys()
+    drawn = build(finished)["charts"]
+    curves = {
+        series[0]: series[1] for chart in drawn if chart["title"] == "Reward by task" for series in chart["series"]
+    }
+    assert curves == {f"reward/{name}/mean": name for name in names if f"reward/{name}/mean" in seen}
+    assert len(pd.read_parquet(finished / "completions.parquet")) == 32
+
+
+def test_a_resumed_mixture_is_the_run_that_went_on_to_the_last_bit(finished, tiny, tmp_path):
+    cut = tmp_path / "cut"
+    shutil.copytree(finished, cut)
+    run_script(SCRIPT, [*tiny, f"resume={checkpoints(cut / 'checkpoints')[0]}"], tmp_path / "unused")
+    assert [without_clocks(row) for row in read_metrics(cut)] == [without_clocks(row) for row in read_metrics(finished)]
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (cut, finished)]
+    assert weights[0] == weights[1]
+    assert json.loads((cut / "summary.json").read_text())["steps"] == 2

@@ -1,0 +1,86 @@
+"""The settings of a mixture: each task's own, those that they share, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_rl.settings.compose import compose_config
+from grpo_rl.settings.mixture import entries
+from grpo_rl.settings.mixture_tasks import settings_of_tasks
+from grpo_rl.settings.schema import Settings
+
+
+def read(*overrides):
+    return Settings.read(compose_config("grpo_gsm8k", list(overrides)))
+
+
+def test_an_entry_is_a_weight_or_a_mapping_with_the_tasks_own_settings():
+    settings = read(
+        "env.mixture={gsm8k: 0.5, easy: {task: countdown, weight: 3, scale: 2, puzzles: {sizes: [3]}}}",
+        "env.repeats=16",
+        "env.score_timeout_s=7",
+    )
+    found = entries(settings)
+    assert [(e.dataset, e.weight, e.scale) for e in found.values()] == [("gsm8k", 0.5, 1.0), ("countdown", 3, 2.0)]
+    own = settings_of_tasks(settings)
+    assert own["easy"].env.dataset == "countdown" and own["easy"].env["puzzles"]["sizes"] == [3]
+    assert own["easy"].env["puzzles"]["max_number"] == 99 and own["gsm8k"].env["reward"]["correctness"] == 2.0
+    assert all(of_task.env.repeats == 16 and of_task.env.score_timeout_s == 7 for of_task in own.values())
+
+
+def test_a_curriculum_is_given_without_a_plus_and_goes_to_the_tasks():
+    settings = read("env.mixture={gsm8k: 1, math: {weight: 1, curriculum: {low: 0.3}}}", "env.curriculum={high: 0.8}")
+    own = settings_of_tasks(settings)
+    assert own["gsm8k"].env.curriculum == {"high": 0.8} and own["math"].env.curriculum == {"high": 0.8, "low": 0.3}
+    assert read("env.curriculum.high=0.7").env.curriculum == {"high": 0.7}
+    with pytest.raises(ValueError, match=r"env\.curriculum has no setting hihg"):
+        read("env.curriculum={hihg: 0.7}")
+
+
+def test_an_entry_has_its_own_of_what_the_tasks_share():
+    settings = read("env.mixture={gsm8k: {weight: 1, score_timeout_s: 5, path: a.jsonl}, math: 1}")
+    own = settings_of_tasks(settings)
+    assert (own["gsm8k"].env.score_timeout_s, own["math"].env.score_timeout_s) == (5, 60)
+    assert (own["gsm8k"].env.path, own["math"].env.path) == ("a.jsonl", None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["env.mixture={gsm8k: 0}"], r"env\.mixture\.gsm8k: the weight is 0; it must be a finite number above 0"),
+        (["env.mixture={gsm8k: 1, math: -1}"], r"env\.mixture\.math: the weight is -1; it must be"),
+        (["env.mixture={gsm8k: {scale: 2}}"], r"env\.mixture\.gsm8k lacks its weight"),
+        (["env.mixture={gsm8k: {weight: 1, scale: 0}}"], r"env\.mixture\.gsm8k\.scale is 0; it must be"),
+        (["env.mixture={gsm9k: 1}"], r"env\.mixture\.gsm9k: unknown task 'gsm9k'; did you mean gsm8k\?"),
+        (["env.mixture={mixture: 1}"], r"env\.mixture\.mixture: unknown task 'mixture'"),
+        (["env.mixture={}"], r"env\.mixture is empty"),
+        (["env.mixture={gsm8k: {weight: 1, repeats: 4}}"], r"env\.mixture\.gsm8k\.repeats: all tasks .* set env\.rep"),
+        (
+            ["env.mixture={gsm8k: 1}", "env.path=x.jsonl"],
+            r"env\.path=x\.jsonl is of no task .*: env\.mixture\.gsm8k\.p",
+        ),
+        (["env.mixture={gsm8k: 1}", "mode=sft"], "mode=sft imitates the responses of one task"),
+        (["env.mixture={gsm8k: 1}", "loss.advantage=multi_reward"], "loss.advantage=multi_reward compares each part"),
+        (
+            ["env.mixture={gsm8k: 1}", "evaluate.rows=8", "evaluate.tasks=[{task: gsm8k, rows: 8}]"],
+            r"evaluate\.tasks\[0\]: gsm8k is a task of the mixture",
+        ),
+        (["env.dataset=mixture"], r"env\.mixture must be set"),
+    ],
+)
+def test_a_mixture_that_makes_no_sense_is_refused(overrides, told):
+    with pytest.raises(ValueError, match=told):
+        read(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("prompt_response: 1", r"env\.mixture\.prompt_response\.reward must be set: prompt_response can't do without"),
+        ("gsm8k: {weight: 1, sytem_prompt: x}", r"env\.mixture\.gsm8k\.sytem_prompt; did you mean env\.mix"),
+        ("gsm8k: {weight: 1, reward: {correctness: x}}", r"env\.mixture\.gsm8k\.reward\.correctness is 'x'; it must"),
+    ],
+)  # fmt: skip
+def test_a_tasks_own_settings_are_checked_under_their_names_in_the_mixture(entry, told):
+    with pytest.raises(ValueError, match=told):
+        settings_of_tasks(read(f"env.mixture={{{entry}}}"))
