@@ -131,13 +131,15 @@ class Judge:
         """Looks for the key.
 
         Raises:
-            ValueError: the environment variable that should have it is not set.
+            ValueError: the environment variable that should have it is not set, or holds no key.
         """
-        if self._variable and not os.environ.get(self._variable):
+        if self._variable and not os.environ.get(self._variable, "").strip():
+            # The name is not repeated: it may be the key itself.
             raise ValueError(
-                f"auth_variable={self._variable}: that environment variable is not set; export the endpoint's key "
-                "there, which is written nowhere"
+                "auth_variable: that environment variable is not set; export the endpoint's key there, which is "
+                "written nowhere. If you gave the key itself, take it out of the settings"
             )
+        self._connected()
 
     def ready(self, deadline_s: float) -> None:
         """Notes the deadline of the call that follows."""
@@ -366,6 +368,8 @@ def _check_texts(url: Any, model: Any, rubric: Any, variable: Any) -> None:
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{name} is {value!r}; it must be a text")
     parts = urlsplit(url)
+    if "?" in url or "#" in url:  # not repeated: some endpoints take keys there
+        raise ValueError("url has a query or fragment; give the endpoint's address alone, and its key by auth_variable")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"url={url} is no http:// or https:// address, such as http://localhost:8000/v1")
     if parts.username or parts.password:

@@ -191,6 +191,28 @@ def test_the_key_is_sent_and_is_in_no_message(server, monkeypatch):
     assert "sk-secret" not in str(refused.value)
 
 
+@pytest.mark.parametrize(("key", "told"), [("sk-secret\r\n", None), ("sk-se\ncret", "no printable ASCII")])
+def test_a_key_that_no_header_can_have_is_in_no_message(server, monkeypatch, key, told):
+    monkeypatch.setenv("JUDGES_OWN", key)
+    judged = make(server, auth_variable="JUDGES_OWN")
+    if told is None:
+        assert ask(judged, "42") == [1.0] and server.keys == ["Bearer sk-secret"]
+        return
+    with pytest.raises(ValueError, match=told) as refused:
+        judged.check()
+    (error,) = ask(judged, "42")
+    assert not any("cret" in str(text) for text in (refused.value, error)) and not server.keys
+
+
+def test_a_key_in_the_place_of_a_name_or_in_the_url_is_not_repeated(server):
+    with pytest.raises(ValueError, match="that environment variable is not set") as refused:
+        make(server, auth_variable="hf_secret" * 4).check()
+    assert "secret" not in str(refused.value)
+    with pytest.raises(ValueError, match="url has a query or fragment") as refused:
+        Judge(url="https://host/v1?api-key=secret", model="tiny", rubric=RUBRIC)
+    assert "secret" not in str(refused.value)
+
+
 class Sums(Task):
     """Pays nothing itself."""
 
