@@ -129,7 +129,7 @@ class Curriculum:
         }
 
     def state(self) -> dict[str, Any]:
-        """What was seen, as JSON-able numbers."""
+        """The counts of the rows that were seen, as JSON-able numbers."""
         seen = [[row, *counts] for row, counts in list(self._seen.items())]
         return {"seen": seen, "passed_over": self.passed_over, "whole_epochs": self.whole_epochs}
 

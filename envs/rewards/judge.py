@@ -165,7 +165,7 @@ class Judge:
         """Does nothing: the judge is elsewhere."""
 
     def counts(self) -> dict[str, float]:
-        """What was asked and what it took, since the start of the run."""
+        """The numbers of requests, verdicts, tokens and their cost since the start of the run."""
         with self._counting:
             retried = self._client.retried if self._client else 0
             counts = self._counts | {"retries": self._counts["retries"] + retried}
