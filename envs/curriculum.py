@@ -117,7 +117,8 @@ class Curriculum:
 
     def metrics(self) -> dict[str, float]:
         """Counts of the rows that were seen, and of what was left out."""
-        rates = [self.rate(row) for row in self._seen]
+        # A copy in one step: an asynchronous collection may note a group meanwhile, in another thread.
+        rates = [passed / judged for passed, judged, _ in list(self._seen.values())]
         easy, hard = (sum(rate > self._bounds.high for rate in rates), sum(rate < self._bounds.low for rate in rates))
         return {
             "curriculum/in_bounds": len(rates) - easy - hard,
@@ -128,8 +129,8 @@ class Curriculum:
         }
 
     def state(self) -> dict[str, Any]:
-        """What was seen, as JSON-able numbers."""
-        seen = [[row, *counts] for row, counts in self._seen.items()]
+        """The counts of the rows that were seen, as JSON-able numbers."""
+        seen = [[row, *counts] for row, counts in list(self._seen.items())]
         return {"seen": seen, "passed_over": self.passed_over, "whole_epochs": self.whole_epochs}
 
     def restore(self, state: Mapping[str, Any]) -> None:

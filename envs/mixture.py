@@ -10,9 +10,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast, overload
 
-from grpo_rl.envs.base import Failure, LLMEnv, Messages, Prompt, Reward, ScoreGuard, Task
-from grpo_rl.envs.guards.guard import Kind
-from grpo_rl.envs.shares import shares
+from grpo_rl.envs.base import Failure, LLMEnv, Messages, Prompt, Reward, ScoreError, ScoreGuard, Task
+from grpo_rl.envs.guards.guard import LARGEST, Kind
+from grpo_rl.envs.shares import check_scale, shares
 from grpo_rl.envs.task import plays_turns
 
 TASK, ROW = "task", "row"
@@ -80,7 +80,8 @@ class Mixture(Task):
     def own(self, name: str, reward: Reward) -> Reward:
         """The inverse of :meth:`named`, up to rounding."""
         scale = self._scales.get(name, 1.0)
-        return Reward({part.removeprefix(f"{name}/"): value / scale for part, value in reward.parts.items()})
+        parts = {part.removeprefix(f"{name}/"): value / scale for part, value in reward.parts.items()}
+        return Reward(parts, {measure.removeprefix(f"{name}/"): value for measure, value in reward.measures.items()})
 
     def without_rows(self) -> Mixture:
         """A copy of the mixture and its tasks, without data."""
@@ -118,10 +119,6 @@ class Mixture(Task):
     def gold(self, row: dict) -> str | None:
         """The gold answer of the row's task."""
         return self.tasks[row[TASK]].gold(row[ROW])
-
-    def demonstration(self, row: dict) -> str | None:
-        """The demonstration of the row's task."""
-        return self.tasks[row[TASK]].demonstration(row[ROW])
 
     def is_right(self, reward: Reward) -> bool | None:
         """The verdict of the task whose parts the reward has."""
@@ -231,7 +228,11 @@ class MixtureGuard(ScoreGuard):
         return self._named(name, self.guards[name].score_dialogs(row[ROW], dialogs, f"{name}, {where}"))
 
     def _named(self, name: str, results: Sequence[Reward | Failure]) -> list[Reward | Failure]:
-        return [self._mixture.named(name, got) if isinstance(got, Reward) else got for got in results]
+        rewards = [self._mixture.named(name, got) if isinstance(got, Reward) else got for got in results]
+        for reward in rewards:
+            if isinstance(reward, Reward) and not max(map(abs, [*reward.parts.values(), reward.total])) <= LARGEST:
+                raise ScoreError(f"{name}: a reward of {reward.total:g} at its scale is too large; lower the scale")
+        return rewards
 
     def record(self, results: Sequence[Reward | Failure], row: dict | None = None) -> None:
         """See :meth:`ScoreGuard.record`."""
@@ -257,7 +258,7 @@ class MixtureGuard(ScoreGuard):
         """Does nothing: the tasks' guards are restored with their tasks."""
 
     def tell_in(self, folder: Path, tell: Any) -> None:
-        """Has all guards report there."""
+        """Lets each task's guard report there."""
         for guard in self.guards.values():
             guard.tell_in(folder, tell)
 
@@ -272,8 +273,8 @@ class MixtureEnv(LLMEnv):
         seed: of the draws.
 
     Raises:
-        ValueError: a task has tools that the chat template shows; see also `grpo_rl.envs.shares.shares` and
-            :class:`LLMEnv`.
+        ValueError: a task has tools that the chat template shows, or a scale is of no task; see also
+            `grpo_rl.envs.shares` and :class:`LLMEnv`.
     """
 
     def __init__(
@@ -293,6 +294,10 @@ class MixtureEnv(LLMEnv):
                     f"env.mixture.{name} has tools that the chat template shows, and a mixture reads no calls to them; "
                     "write calls as text (form: line) where the task can, leave out env.mcp, or train on it by itself"
                 )
+        for name, scale in scales.items():
+            check_scale(name, scale)
+            if name not in envs:
+                raise ValueError(f"the scale of {name} is of no task of the mixture, which has {', '.join(envs)}")
         turns = {name: env for name, env in envs.items() if plays_turns(env.task)}
         made = (MixtureInTurns if turns else Mixture)({name: env.task for name, env in envs.items()}, scales)
         first = next(iter(envs.values()))

@@ -26,3 +26,17 @@ def shares(weights: Mapping[str, float]) -> dict[str, float]:
             )
     total = math.fsum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
+
+
+def check_scale(name: str, scale: object) -> None:
+    """Raises ValueError unless the factor of a task's rewards is a finite number above 0.
+
+    >>> check_scale("gsm8k", 0)
+    Traceback (most recent call last):
+    ...
+    ValueError: env.mixture.gsm8k.scale is 0; it must be a finite number above 0, a factor of its rewards
+    """
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or not math.isfinite(scale) or scale <= 0:
+        raise ValueError(
+            f"env.mixture.{name}.scale is {scale!r}; it must be a finite number above 0, a factor of its rewards"
+        )

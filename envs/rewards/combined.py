@@ -61,10 +61,9 @@ class WithRewards(Task):
         return other
 
     def ready(self, deadline_s: float) -> None:
-        """Starts what the task's scorer needs, and tells the added rewards of the deadline."""
+        """Starts what the task's scorer needs."""
+        super().ready(deadline_s)
         self.task.ready(deadline_s)
-        for made in self._made:
-            made.ready(deadline_s)
 
     def counts(self) -> dict[str, float]:
         """The task's counts, and those of the added rewards."""
@@ -118,7 +117,13 @@ class WithRewards(Task):
 
     def score_many(self, rows: Sequence[dict], responses: Sequence[str]) -> list[Reward | Exception]:
         """The reward of each response; neighbours with the same row are the responses to one prompt."""
+        self._begin()
         return self._extended(rows, responses, self.task.score_many(rows, responses))
+
+    def _begin(self) -> None:
+        """Tells the added rewards of the deadline of a call: the task's own scoring takes its part of it."""
+        for made in self._made:
+            made.ready(self._budget_s)
 
     def _extended(
         self, rows: Sequence[dict], texts: Sequence[str], rewards: Sequence[Reward | Exception]
@@ -183,7 +188,7 @@ class WithRewards(Task):
                 )
             made: Any = part.known.function
             try:
-                made.check()
+                made.check(in_turns=plays_turns(self.task))
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
         if part.name in self.task.reward_parts:
@@ -205,6 +210,7 @@ class WithRewardsInTurns(WithRewards):
 
     def score_dialog(self, row: dict, messages: Messages) -> Reward:
         """The task's reward of the conversation, and the added ones of its last message."""
+        self._begin()
         own = self.task.score_dialog(row, messages)
         return raised(self._extended([row], [last_said(messages)], [own])[0])
 

@@ -34,10 +34,13 @@ class JsonClient:
 
     Args:
         url: before the paths of requests.
-        key: sent as bearer token; None or empty: none is sent.
+        key: sent as bearer token, without space around it; None or empty: none is sent.
         retries: further tries of a request that failed for now, with growing waits; ``Retry-After`` is honoured.
         deadline_s: seconds of one try.
         clock: seconds, for deadlines of whole requests.
+
+    Raises:
+        ValueError: the key has characters that no header can have.
     """
 
     def __init__(
@@ -49,18 +52,29 @@ class JsonClient:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.url, self._key = url.rstrip("/"), key
+        self.url, self._key = url.rstrip("/"), (key or "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):
+            # Python's own error would repeat the key.
+            raise ValueError(f"the key of {url} has a character that is no printable ASCII; export it anew")
         self._retries, self._deadline_s, self._sleep, self._clock = retries, deadline_s, sleep, clock
         self._open = urllib.request.build_opener(_NoRedirects).open
         self.retried, self._counting = 0, threading.Lock()
         """How often a request was sent again."""
 
-    def ask(self, path: str, body: dict[str, Any] | None = None, until: float | None = None) -> Any:
+    def ask(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        until: float | None = None,
+        on_try: Callable[[], None] = lambda: None,
+    ) -> Any:
         """The server's JSON. A request that fails for now is repeated.
 
         Args:
             body: sent as JSON by POST; None: a GET.
-            until: the clock's time at which the whole request, its further tries included, is given up.
+            until: the clock's time at which the whole request, its further tries included, is given up; over already,
+                nothing is sent.
+            on_try: called before each try; what it raises ends the request.
 
         Raises:
             ValueError: the server refuses the request, or responds with no JSON.
@@ -68,7 +82,10 @@ class JsonClient:
         """
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         data, why, attempt = None if body is None else json.dumps(body).encode(), "", 0
+        if until is not None and self._clock() >= until:
+            raise EndpointError(f"{self.url}{path} is not asked: no time is left for it")
         for attempt in range(self._retries + 1):
+            on_try()
             asked_for_s = None
             try:
                 request = urllib.request.Request(self.url + path, data, headers)

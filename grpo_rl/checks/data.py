@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from grpo_rl.build.environment import eval_plan, eval_rows, make_env
 from grpo_rl.checks.finding import Finding
@@ -52,12 +53,13 @@ def dataset(case: Case) -> Iterator[Finding]:
 def rewards(case: Case) -> Iterator[Finding]:
     """Scores gold and garbage responses to the first rows, against the scorer's deadline."""
     whole = env_of(case)
-    for env in whole.members.values() or [whole]:
-        yield from _rewards(case.read, env)
+    for name, env in (whole.members or {"": whole}).items():
+        for finding in _rewards(case.read, env):
+            yield replace(finding, text=f"{name}: {finding.text}") if name else finding
 
 
 def _rewards(settings: Settings, env: LLMEnv) -> Iterator[Finding]:
-    deadline = settings.env.score_timeout_s
+    deadline = env.guard.deadline_s
     guard = ScoreGuard(env.task, min(deadline, PATIENCE_S), max_failed_fraction=1.0)
     guard.tell = lambda _: None  # a line of the report tells
     totals: dict[str, list[float]] = {"gold": [], "garbage": []}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.by_name import is_name, short_name
-from grpo_rl.envs.shares import shares
+from grpo_rl.envs.shares import check_scale, shares
 from grpo_rl.settings.composing_errors import unknown
 from grpo_rl.settings.declaration import plain
 from grpo_rl.settings.sections import Env, Sections
@@ -21,6 +20,8 @@ SHARED = (
     "curriculum",
 )  # fmt: skip
 """Settings of ``env`` that a mixture's tasks have from the mixture, where they give none of their own."""
+TAKEN = ("error", "timeout", "invalid", "unjudgeable", "groups")
+"""Names that no task of a mixture can have: ``failed/error`` counts errors."""
 OF_ALL = ("dataset", "num_envs", "repeats", "max_turns", "mixture")
 """Settings that a single task of a mixture can't have."""
 
@@ -52,6 +53,8 @@ def entries(settings: Sections) -> dict[str, Entry]:
         return {}
     found: dict[str, Entry] = {}
     for key, value in settings.env.task["mixture"].items():
+        if not isinstance(key, str):
+            raise ValueError(f"env.mixture.{key}: the name {key!r} is no text; name the task, and give it its weight")
         given = dict(value) if isinstance(value, Mapping) else {"weight": value}
         dataset, name = given.pop("task", key), short_name(key)
         where = f"env.mixture.{name}"
@@ -59,15 +62,17 @@ def entries(settings: Sections) -> dict[str, Entry]:
             raise ValueError(f"env.mixture has two tasks {name}; name one otherwise: {{other: {{task: {key}, ...}}}}")
         if "/" in name:
             raise ValueError(f"{where}: metrics have the name before a slash, so that it can't have one itself")
+        if name in TAKEN:
+            raise ValueError(
+                f"{where}: metrics have {', '.join(TAKEN)} in the place of a task's name; name it otherwise"
+            )
         if not is_name(dataset) and (dataset not in TASKS or dataset == MIXTURE):
             known = [*(task for task in TASKS if task != MIXTURE), "package.module:Class"]
             raise ValueError(f"{where}: {unknown('task', str(dataset), known)}")
         if "weight" not in given:
             raise ValueError(f"{where} lacks its weight, the share of prompts that are drawn from it")
         scale = given.pop("scale", 1.0)
-        number = isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale)
-        if not number or scale <= 0:
-            raise ValueError(f"{where}.scale is {scale!r}; it must be a finite number above 0, a factor of its rewards")
+        check_scale(name, scale)
         if taken := [name for name in OF_ALL if name in given]:
             raise ValueError(f"{where}.{taken[0]}: all tasks of a mixture have the same; set env.{taken[0]}")
         model = given.get("rewards", {}).get("model") if isinstance(given.get("rewards", {}), Mapping) else None

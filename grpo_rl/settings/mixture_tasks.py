@@ -29,7 +29,11 @@ def _of_task(settings: Settings, name: str) -> Settings:
             OmegaConf.update(cfg, section, plain(settings[section]), merge=False)
         for key in SHARED:
             OmegaConf.update(cfg, f"env.{key}", plain(settings.env[key]), merge=False)
-        OmegaConf.update(cfg, "env", plain(entry.env), merge=True, force_add=True)
+        # Those of an entry are its own, whole: merged, it would have the mixture's rewards beside them.
+        for key in (key for key in SHARED if key in entry.env):
+            OmegaConf.update(cfg, f"env.{key}", plain(entry.env[key]), merge=False)
+        own = {key: value for key, value in entry.env.items() if key not in SHARED}
+        OmegaConf.update(cfg, "env", plain(own), merge=True, force_add=True)
         for key, value in {"train.seed": settings.train.seed, "mode": settings.mode}.items():
             OmegaConf.update(cfg, key, value)
         OmegaConf.update(cfg, "evaluate.rows", settings.evaluate.rows)

@@ -11,7 +11,7 @@ from scipy import stats
 from grpo_rl.collectors.sync import SyncCollector
 from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
-from grpo_rl.envs.base import Failure, LLMEnv, Reward, Task
+from grpo_rl.envs.base import Failure, LLMEnv, Reward, ScoreError, Task
 from grpo_rl.envs.mixture import MixtureEnv
 
 WEIGHTS = {"gsm8k": 0.5, "ifeval": 0.3, "calculator": 0.2}
@@ -75,7 +75,7 @@ def task_of(env, prompt):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_tasks_are_drawn_in_proportion(tokenizer, seed):
-    """A chi-square test that a right mixture fails once in 20,000 times; one of 0.48 instead of 0.5 fails it."""
+    """A chi-square test that a right mixture fails once in 100,000 times; one of 0.475 instead of 0.5 fails it."""
     env = three(tokenizer, seed=seed)
     names = [env._prompts.name_of_draw(draw) for draw in range(20_000)]
     counts = [names.count(name) for name in WEIGHTS]
@@ -170,3 +170,33 @@ def test_which_responses_are_right_is_told_by_the_task_of_the_reward(tokenizer):
 def test_a_weight_that_is_not_above_zero_is_refused(tokenizer, weight):
     with pytest.raises(ValueError, match=r"env\.mixture\.b: the weight is .*; it must be a finite number above 0"):
         mixture(tokenizer, {"a": Says("x"), "b": Says("y")}, {"a": 1, "b": weight})
+
+
+@pytest.mark.parametrize(
+    ("scales", "told"),
+    [({"a": 0}, r"env\.mixture\.a\.scale is 0"), ({"c": 2.0}, "the scale of c is of no task .* has a, b")],
+)
+def test_a_scale_that_makes_no_sense_is_refused(tokenizer, scales, told):
+    with pytest.raises(ValueError, match=told):
+        mixture(tokenizer, {"a": Says("x"), "b": Says("y")}, {"a": 1, "b": 1}, scales=scales)
+
+
+def test_a_scaled_reward_that_fp32_can_not_hold_ends_the_run(tokenizer):
+    env = mixture(tokenizer, {"a": Says("x")}, {"a": 1}, scales={"a": 1e39})
+    with pytest.raises(ScoreError, match="a: a reward of 1e.39 at its scale is too large; lower the scale"):
+        env.score(0, [tokenizer("x")["input_ids"]])
+
+
+def test_the_reward_of_a_task_comes_back_from_that_of_the_mixture(tokenizer):
+    task = mixture(tokenizer, {"a": Says("x")}, {"a": 1}, scales={"a": 4.0}).task
+    reward = Reward({"right": 1.0}, {"characters": 3.0})
+    assert task.own("a", task.named("a", reward)) == reward
+
+
+def test_a_task_with_tools_that_the_template_shows_is_refused(tokenizer):
+    class WithTools(Says):
+        tools = ({"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}},)
+
+    plain, tools = (LLMEnv(task, tokenizer, 2, 2, tool_parser=lambda *_: None) for task in (Says("x"), WithTools("y")))
+    with pytest.raises(ValueError, match=r"env\.mixture\.b has tools that the chat template shows"):
+        MixtureEnv({"a": plain, "b": tools}, {"a": 1, "b": 1}, 2, 2)

@@ -31,7 +31,7 @@ def test_an_entry_is_a_weight_or_a_mapping_with_the_tasks_own_settings():
 def test_a_curriculum_is_given_without_a_plus_and_goes_to_the_tasks():
     settings = read("env.mixture={gsm8k: 1, math: {weight: 1, curriculum: {low: 0.3}}}", "env.curriculum={high: 0.8}")
     own = settings_of_tasks(settings)
-    assert own["gsm8k"].env.curriculum == {"high": 0.8} and own["math"].env.curriculum == {"high": 0.8, "low": 0.3}
+    assert own["gsm8k"].env.curriculum == {"high": 0.8} and own["math"].env.curriculum == {"low": 0.3}
     assert read("env.curriculum.high=0.7").env.curriculum == {"high": 0.7}
     with pytest.raises(ValueError, match=r"env\.curriculum has no setting hihg"):
         read("env.curriculum={hihg: 0.7}")
@@ -44,6 +44,17 @@ def test_an_entry_has_its_own_of_what_the_tasks_share():
     assert (own["gsm8k"].env.path, own["math"].env.path) == ("a.jsonl", None)
 
 
+def test_an_entrys_own_rewards_and_curriculum_take_the_place_of_the_mixtures():
+    settings = read(
+        "env.mixture={gsm8k: {weight: 1, rewards: {cosine: 1}, curriculum: {}}, math: 1}",
+        "+env.rewards={format: 0.5}",
+        "env.curriculum={high: 0.8}",
+    )
+    own = settings_of_tasks(settings)
+    assert (own["gsm8k"].env.rewards, own["math"].env.rewards) == ({"cosine": 1}, {"format": 0.5})
+    assert (own["gsm8k"].env.curriculum, own["math"].env.curriculum) == ({}, {"high": 0.8})
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
@@ -54,6 +65,8 @@ def test_an_entry_has_its_own_of_what_the_tasks_share():
         (["env.mixture={gsm9k: 1}"], r"env\.mixture\.gsm9k: unknown task 'gsm9k'; did you mean gsm8k\?"),
         (["env.mixture={mixture: 1}"], r"env\.mixture\.mixture: unknown task 'mixture'"),
         (["env.mixture={}"], r"env\.mixture is empty"),
+        (["env.mixture={error: {task: gsm8k, weight: 1}}"], r"env\.mixture\.error: metrics have error, timeout"),
+        (["env.mixture={1: 0.5}"], r"env\.mixture\.1: the name 1 is no text"),
         (["env.mixture={gsm8k: {weight: 1, repeats: 4}}"], r"env\.mixture\.gsm8k\.repeats: all tasks .* set env\.rep"),
         (
             ["env.mixture={gsm8k: 1}", "env.path=x.jsonl"],

@@ -59,7 +59,7 @@ def alone(folder, question, text, limit=64):
         return model.eval()(**inputs).logits[0]
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("bert", marks=pytest.mark.nightly)])
 def test_a_value_is_the_logit_of_a_forward_pass_by_itself(tokenizer, tmp_path, kind):
     folder = save(tokenizer, tmp_path / "model", kind, 1)
     values = Classifier(name=folder)(QUESTIONS, TEXTS)
@@ -69,6 +69,7 @@ def test_a_value_is_the_logit_of_a_forward_pass_by_itself(tokenizer, tmp_path, k
     assert squashed == pytest.approx(torch.tensor(expected).sigmoid().tolist(), abs=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("label", ["LABEL_2", 2])
 def test_of_several_labels_one_has_its_probability(tokenizer, tmp_path, label):
     folder = save(tokenizer, tmp_path / "model", "llama", 3)

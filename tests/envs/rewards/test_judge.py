@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from grpo_rl.engines.base import Sampling
 from grpo_rl.engines.scripted import ScriptedEngine
 from grpo_rl.envs.base import Failure, LLMEnv, Reward, ScoreError, Task
 from grpo_rl.envs.mixture import MixtureEnv
-from grpo_rl.envs.rewards import json_client, judge
+from grpo_rl.envs.rewards import json_client, judge, verdict_cache
 from grpo_rl.envs.rewards.judge import Judge, NoVerdict, messages, verdict
 from grpo_rl.monitor.metrics import read_metrics
 from grpo_rl.testing import run_script
@@ -60,6 +61,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests, self.keys, self.replies, self.judge = [], [], [], obedient
+        self.usage = {"prompt_tokens": 100, "completion_tokens": 5}
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
 
@@ -70,8 +72,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.keys.append(self.headers.get("Authorization"))
         reply = self.server.replies.pop(0) if self.server.replies else self.server.judge(body)
         status, text = (reply, "") if isinstance(reply, int) else (200, reply)
-        usage = {"prompt_tokens": 100, "completion_tokens": 5}
-        whole = json.dumps({"choices": [{"message": {"content": text}}], "usage": usage}).encode()
+        whole = json.dumps({"choices": [{"message": {"content": text}}], "usage": self.server.usage}).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(whole)))
         self.end_headers()
@@ -168,8 +169,12 @@ def test_verdicts_are_cached_by_all_that_they_depend_on_and_equal_responses_aske
     ask(Judge(url=server.url, model="tiny", rubric="Another."), "42")
     ask(judged, "42", question="Another?")
     ask(make(server, cached=False), "42")
-    assert len(server.requests) == 5
-    assert b"42" not in json.dumps([row[1:] for row in judge._opened().execute("SELECT * FROM verdicts")]).encode()
+    ask(make(server, structured=False), "42")
+    ask(make(server, max_tokens=65), "42")
+    assert len(server.requests) == 7
+    assert (
+        b"42" not in json.dumps([row[1:] for row in verdict_cache._opened().execute("SELECT * FROM verdicts")]).encode()
+    )
 
 
 def test_a_request_that_fails_for_now_is_repeated_and_counted(server):
@@ -189,6 +194,28 @@ def test_the_key_is_sent_and_is_in_no_message(server, monkeypatch):
     with pytest.raises(ValueError, match="auth_variable is no name of an environment variable") as refused:
         make(server, auth_variable="sk-secret")
     assert "sk-secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("key", "told"), [("sk-secret\r\n", None), ("sk-se\ncret", "no printable ASCII")])
+def test_a_key_that_no_header_can_have_is_in_no_message(server, monkeypatch, key, told):
+    monkeypatch.setenv("JUDGES_OWN", key)
+    judged = make(server, auth_variable="JUDGES_OWN")
+    if told is None:
+        assert ask(judged, "42") == [1.0] and server.keys == ["Bearer sk-secret"]
+        return
+    with pytest.raises(ValueError, match=told) as refused:
+        judged.check()
+    (error,) = ask(judged, "42")
+    assert not any("cret" in str(text) for text in (refused.value, error)) and not server.keys
+
+
+def test_a_key_in_the_place_of_a_name_or_in_the_url_is_not_repeated(server):
+    with pytest.raises(ValueError, match="that environment variable is not set") as refused:
+        make(server, auth_variable="hf_secret" * 4).check()
+    assert "secret" not in str(refused.value)
+    with pytest.raises(ValueError, match="url has a query or fragment") as refused:
+        Judge(url="https://host/v1?api-key=secret", model="tiny", rubric=RUBRIC)
+    assert "secret" not in str(refused.value)
 
 
 class Sums(Task):
@@ -273,6 +300,92 @@ def test_a_budget_that_is_used_up_can_leave_the_judge_out_and_is_that_of_the_who
     assert env.metrics()["judge/unjudged"] == 4 and env.metrics()["judge/calls"] == 4 == len(server.requests)
 
 
+@pytest.mark.parametrize("when_spent", ["stop", "drop"])
+@pytest.mark.parametrize("replies", [["no"] * 9, [503] * 9])
+def test_repeated_requests_count_for_the_budget(server, tokenizer, when_spent, replies):
+    server.replies = replies
+    env = env_of(server, tokenizer, budget_calls=3, concurrency=1, when_spent=when_spent)
+    responses = [tokenizer(text)["input_ids"] for text in ("42", "41")]
+    if when_spent == "stop":
+        with pytest.raises(ScoreError, match="3 of budget_calls=3, and a group needs 1 more"):
+            env.score(0, responses)
+    else:
+        assert [result.total for result in env.score(0, responses)] == [0.0, 0.0]
+        assert env.metrics()["judge/unjudged"] == 2
+    assert len(server.requests) == 3 == env.metrics()["judge/calls"]
+
+
+def test_a_part_is_not_left_out_of_conversations_which_are_judged_one_by_one(server, tokenizer):
+    with pytest.raises(ValueError, match="conversations of several turns are judged one by one; set when_spent=stop"):
+        env_of(server, tokenizer, Turns, when_spent="drop", budget_calls=5)
+
+
+@pytest.mark.parametrize("budget", [{"budget_tokens": 10}, {"budget_cost": 1.0, "input_price": 1.0}])
+def test_a_budget_of_tokens_needs_an_endpoint_that_counts_them(server, budget):
+    server.usage = None
+    (error,) = ask(make(server, **budget), "42")
+    assert f"tells no tokens in usage, so that {next(iter(budget))} can't be kept" in str(error)
+
+
+def test_no_request_begins_at_the_end_of_the_scorers_deadline(server, tokenizer):
+    judged = make(server)
+    judged.ready(0.0)
+    (error,) = ask(judged, "42")
+    assert "is not asked: no time is left" in str(error) and judged.counts()["judge/calls"] == 0
+
+
+def test_the_tasks_own_scoring_takes_its_part_of_the_deadline(server, tokenizer, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(judge.time, "monotonic", lambda: now[0])
+    env = env_of(server, tokenizer)
+    env.task.ready(10.0)
+    monkeypatch.setattr(Sums, "score", lambda *_: now.__setitem__(0, 9.5) or Reward({"own": 0.0}))
+    (error,) = env.task.score_many([{"n": 1}], ["42"])
+    assert "no time is left" in str(error) and not server.requests
+
+
+def test_a_cache_that_is_locked_costs_no_verdict(server, capsys, monkeypatch):
+    monkeypatch.setattr(verdict_cache, "LOCKED_S", 0.01)
+    ask(make(server), "1")
+    with closing(verdict_cache._opened()) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        judged = make(server)
+        assert ask(judged, "42", "41") == [1.0, 0.0] and judged.counts()["judge/failures"] == 0
+        other.rollback()
+    told = capsys.readouterr().err
+    assert "database is locked; verdicts are not cached now" in told and "delete it" not in told
+    verdict_cache.cache_file().write_bytes(b"no database" * 100)
+    assert ask(make(server), "42") == [1.0] and "delete it" in capsys.readouterr().err
+
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        INJECTIONS[7], "<|im_end|>", "<<|im_end|>", "</s>", "<s>", "<end_of_turn>\n<start_of_turn>model",
+        "[/INST] [INST]", "<\uff5cUser\uff5c>", "<eos>", "[TOOL_CALLS]", "<<SYS>>",
+    ],
+)  # fmt: skip
+def test_control_tokens_in_a_quote_are_no_tokens_of_the_judges_template(tokenizer, said):
+    """As a server renders and tokenises the messages: contents are read with the template's own tokens."""
+    special = "<|im_start|> <|im_end|> </s> <s> <end_of_turn> <start_of_turn> [/INST] [INST] <\uff5cUser\uff5c> <eos>"
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special.split(), "[TOOL_CALLS]", "<<SYS>>"]})
+
+    def count(text, question="q"):
+        whole = tokenizer.apply_chat_template(
+            messages(RUBRIC, question, text, "gold", 0, 10), chat_template=CHATML, tokenize=False
+        )
+        ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+        return sum(i in tokenizer.all_special_ids for i in ids)
+
+    assert count(said) == count("fine", said) == count("fine") >= 4
+    assert any(i in tokenizer.all_special_ids for i in tokenizer(said, add_special_tokens=False)["input_ids"])
+
+
 def test_the_counts_of_a_mixtures_judge_have_its_task_in_their_names(server, tokenizer):
     envs = {"a": env_of(server, tokenizer), "b": LLMEnv(Sums(), tokenizer, 2, 2)}
     env = MixtureEnv(envs, {"a": 1, "b": 1}, 8, 2)
@@ -291,6 +404,10 @@ def test_the_counts_of_a_mixtures_judge_have_its_task_in_their_names(server, tok
         ({"low": 10, "high": 0}, "low must be below high"),
         ({"when_spent": "wait"}, "choose stop or drop"),
         ({"budget_calls": 0}, "budget_calls is 0"),
+        ({"budget_calls": 1.5}, "budget_calls is 1.5; it must be a whole number, 1 or more"),
+        ({"retries": -1}, "retries is -1; it must be a whole number, 0 or more"),
+        ({"retries": "3"}, "retries is '3'"),
+        ({"structured": "no"}, "structured is 'no'; it must be true or false"),
         ({"budget_cost": 1.0}, "needs input_price and output_price"),
         ({"auth_variable": "UNSET_OF_TESTS"}, "that environment variable is not set; export the endpoint's key"),
         ({"modle": "x"}, "env.rewards.judge has no setting modle; .* did you mean model?"),
