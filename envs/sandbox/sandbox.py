@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Literal, get_args
 
@@ -23,6 +23,10 @@ from grpo_rl.envs.sandbox.seccomp import filter_of
 Kind = Literal["auto", "bubblewrap", "nsjail", "i_accept_no_sandbox"]
 UNPROTECTED = "i_accept_no_sandbox"
 _INSIDE = Path(__file__).with_name("inside.py")
+_CPU_SPENT = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
+"""Exit codes of a program that took its seconds of computing, and of a jail around it."""
+_END_S = 1.0
+"""Seconds in which a program ends after its tests."""
 _START_S = 5.0
 """Seconds beside a program's own that its interpreter may take to start, on a machine that is busy."""
 
@@ -34,7 +38,7 @@ class Limits:
     Args:
         memory_mib: address space.
         cpu_s: seconds of computing, rounded up.
-        wall_s: seconds until it is killed; None: three times ``cpu_s``.
+        wall_s: seconds until it is killed, besides its start, which has 5; None: three times ``cpu_s``.
         output_kib: output, and the size of any file.
         threads: at the same time.
         open_files: at the same time.
@@ -49,8 +53,8 @@ class Limits:
 
     @property
     def until_killed_s(self) -> float:
-        """Seconds that a program may take by the clock, besides its start."""
-        return 3 * self.cpu_s if self.wall_s is None else self.wall_s
+        """Seconds that a program may take by the clock, its start among them."""
+        return _START_S + (3 * self.cpu_s if self.wall_s is None else self.wall_s)
 
     def resources(self) -> dict[str, tuple[int, int]]:
         """The limits of the kernel, soft and hard, by their names in `resource`."""
@@ -123,6 +127,7 @@ class Sandbox:
         names: Sequence[str] = (),
         entry_point: str | None = None,
         within_s: float = math.inf,
+        only: bool = False,
     ) -> tuple[list[bool], Outcome]:
         """Tells which tests a program passes, and how the process of the tests ended.
 
@@ -136,9 +141,14 @@ class Sandbox:
             names: names that are the program's though Python has them, such as ``sum``.
             entry_point: name of the function that the tests call ``candidate``.
             within_s: seconds after which both processes are killed, whatever their limits are.
+            only: no other names are the program's; otherwise all that neither the tests nor Python have are.
+
+        Raises:
+            ValueError: the tests fail before the program is asked for anything, as they would for any program.
         """
         with _Files() as files:
             content = {"setup": setup, "tests": list(tests), "names": list(names), "entry_point": entry_point}
+            content["only"] = only
             verdicts = files.empty()
             asked, ask = files.pipe()
             told, tell = files.pipe()
@@ -149,14 +159,19 @@ class Sandbox:
             files.close_pipes()  # or neither would notice the other's end
             try:
                 outcome = tests_process.ended(self._until(within_s))
+                # Its pipes are closed, and it ends by itself, if it has not: only then does its exit code tell why.
+                served = program_process.ended(time.monotonic() + _END_S)
             finally:
                 program_process.kill()
+            outcome = replace(outcome, timed_out=outcome.timed_out or served.exit_code in _CPU_SPENT)
             verdicts.seek(0)
             passed = set(verdicts.read(2**16).split())
+            if b"broken" in passed:
+                raise ValueError(f"the tests fail for any program: {outcome.stderr.strip()[-500:]}")
             return [str(index).encode() in passed for index in range(len(tests))], outcome
 
     def _until(self, within_s: float) -> float:
-        return time.monotonic() + min(within_s, self.limits.until_killed_s + _START_S)
+        return time.monotonic() + min(within_s, self.limits.until_killed_s)
 
     def _start(
         self, what: str, source: IO[bytes], handles: Sequence[int], files: _Files, stdin: IO[bytes] | None = None
@@ -196,7 +211,7 @@ class _Process:
             late = True
         self.kill()
         code = self._process.returncode
-        timed_out = late or code in (-signal.SIGXCPU, 128 + signal.SIGXCPU)
+        timed_out = late or code in _CPU_SPENT
         return Outcome(self._text(self._stdout), self._text(self._stderr)[-2000:], code, timed_out)
 
     def kill(self) -> None:
