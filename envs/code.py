@@ -53,7 +53,7 @@ class Code(Task):
         all_passed: paid where all tests are passed.
         answer_format: paid where there is a fenced block.
         sandbox: the sandbox, see :class:`~grpo_rl.envs.sandbox.sandbox.Sandbox`.
-        time_s: seconds of computing for one run of a program, which a test of printed output has alone, and all other
+        time_s: CPU seconds for one run of a program, which a test of printed output has alone, and all other
             tests of a row together.
         memory_mib: memory of a program.
         max_tests: tests of a row that are run; None runs all.

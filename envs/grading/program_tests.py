@@ -245,7 +245,9 @@ def program_of(response: str) -> str | None:
 
 
 def equal_outputs(output: str, wanted: str) -> bool:
-    r"""Tells whether two outputs have the same words, however they are spaced; decimals may differ by 1e-6.
+    r"""Tells whether two outputs have the same words, however they are spaced.
+
+    Where a decimal is wanted, it may differ by 1e-6 of itself.
 
     >>> equal_outputs("1 2\n", "1\n2"), equal_outputs("0.33333333", "0.3333333"), equal_outputs("3", "4")
     (True, True, False)
@@ -260,6 +262,8 @@ def _equal_words(word: str, wanted: str) -> bool:
     if not _DECIMAL.fullmatch(wanted) or len(word) > 50:
         return False
     try:
-        return math.isclose(float(word), float(wanted), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        return math.isclose(
+            float(word), float(wanted), rel_tol=_TOLERANCE, abs_tol=0.0 if float(wanted) else _TOLERANCE
+        )
     except ValueError:
         return False

@@ -4,11 +4,14 @@ Sent as text to a bare interpreter: nothing but the standard library is there.
 """
 
 import builtins
+import collections.abc
+import itertools
 import json
 import os
 import sys
 
 _PLAIN = (type(None), bool, int, float, str)
+_LONGEST = 10**6
 
 
 def restrict(limits):
@@ -64,6 +67,8 @@ class Objects:
         """A value as JSON has it."""
         if type(value) in _PLAIN:
             return value
+        if isinstance(value, (range, collections.deque, collections.abc.Iterator)):
+            value = list(itertools.islice(value, _LONGEST))  # the test would have to walk it here
         for kind in (list, tuple, set, frozenset):
             if isinstance(value, kind):
                 return {kind.__name__: [self.written(item) for item in value]}

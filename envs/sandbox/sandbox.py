@@ -1,4 +1,4 @@
-"""Sandbox: runs programs of strangers where they can read nothing, reach nobody, and take no more than they may."""
+"""Sandbox: runs untrusted programs where they can read nothing, reach nobody, and take no more than they may."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kind = Literal["auto", "bubblewrap", "nsjail", "i_accept_no_sandbox"]
 UNPROTECTED = "i_accept_no_sandbox"
 _INSIDE = Path(__file__).with_name("inside.py")
 _CPU_SPENT = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
-"""Exit codes of a program that took its seconds of computing, and of a jail around it."""
+"""Exit codes of a program that took its CPU seconds, and of a jail around it."""
 _END_S = 1.0
 """Seconds in which a program ends after its tests."""
 _START_S = 5.0
@@ -37,7 +37,7 @@ class Limits:
 
     Args:
         memory_mib: address space.
-        cpu_s: seconds of computing, rounded up.
+        cpu_s: CPU seconds, rounded up.
         wall_s: seconds until it is killed, besides its start, which has 5; None: three times ``cpu_s``.
         output_kib: output, and the size of any file.
         threads: at the same time.
@@ -88,14 +88,15 @@ class Outcome:
 
 
 class Sandbox:
-    """Runs programs, each in a sandbox of its own: Python's standard library is all that they see.
+    """A sandbox runs programs, each in one of its own: Python's standard library is all that they see.
 
     A program has no network, no process but its own, no writable file, no ``/proc``, and none of the variables, files
     and handles of this process. Limits of the kernel bound its memory, time, threads and output.
 
     Args:
         kind: ``auto`` takes bubblewrap, else nsjail; ``i_accept_no_sandbox`` leaves the limits and the seccomp filter
-            alone, so that programs can read every file that this process can.
+            alone, and no limit of threads: programs can read, change and delete every file that this process can, and
+            forge their verdicts.
         limits: of each program.
 
     Raises:
@@ -108,6 +109,12 @@ class Sandbox:
     def __init__(self, kind: Kind = "auto", limits: Limits = Limits()) -> None:
         self.limits = limits
         self._jail = no_jail() if kind == UNPROTECTED else _checked_jail(kind)
+
+    @classmethod
+    def _in(cls, jail: Jail, limits: Limits) -> Sandbox:
+        sandbox = object.__new__(cls)
+        sandbox.limits, sandbox._jail = limits, jail
+        return sandbox
 
     def run(self, program: str, stdin: str = "", within_s: float = math.inf) -> Outcome:
         """The end of a program that is run as a script with this input.
@@ -269,12 +276,13 @@ def _checked_jail(kind: str) -> Jail:
     Raises:
         ValueError: there is none.
     """
-    names = tuple(COMMANDS) if kind == "auto" else (kind,)
     if kind not in get_args(Kind):
         raise ValueError(f"env.sandbox={kind}; choose {', '.join(get_args(Kind))}")
+    names = tuple(COMMANDS) if kind == "auto" else (kind,)
     remedy = (
         "Install bubblewrap (apt-get install bubblewrap), and allow user namespaces where you are not root; or, if the "
-        f"model's programs may read all that you can read, set env.sandbox={UNPROTECTED}"
+        f"model's programs may read, change and delete all files that you can, and forge their verdicts, set "
+        f"env.sandbox={UNPROTECTED}"
     )
     failures = []
     for name in names:
@@ -289,8 +297,7 @@ def _checked_jail(kind: str) -> Jail:
 
 def _failure(jail: Jail) -> str | None:
     """What is wrong with a jail; None: nothing that the probe finds."""
-    sandbox = object.__new__(Sandbox)
-    sandbox.limits, sandbox._jail = Limits(memory_mib=512), jail
+    sandbox = Sandbox._in(jail, Limits(memory_mib=512))
     with tempfile.NamedTemporaryFile() as canary:
         tried = [canary.name, __file__, "/etc/passwd", "/proc/self", "/tmp", "/home"]
         outcome = sandbox.run(_PROBE, json.dumps([tried, sandbox.limits.threads]))
@@ -303,7 +310,7 @@ def _failure(jail: Jail) -> str | None:
 _PROBE = """
 import json, os, socket, threading
 tried, threads = json.loads(input())
-could = []
+could, python = [], "/python/bin/python3"
 def attempt(name, action):
     try:
         action()
@@ -316,7 +323,7 @@ for folder in ("/", "/python", "/python/lib", "/dev", "/tmp"):
     attempt("write to " + folder, lambda: open(folder + "/file", "w"))
 attempt("reach the network", socket.socket)
 attempt("start a process", os.fork)
-attempt("replace itself", lambda: os.execv("/python/bin/python3", ["python3", "-c", "print([])"]))
+attempt("replace itself", lambda: os.execv(python, [python, "-c", "print('[\\\"replace itself\\\"]')"]))
 attempt("signal its parent", lambda: os.kill(os.getppid(), 0))
 attempt("take 2 GiB", lambda: bytearray(2**31))
 hold = threading.Event()

@@ -223,6 +223,8 @@ def test_the_program_is_the_last_block_that_is_closed(response, program):
         ("1 2", "1 2 3", False),
         ("0.1000000001", "0.1", True),
         ("0.2", "0.1", False),
+        ("0", "1e-9", False),
+        ("1e-9", "0.0", True),
         ("1.0", "1", False),  # whole numbers are compared as they are written
         ("1000000001", "1000000000", False),
         ("nan", "0.5", False),
