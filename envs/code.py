@@ -13,7 +13,7 @@ from pathlib import Path
 from grpo_rl.envs import tables
 from grpo_rl.envs.generated.programs import generated_rows
 from grpo_rl.envs.grading.program_tests import ProgramTests, equal_outputs, program_of, read_tests
-from grpo_rl.envs.sandbox.sandbox import Kind, Limits, Sandbox
+from grpo_rl.envs.sandbox.sandbox import BrokenTests, Kind, Limits, Sandbox
 from grpo_rl.envs.sources import Source
 from grpo_rl.envs.spec import TaskSpec
 from grpo_rl.envs.task import Messages, Reward, Task, Unjudgeable, asking, check_weights, opening, raised
@@ -139,7 +139,7 @@ class Code(Task):
                     program, tests.code, tests.setup, tests.names, tests.entry_point, deadline - time.monotonic(),
                     tests.only,
                 )  # fmt: skip
-            except ValueError as error:
+            except BrokenTests as error:
                 return Unjudgeable(str(error))
             passed, timed_out = sum(verdicts), outcome.timed_out
         for given, wanted in tests.pairs:

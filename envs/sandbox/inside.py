@@ -67,8 +67,9 @@ class Objects:
         """A value as JSON has it."""
         if type(value) in _PLAIN:
             return value
-        if isinstance(value, (range, collections.deque, collections.abc.Iterator)):
-            value = list(itertools.islice(value, _LONGEST))  # the test would have to walk it here
+        walked = isinstance(value, collections.abc.Iterator) and type(value).__module__ in ("builtins", "itertools")
+        if walked or isinstance(value, (range, collections.deque)):
+            value = list(itertools.islice(value, _LONGEST))
         for kind in (list, tuple, set, frozenset):
             if isinstance(value, kind):
                 return {kind.__name__: [self.written(item) for item in value]}

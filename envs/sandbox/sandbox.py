@@ -87,6 +87,10 @@ class Outcome:
     timed_out: bool
 
 
+class BrokenTests(Exception):
+    """Tests that any program fails."""
+
+
 class Sandbox:
     """A sandbox runs programs, each in one of its own: Python's standard library is all that they see.
 
@@ -151,7 +155,7 @@ class Sandbox:
             only: no other names are the program's; otherwise all that neither the tests nor Python have are.
 
         Raises:
-            ValueError: the tests fail before the program is asked for anything, as they would for any program.
+            BrokenTests: the tests fail before the program is asked for anything, as they would for any program.
         """
         with _Files() as files:
             content = {"setup": setup, "tests": list(tests), "names": list(names), "entry_point": entry_point}
@@ -174,7 +178,7 @@ class Sandbox:
             verdicts.seek(0)
             passed = set(verdicts.read(2**16).split())
             if b"broken" in passed:
-                raise ValueError(f"the tests fail for any program: {outcome.stderr.strip()[-500:]}")
+                raise BrokenTests(f"the tests fail for any program: {outcome.stderr.strip()[-500:]}")
             return [str(index).encode() in passed for index in range(len(tests))], outcome
 
     def _until(self, within_s: float) -> float:
