@@ -92,7 +92,7 @@ class BrokenTests(Exception):
 
 
 class Sandbox:
-    """A sandbox runs programs, each in one of its own: Python's standard library is all that they see.
+    r"""A sandbox runs programs, each in one of its own: Python's standard library is all that they see.
 
     A program has no network, no process but its own, no writable file, no ``/proc``, and none of the variables, files
     and handles of this process. Limits of the kernel bound its memory, time, threads and output.
